@@ -1,0 +1,321 @@
+"""An algorithm as data: a row of five choices, an optional value loss and entropy bonus.
+
+    J(θ) = Σ_n w_n · s(ρ_n(θ), A_n)  −  β Σ_n w_n · D_n(θ)
+
+Nothing here computes; `keel.learn.loss` joins a row to `keel.objective` by look-up on `kind`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Union, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from keel.algorithms.rules import contradictions
+
+
+class Row(BaseModel):
+    """Frozen, closed to unknown keys, strict about types, never infinite."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_none(cls, data: Any) -> Any:
+        """TOML has no null: `"none"` unsets any field that may be absent."""
+        if not isinstance(data, dict):
+            return data
+        return {k: None if v == "none" and _optional(cls, k) else v for k, v in data.items()}
+
+
+def _optional(cls: type[BaseModel], key: str) -> bool:
+    info = cls.model_fields.get(key)
+    return info is not None and type(None) in get_args(info.annotation)
+
+
+Positive = Annotated[float, Field(gt=0)]
+Coefficient = Annotated[float, Field(ge=0)]
+Unit = Annotated[float, Field(ge=0, le=1)]
+EntryPoint = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+
+# ---------------------------------------------------------------- advantage
+
+
+class GAE(Row):
+    """Generalised advantage estimation; `critic_lam` None means the actor's λ."""
+
+    kind: Literal["gae"] = "gae"
+    gamma: Unit = 1.0
+    lam: Unit = 0.95
+    critic_lam: Unit | None = None
+    adaptive_alpha: Positive | None = None
+    """VAPO's α: λ = max(0, 1 − 1/(α l)) for the actor, by completion length l."""
+    whiten: bool = False
+
+
+class MonteCarlo(Row):
+    """Return to go less a baseline: the value model's, the batch's mean return, or none."""
+
+    kind: Literal["monte_carlo"] = "monte_carlo"
+    gamma: Unit = 1.0
+    baseline: Literal["value", "batch_mean", "none"] = "value"
+    whiten: bool = False
+
+
+class TD(Row):
+    kind: Literal["td"] = "td"
+    gamma: Unit = 1.0
+    whiten: bool = False
+
+
+class NStep(Row):
+    kind: Literal["n_step"] = "n_step"
+    gamma: Unit = 1.0
+    steps: int = Field(default=5, ge=1)
+    whiten: bool = False
+
+
+class GroupRelative(Row):
+    kind: Literal["group_relative"] = "group_relative"
+    scale: Literal["std", "batch", "none"] = "std"
+    epsilon: Coefficient = 1e-4
+    whiten: bool = False
+
+
+class LeaveOneOut(Row):
+    kind: Literal["leave_one_out"] = "leave_one_out"
+    whiten: bool = False
+
+
+class Optimal(Row):
+    """Length-weighted optimal baseline (OPO)."""
+
+    kind: Literal["optimal"] = "optimal"
+    whiten: bool = False
+
+
+class BatchNormalised(Row):
+    """REINFORCE++: token returns (KL to go subtracted), whitened over the batch."""
+
+    kind: Literal["batch_normalised"] = "batch_normalised"
+    gamma: Unit = 1.0
+    group_baseline: bool = False
+
+
+class GreedyBaseline(Row):
+    """ReMax: the reward of the greedy completion of the same prompt is the baseline."""
+
+    kind: Literal["greedy_baseline"] = "greedy_baseline"
+    whiten: bool = False
+
+
+class ProcessGroupRelative(Row):
+    kind: Literal["process_group_relative"] = "process_group_relative"
+    epsilon: Coefficient = 1e-4
+    whiten: bool = False
+
+
+class CustomAdvantage(Row):
+    """The user's own, of the signature of `keel.objective.advantages`: what it names, it gets.
+
+    `needs_value` and `per_token` say what the checks cannot read off a function.
+    """
+
+    kind: Literal["custom"] = "custom"
+    function: EntryPoint
+    options: dict[str, Any] = Field(default_factory=dict)
+    needs_value: bool = False
+    per_token: bool = False
+    whiten: bool = False
+
+
+Advantage = Annotated[
+    Union[
+        GAE, MonteCarlo, TD, NStep, GroupRelative, LeaveOneOut, Optimal, BatchNormalised,
+        GreedyBaseline, ProcessGroupRelative, CustomAdvantage,
+    ],
+    Field(discriminator="kind"),
+]  # fmt: skip
+
+# ---------------------------------------------------------------- ratio
+
+Ratio = Literal["none", "token", "sequence", "sequence_token", "sequence_product"]
+
+# ---------------------------------------------------------------- surrogate
+
+
+class Unclipped(Row):
+    kind: Literal["unclipped"] = "unclipped"
+
+
+class Clip(Row):
+    """min(ρA, clip(ρ, 1−low, 1+high)A); `dual` is the factor c > 1 that bounds A < 0 from below."""
+
+    kind: Literal["clip"] = "clip"
+    low: Unit = 0.2
+    high: Coefficient = 0.2
+    dual: float | None = Field(default=None, gt=1)
+
+
+class Cispo(Row):
+    """sg[clip(ρ, floor, cap)]·A·log π, cap and floor absolute."""
+
+    kind: Literal["cispo"] = "cispo"
+    cap: Positive = 5.0
+    floor: Coefficient = 0.0
+
+
+class Sapo(Row):
+    kind: Literal["sapo"] = "sapo"
+    temperature_positive: Positive = 1.0
+    temperature_negative: Positive = 1.05
+
+
+class Geometric(Row):
+    """GMPO: clipped per token in log space, then the geometric mean over the sequence."""
+
+    kind: Literal["geometric"] = "geometric"
+    low: Coefficient = 0.4
+    high: Coefficient = 0.4
+
+
+class LogProb(Row):
+    kind: Literal["log_prob"] = "log_prob"
+
+
+class CustomSurrogate(Row):
+    """The user's own: `(log_ratio_N, advantage_N, lengths_S, **options) -> value_N`."""
+
+    kind: Literal["custom"] = "custom"
+    function: EntryPoint
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+Surrogate = Annotated[
+    Union[Unclipped, Clip, Cispo, Sapo, Geometric, LogProb, CustomSurrogate],
+    Field(discriminator="kind"),
+]
+
+# ---------------------------------------------------------------- weights, divergence, value
+
+
+class Weights(Row):
+    kind: Literal["sequence_mean", "token_mean", "constant", "sequence_sum"] = "sequence_mean"
+    constant: int | None = Field(default=None, ge=1)
+    """C of `constant`; None means the completion budget."""
+
+
+class Adaptive(Row):
+    """A β that follows a target KL; `rule` is PPO's doubling or Ziegler's proportional one."""
+
+    rule: Literal["ppo", "ziegler"] = "ppo"
+    target: Positive = 0.01
+    horizon: Positive = 10_000.0
+
+
+class Divergence(Row):
+    """β D. To the old policy, `unbiased = false` is KL(old‖π) and `true` is KL(π‖old)."""
+
+    to: Literal["reference", "old"] = "reference"
+    where: Literal["loss", "reward"] = "loss"
+    estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
+    beta: Coefficient = 0.04
+    unbiased: bool = False
+    """Multiply by the token ratio to the sampling policy (in the loss)."""
+    adaptive: Adaptive | None = None
+
+
+class ValueLoss(Row):
+    """coefficient · ½ max((V−R)², (clip(V, V_old ± clip) − R)²), a token mean."""
+
+    coefficient: Coefficient = 0.1
+    clip: Positive | None = 0.2
+
+
+class Correction(Row):
+    """Truncated importance weights where the engine's log-probs differ from the trainer's.
+
+    `truncate`: min(weight, cap); `mask`: weight inside [floor, cap], 0 outside.
+    """
+
+    kind: Literal["truncate", "mask"] = "truncate"
+    level: Literal["token", "sequence"] = "token"
+    cap: Positive = 2.0
+    floor: Coefficient = 0.5
+
+
+class Algorithm(Row):
+    """One row. `divergence`, `value` and `correction` are absent where None (`"none"` in TOML)."""
+
+    advantage: Advantage
+    ratio: Ratio
+    surrogate: Surrogate
+    weights: Weights
+    divergence: Divergence | None = None
+    value: ValueLoss | None = None
+    entropy: Coefficient = 0.0
+    correction: Correction | None = None
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Algorithm:
+        for reason in contradictions(self):
+            raise ValueError(reason)
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen reference policy must be in memory (β = 0 needs none)."""
+        d = self.divergence
+        return d is not None and d.to == "reference" and (d.beta > 0 or d.adaptive is not None)
+
+    @property
+    def needs_value(self) -> bool:
+        """Whether the advantage reads a value model."""
+        a = self.advantage
+        if isinstance(a, CustomAdvantage):
+            return a.needs_value
+        if isinstance(a, MonteCarlo):
+            return a.baseline == "value"
+        return isinstance(a, GAE | TD | NStep)
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether the advantage compares completions of one prompt (group size at least 2)."""
+        a = self.advantage
+        return isinstance(a, GroupRelative | LeaveOneOut | Optimal | ProcessGroupRelative) or (
+            isinstance(a, BatchNormalised) and a.group_baseline
+        )
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether a greedy completion of each prompt must be sampled and scored too."""
+        return isinstance(self.advantage, GreedyBaseline)
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether rewards must come per step."""
+        return isinstance(self.advantage, ProcessGroupRelative)
+
+    @property
+    def reward_divergence(self) -> Divergence | None:
+        """The divergence, if it is part of the reward."""
+        d = self.divergence
+        return d if d is not None and d.where == "reward" else None
+
+    @property
+    def loss_divergence(self) -> Divergence | None:
+        """The divergence, if it is a term of the loss."""
+        d = self.divergence
+        return d if d is not None and d.where == "loss" else None
+
+    @property
+    def per_token_advantage(self) -> bool:
+        """Whether advantages may differ between the tokens of one sequence."""
+        a = self.advantage
+        if isinstance(a, CustomAdvantage):
+            return a.per_token
+        if isinstance(a, MonteCarlo):
+            return a.baseline == "value" or a.gamma < 1 or self.reward_divergence is not None
+        if isinstance(a, BatchNormalised):
+            return a.gamma < 1 or self.reward_divergence is not None
+        return isinstance(a, GAE | TD | NStep | ProcessGroupRelative)

@@ -1,0 +1,52 @@
+"""Where a key of a recipe lives: shared by the run, or in one of its stages.
+
+A recipe with one stage may be written flat; a key with a stage's name in front goes to that stage;
+any other goes to the last stage, which is the one the recipe is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from keel.config.presets import merge
+
+SHARED = frozenset({"name", "description", "seed", "threads", "model", "stages"})
+
+
+def stage_name(stage: Mapping[str, Any]) -> str:
+    """A stage's name: its own, else what kind of stage it is."""
+    return str(stage.get("name", stage.get("stage", "rl")))
+
+
+def gather(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat recipe as one with `stages`; others as they are."""
+    shared = {k: v for k, v in data.items() if k in SHARED}
+    rest = {k: v for k, v in data.items() if k not in SHARED}
+    if "stages" not in data:
+        return {**shared, "stages": [{"stage": "rl", **rest}]}
+    return layer(shared, rest) if rest else shared
+
+
+def layer(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay `above` over the gathered recipe `below`, each key where it lives."""
+    if "stages" in above:
+        return gather({**below, **above})
+    out = dict(below)
+    for key, value in above.items():
+        if key in SHARED:
+            out = merge(out, {key: value})
+        else:
+            out["stages"] = _into_stage(out["stages"], key, value)
+    return out
+
+
+def _into_stage(stages: Any, key: str, value: Any) -> Any:
+    if not isinstance(stages, list) or not all(isinstance(s, Mapping) for s in stages):
+        return stages
+    names = [stage_name(stage) for stage in stages]
+    if key in names and isinstance(value, Mapping):
+        at, change = names.index(key), value
+    else:
+        at, change = len(stages) - 1, {key: value}
+    return [merge(stage, change) if i == at else stage for i, stage in enumerate(stages)]

@@ -1,0 +1,97 @@
+"""A validation error as one line: the key, the value, and how to mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from keel.config.address import stage_name
+from keel.config.foreign import FOREIGN
+from keel.config.schema import Recipe
+from keel.config.suggest import nearest
+
+Location = tuple[int | str, ...]
+
+
+def explain_validation(error: ValidationError, data: Mapping[str, Any]) -> str:
+    """The first thing that is wrong, as one line; unknown keys before all else."""
+    details = error.errors(include_url=False)
+    details.sort(key=lambda d: d["type"] != "extra_forbidden")
+    first = details[0]
+    where, model = _walk(first["loc"], data)
+    if first["type"] == "extra_forbidden":
+        return _unknown_key(where, model)
+    message = first["msg"].removeprefix("Value error, ")
+    shown = f" = {first['input']!r}" if isinstance(first["input"], str | int | float) else ""
+    if first["type"] == "value_error":
+        return f"{where}: {message}" if where else message
+    return f"{where}{shown}: {message[:1].lower()}{message[1:]}"
+
+
+def _unknown_key(where: str, model: type[BaseModel] | None) -> str:
+    leaf = where.rpartition(".")[2]
+    known = list(model.model_fields) if model else []
+    if (guess := nearest(leaf, known)) is not None:
+        mend = f"did you mean {guess!r}?"
+    elif leaf in FOREIGN:
+        mend = f"in Keel it is {FOREIGN[leaf]!r}"
+    else:
+        mend = f"known here: {', '.join(known)}" if known else "it has no meaning here"
+    return f"unknown key {where!r}: {mend}"
+
+
+def _walk(loc: Location, data: Mapping[str, Any]) -> tuple[str, type[BaseModel] | None]:
+    """The key as the user writes it, and the model that holds it.
+
+    pydantic puts the tag of a discriminated union into the location; the user never wrote it.
+    """
+    shown: list[str] = []
+    model: type[BaseModel] | None = Recipe
+    pending: list[type[BaseModel]] = []
+    for at, part in enumerate(loc):
+        if pending and isinstance(part, str) and _tagged(pending, part):
+            model, pending = _tagged(pending, part), []
+            continue
+        if isinstance(part, int):
+            shown.append(str(part))
+            continue
+        shown.append(part)
+        if at == len(loc) - 1:
+            break
+        info = model.model_fields.get(part) if model else None
+        options = list(_models(info)) if info else []
+        model = options[0] if len(options) == 1 else None
+        pending = options if len(options) > 1 else []
+    return _shorten(shown, data), model
+
+
+def _models(info: FieldInfo | Any) -> Iterator[type[BaseModel]]:
+    annotation = info.annotation if isinstance(info, FieldInfo) else info
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)
+
+
+def _tagged(options: list[type[BaseModel]], tag: str) -> type[BaseModel] | None:
+    for option in options:
+        for key in ("kind", "stage"):
+            info = option.model_fields.get(key)
+            if info is not None and info.default == tag:
+                return option
+    return None
+
+
+def _shorten(parts: list[str], data: Mapping[str, Any]) -> str:
+    """`stages.1.steps` as `rl.steps`, or `steps` where there is one stage."""
+    if len(parts) >= 2 and parts[0] == "stages" and parts[1].isdigit():
+        stages = data.get("stages", [])
+        at = int(parts[1])
+        rest = parts[2:]
+        if len(stages) > 1 and isinstance(stages[at], Mapping):
+            rest = [stage_name(stages[at]), *rest]
+        return ".".join(rest)
+    return ".".join(parts)

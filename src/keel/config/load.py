@@ -1,0 +1,125 @@
+"""From a TOML file, a shipped recipe's name or a mapping to a validated `Recipe`, and back."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+
+from keel.config.address import gather, layer
+from keel.config.errors import explain_validation
+from keel.config.schema import Recipe
+from keel.config.suggest import unknown
+from keel.types import KeelError
+
+Source = str | Path | Mapping[str, Any]
+
+
+def load_recipe(source: Source, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe from a TOML file, a shipped name or a mapping, with `key=value` overrides on top.
+
+    Raises KeelError, in one line, on whatever is wrong with it.
+    """
+    data = _read(source)
+    for override in overrides:
+        data = layer(data, _parse_override(override))
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise KeelError(explain_validation(error, data)) from None
+
+
+def shipped() -> dict[str, str]:
+    """Name and description of every recipe that comes with Keel."""
+    names = sorted(
+        entry.name.removesuffix(".toml")
+        for entry in _folder().iterdir()
+        if entry.name.endswith(".toml")
+    )
+    return {name: str(_read(name).get("description", "")) for name in names}
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The recipe with every default written out; it loads back to an equal recipe."""
+    return tomli_w.dumps(_writable(recipe.model_dump()))
+
+
+def _folder() -> Any:
+    return resources.files("keel.config") / "recipes"
+
+
+def _read(source: Source, seen: tuple[str, ...] = ()) -> dict[str, Any]:
+    if isinstance(source, Mapping):
+        data, label = dict(source), "recipe"
+    else:
+        label = str(source)
+        data = _parse(_text(label), label)
+        data.setdefault("name", Path(label).name.removesuffix(".toml"))
+    base = data.pop("extends", None)
+    if base is None:
+        return gather(data)
+    if not isinstance(base, str) or base in seen:
+        raise KeelError(f"{label}: extends = {base!r} is not another recipe's name or file")
+    beside = Path(label).parent / base
+    below = _read(str(beside) if beside.is_file() else base, (*seen, base))
+    return layer(below, data)
+
+
+def _text(label: str) -> str:
+    path = Path(label)
+    if path.suffix == ".toml" or "/" in label:
+        try:
+            return path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise KeelError(
+                f"recipe {label!r}: no such file (keel recipes lists what is shipped)"
+            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise KeelError(f"recipe {label!r}: cannot be read ({error})") from None
+    entry = _folder() / f"{label}.toml"
+    if not entry.is_file():
+        names = [e.name.removesuffix(".toml") for e in _folder().iterdir()]
+        raise KeelError(unknown("recipe", label, [n for n in names if not n.startswith("_")]))
+    return str(entry.read_text(encoding="utf-8"))
+
+
+def _parse(text: str, label: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise KeelError(f"recipe {label!r}: not valid TOML: {error}") from None
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise KeelError(f"override {text!r}: write it as key=value, for example steps=50")
+    out: Any = _parse_value(value.strip())
+    for part in reversed(parts):
+        out = {part: out}
+    return dict(out)
+
+
+def _parse_value(text: str) -> Any:
+    """A TOML value; what is none is a string, so that shells need no second pair of quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _writable(value: Any) -> Any:
+    """TOML has no null: what is absent is written `"none"`, which loads back as absent."""
+    if value is None:
+        return "none"
+    if isinstance(value, Mapping):
+        return {k: _writable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_writable(v) for v in value]
+    return value

@@ -1,0 +1,1 @@
+"""From a batch and a row to an optimizer step."""

@@ -1,0 +1,106 @@
+"""The models that one objective needs, and what is asked of them on a batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from keel.algorithms.spec import Algorithm
+from keel.learn.batch import Batch
+from keel.learn.loss import loss
+from keel.learn.optimizer import AdamW
+from keel.models.policy import Policy, Scores
+from keel.models.reference import Reference
+from keel.models.value import Critic, ValueHead
+from keel.types import KeelError
+
+
+@dataclass(frozen=True, eq=False)
+class Learner:
+    """Policy, and where the row asks for them reference and value model, with their optimizers."""
+
+    policy: Policy
+    optimizer: AdamW
+    reference: Reference | None = None
+    value_head: ValueHead | None = None
+    critic: Critic | None = None
+    critic_optimizer: AdamW | None = None
+    temperature: float = 1.0
+    token_budget: int = 16_384
+
+    @property
+    def has_value(self) -> bool:
+        return self.value_head is not None or self.critic is not None
+
+    def scores(self, row: Algorithm, batch: Batch) -> Scores:
+        """What the loss reads of the current models, with gradients."""
+        divergence = row.loss_divergence
+        full = divergence is not None and divergence.estimator == "full"
+        scores = self.policy.scores(
+            batch.packed,
+            self.temperature,
+            entropy=True,
+            value_head=self.value_head,
+            reference=self.reference if full else None,
+        )
+        if self.critic is not None:
+            scores = replace(scores, value_N=self.critic.values(batch.packed))
+        return scores
+
+    @torch.no_grad()
+    def measure(self, batch: Batch, *, old: bool, reference: bool) -> Batch:
+        """The batch with old log-probabilities, reference log-probabilities and values filled in.
+
+        Values are measured wherever a value model is.
+        """
+        parts: dict[str, list[Tensor]] = {}
+        for micro in batch.micro_batches(self.token_budget):
+            if old or self.value_head is not None:
+                scores = self.policy.scores(
+                    micro.packed, self.temperature, value_head=self.value_head
+                )
+                if old:
+                    parts.setdefault("old_log_prob_N", []).append(scores.log_prob_N)
+                if scores.value_N is not None:
+                    parts.setdefault("value_N", []).append(scores.value_N)
+            if self.critic is not None:
+                parts.setdefault("value_N", []).append(self.critic.values(micro.packed))
+            if reference and self.reference is not None:
+                seen = self.reference.log_probs(micro.packed, self.temperature)
+                parts.setdefault("reference_log_prob_N", []).append(seen)
+        return replace(batch, **{name: torch.cat(tensors) for name, tensors in parts.items()})
+
+
+def update(
+    learner: Learner, row: Algorithm, batch: Batch, beta: float, rates: tuple[float, float]
+) -> dict[str, float]:
+    """One optimizer step over the micro-batches of a prepared batch; its metrics.
+
+    `rates` are the learning rates of the policy and of a separate critic.
+    """
+    sums: dict[str, Tensor] = {}
+    for micro in batch.micro_batches(learner.token_budget):
+        part = loss(row, micro, learner.scores(row, micro), beta)
+        part.total.backward()  # type: ignore[no-untyped-call]
+        for name, value in part.metrics.items():
+            sums[name] = sums[name] + value if name in sums else value
+    metrics = {name: float(value) for name, value in sums.items()}
+    _stop_unless_finite(metrics)
+    metrics["grad_norm"] = learner.optimizer.step(rates[0])
+    if learner.critic_optimizer is not None:
+        metrics["value/grad_norm"] = learner.critic_optimizer.step(rates[1])
+    _stop_unless_finite(metrics)
+    return metrics
+
+
+def _stop_unless_finite(metrics: Mapping[str, float]) -> None:
+    bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+    if bad:
+        raise KeelError(
+            f"{', '.join(bad)} came out non-finite: no step was taken with it; lower "
+            "optimizer.learning_rate or see the step's rollouts"
+        )

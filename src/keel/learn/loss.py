@@ -1,0 +1,380 @@
+"""The one place that joins a row to the maths, by look-up.
+
+    loss = −Σ_n w_n·c_n·s(ρ_n, A_n) + β Σ_n w_n·D_n + a·(1/N) Σ_n ½(V_n − R_n)² − b·(1/N) Σ_n H_n
+
+`w` was set once for the whole optimizer batch, so the losses of micro-batches, and of ranks, add up.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keel.algorithms.spec import Algorithm, BatchNormalised, CustomAdvantage, GAE
+from keel.learn.batch import Batch
+from keel.models.policy import Scores
+from keel.objective import (
+    correction,
+    divergences,
+    gae,
+    group,
+    process,
+    ratios,
+    segments,
+    surrogates,
+    value,
+    weights,
+    whitening,
+)
+from keel.types import KeelError
+
+Function = Callable[..., Tensor]
+
+# ---------------------------------------------------------------- advantages
+
+
+@dataclass(frozen=True, eq=False)
+class Signals:
+    """What an advantage may ask for, by name. NaN in `reward_S` says that no reward spoke.
+
+    `reward_N` holds the outcome on each last token and, where the divergence is in the reward,
+    −β k1 on every token; `reward_S` is its sum over the sequence. Steps (K) come from process
+    rewards: their rewards, the index among the N of their last token, their sequence.
+    """
+
+    reward_S: Float[Tensor, " S"]
+    reward_N: Float[Tensor, " N"]
+    lengths_S: Int[Tensor, " S"]
+    groups_S: Int[Tensor, " S"]
+    value_N: Float[Tensor, " N"] | None = None
+    next_value_N: Float[Tensor, " N"] | None = None
+    baseline_S: Float[Tensor, " S"] | None = None
+    step_reward_K: Float[Tensor, " K"] | None = None
+    step_end_K: Int[Tensor, " K"] | None = None
+    step_sequence_K: Int[Tensor, " K"] | None = None
+
+    def named(self) -> dict[str, Tensor]:
+        """Those that are there."""
+        every = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in every.items() if value is not None}
+
+
+def _temporal(signals: Signals, gamma: float) -> tuple[Tensor, Tensor]:
+    assert signals.value_N is not None
+    after_N = segments.shift(signals.value_N, signals.lengths_S)
+    delta_N = gae.td_error(signals.reward_N, signals.value_N, after_N, gamma=gamma)
+    return delta_N, segments.continues(signals.lengths_S).to(delta_N)
+
+
+def _gae(signals: Signals, choice: Any, lam: float | Tensor | None = None) -> Tensor:
+    delta_N, continues_N = _temporal(signals, choice.gamma)
+    if lam is None and choice.adaptive_alpha is not None:
+        lam_S = gae.adaptive_lambda(signals.lengths_S, alpha=choice.adaptive_alpha)
+        lam = segments.spread(lam_S.to(delta_N), signals.lengths_S)
+    return gae.gae(
+        delta_N, continues_N, gamma=choice.gamma, lam=choice.lam if lam is None else lam
+    )
+
+
+def _td(signals: Signals, choice: Any) -> Tensor:
+    return _temporal(signals, choice.gamma)[0]
+
+
+def _n_step(signals: Signals, choice: Any) -> Tensor:
+    delta_N, continues_N = _temporal(signals, choice.gamma)
+    return gae.n_step(delta_N, continues_N, gamma=choice.gamma, steps=choice.steps)
+
+
+def _monte_carlo(signals: Signals, choice: Any) -> Tensor:
+    return_N = gae.returns_to_go(signals.reward_N, signals.lengths_S, gamma=choice.gamma)
+    if choice.baseline == "value":
+        assert signals.value_N is not None
+        return return_N - signals.value_N
+    return return_N - signals.reward_S.mean() if choice.baseline == "batch_mean" else return_N
+
+
+def _batch_normalised(signals: Signals, choice: Any) -> Tensor:
+    reward_N = signals.reward_N
+    if choice.group_baseline:
+        baseline_S = signals.reward_S - group.group_relative(
+            signals.reward_S, signals.groups_S, scale="none", epsilon=0.0
+        )
+        reward_N = reward_N - segments.on_last(baseline_S, signals.lengths_S)
+    return gae.returns_to_go(reward_N, signals.lengths_S, gamma=choice.gamma)
+
+
+def _by_name(function: Function) -> Callable[[Signals, Any], Tensor]:
+    def call(signals: Signals, choice: Any) -> Tensor:
+        return _call(function, {**choice.model_dump(), **signals.named()})
+
+    return call
+
+
+def _custom(signals: Signals, choice: Any) -> Tensor:
+    return _call(_entry(choice.function), {**choice.options, **signals.named()})
+
+
+ADVANTAGES: Final[Mapping[str, Callable[[Signals, Any], Tensor]]] = {
+    "gae": _gae,
+    "td": _td,
+    "n_step": _n_step,
+    "monte_carlo": _monte_carlo,
+    "batch_normalised": _batch_normalised,
+    "group_relative": _by_name(group.group_relative),
+    "leave_one_out": _by_name(group.leave_one_out),
+    "optimal": _by_name(group.optimal),
+    "greedy_baseline": _by_name(group.greedy_baseline),
+    "process_group_relative": _by_name(process.process_group_relative),
+    "custom": _custom,
+}
+RATIOS: Final[Mapping[str, Function]] = {
+    "none": ratios.none,
+    "token": ratios.token,
+    "sequence": ratios.sequence,
+    "sequence_token": ratios.sequence_token,
+    "sequence_product": ratios.sequence_product,
+}
+SURROGATES: Final[Mapping[str, Function]] = {
+    "unclipped": surrogates.unclipped,
+    "clip": surrogates.clip,
+    "cispo": surrogates.cispo,
+    "sapo": surrogates.sapo,
+    "geometric": surrogates.geometric,
+    "log_prob": surrogates.log_prob,
+}
+WEIGHTS: Final[Mapping[str, Function]] = {
+    "sequence_mean": weights.sequence_mean,
+    "token_mean": weights.token_mean,
+    "constant": weights.constant,
+    "sequence_sum": weights.sequence_sum,
+}
+DIVERGENCES: Final[Mapping[str, Function]] = {
+    "k1": divergences.k1,
+    "k2": divergences.k2,
+    "k3": divergences.k3,
+    "abs": divergences.absolute,
+}
+CORRECTIONS: Final[Mapping[str, Function]] = {
+    "truncate": correction.truncate,
+    "mask": correction.mask,
+}
+
+
+def advantages(row: Algorithm, signals: Signals) -> Float[Tensor, " N"]:
+    """A_n of every completion token, before whitening."""
+    advantage = ADVANTAGES[row.advantage.kind](signals, row.advantage)
+    if advantage.shape == signals.reward_N.shape:
+        return advantage
+    if advantage.shape != signals.reward_S.shape:
+        raise KeelError(
+            f"algorithm.advantage: returned shape {tuple(advantage.shape)}, wanted one number a "
+            f"sequence {tuple(signals.reward_S.shape)} or a token {tuple(signals.reward_N.shape)}"
+        )
+    return segments.spread(advantage, signals.lengths_S)
+
+
+def returns(row: Algorithm, signals: Signals, advantage_N: Tensor) -> Float[Tensor, " N"] | None:
+    """What the value model is regressed on: A + V before whitening, under the critic's own λ."""
+    if signals.value_N is None:
+        return None
+    choice = row.advantage
+    if isinstance(choice, GAE) and (choice.critic_lam is not None or choice.adaptive_alpha):
+        lam = 1.0 if choice.critic_lam is None else choice.critic_lam
+        advantage_N = _gae(signals, choice, lam)
+    return advantage_N + signals.value_N
+
+
+def token_rewards(
+    row: Algorithm, batch: Batch, reward_S: Tensor, beta: float
+) -> Float[Tensor, " N"]:
+    """The outcome on each sequence's last token, less β D on every token if it is in the reward."""
+    reward_N = segments.on_last(reward_S, batch.lengths_S)
+    if row.reward_divergence is None or batch.reference_log_prob_N is None:
+        return reward_N
+    assert batch.old_log_prob_N is not None
+    divergence = DIVERGENCES[row.reward_divergence.estimator]
+    return reward_N - beta * divergence(batch.old_log_prob_N, batch.reference_log_prob_N)
+
+
+def prepare(row: Algorithm, batch: Batch, budget: int) -> Batch:
+    """The optimizer batch with its weights set and, where the row asks, advantages whitened."""
+    assert batch.advantage_N is not None
+    options = {"lengths_S": batch.lengths_S, "constant": row.weights.constant or budget}
+    weight_N = _call(WEIGHTS[row.weights.kind], options).to(batch.advantage_N)
+    whiten = isinstance(row.advantage, BatchNormalised) or row.advantage.whiten
+    advantage_N = whitening.whiten(batch.advantage_N) if whiten else batch.advantage_N
+    count = max(int(batch.target_N.numel()), 1)
+    return replace(batch, weight_N=weight_N, advantage_N=advantage_N, token_weight=1 / count)
+
+
+# ---------------------------------------------------------------- the loss
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """A micro-batch's share of the loss, and its share of each metric; both add up."""
+
+    total: Float[Tensor, ""]
+    metrics: Mapping[str, Tensor]
+
+
+def loss(row: Algorithm, batch: Batch, scores: Scores, beta: float) -> Loss:
+    """The row's loss on a prepared (micro-)batch under the policy's current scores."""
+    assert batch.advantage_N is not None
+    assert batch.weight_N is not None
+    log_prob_N = scores.log_prob_N
+    old_N = log_prob_N.detach() if batch.old_log_prob_N is None else batch.old_log_prob_N
+    signals = {
+        "log_prob_N": log_prob_N,
+        "old_log_prob_N": old_N,
+        "lengths_S": batch.lengths_S,
+        "advantage_N": batch.advantage_N,
+    }
+    signals["log_ratio_N"] = _call(RATIOS[row.ratio], signals)
+    surrogate_N = _surrogate(row, signals)
+    correction_N = _correction(row, batch, old_N)
+    if correction_N is not None:
+        surrogate_N = surrogate_N * correction_N
+    policy = -(batch.weight_N * surrogate_N).sum()
+    total, metrics = policy, {"loss/policy": policy.detach()}
+    divergence_N = _divergence(row, batch, scores, old_N)
+    if divergence_N is not None:
+        total = total + beta * (batch.weight_N * divergence_N).sum()
+    if row.value is not None and batch.return_N is not None:
+        term, value_metrics = _value(row, batch, scores)
+        total, metrics = total + term, {**metrics, **value_metrics}
+    if row.entropy > 0:
+        assert scores.entropy_N is not None
+        total = total - row.entropy * batch.token_weight * scores.entropy_N.sum()
+    with torch.no_grad():
+        watched = _watch(row, batch, scores, signals["log_ratio_N"], old_N, divergence_N)
+        metrics = {**metrics, "loss": total.detach(), **watched}
+    return Loss(total, metrics)
+
+
+def _surrogate(row: Algorithm, signals: Mapping[str, Tensor]) -> Tensor:
+    choice = row.surrogate
+    if choice.kind == "custom":
+        value_N = _call(_entry(choice.function), {**choice.options, **signals})
+        if value_N.shape != signals["advantage_N"].shape:
+            raise KeelError(
+                f"algorithm.surrogate: {choice.function} returned shape {tuple(value_N.shape)}, "
+                f"wanted one number a token {tuple(signals['advantage_N'].shape)}"
+            )
+        return value_N
+    return _call(SURROGATES[choice.kind], {**choice.model_dump(), **signals})
+
+
+def _correction(row: Algorithm, batch: Batch, old_N: Tensor) -> Tensor | None:
+    if row.correction is None:
+        return None
+    signals = {
+        "old_log_prob_N": old_N,
+        "engine_log_prob_N": batch.engine_log_prob_N.to(old_N),
+        "lengths_S": batch.lengths_S,
+    }
+    return _call(CORRECTIONS[row.correction.kind], {**row.correction.model_dump(), **signals})
+
+
+def _divergence(row: Algorithm, batch: Batch, scores: Scores, old_N: Tensor) -> Tensor | None:
+    choice = row.loss_divergence
+    if choice is None or (choice.beta == 0 and choice.adaptive is None):
+        return None
+    if choice.estimator == "full":
+        return scores.full_kl_N
+    other_N = old_N if choice.to == "old" else batch.reference_log_prob_N
+    assert other_N is not None
+    new_N = scores.log_prob_N
+    if choice.to == "old" and not choice.unbiased:
+        # The samples come from the other side of this divergence: KL(old‖π).
+        return DIVERGENCES[choice.estimator](other_N, new_N)
+    estimate_N = DIVERGENCES[choice.estimator](new_N, other_N)
+    return divergences.weighted(estimate_N, new_N, old_N) if choice.unbiased else estimate_N
+
+
+def _value(row: Algorithm, batch: Batch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
+    assert row.value is not None
+    assert scores.value_N is not None
+    loss_N, clipped_N = value.value_loss(
+        scores.value_N, batch.value_N, batch.return_N, clip=row.value.clip
+    )
+    mean = batch.token_weight * loss_N.sum()
+    metrics = {
+        "value/loss": mean.detach(),
+        "value/clip_ratio": batch.token_weight * clipped_N.sum(),
+    }
+    return row.value.coefficient * mean, metrics
+
+
+def _watch(
+    row: Algorithm,
+    batch: Batch,
+    scores: Scores,
+    log_ratio_N: Tensor,
+    old_N: Tensor,
+    divergence_N: Tensor | None,
+) -> dict[str, Tensor]:
+    """Token means of what a run should be watched by."""
+    assert batch.advantage_N is not None
+    mean = batch.token_weight
+    out: dict[str, Tensor] = {}
+    if scores.entropy_N is not None:
+        out["entropy"] = mean * scores.entropy_N.sum()
+    if divergence_N is not None:
+        out["kl"] = mean * divergence_N.sum()
+    if row.ratio == "none":
+        return out
+    ratio_N = ratios.exponential(log_ratio_N)
+    low, high = _edges(row)
+    below_N = (ratio_N < low) & (batch.advantage_N < 0)
+    above_N = (ratio_N > high) & (batch.advantage_N > 0)
+    out["clip_ratio/low_mean"] = mean * below_N.sum()
+    out["clip_ratio/high_mean"] = mean * above_N.sum()
+    out["clip_ratio/region_mean"] = mean * (below_N | above_N).sum()
+    out["ratio/mean"] = mean * ratio_N.sum()
+    out["kl/old"] = mean * divergences.k3(old_N, scores.log_prob_N).sum()
+    return out
+
+
+def _edges(row: Algorithm) -> tuple[float, float]:
+    """The ratios outside which the surrogate clips; none where it does not."""
+    choice = row.surrogate
+    if choice.kind == "clip":
+        return 1 - choice.low, 1 + choice.high
+    if choice.kind == "cispo":
+        return choice.floor, choice.cap
+    if choice.kind == "geometric":
+        bounds = torch.tensor([-choice.low, choice.high], dtype=torch.float64).exp()
+        return float(bounds[0]), float(bounds[1])
+    return 0.0, float("inf")
+
+
+# ---------------------------------------------------------------- calling by name
+
+
+def _entry(path: str) -> Function:
+    module, _, name = path.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise KeelError(f"algorithm: {path!r} cannot be loaded ({error})") from None
+    return function  # type: ignore[no-any-return]
+
+
+def _call(function: Function, available: Mapping[str, Any]) -> Tensor:
+    """Call a function of the maths with those of the available arguments that it names."""
+    parameters = inspect.signature(function).parameters.values()
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in available]
+    if missing:
+        raise KeelError(
+            f"{function.__module__}:{function.__name__} asks for {', '.join(missing)}: "
+            f"there are {', '.join(sorted(available))}"
+        )
+    return function(**{p.name: available[p.name] for p in parameters if p.name in available})

@@ -1,0 +1,87 @@
+"""AdamW, its schedule, and its state as named tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from keel.config.schema import Optimizer
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+def trainable(module: nn.Module, prefix: str = "") -> Named:
+    """The parameters that take gradients, by name, in the module's order."""
+    return [(f"{prefix}{name}", p) for name, p in module.named_parameters() if p.requires_grad]
+
+
+def learning_rate(choice: Optimizer, step: int, steps: int) -> float:
+    """The learning rate of a step (from 0) of a stage of `steps`, warm-up first.
+
+    Linear and cosine schedules fall from `learning_rate` to `final_share` of it at the last step.
+    """
+    warm = min(1.0, (step + 1) / choice.warmup_steps) if choice.warmup_steps else 1.0
+    span = max(steps - 1 - choice.warmup_steps, 1)
+    done = min(max((step - choice.warmup_steps) / span, 0.0), 1.0)
+    left = {
+        "constant": 1.0,
+        "linear": 1 - (1 - choice.final_share) * done,
+        "cosine": choice.final_share
+        + (1 - choice.final_share) * 0.5 * (1 + math.cos(math.pi * done)),
+    }[choice.schedule]
+    return choice.learning_rate * warm * left
+
+
+class AdamW:
+    """torch's AdamW over named parameters; its state saves and restores as tensors by name."""
+
+    def __init__(self, parameters: Named, choice: Optimizer) -> None:
+        self.parameters = parameters
+        self.choice = choice
+        self.inner = torch.optim.AdamW(
+            [p for _, p in parameters],
+            lr=choice.learning_rate,
+            betas=choice.betas,
+            eps=choice.epsilon,
+            weight_decay=choice.weight_decay,
+            foreach=True,
+        )
+
+    def step(self, rate: float) -> float:
+        """Clip, step at this learning rate and clear the gradients; the norm before clipping.
+
+        A non-finite norm takes no step and leaves the weights as they were.
+        """
+        limit = self.choice.max_grad_norm
+        tensors = [p for _, p in self.parameters]
+        norm = float(nn.utils.clip_grad_norm_(tensors, math.inf if limit is None else limit))
+        if math.isfinite(norm):
+            for group in self.inner.param_groups:
+                group["lr"] = rate
+            self.inner.step()
+        self.inner.zero_grad(set_to_none=True)
+        return norm
+
+    def state(self) -> dict[str, Tensor]:
+        """Moments and step counts as `name/exp_avg`, `name/exp_avg_sq`, `name/step`."""
+        return {
+            f"{name}/{key}": value
+            for name, parameter in self.parameters
+            for key, value in self.inner.state.get(parameter, {}).items()
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """The state that `state` gave."""
+        keys = ("step", "exp_avg", "exp_avg_sq")
+        for name, parameter in self.parameters:
+            if f"{name}/step" not in state:
+                continue
+            for key in keys:
+                value = state[f"{name}/{key}"]
+                where = "cpu" if key == "step" else parameter.device
+                self.inner.state[parameter][key] = value.clone().to(where)
+
+

@@ -1,0 +1,271 @@
+"""From hidden states to log-probabilities without a (tokens × vocabulary) matrix.
+
+Logits are made for a chunk of tokens at a time, forward and again backward, so that no more than a
+chunk of them ever lives. The gradients are written out by hand; with z the logits after scale, soft
+cap and temperature, p = softmax(z), a the token, H the entropy, q a fixed reference distribution
+and K = Σ_v p log(p/q):
+
+    ∂ log p_a / ∂z_v = 1[v = a] − p_v
+    ∂ H / ∂z_v       = −p_v (log p_v + H)
+    ∂ K / ∂z_v       = p_v (log p_v − log q_v − K)
+
+Logits are made in float32 whatever the model's dtype (float64 for a float64 model), also under
+autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_BYTES = 32 * 2**20
+"""Bytes of one chunk of float32 logits."""
+CHUNK_TOKENS = 16
+"""Fewest tokens in a chunk: below this the matrix product is starved."""
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """How logits come from hidden states: softcap(scale · (W h + b)).
+
+    softcap(x) = c · tanh(x / c) (Gemma 2, arXiv 2408.00118, section 2); None leaves it out.
+    """
+
+    weight: Float[Tensor, "V H"]
+    bias: Float[Tensor, "V"] | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def detached(self) -> Head:
+        """The same head, to no gradient."""
+        bias = None if self.bias is None else self.bias.detach()
+        return Head(self.weight.detach(), bias, self.scale, self.softcap)
+
+
+@dataclass(frozen=True, eq=False)
+class Readout:
+    """What the head says of each scored token; None where it was not asked."""
+
+    log_prob_N: Float[Tensor, "N"]
+    entropy_N: Float[Tensor, "N"] | None
+    divergence_N: Float[Tensor, "N"] | None
+
+
+def logits(hidden: Float[Tensor, "... H"], head: Head) -> Float[Tensor, "... V"]:
+    """The model's logits, all at once and differentiable: for a few positions, as in decoding."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        dtype = _precision(hidden)
+        bias = None if head.bias is None else head.bias.to(dtype)
+        out = torch.nn.functional.linear(hidden.to(dtype), head.weight.to(dtype), bias)
+        if head.scale != 1.0:
+            out = out * head.scale
+        if head.softcap is not None:
+            out = head.softcap * torch.tanh(out / head.softcap)
+        return out
+
+
+def readout(
+    hidden_NH: Float[Tensor, "N H"],
+    head: Head,
+    token_N: Int[Tensor, "N"],
+    temperature: float = 1.0,
+    *,
+    entropy: bool = False,
+    reference: tuple[Float[Tensor, "N H"], Head] | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Readout:
+    """log π(a), the entropy −Σ_v π log π, and Σ_v π log(π/π_ref), each with its gradient.
+
+    The temperature divides the logits, the reference's too. `reference` is the hidden states and
+    the head of a reference policy; no gradient goes to it. A chunk holds as many tokens as fit
+    `chunk_bytes` of float32 logits, but at least `chunk_tokens`.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature must be above 0 (it is {temperature})")
+    chunk = max(chunk_tokens, chunk_bytes // (4 * head.weight.shape[0]), 1)
+    other = None if reference is None else (reference[0].detach(), reference[1].detached())
+    log_prob_N, entropy_N, divergence_N = _Readout.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, head.weight, head.bias, head, token_N, temperature, entropy, other, chunk
+    )
+    return Readout(
+        log_prob_N,
+        entropy_N if entropy else None,
+        divergence_N if reference is not None else None,
+    )
+
+
+def log_probs(
+    hidden_NH: Float[Tensor, "N H"],
+    head: Head,
+    token_N: Int[Tensor, "N"],
+    temperature: float = 1.0,
+    **options: Any,
+) -> Float[Tensor, "N"]:
+    """log π(a) alone; options as in `readout`."""
+    return readout(hidden_NH, head, token_N, temperature, **options).log_prob_N
+
+
+def full_divergence(
+    hidden_NH: Float[Tensor, "N H"],
+    head: Head,
+    reference_NH: Float[Tensor, "N H"],
+    reference_head: Head,
+    temperature: float = 1.0,
+    **options: Any,
+) -> Float[Tensor, "N"]:
+    """KL(π ‖ π_ref) = Σ_v π log(π/π_ref) at each position, with the gradient to the policy only."""
+    token_N = torch.zeros(len(hidden_NH), dtype=torch.int64, device=hidden_NH.device)
+    reference = (reference_NH, reference_head)
+    out = readout(hidden_NH, head, token_N, temperature, reference=reference, **options)
+    assert out.divergence_N is not None
+    return out.divergence_N
+
+
+def _precision(hidden: Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+class _Chunks:
+    """Scaled and capped logits over temperature, a chunk of tokens at a time."""
+
+    def __init__(
+        self, hidden: Tensor, head: Head, temperature: float, chunk: int, dtype: torch.dtype
+    ) -> None:
+        self.hidden, self.head, self.temperature, self.chunk = hidden, head, temperature, chunk
+        # One copy for all chunks; for float32 weights it is the weight itself.
+        self.weight = head.weight.to(dtype)
+        self.bias = None if head.bias is None else head.bias.to(dtype)
+        self.dtype = dtype
+
+    def slices(self) -> Iterator[slice]:
+        for start in range(0, len(self.hidden), self.chunk):
+            yield slice(start, start + self.chunk)
+
+    def states(self, rows: slice) -> Tensor:
+        return self.hidden[rows].to(self.dtype)
+
+    def logits(self, rows: slice) -> Tensor:
+        """(c, V), a fresh buffer."""
+        out = self.states(rows) @ self.weight.T
+        if self.bias is not None:
+            out += self.bias
+        if self.head.scale != 1.0:
+            out *= self.head.scale
+        if self.head.softcap is not None:
+            out.div_(self.head.softcap).tanh_().mul_(self.head.softcap)
+        return out if self.temperature == 1.0 else out.div_(self.temperature)
+
+    def log_softmax(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """(c, V) log-probabilities and (c,) log-normalisers."""
+        out = self.logits(rows)
+        normaliser = out.logsumexp(1)
+        return out.sub_(normaliser[:, None]), normaliser
+
+    def cap_slope(self, log_p: Tensor, normaliser: Tensor) -> Tensor | None:
+        """∂ softcap(x)/∂x = 1 − (softcap(x)/c)², from the log-probabilities that it led to."""
+        if self.head.softcap is None:
+            return None
+        capped = (log_p + normaliser[:, None]).mul_(self.temperature / self.head.softcap)
+        return capped.square_().neg_().add_(1.0)
+
+
+class _Gradients:
+    """Where the gradients of the chunks gather; the weight's in one buffer, in place."""
+
+    def __init__(self, needs: tuple[bool, ...], policy: _Chunks, bias: Tensor | None) -> None:
+        hidden = policy.hidden
+        self.hidden = torch.empty_like(hidden) if needs[0] else None
+        self.weight = torch.zeros_like(policy.weight) if needs[1] else None
+        self.bias = None
+        if bias is not None and needs[2]:
+            self.bias = torch.zeros(bias.shape, dtype=policy.dtype, device=bias.device)
+
+    def add(self, rows: slice, grad: Tensor, policy: _Chunks) -> None:
+        """Take in the gradient (c, V) of W h + b for a chunk of tokens."""
+        if self.hidden is not None:
+            self.hidden[rows] = (grad @ policy.weight).to(self.hidden.dtype)
+        if self.weight is not None:
+            self.weight.addmm_(grad.T, policy.states(rows))
+        if self.bias is not None:
+            self.bias += grad.sum(0)
+
+    def as_inputs(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of hidden states, weight and bias; the last two in the weight's own dtype."""
+        weight = None if self.weight is None else self.weight.to(dtype)
+        return self.hidden, weight, None if self.bias is None else self.bias.to(dtype)
+
+
+class _Readout(torch.autograd.Function):
+    """(log-probability, entropy, divergence); gradients as in the module's docstring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: Head,
+        token: Tensor,
+        temperature: float,
+        entropy: bool,
+        reference: tuple[Tensor, Head] | None,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = _precision(hidden)
+        log_prob, entropies, divergence = (
+            torch.zeros(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3)
+        )
+        with torch.autocast(hidden.device.type, enabled=False):
+            policy = _Chunks(hidden, head, temperature, chunk, dtype)
+            other = None
+            if reference is not None:
+                other = _Chunks(*reference, temperature, chunk, dtype)
+            for rows in policy.slices():
+                log_p, _ = policy.log_softmax(rows)
+                log_prob[rows] = log_p.gather(1, token[rows, None])[:, 0]
+                if entropy:
+                    entropies[rows] = -(log_p.exp().mul_(log_p)).sum(1)
+                if other is not None:
+                    log_q, _ = other.log_softmax(rows)
+                    divergence[rows] = log_q.neg_().add_(log_p).mul_(log_p.exp()).sum(1)
+        ctx.save_for_backward(hidden, weight, bias, token, entropies, divergence)
+        ctx.settings = (head.scale, head.softcap, temperature, entropy, reference, chunk)
+        return log_prob, entropies, divergence
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, token, entropies, divergence = ctx.saved_tensors
+        scale, softcap, temperature, entropy, reference, chunk = ctx.settings
+        dtype = _precision(hidden)
+        with torch.autocast(hidden.device.type, enabled=False):
+            head = Head(weight, bias, scale, softcap)
+            policy = _Chunks(hidden, head, temperature, chunk, dtype)
+            other = None
+            if reference is not None:
+                other = _Chunks(*reference, temperature, chunk, dtype)
+            into = _Gradients(ctx.needs_input_grad, policy, bias)
+            for rows in policy.slices():
+                g, g_entropy, g_divergence = (grad[rows, None].to(dtype) for grad in grads)
+                log_p, normaliser = policy.log_softmax(rows)
+                slope = policy.cap_slope(log_p, normaliser)
+                factor = -g
+                if entropy:
+                    factor = factor - g_entropy * (log_p + entropies[rows, None])
+                if other is not None:
+                    log_q, _ = other.log_softmax(rows)
+                    gap = log_q.neg_().add_(log_p).sub_(divergence[rows, None])
+                    factor = gap.mul_(g_divergence).add_(factor)
+                grad = log_p.exp_().mul_(factor)
+                grad.scatter_add_(1, token[rows, None], g)
+                if slope is not None:
+                    grad.mul_(slope)
+                into.add(rows, grad.mul_(scale / temperature), policy)
+            return *into.as_inputs(weight.dtype), *(None,) * 6

@@ -1,0 +1,98 @@
+"""Sequences laid end to end: the only form in which tokens enter a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A batch of sequences without padding.
+
+    `tokens_T` are the input tokens of all sequences end to end, `lengths` how many belong to each,
+    and `target_N` points into `tokens_T` at every completion token that is scored, in ascending
+    order. What the model says of target n is read one position earlier, at `target_N[n] - 1`.
+    """
+
+    tokens_T: Int[Tensor, "T"]
+    lengths: tuple[int, ...]
+    target_N: Int[Tensor, "N"]
+
+    def positions(self) -> Int[Tensor, "T"]:
+        """Position ids, from 0 again at the start of each sequence."""
+        lengths_S = torch.tensor(self.lengths, device=self.device)
+        starts_S = lengths_S.cumsum(0) - lengths_S
+        return torch.arange(len(self.tokens_T), device=self.device) - torch.repeat_interleave(
+            starts_S, lengths_S, output_size=len(self.tokens_T)
+        )
+
+    def scored(self) -> Int[Tensor, "N"]:
+        """The ids of the completion tokens that are scored."""
+        return self.tokens_T[self.target_N]
+
+    def to(self, device: torch.device | str) -> Packed:
+        """The same batch on another device."""
+        return Packed(self.tokens_T.to(device), self.lengths, self.target_N.to(device))
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens_T.device
+
+
+def pack(
+    sequences: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device | str = "cpu"
+) -> Packed:
+    """Lay sequences end to end.
+
+    `sequences` are 1-D token ids; `targets` say for each which of its tokens are scored, as a
+    boolean mask of its length or as ascending indices into it.
+
+    Raises ValueError for an empty sequence, targets that do not fit, or a scored first token (no
+    position before it says anything of it).
+    """
+    if len(sequences) != len(targets):
+        raise ValueError(f"{len(sequences)} sequences but targets for {len(targets)}")
+    lengths = tuple(len(tokens) for tokens in sequences)
+    starts = [0, *accumulate(lengths)]
+    places = [
+        _indices(target, length, number) + start
+        for number, (target, length, start) in enumerate(
+            zip(targets, lengths, starts[:-1], strict=True)
+        )
+    ]
+    none = torch.zeros(0, dtype=torch.int64)
+    return Packed(
+        tokens_T=torch.cat([none, *(tokens.cpu() for tokens in sequences)]).to(device),
+        lengths=lengths,
+        target_N=torch.cat([none, *places]).to(device),
+    )
+
+
+def _indices(target: Tensor, length: int, number: int) -> Tensor:
+    """The scored positions of one sequence, checked."""
+    if length == 0:
+        raise ValueError(f"sequence {number} is empty")
+    target = target.cpu()
+    if target.dtype == torch.bool:
+        if len(target) != length:
+            raise ValueError(
+                f"sequence {number} has {length} tokens but its target mask {len(target)}"
+            )
+        target = target.nonzero()[:, 0]
+    target = target.to(torch.int64)
+    if len(target) == 0:
+        return target
+    if int(target.min()) < 1 or int(target.max()) >= length:
+        raise ValueError(
+            f"targets of sequence {number} must lie in 1..{length - 1}: "
+            "the first token has no position before it"
+        )
+    if bool((target.diff() <= 0).any()):
+        raise ValueError(f"targets of sequence {number} must ascend")
+    return target

@@ -1,0 +1,131 @@
+"""How values become JSON: lossy for people and plots, exact for state. Torch-free."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+TAG = "$type"
+"""Marks what JSON has no word for. A mapping of the user's may not hold this key."""
+
+
+def clean_text(text: str) -> str:
+    """The text with lone surrogates, which UTF-8 cannot hold, replaced by `?`."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON knows it: keys sorted, arrays as lists, numbers not finite as null.
+
+    Raises:
+        TypeError: no JSON for a value of this type.
+    """
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, str):
+        return clean_text(value)
+    if isinstance(value, Mapping):
+        return {clean_text(str(key)): plain(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
+        return plain(value.tolist())
+    raise TypeError(f"no JSON for {type(value).__name__}: {value!r}")
+
+
+def line(first: Mapping[str, Any], rest: Mapping[str, Any]) -> bytes:
+    """One JSONL record: the keys of `first` in their order, then those of `rest`, sorted."""
+    record = {key: plain(value) for key, value in first.items()}
+    for key, value in plain(rest).items():
+        if key in record:
+            raise ValueError(f'"{key}" is a key of every record and cannot be a value\'s name')
+        record[key] = value
+    return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
+
+
+def document(value: Mapping[str, Any]) -> str:
+    """A JSON document for people: indented, keys in the mapping's order at the top."""
+    top = {key: plain(item) for key, item in value.items()}
+    return json.dumps(top, ensure_ascii=False, allow_nan=False, indent=2) + "\n"
+
+
+# ---------------------------------------------------------------- exact
+
+
+def exact(value: Any) -> Any:
+    """A JSON value from which `restore` makes an equal one, bit for bit.
+
+    Holds None, bool, int of any size, float (the shortest decimal that reads back the same; nan
+    and infinities too), str, list, tuple, mappings with text keys, numpy arrays and scalars.
+
+    Raises:
+        TypeError: a value of another type (tensors go into safetensors), or a key that is no text.
+    """
+    if isinstance(value, np.generic):  # before float: np.float64 is one
+        array = np.asarray(value)
+        return {TAG: "scalar", "dtype": array.dtype.str, "data": _packed(array)}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {TAG: "float", "value": repr(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple):
+        return {TAG: "tuple", "items": [exact(item) for item in value]}
+    if isinstance(value, list):
+        return [exact(item) for item in value]
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            raise TypeError("an array of Python objects is no state: use a list")
+        shape = list(value.shape)
+        return {TAG: "array", "dtype": value.dtype.str, "shape": shape, "data": _packed(value)}
+    if isinstance(value, Mapping):
+        return {_text_key(key): exact(item) for key, item in value.items()}
+    raise TypeError(f"{type(value).__name__} is no JSON state: tensors go into safetensors")
+
+
+def restore(value: Any) -> Any:
+    """The value that `exact` was given.
+
+    Raises:
+        ValueError, KeyError, TypeError: not made by `exact`.
+    """
+    if isinstance(value, list):
+        return [restore(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(TAG)
+    if kind is None:
+        return {key: restore(item) for key, item in value.items()}
+    if kind == "float":
+        return float(value["value"])
+    if kind == "tuple":
+        return tuple(restore(item) for item in value["items"])
+    if kind == "scalar":
+        return _unpacked(value, ())[()]
+    if kind == "array":
+        return _unpacked(value, value["shape"])
+    raise ValueError(f'unknown {TAG} "{kind}"')
+
+
+def _text_key(key: Any) -> str:
+    if not isinstance(key, str) or key == TAG:
+        raise TypeError(f"{key!r} cannot be a key of JSON state: use text other than {TAG!r}")
+    return key
+
+
+def _packed(array: np.ndarray) -> str:
+    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii")
+
+
+def _unpacked(value: Mapping[str, Any], shape: Sequence[int]) -> np.ndarray:
+    dtype = np.dtype(value["dtype"])
+    if dtype.hasobject:
+        raise ValueError("an array of Python objects is no state")
+    flat = np.frombuffer(base64.b64decode(value["data"], validate=True), dtype=dtype)
+    return flat.reshape(tuple(shape)).copy()

@@ -1,0 +1,207 @@
+"""What a run folder holds, and where. Torch-free.
+
+    recipe.toml  run.json  metrics.jsonl  timings.jsonl  events.jsonl
+    rollouts/[STAGE-]step-000012.parquet  checkpoints/[STAGE-]step-000100/  trackers/
+
+Steps count from 1 within a stage. Where a recipe has several stages, rollouts and checkpoints carry
+the stage's name; rows of the .jsonl files always do. All but timings.jsonl, events.jsonl and
+trackers/ is a function of recipe and seed.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.runs import files
+from keel.types import KeelError
+
+STEP_DIGITS = 6
+RECIPE = "recipe.toml"
+LOCK = ".lock"
+_STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_STEP_NAME = re.compile(r"(?:(?P<stage>.+)-)?step-(?P<step>\d{6,})")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """A point of a run: after step `step` of stage number `stage` (from 0). Ordered as run."""
+
+    stage: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A rollout file or a checkpoint folder, and the point of the run that it belongs to."""
+
+    place: Place
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The paths of one run. `stages` are the names of the recipe's stages, in order."""
+
+    path: Path
+    stages: tuple[str, ...]
+
+    @staticmethod
+    def create(path: Path | str, recipe: str) -> RunFolder:
+        """A new run folder that holds the recipe (TOML, every default written out).
+
+        Raises:
+            KeelError: the folder exists and is not empty, or cannot be made; the recipe is no TOML
+                or a stage's name is no file name.
+        """
+        path = Path(path)
+        stages = _stage_names(_parse(recipe, "the recipe"), "the recipe")
+        if path.exists() and not path.is_dir():
+            raise KeelError(f"run folder {path} is a file: choose another with --run DIR")
+        with files.told(path, "make"):
+            path.mkdir(parents=True, exist_ok=True)
+            # A process that died before its recipe was written leaves nothing but these.
+            taken = [p for p in path.iterdir() if p.name not in (LOCK, files.ASIDE + RECIPE)]
+        if taken:
+            raise KeelError(
+                f"run folder {path} exists and is not empty: "
+                "go on with it by --resume, or choose another with --run DIR"
+            )
+        folder = RunFolder(path, stages)
+        with files.told(path, "make"):
+            folder.rollouts_folder.mkdir()
+            folder.checkpoints_folder.mkdir()
+        # Last: a folder with a recipe is a run.
+        files.write_text(folder.recipe, recipe)
+        return folder
+
+    @staticmethod
+    def open(path: Path | str) -> RunFolder:
+        """The run that lies in a folder.
+
+        Raises:
+            KeelError: there is no folder, no recipe in it, or the recipe cannot be read.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise KeelError(f"run folder {path} does not exist: give a folder that keel train made")
+        recipe = path / RECIPE
+        try:
+            text = recipe.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise KeelError(
+                f"{path} is no run folder (it has no {RECIPE}): give one that keel train made"
+            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise KeelError(f"cannot read {recipe}: {error}") from error
+        return RunFolder(path, _stage_names(_parse(text, str(recipe)), str(recipe)))
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / RECIPE
+
+    @property
+    def run_json(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def timings(self) -> Path:
+        return self.path / "timings.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def rollouts_folder(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def checkpoints_folder(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def trackers(self) -> Path:
+        """What third-party trackers write; holds times and host names."""
+        return self.path / "trackers"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / LOCK
+
+    def rollouts(self, stage: int, step: int) -> Path:
+        """The rollouts of a step (counted within its stage, from 1)."""
+        return self.rollouts_folder / (self._name(stage, step) + ".parquet")
+
+    def checkpoint(self, stage: int, step: int) -> Path:
+        """The checkpoint taken after a step (counted within its stage)."""
+        return self.checkpoints_folder / self._name(stage, step)
+
+    def list_rollouts(self) -> list[Entry]:
+        """The rollout files there are, in the order of the run."""
+        return self._entries(self.rollouts_folder, ".parquet")
+
+    def list_checkpoints(self) -> list[Entry]:
+        """The checkpoints there are, damaged ones too, in the order of the run."""
+        return self._entries(self.checkpoints_folder, "")
+
+    def _name(self, stage: int, step: int) -> str:
+        prefix = f"{self.stages[stage]}-" if len(self.stages) > 1 else ""
+        return f"{prefix}step-{step:0{STEP_DIGITS}d}"
+
+    def _entries(self, folder: Path, suffix: str) -> list[Entry]:
+        if not folder.is_dir():
+            return []
+        found = []
+        for path in folder.iterdir():
+            match = _STEP_NAME.fullmatch(path.name.removesuffix(suffix))
+            if match is None or not path.name.endswith(suffix):
+                continue
+            name = match["stage"] if len(self.stages) > 1 else self.stages[0]
+            if name in self.stages:
+                found.append(Entry(Place(self.stages.index(name), int(match["step"])), path))
+        return sorted(found, key=lambda entry: entry.place)
+
+
+def next_free(root: Path | str, recipe_name: str) -> Path:
+    """`ROOT/RECIPE-K` with K one above the highest there is."""
+    root = Path(root)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", recipe_name).strip("-.") or "run"
+    taken = [0]
+    if root.is_dir():
+        for path in root.iterdir():
+            match = re.fullmatch(re.escape(name) + r"-(\d+)", path.name)
+            if match:
+                taken.append(int(match[1]))
+    return root / f"{name}-{max(taken) + 1}"
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise KeelError(f"{where} is not valid TOML: {error}") from error
+
+
+def _stage_names(recipe: dict[str, Any], where: str) -> tuple[str, ...]:
+    stages = recipe.get("stages")
+    if not isinstance(stages, Sequence) or not stages:
+        raise KeelError(f"{where} has no [[stages]]: a resolved recipe lists them")
+    names = []
+    for stage in stages:
+        name = stage.get("name", stage.get("stage")) if isinstance(stage, dict) else None
+        # The name becomes part of a path, which must stay inside the run folder.
+        if not isinstance(name, str) or not _STAGE_NAME.fullmatch(name):
+            raise KeelError(
+                f"{where} names a stage {name!r}: use letters, digits, dots, dashes and underscores"
+            )
+        names.append(name)
+    return tuple(names)

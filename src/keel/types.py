@@ -1,0 +1,176 @@
+"""The vocabulary: what flows between the rooms of the house, and the protocols that join them.
+
+Values here are frozen and hold numpy arrays at most, so that every room can speak of a prompt, a
+completion or a verdict without importing torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+Side = Literal["train", "heldout"]
+"""The two sides of a task. No prompt is on both."""
+
+FinishReason = Literal["eos", "stop", "length"]
+"""Why a completion ended: end-of-sequence token, a stop string or id, or the token budget."""
+
+
+class KeelError(Exception):
+    """A user's mistake or a refused input: one line that says what, where, and how to mend it."""
+
+
+class Message(TypedDict):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+Content = str | Sequence[Message]
+"""A prompt as its author wrote it: plain text, or messages for the chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One thing to answer.
+
+    `id` names the prompt within the run and never changes; it seeds the prompt's random streams.
+    `columns` are the data columns that rewards may ask for by name. `tokens` is empty until the
+    prompt has been encoded with a tokenizer.
+    """
+
+    id: str
+    content: Content
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    task: str = ""
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How completions are drawn. Temperature 0 is greedy decoding.
+
+    `top_k = 0`, `top_p = 1` and `min_p = 0` switch the respective truncation off. `max_tokens` is
+    the budget of one completion, tool output included.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """One answer, token by token. All arrays have the completion's length in tokens.
+
+    `written` is true where the policy wrote the token; false marks context that arrived in between
+    (tool output), which is never trained on. `log_probs` are those of the distribution that was
+    sampled from (temperature and truncation applied), and 0 where `written` is false.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    log_probs: npt.NDArray[np.float32]
+    written: npt.NDArray[np.bool_]
+    finish: FinishReason
+    text: str
+
+    def __len__(self) -> int:
+        return int(self.tokens.shape[0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """A prompt and the completions sampled for it."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The reward of one reasoning step: `end` is the index of its last token in the completion."""
+
+    end: int
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the rewards said of one completion.
+
+    `reward` is the weighted sum of the components that spoke; None when none of them did. `steps`
+    is filled by process rewards only, in order of their ends.
+    """
+
+    reward: float | None
+    components: Mapping[str, float | None] = field(default_factory=dict)
+    steps: tuple[Step, ...] = ()
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Draws completions. The seam at which a test double, or a server, stands in."""
+
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
+    ) -> list[Group]:
+        """`n` completions for each encoded prompt, in the order of the prompts.
+
+        A completion depends on the weights, its prompt (id and tokens), its index in the group,
+        `sampling` and `seed`; not on what else is in the call.
+        """
+        ...
+
+    def sync(self, weights: Mapping[str, Any]) -> None:
+        """Take over the policy's weights (name to tensor)."""
+        ...
+
+
+class Task(Protocol):
+    """Where prompts come from and, where the task can tell, what an answer is worth.
+
+    Prompts are addressed by index, so that a stream over a task resumes from a number.
+    """
+
+    name: str
+
+    def size(self, side: Side) -> int | None:
+        """How many prompts a side has; None when it never ends."""
+        ...
+
+    def prompt(self, side: Side, index: int) -> Prompt:
+        """The prompt at an index (below `size` where there is one); a function of its arguments."""
+        ...
+
+    def score(self, prompt: Prompt, completion: Completion) -> float | None:
+        """What the answer is worth; None where the task cannot tell."""
+        ...
+
+    def gold(self, prompt: Prompt) -> str | None:
+        """An answer that deserves full marks, where the task knows one."""
+        ...
+
+    def reply(self, prompt: Prompt, text: str) -> str | None:
+        """What the environment answers to the completion so far; None ends the conversation."""
+        ...
+
+
+class Reward(Protocol):
+    """A reward function with TRL's signature; it is handed only the arguments that it names.
+
+    `prompts` and `completions` are texts or message lists, `completion_ids` token lists,
+    `trainer_state` has `global_step`, `log_extra(name, values)` and `log_metric(name, value)`
+    record; every data column comes under its own name. May be a coroutine function. A process
+    reward returns, for a completion, a list of (index of the step's last token, reward).
+    """
+
+    def __call__(self, **columns: Any) -> Any: ...
