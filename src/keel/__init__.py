@@ -1,0 +1,43 @@
+"""Keel trains language models by reinforcement learning.
+
+The parts are importable by their rooms (`keel.objective`, `keel.algorithms`, …); what most users
+want stands here: `train`, `evaluate`, `export`, `load`, `load_recipe`, `explain`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keel.algorithms.explain import explain
+    from keel.config.load import load_recipe
+    from keel.runs.read import load
+    from keel.train.evaluation import evaluate
+    from keel.train.export import export
+    from keel.train.run import train
+
+__version__ = version("keel-rl")
+
+__all__ = ["__version__", "evaluate", "explain", "export", "load", "load_recipe", "train"]
+
+_HOMES = {
+    "evaluate": "keel.train.evaluation",
+    "explain": "keel.algorithms.explain",
+    "export": "keel.train.export",
+    "load": "keel.runs.read",
+    "load_recipe": "keel.config.load",
+    "train": "keel.train.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a part when it is first asked for: `import keel` alone loads no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'keel' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

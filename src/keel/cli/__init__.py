@@ -1,1 +1,1 @@
-"""TODO"""
+"""The command line: a file a verb, thin."""

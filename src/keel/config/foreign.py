@@ -111,7 +111,6 @@ FOREIGN: Final[dict[str, str]] = {
     "test_freq": "evaluation.every",
     "num_samples": "evaluation.samples",
     "report_to": "trackers",
-    "logging_steps": "log_every",
     "output_dir": "--run on the command line",
     "default_local_dir": "--run on the command line",
     "num_train_epochs": "steps",

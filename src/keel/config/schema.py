@@ -168,7 +168,6 @@ class SFTStage(Row):
     optimizer: Optimizer = Optimizer(learning_rate=1e-5)
     checkpoints: Checkpoints = Checkpoints()
     trackers: Trackers = Trackers()
-    log_every: Count = 1
 
 
 class Rollout(Row):
@@ -229,15 +228,17 @@ class Evaluation(Row):
 
     every: Index = 50
     """In steps; 0 evaluates before and after only."""
-    prompts: Index = 200
+    prompts: Count = 200
     samples: Index = 0
     """k of pass@k; 0 leaves sampling out."""
     temperature: Positive = 1.0
     top_k: Index = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Unit = 0.0
+    component: str | None = None
+    """Name of the reward that decides; None: the first (the task's own where there is no other)."""
     threshold: float = 1.0
-    """A completion passes from this reward on."""
+    """A completion passes from this value of it on."""
 
 
 class NamedAlgorithm(Algorithm):

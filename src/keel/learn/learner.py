@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from keel.algorithms.spec import Algorithm
 from keel.learn.batch import Batch
@@ -33,8 +33,15 @@ class Learner:
     token_budget: int = 16_384
 
     @property
-    def has_value(self) -> bool:
-        return self.value_head is not None or self.critic is not None
+    def modules(self) -> dict[str, nn.Module]:
+        """What is trained beside the policy, by name."""
+        pairs = {"value_head": self.value_head, "critic": self.critic}
+        return {name: module for name, module in pairs.items() if module is not None}
+
+    @property
+    def optimizers(self) -> dict[str, AdamW]:
+        pairs = {"optimizer": self.optimizer, "critic_optimizer": self.critic_optimizer}
+        return {name: optimizer for name, optimizer in pairs.items() if optimizer is not None}
 
     def scores(self, row: Algorithm, batch: Batch) -> Scores:
         """What the loss reads of the current models, with gradients."""

@@ -42,13 +42,15 @@ Function = Callable[..., Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Signals:
-    """What an advantage may ask for, by name. NaN in `reward_S` says that no reward spoke.
+    """What an advantage may ask for, by name. NaN in `outcome_S` says that no reward spoke.
 
-    `reward_N` holds the outcome on each last token and, where the divergence is in the reward,
-    −β k1 on every token; `reward_S` is its sum over the sequence. Steps (K) come from process
-    rewards: their rewards, the index among the N of their last token, their sequence.
+    `penalty_N` is −β k1 where the divergence is in the reward, else 0; `reward_N` is the penalty
+    plus the outcome on each last token, and `reward_S` its sum over the sequence. Steps (K) come
+    from process rewards: reward, index among the N of the last token, sequence.
     """
 
+    outcome_S: Float[Tensor, " S"]
+    penalty_N: Float[Tensor, " N"]
     reward_S: Float[Tensor, " S"]
     reward_N: Float[Tensor, " N"]
     lengths_S: Int[Tensor, " S"]
@@ -67,10 +69,8 @@ class Signals:
 
 
 def _temporal(signals: Signals, gamma: float) -> tuple[Tensor, Tensor]:
-    assert signals.value_N is not None
-    after_N = segments.shift(signals.value_N, signals.lengths_S)
-    delta_N = gae.td_error(signals.reward_N, signals.value_N, after_N, gamma=gamma)
-    return delta_N, segments.continues(signals.lengths_S).to(delta_N)
+    delta_N = _call(gae.td_error, {"gamma": gamma, **signals.named()})
+    return delta_N, segments.continues(signals.lengths_S)
 
 
 def _gae(signals: Signals, choice: Any, lam: float | Tensor | None = None) -> Tensor:
@@ -92,22 +92,10 @@ def _n_step(signals: Signals, choice: Any) -> Tensor:
     return gae.n_step(delta_N, continues_N, gamma=choice.gamma, steps=choice.steps)
 
 
-def _monte_carlo(signals: Signals, choice: Any) -> Tensor:
-    return_N = gae.returns_to_go(signals.reward_N, signals.lengths_S, gamma=choice.gamma)
-    if choice.baseline == "value":
-        assert signals.value_N is not None
-        return return_N - signals.value_N
-    return return_N - signals.reward_S.mean() if choice.baseline == "batch_mean" else return_N
-
-
 def _batch_normalised(signals: Signals, choice: Any) -> Tensor:
-    reward_N = signals.reward_N
-    if choice.group_baseline:
-        baseline_S = signals.reward_S - group.group_relative(
-            signals.reward_S, signals.groups_S, scale="none", epsilon=0.0
-        )
-        reward_N = reward_N - segments.on_last(baseline_S, signals.lengths_S)
-    return gae.returns_to_go(reward_N, signals.lengths_S, gamma=choice.gamma)
+    # Here the outcome stands alone: the group's baseline is of it, the penalty goes by token.
+    own = {**signals.named(), "reward_S": signals.outcome_S}
+    return _call(group.baselined_returns, {**choice.model_dump(), **own})
 
 
 def _by_name(function: Function) -> Callable[[Signals, Any], Tensor]:
@@ -125,7 +113,7 @@ ADVANTAGES: Final[Mapping[str, Callable[[Signals, Any], Tensor]]] = {
     "gae": _gae,
     "td": _td,
     "n_step": _n_step,
-    "monte_carlo": _monte_carlo,
+    "monte_carlo": _by_name(gae.monte_carlo),
     "batch_normalised": _batch_normalised,
     "group_relative": _by_name(group.group_relative),
     "leave_one_out": _by_name(group.leave_one_out),
@@ -191,16 +179,13 @@ def returns(row: Algorithm, signals: Signals, advantage_N: Tensor) -> Float[Tens
     return advantage_N + signals.value_N
 
 
-def token_rewards(
-    row: Algorithm, batch: Batch, reward_S: Tensor, beta: float
-) -> Float[Tensor, " N"]:
-    """The outcome on each sequence's last token, less β D on every token if it is in the reward."""
-    reward_N = segments.on_last(reward_S, batch.lengths_S)
+def penalties(row: Algorithm, batch: Batch, beta: float) -> Float[Tensor, " N"]:
+    """−β D on every token where the divergence is in the reward, else 0."""
+    assert batch.old_log_prob_N is not None or row.reward_divergence is None
     if row.reward_divergence is None or batch.reference_log_prob_N is None:
-        return reward_N
-    assert batch.old_log_prob_N is not None
+        return torch.zeros_like(batch.engine_log_prob_N)
     divergence = DIVERGENCES[row.reward_divergence.estimator]
-    return reward_N - beta * divergence(batch.old_log_prob_N, batch.reference_log_prob_N)
+    return -beta * divergence(batch.old_log_prob_N, batch.reference_log_prob_N)
 
 
 def prepare(row: Algorithm, batch: Batch, budget: int) -> Batch:

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Policies, value models and references: Hugging Face models over packed sequences."""

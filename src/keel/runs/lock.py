@@ -12,6 +12,17 @@ from keel.runs.layout import RunFolder
 from keel.types import KeelError
 
 
+class _Taken(Exception):
+    """Somebody holds the lock."""
+
+
+def _take(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise _Taken from error
+
+
 @contextmanager
 def locked(folder: RunFolder) -> Iterator[None]:
     """Holds the run folder for writing; the kernel lets go when the process ends, however it ends.
@@ -25,8 +36,9 @@ def locked(folder: RunFolder) -> Iterator[None]:
         descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            with files.told(folder.lock, "lock"):
+                _take(descriptor)
+        except _Taken:
             holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
             by = f" by process {holder}" if holder else ""
             raise KeelError(

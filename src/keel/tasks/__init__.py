@@ -1,1 +1,6 @@
-"""TODO"""
+"""Where prompts come from, and what an answer is worth."""
+
+from keel.tasks.build import build_task, build_tasks, catalogue
+from keel.tasks.mixture import PromptStream, heldout
+
+__all__ = ["PromptStream", "build_task", "build_tasks", "catalogue", "heldout"]

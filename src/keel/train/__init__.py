@@ -1,1 +1,1 @@
-"""TODO"""
+"""The loops: supervised fine-tuning and reinforcement learning."""

@@ -1,0 +1,41 @@
+"""Runs a verb and turns what went wrong into an exit code and one line."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from keel.cli.parser import build_parser
+
+USAGE = 2
+FAILURE = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 on success, 2 on a usage or input error (one line on stderr), 128+n on signal n."""
+    arguments = build_parser().parse_args(argv)
+    # No verb may reach a hub unless a recipe names one; telemetry of libraries stays off.
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        code = importlib.import_module(arguments.module).run(arguments)
+        return int(code or 0)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - whoever read the output has left
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        return _report(error)
+
+
+def _report(error: Exception) -> int:
+    """One line for a user's mistake; whatever else it is goes on as the bug that it is."""
+    from keel.types import KeelError
+
+    if not isinstance(error, KeelError):
+        raise error
+    print(f"keel: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return USAGE

@@ -1,0 +1,116 @@
+"""The verbs and their arguments; imports nothing heavy, so that help is instant."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.metadata import version
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"keel: error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = Parser(
+        prog="keel",
+        description="Train language models by reinforcement learning: PPO, GRPO, GSPO and their "
+        "relatives, from a laptop's CPU up.",
+    )
+    parser.add_argument("--version", action="version", version=f"keel {version('keel-rl')}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Parser)
+    _train(verbs)
+    _eval(verbs)
+    _explain(verbs)
+    _export(verbs)
+    _lists(verbs)
+    return parser
+
+
+Verbs = argparse._SubParsersAction  # type: ignore[type-arg]
+
+
+def _verb(verbs: Verbs, name: str, help: str, **words: str) -> argparse.ArgumentParser:
+    verb: argparse.ArgumentParser = verbs.add_parser(name, help=help, description=help, **words)
+    verb.set_defaults(module=f"keel.cli.{name}")
+    return verb
+
+
+def _recipe(verb: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    verb.add_argument(
+        "recipe", nargs=nargs, help="a TOML file or the name of a shipped recipe (keel recipes)"
+    )
+    verb.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="override a key, as in rl.steps=50"
+    )
+
+
+def _json(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _train(verbs: Verbs) -> None:
+    verb = _verb(verbs, "train", "Run a recipe: warm-up, reinforcement learning, evaluation.")
+    _recipe(verb, nargs="?")
+    verb.add_argument("--run", metavar="DIR", help="run folder (default: the next free in runs/)")
+    verb.add_argument(
+        "--resume", action="store_true", help="go on from the run folder's newest checkpoint"
+    )
+    verb.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    _json(verb)
+
+
+def _eval(verbs: Verbs) -> None:
+    verb = _verb(verbs, "eval", "Evaluate a run or a model: greedy, sampled, pass@k, intervals.")
+    verb.add_argument("model", metavar="RUN|MODEL", help="a run folder, a model folder or hub name")
+    verb.add_argument("--task", help="a task by name (keel tasks); a run's own unless given")
+    verb.add_argument("--path", help="the data file of a jsonl or parquet task")
+    verb.add_argument(
+        "--set", action="append", default=[], metavar="key=value", help="a key of the task"
+    )
+    verb.add_argument("--reward", action="append", default=[], help="reward, as module:function")
+    verb.add_argument("--checkpoint", default="last", help="last (default), best, or a name")
+    verb.add_argument("--prompts", type=_positive, default=None, help="how many (default 200)")
+    verb.add_argument("--samples", type=int, default=None, help="k of pass@k (default 0: none)")
+    verb.add_argument("--temperature", type=float, default=None)
+    verb.add_argument("--top-k", type=int, default=None)
+    verb.add_argument("--top-p", type=float, default=None)
+    verb.add_argument("--min-p", type=float, default=None)
+    verb.add_argument("--max-tokens", type=_positive, default=None)
+    verb.add_argument("--seed", type=int, default=None)
+    _json(verb)
+
+
+def _explain(verbs: Verbs) -> None:
+    verb = _verb(verbs, "explain", "Print the objective that a recipe or preset optimises.")
+    verb.add_argument("recipe", metavar="RECIPE|ALGORITHM", help="a recipe or a preset's name")
+    verb.add_argument("overrides", nargs="*", metavar="key=value")
+    form = verb.add_mutually_exclusive_group()
+    form.add_argument("--latex", action="store_true", help="as LaTeX")
+    form.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _export(verbs: Verbs) -> None:
+    verb = _verb(verbs, "export", "Write a run's policy as a plain model folder, LoRA merged.")
+    verb.add_argument("run", metavar="RUN", help="a run folder")
+    verb.add_argument("folder", metavar="FOLDER", help="where to; must not exist")
+    verb.add_argument("--checkpoint", default="last", help="last (default), best, or a name")
+    _json(verb)
+
+
+def _lists(verbs: Verbs) -> None:
+    _json(_verb(verbs, "recipes", "List the shipped recipes."))
+    tasks = _verb(verbs, "tasks", "List the tasks there are.")
+    tasks.add_argument("--show", metavar="TASK", help="print a few prompts of a task")
+    _json(tasks)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value

@@ -1,0 +1,114 @@
+"""A run on the terminal: a live bar where there is one, else a line a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from keel.insight.terminal import sparkline
+
+SHOWN = {
+    "loss": "loss",
+    "reward": "reward",
+    "kl": "kl",
+    "entropy": "entropy",
+    "completions/mean_length": "length",
+    "value/explained_variance": "ev",
+}
+"""The metrics of a line, and what the line calls them."""
+
+
+def summary(metrics: Mapping[str, float]) -> str:
+    """The few metrics that say how a step went."""
+    loss_only = "reward" not in metrics
+    wanted = {k: v for k, v in SHOWN.items() if loss_only or k != "loss"}
+    return "  ".join(f"{short} {metrics[name]:.3g}" for name, short in wanted.items() if name in metrics)
+
+
+class Lines:
+    """One line a step, for logs."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.steps = 0
+
+    def stage(self, name: str, kind: str, steps: int, done: int) -> None:
+        self.steps = steps
+        self.console.print(f"stage {name} ({kind}): {steps} steps, {done} done", highlight=False)
+
+    def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+        line = f"{stage} {step}/{self.steps}  {summary(metrics)}  {seconds:.2f}s"
+        self.console.print(line, highlight=False, soft_wrap=True)
+
+    def evaluation(self, stage: str, step: int, result: Mapping[str, Any]) -> None:
+        self.console.print(_evaluation(stage, step, result), highlight=False, soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+
+class Bar:
+    """A live bar a stage, with the reward so far as a sparkline."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[curve]}", style="cyan"),
+            TextColumn("{task.fields[line]}"),
+            console=console,
+            refresh_per_second=8,
+        )
+        self.task: TaskID | None = None
+        self.curve: list[float] = []
+
+    def __enter__(self) -> Bar:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def stage(self, name: str, kind: str, steps: int, done: int) -> None:
+        self.curve = []
+        self.task = self.bar.add_task(name, total=steps, completed=done, curve="", line="")
+
+    def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+        assert self.task is not None
+        self.curve.append(metrics.get("reward", metrics.get("loss", 0.0)))
+        self.bar.update(
+            self.task,
+            completed=step,
+            curve=sparkline(self.curve, width=16),
+            line=summary(metrics),
+        )
+
+    def evaluation(self, stage: str, step: int, result: Mapping[str, Any]) -> None:
+        self.console.print(_evaluation(stage, step, result), highlight=False)
+
+    def note(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+
+
+def _evaluation(stage: str, step: int, result: Mapping[str, Any]) -> str:
+    share = f"{result['mean']:.1%} [{result['low']:.1%}, {result['high']:.1%}]"
+    line = f"{stage} after {step} steps: held-out greedy {share}, n = {result['n']}"
+    if "sampled" in result:
+        line += f"; sampled {result['sampled']['mean']:.1%}"
+    for name, value in result.items():
+        if name.startswith("pass@"):
+            line += f"; {name} {value['mean']:.1%}"
+    return line

@@ -1,0 +1,98 @@
+"""`keel train`"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+
+from keel.cli.progress import Bar, Lines
+from keel.config.load import load_recipe
+from keel.insight.terminal import curve
+from keel.runs.layout import RunFolder
+from keel.runs.read import load
+from keel.types import KeelError
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run, or go on with a run; shows how it went."""
+    recipe = _recipe(arguments)
+    from keel.train.interrupt import Interrupted
+    from keel.train.run import train
+
+    console = Console(stderr=arguments.json, quiet=arguments.quiet)
+    try:
+        with _watching(console) as watcher:
+            folder = train(recipe, arguments.run, resume=arguments.resume, watcher=watcher)
+    except Interrupted as interrupted:
+        where = interrupted.folder
+        console.print(f"stopped by {interrupted}; go on with: keel train --resume --run {where}")
+        return 128 + interrupted.signum
+    if arguments.json:
+        print(json.dumps({"run": str(folder.path), **load(folder.path).info}, ensure_ascii=False))
+    else:
+        show(console, folder)
+    return 0
+
+
+def show(console: Console, folder: RunFolder) -> None:
+    """The reward curve, the held-out side before and after, and a few completions of each."""
+    run = load(folder.path)
+    rewards = [row["reward"] for row in run.metrics() if row.get("reward") is not None]
+    if len(rewards) > 1:
+        console.print("\nreward by step")
+        console.print(curve(rewards), highlight=False)
+    info = run.info
+    for when, examples in info.get("examples", {}).items():
+        console.print(f"\n[bold]{when}[/bold]" + _share(info["evaluation"].get(when)))
+        for example in examples:
+            console.print(_example(example), highlight=False, markup=False)
+    console.print(f"\nrun folder  {folder.path}")
+    if folder.curve.exists():
+        console.print(f"curve       {folder.curve}")
+
+
+def _recipe(arguments: argparse.Namespace) -> Any:
+    if not arguments.resume:
+        if arguments.recipe is None:
+            raise KeelError("which recipe? name a TOML file or a shipped one (keel recipes)")
+        return load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.run is None:
+        raise KeelError("--resume goes on with a run: name its folder with --run DIR")
+    if arguments.overrides or (arguments.recipe and "=" in arguments.recipe):
+        raise KeelError("--resume runs the recipe that the run folder holds: leave out key=value")
+    return None
+
+
+@contextmanager
+def _watching(console: Console) -> Iterator[Bar | Lines]:
+    if console.is_terminal and not console.quiet:
+        with Bar(console) as bar:
+            yield bar
+    else:
+        yield Lines(console)
+
+
+def _share(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return ""
+    return (
+        f": held-out greedy {result['mean']:.1%} "
+        f"(95 % [{result['low']:.1%}, {result['high']:.1%}], n = {result['n']})"
+    )
+
+
+def _example(example: dict[str, Any]) -> str:
+    prompt = example["prompt"]
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    mark = "-" if example["reward"] is None else f"{example['reward']:g}"
+    return f"  [{mark}] {_short(text, 200)} {_short(example['completion'], 200)}"
+
+
+def _short(text: str, width: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,76 @@
+"""Python objects by name: `module:function`, or `path/to/file.py:function`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from keel.config.suggest import nearest
+from keel.types import KeelError
+
+
+def load_entry(entry: str, what: str) -> Any:
+    """The object that `entry` names; `what` says what it is for ("reward", "task").
+
+    A module is looked for on the path and in the working folder. Raises KeelError, on one line,
+    for a missing file, module or attribute, and for a module that fails as it is imported.
+    """
+    place, _, name = entry.rpartition(":")
+    if not place or not name:
+        raise KeelError(f"{what} {entry!r}: write module:function or path/to/file.py:function")
+    module = _file(place, entry, what) if place.endswith(".py") else _module(place, entry, what)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            guess = nearest(part, [n for n in vars(found) if not n.startswith("_")])
+            mend = f"did you mean {guess!r}?" if guess else "define it there"
+            raise KeelError(f"{what} {entry!r}: {place} has no {part!r}: {mend}")
+        found = getattr(found, part)
+    return found
+
+
+def _file(place: str, entry: str, what: str) -> ModuleType:
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        raise KeelError(f"{what} {entry!r}: there is no file {place!r} in {Path.cwd()}")
+    # A name of its own for each path, so that two files named rewards.py do not meet.
+    name = f"keel_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look modules up while they load
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise _failed(error, entry, what) from error
+    return module
+
+
+def _module(place: str, entry: str, what: str) -> ModuleType:
+    try:
+        if "" not in sys.path and str(Path.cwd()) not in sys.path:
+            sys.path.append(str(Path.cwd()))
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (place == error.name or place.startswith(error.name + ".")):
+            raise KeelError(
+                f"{what} {entry!r}: there is no module {error.name!r} on the Python path or in "
+                f"{Path.cwd()}: give the file as path/to/file.py:function"
+            ) from None
+        raise _failed(error, entry, what) from error
+    except (Exception, SystemExit) as error:
+        raise _failed(error, entry, what) from error
+
+
+def _failed(error: BaseException, entry: str, what: str) -> KeelError:
+    message = " ".join(f"{type(error).__name__}: {error}".split())
+    return KeelError(f"{what} {entry!r} fails as it is imported: {message}")

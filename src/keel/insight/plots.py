@@ -1,0 +1,271 @@
+"""Pictures of a run as PNG, the same bytes for the same numbers. matplotlib is imported on use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from keel.types import KeelError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Array = npt.NDArray[np.float64]
+
+# Okabe and Ito's palette: told apart with any of the common colour vision deficiencies.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+INK, FAINT = "#222222", "#8a8a8a"
+WIDTH, DPI = 8.0, 160
+"""Inches, and pixels to the inch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Curve:
+    """Values over steps, with a band or intervals where `low` and `high` are given."""
+
+    label: str
+    steps: Array
+    values: Array
+    low: Array | None = None
+    high: Array | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("values", "low", "high"):
+            array = getattr(self, name)
+            if array is not None and len(array) != len(self.steps):
+                raise ValueError(f"{name} has {len(array)} entries for {len(self.steps)} steps")
+
+
+def column(rows: Sequence[Mapping[str, Any]], name: str, label: str = "") -> Curve:
+    """A metric of metrics.jsonl's rows (one stage), with `NAME/low` and `NAME/high` if they are."""
+    kept = [row for row in rows if row.get(name) is not None]
+
+    def array(key: str) -> Array:
+        values = [np.nan if row.get(key) is None else row[key] for row in kept]
+        return np.array(values, dtype=np.float64)
+
+    sides = [array(f"{name}/{side}") for side in ("low", "high")]
+    known = bool(kept) and all(np.isfinite(side).any() for side in sides)
+    low, high = sides if known else (None, None)
+    return Curve(label or name, array("step"), array(name), low, high)
+
+
+def smooth(values: Array, window: int) -> Array:
+    """Centred moving mean: y_i = mean of what there is of x_{i−h} … x_{i+h}, h = window // 2."""
+    half = window // 2
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    first, end = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
+    return np.asarray((sums[end] - sums[first]) / (end - first))
+
+
+def reward_curve(
+    path: Path, rows: Sequence[Mapping[str, Any]], title: str, subtitle: str = ""
+) -> None:
+    """The reward of an RL stage over its steps, and below it the held-out accuracy, if measured.
+
+    `rows` are the stage's rows of metrics.jsonl. Above: `reward` step by step, its moving mean, and
+    a band of `reward_std` (the spread within a prompt's group) to either side of that. Below:
+    `eval/pass@1`, and `eval/pass@K` where there is one, with their intervals.
+
+    Raises:
+        KeelError: matplotlib is not installed, or the file cannot be written.
+    """
+    reward = column(rows, "reward")
+    sampled = sorted({n for row in rows for n in row if _is_pass_at(n)} - {"eval/pass@1"})
+    names = {"eval/pass@1": "greedy, pass@1"}
+    names |= {name: f"sampled, {name.removeprefix('eval/')}" for name in sampled}
+    accuracies = [column(rows, name, label) for name, label in names.items()]
+    accuracies = [curve for curve in accuracies if len(curve.steps)]
+    with _figure(path, 6.0 if accuracies else 4.0) as figure:
+        panels = figure.subplots(
+            2 if accuracies else 1,
+            1,
+            sharex=True,
+            squeeze=False,
+            gridspec_kw={"height_ratios": [3, 2] if accuracies else [1]},
+        )[:, 0]
+        _draw_reward(panels[0], reward, rows)
+        if accuracies:
+            _draw_accuracy(panels[1], accuracies)
+        panels[-1].set_xlabel("step")
+        _titles(figure, title, subtitle)
+
+
+def compare_curves(
+    path: Path, curves: Sequence[Curve], title: str, *, ylabel: str, subtitle: str = ""
+) -> None:
+    """Several curves on one pair of axes, each with its band, named in a legend.
+
+    Colour and marker both tell them apart.
+
+    Raises:
+        KeelError: matplotlib is not installed, or the file cannot be written.
+    """
+    with _figure(path, 4.5) as figure:
+        axes = figure.subplots()
+        for index, curve in enumerate(curves):
+            colour = COLOURS[index % len(COLOURS)]
+            if curve.low is not None and curve.high is not None:
+                axes.fill_between(
+                    curve.steps, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0
+                )
+            axes.plot(
+                curve.steps,
+                curve.values,
+                color=colour,
+                marker=MARKERS[index % len(MARKERS)],
+                markevery=max(1, len(curve.steps) // 8),
+                label=curve.label,
+            )
+        axes.set_xlabel("step")
+        axes.set_ylabel(ylabel)
+        if curves:
+            axes.legend(loc="best")
+        _titles(figure, title, subtitle)
+
+
+def _draw_reward(axes: Axes, reward: Curve, rows: Sequence[Mapping[str, Any]]) -> None:
+    steps, values = reward.steps, reward.values
+    axes.set_ylabel("training reward")
+    if not len(steps):
+        axes.text(0.5, 0.5, "no reward yet", ha="center", transform=axes.transAxes, color=FAINT)
+        return
+    window = max(1, len(steps) // 20) * 2 + 1 if len(steps) >= 20 else 1
+    line = smooth(values, window)
+    spread = {row["step"]: row.get("reward_std") for row in rows}
+    std = np.array([spread.get(int(s)) or 0.0 for s in steps], dtype=np.float64)
+    if std.any():
+        band = smooth(std, window)
+        axes.fill_between(
+            steps,
+            line - band,
+            line + band,
+            color=COLOURS[0],
+            alpha=0.14,
+            linewidth=0,
+            label="± reward_std (within a prompt's group)",
+        )
+    if window > 1:
+        axes.plot(steps, values, color=COLOURS[0], alpha=0.4, linewidth=0.9, label="each step")
+        axes.plot(steps, line, color=COLOURS[0], linewidth=2.2, label=f"mean of {window} steps")
+    else:
+        axes.plot(steps, values, color=COLOURS[0], marker="o", label="each step")
+    axes.legend(loc="best")
+
+
+def _draw_accuracy(axes: Axes, accuracies: Sequence[Curve]) -> None:
+    for index, curve in enumerate(accuracies):
+        errors = None
+        if curve.low is not None and curve.high is not None:
+            errors = np.nan_to_num(
+                np.maximum(0.0, [curve.values - curve.low, curve.high - curve.values])
+            )
+        axes.errorbar(
+            curve.steps,
+            curve.values,
+            yerr=errors,
+            color=COLOURS[index + 1],
+            marker=MARKERS[index],
+            markersize=5.5,
+            capsize=3,
+            elinewidth=1.2,
+            clip_on=False,
+            zorder=3,
+            label=curve.label + (", 95 % interval" if errors is not None else ""),
+        )
+    axes.set_ylim(0, 1)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
+    axes.set_ylabel("held-out accuracy")
+    axes.legend(loc="best")
+    _say_ends(axes, accuracies[0])
+
+
+def _say_ends(axes: Axes, curve: Curve) -> None:
+    """Writes the first and the last value in figures, clear of the line and its intervals."""
+    places = [0, -1] if len(curve.steps) > 1 else [0]
+    for place in places:
+        value = curve.values[place]
+        # The first below its point and the last above, where a rising line leaves room.
+        below = (place == 0 and value > 0.25) or value > 0.75
+        side = curve.low if below else curve.high
+        edge = value if side is None or np.isnan(side[place]) else side[place]
+        axes.annotate(
+            f"{100 * value:.0f} %",
+            (curve.steps[place], edge),
+            xytext=(0, -8 if below else 8),
+            textcoords="offset points",
+            ha="center",
+            va="top" if below else "bottom",
+            color=COLOURS[1],
+            fontweight="bold",
+        )
+
+
+def _is_pass_at(name: str) -> bool:
+    return name.startswith("eval/pass@") and name.removeprefix("eval/pass@").isdigit()
+
+
+def _titles(figure: Figure, title: str, subtitle: str) -> None:
+    axes = figure.axes[0]
+    axes.set_title(title, loc="left", pad=24 if subtitle else 10, fontweight="bold", fontsize=13)
+    if subtitle:
+        axes.annotate(
+            subtitle,
+            (0, 1),
+            xytext=(0, 8),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            color=FAINT,
+        )
+
+
+@contextmanager
+def _figure(path: Path, height: float) -> Iterator[Figure]:
+    """A figure with our style and no state of pyplot's, written when the block ends."""
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise KeelError("plots need matplotlib: pip install matplotlib") from error
+    style = {
+        "font.family": "DejaVu Sans",  # comes with matplotlib, so the same everywhere
+        "font.size": 10,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "axes.edgecolor": FAINT,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": "#e6e6e6",
+        "grid.linewidth": 0.8,
+        "xtick.color": FAINT,
+        "ytick.color": FAINT,
+        "xtick.labelcolor": INK,
+        "ytick.labelcolor": INK,
+        "lines.linewidth": 1.8,
+        "legend.frameon": False,
+        "legend.fontsize": 9,
+    }
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **style}):
+        figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+        # Beside the target and renamed, so that a reader never sees half a picture.
+        temporary = path.with_name(f".tmp-{path.name}")
+        try:
+            figure.savefig(temporary, format="png", metadata={"Software": None})
+            os.replace(temporary, path)
+        except OSError as error:
+            raise KeelError(f"cannot write {path}: {error.strerror or error}") from error

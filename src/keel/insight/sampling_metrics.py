@@ -1,0 +1,169 @@
+"""Glossary entries: what the policy says, in training and on the held-out side."""
+
+from __future__ import annotations
+
+from keel.insight.metric import Metric, Section
+
+COMPLETIONS = Section(
+    "Completions",
+    (
+        Metric(
+            "completions/mean_length",
+            "Mean length of the step's completions, in tokens that the policy wrote.",
+            "tokens",
+            "A climb without a rise in reward is padding; a fall to a few tokens is collapse.",
+        ),
+        Metric("completions/min_length", "Shortest completion of the step.", "tokens", ""),
+        Metric(
+            "completions/max_length",
+            "Longest completion of the step.",
+            "tokens",
+            "At most rollout.max_tokens.",
+        ),
+        Metric(
+            "completions/mean_terminated_length",
+            "Mean length of the completions that ended by themselves.",
+            "tokens",
+            "Below mean_length while clipped_ratio is above 0.",
+        ),
+        Metric(
+            "completions/min_terminated_length",
+            "Shortest completion that ended by itself.",
+            "tokens",
+            "",
+        ),
+        Metric(
+            "completions/max_terminated_length",
+            "Longest completion that ended by itself.",
+            "tokens",
+            "",
+        ),
+        Metric(
+            "completions/clipped_ratio",
+            "Share of completions cut off at rollout.max_tokens.",
+            "share, 0–1",
+            "Above 0.1: raise rollout.max_tokens, or rewards judge half an answer.",
+        ),
+    ),
+)
+
+SAMPLING = Section(
+    "Sampling",
+    (
+        Metric(
+            "sampling/sampling_logp_difference/mean",
+            "Mean over tokens of |log π_trainer − log π_engine| under the weights sampled from.",
+            "nats",
+            "Under 1e-5 with the native engine in float32; about 1e-2 with bfloat16 engines. More: "
+            "engine and trainer disagree about the model.",
+        ),
+        Metric(
+            "sampling/sampling_logp_difference/max",
+            "The largest such difference.",
+            "nats",
+            "One token of several nats: a wrong template, mask or sampling setting.",
+        ),
+        Metric(
+            "sampling/importance_sampling_ratio/min",
+            "Smallest ratio π_trainer / π_engine of the step.",
+            "1",
+            "",
+        ),
+        Metric(
+            "sampling/importance_sampling_ratio/mean",
+            "Mean over tokens (or sequences) of π_trainer / π_engine, truncated where the row "
+            "corrects for it.",
+            "1",
+            "About 1.",
+        ),
+        Metric(
+            "sampling/importance_sampling_ratio/max",
+            "Largest ratio π_trainer / π_engine of the step.",
+            "1",
+            "",
+        ),
+        Metric(
+            "prompts/refilled",
+            "Times that the step sampled again because groups without variance were dropped.",
+            "refills",
+            "At rollout.max_refills the step goes on with what it has.",
+        ),
+        Metric(
+            "prompts/dropped",
+            "Groups dropped by dynamic sampling in this step.",
+            "groups",
+            "Sampling spent on nothing: see frac_reward_zero_std.",
+        ),
+        Metric(
+            "prompts/too_long",
+            "Prompts left out so far because they are over length.",
+            "prompts",
+            "Many: raise prompts.max_tokens or look at the data.",
+        ),
+        Metric(
+            "completions/masked",
+            "Share of completions left out of the loss because they hit the budget "
+            "(rollout.mask_truncated).",
+            "share, 0–1",
+            "See completions/clipped_ratio.",
+        ),
+        Metric(
+            "num_tokens",
+            "Tokens sampled or read so far in this stage: prompts and what the policy wrote.",
+            "tokens",
+            "",
+        ),
+    ),
+)
+
+EVALUATION = Section(
+    "Held-out evaluation",
+    (
+        Metric(
+            "eval/pass@1",
+            "Share of held-out prompts whose greedy completion passes "
+            "(reward ≥ evaluation.threshold).",
+            "share, 0–1",
+            "The figure that counts. Training reward rising alone is overfitting or gaming.",
+        ),
+        Metric(
+            "eval/pass@*",
+            "Probability that one of k sampled completions passes, estimated without bias and "
+            "averaged over held-out prompts [2107.03374].",
+            "share, 0–1",
+            "Falling while pass@1 rises: the policy loses breadth.",
+        ),
+        Metric(
+            "eval/*/low",
+            "Lower end of the 95 % interval of the metric before it: Wilson's for pass@1, "
+            "Student's t otherwise.",
+            "as the metric",
+            "Two curves differ where their intervals part.",
+        ),
+        Metric("eval/*/high", "Upper end of that interval.", "as the metric", ""),
+        Metric(
+            "eval/reward",
+            "Mean reward of the greedy completions of the held-out prompts.",
+            "reward",
+            "",
+        ),
+        Metric(
+            "eval/sampled",
+            "Share of sampled held-out completions that pass.",
+            "share, 0–1",
+            "Comes close to eval/pass@1 as entropy falls.",
+        ),
+        Metric(
+            "eval/completions/mean_length",
+            "Mean length of the greedy held-out completions.",
+            "tokens",
+            "",
+        ),
+        Metric(
+            "eval/completions/clipped_ratio",
+            "Share of them cut off at the budget.",
+            "share, 0–1",
+            "As completions/clipped_ratio.",
+        ),
+    ),
+)

@@ -1,0 +1,37 @@
+"""One packed forward through a model's backbone."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from keel.models.attention import PackedLayout
+from keel.models.packed import Packed
+
+
+def autocast_for(model: PreTrainedModel, wanted: bool) -> torch.autocast:
+    """bfloat16 autocast for float32 weights on a GPU; elsewhere no effect."""
+    on = wanted and model.device.type == "cuda" and model.dtype == torch.float32
+    return torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=on)
+
+
+def hidden_states(
+    model: PreTrainedModel, packed: Packed, autocast: bool = True
+) -> Float[Tensor, "N H"]:
+    """The last hidden state that each scored token is predicted from, at `target_N - 1`.
+
+    `model` is a causal language model or its backbone, turned to packed attention. No cache is
+    kept: transformers' own would let sequences see each other.
+    """
+    backbone: nn.Module = model.base_model
+    with autocast_for(model, autocast):
+        out = backbone(
+            input_ids=packed.tokens_T[None],
+            position_ids=packed.positions()[None],
+            use_cache=False,
+            layout=PackedLayout(packed.lengths),
+        )
+    states: Tensor = out.last_hidden_state[0]
+    return states.index_select(0, packed.target_N - 1)

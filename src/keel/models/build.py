@@ -1,0 +1,115 @@
+"""A small random model of any supported family, from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from keel.config.schema import BuildModel
+from keel.config.suggest import unknown
+from keel.models.families import FAMILIES, check_family
+from keel.models.tokenizers import byte_tokenizer, character_tokenizer
+from keel.types import KeelError
+
+EXPERTS = 4
+"""Experts of a small sparse model, two of them at work for each token."""
+
+
+def build_tokenizer(spec: BuildModel) -> PreTrainedTokenizerFast:
+    """The tokenizer that the recipe describes."""
+    if spec.tokenizer == "bytes":
+        return byte_tokenizer(spec.context)
+    return character_tokenizer(spec.alphabet, spec.context)
+
+
+def build_config(spec: BuildModel) -> PreTrainedConfig:
+    """The family's transformers config at the recipe's size; raises KeelError."""
+    if spec.family not in FAMILIES:
+        raise KeelError(unknown("model.build.family", spec.family, FAMILIES))
+    if spec.hidden_size % spec.heads:
+        raise KeelError(
+            f"model.build.hidden_size = {spec.hidden_size} is not a multiple of "
+            f"model.build.heads = {spec.heads}: change one of them"
+        )
+    if spec.kv_heads is not None and spec.heads % spec.kv_heads:
+        raise KeelError(
+            f"model.build.heads = {spec.heads} is not a multiple of "
+            f"model.build.kv_heads = {spec.kv_heads}: change one of them"
+        )
+    kind = CONFIG_MAPPING[spec.family]
+    known = {*kind.__dataclass_fields__, *kind.attribute_map, "rope_theta", "rope_scaling"}
+    for key in spec.options:
+        if key not in known:
+            raise KeelError(unknown("key of model.build.options", key, known))
+    keys = {**_common_keys(spec), **_family_keys(spec, known)}
+    try:
+        config = kind(**keys | spec.options)
+    except Exception as error:  # transformers validates with several kinds of exception
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise KeelError(
+            f"model.build does not make a {spec.family} config: {reason}; "
+            "change model.build.options or its sizes"
+        ) from error
+    check_family(config)
+    return config
+
+
+def _common_keys(spec: BuildModel) -> dict[str, Any]:
+    tokenizer = build_tokenizer(spec)
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "max_position_embeddings": spec.context,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+
+
+def _family_keys(spec: BuildModel, known: Collection[str]) -> dict[str, Any]:
+    """Keys that a family must be told, lest its config keep the size of the published model."""
+    family = FAMILIES[spec.family]
+    width = spec.intermediate_size
+    if width is None:
+        width = 4 * spec.hidden_size
+        if family.gated:
+            width = -(-width * 2 // 3 // 8) * 8
+    keys: dict[str, Any] = {family.width: width}
+    per_head = spec.hidden_size // spec.heads
+    options = {
+        "num_key_value_heads": spec.kv_heads or spec.heads,
+        "head_dim": per_head,
+        "query_pre_attn_scalar": per_head,
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": width,
+    }
+    keys |= {key: value for key, value in options.items() if key in known}
+    if family.experts:
+        keys |= {"num_experts_per_tok": 2}
+        keys["num_experts" if "num_experts" in known else "num_local_experts"] = EXPERTS
+    return keys
+
+
+def build_model(spec: BuildModel, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with weights drawn from `seed`; the global random state is left as it was.
+
+    Weights are drawn on the CPU in float32 and then cast, so that they do not depend on the device
+    and agree between types.
+    """
+    config = build_config(spec)
+    with torch.random.fork_rng(devices=[]):
+        # Of the CPU's generator only: torch.manual_seed would also seed the GPU's.
+        torch.default_generator.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.to(dtype)

@@ -1,0 +1,120 @@
+"""The model families that the packed forward is right for, and how their logits are made.
+
+A family is a transformers model type. What is not listed is refused by name: some families have no
+attention interface (Bloom, Falcon, MPT), in others state leaks from one packed sequence into the
+next (Mamba, RWKV and other recurrent layers).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from keel.models.head import Head
+from keel.types import KeelError
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a small model of the family needs beyond the common keys of its config."""
+
+    gated: bool = True
+    """A gated MLP (SwiGLU and the like), which is two thirds as wide at equal size."""
+    width: str = "intermediate_size"
+    """Config key of the MLP's width."""
+    experts: bool = False
+
+
+_PLAIN = Family()
+_UNGATED = Family(gated=False)
+_SPARSE = Family(experts=True)
+
+FAMILIES: dict[str, Family] = {
+    "cohere": _PLAIN,
+    "cohere2": _PLAIN,
+    "gemma": _PLAIN,
+    "gemma2": _PLAIN,
+    "gemma3_text": _PLAIN,
+    "gpt2": Family(gated=False, width="n_inner"),
+    "gpt_neox": _UNGATED,
+    "granite": _PLAIN,
+    "llama": _PLAIN,
+    "mistral": _PLAIN,
+    "mixtral": _SPARSE,
+    "olmo": _PLAIN,
+    "olmo2": _PLAIN,
+    "olmo3": _PLAIN,
+    "opt": Family(gated=False, width="ffn_dim"),
+    "phi": _UNGATED,
+    "phi3": _PLAIN,
+    "qwen2": _PLAIN,
+    "qwen2_moe": _SPARSE,
+    "qwen3": _PLAIN,
+    "qwen3_moe": _SPARSE,
+    "smollm3": _PLAIN,
+    "starcoder2": _UNGATED,
+}
+"""Model types whose packed forward was found equal to the separate one."""
+
+SHIFTING_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the longest sequence of the batch."""
+
+
+def check_family(config: PreTrainedConfig, trusted: bool = False) -> None:
+    """Refuse a family that is not listed, or a config that packing would get wrong.
+
+    `trusted` lets an unlisted family through (code that the user chose to trust); the probe then
+    decides. Raises KeelError.
+    """
+    family = config.model_type
+    if family not in FAMILIES and not trusted:
+        raise KeelError(
+            f"model family {family!r} is not supported: use one of {', '.join(sorted(FAMILIES))}"
+        )
+    for rope in _rope_types(config):
+        if rope in SHIFTING_ROPE:
+            raise KeelError(
+                f"model family {family!r} with rope_type {rope!r}: a long sequence would change "
+                "the positions of its neighbours in a packed batch; use a checkpoint whose "
+                "rope_parameters are of type default, linear, llama3 or yarn"
+            )
+    if getattr(config, "use_bidirectional_attention", None):
+        raise KeelError(
+            f"model family {family!r} with use_bidirectional_attention is no causal language "
+            "model: load a checkpoint without that key"
+        )
+
+
+def _rope_types(config: PreTrainedConfig) -> list[str]:
+    """The rope types of a config, which holds one set of parameters or one for each layer type."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, dict):
+        return []
+    sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return [str(entry["rope_type"]) for entry in sets if "rope_type" in entry]
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    """How a model's logits come from the hidden states of its backbone.
+
+    Scale and soft cap are read from the config: Gemma 2 and 3 `final_logit_softcapping`, Granite
+    `1 / logits_scaling`, Cohere `logit_scale`. Raises KeelError for a model without an output
+    layer.
+    """
+    layer = model.get_output_embeddings()
+    if layer is None or not hasattr(layer, "weight"):
+        raise KeelError(
+            f"model family {model.config.model_type!r} has no output layer: "
+            "use a causal language model"
+        )
+    config = model.config
+    scale = 1.0
+    if config.model_type == "granite":
+        scale = 1.0 / config.logits_scaling
+    elif config.model_type in ("cohere", "cohere2"):
+        scale = float(config.logit_scale)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return Head(
+        weight=layer.weight, bias=getattr(layer, "bias", None), scale=scale, softcap=softcap
+    )

@@ -1,0 +1,258 @@
+"""Models and tokenizers from a recipe: built on the spot, or from a folder or the hub.
+
+Weights come from safetensors only and remote code runs only where the recipe says so. Every way in
+which this can go wrong is a KeelError.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+from huggingface_hub import constants as hub
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from keel.config.schema import Model
+from keel.models.build import build_model, build_tokenizer
+from keel.models.families import check_family
+from keel.types import KeelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DROPOUT_KEYS = ("dropout", "pdrop", "layerdrop", "jitter")
+"""What the config keys that make a forward pass random have in their names."""
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+def load_model(spec: Model, seed: int) -> PreTrainedModel:
+    """The recipe's model on its device, in its dtype, dropout off, with transformers' attention.
+
+    `seed` decides the weights of a built model. The global random state is left alone. Raises
+    KeelError for a missing or broken folder, weights that are pickled or incomplete, a family that
+    is not supported, a hub that cannot be reached, or a device that is not there.
+    """
+    device = choose_device(spec.device)
+    if spec.build is not None:
+        model = build_model(spec.build, seed, DTYPES[spec.dtype])
+    else:
+        model = _pretrained(spec)
+    silence_dropout(model)
+    if model.dtype == torch.float64 and model._can_set_experts_implementation():
+        # The grouped matrix product of sparse models knows no float64.
+        model.set_experts_implementation("eager")
+    return model.to(device)
+
+
+def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
+    """The recipe's tokenizer, with its chat template where the recipe gives one.
+
+    Raises KeelError where there is none to load.
+    """
+    if spec.build is not None:
+        tokenizer: PreTrainedTokenizerBase = build_tokenizer(spec.build)
+    else:
+        name = _source(spec)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                name, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+            )
+        except Exception as error:  # transformers raises of many kinds here
+            raise KeelError(
+                f"model.name = {spec.name!r} has no tokenizer that loads ({_line(error)}): "
+                "save one there with tokenizer.save_pretrained"
+            ) from error
+    if spec.chat_template is not None:
+        tokenizer.chat_template = spec.chat_template
+    return tokenizer
+
+
+def check_pair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Refuse a model that could never stop, or a tokenizer that knows more tokens than it."""
+    generation = getattr(model, "generation_config", None)
+    if tokenizer.eos_token_id is None and getattr(generation, "eos_token_id", None) is None:
+        raise KeelError(
+            f"model {name!r} has no end-of-sequence token, so no completion would ever end: set "
+            "eos_token in its tokenizer_config.json or eos_token_id in its generation_config.json"
+        )
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise KeelError(
+            f"model {name!r} has embeddings for {rows} tokens but its tokenizer makes "
+            f"{len(tokenizer)}: use the tokenizer that the model was trained with"
+        )
+
+
+def choose_device(device: str) -> torch.device:
+    """`auto` is the GPU where there is one. Raises KeelError for a GPU that is not there."""
+    there = torch.cuda.is_available()
+    if device == "cuda" and not there:
+        raise KeelError(
+            'model.device = "cuda" but torch sees no GPU: set model.device = "auto" or "cpu"'
+        )
+    return torch.device("cuda" if there and device != "cpu" else "cpu")
+
+
+def silence_dropout(model: PreTrainedModel) -> None:
+    """Set every dropout of modules and config to 0.
+
+    Ratios of probabilities mean nothing when the forward pass is random, and training mode must
+    stay on for activation checkpointing.
+    """
+    _silence_config(model.config)
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for key, value in vars(module).items():
+            if _is_dropout(key, value):
+                setattr(module, key, 0.0)
+
+
+def _silence_config(config: PreTrainedConfig) -> None:
+    for key, value in list(vars(config).items()):
+        if _is_dropout(key, value):
+            setattr(config, key, 0.0)
+
+
+def _is_dropout(key: str, value: object) -> bool:
+    return isinstance(value, float) and value != 0 and any(word in key for word in DROPOUT_KEYS)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers without progress bars, which are no use in a log of one line per step."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _pretrained(spec: Model) -> PreTrainedModel:
+    """A model from a folder or the hub, loaded with dropout off."""
+    name = _source(spec)
+    options: dict[str, Any] = {
+        "revision": spec.revision,
+        "trust_remote_code": spec.trust_remote_code,
+    }
+    config = _config(spec, name, options)
+    check_family(config, trusted=spec.trust_remote_code)
+    _silence_config(config)
+    try:
+        with quiet():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                dtype=DTYPES[spec.dtype],
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
+    except Exception as error:  # transformers, safetensors and the hub raise of many kinds
+        raise KeelError(
+            f"model.name = {spec.name!r} does not load ({_line(error)}): it must hold a causal "
+            "language model saved with save_pretrained, in safetensors"
+        ) from error
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise KeelError(
+            f"model.name = {spec.name!r} lacks {len(missing)} weights, {missing[0]} among them: "
+            "it is not a whole causal language model; save it again with save_pretrained"
+        )
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _config(spec: Model, name: str, options: dict[str, Any]) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
+    except Exception as error:
+        raise KeelError(
+            f"model.name = {spec.name!r} has no config that loads ({_line(error)}): "
+            "save the model with save_pretrained, or choose another"
+        ) from error
+    return config
+
+
+def _source(spec: Model) -> str:
+    """What to hand to transformers: a checked folder, or the hub name."""
+    assert spec.name is not None
+    folder = Path(spec.name).expanduser()
+    if folder.is_dir():
+        _check_folder(folder)
+        return str(folder)
+    looks_local = folder.is_absolute() or spec.name.startswith((".", "~"))
+    if looks_local or folder.exists() or spec.name.count("/") > 1 or "\\" in spec.name:
+        reason = "is no folder" if folder.exists() else "does not exist"
+        raise KeelError(
+            f"model.name = {spec.name!r} {reason}: give a folder saved with save_pretrained, "
+            "or a hub name such as Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    _check_hub(spec.name)
+    return spec.name
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        adapter = (folder / "adapter_config.json").is_file()
+        mend = (
+            "it holds only an adapter: merge it into its base first"
+            if adapter
+            else "give a folder saved with save_pretrained"
+        )
+        raise KeelError(f"model folder {str(folder)!r} has no config.json: {mend}")
+    if any(folder.glob("*.safetensors")):
+        return
+    if any(True for pattern in PICKLES for _ in folder.glob(pattern)):
+        raise KeelError(
+            f"model folder {str(folder)!r} holds pickled weights only, which can run code when "
+            "they load: convert them to safetensors with save_pretrained where you trust them"
+        )
+    raise KeelError(
+        f"model folder {str(folder)!r} holds no weights (*.safetensors): "
+        "save the model there with save_pretrained"
+    )
+
+
+def _check_hub(name: str) -> None:
+    """Refuse a hub name at once where neither the cache nor the hub can have it.
+
+    Without this an offline machine waits half a minute for retries.
+    """
+    cached = Path(hub.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    proxied = any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"))
+    if cached.is_dir() or proxied:
+        return
+    host = urlparse(hub.ENDPOINT).hostname
+    reachable = not hub.HF_HUB_OFFLINE
+    if reachable:
+        try:
+            socket.getaddrinfo(host, 443)
+        except OSError:
+            reachable = False
+    if not reachable:
+        raise KeelError(
+            f"model.name = {name!r} is neither a folder here nor in the cache, and the model hub "
+            f"({host}) cannot be reached: give the path of a folder, or go online"
+        )
+
+
+def _line(error: BaseException) -> str:
+    """The first line of an exception's message."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip().rstrip(".:") if lines else type(error).__name__

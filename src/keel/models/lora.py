@@ -1,0 +1,203 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): the one door to peft.
+
+Adapters are put into the model in place; its class stays what it was. They are never merged there:
+merging and unmerging does not give back the same base. `plain_weights` makes merged tensors aside.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from keel.config.schema import Lora
+from keel.config.suggest import unknown
+from keel.types import KeelError
+
+POLICY, REFERENCE = "policy", "reference"
+"""The adapter that learns, and a frozen one for a reference that is not the base."""
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise KeelError(
+            "model.lora needs the peft package: pip install 'keel-rl[lora]', or leave model.lora out"
+        ) from error
+    return peft
+
+
+def add_lora(model: PreTrainedModel, spec: Lora, seed: int) -> None:
+    """Put a trainable adapter on the targeted linear layers and freeze all else.
+
+    A starts uniform in ±1/√(inputs), drawn from `seed`, and B at zero, so that the model says what
+    it said before. The adapter is float32 at least, also on bfloat16 weights. Raises KeelError for
+    a target that is no linear layer, or the output layer.
+    """
+    peft = _peft()
+    config = peft.LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha,
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=_targets(model, spec.targets),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=model.config.name_or_path or None,
+    )
+    _inject(model, config, POLICY)
+    generator = torch.Generator().manual_seed(seed)
+    for _, layer in lora_layers(model):
+        a, b = layer.lora_A[POLICY].weight, layer.lora_B[POLICY].weight
+        drawn = torch.rand(a.shape, generator=generator, dtype=torch.float64)
+        with torch.no_grad():
+            a.copy_((2 * drawn - 1) / a.shape[1] ** 0.5)
+            b.zero_()
+
+
+def _inject(model: PreTrainedModel, config: Any, adapter: str) -> None:
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):  # peft draws weights of its own first
+        _peft().inject_adapter_in_model(config, model, adapter_name=adapter)
+    for _, layer in lora_layers(model):
+        for half in (layer.lora_A[adapter], layer.lora_B[adapter]):
+            half.to(torch.promote_types(half.weight.dtype, torch.float32))
+
+
+def _targets(model: PreTrainedModel, wanted: tuple[str, ...] | str) -> list[str]:
+    """Full names of the targeted layers; a target names a layer by the end of its path."""
+    output = model.get_output_embeddings()
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D))
+    }
+    if isinstance(wanted, str):
+        return [name for name, module in linear.items() if module is not output]
+    chosen: list[str] = []
+    for target in wanted:
+        names = [name for name in linear if name == target or name.endswith(f".{target}")]
+        if not names:
+            kinds = {name.rsplit(".", 1)[-1] for name, m in linear.items() if m is not output}
+            raise KeelError(unknown("model.lora.targets entry", target, kinds))
+        if any(linear[name] is output for name in names):
+            raise KeelError(
+                f"model.lora.targets names the output layer {target!r}, which must stay as it is: "
+                "take it out of the targets"
+            )
+        chosen += names
+    return sorted(set(chosen))
+
+
+def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """The layers that carry an adapter, by name; none for a model without LoRA."""
+    return [(name, m) for name, m in model.named_modules() if hasattr(m, "lora_A")]
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """Within it the model is its base, bit for bit."""
+    layers = [layer for _, layer in lora_layers(model)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+@contextmanager
+def reference_adapter(model: nn.Module) -> Iterator[None]:
+    """Within it the frozen second adapter speaks."""
+    layers = [layer for _, layer in lora_layers(model)]
+    for layer in layers:
+        layer.set_adapter(REFERENCE, inference_mode=True)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_adapter(POLICY)
+
+
+def freeze_reference(model: PreTrainedModel) -> None:
+    """Copy the learning adapter into the frozen second one, which is made at the first call."""
+    layers = lora_layers(model)
+    if REFERENCE not in layers[0][1].lora_A:
+        _inject(model, copy.deepcopy(model.peft_config[POLICY]), REFERENCE)
+    with torch.no_grad():
+        for _, layer in lora_layers(model):
+            for halves in (layer.lora_A, layer.lora_B):
+                halves[REFERENCE].weight.copy_(halves[POLICY].weight)
+            layer.set_adapter(POLICY)
+
+
+def has_reference(model: nn.Module) -> bool:
+    """Whether the second adapter has been made."""
+    return any(REFERENCE in layer.lora_A for _, layer in lora_layers(model))
+
+
+def is_untouched(model: nn.Module) -> bool:
+    """Whether the learning adapter still adds nothing."""
+    return not any(bool(layer.lora_B[POLICY].weight.any()) for _, layer in lora_layers(model))
+
+
+def adapter_weights(model: nn.Module, adapter: str) -> dict[str, Tensor]:
+    """The tensors of one adapter, by their names in the model; not copies."""
+    return {
+        f"{name}.{half}.{adapter}.weight": getattr(layer, half)[adapter].weight.detach()
+        for name, layer in lora_layers(model)
+        for half in ("lora_A", "lora_B")
+    }
+
+
+def plain_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights under the names of the plain model, adapters merged: W + (α/r) B A.
+
+    Merged tensors are new, the others the model's own; nothing in the model changes.
+    """
+    layers = dict(lora_layers(model))
+    weights: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if ".lora_" in name:
+            continue
+        owner, _, leaf = name.rpartition(".base_layer.")
+        if leaf == "weight" and owner in layers:
+            delta = layers[owner].get_delta_weight(POLICY)
+            tensor = (tensor.to(delta.dtype) + delta).to(tensor.dtype)
+        weights[name.replace(".base_layer.", ".")] = tensor.detach()
+    return weights
+
+
+def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the model without adapters, which are merged in the copy; every weight trains."""
+    weights = plain_weights(model)
+    twin = copy.deepcopy(model)
+    for name, layer in lora_layers(twin):
+        parent, _, child = name.rpartition(".")
+        setattr(twin.get_submodule(parent), child, layer.get_base_layer())
+    if hasattr(twin, "peft_config"):
+        del twin.peft_config
+    with torch.no_grad():
+        for name, tensor in twin.state_dict().items():
+            tensor.copy_(weights[name])
+    return twin.requires_grad_(True)
+
+
+def save_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Write the learning adapter as peft does, to be put on the same base again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        f"base_model.model.{name.replace(f'.{POLICY}.', '.')}": tensor.cpu().contiguous()
+        for name, tensor in adapter_weights(model, POLICY).items()
+    }
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    model.peft_config[POLICY].save_pretrained(str(folder))

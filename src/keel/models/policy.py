@@ -1,0 +1,188 @@
+"""The policy: a causal language model, its tokenizer, and what it says of packed completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from keel.config.schema import Model
+from keel.models import lora
+from keel.models.backbone import hidden_states
+from keel.models.families import head_of
+from keel.models.head import Head, readout
+from keel.models.loading import check_pair, load_model, load_tokenizer, quiet
+from keel.models.packed import Packed
+from keel.models.probe import prepare
+
+if TYPE_CHECKING:
+    from keel.models.value import ValueHead
+
+
+class Divergent(Protocol):
+    """What a full divergence needs of a reference policy."""
+
+    @property
+    def head(self) -> Head: ...
+
+    def hidden(self, packed: Packed) -> Float[Tensor, "N H"]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What one forward says of the scored tokens; None where it was not asked."""
+
+    log_prob_N: Float[Tensor, "N"]
+    entropy_N: Float[Tensor, "N"] | None
+    value_N: Float[Tensor, "N"] | None
+    full_kl_N: Float[Tensor, "N"] | None
+
+
+class Policy(nn.Module):
+    """A causal language model turned to packed attention, and its tokenizer.
+
+    It stays in training mode, since evaluation mode would switch activation checkpointing off;
+    dropout is 0 everywhere, so that the two modes say the same.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        autocast: bool = True,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.autocast = autocast
+        self.activation_checkpointing = activation_checkpointing
+        self.set_checkpointing(model)
+
+    def set_checkpointing(self, model: PreTrainedModel) -> None:
+        """Let a model recompute its activations in the backward pass, where this policy does."""
+        model.train()
+        if self.activation_checkpointing:
+            # Nothing is drawn in a forward pass, so there is no random state to keep.
+            options = {"use_reentrant": False, "preserve_rng_state": False}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def head(self) -> Head:
+        """How logits come from hidden states, with the weights of the moment."""
+        return head_of(self.model)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the backbone's hidden states."""
+        return int(self.model.config.get_text_config().hidden_size)
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that the model's positions reach; None where nothing bounds them."""
+        reach = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return None if reach is None else int(reach)
+
+    @property
+    def has_lora(self) -> bool:
+        return bool(lora.lora_layers(self.model))
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that learn, by name: all, or the adapter's."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+    def hidden(self, packed: Packed) -> Float[Tensor, "N H"]:
+        """The hidden states that the scored tokens are predicted from."""
+        return hidden_states(self.model, packed, self.autocast)
+
+    def scores(
+        self,
+        packed: Packed,
+        temperature: float = 1.0,
+        *,
+        entropy: bool = False,
+        value_head: ValueHead | None = None,
+        reference: Divergent | None = None,
+    ) -> Scores:
+        """log π of each scored token and, on request, entropy, value and Σ_v π log(π/π_ref).
+
+        One forward pass; the logits are made in chunks and never all at once. The temperature
+        divides the logits of policy and reference.
+        """
+        hidden_NH = self.hidden(packed)
+        other = None
+        if reference is not None:
+            with torch.no_grad():
+                other = (reference.hidden(packed), reference.head)
+        out = readout(
+            hidden_NH, self.head, packed.scored(), temperature, entropy=entropy, reference=other
+        )
+        value_N = None if value_head is None else value_head(hidden_NH)
+        return Scores(out.log_prob_N, out.entropy_N, value_N, out.divergence_N)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        """Base and adapter, unmerged and each tensor once; not the reference's adapter."""
+        every = super().state_dict(*args, **kwargs)
+        kept: dict[str, Tensor] = {}
+        seen: set[tuple[int, int]] = set()
+        for name, tensor in every.items():
+            place = (tensor.data_ptr(), tensor.numel())
+            if f".{lora.REFERENCE}." in name or (tensor.numel() and place in seen):
+                continue
+            seen.add(place)
+            kept[name] = tensor
+        return kept
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False
+    ) -> None:
+        """Copy a `state_dict` of this class in place; raises ValueError where names differ."""
+        own = self.state_dict()
+        if strict and own.keys() != state_dict.keys():
+            odd = sorted(own.keys() ^ state_dict.keys())
+            raise ValueError(f"the policy's weights do not fit: {len(odd)} differ, {odd[0]} first")
+        with torch.no_grad():
+            for name in own.keys() & state_dict.keys():
+                own[name].copy_(state_dict[name])
+
+    def save(self, folder: str | Path) -> None:
+        """Write model, tokenizer and generation config, to load with plain `from_pretrained`.
+
+        With LoRA the model is a merged copy, and the adapter lies beside it in `adapter/`.
+        """
+        folder = Path(folder)
+        with quiet():
+            self.model.save_pretrained(folder, state_dict=lora.plain_weights(self.model))
+        self.tokenizer.save_pretrained(folder)
+        if self.has_lora:
+            lora.save_adapter(self.model, folder / "adapter")
+
+
+def load_policy(spec: Model, seed: int) -> Policy:
+    """The recipe's policy, probed and ready; raises KeelError for whatever is wrong with it.
+
+    `seed` decides the weights of a built model and of a LoRA adapter.
+    """
+    model, tokenizer = load_model(spec, seed), load_tokenizer(spec)
+    name = spec.name if spec.build is None else f"build {spec.build.family}"
+    check_pair(model, tokenizer, str(name))
+    prepare(model, spec.autocast)
+    if spec.lora is not None:
+        lora.add_lora(model, spec.lora, seed)
+    return Policy(
+        model,
+        tokenizer,
+        autocast=spec.autocast,
+        activation_checkpointing=spec.activation_checkpointing,
+    )

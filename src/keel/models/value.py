@@ -1,0 +1,86 @@
+"""Value models: a head on the policy's hidden states, or a critic with a backbone of its own."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from keel.config.schema import Model
+from keel.models.backbone import hidden_states
+from keel.models.loading import load_model
+from keel.models.lora import plain_copy
+from keel.models.packed import Packed
+from keel.models.policy import Policy
+from keel.models.probe import prepare
+from keel.types import KeelError
+
+
+class ValueHead(nn.Module):
+    """v(s) = w · h + b: one linear layer that starts at zero, so that every value starts at 0.
+
+    In float32 (float64 for a float64 model), also under autocast.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.linear = nn.Linear(
+            hidden_size, 1, dtype=torch.promote_types(dtype, torch.float32), device="meta"
+        )
+        # Empty, then zero: nn.Linear's own start would draw from the global random state.
+        self.linear.to_empty(device="cpu")
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden_NH: Float[Tensor, "N H"]) -> Float[Tensor, "N"]:
+        """Values of the states, with the gradient to the states."""
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            out: Tensor = self.linear(hidden_NH.to(self.linear.weight.dtype))
+        return out[:, 0]
+
+
+def value_head_for(policy: Policy) -> ValueHead:
+    """A fresh value head that reads the policy's hidden states."""
+    return ValueHead(policy.hidden_size, policy.model.dtype).to(policy.device)
+
+
+class Critic(nn.Module):
+    """A value model with its own backbone."""
+
+    def __init__(self, backbone: PreTrainedModel, autocast: bool = True) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.autocast = autocast
+        width = backbone.config.get_text_config().hidden_size
+        self.head = ValueHead(width, backbone.dtype).to(backbone.device)
+
+    def values(self, packed: Packed) -> Float[Tensor, "N"]:
+        """V of the state before each scored token, read at `target_N - 1`."""
+        values: Tensor = self.head(hidden_states(self.backbone, packed, self.autocast))
+        return values
+
+
+def critic_from_policy(policy: Policy) -> Critic:
+    """A critic whose backbone starts as the policy's is now (adapters merged in the copy)."""
+    return Critic(plain_copy(policy.model).base_model, policy.autocast)
+
+
+def load_critic(name: str, policy: Policy, spec: Model, seed: int) -> Critic:
+    """A critic whose backbone comes from a folder or the hub; all else as in the policy's spec.
+
+    It reads the policy's tokens, so it must have been trained with the same tokenizer. Raises
+    KeelError where it does not load or its vocabulary is too small.
+    """
+    model = load_model(
+        spec.model_copy(update={"name": name, "build": None, "revision": None, "lora": None}), seed
+    )
+    rows = model.get_input_embeddings().weight.shape[0]
+    if rows < len(policy.tokenizer):
+        raise KeelError(
+            f"value.name = {name!r} has embeddings for {rows} tokens but the policy's tokenizer "
+            f"makes {len(policy.tokenizer)}: choose a critic of the policy's own family"
+        )
+    prepare(model, spec.autocast)
+    policy.set_checkpointing(model)
+    return Critic(model.base_model, spec.autocast)

@@ -1,0 +1,158 @@
+"""Value functions and Q-learning: what the rest of reinforcement learning rests on.
+
+Transitions (B) of a replay memory, actions (A). An environment that cuts an episode off
+(truncation) does not terminate it: such a transition bootstraps.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from keel.objective.gae import returns_to_go
+
+
+def discounted_return(
+    reward_N: Float[Tensor, " N"], lengths_S: Int[Tensor, " S"], *, gamma: float
+) -> Float[Tensor, " N"]:
+    """The return of each step of each episode.
+
+        U_t = Σ_k γ^k r_{t+k}
+
+    Source: Sutton and Barto 2018 eq. 3.8.
+    """
+    return returns_to_go(reward_N, lengths_S, gamma=gamma)
+
+
+def state_value(
+    probability_BA: Float[Tensor, "B A"], q_BA: Float[Tensor, "B A"]
+) -> Float[Tensor, " B"]:
+    """The value of a state under a policy; its mean over states is the objective J.
+
+        V_π(s) = Σ_a π(a|s) Q_π(s,a),   J = E_S[V_π(S)]
+
+    Source: Sutton and Barto 2018 exercise 3.18.
+    """
+    return (probability_BA * q_BA).sum(-1)
+
+
+def epsilon_greedy(q_BA: Float[Tensor, "B A"], *, epsilon: float) -> Float[Tensor, "B A"]:
+    """The probabilities of the ε-greedy policy; of equal best actions the first is the greedy one.
+
+        π(a|s) = (1−ε) [a = argmax_a Q(s,a)] + ε/|A|
+
+    Source: Sutton and Barto 2018 §2.2; Mnih et al. 2015.
+    """
+    greedy_BA = one_hot(q_BA.argmax(-1), q_BA.shape[-1]).to(q_BA.dtype)
+    return (1.0 - epsilon) * greedy_BA + epsilon / q_BA.shape[-1]
+
+
+def td_target(
+    reward_B: Float[Tensor, " B"],
+    next_q_BA: Float[Tensor, "B A"],
+    terminated_B: Bool[Tensor, " B"],
+    *,
+    gamma: float,
+) -> Float[Tensor, " B"]:
+    """What Q is regressed on, by the target network's values of the next state; no gradient.
+
+        ŷ_j = r_j + γ (1 − terminated_j) max_a Q(s_{j+1}, a; w⁻)
+
+    Source: DQN, Mnih et al. 2015, algorithm 1.
+    """
+    return _bootstrap(reward_B, next_q_BA.max(-1).values, terminated_B, gamma)
+
+
+def double_td_target(
+    reward_B: Float[Tensor, " B"],
+    next_online_q_BA: Float[Tensor, "B A"],
+    next_target_q_BA: Float[Tensor, "B A"],
+    terminated_B: Bool[Tensor, " B"],
+    *,
+    gamma: float,
+) -> Float[Tensor, " B"]:
+    """The target network's value of the action that the online network prefers; no gradient.
+
+        ŷ_j = r_j + γ (1 − terminated_j) Q(s_{j+1}, argmax_a Q(s_{j+1}, a; w); w⁻)
+
+    Source: Double DQN, arXiv:1509.06461 eq. 4.
+    """
+    action_B1 = next_online_q_BA.argmax(-1, keepdim=True)
+    return _bootstrap(
+        reward_B, next_target_q_BA.gather(-1, action_B1).squeeze(-1), terminated_B, gamma
+    )
+
+
+def n_step_target(
+    reward_BK: Float[Tensor, "B K"],
+    terminated_BK: Bool[Tensor, "B K"],
+    next_value_B: Float[Tensor, " B"],
+    *,
+    gamma: float,
+) -> Float[Tensor, " B"]:
+    """K rewards, then the value of the state behind them; nothing counts after a termination.
+
+        ŷ_t = Σ_{k<K} γ^k r_{t+k} + γ^K max_a Q(s_{t+K}, a; w⁻)
+
+    Source: Sutton and Barto 2018 eq. 7.1; arXiv:1710.02298 (Rainbow).
+    """
+    steps = reward_BK.shape[-1]
+    alive_BK = torch.cumprod((~terminated_BK).to(reward_BK.dtype), dim=-1)
+    before_BK = torch.cat([torch.ones_like(alive_BK[:, :1]), alive_BK[:, :-1]], dim=-1)
+    discount_K = gamma ** torch.arange(steps, device=reward_BK.device, dtype=reward_BK.dtype)
+    reward_B = (reward_BK * before_BK * discount_K).sum(-1)
+    return (reward_B + gamma**steps * alive_BK[:, -1] * next_value_B).detach()
+
+
+def q_error(
+    q_BA: Float[Tensor, "B A"], action_B: Int[Tensor, " B"], target_B: Float[Tensor, " B"]
+) -> Float[Tensor, " B"]:
+    """The TD error of the action taken; the gradient goes through Q, not through the target.
+
+        δ_j = Q(s_j, a_j; w) − ŷ_j
+
+    Source: Mnih et al. 2015, algorithm 1.
+    """
+    return q_BA.gather(-1, action_B.unsqueeze(-1)).squeeze(-1) - target_B.detach()
+
+
+def squared_loss(error_B: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """Half the squared TD error.
+
+        L = ½ δ²,   ∇L = δ ∇Q
+
+    Source: Sutton and Barto 2018 §9.3; Mnih et al. 2015.
+    """
+    return 0.5 * error_B.square()
+
+
+def huber(error_B: Float[Tensor, " B"], *, threshold: float = 1.0) -> Float[Tensor, " B"]:
+    """Quadratic near 0 and linear beyond: a TD error whose gradient is clipped.
+
+        L = ½ δ² if |δ| ≤ κ,   else κ (|δ| − ½ κ)
+
+    Source: Huber 1964; the error clipping of Mnih et al. 2015.
+    """
+    size_B = error_B.abs()
+    return torch.where(
+        size_B <= threshold, 0.5 * error_B.square(), threshold * (size_B - 0.5 * threshold)
+    )
+
+
+def target_update(
+    target: Float[Tensor, "*shape"], online: Float[Tensor, "*shape"], *, rate: float
+) -> Float[Tensor, "*shape"]:
+    """A weight of the target network, moved towards the online one; rate 1 is a bitwise copy.
+
+        w⁻ ← τ w + (1 − τ) w⁻   (w⁻' = w at τ = 1)
+
+    Source: τ = 1 every so many steps, Mnih et al. 2015; τ < 1, arXiv:1509.02971.
+    """
+    return online.detach().clone() if rate == 1.0 else torch.lerp(target, online, rate).detach()
+
+
+def _bootstrap(reward_B: Tensor, value_B: Tensor, terminated_B: Tensor, gamma: float) -> Tensor:
+    after_B = torch.where(terminated_B, torch.zeros_like(value_B), value_B)
+    return (reward_B + gamma * after_B).detach()

@@ -1,0 +1,163 @@
+"""How far the policy is from another one, estimated at the sampled tokens or over the vocabulary.
+
+With `d = ℓ − ℓ_other` of one action (a whole sequence, or a token in its state) sampled from the
+policy:
+
+| as a loss | E[value] | E[gradient] |
+|---|---|---|
+| k1 | KL(π‖other) | 0 |
+| k2 | biased | ∇KL(π‖other) |
+| k3 | KL(π‖other) | ∇KL(other‖π) |
+| ρ·k1, ρ·k3 | KL(π‖other) | ∇KL(π‖other) |
+
+Summed token by token this holds for the per-token KL with the states' distribution held fixed, not
+for the KL of sequences; k1 in the reward, summed from each token to the end, is exact for that.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from keel.objective.ratios import LIMIT, exponential
+
+
+def k1(
+    log_prob_N: Float[Tensor, " N"], other_log_prob_N: Float[Tensor, " N"]
+) -> Float[Tensor, " N"]:
+    """The log-ratio: unbiased in value, of either sign; its gradient in a loss is 0 on average.
+
+        k1 = d = ℓ − ℓ_other
+
+    Source: Schulman 2020, "Approximating KL divergence".
+    """
+    return log_prob_N - other_log_prob_N
+
+
+def k2(
+    log_prob_N: Float[Tensor, " N"], other_log_prob_N: Float[Tensor, " N"]
+) -> Float[Tensor, " N"]:
+    """Half the squared log-ratio: biased in value, ∇KL(π‖other) in gradient.
+
+        k2 = ½ d²
+
+    Source: Schulman 2020, "Approximating KL divergence".
+    """
+    return 0.5 * (log_prob_N - other_log_prob_N).square()
+
+
+def k3(
+    log_prob_N: Float[Tensor, " N"], other_log_prob_N: Float[Tensor, " N"]
+) -> Float[Tensor, " N"]:
+    """Never negative, KL(π‖other) in value, ∇KL(other‖π) in gradient; by token, states fixed.
+
+        k3 = e^{−d} + d − 1
+
+    Source: Schulman 2020, "Approximating KL divergence"; GRPO, arXiv:2402.03300 eq. 4.
+    """
+    difference_N = log_prob_N - other_log_prob_N
+    return _expm1(-difference_N) + difference_N
+
+
+def absolute(
+    log_prob_N: Float[Tensor, " N"], other_log_prob_N: Float[Tensor, " N"]
+) -> Float[Tensor, " N"]:
+    """The size of the log-ratio; no KL, kept because verl has it.
+
+        abs = |d|
+
+    Source: verl's `abs` penalty, arXiv:2409.19256.
+    """
+    return (log_prob_N - other_log_prob_N).abs()
+
+
+def full(
+    logits_NV: Float[Tensor, "N V"], reference_logits_NV: Float[Tensor, "N V"]
+) -> Float[Tensor, " N"]:
+    """The exact divergence of the next token's distribution; takes logits or log-probabilities.
+
+        D_n = Σ_v π(v) (log π(v) − log π_ref(v))
+
+    A token that the policy rules out (−inf) adds 0.
+
+    Source: Kullback and Leibler 1951.
+    """
+    log_prob_NV = torch.log_softmax(logits_NV, dim=-1)
+    reference_NV = torch.log_softmax(reference_logits_NV, dim=-1)
+    impossible_NV = log_prob_NV == -torch.inf
+    difference_NV = log_prob_NV.masked_fill(impossible_NV, 0.0) - reference_NV.masked_fill(
+        impossible_NV, 0.0
+    )
+    return (log_prob_NV.exp() * difference_NV).sum(-1)
+
+
+def weighted(
+    divergence_N: Float[Tensor, " N"],
+    log_prob_N: Float[Tensor, " N"],
+    old_log_prob_N: Float[Tensor, " N"],
+) -> Float[Tensor, " N"]:
+    """An estimate under the sampling policy, weighed by the ratio: exact in value and gradient.
+
+        ρ·k,   ρ = exp(ℓ − ℓ_old)
+
+    By token ratios it is exact for the per-token KL in the states of the sampling policy.
+
+    Source: DeepSeek-V3.2, arXiv:2512.02556 §3.1 (unbiased KL estimate).
+    """
+    return exponential(log_prob_N - old_log_prob_N) * divergence_N
+
+
+def old_to_policy(
+    log_prob_N: Float[Tensor, " N"], old_log_prob_N: Float[Tensor, " N"]
+) -> Float[Tensor, " N"]:
+    """The KL from the old policy, which drew the samples: exact in value and gradient.
+
+        E_old[e^d − d − 1] = KL(old‖π),   d = ℓ − ℓ_old
+
+    Source: the penalty of arXiv:1707.06347 eq. 8, by k3 of Schulman 2020.
+    """
+    return k3(old_log_prob_N, log_prob_N)
+
+
+def policy_to_old(
+    log_prob_N: Float[Tensor, " N"], old_log_prob_N: Float[Tensor, " N"]
+) -> Float[Tensor, " N"]:
+    """The KL to the old policy, from the old policy's samples: exact in value and gradient.
+
+        E_old[ρ d − (ρ − 1)] = KL(π‖old),   ρ = e^d,   d = ℓ − ℓ_old
+
+    Source: arXiv:1707.06347 eq. 8 with its sides exchanged, ρ·k3 of Schulman 2020.
+    """
+    difference_N = log_prob_N - old_log_prob_N
+    return exponential(difference_N) * difference_N - _expm1(difference_N)
+
+
+def adapt_ppo(beta: float, kl: float, *, target: float) -> float:
+    """PPO's rule for the coefficient of a KL penalty.
+
+        β ← 2β if KL > 1.5 target,   β/2 if KL < target/1.5,   else β (β' = β)
+
+    Source: arXiv:1707.06347 §4.
+    """
+    if kl > 1.5 * target:
+        return beta * 2.0
+    return beta / 2.0 if kl < target / 1.5 else beta
+
+
+def adapt_ziegler(
+    beta: float, kl: float, *, target: float, horizon: float, sequences: int
+) -> float:
+    """Ziegler's proportional rule; KL is the mean over sequences of the summed k1.
+
+        β' = β (1 + clip(KL/target − 1, −0.2, 0.2) · m / horizon),   m the sequences of the step
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593 §2.2.
+    """
+    error = min(max(kl / target - 1.0, -0.2), 0.2)
+    return beta * (1.0 + error * sequences / horizon)
+
+
+def _expm1(x_N: Tensor) -> Tensor:
+    # e^x − 1 by expm1: near 0 the difference would lose its digits.
+    return x_N.clamp(-LIMIT, LIMIT).expm1()

@@ -1,0 +1,202 @@
+"""Advantages per sequence: a reward against those of the other answers to the same prompt.
+
+NaN in `reward_S` says that no reward spoke: the sequence leaves every mean and deviation and gets
+0. A group whose rewards are all equal gives exactly 0. A group of one gives 0, with a warning.
+Group ids are any integers, in any order.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keel.objective.gae import returns_to_go
+from keel.objective.segments import on_last, segment_sum, spread
+from keel.objective.whitening import whiten
+
+
+@dataclass(frozen=True, eq=False)
+class _Deviation:
+    """Rewards less the (weighted) mean of their group, and what a std of the group needs."""
+
+    centred_S: Tensor
+    """R_i − mean_g R; 0 where the reward is absent or the group's rewards are all equal."""
+    unequal_S: Tensor
+    """Whether the reward is present, in a group whose rewards differ."""
+    count_S: Tensor
+    """How many rewards the group has."""
+    squares_S: Tensor
+    """Σ_g (R_j − mean_g R)²."""
+
+
+def _deviation(reward_S: Tensor, groups_S: Tensor, weight_S: Tensor | None = None) -> _Deviation:
+    present_S = reward_S.isnan().logical_not()
+    reward_S = torch.where(present_S, reward_S, torch.zeros_like(reward_S))
+    weight_S = torch.ones_like(reward_S) if weight_S is None else weight_S
+    weight_S = torch.where(present_S, weight_S, torch.zeros_like(weight_S))
+    _, index_S, size_P = torch.unique(groups_S, return_inverse=True, return_counts=True)
+    order_S = index_S.argsort(stable=True)
+
+    def total(x_S: Tensor) -> Tensor:
+        return segment_sum(x_S[order_S], size_P)[index_S]
+
+    def extreme(kind: Literal["amin", "amax"], nothing: float) -> Tensor:
+        x_S = reward_S.detach().masked_fill(~present_S, nothing)
+        start_P = x_S.new_full(size_P.shape, nothing)
+        return start_P.scatter_reduce(0, index_S, x_S, kind)[index_S]
+
+    count_S = total(present_S.to(reward_S.dtype))
+    if bool((present_S & (count_S == 1)).any()):
+        warnings.warn(
+            "a group of one answer has nothing to be compared with: its advantage is 0",
+            stacklevel=3,
+        )
+    unequal_S = present_S & (extreme("amax", -torch.inf) > extreme("amin", torch.inf))
+    mass_S = total(weight_S)
+    mean_S = total(weight_S * reward_S) / torch.where(mass_S > 0, mass_S, 1.0)
+    centred_S = torch.where(unequal_S, reward_S - mean_S, torch.zeros_like(reward_S))
+    return _Deviation(centred_S, unequal_S, count_S, total(centred_S.square()))
+
+
+def group_relative(
+    reward_S: Float[Tensor, " S"],
+    groups_S: Int[Tensor, " S"],
+    *,
+    scale: Literal["std", "batch", "none"],
+    epsilon: float,
+) -> Float[Tensor, " S"]:
+    """The reward less the group's mean, over a standard deviation.
+
+        A_i = (R_i − mean_g R) / (std + ε),   std² = 1/(G−1) Σ (R_j − mean R)²
+
+    `scale`: the std of the group, of the whole batch's rewards, or none (A_i = R_i − mean_g R).
+
+    Source: GRPO, arXiv:2402.03300 §4.1.2; none: Dr. GRPO, arXiv:2503.20783 §3.2; batch:
+    arXiv:2508.08221.
+    """
+    group = _deviation(reward_S, groups_S)
+    if scale == "none":
+        return group.centred_S
+    if scale == "std":
+        variance_S = group.squares_S / (group.count_S - 1).clamp(min=1)
+    else:
+        variance_S = _variance(reward_S).expand_as(reward_S)
+    std_S = torch.where(group.unequal_S, variance_S, 1.0).sqrt()
+    return group.centred_S / (std_S + epsilon)
+
+
+def _variance(reward_S: Tensor) -> Tensor:
+    """Of all rewards that are there, unbiased."""
+    present_S = reward_S.isnan().logical_not()
+    count = present_S.sum()
+    mean = torch.where(present_S, reward_S, 0.0).sum() / count.clamp(min=1)
+    squares = torch.where(present_S, reward_S - mean, 0.0).square().sum()
+    return squares / (count - 1).clamp(min=1)
+
+
+def leave_one_out(
+    reward_S: Float[Tensor, " S"], groups_S: Int[Tensor, " S"]
+) -> Float[Tensor, " S"]:
+    """The reward less the mean of the group's other rewards.
+
+        A_i = R_i − 1/(G−1) Σ_{j≠i} R_j = G/(G−1) · (R_i − mean_g R)
+
+    Source: RLOO, arXiv:2402.14740 §2.2; Kool et al. 2019.
+    """
+    group = _deviation(reward_S, groups_S)
+    return group.centred_S * (group.count_S / (group.count_S - 1).clamp(min=1))
+
+
+def optimal(
+    reward_S: Float[Tensor, " S"], groups_S: Int[Tensor, " S"], lengths_S: Int[Tensor, " S"]
+) -> Float[Tensor, " S"]:
+    """The reward less the length-weighted mean of the group, the baseline of least variance.
+
+        A_i = R_i − b,   b = Σ_{j∈g} L_j R_j / Σ_{j∈g} L_j
+
+    Source: OPO, arXiv:2505.23585 §3.
+    """
+    return _deviation(reward_S, groups_S, lengths_S.to(reward_S.dtype)).centred_S
+
+
+def group_mean_baseline(
+    reward_S: Float[Tensor, " S"], groups_S: Int[Tensor, " S"]
+) -> Float[Tensor, " S"]:
+    """The reward less the group's mean.
+
+        A_i = R_i − mean_g R
+
+    Source: REINFORCE++ with baseline, arXiv:2501.03262; Dr. GRPO, arXiv:2503.20783.
+    """
+    return _deviation(reward_S, groups_S).centred_S
+
+
+def greedy_baseline(
+    reward_S: Float[Tensor, " S"], baseline_S: Float[Tensor, " S"]
+) -> Float[Tensor, " S"]:
+    """The reward less that of the greedy completion of the same prompt.
+
+        A_i = R_i − R(greedy completion)
+
+    0 where either is NaN: there is nothing to compare.
+
+    Source: ReMax, arXiv:2310.10505 §4.
+    """
+    difference_S = reward_S - baseline_S
+    return difference_S.masked_fill(difference_S.isnan(), 0.0)
+
+
+def baselined_returns(
+    reward_S: Float[Tensor, " S"],
+    penalty_N: Float[Tensor, " N"],
+    groups_S: Int[Tensor, " S"],
+    lengths_S: Int[Tensor, " S"],
+    *,
+    gamma: float = 1.0,
+    group_baseline: bool = False,
+) -> Float[Tensor, " N"]:
+    """REINFORCE++'s advantage before it is whitened.
+
+        A_t = Σ_{k≥t} γ^{k−t} r_k,   r_k = penalty_k + [k is last] (R_i − b_i)
+
+    `reward_S` is the outcome alone, `penalty_N` is −β k1 (zeros without a KL in the reward); b is
+    the group's mean outcome with `group_baseline`, else 0. A sequence without reward gets 0.
+
+    Source: REINFORCE++, arXiv:2501.03262.
+    """
+    outcome_S = group_mean_baseline(reward_S, groups_S) if group_baseline else reward_S
+    absent_N = spread(reward_S, lengths_S).isnan()
+    reward_N = penalty_N + on_last(outcome_S, lengths_S)
+    return_N = returns_to_go(reward_N, lengths_S, gamma=gamma)
+    return torch.where(absent_N, torch.zeros_like(return_N), return_N)
+
+
+def batch_normalised(
+    reward_S: Float[Tensor, " S"],
+    penalty_N: Float[Tensor, " N"],
+    groups_S: Int[Tensor, " S"],
+    lengths_S: Int[Tensor, " S"],
+    *,
+    gamma: float = 1.0,
+    group_baseline: bool = False,
+    epsilon: float = 1e-8,
+) -> Float[Tensor, " N"]:
+    """REINFORCE++: token returns, whitened over all tokens of the batch.
+
+        A_t = (a_t − mean a) / √(var a + ε),   a_t = Σ_{k≥t} γ^{k−t} r_k
+
+    with r as in `baselined_returns`. The tokens of a sequence without reward leave mean and
+    variance and get 0.
+
+    Source: REINFORCE++, arXiv:2501.03262 (global batch normalisation).
+    """
+    advantage_N = baselined_returns(
+        reward_S, penalty_N, groups_S, lengths_S, gamma=gamma, group_baseline=group_baseline
+    )
+    present_N = spread(reward_S, lengths_S).isnan().logical_not()
+    return whiten(advantage_N, present_N, epsilon=epsilon)

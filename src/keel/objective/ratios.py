@@ -1,0 +1,95 @@
+"""Logarithms of importance ratios, one for each token.
+
+All have one signature; `exponential` makes a ratio of them. Nothing is clamped before a mean.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keel.objective.segments import segment_mean, segment_sum, spread
+
+LIMIT = 20.0
+"""Log-ratios beyond this are cut inside the exponential: e^20 is 5e8, finite in every product."""
+
+
+def exponential(log_ratio_N: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """The ratio, finite for every log-ratio.
+
+        ρ = exp(clip(log ρ, −20, 20))
+
+    Source: the ratio of arXiv:1707.06347 §3; the bound is numerical and verl has it too.
+    """
+    return log_ratio_N.clamp(-LIMIT, LIMIT).exp()
+
+
+def none(
+    log_prob_N: Float[Tensor, " N"],
+    old_log_prob_N: Float[Tensor, " N"],
+    lengths_S: Int[Tensor, " S"],
+) -> Float[Tensor, " N"]:
+    """No ratio: the log-probability itself, for the `log_prob` surrogate.
+
+        ℓ_n = log π(o_n)
+
+    Source: Williams 1992 (REINFORCE).
+    """
+    return log_prob_N
+
+
+def token(
+    log_prob_N: Float[Tensor, " N"],
+    old_log_prob_N: Float[Tensor, " N"],
+    lengths_S: Int[Tensor, " S"],
+) -> Float[Tensor, " N"]:
+    """The ratio of each token.
+
+        log ρ_n = ℓ_n − ℓ_old,n
+
+    Source: PPO, arXiv:1707.06347 §3; GRPO, arXiv:2402.03300 eq. 3.
+    """
+    return log_prob_N - old_log_prob_N
+
+
+def sequence(
+    log_prob_N: Float[Tensor, " N"],
+    old_log_prob_N: Float[Tensor, " N"],
+    lengths_S: Int[Tensor, " S"],
+) -> Float[Tensor, " N"]:
+    """The geometric mean of a sequence's token ratios, with a gradient through every token.
+
+        log ρ_i = (1/L_i) Σ_t (ℓ_t − ℓ_old,t)
+
+    Source: GSPO, arXiv:2507.18071 eq. 7.
+    """
+    return spread(segment_mean(log_prob_N - old_log_prob_N, lengths_S), lengths_S)
+
+
+def sequence_token(
+    log_prob_N: Float[Tensor, " N"],
+    old_log_prob_N: Float[Tensor, " N"],
+    lengths_S: Int[Tensor, " S"],
+) -> Float[Tensor, " N"]:
+    """The sequence's ratio in value, with a gradient through the token alone.
+
+        log ρ_n = sg[log ρ_i] + ℓ_n − sg[ℓ_n]
+
+    Source: GSPO-token, arXiv:2507.18071 eq. 14.
+    """
+    ratio_N = sequence(log_prob_N.detach(), old_log_prob_N.detach(), lengths_S)
+    return ratio_N + (log_prob_N - log_prob_N.detach())
+
+
+def sequence_product(
+    log_prob_N: Float[Tensor, " N"],
+    old_log_prob_N: Float[Tensor, " N"],
+    lengths_S: Int[Tensor, " S"],
+) -> Float[Tensor, " N"]:
+    """The ratio of the whole completion as one action.
+
+        log ρ_i = Σ_t (ℓ_t − ℓ_old,t)
+
+    Source: RLOO's off-policy form in TRL, after arXiv:2402.14740 §2.2.
+    """
+    return spread(segment_sum(log_prob_N - old_log_prob_N, lengths_S), lengths_S)

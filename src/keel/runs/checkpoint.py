@@ -1,0 +1,185 @@
+"""Checkpoints: whole or not at all, and known to be whole. No pickle is ever read or written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from keel.runs import encoding, files
+from keel.runs.layout import Entry, RunFolder
+from keel.types import KeelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MANIFEST = "manifest.json"
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `target` when the block ends well and vanishes otherwise.
+
+    On leaving, a manifest with the SHA-256 and size of every file is added, all is put on the disk
+    and the folder renamed. A checkpoint that was there is replaced.
+
+    Raises:
+        KeelError: the disk is full, or the folder cannot be written.
+    """
+    aside = files.aside(target)
+    with files.told(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if aside.exists():
+            files.remove(aside)
+        aside.mkdir()
+        try:
+            yield aside
+            _finish(aside)
+            _put(aside, target)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)  # what stays is cleaned at the next start
+            raise
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint; None when every file is there, byte for byte."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        listed = manifest["files"].items()
+        for name, facts in listed:
+            relative = PurePosixPath(name)
+            if relative.is_absolute() or ".." in relative.parts:
+                return f"{MANIFEST} names a file outside the checkpoint: {name}"
+            file = path / relative
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != facts["bytes"]:
+                return f"{name} has {file.stat().st_size} bytes, not {facts['bytes']}"
+            if _sha256(file) != facts["sha256"]:
+                return f"{name} differs from its checksum"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is damaged"
+    return None
+
+
+def newest_whole(
+    folder: RunFolder, on_damaged: Callable[[Path, str], None] | None = None
+) -> Entry | None:
+    """The newest checkpoint that is whole; the damaged ones passed over are reported with why."""
+    for entry in reversed(folder.list_checkpoints()):
+        wrong = damage(entry.path)
+        if wrong is None:
+            return entry
+        if on_damaged is not None:
+            on_damaged(entry.path, wrong)
+    return None
+
+
+def prune(folder: RunFolder, keep: int, protect: Collection[Path] = ()) -> list[Path]:
+    """Deletes all checkpoints but the newest `keep` and the protected ones; returns what went."""
+    if keep < 1:
+        raise ValueError(f"keep = {keep} would delete the newest checkpoint")
+    protected = {path.absolute() for path in protect}
+    old = [entry.path for entry in folder.list_checkpoints()[:-keep]]
+    going = [path for path in old if path.absolute() not in protected]
+    for path in going:
+        files.remove(path)
+    return going
+
+
+def _finish(folder: Path) -> None:
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    listed = {
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": _sha256(path),
+        }
+        for path in found
+    }
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"format": 1, "files": listed}, indent=2) + "\n", "utf-8")
+    for path in (*found, manifest):
+        files.sync_file(path)
+    for inside in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
+        files.sync_folder(inside)
+
+
+def _put(aside: Path, target: Path) -> None:
+    """Renames; a folder in the way (a damaged checkpoint) steps aside first."""
+    old = target.with_name(files.ASIDE + "old-" + target.name)
+    if old.exists():
+        files.remove(old)
+    if target.exists():
+        target.rename(old)
+    aside.rename(target)
+    files.sync_folder(target.parent)
+    if old.exists():
+        files.remove(old)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---------------------------------------------------------------- state
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes tensors as safetensors, bit for bit, from whatever device they are on.
+
+    Tensors that share storage are written apart. The caller's folder is synced by `writing`.
+    """
+    from safetensors.torch import save_file
+
+    own: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().to("cpu").contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        own[name] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    with files.told(path):
+        save_file(own, path)
+
+
+def load_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        KeelError: no such file, or it is no safetensors file.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path, device=device)
+    except (OSError, SafetensorError) as error:
+        raise KeelError(f"cannot read {path}: {error}: resume from another checkpoint") from error
+
+
+def save_json(path: Path, state: Mapping[str, Any]) -> None:
+    """Writes state as JSON such that `load_json` gives an equal value (see `encoding.exact`)."""
+    text = json.dumps(encoding.exact(state), ensure_ascii=True, allow_nan=False, indent=1)
+    with files.told(path):
+        path.write_text(text + "\n", "utf-8")
+
+
+def load_json(path: Path) -> Any:
+    """The state that `save_json` wrote.
+
+    Raises:
+        KeelError: no such file, or not written by `save_json`.
+    """
+    try:
+        return encoding.restore(json.loads(path.read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise KeelError(f"cannot read {path}: {error}: resume from another checkpoint") from error

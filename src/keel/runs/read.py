@@ -1,0 +1,144 @@
+"""Reads a run folder, also one that is being written. Torch-free.
+
+`load("runs/quickstart-1").column("reward", stage="rl")` gives the steps and the rewards.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from keel.runs.layout import Entry, Place, RunFolder
+from keel.types import KeelError
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run folder, opened for reading. Every method reads the file as it is now."""
+
+    folder: RunFolder
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The names of the recipe's stages, in order."""
+        return self.folder.stages
+
+    def recipe(self) -> Record:
+        """The resolved recipe."""
+        return tomllib.loads(self.folder.recipe.read_text(encoding="utf-8"))
+
+    def info(self) -> Record:
+        """run.json; empty where it is not written yet."""
+        try:
+            whole = json.loads(self.folder.run_json.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise KeelError(f"cannot read {self.folder.run_json}: {error}: mend it") from error
+        return dict(whole)
+
+    def metrics(self, stage: str | None = None) -> list[Record]:
+        """The rows of metrics.jsonl, of one stage or of all, in the order written."""
+        return self._rows(self.folder.metrics, stage)
+
+    def timings(self, stage: str | None = None) -> list[Record]:
+        """The rows of timings.jsonl; a step done twice (killed, then resumed) has two."""
+        return self._rows(self.folder.timings, stage)
+
+    def events(self) -> list[Record]:
+        """The rows of events.jsonl."""
+        return self._rows(self.folder.events, None)
+
+    def names(self, stage: str | None = None) -> list[str]:
+        """The names of all metrics, sorted."""
+        found = {name for row in self.metrics(stage) for name in row}
+        return sorted(found - {"stage", "step"})
+
+    def column(
+        self, name: str, stage: str | None = None
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Steps and values of a metric, where rows have it; null (not finite) reads as NaN.
+
+        Steps count within a stage: name the stage where the recipe has several.
+        """
+        rows = [row for row in self.metrics(stage) if name in row]
+        steps = np.array([row["step"] for row in rows], dtype=np.int64)
+        values = [np.nan if row[name] is None else row[name] for row in rows]
+        return steps, np.array(values, dtype=np.float64)
+
+    def rollout_places(self) -> list[Place]:
+        """The stages and steps whose rollouts were written, in the order of the run."""
+        return [entry.place for entry in self.folder.list_rollouts()]
+
+    def rollouts(self, step: int, stage: str | None = None) -> list[Record]:
+        """The rollouts of a step, a dict a completion; messages come as lists, arrays as lists.
+
+        Raises:
+            KeelError: the step has none, or the file is damaged.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        path = self.folder.rollouts(self._stage_of_rollouts(stage), step)
+        if not path.is_file():
+            raise KeelError(
+                f"no rollouts of step {step} in {self.folder.path}: {path} is not there"
+            )
+        try:
+            rows: list[Record] = pq.read_table(path).to_pylist()
+        except (OSError, pa.ArrowException) as error:
+            raise KeelError(f"cannot read {path}: {error}: leave this step out") from error
+        for row in rows:
+            if row.pop("prompt_format") == "messages":
+                row["prompt"] = json.loads(row["prompt"])
+        return rows
+
+    def checkpoints(self) -> list[Entry]:
+        """The checkpoints there are, in the order of the run, unverified."""
+        return self.folder.list_checkpoints()
+
+    def _stage_of_rollouts(self, stage: str | None) -> int:
+        if stage is not None:
+            if stage not in self.stages:
+                raise KeelError(f'no stage "{stage}" in {self.folder.path}: one of {self.stages}')
+            return self.stages.index(stage)
+        having = {place.stage for place in self.rollout_places()}
+        if len(having) > 1:
+            raise KeelError(f"several stages of {self.folder.path} have rollouts: name the stage")
+        return having.pop() if having else len(self.stages) - 1
+
+    def _rows(self, path: Path, stage: str | None) -> list[Record]:
+        try:
+            lines = path.read_bytes().splitlines(keepends=True)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise KeelError(f"cannot read {path}: {error}: mend the folder") from error
+        rows: list[Record] = []
+        for number, text in enumerate(lines, start=1):
+            if not text.endswith(b"\n"):  # being written, or torn by the end of its writer
+                continue
+            try:
+                row = dict(json.loads(text))
+            except (ValueError, TypeError) as error:
+                raise KeelError(f"{path}:{number} is damaged ({error}): mend it") from error
+            if stage is None or row.get("stage") == stage:
+                rows.append(row)
+        return rows
+
+
+def load(path: Path | str) -> Run:
+    """The run in a folder.
+
+    Raises:
+        KeelError: there is no run there.
+    """
+    return Run(RunFolder.open(path))

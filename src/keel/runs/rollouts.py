@@ -1,0 +1,136 @@
+"""One step's rollouts as a Parquet table: a row a completion, in the order sampled. Torch-free."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from keel.runs.encoding import clean_text, plain
+from keel.types import Content, FinishReason
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+COMPONENT = "reward/"
+"""Prefix of the columns that hold the components of the reward."""
+EXTRA = "extra/"
+"""Prefix of the columns that hold what rewards recorded with `log_extra`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutRow:
+    """One completion and what became of it. All arrays have the completion's length in tokens.
+
+    `group` counts the groups of the step from 0. `log_probs` are the engine's, `old_log_probs`
+    those that the ratio divides by; None where nobody computed them (a group that was dropped).
+    `advantages` is 0 where `written` is false. `reward` is None where no reward spoke.
+    """
+
+    group: int
+    prompt_id: str
+    task: str
+    prompt: Content
+    completion: str
+    tokens: npt.NDArray[Any]
+    log_probs: npt.NDArray[Any]
+    written: npt.NDArray[Any]
+    finish: FinishReason
+    reward: float | None
+    old_log_probs: npt.NDArray[Any] | None = None
+    advantages: npt.NDArray[Any] | None = None
+    components: Mapping[str, float | None] = field(default_factory=dict)
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("log_probs", "written", "old_log_probs", "advantages"):
+            array = getattr(self, name)
+            if array is not None and len(array) != len(self.tokens):
+                raise ValueError(f"{name} has {len(array)} entries for {len(self.tokens)} tokens")
+
+
+def table(stage: str, step: int, rows: Sequence[RolloutRow]) -> pa.Table:
+    """The rows as an Arrow table.
+
+    Columns: stage, step, group, prompt_id, task, prompt (text, or messages as JSON, as
+    prompt_format says), completion, tokens, log_probs, old_log_probs, advantages, written, finish,
+    reward, `reward/NAME` for each component and `extra/NAME` for each extra.
+    """
+    import pyarrow as pa
+
+    def column(kind: pa.DataType, values: list[Any]) -> pa.Array:
+        return pa.array(values, type=kind)
+
+    float_list, text = pa.list_(pa.float32()), pa.string()
+    columns: dict[str, pa.Array] = {
+        "stage": column(text, [stage] * len(rows)),
+        "step": column(pa.int32(), [step] * len(rows)),
+        "group": column(pa.int32(), [row.group for row in rows]),
+        "prompt_id": column(text, [clean_text(row.prompt_id) for row in rows]),
+        "task": column(text, [clean_text(row.task) for row in rows]),
+        "prompt_format": column(text, [_format(row.prompt) for row in rows]),
+        "prompt": column(text, [_prompt(row.prompt) for row in rows]),
+        "completion": column(text, [clean_text(row.completion) for row in rows]),
+        "tokens": column(pa.list_(pa.int32()), [_array(row.tokens, np.int32) for row in rows]),
+        "log_probs": column(float_list, [_array(row.log_probs, np.float32) for row in rows]),
+        "old_log_probs": column(
+            float_list, [_array(row.old_log_probs, np.float32) for row in rows]
+        ),
+        "advantages": column(float_list, [_array(row.advantages, np.float32) for row in rows]),
+        "written": column(pa.list_(pa.bool_()), [_array(row.written, np.bool_) for row in rows]),
+        "finish": column(text, [row.finish for row in rows]),
+        "reward": column(pa.float64(), [row.reward for row in rows]),
+    }
+    for name in _names(row.components for row in rows):
+        values = [row.components.get(name) for row in rows]
+        columns[COMPONENT + name] = column(pa.float64(), values)
+    for name in _names(row.extras for row in rows):
+        columns[EXTRA + name] = _extra([plain(row.extras.get(name)) for row in rows])
+    return pa.table(columns)
+
+
+def encode(stage: str, step: int, rows: Sequence[RolloutRow]) -> bytes:
+    """The table as the bytes of a Parquet file: a function of the rows, without a time."""
+    import pyarrow.parquet as pq
+
+    buffer = io.BytesIO()
+    pq.write_table(table(stage, step, rows), buffer, compression="zstd")
+    return buffer.getvalue()
+
+
+def _format(content: Content) -> str:
+    return "text" if isinstance(content, str) else "messages"
+
+
+def _prompt(content: Content) -> str:
+    if isinstance(content, str):
+        return clean_text(content)
+    return json.dumps(plain([dict(message) for message in content]), ensure_ascii=False)
+
+
+def _array(values: npt.NDArray[Any] | None, dtype: Any) -> npt.NDArray[Any] | None:
+    return None if values is None else np.asarray(values, dtype=dtype)
+
+
+def _names(mappings: Any) -> list[str]:
+    return sorted({name for mapping in mappings for name in mapping})
+
+
+def _extra(values: list[Any]) -> pa.Array:
+    """Booleans, numbers and texts keep their type; anything else, or a mixture, becomes JSON."""
+    import pyarrow as pa
+
+    kinds = {type(value) for value in values if value is not None}
+    if kinds <= {bool} and kinds:
+        return pa.array(values, type=pa.bool_())
+    if kinds <= {int, float} and kinds:
+        return pa.array([None if v is None else float(v) for v in values], type=pa.float64())
+    if kinds <= {str}:
+        return pa.array(values, type=pa.string())
+    texts = [None if v is None else json.dumps(v, ensure_ascii=False) for v in values]
+    return pa.array(texts, type=pa.string())

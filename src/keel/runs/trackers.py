@@ -1,0 +1,127 @@
+"""TensorBoard and Weights & Biases: the only door to either. Each gets what metrics.jsonl gets."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from keel.config.schema import Trackers
+from keel.runs import files
+from keel.runs.layout import RunFolder
+from keel.types import KeelError
+
+
+class Tracker(Protocol):
+    """Shows metrics somewhere else while the run goes on."""
+
+    def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """The metrics of a step, counted within its stage. What is no finite number is left out."""
+        ...
+
+    def close(self) -> None:
+        """Sends what is left."""
+        ...
+
+
+class TensorBoard:
+    """Writes event files to RUN/trackers/tensorboard/STAGE, so each stage has its own steps."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._writer_class = _need("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        self._folder = folder.trackers / "tensorboard"
+        self._writers: dict[str, Any] = {}
+
+    def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
+        with files.told(self._folder):
+            if stage not in self._writers:
+                # What a killed run logged past its checkpoint is hidden once the run goes on.
+                self._writers[stage] = self._writer_class(
+                    log_dir=str(self._folder / stage), purge_step=step
+                )
+            for name, value in _numbers(metrics).items():
+                self._writers[stage].add_scalar(name, value, step)
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+
+class WeightsAndBiases:
+    """Logs `STAGE/NAME` against `STAGE/step`. A resumed run goes on in the same W&B run.
+
+    Where it logs to (online, offline, disabled; key; host) is W&B's own set-up, by environment.
+    """
+
+    def __init__(
+        self, folder: RunFolder, *, project: str, name: str, recipe: Mapping[str, Any]
+    ) -> None:
+        wandb = _need("wandb", "wandb")
+        place = folder.trackers / "wandb"
+        with files.told(place, "make"):
+            place.mkdir(parents=True, exist_ok=True)
+            known = place / "run-id"
+            identity = known.read_text("utf-8").strip() if known.exists() else ""
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                id=identity or None,
+                resume="allow" if identity else None,
+                dir=str(place),
+                config=dict(recipe),
+            )
+        except wandb.errors.Error as error:
+            raise KeelError(
+                f"trackers.wandb: {' '.join(str(error).split())}: "
+                "run wandb login, set WANDB_MODE=offline, or set trackers.wandb = false"
+            ) from error
+        files.write_text(known, f"{self._run.id}\n")
+        for stage in folder.stages:
+            self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
+
+    def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
+        named = {f"{stage}/{name}": value for name, value in _numbers(metrics).items()}
+        self._run.log({f"{stage}/step": step, **named})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_trackers(
+    wanted: Trackers, folder: RunFolder, *, name: str, recipe: Mapping[str, Any]
+) -> list[Tracker]:
+    """The trackers that a stage asks for.
+
+    Raises:
+        KeelError: one is not installed, or does not start.
+    """
+    trackers: list[Tracker] = []
+    if wanted.tensorboard:
+        trackers.append(TensorBoard(folder))
+    if wanted.wandb:
+        trackers.append(WeightsAndBiases(folder, project=wanted.project, name=name, recipe=recipe))
+    return trackers
+
+
+def _need(module: str, tracker: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise KeelError(
+            f"trackers.{tracker} = true needs the package {tracker}: "
+            f"pip install 'keel-rl[{tracker}]', or set trackers.{tracker} = false"
+        ) from error
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    out = {}
+    for name in sorted(metrics):
+        value = metrics[name]
+        number = float(value) if isinstance(value, int | float) else math.nan
+        if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+            number = float(value.item())
+        if math.isfinite(number):
+            out[name] = number
+    return out

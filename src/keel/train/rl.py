@@ -1,0 +1,269 @@
+"""THE loop of reinforcement learning, readable in one sitting.
+
+    task.prompts → engine.sample → rewards.score → measure (reference, values) → estimate
+      (advantages, weights) → update (epochs, mini-batches, micro-batches) → engine.sync → record
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from keel.config.schema import RLStage
+from keel.learn.batch import Batch, from_groups
+from keel.learn.estimate import estimate, outcome
+from keel.learn.learner import Learner, update
+from keel.learn.loss import prepare
+from keel.learn.optimizer import learning_rate
+from keel.objective import divergences
+from keel.train.evaluate import Evaluator
+from keel.train.evaluate import metrics as evaluation_metrics
+from keel.train.rollout import Rollouts, Sampler, collect
+from keel.train.rows import rollout_rows
+from keel.train.seeds import derive
+from keel.train.session import Session, due
+from keel.train.state import Progress
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """What the loop works with; nothing in it is replaced while it runs."""
+
+    stage: RLStage
+    learner: Learner
+    sampler: Sampler
+    evaluator: Evaluator
+    session: Session
+    seed: int
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What one step made: its rollouts, the batch it learned from and its metrics."""
+
+    rollouts: Rollouts
+    batch: Batch | None
+    metrics: dict[str, float]
+    beta: float
+
+
+def run(loop: Loop, progress: Progress) -> Progress:
+    """From `progress` to the last step of the stage, or until the run is asked to stop."""
+    stage, session = loop.stage, loop.session
+    if progress.before is None:
+        result = loop.evaluator(progress.step)
+        session.evaluated(progress, result, when="before")
+        progress = replace(progress, before=result)
+    while progress.step < stage.steps and not session.interrupted:
+        start = time.perf_counter()
+        number = progress.step + 1
+        made = take_step(loop, progress, number)
+        progress = replace(
+            progress,
+            step=number,
+            beta=made.beta,
+            feed=loop.sampler.feed.state(),
+            tokens=progress.tokens + int(made.metrics["step/tokens"]),
+        )
+        made.metrics["num_tokens"] = float(progress.tokens)
+        progress = _evaluate(loop, progress, made)
+        progress = replace(progress, seconds=progress.seconds + time.perf_counter() - start)
+        rows = rollout_rows(made.rollouts, made.batch) if due(stage.rollouts_every, number) else []
+        session.recorded(progress, made.metrics, rows, time.perf_counter() - start)
+        if session.checkpoint_due(progress, stage.steps, stage.checkpoints):
+            save(loop, progress)
+    return progress
+
+
+def take_step(loop: Loop, progress: Progress, number: int) -> Step:
+    """One step: rollouts, judgement, learning, and the engine brought up to date."""
+    stage, learner, row = loop.stage, loop.learner, loop.stage.algorithm
+    clock = loop.session.clock
+    with clock("rollout"):
+        rollouts = collect(loop.sampler, row, number)
+    metrics = {**rollouts.metrics, "step/tokens": 0.0}
+    if not rollouts.groups:
+        loop.session.watcher.note(f"step {number}: no group had anything to learn from")
+        return Step(rollouts, None, metrics, progress.beta)
+    with clock("measure"):
+        batch = measure(loop, rollouts, progress.beta)
+    with clock("update"):
+        parts, learned = improve(loop, batch, rollouts, progress, number)
+    metrics |= learned
+    metrics["step/tokens"] = float(sum(batch.input_lengths))
+    beta = adapted(loop, parts, metrics, progress.beta)
+    every = stage.reference.reset_every
+    if learner.reference is not None and every is not None and number % every == 0:
+        learner.reference.refresh(learner.policy)
+    with clock("sync"):
+        loop.sampler.engine.sync(learner.policy.weights())
+    return Step(rollouts, _recorded(batch, parts), metrics, beta)
+
+
+def measure(loop: Loop, rollouts: Rollouts, beta: float) -> Batch:
+    """The rollouts as a batch, with what the row needs to know before the first update."""
+    stage, learner, row = loop.stage, loop.learner, loop.stage.algorithm
+    batch = from_groups(rollouts.groups, learner.policy.device)
+    on_engine = stage.rollout.old_log_probs == "engine"
+    if on_engine:
+        batch = replace(batch, old_log_prob_N=batch.engine_log_prob_N)
+    many = stage.epochs * stage.minibatches > 1
+    batch = learner.measure(
+        batch,
+        old=not on_engine and (many or row.reward_divergence is not None),
+        reference=row.needs_reference,
+    )
+    judged = outcome(rollouts.groups, rollouts.verdicts, rollouts.greedy)
+    return estimate(row, batch, judged, beta)
+
+
+def improve(
+    loop: Loop, batch: Batch, rollouts: Rollouts, progress: Progress, number: int
+) -> tuple[list[tuple[Sequence[int], Batch]], dict[str, float]]:
+    """The optimizer steps on a batch; the mini-batches with their places in it, and the metrics.
+
+    Mini-batches are drawn once a step and walked through in every epoch.
+    """
+    stage, row = loop.stage, loop.stage.algorithm
+    keep = _learnable(stage, rollouts)
+    if not keep:
+        return [], {}
+    rng = np.random.default_rng(derive(loop.seed, "minibatches", number))
+    order = rng.permutation(keep).tolist() if stage.minibatches > 1 else keep
+    places = [chunk.tolist() for chunk in np.array_split(np.array(order), stage.minibatches)]
+    parts = [
+        (at, prepare(row, batch.select(at), stage.rollout.max_tokens)) for at in places if at
+    ]
+    critic = stage.value.optimizer or stage.optimizer
+    rates = (
+        learning_rate(stage.optimizer, number - 1, stage.steps),
+        learning_rate(critic, number - 1, stage.steps),
+    )
+    taken = [
+        update(loop.learner, row, part, progress.beta, rates)
+        for _ in range(stage.epochs)
+        for _, part in parts
+    ]
+    metrics = {name: float(np.mean([m[name] for m in taken])) for name in taken[0]}
+    return parts, {**metrics, **_state_of(batch), "learning_rate": rates[0], "beta": progress.beta}
+
+
+def adapted(
+    loop: Loop,
+    parts: Sequence[tuple[Sequence[int], Batch]],
+    metrics: dict[str, float],
+    beta: float,
+) -> float:
+    """β for the next step: fixed, or after PPO's or Ziegler's rule."""
+    divergence = loop.stage.algorithm.divergence
+    if divergence is None or divergence.adaptive is None or not parts:
+        return beta
+    rule = divergence.adaptive
+    if rule.rule == "ziegler":
+        sequences = sum(part.sequences for _, part in parts)
+        return divergences.adapt_ziegler(
+            beta,
+            kl=metrics["kl/sequence"],
+            target=rule.target,
+            horizon=rule.horizon,
+            sequences=sequences,
+        )
+    kl = _divergence_now(loop, [part for _, part in parts])
+    metrics["kl/after"] = kl
+    return divergences.adapt_ppo(beta, kl=kl, target=rule.target)
+
+
+def save(loop: Loop, progress: Progress) -> None:
+    """Leave a checkpoint."""
+    learner = loop.learner
+    reference = {} if learner.reference is None else learner.reference.state()
+    loop.session.checkpoint(
+        progress,
+        learner.policy,
+        learner.optimizers,
+        learner.modules,
+        {"reference": reference} if reference else {},
+        loop.stage.checkpoints,
+    )
+
+
+# ---------------------------------------------------------------- details
+
+
+def _learnable(stage: RLStage, rollouts: Rollouts) -> list[int]:
+    """The sequences that enter the loss.
+
+    Out stay truncated ones where the recipe says so and, where the advantage does not compare a
+    group (which gives them 0), those that no reward spoke of.
+    """
+    verdicts = [v for judged in rollouts.verdicts for v in judged]
+    completions = [c for group in rollouts.groups for c in group.completions]
+    keep = []
+    for i, (completion, verdict) in enumerate(zip(completions, verdicts, strict=True)):
+        cut = stage.rollout.mask_truncated and completion.finish == "length"
+        silent = verdict.reward is None and not stage.algorithm.needs_groups
+        if not cut and not silent and completion.written.any():
+            keep.append(i)
+    return keep
+
+
+@torch.no_grad()
+def _state_of(batch: Batch) -> dict[str, float]:
+    """What the batch says of the policy before the update."""
+    out: dict[str, float] = {}
+    old_N, reference_N = batch.old_log_prob_N, batch.reference_log_prob_N
+    if old_N is not None and reference_N is not None:
+        k1_N = divergences.k1(old_N, reference_N)
+        out["kl/reference"] = float(k1_N.mean())
+        out["kl/sequence"] = float(k1_N.sum()) / batch.sequences
+    if old_N is not None:
+        gap_N = (old_N - batch.engine_log_prob_N.to(old_N)).abs()
+        out["sampling/sampling_logp_difference/mean"] = float(gap_N.mean())
+        out["sampling/sampling_logp_difference/max"] = float(gap_N.max())
+    if batch.value_N is not None and batch.return_N is not None:
+        left = (batch.return_N - batch.value_N).var()
+        spread = batch.return_N.var()
+        out["value/mean"] = float(batch.value_N.mean())
+        out["value/explained_variance"] = float(1 - left / spread) if spread > 0 else 0.0
+    return out
+
+
+def _divergence_now(loop: Loop, parts: Sequence[Batch]) -> float:
+    """KL(old‖π), token mean, of the policy as it has become (arXiv:1707.06347 §4)."""
+    total, count = 0.0, 0
+    for part in parts:
+        now = loop.learner.measure(replace(part, value_N=None), old=True, reference=False)
+        assert part.old_log_prob_N is not None
+        assert now.old_log_prob_N is not None
+        total += float(divergences.k3(part.old_log_prob_N, now.old_log_prob_N).sum())
+        count += part.target_N.numel()
+    return total / count
+
+
+def _recorded(batch: Batch, parts: Sequence[tuple[Sequence[int], Batch]]) -> Batch:
+    """The batch with the advantages that the loss saw; 0 where a sequence was left out."""
+    assert batch.advantage_N is not None
+    advantage_N = torch.zeros_like(batch.advantage_N)
+    ends = np.cumsum(batch.lengths).tolist()
+    for places, part in parts:
+        assert part.advantage_N is not None
+        pieces = part.advantage_N.split(list(part.lengths))
+        for i, piece in zip(places, pieces, strict=True):
+            advantage_N[ends[i] - batch.lengths[i] : ends[i]] = piece
+    return replace(batch, advantage_N=advantage_N)
+
+
+def _evaluate(loop: Loop, progress: Progress, made: Step) -> Progress:
+    every, last = loop.stage.evaluation.every, progress.step == loop.stage.steps
+    if not last and (every == 0 or progress.step % every):
+        return progress
+    result = loop.evaluator(progress.step)
+    made.metrics.update(evaluation_metrics(result))
+    loop.session.evaluated(progress, result, when="after" if last else "during")
+    if progress.best is None or result["mean"] >= progress.best:
+        progress = replace(progress, best=result["mean"], best_step=progress.step)
+    return progress

@@ -1,0 +1,175 @@
+"""One step's rollouts: prompts, completions, verdicts; refilled where a row wants variance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from keel.algorithms.spec import Algorithm
+from keel.config.schema import Rollout as RolloutChoice
+from keel.engines.turns import converse
+from keel.rewards.score import Scorer
+from keel.tasks.feed import Feed
+from keel.train.seeds import derive
+from keel.types import Engine, Group, Prompt, Sampling, Task, Verdict
+
+Judged = tuple[Verdict, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Rollouts:
+    """Groups with their verdicts, in order; `extras` is what rewards recorded per completion."""
+
+    groups: tuple[Group, ...]
+    verdicts: tuple[Judged, ...]
+    greedy: tuple[float, ...] | None = None
+    extras: dict[str, list[object]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Sampler:
+    """What rollouts are made with."""
+
+    engine: Engine
+    tokenizer: object
+    tasks: dict[str, Task]
+    feed: Feed
+    scorer: Scorer
+    choice: RolloutChoice
+    seed: int
+
+    @property
+    def sampling(self) -> Sampling:
+        c = self.choice
+        return Sampling(
+            max_tokens=c.max_tokens, temperature=c.temperature, stop=c.stop, stop_ids=c.stop_ids
+        )
+
+    def sample(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int) -> list[Group]:
+        """Completions of the prompts, through as many turns as the task and the recipe allow."""
+        return converse(
+            self.engine,
+            prompts,
+            n,
+            sampling,
+            seed,
+            tasks=self.tasks,
+            tokenizer=self.tokenizer,
+            max_turns=self.choice.max_turns,
+        )
+
+
+def collect(sampler: Sampler, row: Algorithm, step: int) -> Rollouts:
+    """The rollouts of a step, without groups that hold nothing to learn from.
+
+    A group without any reward is dropped and counted; with dynamic sampling (DAPO,
+    arXiv:2503.14476 §3.2) so is one whose rewards are all equal, and the step is refilled.
+    """
+    choice = sampler.choice
+    kept: list[tuple[Group, Judged]] = []
+    every: list[tuple[Group, Judged]] = []
+    metrics: dict[str, float] = {}
+    extras: dict[str, list[object]] = {}
+    refills = 0
+    while True:
+        prompts = sampler.feed.take(choice.prompts_per_step - len(kept))
+        seed = derive(sampler.seed, "rollout", step, refills)
+        groups = sampler.sample(prompts, choice.group_size, sampler.sampling, seed)
+        scored = sampler.scorer(groups, step)
+        pairs = list(zip(groups, scored.verdicts, strict=True))
+        keep = [_worth_keeping(judged, choice.dynamic_sampling) for _, judged in pairs]
+        every += pairs
+        kept += [pair for pair, good in zip(pairs, keep, strict=True) if good]
+        _gather_extras(extras, scored.extras, keep, choice.group_size)
+        metrics = {**scored.metrics} if not metrics else metrics
+        if (
+            not choice.dynamic_sampling
+            or len(kept) >= choice.prompts_per_step
+            or refills >= choice.max_refills
+        ):
+            break
+        refills += 1
+    rollouts = Rollouts(
+        groups=tuple(group for group, _ in kept),
+        verdicts=tuple(judged for _, judged in kept),
+        extras=extras,
+        metrics={**metrics, **describe(every), **_dropped(every, kept, refills, choice)},
+    )
+    return _with_greedy(sampler, rollouts, step) if row.needs_greedy else rollouts
+
+
+def without_truncated(rollouts: Rollouts) -> list[int]:
+    """The positions, among all completions, of those that ended within their budget."""
+    completions = [c for group in rollouts.groups for c in group.completions]
+    return [i for i, c in enumerate(completions) if c.finish != "length"]
+
+
+def describe(pairs: Sequence[tuple[Group, Judged]]) -> dict[str, float]:
+    """Rewards and lengths of what was sampled, under TRL's names."""
+    completions = [c for group, _ in pairs for c in group.completions]
+    rewards = [v.reward for _, judged in pairs for v in judged if v.reward is not None]
+    spreads = [_rewards(judged) for _, judged in pairs]
+    lengths = np.array([int(c.written.sum()) for c in completions], dtype=np.float64)
+    ended = np.array([c.finish != "length" for c in completions])
+    stds = [float(np.std(r, ddof=1)) for r in spreads if len(r) > 1]
+    return {
+        "reward": float(np.mean(rewards)) if rewards else float("nan"),
+        "reward_std": float(np.mean(stds)) if stds else 0.0,
+        "frac_reward_zero_std": float(np.mean([_flat(judged) for _, judged in pairs])),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(1 - ended.mean()),
+        "completions/mean_terminated_length": float(lengths[ended].mean()) if ended.any() else 0.0,
+        "rollout/tokens": float(lengths.sum()),
+    }
+
+
+def _rewards(judged: Judged) -> list[float]:
+    return [v.reward for v in judged if v.reward is not None]
+
+
+def _flat(judged: Judged) -> bool:
+    rewards = _rewards(judged)
+    return not rewards or max(rewards) == min(rewards)
+
+
+def _worth_keeping(judged: Judged, wants_variance: bool) -> bool:
+    return not _flat(judged) if wants_variance else bool(_rewards(judged))
+
+
+def _dropped(
+    every: Sequence[object], kept: Sequence[object], refills: int, choice: RolloutChoice
+) -> dict[str, float]:
+    out = {"groups/dropped": float(len(every) - len(kept))}
+    return {**out, "rollout/refills": float(refills)} if choice.dynamic_sampling else out
+
+
+def _gather_extras(
+    into: dict[str, list[object]],
+    extras: object,
+    keep: Sequence[bool],
+    group_size: int,
+) -> None:
+    """Append what rewards recorded, for the completions of the groups that are kept."""
+    assert isinstance(extras, dict)
+    for name, values in extras.items():
+        chosen = [value for i, value in enumerate(values) if keep[i // group_size]]
+        into.setdefault(name, []).extend(chosen)
+
+
+def _with_greedy(sampler: Sampler, rollouts: Rollouts, step: int) -> Rollouts:
+    """The reward of each prompt's greedy completion (ReMax)."""
+    prompts = [group.prompt for group in rollouts.groups]
+    greedy = replace(sampler.sampling, temperature=0.0)
+    groups = sampler.sample(prompts, 1, greedy, derive(sampler.seed, "greedy", step))
+    rewards = [judged[0].reward for judged in sampler.scorer(groups, step).verdicts]
+    baseline = tuple(0.0 if reward is None else reward for reward in rewards)
+    return replace(
+        rollouts,
+        greedy=baseline,
+        metrics={**rollouts.metrics, "reward/greedy": float(np.mean(baseline))},
+    )

@@ -1,0 +1,134 @@
+"""A run while it is written: rows, rollouts, checkpoints, trackers, and the one who watches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from keel.config.schema import Checkpoints
+from keel.learn.optimizer import AdamW
+from keel.models.policy import Policy
+from keel.runs import checkpoint
+from keel.runs.layout import RunFolder
+from keel.runs.record import Recorder, update_run_json
+from keel.runs.rollouts import RolloutRow
+from keel.runs.trackers import Tracker
+from keel.train import state
+from keel.train.interrupt import Interrupt
+from keel.train.state import Progress
+from keel.train.watch import Watcher
+
+
+def due(every: int, step: int) -> bool:
+    """Whether something done every so many steps (0: never) is done after this one."""
+    return every > 0 and step % every == 0
+
+
+class Clock:
+    """Seconds spent in each phase of a step."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + spent
+
+    def take(self) -> dict[str, float]:
+        """What was measured since the last time this was asked."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """The one hand that writes a run folder, for one stage."""
+
+    folder: RunFolder
+    recorder: Recorder
+    watcher: Watcher
+    interrupt: Interrupt
+    trackers: Sequence[Tracker] = ()
+    clock: Clock = field(default_factory=Clock)
+
+    @property
+    def interrupted(self) -> bool:
+        return bool(self.interrupt)
+
+    def evaluated(
+        self,
+        progress: Progress,
+        result: Mapping[str, Any],
+        when: Literal["before", "during", "after"],
+    ) -> None:
+        """Tell of an evaluation; the first and the last go into run.json."""
+        name = self.folder.stages[progress.stage]
+        self.watcher.evaluation(name, progress.step, result)
+        self.recorder.event(
+            "evaluation", stage=name, step=progress.step, mean=result["mean"], n=result["n"]
+        )
+        if when == "during":
+            return
+        known = update_run_json(self.folder, {})
+        numbers = {k: v for k, v in result.items() if k != "examples"}
+        update_run_json(
+            self.folder,
+            {
+                "evaluation": {**known.get("evaluation", {}), when: numbers},
+                "examples": {**known.get("examples", {}), when: result["examples"]},
+            },
+        )
+
+    def recorded(
+        self,
+        progress: Progress,
+        metrics: Mapping[str, float],
+        rows: Sequence[RolloutRow],
+        seconds: float,
+    ) -> None:
+        """Put a step on record."""
+        stage, step = progress.stage, progress.step
+        name = self.folder.stages[stage]
+        self.recorder.metrics(stage, step, metrics)
+        self.recorder.timings(stage, step, {"step": seconds, **self.clock.take()})
+        self.recorder.rollouts(stage, step, rows)
+        for tracker in self.trackers:
+            tracker.log(name, step, metrics)
+        self.watcher.step(name, step, metrics, seconds)
+
+    def checkpoint_due(self, progress: Progress, steps: int, choice: Checkpoints) -> bool:
+        """Every so many steps, at the end, at the best, and when asked to stop."""
+        step = progress.step
+        return (
+            due(choice.every, step)
+            or step in (steps, progress.best_step)
+            or self.interrupted
+        )
+
+    def checkpoint(
+        self,
+        progress: Progress,
+        policy: Policy,
+        optimizers: Mapping[str, AdamW],
+        modules: Mapping[str, nn.Module],
+        extra: Mapping[str, Mapping[str, Tensor]],
+        choice: Checkpoints,
+    ) -> None:
+        """Leave a checkpoint, whole or not at all, and let old ones go."""
+        self.recorder.sync()
+        target = self.folder.checkpoint(progress.stage, progress.step)
+        with checkpoint.writing(target) as aside:
+            state.save(aside, progress, policy, optimizers, modules, extra)
+        best = progress.best_step
+        protected = [] if best is None else [self.folder.checkpoint(progress.stage, best)]
+        checkpoint.prune(self.folder, choice.keep, protected)

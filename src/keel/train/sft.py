@@ -1,0 +1,120 @@
+"""Supervised fine-tuning on a task's demonstrations: the warm-up before reinforcement learning."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from keel.config.schema import SFTStage
+from keel.learn.batch import Batch, from_groups
+from keel.learn.optimizer import AdamW, learning_rate
+from keel.models.policy import Policy
+from keel.objective import weights
+from keel.tasks.feed import Feed
+from keel.train.seeds import derive
+from keel.train.session import Session
+from keel.train.state import Progress
+from keel.types import Completion, Group, KeelError, Prompt, Task
+
+Demonstrate = Callable[[Prompt, str, np.random.Generator], str]
+
+
+@dataclass(frozen=True, eq=False)
+class Imitation:
+    """What supervised fine-tuning works with."""
+
+    stage: SFTStage
+    policy: Policy
+    optimizer: AdamW
+    feed: Feed
+    tasks: dict[str, Task]
+    demonstrate: Demonstrate
+    session: Session
+    seed: int
+
+
+def run(work: Imitation, progress: Progress) -> Progress:
+    """From `progress` to the last step of the stage, or until the run is asked to stop."""
+    stage, session = work.stage, work.session
+    while progress.step < stage.steps and not session.interrupted:
+        start = time.perf_counter()
+        number = progress.step + 1
+        with session.clock("data"):
+            batch = demonstrations(work, number)
+        with session.clock("update"):
+            metrics = update(work, batch, number)
+        progress = replace(
+            progress,
+            step=number,
+            feed=work.feed.state(),
+            tokens=progress.tokens + sum(batch.input_lengths),
+        )
+        metrics["num_tokens"] = float(progress.tokens)
+        seconds = time.perf_counter() - start
+        progress = replace(progress, seconds=progress.seconds + seconds)
+        session.recorded(progress, metrics, [], seconds)
+        if session.checkpoint_due(progress, stage.steps, stage.checkpoints):
+            optimizers = {"optimizer": work.optimizer}
+            session.checkpoint(progress, work.policy, optimizers, {}, {}, stage.checkpoints)
+    return progress
+
+
+def demonstrations(work: Imitation, number: int) -> Batch:
+    """The step's prompts, each with its demonstration as the completion, EOS at its end."""
+    rng = np.random.default_rng(derive(work.seed, "demonstrations", number))
+    groups = []
+    for prompt in work.feed.take(work.stage.batch_size):
+        gold = work.tasks[prompt.task].gold(prompt)
+        if gold is None:
+            raise KeelError(
+                f"stage {work.stage.name!r}: task {prompt.task!r} has no gold answer to imitate: "
+                "name the answer column (tasks.answer) or leave the sft stage out"
+            )
+        text = work.demonstrate(prompt, gold, rng)
+        groups.append(Group(prompt, (_completion(work.policy, text),)))
+    return from_groups(groups, work.policy.device)
+
+
+def update(work: Imitation, batch: Batch, number: int) -> dict[str, float]:
+    """One optimizer step on the mean cross-entropy of the demonstrations' tokens."""
+    weight_N = weights.token_mean(batch.lengths_S).to(torch.float32)
+    batch = replace(batch, weight_N=weight_N)
+    total, right = 0.0, 0.0
+    for micro in batch.micro_batches(work.stage.token_budget):
+        assert micro.weight_N is not None
+        scores = work.policy.scores(micro.packed, 1.0, entropy=False)
+        loss = -(micro.weight_N * scores.log_prob_N).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+        right += float((micro.weight_N * scores.log_prob_N.detach().exp()).sum())
+    rate = learning_rate(work.stage.optimizer, number - 1, work.stage.steps)
+    norm = work.optimizer.step(rate)
+    if not np.isfinite(total) or not np.isfinite(norm):
+        raise KeelError(
+            f"stage {work.stage.name!r}, step {number}: the loss came out non-finite; "
+            "lower optimizer.learning_rate"
+        )
+    return {
+        "loss": total,
+        "mean_token_probability": right,
+        "grad_norm": norm,
+        "learning_rate": rate,
+        "completions/mean_length": float(np.mean(batch.lengths)),
+    }
+
+
+def _completion(policy: Policy, text: str) -> Completion:
+    tokenizer = policy.tokenizer
+    ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokens = np.array([*ids, tokenizer.eos_token_id], dtype=np.int64)
+    return Completion(
+        tokens=tokens,
+        log_probs=np.zeros(len(tokens), dtype=np.float32),
+        written=np.ones(len(tokens), dtype=np.bool_),
+        finish="eos",
+        text=text,
+    )

@@ -1,0 +1,105 @@
+"""Returns, Q-learning targets and losses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keel.objective import background
+from tests.objective import loops
+
+Q = torch.tensor([[1.0, 3.0, 2.0], [0.5, -1.0, 0.0]], dtype=torch.float64)
+ONLINE = torch.tensor([[5.0, 0.0, 1.0], [0.0, 0.0, 2.0]], dtype=torch.float64)
+REWARD = torch.tensor([1.0, -1.0], dtype=torch.float64)
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=st.lists(st.integers(1, 8), min_size=1, max_size=5), gamma=st.floats(0.0, 1.0))
+def test_discounted_return(lengths: list[int], gamma: float) -> None:
+    reward_N = loops.random(sum(lengths), 11)
+    expected = loops.join([loops.to_go(p, gamma) for p in loops.split(reward_N, lengths)])
+    actual = background.discounted_return(reward_N, loops.ints(lengths), gamma=gamma)
+    loops.close(actual, expected)
+
+
+def test_state_value_is_the_expectation_of_q() -> None:
+    policy = torch.tensor([[0.2, 0.3, 0.5], [0.0, 1.0, 0.0]], dtype=torch.float64)
+    loops.close(background.state_value(policy, Q), [0.2 + 0.9 + 1.0, -1.0])
+
+
+def test_epsilon_greedy() -> None:
+    policy = background.epsilon_greedy(Q, epsilon=0.3)
+    loops.close(policy, torch.tensor([[0.1, 0.8, 0.1], [0.8, 0.1, 0.1]], dtype=torch.float64))
+    loops.close(policy.sum(-1), [1.0, 1.0])
+    tie = torch.zeros(1, 4, dtype=torch.float64)
+    assert background.epsilon_greedy(tie, epsilon=0.0).tolist() == [[1.0, 0.0, 0.0, 0.0]]
+
+
+def test_terminal_transitions_do_not_bootstrap_and_truncated_ones_do() -> None:
+    terminated = torch.tensor([True, False])
+    target = background.td_target(REWARD, Q, terminated, gamma=0.9)
+    loops.close(target, [1.0, -1.0 + 0.9 * 0.5])
+    # A truncated episode is not terminated: the flag alone decides.
+    loops.close(background.td_target(REWARD, Q, ~terminated, gamma=0.9), [1 + 0.9 * 3, -1.0])
+    huge = torch.full_like(Q, torch.inf)
+    assert float(background.td_target(REWARD, huge, terminated, gamma=0.9)[0]) == 1.0
+
+
+def test_double_dqn_takes_the_online_networks_action() -> None:
+    never = torch.tensor([False, False])
+    target = background.double_td_target(REWARD, ONLINE, Q, never, gamma=0.9)
+    loops.close(target, [1.0 + 0.9 * 1.0, -1.0 + 0.9 * 0.0])
+    assert not torch.allclose(target, background.td_target(REWARD, Q, never, gamma=0.9))
+    same = background.double_td_target(REWARD, Q, Q, never, gamma=0.9)
+    assert torch.equal(same, background.td_target(REWARD, Q, never, gamma=0.9))
+
+
+def test_n_step_target_stops_at_a_termination() -> None:
+    reward = torch.tensor([[1.0, 2.0, 4.0]] * 3, dtype=torch.float64)
+    ended = torch.tensor([[False] * 3, [False, True, False], [False, False, True]])
+    value = loops.tensor([10.0, 10.0, 10.0])
+    target = background.n_step_target(reward, ended, value, gamma=0.5)
+    loops.close(target, [1 + 1 + 1 + 1.25, 1 + 1, 1 + 1 + 1])
+    one = background.n_step_target(reward[:, :1], ended[:, :1], value, gamma=0.5)
+    loops.close(one, background.td_target(
+        reward[:, 0], value[:, None], ended[:, 0], gamma=0.5))
+
+
+def test_error_and_losses() -> None:
+    action, target = loops.ints([2, 0]), loops.tensor([0.5, 3.0])
+    error = background.q_error(Q, action, target)
+    loops.close(error, [1.5, -2.5])
+    loops.close(background.squared_loss(error), [1.125, 3.125])
+    loops.close(background.huber(error), [1.0, 2.0])
+    loops.close(background.huber(error, threshold=2.0), [1.125, 2.0 * (2.5 - 1.0)])
+    edge = loops.tensor([1.0, -1.0])
+    loops.close(background.huber(edge), background.squared_loss(edge))
+
+
+def test_gradient_is_delta_times_that_of_q_and_none_goes_through_the_target() -> None:
+    weight = loops.random(6, 1).reshape(2, 3).requires_grad_()
+    target_weight = loops.random(6, 2).reshape(2, 3).requires_grad_()
+    target = background.td_target(REWARD, target_weight * 2, torch.tensor([False, False]), gamma=0.9)
+    assert not target.requires_grad
+    error = background.q_error(weight, loops.ints([1, 0]), target_weight.max(-1).values)
+    background.squared_loss(error).sum().backward()
+    assert target_weight.grad is None
+    expected = torch.zeros(2, 3, dtype=torch.float64)
+    expected[0, 1], expected[1, 0] = error.detach()
+    loops.close(weight.grad, expected)
+
+
+def test_target_copies_are_bitwise() -> None:
+    online, target = loops.random(50, 1), loops.random(50, 2)
+    copied = background.target_update(target, online, rate=1.0)
+    assert torch.equal(copied, online)
+    assert copied.data_ptr() != online.data_ptr()
+    half = background.target_update(target, online, rate=0.25)
+    loops.close(half, 0.25 * online + 0.75 * target)
+
+
+def test_shapes_are_checked() -> None:
+    with pytest.raises(Exception, match="td_target"):
+        background.td_target(REWARD, Q[:1], torch.tensor([True, False]), gamma=0.9)

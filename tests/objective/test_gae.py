@@ -1,0 +1,148 @@
+"""Temporal advantages: MATH's fifth law, and each function against its loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keel.objective import gae, segments
+from tests.objective import loops
+
+RAGGED = st.lists(st.integers(1, 12), min_size=1, max_size=6)
+UNIT = st.floats(0.0, 1.0)
+
+
+def deltas(lengths: list[int], gamma: float, seed: int) -> tuple[torch.Tensor, ...]:
+    reward_N, value_N = loops.random(sum(lengths), seed), loops.random(sum(lengths), seed + 1)
+    lengths_S = loops.ints(lengths)
+    next_N = segments.shift(value_N, lengths_S)
+    delta_N = gae.td_error(reward_N, value_N, next_N, gamma=gamma)
+    return reward_N, value_N, delta_N, segments.continues(lengths_S)
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=RAGGED, gamma=UNIT, lam=UNIT, steps=st.integers(1, 15))
+def test_against_the_loops(lengths: list[int], gamma: float, lam: float, steps: int) -> None:
+    reward_N, value_N, delta_N, go_N = deltas(lengths, gamma, 5)
+    per_token = loops.random(sum(lengths), 9).sigmoid()
+    carries = [float(c) for c in go_N]
+    values = loops.split(value_N, lengths)
+    expected = [
+        r + gamma * v_next - v
+        for part, rewards in zip(values, loops.split(reward_N, lengths), strict=True)
+        for r, v, v_next in zip(rewards, part, [*part[1:], 0.0], strict=True)
+    ]
+    loops.close(delta_N, expected)
+    fixed = loops.gae(delta_N.tolist(), carries, gamma, [lam] * sum(lengths))
+    varied = loops.gae(delta_N.tolist(), carries, gamma, per_token.tolist())
+    loops.close(gae.gae(delta_N, go_N, gamma=gamma, lam=lam), fixed)
+    loops.close(gae.gae(delta_N, go_N.double(), gamma=gamma, lam=per_token), varied)
+    loops.close(
+        gae.n_step(delta_N, go_N, gamma=gamma, steps=steps),
+        loops.join([loops.n_step(d, gamma, steps) for d in loops.split(delta_N, lengths)]),
+    )
+    to_go = loops.join([loops.to_go(r, gamma) for r in loops.split(reward_N, lengths)])
+    loops.close(gae.returns_to_go(reward_N, loops.ints(lengths), gamma=gamma), to_go)
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=RAGGED, gamma=UNIT)
+def test_lambda_0_is_td_and_1_is_monte_carlo(lengths: list[int], gamma: float) -> None:
+    reward_N, value_N, delta_N, go_N = deltas(lengths, gamma, 17)
+    loops.close(gae.gae(delta_N, go_N, gamma=gamma, lam=0.0), delta_N)
+    loops.close(gae.n_step(delta_N, go_N, gamma=gamma, steps=1), delta_N)
+    full_N = gae.monte_carlo(reward_N, loops.ints(lengths), value_N, gamma=gamma)
+    loops.close(gae.gae(delta_N, go_N, gamma=gamma, lam=1.0), full_N)
+    loops.close(gae.n_step(delta_N, go_N, gamma=gamma, steps=20), full_N)
+    loops.close(full_N + value_N, gae.returns(full_N, value_N))
+    loops.close(gae.returns(full_N, value_N),
+                gae.returns_to_go(reward_N, loops.ints(lengths), gamma=gamma))
+
+
+def test_gae_is_the_mixture_of_n_step_advantages() -> None:
+    _, _, delta_N, go_N = deltas([7, 3], 0.9, 2)
+    lam, mixture = 0.6, torch.zeros(10, dtype=torch.float64)
+    # The terms behind the end of the longest episode are a geometric series of the last one.
+    for k in range(1, 200):
+        mixture += (1 - lam) * lam ** (k - 1) * gae.n_step(delta_N, go_N, gamma=0.9, steps=k)
+    loops.close(gae.gae(delta_N, go_N, gamma=0.9, lam=lam), mixture)
+
+
+def test_an_outcome_reward_gives_its_difference_from_the_value() -> None:
+    lengths_S, outcome = loops.ints([4, 1, 6]), loops.tensor([1.0, -2.0, 0.5])
+    value_N = loops.random(11, 3)
+    reward_N = segments.on_last(outcome, lengths_S)
+    delta_N = gae.td_error(reward_N, value_N, segments.shift(value_N, lengths_S), gamma=1.0)
+    advantage_N = gae.gae(delta_N, segments.continues(lengths_S), gamma=1.0, lam=1.0)
+    loops.close(advantage_N, segments.spread(outcome, lengths_S) - value_N)
+
+
+def test_concatenated_episodes_equal_separate_ones_bitwise() -> None:
+    lengths = [5, 1, 9, 3]
+    _, _, delta_N, go_N = deltas(lengths, 0.97, 8)
+    together = gae.gae(delta_N, go_N, gamma=0.97, lam=0.9).split(lengths)
+    separate = [
+        gae.gae(d, g, gamma=0.97, lam=0.9)
+        for d, g in zip(delta_N.split(lengths), go_N.split(lengths), strict=True)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(together, separate, strict=True))
+
+
+def test_termination_cuts_bootstrap_and_trace_truncation_the_trace_alone() -> None:
+    reward, value = loops.tensor([1.0, 2.0, 3.0, 4.0]), loops.tensor([0.1, 0.2, 0.3, 0.4])
+    goes_on = torch.tensor([True, False, True, False])
+    last_seen = 7.0
+    terminated = loops.tensor([0.2, 0.0, 0.4, 0.0])
+    truncated = loops.tensor([0.2, last_seen, 0.4, 0.0])
+    out = []
+    for after in (terminated, truncated):
+        delta = gae.td_error(reward, value, after, gamma=0.9)
+        out.append(gae.gae(delta, goes_on, gamma=0.9, lam=0.8))
+    second = 2.0 - 0.2
+    loops.close(out[0][:2], [1 + 0.9 * 0.2 - 0.1 + 0.72 * second, second])
+    bootstrapped = second + 0.9 * last_seen
+    loops.close(out[1][:2], [1 + 0.9 * 0.2 - 0.1 + 0.72 * bootstrapped, bootstrapped])
+    loops.close(out[0][2:], out[1][2:])
+
+
+@pytest.mark.parametrize("gap", [1, 10, 200])
+def test_tool_output_between_tokens_changes_nothing(gap: int) -> None:
+    """A loop over all tokens, tool output among them, that carries V and A over what is not ours."""
+    written = [True, True] + [False] * gap + [True, True, True] + [False] * gap + [True]
+    reward, value = loops.random(6, 1), loops.random(6, 2)
+    gamma, lam = 0.9, 0.8
+    rewards, values = iter(reward.tolist()), iter(value.tolist())
+    table = [(next(rewards), next(values)) if own else (0.0, 99.0) for own in written]
+    expected, ahead, next_value = [], 0.0, 0.0
+    for own, (r, v) in reversed(list(zip(written, table, strict=True))):
+        if own:
+            ahead = r + gamma * next_value - v + gamma * lam * ahead
+            next_value = v
+            expected.append(ahead)
+    lengths_S = loops.ints([6])
+    delta = gae.td_error(reward, value, segments.shift(value, lengths_S), gamma=gamma)
+    actual = gae.gae(delta, segments.continues(lengths_S), gamma=gamma, lam=lam)
+    loops.close(actual, expected[::-1])
+
+
+def test_adaptive_lambda() -> None:
+    lam_S = gae.adaptive_lambda(loops.ints([1, 19, 20, 40, 1000]), alpha=0.05)
+    loops.close(lam_S, [0.0, 0.0, 0.0, 0.5, 1 - 1 / 50])
+    assert gae.adaptive_lambda(loops.ints([0, 40]), alpha=0.05).tolist() == [0.0, 0.5]
+
+
+def test_monte_carlo_baselines_and_absent_rewards() -> None:
+    lengths_S = loops.ints([2, 3, 0, 1])
+    reward_N = loops.tensor([0.5, 1.0, 0.0, 0.0, 3.0, float("nan")])
+    plain_N = gae.monte_carlo(reward_N, lengths_S, gamma=0.5, baseline="none")
+    loops.close(plain_N, [1.0, 1.0, 0.75, 1.5, 3.0, 0.0])
+    mean = (1.0 + 0.75) / 2
+    less_N = gae.monte_carlo(reward_N, lengths_S, gamma=0.5, baseline="batch_mean")
+    loops.close(less_N, [*(plain_N[:5] - mean).tolist(), 0.0])
+    value_N = loops.random(6, 4)
+    with_value_N = gae.monte_carlo(reward_N, lengths_S, value_N, gamma=0.5)
+    loops.close(with_value_N, [*(plain_N - value_N)[:5].tolist(), 0.0])
+    with pytest.raises(ValueError, match="value_N"):
+        gae.monte_carlo(reward_N, lengths_S, gamma=0.5)

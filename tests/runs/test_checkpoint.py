@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keel.runs import checkpoint, encoding, files
+from keel.runs.checkpoint import damage, newest_whole, prune, writing
+from keel.runs.layout import RunFolder
+from keel.types import KeelError
+from tests.runs.example import ONE, one_stage, two_stages
+
+
+def save(folder: RunFolder, stage: int, step: int, content: str = "state") -> Path:
+    target = folder.checkpoint(stage, step)
+    with writing(target) as aside:
+        (aside / "state.json").write_text(content)
+        (aside / "policy").mkdir()
+        (aside / "policy" / "weights").write_bytes(bytes(range(256)))
+    return target
+
+
+def test_a_checkpoint_is_whole_and_says_so(tmp_path: Path) -> None:
+    target = save(one_stage(tmp_path), 0, 5)
+    manifest = json.loads((target / "manifest.json").read_text())
+    assert list(manifest["files"]) == ["policy/weights", "state.json"]
+    # SHA-256 of the bytes 0 … 255, a known number.
+    assert manifest["files"]["policy/weights"] == {
+        "bytes": 256,
+        "sha256": "40aff2e9d2d8922e47afd4648e6967497158785fbd1da870e7110266bf944880",
+    }
+    assert damage(target) is None
+
+
+def test_nothing_is_there_before_the_end_nor_after_a_failure(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    target = folder.checkpoint(0, 5)
+    with pytest.raises(ZeroDivisionError), writing(target) as aside:
+        (aside / "state.json").write_text("half")
+        assert not target.exists()
+        assert folder.list_checkpoints() == []
+        raise ZeroDivisionError
+    assert list(folder.checkpoints_folder.iterdir()) == []
+
+
+def test_a_full_disk_leaves_the_one_before(tmp_path: Path, monkeypatch: Any) -> None:
+    folder = one_stage(tmp_path)
+    save(folder, 0, 5)
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files, "sync_file", full)
+    with pytest.raises(KeelError, match=r"step-000010: No space left on device: .*--resume"):
+        save(folder, 0, 10)
+    assert [path.name for path in folder.checkpoints_folder.iterdir()] == ["step-000005"]
+
+
+def test_a_checkpoint_in_the_way_is_replaced(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    save(folder, 0, 5, "old")
+    target = save(folder, 0, 5, "new")
+    assert (target / "state.json").read_text() == "new"
+    assert [path.name for path in folder.checkpoints_folder.iterdir()] == ["step-000005"]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda c: flip(c / "policy/weights"), "policy/weights differs from its checksum"),
+        (lambda c: (c / "policy/weights").write_bytes(b"x"), "policy/weights has 1 bytes, not 256"),
+        (lambda c: (c / "state.json").unlink(), "state.json is missing"),
+        (lambda c: (c / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda c: (c / "manifest.json").write_text('{"format"'), "manifest.json is damaged"),
+        (lambda c: (c / "manifest.json").write_text("[]"), "manifest.json is damaged"),
+        (lambda c: (c / "manifest.json").write_text('{"files": []}'), "manifest.json is damaged"),
+        (
+            lambda c: (c / "manifest.json").write_text('{"files": {"../../x": {}}}'),
+            "manifest.json names a file outside the checkpoint: ../../x",
+        ),
+    ],
+)
+def test_damage_is_found_reported_and_passed_over(tmp_path: Path, harm: Any, told: str) -> None:
+    folder = one_stage(tmp_path)
+    for step in (5, 10, 15):
+        save(folder, 0, step)
+    harm(folder.checkpoint(0, 15))
+    reports: list[tuple[Path, str]] = []
+    found = newest_whole(folder, on_damaged=lambda path, why: reports.append((path, why)))
+    assert found is not None
+    assert found.path == folder.checkpoint(0, 10)
+    assert reports == [(folder.checkpoint(0, 15), told)]
+
+
+def test_the_newest_is_that_of_the_last_stage(tmp_path: Path) -> None:
+    folder = two_stages(tmp_path)
+    assert newest_whole(folder) is None
+    save(folder, 0, 100)
+    save(folder, 1, 2)
+    found = newest_whole(folder)
+    assert found is not None
+    assert (found.place.stage, found.place.step) == (1, 2)
+
+
+def test_prune_keeps_the_newest_and_the_protected(tmp_path: Path) -> None:
+    folder = two_stages(tmp_path)
+    saved = [save(folder, stage, step) for stage, step in ((0, 50), (0, 100), (1, 5), (1, 10))]
+    gone = prune(folder, keep=2, protect=[saved[0]])
+    assert gone == [saved[1]]
+    assert [entry.path for entry in folder.list_checkpoints()] == [saved[0], *saved[2:]]
+    assert not list(folder.checkpoints_folder.glob(".tmp-*"))
+    with pytest.raises(ValueError, match="would delete the newest"):
+        prune(folder, keep=0)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from keel.runs import files
+from keel.runs.checkpoint import writing
+from keel.runs.layout import RunFolder
+
+folder, survive = RunFolder.open(sys.argv[1]), int(sys.argv[2])
+calls = 0
+
+def counted(function):
+    def call(*arguments):
+        global calls
+        calls += 1
+        if calls > survive:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments)
+    return call
+
+# Every system call that changes or syncs the disk is a place to die.
+Path.rename = counted(Path.rename)
+os.fsync = counted(os.fsync)
+os.unlink = counted(os.unlink)
+with writing(folder.checkpoint(0, 5)) as aside:
+    (aside / "state.json").write_text("new")
+    (aside / "more").write_text("new")
+"""
+
+
+def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    source = str(Path(checkpoint.__file__).parents[2])
+    seen = set()
+    for survive in range(40):
+        for entry in folder.list_checkpoints():
+            files.remove(entry.path)
+        files.remove_leftovers(folder.checkpoints_folder)
+        save(folder, 0, 4, "before")
+        save(folder, 0, 5, "old")
+        ended = subprocess.run(
+            [sys.executable, "-c", KILLED, str(folder.path), str(survive)],
+            env={**os.environ, "PYTHONPATH": source},
+            check=False,
+        )
+        found = newest_whole(folder, on_damaged=lambda path, why: pytest.fail(f"{path}: {why}"))
+        assert found is not None
+        seen.add((found.path / "state.json").read_text())
+        if ended.returncode == 0:
+            break
+        assert ended.returncode == -signal.SIGKILL
+    else:
+        pytest.fail("the writer never came to its end")
+    # Between the two renames of a replacement the one before is the newest.
+    assert seen == {"old", "before", "new"}
+    assert survive > 5
+
+
+def test_leftovers_go_at_the_start(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    (folder.checkpoints_folder / ".tmp-step-000005").mkdir()
+    (folder.checkpoints_folder / ".tmp-step-000005" / "half").write_text("x")
+    (folder.checkpoints_folder / ".tmp-file").write_text("x")
+    assert len(files.remove_leftovers(folder.checkpoints_folder)) == 2
+    assert list(folder.checkpoints_folder.iterdir()) == []
+    assert files.remove_leftovers(folder.path / "absent") == []
+
+
+# ---------------------------------------------------------------- state
+
+
+def test_tensors_come_back_bit_for_bit(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(6, 4, generator=generator)
+    tensors = {
+        "float32": wide,
+        "tied": wide,
+        "row": wide[2],
+        "transposed": wide.t(),
+        "bfloat16": wide.bfloat16(),
+        "float64": wide.double() / 3,
+        "odd": torch.tensor([math.nan, -math.inf, -0.0, 1e-45]),
+        "step": torch.tensor(7.0),
+        "random": generator.get_state(),
+        "empty": torch.empty(0, 3),
+        "flags": torch.tensor([True, False]),
+    }
+    checkpoint.save_tensors(tmp_path / "a.safetensors", tensors)
+    back = checkpoint.load_tensors(tmp_path / "a.safetensors")
+    assert set(back) == set(tensors)
+    for name, tensor in tensors.items():
+        assert back[name].dtype == tensor.dtype
+        assert back[name].shape == tensor.shape
+        raw, own = back[name].contiguous(), tensor.contiguous()
+        assert raw.view(-1).view(torch.uint8).equal(own.view(-1).view(torch.uint8)), name
+    again = dict(reversed(tensors.items()))
+    checkpoint.save_tensors(tmp_path / "b.safetensors", again)
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+def test_files_that_are_no_state_are_refused(tmp_path: Path) -> None:
+    for load in (checkpoint.load_tensors, checkpoint.load_json):
+        with pytest.raises(KeelError, match="cannot read"):
+            load(tmp_path / "absent")
+    # A pickle is never read, whatever its name.
+    torch.save({"x": torch.ones(2)}, tmp_path / "x.safetensors")
+    with pytest.raises(KeelError, match="cannot read"):
+        checkpoint.load_tensors(tmp_path / "x.safetensors")
+    (tmp_path / "x.json").write_text('{"$type": "array", "dtype": "|O", "shape": [1], "data": ""}')
+    with pytest.raises(KeelError, match="cannot read"):
+        checkpoint.load_json(tmp_path / "x.json")
+
+
+def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    numpy, python = np.random.default_rng(1), random.Random(2)
+    legacy = np.random.RandomState(3)
+    state = {
+        "numpy": numpy.bit_generator.state,
+        "python": python.getstate(),
+        "legacy": legacy.get_state(),
+    }
+    checkpoint.save_json(tmp_path / "s.json", state)
+    expected = (numpy.random(3).tolist(), python.random(), legacy.rand())
+    back = checkpoint.load_json(tmp_path / "s.json")
+    numpy, python = np.random.default_rng(99), random.Random(99)
+    legacy = np.random.RandomState(99)
+    numpy.bit_generator.state = back["numpy"]
+    python.setstate(back["python"])
+    legacy.set_state(back["legacy"])
+    assert (numpy.random(3).tolist(), python.random(), legacy.rand()) == expected
+
+
+leaf = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+state = st.recursive(
+    leaf,
+    lambda inner: (
+        st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text(), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(state)
+def test_state_survives_json_exactly(value: Any) -> None:
+    back = encoding.restore(json.loads(json.dumps(encoding.exact(value), allow_nan=False)))
+    # repr tells nan, -0.0, tuples and True from 1; equality does not.
+    assert repr(back) == repr(value)
+
+
+def test_arrays_and_numpy_scalars_keep_their_type() -> None:
+    arrays = [
+        np.arange(6, dtype=np.int16).reshape(2, 3).T,
+        np.array([math.nan, -0.0, 0.1], np.float32),
+        np.zeros((0, 3)),
+        np.array(3.5),
+        np.array([2**63], np.uint64),
+    ]
+    for array in arrays:
+        back = encoding.restore(json.loads(json.dumps(encoding.exact(array))))
+        assert back.dtype == array.dtype
+        assert back.shape == array.shape
+        assert back.tobytes() == array.tobytes()
+        assert back.flags.writeable
+    for scalar in (np.float32(0.1), np.float64("nan"), np.int64(-5), np.bool_(True)):
+        back = encoding.restore(json.loads(json.dumps(encoding.exact(scalar))))
+        assert type(back) is type(scalar)
+        assert back.tobytes() == scalar.tobytes()
+
+
+@pytest.mark.parametrize(
+    "value", [{1: 2}, {"$type": 1}, torch.ones(1), np.array([object()]), {1, 2}, b"x"]
+)
+def test_state_that_json_would_bend_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError):
+        encoding.exact({"state": value})
+
+
+def test_recipe_is_left_alone_by_cleaning(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    files.remove_leftovers(folder.path)
+    assert folder.recipe.read_text() == ONE

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from keel.runs import lock
+from keel.runs.layout import RunFolder
+from keel.runs.lock import locked
+from keel.types import KeelError
+from tests.runs.example import one_stage
+
+HOLD = """
+import sys, time
+from keel.runs.layout import RunFolder
+from keel.runs.lock import locked
+with locked(RunFolder.open(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def holder(folder: RunFolder) -> subprocess.Popen[str]:
+    source = str(Path(lock.__file__).parents[2])
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder.path)],
+        env={**os.environ, "PYTHONPATH": source},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    process = holder(folder)
+    try:
+        told = rf"is in use by process {process.pid}: wait .* --run DIR"
+        with pytest.raises(KeelError, match=told), locked(folder):
+            pass
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    with locked(folder):
+        assert folder.lock.read_text() == f"{os.getpid()}\n"
+
+
+def test_one_process_holds_it_once(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    with locked(folder), pytest.raises(KeelError, match="is in use"), locked(folder):
+        pass
+    with pytest.raises(ZeroDivisionError), locked(folder):
+        raise ZeroDivisionError
+    with locked(folder):
+        pass
+    # What is left says nothing of this machine.
+    assert folder.lock.read_bytes() == b""
+
+
+def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(KeelError, match="cannot write"), locked(RunFolder(tmp_path / "x", ("rl",))):
+        pass

@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keel.runs import read
+from keel.runs.layout import Place, RunFolder
+from keel.runs.record import JsonlWriter, Recorder, truncate_after, update_run_json
+from keel.runs.rollouts import encode
+from keel.types import KeelError
+from tests.runs.example import one_stage, row, two_stages
+
+
+def fill(folder: RunFolder) -> None:
+    with Recorder(folder, clock=lambda: 1.5) as recorder:
+        for stage, steps in ((0, 2), (1, 3)):
+            for step in range(1, steps + 1):
+                recorder.metrics(stage, step, {"reward": step / 3, "loss": 0.1})
+                recorder.timings(stage, step, {"seconds": 0.5})
+                recorder.rollouts(stage, step, [row()])
+        recorder.event("checkpoint", step=3)
+        recorder.sync()
+
+
+def test_a_row_is_one_line_in_a_fixed_order(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    with Recorder(folder) as recorder:
+        recorder.metrics(0, 1, {"b": 0.1, "a": np.float32(0.5), "c": np.int64(3)})
+        # Each line is with the kernel once it is written, before anything is closed.
+        assert folder.metrics.read_text() == (
+            '{"stage": "rl", "step": 1, "a": 0.5, "b": 0.1, "c": 3}\n'
+        )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan")])
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path, value: Any) -> None:
+    folder = one_stage(tmp_path)
+    with Recorder(folder) as recorder:
+        recorder.metrics(0, 1, {"kl": value})
+    assert json.loads(folder.metrics.read_text())["kl"] is None
+    steps, values = read.load(folder.path).column("kl")
+    assert steps.tolist() == [1]
+    assert np.isnan(values).all()
+
+
+def test_every_float_reads_back_the_same(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    values = np.random.default_rng(0).normal(size=100) * 10.0 ** np.arange(-50, 50)
+    with Recorder(folder) as recorder:
+        for step, value in enumerate(values, start=1):
+            recorder.metrics(0, step, {"x": value})
+    assert (read.load(folder.path).column("x")[1] == values).all()
+
+
+def test_a_value_cannot_pose_as_the_step(tmp_path: Path) -> None:
+    with Recorder(one_stage(tmp_path)) as recorder, pytest.raises(ValueError, match='"step"'):
+        recorder.metrics(0, 1, {"step": 7})
+
+
+def test_events_have_a_time_and_metrics_none(tmp_path: Path) -> None:
+    folder = two_stages(tmp_path)
+    fill(folder)
+    assert read.load(folder.path).events() == [{"time": 1.5, "event": "checkpoint", "step": 3}]
+    assert "time" not in folder.metrics.read_text()
+
+
+def test_lone_surrogates_do_not_stop_a_run(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    with Recorder(folder) as recorder:
+        recorder.event("note", text="a\ud800b")
+        recorder.rollouts(0, 1, [row(prompt="a\ud800b", completion="c\udfff")])
+    run = read.load(folder.path)
+    assert run.events()[0]["text"] == "a?b"
+    assert run.rollouts(1)[0]["completion"] == "c?"
+
+
+def test_a_torn_last_line_is_cut_on_going_on(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    whole = b'{"step": 1}\n' + b'{"x": "' + b"y" * 200_000 + b'"}\n'
+    for torn in (b'{"step": 2, "rew', b"z" * 200_000):
+        path.write_bytes(whole + torn)
+        writer = JsonlWriter(path)
+        writer.write({"step": 2}, {})
+        writer.close()
+        assert path.read_bytes() == whole + b'{"step": 2}\n'
+    path.write_bytes(b"torn from the start")
+    JsonlWriter(path).close()
+    assert path.read_bytes() == b""
+
+
+def test_a_full_disk_is_one_line() -> None:
+    writer = JsonlWriter(Path("/dev/full"))
+    with pytest.raises(KeelError, match="cannot write /dev/full: No space left on device") as error:
+        writer.write({"step": 1}, {})
+    assert "--resume" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# ---------------------------------------------------------------- truncation
+
+
+def test_truncation_drops_what_lies_past_the_checkpoint(tmp_path: Path) -> None:
+    folder = two_stages(tmp_path)
+    fill(folder)
+    folder.checkpoint(1, 1).mkdir()
+    folder.checkpoint(1, 3).mkdir()
+    (folder.checkpoints_folder / ".tmp-rl-step-000003").mkdir()
+    (folder.rollouts_folder / ".tmp-rl-step-000004.parquet").write_text("half")
+    before = folder.metrics.read_bytes().splitlines(keepends=True)
+    timings = folder.timings.read_bytes()
+    truncate_after(folder, 1, 1)
+    assert folder.metrics.read_bytes() == b"".join(before[:3])
+    assert folder.timings.read_bytes() == timings
+    expected = [Place(0, 1), Place(0, 2), Place(1, 1)]
+    assert [entry.place for entry in folder.list_rollouts()] == expected
+    assert [path.name for path in folder.checkpoints_folder.iterdir()] == ["rl-step-000001"]
+    assert not list(folder.path.rglob(".tmp-*"))
+
+
+def test_going_on_after_truncation_gives_the_same_bytes(tmp_path: Path) -> None:
+    straight = two_stages(tmp_path / "a")
+    fill(straight)
+    resumed = two_stages(tmp_path / "b")
+    fill(resumed)
+    with resumed.metrics.open("ab") as file:
+        file.write(b'{"stage": "rl", "st')
+    truncate_after(resumed, 0, 2)
+    with Recorder(resumed) as recorder:
+        for step in (1, 2, 3):
+            recorder.metrics(1, step, {"reward": step / 3, "loss": 0.1})
+            recorder.rollouts(1, step, [row()])
+    assert resumed.metrics.read_bytes() == straight.metrics.read_bytes()
+    for entry in straight.list_rollouts():
+        assert (resumed.rollouts_folder / entry.path.name).read_bytes() == entry.path.read_bytes()
+
+
+def test_truncation_can_empty_a_run_and_needs_none(tmp_path: Path) -> None:
+    folder = two_stages(tmp_path)
+    truncate_after(folder, 0, -1)
+    fill(folder)
+    truncate_after(folder, 0, -1)
+    assert folder.metrics.read_bytes() == b""
+    assert folder.list_rollouts() == []
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"stage": "other", "step": 1}', '{"stage": "rl"}'])
+def test_a_damaged_row_is_named(tmp_path: Path, line: str) -> None:
+    folder = one_stage(tmp_path)
+    folder.metrics.write_text('{"stage": "rl", "step": 1}\n' + line + "\n")
+    with pytest.raises(KeelError, match=r"metrics\.jsonl:2 is damaged"):
+        truncate_after(folder, 0, 1)
+
+
+# ---------------------------------------------------------------- run.json
+
+
+def test_run_json_is_updated_key_by_key(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    update_run_json(folder, {"seed": 3, "objective": "J(θ)", "evaluation": {"before": {"n": 2}}})
+    whole = update_run_json(folder, {"evaluation": {"after": {"mean": math.nan}}, "tokens": 9})
+    assert json.loads(folder.run_json.read_text()) == whole
+    assert list(whole) == ["seed", "objective", "evaluation", "tokens"]
+    assert whole["evaluation"] == {"after": {"mean": None}}
+    assert "θ" in folder.run_json.read_text()
+    assert not list(folder.path.glob(".tmp-*"))
+
+
+def test_a_damaged_run_json_is_named(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    folder.run_json.write_text("{")
+    with pytest.raises(KeelError, match=r"cannot read .*run\.json"):
+        update_run_json(folder, {"seed": 1})
+
+
+# ---------------------------------------------------------------- rollouts
+
+
+def test_rollouts_read_back_as_written(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    messages = [{"role": "user", "content": "Sortiere »3 1 2«"}]
+    rows = [
+        row(extras={"parsed": "1 2 3", "tries": 2, "trace": ["a", 1]}),
+        row(
+            group=1,
+            prompt=messages,
+            old_log_probs=None,
+            advantages=None,
+            reward=None,
+            components={"format": None},
+            finish="length",
+        ),
+    ]
+    with Recorder(folder) as recorder:
+        recorder.rollouts(0, 4, rows)
+    first, second = read.load(folder.path).rollouts(4)
+    assert (first["stage"], first["step"], first["prompt"]) == ("rl", 4, "3 1 2 =")
+    assert first["tokens"] == [5, 6, 7]
+    assert first["log_probs"] == [-0.5, 0.0, -0.25]
+    assert first["old_log_probs"] == [-0.5, 0.0, -0.125]
+    assert first["advantages"] == [1.5, 0.0, 1.5]
+    assert first["written"] == [True, False, True]
+    assert (first["reward"], first["reward/format"], first["reward/correct"]) == (0.75, 1.0, 0.5)
+    assert (first["extra/parsed"], first["extra/tries"]) == ("1 2 3", 2.0)
+    assert json.loads(first["extra/trace"]) == ["a", 1]
+    assert second["prompt"] == messages
+    nulls = ("old_log_probs", "advantages", "reward", "reward/format", "reward/correct")
+    assert all(second[name] is None for name in nulls)
+    assert (second["group"], second["finish"]) == (1, "length")
+
+
+def test_text_that_looks_like_messages_stays_text(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    text = '[{"role": "user", "content": "hi"}]'
+    with Recorder(folder) as recorder:
+        recorder.rollouts(0, 1, [row(prompt=text)])
+    assert read.load(folder.path).rollouts(1)[0]["prompt"] == text
+
+
+def test_columns_have_the_promised_types(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    folder = one_stage(tmp_path)
+    with Recorder(folder) as recorder:
+        recorder.rollouts(0, 1, [row(log_probs=np.array([0.1, 0.2, 0.3]))])
+    schema = pq.read_schema(folder.rollouts(0, 1))
+    assert str(schema.field("tokens").type).endswith("int32>")
+    assert str(schema.field("written").type).endswith("bool>")
+    for name in ("log_probs", "old_log_probs", "advantages"):
+        assert str(schema.field(name).type).endswith("float>"), name
+
+
+def test_parquet_bytes_are_a_function_of_the_rows() -> None:
+    rows = [row(components={"b": 1.0, "a": 0.0}), row(group=1)]
+    same = [row(components={"a": 0.0, "b": 1.0}), row(group=1)]
+    assert encode("rl", 1, rows) == encode("rl", 1, same)
+    assert encode("rl", 1, rows) != encode("rl", 2, rows)
+
+
+def test_arrays_must_fit_the_tokens() -> None:
+    with pytest.raises(ValueError, match="advantages has 2 entries for 3 tokens"):
+        row(advantages=np.zeros(2))
+
+
+def test_missing_or_damaged_rollouts_are_named(tmp_path: Path) -> None:
+    folder = two_stages(tmp_path)
+    run = read.load(folder.path)
+    with pytest.raises(KeelError, match="no rollouts of step 9"):
+        run.rollouts(9)
+    folder.rollouts(1, 9).write_bytes(b"PAR1 no parquet")
+    with pytest.raises(KeelError, match="cannot read"):
+        run.rollouts(9)
+    with pytest.raises(KeelError, match='no stage "x"'):
+        run.rollouts(9, stage="x")
+
+
+# ---------------------------------------------------------------- reading
+
+
+def test_a_run_is_read_by_stage(tmp_path: Path) -> None:
+    folder = two_stages(tmp_path)
+    fill(folder)
+    run = read.load(folder.path)
+    assert run.stages == ("warmup", "rl")
+    assert run.recipe()["name"] == "sort"
+    assert run.info() == {}
+    assert run.names("rl") == ["loss", "reward"]
+    assert len(run.metrics()) == 5
+    steps, values = run.column("reward", stage="rl")
+    assert steps.tolist() == [1, 2, 3]
+    assert values.tolist() == [1 / 3, 2 / 3, 1.0]
+    assert len(run.timings("warmup")) == 2
+    assert run.rollout_places()[-1] == Place(1, 3)
+    with pytest.raises(KeelError, match="name the stage"):
+        run.rollouts(1)
+
+
+def test_a_line_being_written_is_not_read(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    folder.metrics.write_text('{"stage": "rl", "step": 1}\n{"stage": "rl", "st')
+    assert read.load(folder.path).metrics() == [{"stage": "rl", "step": 1}]
+    folder.metrics.write_text('{"stage"\n{"stage": "rl", "step": 2}\n')
+    with pytest.raises(KeelError, match="metrics.jsonl:1 is damaged"):
+        read.load(folder.path).metrics()
