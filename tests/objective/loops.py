@@ -27,8 +27,13 @@ def random(size: int, seed: int, scale: float = 1.0) -> Tensor:
 def close(actual: Tensor, expected: Floats | Tensor, tolerance: float = 1e-10) -> None:
     """1e-10 in float64: sums of at most some hundred numbers of order 1, in another order."""
     expected = expected if isinstance(expected, Tensor) else tensor(expected)
-    torch.testing.assert_close(actual.detach().to(torch.float64), expected.detach(),
-                               atol=tolerance, rtol=tolerance, equal_nan=True)
+    torch.testing.assert_close(
+        actual.detach().double(),
+        expected.detach().double(),
+        atol=tolerance,
+        rtol=tolerance,
+        equal_nan=True,
+    )
 
 
 def split(x_N: Floats | Tensor, lengths: Sequence[int]) -> list[list[float]]:
@@ -47,9 +52,7 @@ def join(parts: Sequence[Floats]) -> list[float]:
 
 def members(groups: Sequence[int], i: int, rewards: Floats) -> list[int]:
     """The present members of i's group."""
-    return [
-        j for j in range(len(groups)) if groups[j] == groups[i] and not math.isnan(rewards[j])
-    ]
+    return [j for j in range(len(groups)) if groups[j] == groups[i] and not math.isnan(rewards[j])]
 
 
 def unbiased_std(x: Floats) -> float:

@@ -15,7 +15,7 @@ ONLINE = torch.tensor([[5.0, 0.0, 1.0], [0.0, 0.0, 2.0]], dtype=torch.float64)
 REWARD = torch.tensor([1.0, -1.0], dtype=torch.float64)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(lengths=st.lists(st.integers(1, 8), min_size=1, max_size=5), gamma=st.floats(0.0, 1.0))
 def test_discounted_return(lengths: list[int], gamma: float) -> None:
     reward_N = loops.random(sum(lengths), 11)
@@ -63,8 +63,7 @@ def test_n_step_target_stops_at_a_termination() -> None:
     target = background.n_step_target(reward, ended, value, gamma=0.5)
     loops.close(target, [1 + 1 + 1 + 1.25, 1 + 1, 1 + 1 + 1])
     one = background.n_step_target(reward[:, :1], ended[:, :1], value, gamma=0.5)
-    loops.close(one, background.td_target(
-        reward[:, 0], value[:, None], ended[:, 0], gamma=0.5))
+    loops.close(one, background.td_target(reward[:, 0], value[:, None], ended[:, 0], gamma=0.5))
 
 
 def test_error_and_losses() -> None:
@@ -81,7 +80,9 @@ def test_error_and_losses() -> None:
 def test_gradient_is_delta_times_that_of_q_and_none_goes_through_the_target() -> None:
     weight = loops.random(6, 1).reshape(2, 3).requires_grad_()
     target_weight = loops.random(6, 2).reshape(2, 3).requires_grad_()
-    target = background.td_target(REWARD, target_weight * 2, torch.tensor([False, False]), gamma=0.9)
+    target = background.td_target(
+        REWARD, target_weight * 2, torch.tensor([False, False]), gamma=0.9
+    )
     assert not target.requires_grad
     error = background.q_error(weight, loops.ints([1, 0]), target_weight.max(-1).values)
     background.squared_loss(error).sum().backward()

@@ -22,7 +22,7 @@ def deltas(lengths: list[int], gamma: float, seed: int) -> tuple[torch.Tensor, .
     return reward_N, value_N, delta_N, segments.continues(lengths_S)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(lengths=RAGGED, gamma=UNIT, lam=UNIT, steps=st.integers(1, 15))
 def test_against_the_loops(lengths: list[int], gamma: float, lam: float, steps: int) -> None:
     reward_N, value_N, delta_N, go_N = deltas(lengths, gamma, 5)
@@ -47,7 +47,7 @@ def test_against_the_loops(lengths: list[int], gamma: float, lam: float, steps: 
     loops.close(gae.returns_to_go(reward_N, loops.ints(lengths), gamma=gamma), to_go)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(lengths=RAGGED, gamma=UNIT)
 def test_lambda_0_is_td_and_1_is_monte_carlo(lengths: list[int], gamma: float) -> None:
     reward_N, value_N, delta_N, go_N = deltas(lengths, gamma, 17)
@@ -57,8 +57,9 @@ def test_lambda_0_is_td_and_1_is_monte_carlo(lengths: list[int], gamma: float) -
     loops.close(gae.gae(delta_N, go_N, gamma=gamma, lam=1.0), full_N)
     loops.close(gae.n_step(delta_N, go_N, gamma=gamma, steps=20), full_N)
     loops.close(full_N + value_N, gae.returns(full_N, value_N))
-    loops.close(gae.returns(full_N, value_N),
-                gae.returns_to_go(reward_N, loops.ints(lengths), gamma=gamma))
+    loops.close(
+        gae.returns(full_N, value_N), gae.returns_to_go(reward_N, loops.ints(lengths), gamma=gamma)
+    )
 
 
 def test_gae_is_the_mixture_of_n_step_advantages() -> None:
@@ -109,7 +110,7 @@ def test_termination_cuts_bootstrap_and_trace_truncation_the_trace_alone() -> No
 
 @pytest.mark.parametrize("gap", [1, 10, 200])
 def test_tool_output_between_tokens_changes_nothing(gap: int) -> None:
-    """A loop over all tokens, tool output among them, that carries V and A over what is not ours."""
+    """A loop over all tokens, tool output too, that carries V and A over what is not ours."""
     written = [True, True] + [False] * gap + [True, True, True] + [False] * gap + [True]
     reward, value = loops.random(6, 1), loops.random(6, 2)
     gamma, lam = 0.9, 0.8

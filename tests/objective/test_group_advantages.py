@@ -18,7 +18,8 @@ NAN = float("nan")
 REWARD = st.one_of(st.integers(-8, 8).map(lambda k: k / 4), st.just(NAN))
 ROWS = st.lists(
     st.tuples(REWARD, st.sampled_from([-7, 0, 3, 10**12]), st.integers(1, 9)),
-    min_size=1, max_size=14,
+    min_size=1,
+    max_size=14,
 )
 
 
@@ -36,7 +37,7 @@ def everyone(rewards: list[float], groups: list[int], lengths: list[int]) -> lis
         ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(rows=ROWS)
 def test_against_the_loops(rows: list[tuple[float, int, int]]) -> None:
     rewards, groups, lengths = (list(column) for column in zip(*rows, strict=True))
@@ -49,14 +50,15 @@ def test_against_the_loops(rows: list[tuple[float, int, int]]) -> None:
     loops.close(opo, loops.optimal(rewards, groups, lengths))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(rows=ROWS, shuffler=st.randoms(use_true_random=False))
 def test_the_order_of_rows_does_not_matter(rows: list, shuffler) -> None:  # type: ignore[no-untyped-def, type-arg]
     rewards, groups, lengths = (list(column) for column in zip(*rows, strict=True))
     order = list(range(len(rows)))
     shuffler.shuffle(order)
-    shuffled = everyone([rewards[i] for i in order], [groups[i] for i in order],
-                        [lengths[i] for i in order])
+    shuffled = everyone(
+        [rewards[i] for i in order], [groups[i] for i in order], [lengths[i] for i in order]
+    )
     for a, b in zip(everyone(rewards, groups, lengths), shuffled, strict=True):
         loops.close(a[order], b)
 
@@ -87,10 +89,12 @@ def test_laws_of_the_group() -> None:
 
 def test_one_right_of_four() -> None:
     advantage = group.group_relative(
-        loops.tensor([1, 0, 0, 0]), loops.ints([0] * 4), scale="std", epsilon=0.0)
+        loops.tensor([1, 0, 0, 0]), loops.ints([0] * 4), scale="std", epsilon=0.0
+    )
     loops.close(advantage, [1.5, -0.5, -0.5, -0.5])
     with_epsilon = group.group_relative(
-        loops.tensor([1, 0, 0, 0]), loops.ints([0] * 4), scale="std", epsilon=1.0)
+        loops.tensor([1, 0, 0, 0]), loops.ints([0] * 4), scale="std", epsilon=1.0
+    )
     loops.close(with_epsilon, [0.75 / 1.5, *[-0.25 / 1.5] * 3])
 
 
@@ -144,7 +148,7 @@ def test_greedy_baseline() -> None:
     loops.close(out, [0.7, 0.0, 0.0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(rows=ROWS, gamma=st.floats(0.5, 1.0), baseline=st.booleans(), kl=st.booleans())
 def test_batch_normalised_against_the_loop(
     rows: list[tuple[float, int, int]], gamma: float, baseline: bool, kl: bool
@@ -170,9 +174,12 @@ def test_batch_normalised_against_the_loop(
     loops.close(raw_N, loops.join(zeros))
     white = iter(loops.whiten(present) if len(present) > 1 else [0.0] * len(present))
     # Where all returns are equal the variance is 0 and rounding is divided by √ε = 1e-4.
-    expected = loops.join([
-        [0.0] * n if p is None else [next(white) for _ in p]
-        for p, n in zip(parts, lengths, strict=True)])
+    expected = loops.join(
+        [
+            [0.0] * n if p is None else [next(white) for _ in p]
+            for p, n in zip(parts, lengths, strict=True)
+        ]
+    )
     loops.close(out_N, expected, 1e-9)
 
 
@@ -195,12 +202,17 @@ def test_process_rewards_by_hand() -> None:
     """Two answers of one prompt, 5 and 4 tokens, steps that end at tokens 1, 4 and at token 2."""
     reward, lengths = loops.tensor([1.0, 0.0, 0.5]), loops.ints([5, 4])
     out = process.process_group_relative(
-        reward, loops.ints([1, 4, 5 + 2]), loops.ints([0, 0, 1]), loops.ints([9, 9]), lengths,
-        epsilon=0.0)
+        reward,
+        loops.ints([1, 4, 5 + 2]),
+        loops.ints([0, 0, 1]),
+        loops.ints([9, 9]),
+        lengths,
+        epsilon=0.0,
+    )
     loops.close(out, [0.0, 0.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_process_rewards_against_the_loop(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=6))
@@ -212,7 +224,8 @@ def test_process_rewards_against_the_loop(data: st.DataObject) -> None:
     ]
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     normalised = loops.group_relative(
-        [r for _, _, r in steps], [groups[i] for i, _, _ in steps], "std", 1e-4)
+        [r for _, _, r in steps], [groups[i] for i, _, _ in steps], "std", 1e-4
+    )
     expected = [
         sum(a for (j, end, _), a in zip(steps, normalised, strict=True) if j == i and end >= t)
         for i, length in enumerate(lengths)
@@ -224,14 +237,22 @@ def test_process_rewards_against_the_loop(data: st.DataObject) -> None:
             loops.tensor([r for _, _, r in steps]),
             loops.ints([starts[i] + end for i, end, _ in steps]),
             loops.ints([i for i, _, _ in steps]),
-            loops.ints(groups), loops.ints(lengths), epsilon=1e-4)
+            loops.ints(groups),
+            loops.ints(lengths),
+            epsilon=1e-4,
+        )
     loops.close(actual, expected)
 
 
 def test_one_step_at_the_end_is_the_outcome() -> None:
-    reward, groups, lengths = loops.random(6, 3), loops.ints([0, 1] * 3), loops.ints([2, 5, 1, 3, 4, 6])
+    reward, groups, lengths = (
+        loops.random(6, 3),
+        loops.ints([0, 1] * 3),
+        loops.ints([2, 5, 1, 3, 4, 6]),
+    )
     ends = lengths.cumsum(0) - 1
     out = process.process_group_relative(
-        reward, ends, loops.ints(range(6)), groups, lengths, epsilon=1e-4)
+        reward, ends, loops.ints(range(6)), groups, lengths, epsilon=1e-4
+    )
     outcome = group.group_relative(reward, groups, scale="std", epsilon=1e-4)
     loops.close(out, outcome.repeat_interleave(lengths))

@@ -13,7 +13,7 @@ from tests.objective import loops
 LENGTHS = st.lists(st.integers(0, 9), min_size=0, max_size=7)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(lengths=LENGTHS, seed=st.integers(0, 10_000))
 def test_sums_and_copies_are_the_loops(lengths: list[int], seed: int) -> None:
     x_N, x_S = loops.random(sum(lengths), seed), loops.random(len(lengths), seed + 1)
@@ -24,20 +24,35 @@ def test_sums_and_copies_are_the_loops(lengths: list[int], seed: int) -> None:
     ]
     loops.close(segments.segment_sum(x_N, lengths_S), [sum(p) for p in parts])
     loops.close(segments.segment_mean(x_N, lengths_S), [sum(p) / max(len(p), 1) for p in parts])
-    loops.close(segments.spread(x_S, lengths_S), loops.join(
-        [[x] * length for x, length in zip(x_S.tolist(), lengths, strict=True)]))
-    loops.close(segments.shift(x_N, lengths_S), loops.join([[*p[1:], 0.0][: len(p)] for p in parts]))
+    loops.close(
+        segments.spread(x_S, lengths_S),
+        loops.join([[x] * length for x, length in zip(x_S.tolist(), lengths, strict=True)]),
+    )
+    loops.close(
+        segments.shift(x_N, lengths_S), loops.join([[*p[1:], 0.0][: len(p)] for p in parts])
+    )
     loops.close(segments.to_go(x_N, lengths_S), loops.join([loops.to_go(p, 1.0) for p in parts]))
     assert segments.continues(lengths_S).tolist() == loops.join(
-        [[True] * (length - 1) + [False] for length in lengths if length])
-    loops.close(segments.on_last(x_S, lengths_S), loops.join(
-        [[0.0] * (length - 1) + [x] for x, length in zip(x_S.tolist(), lengths, strict=True)
-         if length]))
+        [[True] * (length - 1) + [False] for length in lengths if length]
+    )
+    loops.close(
+        segments.on_last(x_S, lengths_S),
+        loops.join(
+            [
+                [0.0] * (length - 1) + [x]
+                for x, length in zip(x_S.tolist(), lengths, strict=True)
+                if length
+            ]
+        ),
+    )
 
 
-@settings(max_examples=80, deadline=None)
-@given(total=st.integers(0, 70), seed=st.integers(0, 10_000),
-       horizon=st.one_of(st.none(), st.integers(0, 80)))
+@settings(max_examples=40, deadline=None)
+@given(
+    total=st.integers(0, 70),
+    seed=st.integers(0, 10_000),
+    horizon=st.one_of(st.none(), st.integers(0, 80)),
+)
 def test_linear_recurrence_is_the_loop(total: int, seed: int, horizon: int | None) -> None:
     decay_N, input_N = loops.random(total, seed).tanh(), loops.random(total, seed + 1)
     decay_N = torch.where(decay_N.abs() < 0.2, 0.0, decay_N)

@@ -6,8 +6,6 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +46,16 @@ def test_a_checkpoint_is_whole_and_says_so(tmp_path: Path) -> None:
 def test_nothing_is_there_before_the_end_nor_after_a_failure(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
     target = folder.checkpoint(0, 5)
-    with pytest.raises(ZeroDivisionError), writing(target) as aside:
-        (aside / "state.json").write_text("half")
-        assert not target.exists()
-        assert folder.list_checkpoints() == []
-        raise ZeroDivisionError
+
+    def fail() -> None:
+        with writing(target) as aside:
+            (aside / "state.json").write_text("half")
+            assert not target.exists()
+            assert folder.list_checkpoints() == []
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert list(folder.checkpoints_folder.iterdir()) == []
 
 
@@ -132,38 +135,27 @@ def test_prune_keeps_the_newest_and_the_protected(tmp_path: Path) -> None:
         prune(folder, keep=0)
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from keel.runs import files
-from keel.runs.checkpoint import writing
-from keel.runs.layout import RunFolder
+def write_until_killed(folder: RunFolder, survive: int) -> None:
+    """In a process of its own: dies at the system call after `survive` that change the disk."""
+    calls = 0
 
-folder, survive = RunFolder.open(sys.argv[1]), int(sys.argv[2])
-calls = 0
+    def counted(function: Any) -> Any:
+        def call(*arguments: Any, **names: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > survive:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **names)
 
-def counted(function):
-    def call(*arguments):
-        global calls
-        calls += 1
-        if calls > survive:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*arguments)
-    return call
+        return call
 
-# Every system call that changes or syncs the disk is a place to die.
-Path.rename = counted(Path.rename)
-os.fsync = counted(os.fsync)
-os.unlink = counted(os.unlink)
-with writing(folder.checkpoint(0, 5)) as aside:
-    (aside / "state.json").write_text("new")
-    (aside / "more").write_text("new")
-"""
+    for name in ("rename", "fsync", "unlink", "rmdir", "mkdir"):
+        setattr(os, name, counted(getattr(os, name)))
+    save(folder, 0, 5, "new")
 
 
 def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
-    source = str(Path(checkpoint.__file__).parents[2])
     seen = set()
     for survive in range(40):
         for entry in folder.list_checkpoints():
@@ -171,17 +163,19 @@ def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path) -> None
         files.remove_leftovers(folder.checkpoints_folder)
         save(folder, 0, 4, "before")
         save(folder, 0, 5, "old")
-        ended = subprocess.run(
-            [sys.executable, "-c", KILLED, str(folder.path), str(survive)],
-            env={**os.environ, "PYTHONPATH": source},
-            check=False,
-        )
+        process = os.fork()
+        if process == 0:
+            try:
+                write_until_killed(folder, survive)
+            finally:
+                os._exit(0)
+        status = os.waitpid(process, 0)[1]
         found = newest_whole(folder, on_damaged=lambda path, why: pytest.fail(f"{path}: {why}"))
         assert found is not None
         seen.add((found.path / "state.json").read_text())
-        if ended.returncode == 0:
+        if os.WIFEXITED(status):
             break
-        assert ended.returncode == -signal.SIGKILL
+        assert os.WTERMSIG(status) == signal.SIGKILL
     else:
         pytest.fail("the writer never came to its end")
     # Between the two renames of a replacement the one before is the newest.
@@ -266,9 +260,7 @@ def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
 leaf = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 state = st.recursive(
     leaf,
-    lambda inner: (
-        st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text(), inner)
-    ),
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text(), inner),
     max_leaves=20,
 )
 
@@ -281,7 +273,7 @@ def test_state_survives_json_exactly(value: Any) -> None:
 
 
 def test_arrays_and_numpy_scalars_keep_their_type() -> None:
-    arrays = [
+    arrays: list[Any] = [
         np.arange(6, dtype=np.int16).reshape(2, 3).T,
         np.array([math.nan, -0.0, 0.1], np.float32),
         np.zeros((0, 3)),
@@ -294,7 +286,8 @@ def test_arrays_and_numpy_scalars_keep_their_type() -> None:
         assert back.shape == array.shape
         assert back.tobytes() == array.tobytes()
         assert back.flags.writeable
-    for scalar in (np.float32(0.1), np.float64("nan"), np.int64(-5), np.bool_(True)):
+    scalars: list[Any] = [np.float32(0.1), np.float64("nan"), np.int64(-5), np.bool_(True)]
+    for scalar in scalars:
         back = encoding.restore(json.loads(json.dumps(encoding.exact(scalar))))
         assert type(back) is type(scalar)
         assert back.tobytes() == scalar.tobytes()

@@ -34,6 +34,15 @@ def test_checkpoints_are_listed_in_the_order_of_the_run(tmp_path: Path) -> None:
     assert [entry.path.name for entry in folder.list_checkpoints()][-1] == "rl-step-1000000"
 
 
+def test_a_recipe_with_one_stage_knows_no_prefix(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    for name in ("step-000007", ".tmp-step-000008", "rl-step-000009", "step-10"):
+        (folder.checkpoints_folder / name).mkdir()
+        (folder.rollouts_folder / f"{name}.parquet").write_text("")
+    assert [entry.place for entry in folder.list_checkpoints()] == [Place(0, 7)]
+    assert [entry.place for entry in folder.list_rollouts()] == [Place(0, 7)]
+
+
 def test_a_stage_may_be_called_like_a_step(tmp_path: Path) -> None:
     text = ONE.replace('name = "rl"', 'name = "step-000001"') + TWO.split("\n\n", 1)[1]
     folder = RunFolder.create(tmp_path / "run", text)

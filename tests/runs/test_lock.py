@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from keel.runs import lock
 from keel.runs.layout import RunFolder
 from keel.runs.lock import locked
 from keel.types import KeelError
@@ -25,10 +24,9 @@ with locked(RunFolder.open(sys.argv[1])):
 
 
 def holder(folder: RunFolder) -> subprocess.Popen[str]:
-    source = str(Path(lock.__file__).parents[2])
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder.path)],
-        env={**os.environ, "PYTHONPATH": source},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.PIPE,
         text=True,
     )

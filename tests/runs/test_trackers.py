@@ -67,6 +67,8 @@ def test_wandb_logs_offline_and_resumes_its_run(tmp_path: Path, monkeypatch: Any
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    for place in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"WANDB_{place}_DIR", str(tmp_path / place))
     folder = two_stages(tmp_path)
     wanted = Trackers(wandb=True, project="keel-test")
     identities = []
@@ -90,5 +92,5 @@ def test_a_missing_package_names_its_extra(tmp_path: Path, monkeypatch: Any, nam
     for module in ("tensorboard", "wandb", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(KeelError, match=rf"trackers\.{name} = true needs") as caught:
-        start(Trackers(**{name: True}), two_stages(tmp_path))
+        start(Trackers.model_validate({name: True}), two_stages(tmp_path))
     assert f"pip install 'keel-rl[{name}]'" in str(caught.value)

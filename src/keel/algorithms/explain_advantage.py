@@ -20,7 +20,7 @@ from keel.algorithms.spec import (
     Optimal,
     ProcessGroupRelative,
 )
-from keel.algorithms.symbols import name, number
+from keel.algorithms.symbols import function, number, quote
 from keel.algorithms.terms import Equation, Setting, Term, equation
 
 A = "A_n"
@@ -37,8 +37,7 @@ def advantage(row: Algorithm, setting: Setting, source: str) -> Term:
         equations = (*equations, _whitening())
         text += (
             " Whitened over all $N$ tokens of the optimizer batch, on all ranks, with the unbiased "
-            "variance"
-            + (", after the returns of the value model are taken." if row.value else ".")
+            "variance" + (", after the returns of the value model are taken." if row.value else ".")
         )
     return Term(
         key="advantage",
@@ -53,13 +52,17 @@ def advantage(row: Algorithm, setting: Setting, source: str) -> Term:
 
 def return_symbol(row: Algorithm) -> str:
     """The reward of a whole completion: with a tilde where the divergence was taken from it."""
+    return r"\tilde{R}" if _divergence_in_reward(row) else "R"
+
+
+def _divergence_in_reward(row: Algorithm) -> bool:
     d = row.reward_divergence
-    return r"\tilde{R}" if d is not None and (d.beta > 0 or d.adaptive is not None) else "R"
+    return d is not None and (d.beta > 0 or d.adaptive is not None)
 
 
 def options_text(options: Mapping[str, Any]) -> str:
     """A user's keyword arguments, as they stand in the row."""
-    return ", ".join(f"{key} = {value!r}" for key, value in options.items())
+    return quote(", ".join(f"{key} = {value!r}" for key, value in options.items()))
 
 
 def _describe(
@@ -67,14 +70,14 @@ def _describe(
 ) -> tuple[tuple[Equation, ...], str]:
     match choice:
         case GAE():
-            return _gae(choice)
+            return _gae(row, choice)
         case MonteCarlo():
             return _monte_carlo(row, choice)
         case TD():
-            text = "The one-step temporal difference: least variance, most bias. " + _STATE
+            text = f"The one-step temporal difference: least variance, most bias. {_state(row)}"
             return (_td(A, choice.gamma),), text
         case NStep():
-            return _n_step(choice)
+            return _n_step(row, choice)
         case GroupRelative():
             return _group_relative(row, choice, setting)
         case LeaveOneOut():
@@ -82,7 +85,7 @@ def _describe(
         case Optimal():
             return _optimal(row, setting)
         case BatchNormalised():
-            return _batch_normalised(choice)
+            return _batch_normalised(row, choice)
         case GreedyBaseline():
             return _greedy(row)
         case ProcessGroupRelative():
@@ -93,12 +96,25 @@ def _describe(
             assert_never(choice)
 
 
-_STATE = (
-    "$r_n$ is the completion's reward on its last token and 0 before; $V_n$ is the value model's "
+_LAST = "$r_n$ is the completion's reward on its last token and 0 before"
+_VALUES = (
+    "$V_n$ is the value model's "
     "estimate before token $n$ is written, 0 after the last: a completion cut at the budget ends "
     "like any other. The recursion skips tool output, it does not decay through it."
 )
 _TIES = "A group whose rewards are all equal gives exactly 0."
+
+
+def _rewards(row: Algorithm) -> str:
+    return f"{_LAST}{_less(row)}"
+
+
+def _less(row: Algorithm) -> str:
+    return ", less the divergence on every token" if _divergence_in_reward(row) else ""
+
+
+def _state(row: Algorithm) -> str:
+    return f"{_rewards(row)}; {_VALUES}"
 
 
 def _td(left: str, gamma: float) -> Equation:
@@ -116,10 +132,12 @@ def _whitening() -> Equation:
 
 def _over(setting: Setting) -> str:
     size = setting.group_size
-    return "the completions of one prompt" if size is None else f"the {size} completions of one prompt"
+    return (
+        "the completions of one prompt" if size is None else f"the {size} completions of one prompt"
+    )
 
 
-def _gae(choice: GAE) -> tuple[tuple[Equation, ...], str]:
+def _gae(row: Algorithm, choice: GAE) -> tuple[tuple[Equation, ...], str]:
     gamma = number(choice.gamma)
     equations = [_td(r"\delta_n", choice.gamma)]
     if choice.adaptive_alpha is None:
@@ -133,25 +151,22 @@ def _gae(choice: GAE) -> tuple[tuple[Equation, ...], str]:
             rf"$\gamma = {gamma}$; $\lambda_i$ grows with the length $L_i$ of the completion "
             rf"(VAPO's rule, $\alpha = {alpha}$)."
         )
-    total = equation(
-        A, rf"\sum_{{k\ge0}} ({gamma} \cdot {lam})^k \, \delta_{{n+k}}"
-    )
-    text = f"Generalised advantage estimation, {figures} {_STATE}"
+    total = equation(A, rf"\sum_{{k\geq0}} ({gamma} \cdot {lam})^k \, \delta_{{n+k}}")
+    text = f"Generalised advantage estimation, {figures} {_state(row)}"
     return (total, *equations), text
 
 
 def _monte_carlo(row: Algorithm, choice: MonteCarlo) -> tuple[tuple[Equation, ...], str]:
     baseline, words = {
-        "value": ("- V_n", f"The return to go less the value model's estimate. {_STATE}"),
+        "value": ("- V_n", f"The return to go less the value model's estimate. {_state(row)}"),
         "batch_mean": (
             rf"- \mathrm{{mean}}_S({return_symbol(row)})",
-            "The return to go less the mean reward of all $S$ completions of the step. $r_n$ is "
-            "the completion's reward on its last token and 0 before.",
+            "The return to go less the mean reward of all completions of the step. "
+            f"{_rewards(row)}.",
         ),
         "none": (
             "",
-            "The return to go, with no baseline. $r_n$ is the completion's reward on its last "
-            "token and 0 before.",
+            f"The return to go, with no baseline. {_rewards(row)}.",
         ),
     }[choice.baseline]
     parts = (_to_go(choice.gamma), baseline) if baseline else (_to_go(choice.gamma),)
@@ -159,17 +174,15 @@ def _monte_carlo(row: Algorithm, choice: MonteCarlo) -> tuple[tuple[Equation, ..
 
 
 def _to_go(gamma: float) -> str:
-    return rf"\sum_{{k\ge0}} {number(gamma)}^k \, r_{{n+k}}"
+    return rf"\sum_{{k\geq0}} {number(gamma)}^k \, r_{{n+k}}"
 
 
-def _n_step(choice: NStep) -> tuple[tuple[Equation, ...], str]:
+def _n_step(row: Algorithm, choice: NStep) -> tuple[tuple[Equation, ...], str]:
     gamma, steps = number(choice.gamma), choice.steps
-    total = equation(
-        A, rf"\sum_{{0\le k<{steps}}} {gamma}^k \, \delta_{{n+k}}"
-    )
+    total = equation(A, rf"\sum_{{0\leq k<{steps}}} {gamma}^k \, \delta_{{n+k}}")
     text = (
         f"The temporal differences of the next {steps} tokens: rewards so far, then the value "
-        f"model's estimate. {_STATE}"
+        f"model's estimate. {_state(row)}"
     )
     return (total, _td(r"\delta_n", choice.gamma)), text
 
@@ -181,8 +194,11 @@ def _group_relative(
     centred = rf"{reward}_i - \mathrm{{mean}}_g({reward})"
     mean = rf"$\mathrm{{mean}}_g$ is over {_over(setting)}"
     if choice.scale == "none":
-        text = f"{mean}; not divided by a standard deviation, so that a hard and an easy prompt "
-        return (equation(A, centred),), text + f"weigh by how much their rewards differ. {_TIES}"
+        text = (
+            f"{mean}; not divided by a standard deviation, so that a prompt nearly always solved "
+            f"or nearly always failed is not weighed up. {_TIES}"
+        )
+        return (equation(A, centred),), text
     where = "g" if choice.scale == "std" else "S"
     over = rf"\mathrm{{std}}_{where}({reward})"
     if choice.epsilon > 0:
@@ -205,9 +221,7 @@ def _leave_one_out(row: Algorithm, setting: Setting) -> tuple[tuple[Equation, ..
         f"The reward less the mean reward of the other completions of the prompt, of {count} in "
         f"all: an unbiased baseline. {_TIES}"
     )
-    total = equation(
-        A, f"{reward}_i", rf"- \frac{{1}}{{{others}}} \sum_{{j\ne i}} {reward}_j"
-    )
+    total = equation(A, f"{reward}_i", rf"- \frac{{1}}{{{others}}} \sum_{{j\neq i}} {reward}_j")
     return (total,), text
 
 
@@ -223,7 +237,7 @@ def _optimal(row: Algorithm, setting: Setting) -> tuple[tuple[Equation, ...], st
     return (total,), text
 
 
-def _batch_normalised(choice: BatchNormalised) -> tuple[tuple[Equation, ...], str]:
+def _batch_normalised(row: Algorithm, choice: BatchNormalised) -> tuple[tuple[Equation, ...], str]:
     equations: tuple[Equation, ...] = (equation(A, _to_go(choice.gamma)),)
     reward = (
         r"the completion's reward less the mean reward of its group, $R_i - \mathrm{mean}_g(R)$,"
@@ -232,7 +246,7 @@ def _batch_normalised(choice: BatchNormalised) -> tuple[tuple[Equation, ...], st
     )
     text = (
         rf"The return to go, $\gamma = {number(choice.gamma)}$; $r_n$ is {reward} on the last "
-        "token and 0 before, less the divergence where that is in the reward."
+        f"token and 0 before{_less(row)}."
     )
     return equations, text
 
@@ -251,7 +265,7 @@ def _process(choice: ProcessGroupRelative, setting: Setting) -> tuple[tuple[Equa
     if choice.epsilon > 0:
         below += f" + {number(choice.epsilon)}"
     steps = equation(r"\tilde{r}_k", rf"\frac{{r_k - \mathrm{{mean}}_g(r)}}{{{below}}}")
-    total = equation(A, r"\sum_{k: \mathrm{end}(k) \ge n} \tilde{r}_k")
+    total = equation(A, r"\sum_{k: \mathrm{end}(k) \geq n} \tilde{r}_k")
     text = (
         "$r_k$ is the reward of reasoning step $k$; mean and unbiased standard deviation are over "
         f"all steps of {_over(setting)}. A token gets the sum of the normalised rewards of its "
@@ -264,7 +278,7 @@ def _custom(choice: CustomAdvantage) -> tuple[tuple[Equation, ...], str]:
     per = "token" if choice.per_token else "completion"
     given = f" With {options_text(choice.options)}." if choice.options else ""
     text = (
-        "A function of your own; it is handed those of the batch's rewards, lengths, groups and "
-        f"values that it names, and gives one number a {per}.{given}"
+        f"Your own {quote(choice.function)}; it is handed those of the batch's rewards, lengths, "
+        f"groups and values that it names, and gives one number a {per}.{given}"
     )
-    return (equation(A, rf"{name(choice.function)}(\mathrm{{batch}})_n"),), text
+    return (equation(A, rf"{function(choice.function)}(\mathrm{{batch}})_n"),), text

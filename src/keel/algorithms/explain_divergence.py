@@ -70,12 +70,16 @@ def _reward(row: Algorithm) -> tuple[Equation, ...]:
     if d is None or not active(d):
         return ()
     if row.per_token_advantage:
-        return (equation("r_n", r"[n = \mathrm{last}_i] \, R_i", f"- {beta(d)} D_n"),)
-    return (
-        equation(
-            f"{return_symbol(row)}_i", "R_i", rf"- {beta(d)} \sum_{{n\in i}} D_n"
-        ),
-    )
+        last = r"[n = \mathrm{last}_i] \, R_i"
+        return (equation("r_n", last, rf"- {beta(d)} \, {summand(d)}"),)
+    total = rf"- {beta(d)} \sum_{{n\in i}} {summand(d)}"
+    return (equation(f"{return_symbol(row)}_i", "R_i", total),)
+
+
+def summand(d: Divergence) -> str:
+    """The estimator's formula, in brackets where a factor stands before it."""
+    formula = estimate(d).formula
+    return f"({formula})" if any(sign in formula[1:] for sign in ("+ ", "- ")) else formula
 
 
 def _where(row: Algorithm, d: Divergence) -> str:
@@ -107,7 +111,7 @@ def estimate(d: Divergence) -> Estimate:
         return _in_reward(d)
     if d.estimator == "full":
         return Estimate(
-            r"\sum_v \pi(v) \log \frac{\pi(v)}{\pi_\mathrm{ref}(v)}",
+            r"\sum_v \pi(v) \log(\frac{\pi(v)}{\pi_\mathrm{ref}(v)})",
             "",
             f"The whole vocabulary, no estimate: value ${_PI_REF}$ and its gradient, exactly. "
             f"{_FIXED}",
@@ -128,11 +132,12 @@ _PLAIN = {
 def _in_loss(d: Divergence) -> Estimate:
     formula, expression = _PLAIN[d.estimator]
     facts = {
-        "k1": f"k1: on policy, $E[\\mathrm{{value}}] = {_PI_REF}$, but $E[\\mathrm{{gradient}}] = 0$.",
+        "k1": f"k1: on policy, $E[\\mathrm{{value}}] = {_PI_REF}$, but "
+        "$E[\\mathrm{gradient}] = 0$.",
         "k2": "k2: on policy, the value is biased (right to second order in $d_n$), and "
-        f"$E[\\mathrm{{gradient}}] = \\nabla {_PI_REF}$.",
+        f"$E[\\mathrm{{gradient}}] = \\nabla{_PI_REF}$.",
         "k3": f"k3: on policy, $E[\\mathrm{{value}}] = {_PI_REF}$, but the gradient is that of the "
-        f"other side: $E[\\mathrm{{gradient}}] = \\nabla {_REF_PI}$.",
+        f"other side: $E[\\mathrm{{gradient}}] = \\nabla{_REF_PI}$.",
         "abs": "On policy, the value is at least the KL and no estimate of it, and the gradient is "
         "that of the distance $\\sum_v \\mathrm{abs}(\\pi(v) - \\pi_\\mathrm{ref}(v))$.",
     }
@@ -146,12 +151,10 @@ def _weighted(d: Divergence) -> Estimate:
         r"Weighed by the token ratio to the sampling policy, $\rho_n = "
         r"\exp(\ell_n - \ell_{\mathrm{old},n})$: "
     )
-    exact = f"$E[\\mathrm{{value}}] = {_PI_REF}$ and $E[\\mathrm{{gradient}}] = \\nabla {_PI_REF}$."
+    exact = f"$E[\\mathrm{{value}}] = {_PI_REF}$ and $E[\\mathrm{{gradient}}] = \\nabla{_PI_REF}$."
     own = "the gradient is that of the expected value, which is biased as a KL."
     text = exact if d.estimator in ("k1", "k3") else own
-    return Estimate(
-        rf"\rho_n \, {formula}", f"rho*({expression})", f"{sampling}{text} {_FIXED}"
-    )
+    return Estimate(rf"\rho_n \, {formula}", f"rho*({expression})", f"{sampling}{text} {_FIXED}")
 
 
 def _to_old(d: Divergence) -> Estimate:
@@ -173,8 +176,8 @@ def _to_old(d: Divergence) -> Estimate:
         side, extra = _OLD_PI, ""
     formula, expression = formulas[d.estimator]
     text = (
-        f"The samples are the old policy's, so $E_\\mathrm{{old}}[\\mathrm{{value}}] = {side}$, and "
-        "the gradient is that of this KL."
+        "The samples are the old policy's, so "
+        f"$E_\\mathrm{{old}}[\\mathrm{{value}}] = {side}$, and the gradient is that of this KL."
         if d.estimator in ("k1", "k3")
         else f"The samples are the old policy's; the value equals ${side}$ to second order at best."
         if d.estimator == "k2"
@@ -190,7 +193,7 @@ def _in_reward(d: Divergence) -> Estimate:
         f"is exactly that of the KL of whole completions, ${_PI_REF}$.",
         "k2": "k2: biased in value, and its policy gradient is that of no KL.",
         "k3": f"k3: $E[\\mathrm{{value}}] = {_PI_REF}$ of the next token, but in the reward its "
-        f"policy gradient is $\\nabla {_PI_REF} - \\nabla {_REF_PI}$; k1 is the exact one there.",
+        f"policy gradient is $\\nabla{_PI_REF} - \\nabla{_REF_PI}$; k1 is the exact one there.",
         "abs": "The absolute log-ratio: its policy gradient is that of no KL.",
     }
     where = " $\\ell_n$ is that of the sampling policy here."
@@ -231,8 +234,9 @@ def _rule_text(d: Divergence) -> str:
         return ""
     if rule.rule == "ppo":
         return (
-            r" After each step $\beta$ follows PPO's own rule, with KL the token mean of $D_n$ and "
-            f"target {number(rule.target)}: doubled, halved, or left."
+            r" After each step $\beta$ follows PPO's own rule, with KL the token mean of "
+            rf"${_OLD_PI}$ once the step's updates are done, and target {number(rule.target)}: "
+            "doubled, halved, or left."
         )
     return (
         r" After each step $\beta$ follows Ziegler's proportional rule, with KL the mean over "

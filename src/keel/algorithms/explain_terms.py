@@ -6,11 +6,11 @@ from typing import assert_never
 
 from keel.algorithms.explain_advantage import options_text
 from keel.algorithms.spec import (
+    GAE,
     Algorithm,
     Cispo,
     Clip,
     CustomSurrogate,
-    GAE,
     Geometric,
     LogProb,
     Ratio,
@@ -19,7 +19,7 @@ from keel.algorithms.spec import (
     Unclipped,
     ValueLoss,
 )
-from keel.algorithms.symbols import name, number, offset
+from keel.algorithms.symbols import function, number, offset, quote
 from keel.algorithms.terms import Equation, Setting, Term, equation
 
 _LOG_RATIO = r"\ell_n - \ell_{\mathrm{old},n}"
@@ -56,15 +56,17 @@ def _ratio(kind: Ratio) -> tuple[tuple[Equation, ...], str]:
         return (equation(r"\rho_n", rf"\exp({_LOG_RATIO})"),), f"One for each token. {_STORED}"
     if kind == "sequence":
         return (
-            (equation(r"\rho_n", rf"\exp(\frac{{1}}{{L_i}} {_SUM})"),),
+            (equation(r"\rho_n", rf"\exp(\frac{{1}}{{L_i}} \cdot {_SUM})"),),
             "One for each completion: the geometric mean of its token ratios, with a gradient "
             f"through every token. {_STORED}",
         )
     if kind == "sequence_token":
         return (
             (
-                equation(r"\rho_n", r"\mathrm{sg}[\rho_i] \cdot \exp(\ell_n - \mathrm{sg}[\ell_n])"),
-                equation(r"\rho_i", rf"\exp(\frac{{1}}{{L_i}} {_SUM})"),
+                equation(
+                    r"\rho_n", r"\mathrm{sg}[\rho_i] \cdot \exp(\ell_n - \mathrm{sg}[\ell_n])"
+                ),
+                equation(r"\rho_i", rf"\exp(\frac{{1}}{{L_i}} \cdot {_SUM})"),
             ),
             "The completion's ratio in value, with a gradient through the token alone "
             rf"($\mathrm{{sg}}$ stops it). {_STORED}",
@@ -104,23 +106,24 @@ def surrogate_formula(choice: Surrogate) -> tuple[str, str | None]:
             )
         case Sapo():
             positive, negative = choice.temperature_positive, choice.temperature_negative
-            tau = f"({positive!r} if A > 0 else {negative!r})"
+            tau = f"where(A > 0, {positive!r}, {negative!r})"
             return (
-                r"\frac{4}{\tau_n} \sigma(\tau_n (\rho_n - 1)) \, A_n",
+                r"\frac{4}{\tau_n} \cdot \sigma(\tau_n (\rho_n - 1)) \, A_n",
                 f"4/{tau}*sigmoid({tau}*(rho - 1))*A",
             )
         case Geometric():
-            low, high = number(-choice.low).lstrip("-"), number(choice.high)
+            low, high = number(choice.low), number(choice.high)
             clipped = rf"g_i \, \mathrm{{clip}}(\log \rho_t, -{low}, {high})"
+            mean = r"\frac{1}{L_i} \cdot \sum_{t\in i}"
             return (
-                rf"A_n \exp(\frac{{1}}{{L_i}} \sum_{{t\in i}} g_i \min(g_i \log \rho_t, \, {clipped}))",
+                rf"A_n \exp({mean} g_i \min(g_i \log \rho_t, \, {clipped}))",
                 "A*exp(mean(sign(A)*min(sign(A)*log(rho), "
                 f"sign(A)*clip(log(rho), {-choice.low!r}, {choice.high!r}))))",
             )
         case LogProb():
             return r"A_n \ell_n", "A*log_prob"
         case CustomSurrogate():
-            return rf"{name(choice.function)}(\log \rho, A, L)_n", None
+            return rf"{function(choice.function)}(\log \rho, A, L)_n", None
         case _:
             assert_never(choice)
 
@@ -164,7 +167,9 @@ def _surrogate_text(choice: Surrogate) -> str:
                 "on the other side it stays."
             )
             if choice.dual is not None:
-                text += rf" Where $A_n < 0$, $s$ is at least ${number(choice.dual)} A_n$ (dual clip)."
+                text += (
+                    rf" Where $A_n < 0$, $s$ is at least ${number(choice.dual)} A_n$ (dual clip)."
+                )
             return text
         case Cispo():
             return (
@@ -179,17 +184,19 @@ def _surrogate_text(choice: Surrogate) -> str:
             )
         case Geometric():
             return (
-                rf"The token log-ratios are clipped to [{number(-choice.low).replace('-', '−')}, "
+                rf"The token log-ratios are clipped to [−{number(choice.low)}, "
                 f"{number(choice.high)}] before the mean, only in the direction in which "
                 "$A_n$ pushes; every token of the completion holds the same $s$."
             )
         case LogProb():
-            return r"REINFORCE: the gradient of $\ell_n$, times the advantage. Exact on policy only."
+            return (
+                r"REINFORCE: the gradient of $\ell_n$, times the advantage. Exact on policy only."
+            )
         case CustomSurrogate():
             given = f" With {options_text(choice.options)}." if choice.options else ""
             return (
-                "A function of your own, of log-ratios, advantages and lengths, one number a "
-                f"token.{given}"
+                f"Your own {quote(choice.function)}, of log-ratios, advantages and lengths, one "
+                f"number a token.{given}"
             )
         case _:
             assert_never(choice)
@@ -225,7 +232,7 @@ def weights(row: Algorithm, setting: Setting, source: str) -> Term:
             if size is None
             else f" C = {size}, {'set in the row' if choice.constant else 'the completion budget'}."
         )
-    divisor = f"({below.replace(r' \cdot ', '*')})" if "cdot" in below else below
+    divisor = below.replace(r" \cdot ", "*").replace("L_i", "L")
     return Term(
         key="weights",
         symbol="w_n",
@@ -234,7 +241,7 @@ def weights(row: Algorithm, setting: Setting, source: str) -> Term:
         equations=(equation("w_n", rf"\frac{{1}}{{{below}}}"),),
         text=f"{text} Set once for the whole optimizer batch, before it is cut.",
         source=source,
-        expression=f"1/{divisor}".replace("L_i", "L"),
+        expression=f"1/({divisor})",
     )
 
 
@@ -248,7 +255,8 @@ def value_equation(choice: ValueLoss) -> Equation:
         near = rf"V_n, V_{{\mathrm{{old}},n}} \pm {number(choice.clip)}"
         error = rf"\max({error}, \, (\mathrm{{clip}}({near}) - \hat{{R}}_n)^2)"
     return equation(
-        r"L_V(\phi)", rf"{number(choice.coefficient)} \cdot \frac{{1}}{{N}} \sum_n \frac{{1}}{{2}} {error}"
+        r"L_V(\phi)",
+        rf"{number(choice.coefficient)} \cdot \frac{{1}}{{N}} \cdot \sum_n \frac{{1}}{{2}} {error}",
     )
 
 
@@ -257,13 +265,17 @@ def value(row: Algorithm, setting: Setting, source: str) -> Term:
     choice = row.value
     assert choice is not None
     text = r"The value model is regressed on $\hat{R}_n$, taken before any whitening"
+    returns = equation(r"\hat{R}_n", r"A_n + V_{\mathrm{old},n}")
     advantage = row.advantage
     if isinstance(advantage, GAE):
-        lam = advantage.critic_lam
-        if lam is None and advantage.adaptive_alpha is None:
+        lam = _critic_lambda(advantage)
+        if lam is None:
             text += rf", $\lambda = {number(advantage.lam)}$ as the actor's"
         else:
-            text += rf", under the critic's own $\lambda = {number(1.0 if lam is None else lam)}$"
+            text += rf", under the critic's own $\lambda = {number(lam)}$"
+            decay = rf"({number(advantage.gamma)} \cdot {number(lam)})^k"
+            traces = rf"\sum_{{k\geq0}} {decay} \, \delta_{{n+k}}"
+            returns = equation(r"\hat{R}_n", rf"{traces} + V_{{\mathrm{{old}},n}}")
     text += ". A token mean, whatever the weights of the surrogate."
     text += (
         " A head on the policy's backbone: both losses move the same weights."
@@ -279,14 +291,18 @@ def value(row: Algorithm, setting: Setting, source: str) -> Term:
         symbol="L_V",
         title="Value loss",
         kind="clipped" if choice.clip is not None else "squared error",
-        equations=(
-            value_equation(choice),
-            equation(r"\hat{R}_n", r"A_n + V_{\mathrm{old},n}"),
-        ),
+        equations=(value_equation(choice), returns),
         text=text,
         source=source,
         expression=f"{choice.coefficient!r}*0.5*{error}",
     )
+
+
+def _critic_lambda(choice: GAE) -> float | None:
+    """λ of the returns where it is not the actor's; 1 beside a length-adaptive actor (VAPO)."""
+    if choice.critic_lam is None and choice.adaptive_alpha is not None:
+        return 1.0
+    return choice.critic_lam
 
 
 def entropy(row: Algorithm, source: str) -> Term:
@@ -314,11 +330,11 @@ def correction(row: Algorithm, source: str) -> Term:
     if choice.kind == "truncate":
         right = rf"\mathrm{{sg}}[\min(\omega_n, {cap})]"
         python = f"min(omega, {choice.cap!r})"
-        text = "Truncated importance sampling"
+        text = "truncated importance sampling"
     else:
-        right = rf"\mathrm{{sg}}[\omega_n \cdot [{floor} \le \omega_n \le {cap}]]"
-        python = f"omega if {choice.floor!r} <= omega <= {choice.cap!r} else 0"
-        text = "A token outside the band is left out and keeps its place in the weights"
+        right = rf"\mathrm{{sg}}[\omega_n \cdot [{floor} \leq \omega_n \leq {cap}]]"
+        python = f"where((omega >= {choice.floor!r}) & (omega <= {choice.cap!r}), omega, 0)"
+        text = "outside the band it is 0, and the token keeps its place in the weights"
     each = "token" if choice.level == "token" else "completion, an unnormalised product"
     return Term(
         key="correction",
@@ -326,7 +342,7 @@ def correction(row: Algorithm, source: str) -> Term:
         title="Off-policy correction",
         kind=f"{choice.kind}, per {choice.level}",
         equations=(equation("c_n", right), omega),
-        text=f"{text}, one weight a {each}. It corrects for a sampling engine whose "
+        text=f"One weight a {each}: {text}. It corrects for a sampling engine whose "
         "log-probabilities differ from the trainer's, and multiplies the surrogate alone.",
         source=source,
         expression=python,

@@ -36,7 +36,8 @@ def _optional(cls: type[BaseModel], key: str) -> bool:
 Positive = Annotated[float, Field(gt=0)]
 Coefficient = Annotated[float, Field(ge=0)]
 Unit = Annotated[float, Field(ge=0, le=1)]
-EntryPoint = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+EntryPoint = Annotated[str, Field(pattern=r"^[^:]+:[\w.]+$")]
+"""A Python object, as `module:name` or `path/to/file.py:name`."""
 
 # ---------------------------------------------------------------- advantage
 

@@ -14,22 +14,26 @@ from typing import Final
 _COMMANDS: Final = {
     "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "theta": "θ",
     "lambda": "λ", "mu": "μ", "pi": "π", "rho": "ρ", "sigma": "σ", "tau": "τ", "phi": "φ",
-    "ell": "ℓ", "nabla": "∇", "sum": "Σ", "cdot": "·", "times": "×", "pm": "±", "ge": "≥",
-    "le": "≤", "ne": "≠", "in": "∈", "leftarrow": "←", "Vert": "‖", "quad": "   ", "infty": "∞", "omega": "ω",
+    "ell": "ℓ", "nabla": "∇", "sum": "Σ", "cdot": "·", "times": "×", "pm": "±", "geq": "≥",
+    "leq": "≤", "neq": "≠", "in": "∈", "leftarrow": "←", "Vert": "‖", "quad": "\0", "omega": "ω",
     "min": "min", "max": "max", "exp": "exp", "log": "log",
 }  # fmt: skip
 _UPRIGHT: Final = frozenset({"mathrm", "text"})
 _ACCENTS: Final = {"tilde": "\u0303", "hat": "\u0302"}
-_ESCAPES: Final = {",": " ", "_": "_", " ": " ", "%": "%"}
+_ESCAPES: Final = {",": "", "_": "_", " ": " ", "%": "%"}
 _SUPERSCRIPTS: Final = str.maketrans("0123456789−", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 _FRACTIONS: Final = {("1", "2"): "½"}
 _TOKEN: Final = re.compile(r"\\[A-Za-z]+|\\.|\s+|.", re.DOTALL)
+_DOLLAR: Final = re.compile(r"(?<!\\)\$")
 _SPECIAL: Final = {
+    "$": r"\$",
     "\\": r"\textbackslash{}", "_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "{": r"\{",
     "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "§": r"\S{}",
-    "“": "``", "”": "''", "−": "$-$", "∞": r"$\infty$", "–": "--", "’": "'",
+    "“": "``", "”": "''", "−": "$-$", "–": "--", "’": "'",
 }  # fmt: skip
-_GREEK: Final = {glyph: f"$\\{name}$" for name, glyph in _COMMANDS.items() if glyph in "αβγδεθλμπρστφω"}
+_GREEK: Final = {
+    glyph: f"$\\{name}$" for name, glyph in _COMMANDS.items() if glyph in "αβγδεθλμπρστφω"
+}
 
 
 def number(value: float) -> str:
@@ -47,9 +51,9 @@ def offset(value: float, shift: float) -> str:
     return number(float(Decimal(repr(value)) + Decimal(repr(shift))))
 
 
-def name(text: str) -> str:
-    """An upright name in a formula, such as a user's `module:function`."""
-    return r"\mathrm{" + text.replace("_", r"\_") + "}"
+def function(entry: str) -> str:
+    """The upright name of a user's `module:function` or `path.py:function` in a formula."""
+    return r"\mathrm{" + entry.rpartition(":")[2].replace("_", r"\_") + "}"
 
 
 def to_unicode(formula: str) -> str:
@@ -61,28 +65,39 @@ def to_unicode(formula: str) -> str:
     text, end = _run(tokens, 0)
     if end != len(tokens):
         raise ValueError(f"unbalanced }} in {formula!r}")
-    return re.sub(r" +([,)])", r"\1", text).strip()
+    text = re.sub(r" *‖ *", "‖", re.sub(r" +", " ", text))
+    return re.sub(r" ?\0 ?", "   ", re.sub(r" ([,)])", r"\1", text)).strip()
 
 
-def prose_to_unicode(text: str) -> str:
-    """Prose with its `$formulas$` in Unicode."""
-    pieces = text.split("$")
-    return "".join(to_unicode(piece) if i % 2 else piece for i, piece in enumerate(pieces))
+def prose_to_unicode(text: str, space: str = " ") -> str:
+    """Prose with its `$formulas$` in Unicode; `space` stands for the spaces within these."""
+    return "".join(
+        to_unicode(piece).replace(" ", space) if i % 2 else piece.replace(r"\$", "$")
+        for i, piece in enumerate(_DOLLAR.split(text))
+    )
 
 
 def prose_to_latex(text: str) -> str:
-    """Prose for LaTeX: what is special escaped, Greek letters set as mathematics."""
-    pieces = text.split("$")
-    return "".join(f"${piece}$" if i % 2 else _escape(piece) for i, piece in enumerate(pieces))
+    """Prose with its `$formulas$` for LaTeX."""
+    return "".join(
+        f"${piece}$" if i % 2 else text_to_latex(piece.replace(r"\$", "$"))
+        for i, piece in enumerate(_DOLLAR.split(text))
+    )
+
+
+def quote(text: str) -> str:
+    """A user's text such that it may stand in prose: its dollars begin no formula."""
+    return text.replace("$", r"\$")
+
+
+def text_to_latex(text: str) -> str:
+    """Plain text for LaTeX: what is special escaped, Greek letters set as mathematics."""
+    return "".join(_SPECIAL.get(c, _GREEK.get(c, c)) for c in text)
 
 
 def width(text: str) -> int:
     """Columns on a terminal: accents that combine take none."""
     return sum(not unicodedata.combining(character) for character in text)
-
-
-def _escape(text: str) -> str:
-    return "".join(_SPECIAL.get(c, _GREEK.get(c, c)) for c in text)
 
 
 def _run(tokens: list[str], start: int) -> tuple[str, int]:
@@ -116,6 +131,7 @@ def _one(tokens: list[str], i: int) -> tuple[str, int]:
         return _group(tokens, i)
     if token == "_":
         text, i = _group(tokens, i + 1)
+        text = text.replace(" ", "")
         return ("_" + text if len(text) == 1 or text.isalpha() else f"_{{{text}}}"), i
     if token == "^":
         text, i = _group(tokens, i + 1)
@@ -153,10 +169,7 @@ def _command(tokens: list[str], i: int) -> tuple[str, int]:
 def _fraction(above: str, below: str) -> str:
     if (above, below) in _FRACTIONS:
         return _FRACTIONS[above, below]
-    bare = re.compile(r"[^\s(){}]+|√\([^()]*\)|Σ\S* \S+")
-    above, below = (
-        text if re.fullmatch(r"[\w.{},−²\u0303\u0302]+", text) or bare.fullmatch(text) else f"({text})"
-        for text in (above, below)
-    )
+    bare = re.compile(r"[\w.\u0303\u0302]+(_\{[^{}]*\})?|√\(.*\)|[\w]+\(\w\)")
+    above, below = (t if bare.fullmatch(t) else f"({t})" for t in (above, below))
     tight = " " not in above and " " not in below
     return f"{above}/{below}" if tight else f"{above} / {below}"

@@ -32,7 +32,9 @@ def summary(metrics: Mapping[str, float]) -> str:
     """The few metrics that say how a step went."""
     loss_only = "reward" not in metrics
     wanted = {k: v for k, v in SHOWN.items() if loss_only or k != "loss"}
-    return "  ".join(f"{short} {metrics[name]:.3g}" for name, short in wanted.items() if name in metrics)
+    return "  ".join(
+        f"{short} {metrics[name]:.3g}" for name, short in wanted.items() if name in metrics
+    )
 
 
 class Lines:

@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(f"stopped by {interrupted}; go on with: keel train --resume --run {where}")
         return 128 + interrupted.signum
     if arguments.json:
-        print(json.dumps({"run": str(folder.path), **load(folder.path).info}, ensure_ascii=False))
+        print(json.dumps({"run": str(folder.path), **load(folder.path).info()}, ensure_ascii=False))
     else:
         show(console, folder)
     return 0
@@ -46,7 +46,7 @@ def show(console: Console, folder: RunFolder) -> None:
     if len(rewards) > 1:
         console.print("\nreward by step")
         console.print(curve(rewards), highlight=False)
-    info = run.info
+    info = run.info()
     for when, examples in info.get("examples", {}).items():
         console.print(f"\n[bold]{when}[/bold]" + _share(info["evaluation"].get(when)))
         for example in examples:

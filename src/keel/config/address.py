@@ -34,11 +34,19 @@ def layer(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         return gather({**below, **above})
     out = dict(below)
     for key, value in above.items():
-        if key in SHARED:
+        if key == "model" and isinstance(value, Mapping) and "name" in value:
+            out = merge(_without_build(out), {key: value})
+        elif key in SHARED:
             out = merge(out, {key: value})
         else:
             out["stages"] = _into_stage(out["stages"], key, value)
     return out
+
+
+def _without_build(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A model that is named takes the place of one that would be built."""
+    model = data.get("model", {})
+    return {**data, "model": {k: v for k, v in model.items() if k != "build"}}
 
 
 def _into_stage(stages: Any, key: str, value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from keel.config.address import stage_name
+from keel.config.address import SHARED, stage_name
 from keel.config.foreign import FOREIGN
 from keel.config.schema import Recipe
 from keel.config.suggest import nearest
@@ -26,6 +26,8 @@ def explain_validation(error: ValidationError, data: Mapping[str, Any]) -> str:
         return _unknown_key(where, model)
     message = first["msg"].removeprefix("Value error, ")
     shown = f" = {first['input']!r}" if isinstance(first["input"], str | int | float) else ""
+    if first["type"] == "value_error" and where and message.startswith(f"{where}."):
+        return message
     if first["type"] == "value_error":
         return f"{where}: {message}" if where else message
     return f"{where}{shown}: {message[:1].lower()}{message[1:]}"
@@ -34,10 +36,12 @@ def explain_validation(error: ValidationError, data: Mapping[str, Any]) -> str:
 def _unknown_key(where: str, model: type[BaseModel] | None) -> str:
     leaf = where.rpartition(".")[2]
     known = list(model.model_fields) if model else []
-    if (guess := nearest(leaf, known)) is not None:
-        mend = f"did you mean {guess!r}?"
-    elif leaf in FOREIGN:
+    if leaf == where:
+        known += sorted(SHARED)
+    if leaf in FOREIGN:
         mend = f"in Keel it is {FOREIGN[leaf]!r}"
+    elif (guess := nearest(leaf, known)) is not None:
+        mend = f"did you mean {guess!r}?"
     else:
         mend = f"known here: {', '.join(known)}" if known else "it has no meaning here"
     return f"unknown key {where!r}: {mend}"

@@ -91,7 +91,7 @@ FOREIGN: Final[dict[str, str]] = {
     "enable_gradient_checkpointing": "model.activation_checkpointing",
     "lora_r": "model.lora.rank",
     "lora_rank": "model.lora.rank",
-    "r": "rank",
+    "r": "model.lora.rank",
     "lora_alpha": "model.lora.alpha",
     "target_modules": "model.lora.targets",
     "sync_ref_model": "reference.reset_every",

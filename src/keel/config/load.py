@@ -27,7 +27,7 @@ def load_recipe(source: Source, overrides: Sequence[str] = ()) -> Recipe:
     """
     data = _read(source)
     for override in overrides:
-        data = layer(data, _parse_override(override))
+        data = layer(data, parse_override(override))
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
@@ -95,7 +95,7 @@ def _parse(text: str, label: str) -> dict[str, Any]:
         raise KeelError(f"recipe {label!r}: not valid TOML: {error}") from None
 
 
-def _parse_override(text: str) -> dict[str, Any]:
+def parse_override(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):

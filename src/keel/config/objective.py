@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from keel.algorithms.explain import Explanation, explain_row
-from keel.algorithms.presets import PRESETS
-from keel.algorithms.setting import Setting
+from keel.algorithms.terms import Setting
 from keel.config.schema import Recipe, RLStage
 
 
@@ -19,15 +18,18 @@ def explain_stage(stage: RLStage, lora: bool) -> Explanation:
     rollout = stage.rollout
     setting = Setting(
         group_size=rollout.group_size,
-        max_tokens=rollout.max_tokens,
         prompts_per_step=rollout.prompts_per_step,
+        max_tokens=rollout.max_tokens,
         epochs=stage.epochs,
         minibatches=stage.minibatches,
+        reward="rule",
+        value=stage.value.kind,
+        lora=lora,
         temperature=rollout.temperature,
         dynamic_sampling=rollout.dynamic_sampling,
         soft_overlong=rollout.soft_overlong,
-        reward="rule",
-        lora=lora,
-        value=stage.value.kind,
+        mask_truncated=rollout.mask_truncated,
+        old_log_probs=rollout.old_log_probs,
+        reference_reset_every=stage.reference.reset_every,
     )
-    return explain_row(stage.algorithm, preset=PRESETS[stage.algorithm.preset], setting=setting)
+    return explain_row(stage.algorithm, preset=stage.algorithm.preset, context=setting)

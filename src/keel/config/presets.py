@@ -9,6 +9,8 @@ from keel.algorithms.presets import PRESETS, Preset
 from keel.config.suggest import unknown
 
 DEFAULT_PRESET = "grpo"
+_CHANGES = ("kind", "preset")
+"""Where one of these differs, a table is another thing: nothing of the old one stays."""
 
 
 def resolve_algorithm(stage: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,19 +27,19 @@ def resolve_algorithm(stage: Mapping[str, Any]) -> dict[str, Any]:
     rollout = stage.get("rollout", {})
     return {
         **stage,
-        "algorithm": {**merge(preset.row.model_dump(), given), "preset": name},
+        "algorithm": merge({**preset.row.model_dump(), "preset": name}, given),
         "epochs": stage.get("epochs", preset.epochs),
         "rollout": {**_loop_defaults(preset, rollout), **rollout},
     }
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` over `below`, table by table; a table of another `kind` replaces the whole."""
+    """`above` over `below`, table by table; another `kind` or `preset` replaces all of one."""
     out = dict(below)
     for key, value in above.items():
         old = out.get(key)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
-            same = "kind" not in value or value["kind"] == old.get("kind")
+            same = all(key not in value or value[key] == old.get(key) for key in _CHANGES)
             out[key] = merge(old, value) if same else dict(value)
         else:
             out[key] = value

@@ -28,7 +28,9 @@ class BuildModel(Row):
     family: str = "llama"
     """transformers model type: llama, qwen2, qwen3, gpt2, …"""
     tokenizer: Literal["characters", "bytes"] = "characters"
-    alphabet: str = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ +-*/=()[]<>,.:;!?'\"\n"
+    alphabet: str = (
+        "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ +-*/=()[]<>,.:;!?'\"\n"
+    )
     """The characters of a `characters` tokenizer."""
     hidden_size: Count = 128
     layers: Count = 4
@@ -160,8 +162,8 @@ class SFTStage(Row):
     name: str = "sft"
     tasks: Annotated[tuple[TaskSource, ...], AsTuple, Field(min_length=1)]
     prompts: Prompts = Prompts()
-    demonstration: EntryPoint | None = None
-    """`module:function` (prompt, gold, rng) -> text; None imitates the gold answer."""
+    demonstration: EntryPoint = "keel.tasks.demonstrations:gold"
+    """`module:function` of (prompt, gold answer, random generator) -> the text to imitate."""
     steps: Count = 100
     batch_size: Count = 32
     token_budget: Count = 16_384

@@ -42,7 +42,7 @@ def draw(
         return _draw(logits, uniform, sampling)
     parts = [
         _draw(part, numbers, sampling)
-        for part, numbers in zip(logits.split(rows), uniform.split(rows), strict=True)
+        for part, numbers in zip(torch.split(logits, rows), torch.split(uniform, rows), strict=True)
     ]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
@@ -59,7 +59,7 @@ def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, 
     if sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0:
         choice, _ = _invert(log_prob_V.exp(), uniform)
         return choice[:, 0], log_prob_V.gather(-1, choice)[:, 0]
-    log_prob_V, order = log_prob_V.sort(-1, descending=True, stable=True)
+    log_prob_V, order = log_prob_V.sort(stable=True, dim=-1, descending=True)
     prob_V = _truncate(log_prob_V.exp(), sampling)
     choice, kept = _invert(prob_V, uniform)
     log_probs = log_prob_V.gather(-1, choice) - kept.log()

@@ -16,9 +16,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
 
-def philox(
-    counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]
-) -> npt.NDArray[np.uint64]:
+def philox(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Philox4x32-10: (…, 4) counters and (…, 2) keys of 32-bit words to (…, 4) random words.
 
     Ten rounds of (c0, c1, c2, c3) → (hi(M1·c2) ⊕ c1 ⊕ k0, lo(M1·c2), hi(M0·c0) ⊕ c3 ⊕ k1,
@@ -86,9 +84,7 @@ class Uniforms:
         numbers: npt.NDArray[np.float64] = self._block[sequences, column]
         return numbers
 
-    def _fill(
-        self, sequences: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
-    ) -> None:
+    def _fill(self, sequences: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> None:
         """The block that starts at each of `places`: two numbers of 53 bits from each counter."""
         words = self._words[sequences // self._n]
         counter = np.empty((len(sequences), _BLOCK // 2, 4), dtype=np.uint64)

@@ -6,6 +6,7 @@ A `*` stands for a name of the user's (a reward, a task) or a number k.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from keel.insight.metric import Metric
@@ -26,7 +27,7 @@ def look_up(name: str) -> Metric | None:
     return max(fitting, key=lambda metric: (metric.name[-1] != "*", len(metric.name)), default=None)
 
 
-def unknown(names: list[str]) -> list[str]:
+def unknown(names: Iterable[str]) -> list[str]:
     """Those of the names that the glossary does not hold."""
     return [name for name in names if look_up(name) is None]
 
@@ -39,7 +40,8 @@ def markdown() -> str:
         "What the columns of `metrics.jsonl` mean. Names are TRL's where TRL has one; a `*` stands",
         "for a name or a number k. Every row also has `stage` and `step` (counted from 1 within",
         "the stage; 0 is before training); a number that is not finite is `null`. Times are in",
-        "`timings.jsonl`, so that `metrics.jsonl` is a function of recipe and seed.",
+        "`timings.jsonl`, so that `metrics.jsonl` is a function of recipe and seed. What a reward",
+        "function records with `log_metric` comes under the name that it gives.",
         "",
         "Made by `python -m keel.insight.glossary > docs/metrics.md`.",
     ]

@@ -172,7 +172,8 @@ def student_quantile(probability: float, degrees: int) -> float:
 
         P(T > t) = ½ I_x(ν/2, ½),   x = ν / (ν + t²),   t ≥ 0
 
-    Source: Abramowitz and Stegun 26.7.1. By bisection on a logarithmic scale, to a relative 1e-12.
+    Source: Abramowitz and Stegun 26.7.1. By bisection on a logarithmic
+    scale, to a relative 1e-9 unless the probability is within 1e-4 of ½.
 
     Raises:
         ValueError: a probability outside (0, 1) or no degree of freedom.

@@ -42,23 +42,17 @@ REWARD = Section(
             "0: this reward says nothing.",
         ),
         Metric(
-            "rewards/*/skipped",
-            "Calls of one reward function that failed and were left out (rewards.on_error = "
-            '"skip").',
-            "calls",
+            "rewards/*/failures",
+            "Completions that this reward function failed on and left without its verdict "
+            "(rewards.on_error = skip).",
+            "completions",
             "Should be 0.",
         ),
         Metric(
-            "rewards/missing",
-            "Completions that no reward spoke of; they take no part in the loss.",
-            "completions",
-            "Should be 0 or rare.",
-        ),
-        Metric(
-            "custom/*",
-            "What a reward function recorded with log_metric.",
-            "the function's own",
-            "As its author says.",
+            "reward/greedy",
+            "Mean reward of the prompts' greedy completions, the baseline of ReMax.",
+            "reward",
+            "",
         ),
     ),
 )
@@ -96,6 +90,12 @@ POLICY = Section(
             "possible for the k1 estimate.",
         ),
         Metric(
+            "kl/reference",
+            "Mean per token of k1 = log π_old − log π_ref, of the policy that sampled.",
+            "nats per token",
+            "How far the policy is from the reference. Noisy, and at times negative.",
+        ),
+        Metric(
             "kl/sequence",
             "Mean over completions of the summed k1 to the reference; what Ziegler's rule steers.",
             "nats per completion",
@@ -106,6 +106,12 @@ POLICY = Section(
             "Estimate of KL(old‖policy), the movement within one step.",
             "nats per token",
             "Above 0.1: too many epochs or too high a learning rate.",
+        ),
+        Metric(
+            "kl/after",
+            "KL(old‖policy) after the last update of the step; what PPO's adaptive rule steers.",
+            "nats per token",
+            "Should come to the rule's target.",
         ),
         Metric(
             "beta",
@@ -150,18 +156,6 @@ POLICY = Section(
             "1",
             "",
         ),
-        Metric(
-            "advantages/mean",
-            "Mean advantage over completion tokens, as used in the loss.",
-            "reward",
-            "About 0 where the row normalises or subtracts a group's mean.",
-        ),
-        Metric(
-            "advantages/std",
-            "Standard deviation of the advantages over completion tokens.",
-            "reward",
-            "0: nothing to learn in this batch.",
-        ),
     ),
 )
 
@@ -188,14 +182,12 @@ VALUE = Section(
             "Above 0.3: the value model moves too far in one step.",
         ),
         Metric("value/mean", "Mean value over completion tokens, before the update.", "reward", ""),
-        Metric("value/return_mean", "Mean return over completion tokens.", "reward", ""),
         Metric(
             "value/grad_norm",
             "Norm of a separate critic's gradient before clipping.",
             "reward² per weight",
             "As grad_norm.",
         ),
-        Metric("value/learning_rate", "Learning rate of a separate critic.", "1", ""),
     ),
 )
 
@@ -203,11 +195,11 @@ SUPERVISED = Section(
     "Supervised fine-tuning",
     (
         Metric(
-            "mean_token_accuracy",
-            "Share of demonstration tokens that the model would pick greedily.",
+            "mean_token_probability",
+            "Mean probability that the model gives a token of the demonstrations, before the "
+            "update.",
             "share, 0–1",
-            "Should rise.",
+            "Should rise; at 1 the demonstrations are known by heart.",
         ),
-        Metric("epoch", "Passes over the demonstrations so far.", "epochs", ""),
     ),
 )

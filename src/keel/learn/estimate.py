@@ -80,9 +80,7 @@ def estimate(row: Algorithm, batch: Batch, judged: Outcome, beta: float) -> Batc
         lengths_S=lengths_S,
         groups_S=batch.groups_S,
         value_N=batch.value_N,
-        next_value_N=None
-        if batch.value_N is None
-        else segments.shift(batch.value_N, lengths_S),
+        next_value_N=None if batch.value_N is None else segments.shift(batch.value_N, lengths_S),
         baseline_S=_on(judged.baseline_S, device),
         step_reward_K=_on(judged.step_reward_K, device),
         step_sequence_K=_on(judged.step_sequence_K, device),
@@ -91,9 +89,7 @@ def estimate(row: Algorithm, batch: Batch, judged: Outcome, beta: float) -> Batc
         else judged.step_end_K.to(device) + starts_S[judged.step_sequence_K.to(device)],
     )
     advantage_N = advantages(row, signals)
-    return replace(
-        batch, advantage_N=advantage_N, return_N=returns(row, signals, advantage_N)
-    )
+    return replace(batch, advantage_N=advantage_N, return_N=returns(row, signals, advantage_N))
 
 
 def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:

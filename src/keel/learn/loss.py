@@ -2,12 +2,11 @@
 
     loss = −Σ_n w_n·c_n·s(ρ_n, A_n) + β Σ_n w_n·D_n + a·(1/N) Σ_n ½(V_n − R_n)² − b·(1/N) Σ_n H_n
 
-`w` was set once for the whole optimizer batch, so the losses of micro-batches, and of ranks, add up.
+`w` was set once for the whole optimizer batch, so losses of micro-batches, and of ranks, add up.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -17,7 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keel.algorithms.spec import Algorithm, BatchNormalised, CustomAdvantage, GAE
+from keel.algorithms.spec import GAE, Algorithm, BatchNormalised
+from keel.config.entry import load_entry
 from keel.learn.batch import Batch
 from keel.models.policy import Scores
 from keel.objective import (
@@ -78,9 +78,7 @@ def _gae(signals: Signals, choice: Any, lam: float | Tensor | None = None) -> Te
     if lam is None and choice.adaptive_alpha is not None:
         lam_S = gae.adaptive_lambda(signals.lengths_S, alpha=choice.adaptive_alpha)
         lam = segments.spread(lam_S.to(delta_N), signals.lengths_S)
-    return gae.gae(
-        delta_N, continues_N, gamma=choice.gamma, lam=choice.lam if lam is None else lam
-    )
+    return gae.gae(delta_N, continues_N, gamma=choice.gamma, lam=choice.lam if lam is None else lam)
 
 
 def _td(signals: Signals, choice: Any) -> Tensor:
@@ -106,7 +104,7 @@ def _by_name(function: Function) -> Callable[[Signals, Any], Tensor]:
 
 
 def _custom(signals: Signals, choice: Any) -> Tensor:
-    return _call(_entry(choice.function), {**choice.options, **signals.named()})
+    return _call(load_entry(choice.function, "algorithm"), {**choice.options, **signals.named()})
 
 
 ADVANTAGES: Final[Mapping[str, Callable[[Signals, Any], Tensor]]] = {
@@ -247,7 +245,7 @@ def loss(row: Algorithm, batch: Batch, scores: Scores, beta: float) -> Loss:
 def _surrogate(row: Algorithm, signals: Mapping[str, Tensor]) -> Tensor:
     choice = row.surrogate
     if choice.kind == "custom":
-        value_N = _call(_entry(choice.function), {**choice.options, **signals})
+        value_N = _call(load_entry(choice.function, "algorithm"), {**choice.options, **signals})
         if value_N.shape != signals["advantage_N"].shape:
             raise KeelError(
                 f"algorithm.surrogate: {choice.function} returned shape {tuple(value_N.shape)}, "
@@ -293,7 +291,7 @@ def _value(row: Algorithm, batch: Batch, scores: Scores) -> tuple[Tensor, dict[s
     mean = batch.token_weight * loss_N.sum()
     metrics = {
         "value/loss": mean.detach(),
-        "value/clip_ratio": batch.token_weight * clipped_N.sum(),
+        "value/clip_ratio": batch.token_weight * clipped_N.to(loss_N).sum(),
     }
     return row.value.coefficient * mean, metrics
 
@@ -318,11 +316,11 @@ def _watch(
         return out
     ratio_N = ratios.exponential(log_ratio_N)
     low, high = _edges(row)
-    below_N = (ratio_N < low) & (batch.advantage_N < 0)
-    above_N = (ratio_N > high) & (batch.advantage_N > 0)
+    below_N = ((ratio_N < low) & (batch.advantage_N < 0)).to(ratio_N)
+    above_N = ((ratio_N > high) & (batch.advantage_N > 0)).to(ratio_N)
     out["clip_ratio/low_mean"] = mean * below_N.sum()
     out["clip_ratio/high_mean"] = mean * above_N.sum()
-    out["clip_ratio/region_mean"] = mean * (below_N | above_N).sum()
+    out["clip_ratio/region_mean"] = mean * (below_N + above_N).sum()
     out["ratio/mean"] = mean * ratio_N.sum()
     out["kl/old"] = mean * divergences.k3(old_N, scores.log_prob_N).sum()
     return out
@@ -342,15 +340,6 @@ def _edges(row: Algorithm) -> tuple[float, float]:
 
 
 # ---------------------------------------------------------------- calling by name
-
-
-def _entry(path: str) -> Function:
-    module, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise KeelError(f"algorithm: {path!r} cannot be loaded ({error})") from None
-    return function  # type: ignore[no-any-return]
 
 
 def _call(function: Function, available: Mapping[str, Any]) -> Tensor:

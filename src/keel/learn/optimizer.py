@@ -47,7 +47,7 @@ class AdamW:
             betas=choice.betas,
             eps=choice.epsilon,
             weight_decay=choice.weight_decay,
-            foreach=True,
+            fused=True,
         )
 
     def step(self, rate: float) -> float:
@@ -83,5 +83,3 @@ class AdamW:
                 value = state[f"{name}/{key}"]
                 where = "cpu" if key == "step" else parameter.device
                 self.inner.state[parameter][key] = value.clone().to(where)
-
-

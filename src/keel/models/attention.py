@@ -12,7 +12,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +33,9 @@ ATTENTION = "keel"
 """The name of the attention function within transformers."""
 
 _VARLEN_ARGUMENTS = {"scale", "window_size", "enable_gqa"}
-_VARLEN_READY = _VARLEN is not None and set(
-    inspect.signature(_VARLEN).parameters
-).issuperset(_VARLEN_ARGUMENTS)
+_VARLEN_READY = _VARLEN is not None and set(inspect.signature(_VARLEN).parameters).issuperset(
+    _VARLEN_ARGUMENTS
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +53,7 @@ class Rules:
     sinks: Tensor | None = None
 
 
+@runtime_checkable
 class Layout(Protocol):
     """Which token sees which."""
 
@@ -153,7 +154,7 @@ class PackedLayout:
             raise ValueError(
                 f"the layout has {self.tokens} tokens, the model was given {tuple(query.shape)}"
             )
-        query, key, value = _in_one_dtype(query, key, value)
+        query, key, value = in_one_dtype(query, key, value)
         flash = _flash_applies(query, value, rules)
         device = query.device
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
@@ -233,29 +234,29 @@ class PackedLayout:
 
 def attend_rows(
     query: Float[Tensor, "R H D"],
-    key: Float[Tensor, "R C Hkv D"],
-    value: Float[Tensor, "R C Hkv D"],
-    visible: Bool[Tensor, "R C"],
+    key: Float[Tensor, "R Hkv C D"],
+    value: Float[Tensor, "R Hkv C D"],
+    bias: Float[Tensor, "R C"],
     rules: Rules,
 ) -> Float[Tensor, "R H D"]:
-    """One query token a row against the row's own stored keys; `visible` holds the window too.
+    """One query token a row against the row's own stored keys, for decoding.
 
-    At least one key must be visible to each row. For decoding: there is no causality to add.
+    `bias` is 0 where a key is visible and -inf where not (beyond the row's end, or outside the
+    window); at least one key must be visible to each row. There is no causality to add.
     """
     rows, heads, width = query.shape
-    kv_heads = key.shape[2]
+    kv_heads = key.shape[1]
     # The query heads of one key-value head become its queries, so that no key is repeated.
-    query = query.view(rows, kv_heads, heads // kv_heads, width)
-    key, value = key.transpose(1, 2), value.transpose(1, 2)
+    query = query.reshape(rows, kv_heads, heads // kv_heads, width)
+    bias = bias[:, None, None]
     if rules.softcap is None and rules.sinks is None:
-        mask = visible[:, None, None]
         out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=rules.scaling
+            query, key, value, attn_mask=bias.to(query.dtype), scale=rules.scaling
         )
     else:
         sinks = None if rules.sinks is None else rules.sinks.view(1, kv_heads, -1, 1)
-        out = _explicit(query, key, value, rules, visible[:, None, None], sinks)
-    return out.reshape(rows, heads, width)
+        out = _explicit(query, key, value, rules, bias == 0, sinks)
+    return out.reshape(rows, heads, value.shape[-1])
 
 
 def _equal_length_runs(
@@ -273,7 +274,7 @@ def _equal_length_runs(
     return runs, None if order == tuple(range(len(lengths))) else order
 
 
-def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rotary embeddings and norms leave query and key in float32 under autocast: undo that."""
     device = query.device.type
     if torch.is_autocast_enabled(device):

@@ -226,7 +226,7 @@ class _Readout(torch.autograd.Function):
             policy = _Chunks(hidden, head, temperature, chunk, dtype)
             other = None
             if reference is not None:
-                other = _Chunks(*reference, temperature, chunk, dtype)
+                other = _Chunks(reference[0], reference[1], temperature, chunk, dtype)
             for rows in policy.slices():
                 log_p, _ = policy.log_softmax(rows)
                 log_prob[rows] = log_p.gather(1, token[rows, None])[:, 0]
@@ -240,7 +240,7 @@ class _Readout(torch.autograd.Function):
         return log_prob, entropies, divergence
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, token, entropies, divergence = ctx.saved_tensors
         scale, softcap, temperature, entropy, reference, chunk = ctx.settings
@@ -250,7 +250,7 @@ class _Readout(torch.autograd.Function):
             policy = _Chunks(hidden, head, temperature, chunk, dtype)
             other = None
             if reference is not None:
-                other = _Chunks(*reference, temperature, chunk, dtype)
+                other = _Chunks(reference[0], reference[1], temperature, chunk, dtype)
             into = _Gradients(ctx.needs_input_grad, policy, bias)
             for rows in policy.slices():
                 g, g_entropy, g_divergence = (grad[rows, None].to(dtype) for grad in grads)

@@ -6,6 +6,7 @@ which this can go wrong is a KeelError.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import logging
 
@@ -66,8 +68,9 @@ def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = build_tokenizer(spec.build)
     else:
         name = _source(spec)
+        loader = PreTrainedTokenizerFast if _is_plain(Path(name)) else AutoTokenizer
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
+            tokenizer = loader.from_pretrained(
                 name, revision=spec.revision, trust_remote_code=spec.trust_remote_code
             )
         except Exception as error:  # transformers raises of many kinds here
@@ -78,6 +81,19 @@ def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
     if spec.chat_template is not None:
         tokenizer.chat_template = spec.chat_template
     return tokenizer
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether a folder's tokenizer is just its tokenizer.json, and says so.
+
+    AutoTokenizer does not believe it for some families (Qwen2, Phi3) and puts the family's own
+    rules in its place, which would change what such a tokenizer makes of a text.
+    """
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and settings.get("tokenizer_class") == "TokenizersBackend"
 
 
 def check_pair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:

@@ -7,6 +7,7 @@ merging and unmerging does not give back the same base. `plain_weights` makes me
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,8 @@ def _peft() -> Any:
         import peft
     except ImportError as error:
         raise KeelError(
-            "model.lora needs the peft package: pip install 'keel-rl[lora]', or leave model.lora out"
+            "model.lora needs the peft package: "
+            "pip install 'keel-rl[lora]', or leave model.lora out"
         ) from error
     return peft
 
@@ -44,12 +46,15 @@ def add_lora(model: PreTrainedModel, spec: Lora, seed: int) -> None:
     a target that is no linear layer, or the output layer.
     """
     peft = _peft()
+    targets = _targets(model, spec.targets)
     config = peft.LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,
         lora_dropout=0.0,
         bias="none",
-        target_modules=_targets(model, spec.targets),
+        target_modules=targets,
+        # GPT-2's layers keep their weights transposed.
+        fan_in_fan_out=all(isinstance(model.get_submodule(name), Conv1D) for name in targets),
         task_type="CAUSAL_LM",
         base_model_name_or_path=model.config.name_or_path or None,
     )
@@ -65,7 +70,9 @@ def add_lora(model: PreTrainedModel, spec: Lora, seed: int) -> None:
 
 def _inject(model: PreTrainedModel, config: Any, adapter: str) -> None:
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):  # peft draws weights of its own first
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+        # peft draws weights of its own first, and warns of a second adapter, which is meant here.
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")
         _peft().inject_adapter_in_model(config, model, adapter_name=adapter)
     for _, layer in lora_layers(model):
         for half in (layer.lora_A[adapter], layer.lora_B[adapter]):

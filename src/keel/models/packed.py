@@ -26,7 +26,7 @@ class Packed:
 
     def positions(self) -> Int[Tensor, "T"]:
         """Position ids, from 0 again at the start of each sequence."""
-        lengths_S = torch.tensor(self.lengths, device=self.device)
+        lengths_S = torch.tensor(self.lengths, dtype=torch.int64, device=self.device)
         starts_S = lengths_S.cumsum(0) - lengths_S
         return torch.arange(len(self.tokens_T), device=self.device) - torch.repeat_interleave(
             starts_S, lengths_S, output_size=len(self.tokens_T)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float
@@ -20,9 +20,7 @@ from keel.models.head import Head, readout
 from keel.models.loading import check_pair, load_model, load_tokenizer, quiet
 from keel.models.packed import Packed
 from keel.models.probe import prepare
-
-if TYPE_CHECKING:
-    from keel.models.value import ValueHead
+from keel.models.value_head import ValueHead
 
 
 class Divergent(Protocol):
@@ -72,11 +70,16 @@ class Policy(nn.Module):
         if self.activation_checkpointing:
             # Nothing is drawn in a forward pass, so there is no random state to keep.
             options = {"use_reentrant": False, "preserve_rng_state": False}
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            # transformers renamed it; the old name warns.
+            if hasattr(model, "activation_checkpointing_enable"):
+                model.activation_checkpointing_enable(options)
+            else:
+                model.gradient_checkpointing_enable(options)
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        device: torch.device = self.model.device
+        return device
 
     @property
     def head(self) -> Head:
@@ -131,7 +134,9 @@ class Policy(nn.Module):
         value_N = None if value_head is None else value_head(hidden_NH)
         return Scores(out.log_prob_N, out.entropy_N, value_N, out.divergence_N)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, **kwargs: Any
+    ) -> dict[str, Tensor]:
         """Base and adapter, unmerged and each tensor once; not the reference's adapter."""
         every = super().state_dict(*args, **kwargs)
         kept: dict[str, Tensor] = {}
@@ -144,7 +149,7 @@ class Policy(nn.Module):
             kept[name] = tensor
         return kept
 
-    def load_state_dict(  # type: ignore[override]
+    def load_state_dict(
         self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False
     ) -> None:
         """Copy a `state_dict` of this class in place; raises ValueError where names differ."""

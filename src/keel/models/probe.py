@@ -25,8 +25,9 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-1}
 """Largest difference allowed, relative to the largest logit, by the dtype of the arithmetic.
 
 Rounding in another order moves float32 logits by 1e-6 or so; leaks between sequences by 1e-2 and
-more. Some stock models take their softmax in float32 also for float64 weights. bfloat16 keeps 8 bits, so that each layer rounds at 4e-3 and a deep model reaches some 1e-2:
-there the probe finds only the coarse faults.
+more. Some stock models take their softmax in float32 also for float64 weights. bfloat16 keeps
+8 bits, so that each layer rounds at 4e-3 and a deep model reaches some 1e-2: there the probe finds
+only the coarse faults.
 """
 
 
@@ -35,16 +36,24 @@ def prepare(model: PreTrainedModel, autocast: bool) -> None:
 
     Raises KeelError with the family's name and the largest difference.
     """
+    family = model.config.model_type
     sequences = probe_sequences(model)
-    stock = _stock_logits(model, sequences, autocast)
+    stock = _stock_logits(model.eval(), sequences, autocast)
     install(model)
-    difference = _difference(model, sequences, stock, autocast)
+    try:
+        # In training mode, in which it will be used: what that mode changes is a fault too.
+        difference = _difference(model.train(), sequences, stock, autocast)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise KeelError(
+            f"model family {family!r} cannot run packed sequences "
+            f"({str(error).splitlines()[0]}): choose a model of a supported family"
+        ) from error
     dtype = torch.bfloat16 if _casts(model, autocast) else model.dtype
     tolerance = TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16])
-    # not <=: a NaN must not pass.
+    # Not `>`, which a NaN would pass.
     if not difference <= tolerance:
         raise KeelError(
-            f"model family {model.config.model_type!r} fails the packing probe: the logits of "
+            f"model family {family!r} fails the packing probe: the logits of "
             f"packed sequences differ from separate ones by {difference:.2g} of the largest logit "
             f"(allowed {tolerance:.0e} in {str(dtype).removeprefix('torch.')}); "
             "this model would train on wrong probabilities: choose another"

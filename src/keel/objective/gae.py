@@ -48,7 +48,7 @@ def gae(
 
     Source: arXiv:1506.02438 eq. 16.
     """
-    decay_N = gamma * lam * continues_N
+    decay_N = gamma * lam * continues_N.to(td_error_N.dtype)
     return linear_recurrence(decay_N.to(td_error_N.dtype), td_error_N)
 
 

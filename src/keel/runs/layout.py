@@ -1,6 +1,6 @@
 """What a run folder holds, and where. Torch-free.
 
-    recipe.toml  run.json  metrics.jsonl  timings.jsonl  events.jsonl
+    recipe.toml  run.json  metrics.jsonl  timings.jsonl  events.jsonl  curve.png
     rollouts/[STAGE-]step-000012.parquet  checkpoints/[STAGE-]step-000100/  trackers/
 
 Steps count from 1 within a stage. Where a recipe has several stages, rollouts and checkpoints carry
@@ -121,6 +121,11 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     @property
+    def curve(self) -> Path:
+        """The picture of the reward over the steps."""
+        return self.path / "curve.png"
+
+    @property
     def rollouts_folder(self) -> Path:
         return self.path / "rollouts"
 
@@ -165,9 +170,9 @@ class RunFolder:
             match = _STEP_NAME.fullmatch(path.name.removesuffix(suffix))
             if match is None or not path.name.endswith(suffix):
                 continue
-            name = match["stage"] if len(self.stages) > 1 else self.stages[0]
-            if name in self.stages:
-                found.append(Entry(Place(self.stages.index(name), int(match["step"])), path))
+            names = self.stages if len(self.stages) > 1 else (None,)
+            if match["stage"] in names:
+                found.append(Entry(Place(names.index(match["stage"]), int(match["step"])), path))
         return sorted(found, key=lambda entry: entry.place)
 
 

@@ -181,7 +181,7 @@ def _cut_torn_line(path: Path) -> None:
     if not path.exists():
         return
     with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
+        end = size = file.seek(0, os.SEEK_END)
         while end > 0:
             start = max(0, end - _BLOCK)
             file.seek(start)
@@ -190,4 +190,5 @@ def _cut_torn_line(path: Path) -> None:
                 end = start + found + 1
                 break
             end = start
-        file.truncate(end)
+        if end < size:
+            file.truncate(end)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -29,7 +28,12 @@ class TensorBoard:
     """Writes event files to RUN/trackers/tensorboard/STAGE, so each stage has its own steps."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._writer_class = _need("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        try:
+            import tensorboard  # noqa: F401  (torch's own writer needs it and says so less well)
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _missing("tensorboard") from error
+        self._writer_class: Any = SummaryWriter
         self._folder = folder.trackers / "tensorboard"
         self._writers: dict[str, Any] = {}
 
@@ -57,7 +61,10 @@ class WeightsAndBiases:
     def __init__(
         self, folder: RunFolder, *, project: str, name: str, recipe: Mapping[str, Any]
     ) -> None:
-        wandb = _need("wandb", "wandb")
+        try:
+            import wandb
+        except ImportError as error:
+            raise _missing("wandb") from error
         place = folder.trackers / "wandb"
         with files.told(place, "make"):
             place.mkdir(parents=True, exist_ok=True)
@@ -105,14 +112,11 @@ def open_trackers(
     return trackers
 
 
-def _need(module: str, tracker: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise KeelError(
-            f"trackers.{tracker} = true needs the package {tracker}: "
-            f"pip install 'keel-rl[{tracker}]', or set trackers.{tracker} = false"
-        ) from error
+def _missing(tracker: str) -> KeelError:
+    return KeelError(
+        f"trackers.{tracker} = true needs the package {tracker}: "
+        f"pip install 'keel-rl[{tracker}]', or set trackers.{tracker} = false"
+    )
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

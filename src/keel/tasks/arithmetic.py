@@ -31,5 +31,6 @@ class Addition(Generated):
 
     def draw(self, rng: np.random.Generator) -> tuple[str, str]:
         """A length for each number, then the number, so that short ones are not rare."""
-        a, b = (int(rng.integers(0, 10**n)) for n in rng.integers(1, self.digits + 1, size=2))
+        lengths = [int(rng.integers(1, self.digits + 1)) for _ in range(2)]
+        a, b = (int(rng.integers(0, 10**n)) for n in lengths)
         return f"{a}+{b}=", str(a + b)

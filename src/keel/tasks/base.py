@@ -74,20 +74,18 @@ class Presentation:
 
     def body(self, row: Mapping[str, Any], where: str) -> Content:
         """The prompt without the system message. Raises KeelError that begins with `where`."""
+        self._check(row, where)
         column = self._column(row)
-        if column is not None and not isinstance(row[column], str):
+        if column is not None and isinstance(row[column], list | tuple):
             return _messages(row[column], column, where)
-        if column is not None:
-            text = row[column]
-        else:
-            self._check(row, where)
-            try:
-                text = self.template.format_map(row)
-            except (ValueError, LookupError, AttributeError, TypeError) as error:
-                raise KeelError(f"{where}: prompt = {self.template!r} fails: {error}") from None
+        template = self.template if column is None else f"{{{column}}}"
+        try:
+            text = template.format_map(row)
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            raise KeelError(f"{where}: prompt = {self.template!r} fails: {error}") from None
         if not text.strip():
             raise KeelError(f"{where}: the prompt is empty: leave the row out, or mend `prompt`")
-        return str(text)
+        return text
 
     def frame(self, body: Content, where: str) -> Content:
         """The body with the system message, if there is one."""
@@ -106,7 +104,7 @@ class Presentation:
         return None
 
     def _check(self, row: Mapping[str, Any], where: str) -> None:
-        """Every column that the template names is there."""
+        """Every column that the template names is there and holds something."""
         try:
             fields = [field for _, field, _, _ in Formatter().parse(self.template)]
         except ValueError as error:
@@ -118,10 +116,12 @@ class Presentation:
         for name in names:
             if name not in row:
                 raise KeelError(f"{where}: {unknown('column', name, row)}")
+            if row[name] is None:
+                raise KeelError(f"{where}: column {name!r} is empty: leave the row out")
 
 
 def _messages(value: Any, column: str, where: str) -> tuple[Message, ...]:
-    turns = list(value) if isinstance(value, list | tuple) else []
+    turns = list(value)
     fine = [
         isinstance(turn, Mapping)
         and isinstance(turn.get("role"), str)
@@ -130,7 +130,7 @@ def _messages(value: Any, column: str, where: str) -> tuple[Message, ...]:
     ]
     if not turns or not all(fine):
         raise KeelError(
-            f"{where}: column {column!r} holds neither text nor messages "
+            f"{where}: column {column!r} holds a list that is not of messages "
             '([{"role": …, "content": …}, …]): name another column in `prompt`'
         )
     return tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)

@@ -30,7 +30,8 @@ class SortDigits(Generated):
     def draw(self, rng: np.random.Generator) -> tuple[str, str]:
         """A length, then each digit, all equally likely."""
         length = int(rng.integers(self.min_digits, self.max_digits, endpoint=True))
-        digits = "".join(map(str, rng.integers(0, 10, size=length)))
+        # Floats in one call: an order of magnitude cheaper here than `integers` of a size.
+        digits = "".join(str(int(10 * u)) for u in rng.random(length).tolist())
         return f"{digits}>", "".join(sorted(digits))
 
 
@@ -54,5 +55,5 @@ class Reverse(Generated):
     def draw(self, rng: np.random.Generator) -> tuple[str, str]:
         """A length, then each letter, all equally likely."""
         length = int(rng.integers(self.min_letters, self.max_letters, endpoint=True))
-        letters = "".join(string.ascii_lowercase[i] for i in rng.integers(0, 26, size=length))
+        letters = "".join(string.ascii_lowercase[int(26 * u)] for u in rng.random(length).tolist())
         return f"{letters}>", letters[::-1]

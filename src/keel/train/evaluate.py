@@ -81,19 +81,14 @@ class Evaluator:
 
 def metrics(result: dict[str, Any]) -> dict[str, float]:
     """An evaluation as metrics of the step after which it was made."""
-    out = {
-        "eval/pass@1": result["mean"],
-        "eval/pass@1/low": result["low"],
-        "eval/pass@1/high": result["high"],
-        "eval/mean_length": result["mean_length"],
-    }
+    found = {"pass@1": result} | {k: v for k, v in result.items() if k.startswith("pass@")}
     if "sampled" in result:
-        out["eval/sampled"] = result["sampled"]["mean"]
-    out |= {
-        f"eval/{name}": value["mean"]
-        for name, value in result.items()
-        if name.startswith("pass@")
-    }
+        found["sampled"] = result["sampled"]
+    out = {"eval/mean_length": result["mean_length"]}
+    for name, interval in found.items():
+        out[f"eval/{name}"] = interval["mean"]
+        out[f"eval/{name}/low"] = interval["low"]
+        out[f"eval/{name}/high"] = interval["high"]
     return out
 
 

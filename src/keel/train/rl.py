@@ -1,7 +1,7 @@
 """THE loop of reinforcement learning, readable in one sitting.
 
-    task.prompts → engine.sample → rewards.score → measure (reference, values) → estimate
-      (advantages, weights) → update (epochs, mini-batches, micro-batches) → engine.sync → record
+task.prompts → engine.sample → rewards.score → measure (reference, values) → estimate
+  (advantages, weights) → update (epochs, mini-batches, micro-batches) → engine.sync → record
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def run(loop: Loop, progress: Progress) -> Progress:
             progress,
             step=number,
             beta=made.beta,
-            feed=loop.sampler.feed.state(),
+            stream=loop.sampler.stream.state(),
             tokens=progress.tokens + int(made.metrics["step/tokens"]),
         )
         made.metrics["num_tokens"] = float(progress.tokens)
@@ -100,7 +100,7 @@ def take_step(loop: Loop, progress: Progress, number: int) -> Step:
     if learner.reference is not None and every is not None and number % every == 0:
         learner.reference.refresh(learner.policy)
     with clock("sync"):
-        loop.sampler.engine.sync(learner.policy.weights())
+        loop.sampler.engine.sync(dict(learner.policy.model.named_parameters()))
     return Step(rollouts, _recorded(batch, parts), metrics, beta)
 
 
@@ -135,9 +135,7 @@ def improve(
     rng = np.random.default_rng(derive(loop.seed, "minibatches", number))
     order = rng.permutation(keep).tolist() if stage.minibatches > 1 else keep
     places = [chunk.tolist() for chunk in np.array_split(np.array(order), stage.minibatches)]
-    parts = [
-        (at, prepare(row, batch.select(at), stage.rollout.max_tokens)) for at in places if at
-    ]
+    parts = [(at, prepare(row, batch.select(at), stage.rollout.max_tokens)) for at in places if at]
     critic = stage.value.optimizer or stage.optimizer
     rates = (
         learning_rate(stage.optimizer, number - 1, stage.steps),

@@ -11,7 +11,7 @@ from keel.algorithms.spec import Algorithm
 from keel.config.schema import Rollout as RolloutChoice
 from keel.engines.turns import converse
 from keel.rewards.score import Scorer
-from keel.tasks.feed import Feed
+from keel.tasks.mixture import PromptStream
 from keel.train.seeds import derive
 from keel.types import Engine, Group, Prompt, Sampling, Task, Verdict
 
@@ -36,7 +36,7 @@ class Sampler:
     engine: Engine
     tokenizer: object
     tasks: dict[str, Task]
-    feed: Feed
+    stream: PromptStream
     scorer: Scorer
     choice: RolloutChoice
     seed: int
@@ -48,7 +48,9 @@ class Sampler:
             max_tokens=c.max_tokens, temperature=c.temperature, stop=c.stop, stop_ids=c.stop_ids
         )
 
-    def sample(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int) -> list[Group]:
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
+    ) -> list[Group]:
         """Completions of the prompts, through as many turns as the task and the recipe allow."""
         return converse(
             self.engine,
@@ -75,7 +77,7 @@ def collect(sampler: Sampler, row: Algorithm, step: int) -> Rollouts:
     extras: dict[str, list[object]] = {}
     refills = 0
     while True:
-        prompts = sampler.feed.take(choice.prompts_per_step - len(kept))
+        prompts = sampler.stream.take(choice.prompts_per_step - len(kept))
         seed = derive(sampler.seed, "rollout", step, refills)
         groups = sampler.sample(prompts, choice.group_size, sampler.sampling, seed)
         scored = sampler.scorer(groups, step)
@@ -84,7 +86,10 @@ def collect(sampler: Sampler, row: Algorithm, step: int) -> Rollouts:
         every += pairs
         kept += [pair for pair, good in zip(pairs, keep, strict=True) if good]
         _gather_extras(extras, scored.extras, keep, choice.group_size)
-        metrics = {**scored.metrics} if not metrics else metrics
+        metrics = metrics or dict(scored.metrics)
+        for name, count in scored.failures.items():
+            key = f"rewards/{name}/failures"
+            metrics[key] = metrics.get(key, 0.0) + count
         if (
             not choice.dynamic_sampling
             or len(kept) >= choice.prompts_per_step
@@ -99,12 +104,6 @@ def collect(sampler: Sampler, row: Algorithm, step: int) -> Rollouts:
         metrics={**metrics, **describe(every), **_dropped(every, kept, refills, choice)},
     )
     return _with_greedy(sampler, rollouts, step) if row.needs_greedy else rollouts
-
-
-def without_truncated(rollouts: Rollouts) -> list[int]:
-    """The positions, among all completions, of those that ended within their budget."""
-    completions = [c for group in rollouts.groups for c in group.completions]
-    return [i for i, c in enumerate(completions) if c.finish != "length"]
 
 
 def describe(pairs: Sequence[tuple[Group, Judged]]) -> dict[str, float]:

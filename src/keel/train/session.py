@@ -100,7 +100,7 @@ class Session:
         stage, step = progress.stage, progress.step
         name = self.folder.stages[stage]
         self.recorder.metrics(stage, step, metrics)
-        self.recorder.timings(stage, step, {"step": seconds, **self.clock.take()})
+        self.recorder.timings(stage, step, {"total": seconds, **self.clock.take()})
         self.recorder.rollouts(stage, step, rows)
         for tracker in self.trackers:
             tracker.log(name, step, metrics)
@@ -109,11 +109,7 @@ class Session:
     def checkpoint_due(self, progress: Progress, steps: int, choice: Checkpoints) -> bool:
         """Every so many steps, at the end, at the best, and when asked to stop."""
         step = progress.step
-        return (
-            due(choice.every, step)
-            or step in (steps, progress.best_step)
-            or self.interrupted
-        )
+        return due(choice.every, step) or step in (steps, progress.best_step) or self.interrupted
 
     def checkpoint(
         self,

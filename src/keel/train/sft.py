@@ -14,13 +14,14 @@ from keel.learn.batch import Batch, from_groups
 from keel.learn.optimizer import AdamW, learning_rate
 from keel.models.policy import Policy
 from keel.objective import weights
-from keel.tasks.feed import Feed
+from keel.tasks.mixture import PromptStream
 from keel.train.seeds import derive
 from keel.train.session import Session
 from keel.train.state import Progress
 from keel.types import Completion, Group, KeelError, Prompt, Task
 
 Demonstrate = Callable[[Prompt, str, np.random.Generator], str]
+"""(prompt, gold answer, random numbers) -> the text to imitate."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,7 @@ class Imitation:
     stage: SFTStage
     policy: Policy
     optimizer: AdamW
-    feed: Feed
+    stream: PromptStream
     tasks: dict[str, Task]
     demonstrate: Demonstrate
     session: Session
@@ -50,7 +51,7 @@ def run(work: Imitation, progress: Progress) -> Progress:
         progress = replace(
             progress,
             step=number,
-            feed=work.feed.state(),
+            stream=work.stream.state(),
             tokens=progress.tokens + sum(batch.input_lengths),
         )
         metrics["num_tokens"] = float(progress.tokens)
@@ -67,7 +68,7 @@ def demonstrations(work: Imitation, number: int) -> Batch:
     """The step's prompts, each with its demonstration as the completion, EOS at its end."""
     rng = np.random.default_rng(derive(work.seed, "demonstrations", number))
     groups = []
-    for prompt in work.feed.take(work.stage.batch_size):
+    for prompt in work.stream.take(work.stage.batch_size):
         gold = work.tasks[prompt.task].gold(prompt)
         if gold is None:
             raise KeelError(

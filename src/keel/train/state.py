@@ -29,7 +29,7 @@ class Progress:
     stage: int
     step: int = 0
     beta: float = 0.0
-    feed: Mapping[str, Any] = field(default_factory=dict)
+    stream: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 0
     """Model-input tokens trained on so far, over all stages."""
     best: float | None = None
@@ -55,7 +55,7 @@ def save(
     optimizers' moments, and whatever else decides what comes next (`extra`: the reference).
     """
     policy.save(folder / POLICY)
-    tensors = dict(policy.trainable_state())
+    tensors: dict[str, Tensor] = dict(policy.trainable())
     for name, module in modules.items():
         tensors |= {f"{name}/{key}": value for key, value in module.state_dict().items()}
     checkpoint.save_tensors(folder / "trainable.safetensors", tensors)
@@ -75,7 +75,7 @@ def restore_policy(folder: Path, policy: Policy) -> None:
     """Give the policy the trainable parameters of a checkpoint, in place."""
     tensors = checkpoint.load_tensors(folder / "trainable.safetensors")
     with torch.no_grad():
-        for name, parameter in policy.trainable_state().items():
+        for name, parameter in policy.trainable().items():
             parameter.copy_(tensors[name])
 
 
@@ -88,7 +88,7 @@ def restore_learner(folder: Path, learner: Learner) -> None:
         module.load_state_dict(own)
     restore_optimizers(folder, learner.optimizers)
     if learner.reference is not None and (folder / "reference.safetensors").exists():
-        learner.reference.load_state(checkpoint.load_tensors(folder / "reference.safetensors"))
+        learner.reference.restore(checkpoint.load_tensors(folder / "reference.safetensors"))
 
 
 def restore_optimizers(folder: Path, optimizers: Mapping[str, AdamW]) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 
 def matches(pattern: str | re.Pattern[str], text: str) -> bool:
-    """Whether the whole text, less the blanks around it, fits a regular expression.
+    """Whether a regular expression is found in the text, less the blanks around it.
 
-    `.` matches newlines too. Raises re.error for a pattern that is none.
+    `^` and `$` are the ends of the text, and `.` matches newlines too. Raises re.error for a
+    pattern that is none.
     """
     compiled = re.compile(pattern, re.DOTALL) if isinstance(pattern, str) else pattern
-    return compiled.fullmatch(text.strip()) is not None
+    return compiled.search(text.strip()) is not None
 
 
 def has_tags(text: str, tags: Sequence[str]) -> bool:

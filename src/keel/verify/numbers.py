@@ -38,11 +38,11 @@ def parse_number(text: str) -> Fraction | None:
 
 def last_number(text: str) -> Fraction | None:
     """The last number in a text; None where there is none."""
-    value = None
-    for found in NUMBER.finditer(_plain(text)):
-        read = _value(found)
-        value = value if read is None else read
-    return value
+    for found in reversed(list(NUMBER.finditer(_plain(text)))):
+        value = _value(found)
+        if value is not None:
+            return value
+    return None
 
 
 def marked_answer(text: str) -> str | None:

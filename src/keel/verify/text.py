@@ -6,7 +6,7 @@ import unicodedata
 
 
 def normalise(text: str) -> str:
-    """Case folded, Unicode composed (NFKC), runs of blanks as one, without full stops at the end."""
+    """Case folded, composed (NFKC), runs of blanks as one, without full stops at the end."""
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     return " ".join(folded.split()).rstrip(" .")
 

@@ -1,0 +1,88 @@
+"""An engine that says what it is told to: the double of a real one, for trials of a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from keel.engines.sampler import check
+from keel.engines.stopping import decode
+from keel.types import Completion, Group, KeelError, Prompt, Sampling
+
+Line = str | tuple[str, Sequence[float]]
+"""A completion's text, or text and the log-probability of each token (its end among them)."""
+
+Script = Callable[[Prompt, int], Line] | Mapping[str, Sequence[Line]]
+"""The line for a prompt and an index in its group; or lines by the prompt's id or text, which are
+taken in turn."""
+
+
+class ScriptedEngine:
+    """Completions from a script (see `keel.types.Engine`).
+
+    A text is encoded, ended with the end-of-sequence token, and cut at `sampling.max_tokens`
+    (finish "length"). Tokens without a log-probability of their own get `log_prob`. The seed and
+    the other settings of sampling change nothing. `syncs` counts the weights that came.
+    """
+
+    def __init__(self, script: Script, tokenizer: Any, *, log_prob: float = -1.0) -> None:
+        self.script = script
+        self.tokenizer = tokenizer
+        self.log_prob = log_prob
+        self.syncs = 0
+
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
+    ) -> list[Group]:
+        """The script's lines as groups.
+
+        Raises KeelError for a prompt that the script does not know, and for log-probabilities that
+        are not one a token.
+        """
+        check(sampling)
+        return [
+            Group(
+                prompt,
+                tuple(
+                    self._completion(prompt, self._line(prompt, index), sampling)
+                    for index in range(n)
+                ),
+            )
+            for prompt in prompts
+        ]
+
+    def sync(self, weights: Mapping[str, Any]) -> None:
+        """Count; a script has no weights."""
+        self.syncs += 1
+
+    def _line(self, prompt: Prompt, index: int) -> Line:
+        if callable(self.script):
+            return self.script(prompt, index)
+        text = prompt.content if isinstance(prompt.content, str) else None
+        lines = self.script.get(prompt.id) or self.script.get(text or "")
+        if not lines:
+            raise KeelError(f"the script has no line for prompt '{prompt.id}': add one by its id")
+        return lines[index % len(lines)]
+
+    def _completion(self, prompt: Prompt, line: Line, sampling: Sampling) -> Completion:
+        text, given = (line, None) if isinstance(line, str) else line
+        ids = [
+            *self.tokenizer.encode(text, add_special_tokens=False),
+            self.tokenizer.eos_token_id,
+        ]
+        log_probs = [self.log_prob] * len(ids) if given is None else list(given)
+        if len(log_probs) != len(ids):
+            raise KeelError(
+                f"the script gives {len(log_probs)} log-probabilities for the {len(ids)} tokens of "
+                f"prompt '{prompt.id}': give one for each, the end-of-sequence token's too"
+            )
+        kept = min(len(ids), sampling.max_tokens)
+        return Completion(
+            tokens=np.array(ids[:kept], dtype=np.int64),
+            log_probs=np.array(log_probs[:kept], dtype=np.float32),
+            written=np.ones(kept, dtype=np.bool_),
+            finish="eos" if kept == len(ids) else "length",
+            text=decode(self.tokenizer, [ids[:kept]])[0],
+        )

@@ -1,0 +1,134 @@
+"""When a completion ends: end-of-sequence ids, stop ids, stop strings, budget and context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from keel.types import FinishReason, KeelError, Prompt, Sampling
+
+GOING, EOS, STOP, LENGTH = range(4)
+"""What a row's last token did to it."""
+
+REASONS: dict[int, FinishReason] = {EOS: "eos", STOP: "stop", LENGTH: "length"}
+
+
+def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a sequence: those of the generation config, or where it has none of the
+    model's config; and the tokenizer's.
+
+    Raises KeelError where nobody names one: completions would always run to the budget.
+    """
+    config = model.config.get_text_config()
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    named = config.eos_token_id if named is None else named
+    found = {*_ids(named), *_ids(tokenizer.eos_token_id)}
+    inside = tuple(sorted(number for number in found if 0 <= number < config.vocab_size))
+    if not inside:
+        raise KeelError(
+            f"{type(model).__name__} has no end-of-sequence token: "
+            "set eos_token on its tokenizer, or eos_token_id in its config.json"
+        )
+    return inside
+
+
+def _ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def context_length(model: Any) -> int | None:
+    """How many tokens a sequence may have, prompt and completion; None where nothing says."""
+    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return None if length is None else int(length)
+
+
+def budgets(
+    prompts: Sequence[Prompt], sampling: Sampling, context: int | None
+) -> npt.NDArray[np.int64]:
+    """How many tokens may be sampled for each prompt: the budget, or what the context leaves.
+
+    Raises KeelError for a prompt that was not encoded or that leaves no room in the context.
+    """
+    for prompt in prompts:
+        if not prompt.tokens:
+            raise KeelError(f"prompt '{prompt.id}' has no tokens: encode it before sampling")
+        if context is not None and len(prompt.tokens) >= context:
+            raise KeelError(
+                f"prompt '{prompt.id}' has {len(prompt.tokens)} tokens, which leaves no room in "
+                f"the model's context of {context}: shorten it, or set prompts.max_tokens"
+            )
+    room = [sampling.max_tokens] * len(prompts)
+    if context is not None:
+        room = [min(sampling.max_tokens, context - len(prompt.tokens)) for prompt in prompts]
+    return np.array(room, dtype=np.int64)
+
+
+class Stops:
+    """Says after each step which rows ended, and by what.
+
+    Ids are looked up in a table. Stop strings are sought, only if there are any, in the decoded
+    last tokens of each row, so that one across token borders is found; special tokens do not count
+    as text. The end-of-sequence token wins over a stop, a stop over the budget.
+    """
+
+    def __init__(
+        self, eos: Sequence[int], sampling: Sampling, tokenizer: Any, vocabulary: int
+    ) -> None:
+        outside = [number for number in sampling.stop_ids if not 0 <= number < vocabulary]
+        if outside:
+            raise KeelError(
+                f"sampling.stop_ids holds {outside[0]}, which is not a token: "
+                f"give ids from 0 to {vocabulary - 1}"
+            )
+        self._table = np.full(vocabulary, GOING, dtype=np.int8)
+        self._table[list(sampling.stop_ids)] = STOP
+        self._table[list(eos)] = EOS
+        self._strings = sampling.stop
+        self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids) if sampling.stop else frozenset()
+        # A token that is text holds at least a byte of it. The first tokens of a window may lose a
+        # space or half a character, so a few more are decoded than a string can span.
+        longest = max((len(text.encode()) for text in sampling.stop), default=0)
+        self._window = longest + 8
+        self._tails: dict[int, list[int]] = {}
+
+    def check(
+        self,
+        sequences: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int64],
+        spent: npt.NDArray[np.bool_],
+    ) -> npt.NDArray[np.int8]:
+        """What each row's new token did; `spent` says whose budget is used up."""
+        codes = self._table[tokens]
+        codes[(codes == GOING) & spent] = LENGTH
+        if self._strings:
+            self._check_strings(sequences, tokens, codes)
+        return codes
+
+    def _check_strings(
+        self,
+        sequences: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int64],
+        codes: npt.NDArray[np.int8],
+    ) -> None:
+        tails = [self._tails.setdefault(sequence, []) for sequence in sequences.tolist()]
+        for tail, token in zip(tails, tokens.tolist(), strict=True):
+            if token not in self._special:
+                tail.append(token)
+                del tail[: -self._window]
+        for row, text in enumerate(decode(self._tokenizer, tails)):
+            if codes[row] in (GOING, LENGTH) and any(stop in text for stop in self._strings):
+                codes[row] = STOP
+
+
+def decode(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
+    """The sequences as text, without special tokens, otherwise exactly as the tokens say."""
+    texts: list[str] = tokenizer.batch_decode(
+        sequences, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return texts

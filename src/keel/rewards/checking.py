@@ -1,0 +1,81 @@
+"""What a reward function returned, checked: one number, None or list of steps a completion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from keel.types import Step
+
+
+class BadReturn(Exception):
+    """What is wrong with all that a function returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a reward says of one completion; `wrong` says why it cannot be used."""
+
+    value: float | None = None
+    steps: tuple[Step, ...] = ()
+    wrong: str | None = None
+
+
+def read_rewards(returned: Any, lengths: Sequence[int]) -> list[Said]:
+    """What each of the completions gets; `lengths` are theirs in tokens.
+
+    Raises BadReturn where the values cannot be told apart.
+    """
+    if hasattr(returned, "tolist"):  # numpy arrays and torch tensors
+        returned = returned.tolist()
+    if not isinstance(returned, list | tuple):
+        kind = type(returned).__name__
+        raise BadReturn(f"returned a {kind}, not a list: return one reward a completion")
+    if len(returned) != len(lengths):
+        raise BadReturn(
+            f"returned {len(returned)} rewards for {len(lengths)} completions: return one for "
+            "each, None where it does not apply"
+        )
+    return [_read(value, length) for value, length in zip(returned, lengths, strict=True)]
+
+
+def _read(value: Any, length: int) -> Said:
+    if value is None:
+        return Said()
+    if isinstance(value, list | tuple):
+        return _read_steps(value, length)
+    number = _number(value)
+    if number is None:
+        return Said(wrong=f"{value!r:.60} is a {type(value).__name__}, not a number or None")
+    if not math.isfinite(number):
+        return Said(wrong=f"{number} is not finite: return None where the reward does not apply")
+    return Said(number)
+
+
+def _read_steps(value: Sequence[Any], length: int) -> Said:
+    steps: list[Step] = []
+    for pair in value:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            return Said(wrong=f"{pair!r:.60} is not a step: give (index of its last token, reward)")
+        end, reward = pair[0], _number(pair[1])
+        if not isinstance(end, Integral) or not 0 <= int(end) < length:
+            return Said(wrong=f"step end {end!r:.60} is not a token of the {length}")
+        if reward is None or not math.isfinite(reward):
+            return Said(wrong=f"step reward {pair[1]!r:.60} is not a finite number")
+        steps.append(Step(int(end), reward))
+    ends = [step.end for step in steps]
+    if sorted(set(ends)) != ends:
+        return Said(wrong=f"step ends {ends!r:.60} do not rise")
+    return Said(sum(step.reward for step in steps), tuple(steps))
+
+
+def _number(value: Any) -> float | None:
+    if hasattr(value, "item"):  # numpy and torch scalars
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError):
+            return None
+    return float(value) if isinstance(value, Real) else None

@@ -1,0 +1,139 @@
+"""Reward functions by name, and what each asks for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from keel.config.entry import load_entry
+from keel.config.schema import RewardSource
+from keel.config.suggest import unknown
+from keel.rewards.rule import BUILT_IN
+from keel.types import KeelError
+
+TASK = "task"
+"""The built-in reward that is the task's own verdict."""
+RESERVED = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+)
+"""The arguments that are not data columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedReward:
+    """A reward function, its weight, and the keyword arguments that the recipe binds.
+
+    `function` None is the task's own verdict. `required` and `optional` are the arguments that it
+    names and that are not bound; `everything` says that it takes all there are.
+    """
+
+    name: str
+    function: Callable[..., Any] | None
+    weight: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    everything: bool = False
+    is_async: bool = False
+
+    def wants(self, name: str) -> bool:
+        """Whether the function is handed an argument of this name."""
+        if name in self.options:
+            return False
+        return self.everything or name in self.required or name in self.optional
+
+
+def load_reward(source: RewardSource) -> NamedReward:
+    """The reward of a recipe: a built-in, `module:function`, or `path/to/file.py:function`.
+
+    Raises KeelError where there is none of that name, or its options do not fit.
+    """
+    if source.function == TASK:
+        if source.options:
+            raise KeelError(f"reward {TASK!r}: unknown option {next(iter(source.options))!r}")
+        return NamedReward(source.name or TASK, None, source.weight)
+    if ":" in source.function:
+        function = load_entry(source.function, "reward")
+    elif source.function in BUILT_IN:
+        return _built_in(source)
+    else:
+        guess = unknown("reward", source.function, [*BUILT_IN, TASK])
+        raise KeelError(f"{guess}; functions of your own are module:function")
+    if not callable(function):
+        kind = type(function).__name__
+        raise KeelError(f"reward {source.function!r} is a {kind}, not a function")
+    return named_reward(function, source.name, source.weight, source.options)
+
+
+def named_reward(
+    function: Callable[..., Any],
+    name: str | None = None,
+    weight: float = 1.0,
+    options: Mapping[str, Any] | None = None,
+) -> NamedReward:
+    """A function as a reward; its own name unless one is given. Raises KeelError for wrong options.
+
+    An object with `__call__` will do.
+    """
+    name = name or str(getattr(function, "__name__", type(function).__name__))
+    options = dict(options or {})
+    parameters = list(inspect.signature(function).parameters.values())
+    everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise KeelError(
+                f"reward {name!r}: {parameter.name!r} is positional only, but rewards are called "
+                "with keywords: remove the / from its signature"
+            )
+    for option in options:
+        if option in RESERVED:
+            raise KeelError(f"reward {name!r}: {option!r} comes from the run: drop the option")
+        if option not in named and not everything:
+            raise KeelError(f"reward {name!r}: {_unknown_option(option, named)}")
+    free = [p for p in named.values() if p.name not in options]
+    return NamedReward(
+        name=name,
+        function=function,
+        weight=weight,
+        options=options,
+        required=tuple(p.name for p in free if p.default is p.empty),
+        optional=tuple(p.name for p in free if p.default is not p.empty),
+        everything=everything,
+        is_async=_is_async(function),
+    )
+
+
+def _built_in(source: RewardSource) -> NamedReward:
+    """A built-in rule, its options tried on no completions."""
+    function: Callable[..., Any] = BUILT_IN[source.function]
+    reward = named_reward(function, source.name, source.weight, source.options)
+    where = f"reward {reward.name!r}"
+    given = ("completions", "completion_ids", "answer")
+    for option in reward.required:
+        if option not in given:
+            raise KeelError(f"{where}: the option {option!r} is not set: give it in `options`")
+    try:
+        function(**{name: [] for name in reward.required}, **source.options)
+    except (KeelError, TypeError, ValueError) as error:
+        raise KeelError(f"{where}: {' '.join(str(error).split())}") from None
+    return reward
+
+
+def _unknown_option(option: str, named: Mapping[str, Any]) -> str:
+    known = [n for n in named if n not in RESERVED]
+    return unknown("option", option, known) if known else f"unknown option {option!r}: it has none"
+
+
+def _is_async(function: Any) -> bool:
+    if inspect.isclass(function) or inspect.isroutine(function):
+        return inspect.iscoroutinefunction(function)
+    # An object may have its coroutine in __call__.
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))

@@ -1,0 +1,126 @@
+"""Rewards that are rules: right or wrong, in the asked-for shape or not, too long or not.
+
+All have TRL's signature, work on plain and on conversational completions, and give one number a
+completion; None where a rule has nothing to judge by.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from keel.types import KeelError
+from keel.verify.formats import has_tags, matches, tag_content
+from keel.verify.numbers import final_number, same_number
+from keel.verify.text import same_text
+
+
+def exact_match(
+    *,
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    normalised: bool = False,
+    tag: str | None = None,
+) -> list[float | None]:
+    """1 where the text is the `answer` column's, less the blanks around it, else 0.
+
+    `normalised` also ignores case, runs of blanks and full stops at the end; `tag` takes as the
+    text what stands in the last `<tag>…</tag>` (without one, 0). None where the column is empty.
+    """
+    return [
+        None
+        if gold is None
+        else float(said is not None and same_text(said, str(gold), normalised=normalised))
+        for said, gold in zip(_said(completions, tag), answer, strict=True)
+    ]
+
+
+def numeric_match(
+    *,
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    tolerance: float = 0.0,
+    tag: str | None = None,
+) -> list[float | None]:
+    r"""1 where the text ends on the number that the `answer` column ends on, else 0.
+
+    That is the number of the last `#### …` or `\boxed{…}`, else the last number of all; two are
+    the same where they differ by at most `tolerance · max(1, |gold|)`. `tag` as for `exact_match`.
+    None where the column is empty. Raises KeelError where it holds no number.
+    """
+    rewards: list[float | None] = []
+    for said, gold in zip(_said(completions, tag), answer, strict=True):
+        if gold is None:
+            rewards.append(None)
+            continue
+        wanted = final_number(str(gold))
+        if wanted is None:
+            raise KeelError(
+                f"the answer column holds {str(gold)[:60]!r}, in which there is no number: use "
+                "exact_match, or name another column in task.answer"
+            )
+        given = None if said is None else final_number(said)
+        rewards.append(float(given is not None and same_number(given, wanted, tolerance)))
+    return rewards
+
+
+def format_match(
+    *,
+    completions: Sequence[Any],
+    regex: str | None = None,
+    tags: Sequence[str] | None = None,
+) -> list[float]:
+    """1 where `regex` is found in the text, or the text is made of `tags`; else 0.
+
+    `^` and `$` are the ends of the text (blanks around it aside), `.` matches newlines too.
+    `tags = ["think", "answer"]` asks for `<think>…</think> <answer>…</answer>` and nothing else.
+    Raises KeelError unless exactly one of the two is given.
+    """
+    if (regex is None) == (tags is None):
+        raise KeelError("set exactly one of the options regex and tags")
+    if regex is None:
+        assert tags is not None
+        return [float(has_tags(text, tags)) for text in texts(completions)]
+    try:
+        pattern = re.compile(regex, re.DOTALL)
+    except re.error as error:
+        raise KeelError(f"regex = {regex!r} is no regular expression: {error}") from None
+    return [float(matches(pattern, text)) for text in texts(completions)]
+
+
+def length(
+    *,
+    completion_ids: Sequence[Sequence[int]],
+    target: int,
+    width: int | None = None,
+    both: bool = False,
+) -> list[float]:
+    """0 up to `target` tokens, then linearly down to −1 at `target + width`, −1 beyond.
+
+    `width` None is `target`. With `both`, answers shorter than the target lose as much. Raises
+    KeelError for a target or width under 1.
+    """
+    reach = target if width is None else width
+    for name, value in (("target", target), ("width", reach)):
+        if value < 1:
+            raise KeelError(f"{name} = {value}: give at least 1")
+    over = [len(ids) - target for ids in completion_ids]
+    return [0.0 - min(1.0, (abs(n) if both else max(0, n)) / reach) for n in over]
+
+
+def texts(completions: Sequence[Any]) -> list[str]:
+    """What was said: the text, or the text of the assistant's turns of a conversation."""
+    return [c if isinstance(c, str) else _assistant(c) for c in completions]
+
+
+def _assistant(turns: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(str(turn["content"]) for turn in turns if turn["role"] == "assistant")
+
+
+def _said(completions: Sequence[Any], tag: str | None) -> list[str | None]:
+    return [text if tag is None else tag_content(text, tag) for text in texts(completions)]
+
+
+BUILT_IN = {f.__name__: f for f in (exact_match, numeric_match, format_match, length)}
+"""What a recipe may name without a module."""

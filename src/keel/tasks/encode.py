@@ -1,0 +1,105 @@
+"""Prompts as tokens: plain text by the tokenizer, messages by its chat template."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from keel.types import KeelError, Prompt
+
+
+def encode(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Prompt:
+    """The prompt with its tokens.
+
+    Plain text gets what the tokenizer puts in front (a BOS where it has one) but never an EOS
+    behind; messages get the chat template with the header of the assistant's turn.
+    `template_kwargs` are the template's keyword arguments. Raises KeelError, naming the prompt, for
+    what cannot be encoded.
+    """
+    if isinstance(prompt.content, str):
+        tokens = _text(prompt.content, prompt.id, tokenizer)
+    else:
+        tokens = _messages(prompt, tokenizer, template_kwargs)
+    if not tokens:
+        raise KeelError(f"prompt {prompt.id!r} has no tokens: leave the empty prompt out")
+    return dataclasses.replace(prompt, tokens=tuple(int(t) for t in tokens))
+
+
+class Encoder:
+    """Encodes prompts and leaves out those longer than `max_tokens`; for PromptStream's `prepare`.
+
+    The stream counts what is left out.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_tokens: int | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        self.template_kwargs = dict(template_kwargs or {})
+
+    def __call__(self, prompt: Prompt) -> Prompt | None:
+        """The prompt with its tokens; None where they are too many."""
+        encoded = encode(prompt, self.tokenizer, self.template_kwargs)
+        long = self.max_tokens is not None and len(encoded.tokens) > self.max_tokens
+        return None if long else encoded
+
+
+def _text(text: str, name: str, tokenizer: Any) -> list[int]:
+    try:
+        tokens: list[int] = list(tokenizer(text, add_special_tokens=True)["input_ids"])
+    except Exception as error:  # tokenizers raises bare Exception
+        raise KeelError(_unreadable(text, name, tokenizer, error)) from None
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is not None and unknown in tokens and tokenizer.unk_token not in text:
+        raise KeelError(_unreadable(text, name, tokenizer, None))
+    if tokens and tokens[-1] == tokenizer.eos_token_id:
+        # Some tokenizers close every text with an EOS; nothing would follow it.
+        bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not bare or bare[-1] != tokenizer.eos_token_id:
+            tokens.pop()
+    return tokens
+
+
+def _messages(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
+    turns = [dict(turn) for turn in prompt.content]  # type: ignore[arg-type]
+    if not turns:
+        raise KeelError(f"prompt {prompt.id!r} has no messages: leave the empty prompt out")
+    if not getattr(tokenizer, "chat_template", None):
+        raise KeelError(
+            f"prompt {prompt.id!r} is a conversation, but the tokenizer has no chat template: set "
+            "model.chat_template, or write the prompt as text"
+        )
+    if turns[-1]["role"] == "assistant":
+        raise KeelError(
+            f"prompt {prompt.id!r} ends with the assistant's turn, which is the answer: end it "
+            "with the user's"
+        )
+    try:
+        encoded = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
+        )
+    except Exception as error:
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise KeelError(f"prompt {prompt.id!r}: the chat template fails: {message}") from None
+    return list(encoded["input_ids"])
+
+
+def _unreadable(text: str, name: str, tokenizer: Any, error: Exception | None) -> str:
+    """Names the first character that the tokenizer does not know, where there is one."""
+    for character in dict.fromkeys(text):
+        try:
+            tokens = tokenizer(character, add_special_tokens=False)["input_ids"]
+            if tokenizer.unk_token_id is None or tokenizer.unk_token_id not in tokens:
+                continue
+        except Exception:
+            pass
+        return (
+            f"prompt {name!r} holds {character!r}, which the tokenizer does not know: add it to "
+            "model.build.alphabet, or use another tokenizer"
+        )
+    return f"prompt {name!r} cannot be encoded: {' '.join(str(error).split())}"

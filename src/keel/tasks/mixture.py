@@ -1,0 +1,186 @@
+"""The stream of prompts that a stage trains on, and the prompts that it is judged on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from keel.types import KeelError, Prompt, Task
+
+Prepare = Callable[[Prompt], Prompt | None]
+"""Makes a prompt ready (encodes it); None leaves it out."""
+
+LEFT_OUT_IN_A_ROW = 1_000
+"""So many prompts of an endless task left out one after the other mean that none will do."""
+REPEATS_IN_A_ROW = 1_000
+"""So many known prompts in a row mean that an endless task has shown all its held-out ones."""
+
+
+class PromptStream:
+    """Train prompts of a weighted mixture, one after the other, without end.
+
+    Which task the n-th draw takes is drawn by weight from `SeedSequence([seed, 0, n])`. A task
+    with a size is gone through in epochs, each a permutation seeded by
+    `SeedSequence([seed, 1, task, epoch])`, so that each prompt comes once an epoch; an endless one
+    by rising index. So the stream is a function of the seed and of the counts in `state()`.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        weights: Sequence[float],
+        seed: int,
+        prepare: Prepare | None = None,
+    ) -> None:
+        self.tasks = _check(tasks, weights)
+        self.shares = np.asarray(weights, dtype=np.float64) / float(sum(weights))
+        self.seed = seed
+        self.prepare = prepare
+        self._draws = 0
+        self._taken = {task.name: 0 for task in tasks}
+        self._left_out = {task.name: 0 for task in tasks}
+        self._order: dict[int, tuple[int, Any]] = {}
+
+    def take(self, k: int) -> list[Prompt]:
+        """The next `k` prompts that were not left out.
+
+        Raises KeelError where a task has no prompt that is not left out.
+        """
+        return [self._next() for _ in range(k)]
+
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """How many prompts of each task were left out so far."""
+        return dict(self._left_out)
+
+    def state(self) -> dict[str, Any]:
+        """All that decides what comes next, as JSON can hold it."""
+        return {
+            "draws": self._draws,
+            "taken": dict(self._taken),
+            "left_out": dict(self._left_out),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state()`. Raises KeelError where it is of another mixture."""
+        names = [task.name for task in self.tasks]
+        if set(state.get("taken", {})) != set(names):
+            raise KeelError(
+                f"the checkpoint's prompt stream is of the tasks {sorted(state.get('taken', {}))}, "
+                f"the recipe's of {sorted(names)}: resume with the recipe of the run"
+            )
+        self._draws = int(state["draws"])
+        self._taken = {name: int(state["taken"][name]) for name in names}
+        self._left_out = {name: int(state["left_out"][name]) for name in names}
+
+    def _next(self) -> Prompt:
+        at = self._choose()
+        self._draws += 1
+        task = self.tasks[at]
+        size = task.size("train")
+        if size == 0:
+            raise KeelError(f"task {task.name!r} has no train prompt: give it rows")
+        for _ in range(LEFT_OUT_IN_A_ROW if size is None else 2 * size):
+            prompt: Prompt | None = task.prompt("train", self._index(at, size))
+            self._taken[task.name] += 1
+            if self.prepare is not None and prompt is not None:
+                prompt = self.prepare(prompt)
+            if prompt is not None:
+                return prompt
+            self._left_out[task.name] += 1
+        raise _all_left_out(task.name, "train")
+
+    def _choose(self) -> int:
+        if len(self.tasks) == 1:
+            return 0
+        key = np.random.SeedSequence([self.seed, 0, self._draws])
+        uniform = np.random.default_rng(key).random()
+        return min(
+            int(np.searchsorted(self.shares.cumsum(), uniform, "right")), len(self.tasks) - 1
+        )
+
+    def _index(self, at: int, size: int | None) -> int:
+        taken = self._taken[self.tasks[at].name]
+        if size is None:
+            return taken
+        epoch, place = divmod(taken, size)
+        if self._order.get(at, (-1, None))[0] != epoch:
+            key = np.random.SeedSequence([self.seed, 1, at, epoch])
+            self._order[at] = (epoch, np.random.default_rng(key).permutation(size))
+        return int(self._order[at][1][place])
+
+
+def heldout(
+    tasks: Sequence[Task],
+    weights: Sequence[float],
+    n: int,
+    prepare: Prepare | None = None,
+) -> list[Prompt]:
+    """The first `n` different held-out prompts, each task in proportion to its weight.
+
+    Fewer where the held-out sides have no more. No chance is in it. Raises KeelError where there
+    is none at all.
+    """
+    _check(tasks, weights)
+    found: list[Prompt] = []
+    counts = [0] * len(tasks)
+    walks = [_walk(task, prepare) for task in tasks]
+    live = set(range(len(tasks)))
+    while live and len(found) < n:
+        # The task that lags furthest behind its weight; the earlier one where two do alike.
+        at = min(live, key=lambda i: ((counts[i] + 1) / weights[i], i))
+        prompt = next(walks[at], None)
+        if prompt is None:
+            live.remove(at)
+            continue
+        counts[at] += 1
+        found.append(prompt)
+    if not found and n > 0:
+        raise KeelError(
+            "there is no held-out prompt: give heldout_path or more rows, or set "
+            "evaluation.prompts = 0"
+        )
+    return found
+
+
+def _walk(task: Task, prepare: Prepare | None) -> Any:
+    """Different held-out prompts of a task in order of their index."""
+    size = task.size("heldout")
+    seen: set[str] = set()
+    index = idle = left_out = 0
+    while (size is None and idle < REPEATS_IN_A_ROW) or (size is not None and index < size):
+        prompt: Prompt | None = task.prompt("heldout", index)
+        index += 1
+        idle += 1
+        assert prompt is not None
+        key = repr(prompt.content)
+        if key in seen:
+            continue
+        seen.add(key)
+        if prepare is not None:
+            prompt = prepare(prompt)
+        if prompt is None:
+            left_out += 1
+            continue
+        idle = 0
+        yield prompt
+    if left_out and left_out == len(seen):
+        raise _all_left_out(task.name, "held-out")
+
+
+def _check(tasks: Sequence[Task], weights: Sequence[float]) -> tuple[Task, ...]:
+    if len(tasks) != len(weights) or not tasks:
+        raise ValueError(f"{len(tasks)} tasks and {len(weights)} weights: give one weight a task")
+    names = [task.name for task in tasks]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two tasks share a name: {sorted(names)}")
+    return tuple(tasks)
+
+
+def _all_left_out(name: str, side: str) -> KeelError:
+    return KeelError(
+        f"task {name!r}: every {side} prompt is left out because it is too long: raise "
+        "prompts.max_tokens, or use a model with a longer context"
+    )

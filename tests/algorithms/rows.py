@@ -1,0 +1,112 @@
+"""Rows for every kind of every choice; a kind that `spec.py` gains must gain a row here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, get_args, get_origin
+
+from keel.algorithms import spec
+from keel.algorithms.presets import PRESETS
+from keel.algorithms.spec import Algorithm
+
+BASE: dict[str, Any] = {
+    "advantage": {"kind": "group_relative"},
+    "ratio": "token",
+    "surrogate": {"kind": "clip"},
+    "weights": {"kind": "sequence_mean"},
+}
+VALUE = {"coefficient": 0.1, "clip": 0.2}
+
+
+def row(**changes: Any) -> Algorithm:
+    """The base row with these choices in place of its own."""
+    return Algorithm.model_validate({**BASE, **changes})
+
+
+def kinds(union: Any) -> set[str]:
+    """The kinds of a discriminated union of rows, or the values of a Literal."""
+    if get_origin(union) is not Annotated:
+        return set(get_args(union))
+    arms = get_args(get_args(union)[0])
+    return {arm.model_fields["kind"].default for arm in arms}
+
+
+def literals(model: type[spec.Row], field: str) -> set[str]:
+    """The values that a Literal field of a row may have."""
+    return set(get_args(model.model_fields[field].annotation))
+
+
+CUSTOM = {"kind": "custom", "function": "my_lab.ideas:half_ok", "options": {"power": 2}}
+ADVANTAGES: dict[str, Algorithm] = {
+    "gae": row(advantage={"kind": "gae"}, value=VALUE),
+    "monte_carlo": row(advantage={"kind": "monte_carlo"}, value=VALUE),
+    "td": row(advantage={"kind": "td", "gamma": 0.9}, value=VALUE),
+    "n_step": row(advantage={"kind": "n_step"}, value=VALUE),
+    "group_relative": row(),
+    "leave_one_out": row(advantage={"kind": "leave_one_out"}),
+    "optimal": row(advantage={"kind": "optimal"}),
+    "batch_normalised": row(advantage={"kind": "batch_normalised"}),
+    "greedy_baseline": row(advantage={"kind": "greedy_baseline"}),
+    "process_group_relative": row(advantage={"kind": "process_group_relative"}),
+    "custom": row(advantage=CUSTOM),
+}
+RATIOS: dict[str, Algorithm] = {
+    "none": row(ratio="none", surrogate={"kind": "log_prob"}),
+    **{kind: row(ratio=kind) for kind in ("token", "sequence", "sequence_token")},
+    "sequence_product": row(ratio="sequence_product", surrogate={"kind": "unclipped"}),
+}
+SURROGATES: dict[str, Algorithm] = {
+    **{kind: row(surrogate={"kind": kind}) for kind in ("unclipped", "cispo", "sapo", "geometric")},
+    "clip": row(surrogate={"kind": "clip", "dual": 3.0}),
+    "log_prob": row(ratio="none", surrogate={"kind": "log_prob"}),
+    "custom": row(surrogate={**CUSTOM, "function": "my_lab/new {$5_%}.py:half_ok"}),
+}
+WEIGHTS: dict[str, Algorithm] = {
+    "sequence_mean": row(),
+    "token_mean": row(weights={"kind": "token_mean"}),
+    "constant": row(weights={"kind": "constant", "constant": 512}),
+    "sequence_sum": row(weights={"kind": "sequence_sum"}),
+}
+IN_LOSS = ("k2", "k3", "abs", "full")
+WITH_RATIO = ("k1", "k2", "k3", "abs")
+DIVERGENCES: dict[str, Algorithm] = {
+    **{f"loss {e}": row(divergence={"estimator": e}) for e in IN_LOSS},
+    **{f"loss ρ {e}": row(divergence={"estimator": e, "unbiased": True}) for e in WITH_RATIO},
+    **{f"old {e}": row(divergence={"to": "old", "estimator": e}) for e in ("k2", "k3", "abs")},
+    **{
+        f"old ρ {e}": row(divergence={"to": "old", "estimator": e, "unbiased": True})
+        for e in WITH_RATIO
+    },
+    **{
+        f"reward {e}": row(divergence={"where": "reward", "estimator": e, "beta": 0.3})
+        for e in WITH_RATIO
+    },
+    "reward, per token": row(
+        advantage={"kind": "gae", "gamma": 0.9, "whiten": True},
+        value=VALUE,
+        divergence={"where": "reward", "estimator": "k1", "beta": 0.3},
+    ),
+    "ppo's rule": row(divergence={"adaptive": {"rule": "ppo", "target": 0.03}}),
+    "ziegler's rule": row(divergence={"adaptive": {"rule": "ziegler", "target": 6.0}}),
+}
+BESIDE: dict[str, Algorithm] = {
+    "critic's λ": row(advantage={"kind": "gae", "critic_lam": 0.75}, value={"clip": None}),
+    "adaptive λ": row(advantage={"kind": "gae", "adaptive_alpha": 0.05}, value=VALUE),
+    "batch mean": row(advantage={"kind": "monte_carlo", "baseline": "batch_mean"}),
+    "no baseline": row(advantage={"kind": "monte_carlo", "baseline": "none", "gamma": 0.5}),
+    "batch std": row(advantage={"kind": "group_relative", "scale": "batch", "whiten": True}),
+    "no std": row(advantage={"kind": "group_relative", "scale": "none", "epsilon": 0.0}),
+    "entropy": row(entropy=0.01),
+    **{
+        f"{kind} {level}": row(correction={"kind": kind, "level": level, "cap": 3.0})
+        for kind in ("truncate", "mask")
+        for level in ("token", "sequence")
+    },
+}
+PRESET_ROWS = {f"preset {name}": preset.row for name, preset in PRESETS.items()}
+ALL: dict[str, Algorithm] = {
+    **{f"{where} {kind}": found for where, table in (
+        ("advantage", ADVANTAGES), ("ratio", RATIOS), ("surrogate", SURROGATES),
+        ("weights", WEIGHTS), ("divergence", DIVERGENCES), ("beside", BESIDE),
+    ) for kind, found in table.items()},
+    **PRESET_ROWS,
+}  # fmt: skip

@@ -1,0 +1,324 @@
+"""What `keel explain` prints: every figure of a row in its formula, every kind, every source."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from keel.algorithms import spec
+from keel.algorithms.explain import Explanation, explain, explain_preset, explain_row
+from keel.algorithms.presets import CHOICE, PRESETS
+from keel.algorithms.spec import Algorithm
+from keel.algorithms.symbols import width
+from keel.algorithms.terms import Setting
+from keel.types import KeelError
+from tests.algorithms import rows
+
+FULL = Setting(
+    group_size=8, prompts_per_step=32, max_tokens=640, epochs=3, minibatches=5, reward="rule",
+    value="head", lora=True, temperature=0.7, dynamic_sampling=True, soft_overlong=128,
+    mask_truncated=True, old_log_probs="engine", reference_reset_every=50,
+)  # fmt: skip
+
+
+def formulas(explanation: Explanation) -> str:
+    lines = [e.unicode for term in explanation.terms for e in term.equations]
+    return "\n".join([*(e.unicode for e in explanation.objective), *lines])
+
+
+def objective(explanation: Explanation) -> str:
+    return "\n".join(e.unicode for e in explanation.objective)
+
+
+# ---------------------------------------------------------------- known formulas
+
+GOLDEN = {
+    "ppo": [
+        "J(θ) = Σ_n w_n · min(ρ_n A_n, clip(ρ_n, 0.8, 1.2) A_n)",
+        "r_n = [n = last_i] R_i − 0.05 d_n",
+        "L_V(φ) = 0.1 · 1/N · Σ_n ½ max((V_n − R̂_n)², (clip(V_n, V_{old,n} ± 0.2) − R̂_n)²)",
+    ],
+    "ppo_kl_penalty": [
+        "J(θ) = Σ_n w_n · ρ_n A_n − β Σ_n w_n · (e^{d_n} − d_n − 1)",
+        "β = 1 at first",
+        "β ← 2 β if KL > 1.5 · 0.01,   β / 2 if KL < 0.01 / 1.5",
+        "L_V(φ) = 0.1 · 1/N · Σ_n ½ max((V_n − R̂_n)², (clip(V_n, V_{old,n} ± 0.2) − R̂_n)²)",
+    ],
+    "grpo": [
+        "J(θ) = Σ_n w_n · min(ρ_n A_n, clip(ρ_n, 0.8, 1.2) A_n)"
+        " − 0.04 Σ_n w_n · (e^{−d_n} + d_n − 1)"
+    ],
+    "dapo": ["J(θ) = Σ_n w_n · min(ρ_n A_n, clip(ρ_n, 0.8, 1.28) A_n)"],
+    "gspo": ["J(θ) = Σ_n w_n · min(ρ_n A_n, clip(ρ_n, 0.9997, 1.0004) A_n)"],
+    "rloo": ["J(θ) = Σ_n w_n · A_n ℓ_n", "R̃_i = R_i − 0.03 Σ_{n∈i} d_n"],
+    "reinforce_pp_baseline": [
+        "J(θ) = Σ_n w_n · min(ρ_n A_n, clip(ρ_n, 0.8, 1.2) A_n) − 0.001 Σ_n w_n · ½ d_n²"
+    ],
+    "cispo": ["J(θ) = Σ_n w_n · sg[clip(ρ_n, 0, 5)] A_n ℓ_n"],
+    "sapo": [
+        "J(θ) = Σ_n w_n · 4/τ_n · σ(τ_n (ρ_n − 1)) A_n",
+        "τ_n = 1 if A_n > 0,   1.05 otherwise",
+    ],
+    "gmpo": [
+        "J(θ) = Σ_n w_n · A_n exp(1/L_i · Σ_{t∈i} g_i min(g_i log ρ_t, "
+        "g_i clip(log ρ_t, −0.4, 0.4)))",
+        "g_i = sign(A_n)",
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "lines"), GOLDEN.items())
+def test_the_objective_of_a_preset(name: str, lines: list[str]) -> None:
+    assert objective(explain_preset(name)).split("\n") == lines
+
+
+ADVANTAGE_LINES = {
+    "ppo": ["A_n = Σ_{k≥0} (1 · 0.95)^k δ_{n+k}", "δ_n = r_n + 1 · V_{n+1} − V_n",
+            "A_n ← (A_n − mean(A)) / √(var(A) + 10⁻⁸)"],
+    "grpo": ["A_n = (R_i − mean_g(R)) / (std_g(R) + 0.0001)"],
+    "grpo_process": ["A_n = Σ_{k:end(k)≥n} r̃_k",
+                     "r̃_k = (r_k − mean_g(r)) / (std_g(r) + 0.0001)"],
+    "dr_grpo": ["A_n = R_i − mean_g(R)"],
+    "rloo": ["A_n = R̃_i − 1/(G−1) Σ_{j≠i} R̃_j"],
+    "reinforce": ["A_n = Σ_{k≥0} 1^k r_{n+k} − mean_S(R)"],
+    "remax": ["A_n = R̃_i − R_greedy"],
+    "opo": ["A_n = R_i − (Σ_{j∈g} L_j R_j) / (Σ_{j∈g} L_j)"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "lines"), ADVANTAGE_LINES.items())
+def test_the_advantage_of_a_preset(name: str, lines: list[str]) -> None:
+    [term] = [t for t in explain_preset(name).terms if t.key == "advantage"]
+    assert [e.unicode for e in term.equations] == lines
+
+
+# ---------------------------------------------------------------- kinds
+
+
+@pytest.mark.parametrize(
+    ("table", "union"),
+    [
+        (rows.ADVANTAGES, rows.kinds(spec.Advantage)),
+        (rows.SURROGATES, rows.kinds(spec.Surrogate)),
+        (rows.RATIOS, rows.kinds(spec.Ratio)),
+        (rows.WEIGHTS, rows.literals(spec.Weights, "kind")),
+    ],
+    ids=["advantage", "surrogate", "ratio", "weights"],
+)
+def test_there_is_a_row_of_every_kind(table: dict[str, Algorithm], union: set[str]) -> None:
+    assert set(table) == union
+
+
+def test_there_is_a_row_of_every_divergence_rule_and_correction() -> None:
+    found = [r.divergence for r in rows.ALL.values() if r.divergence is not None]
+    assert {d.estimator for d in found} == rows.literals(spec.Divergence, "estimator")
+    assert {d.where for d in found} == rows.literals(spec.Divergence, "where")
+    assert {d.to for d in found} == rows.literals(spec.Divergence, "to")
+    rules = {d.adaptive.rule for d in found if d.adaptive is not None}
+    assert rules == rows.literals(spec.Adaptive, "rule")
+    fixes = [r.correction for r in rows.ALL.values() if r.correction is not None]
+    assert {c.kind for c in fixes} == rows.literals(spec.Correction, "kind")
+    assert {c.level for c in fixes} == rows.literals(spec.Correction, "level")
+
+
+@pytest.mark.parametrize("context", [Setting(), FULL], ids=["bare", "recipe"])
+@pytest.mark.parametrize("name", rows.ALL)
+def test_every_row_is_explained(name: str, context: Setting) -> None:
+    row = rows.ALL[name]
+    found = explain_row(row, None, context)
+    keys = [term.key for term in found.terms]
+    assert keys[:5] == ["advantage", "ratio", "surrogate", "weights", "divergence"]
+    assert ("value" in keys) == (row.value is not None)
+    assert ("entropy" in keys) == (row.entropy > 0)
+    assert ("correction" in keys) == (row.correction is not None)
+    kinds = {term.key: term.kind for term in found.terms}
+    assert kinds["advantage"] == row.advantage.kind
+    assert kinds["surrogate"] == row.surrogate.kind
+    assert kinds["ratio"] == row.ratio
+    assert kinds["weights"] == row.weights.kind
+    assert all(term.text and term.source for term in found.terms)
+    assert all(term.equations for term in found.terms if term.kind != "none")
+
+
+def test_kinds_of_one_choice_read_differently() -> None:
+    for table in (rows.ADVANTAGES, rows.RATIOS, rows.SURROGATES, rows.WEIGHTS, rows.DIVERGENCES):
+        texts = {explain_row(row).unicode() for row in table.values()}
+        assert len(texts) == len(table)
+
+
+# ---------------------------------------------------------------- models
+
+IN_MEMORY = {
+    "ppo": 4, "ppo_kl_penalty": 3, "grpo": 3, "grpo_process": 3, "dr_grpo": 2, "dapo": 2,
+    "gspo": 2, "gspo_token": 2, "rloo": 3, "reinforce": 2, "reinforce_pp": 3,
+    "reinforce_pp_baseline": 3, "remax": 3, "opo": 2, "cispo": 2, "sapo": 2, "gmpo": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "count"), IN_MEMORY.items())
+def test_the_models_in_memory(name: str, count: int) -> None:
+    found = explain_preset(name)
+    assert len(found.loaded) == count
+    assert f"Models in memory: {count} (" in found.unicode()
+    with_rule = explain_preset(name, Setting(reward="rule"))
+    assert len(with_rule.loaded) == count - 1
+    assert "reward" not in with_rule.loaded
+    assert len(explain_preset(name, Setting(lora=True)).loaded) == count - (
+        "reference" in found.loaded
+    )
+
+
+def test_who_is_in_memory() -> None:
+    assert explain_preset("ppo").loaded == ("policy", "reference", "reward", "value")
+    assert explain_preset("grpo").loaded == ("policy", "reference", "reward")
+    small = explain_preset("ppo", Setting(reward="rule", lora=True, value="head"))
+    assert small.loaded == ("policy",)
+    assert [use.role for use in small.models] == ["policy", "reference", "reward", "value"]
+
+
+def test_a_beta_of_zero_frees_the_reference() -> None:
+    row = rows.row(divergence={"beta": 0.0})
+    found = explain_row(row)
+    assert found.loaded == ("policy", "reward")
+    assert objective(found) == "J(θ) = Σ_n w_n · min(ρ_n A_n, clip(ρ_n, 0.8, 1.2) A_n)"
+
+
+# ---------------------------------------------------------------- sources
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_states_its_sources(name: str) -> None:
+    found = explain_preset(name)
+    stated = {term.key: term.source for term in found.terms}
+    assert stated == dict(PRESETS[name].sources)
+    marked = {term.key for term in found.terms if term.keels_choice}
+    assert marked == {key for key, text in stated.items() if CHOICE in text}
+    assert (f"† {CHOICE}" in found.unicode()) == bool(marked)
+    assert found.unicode().count("Source †") == len(marked)
+
+
+def test_an_unchanged_row_keeps_the_presets_sources() -> None:
+    for name, preset in PRESETS.items():
+        found = explain_row(preset.row, name, Setting(epochs=preset.epochs))
+        assert {t.key: t.source for t in found.terms} == dict(preset.sources)
+
+
+def test_what_the_recipe_sets_is_said_choice_by_choice() -> None:
+    data = PRESETS["grpo"].row.model_dump()
+    data["divergence"]["beta"] = 0.5
+    data["surrogate"] = {"kind": "sapo"}
+    data["entropy"] = 0.01
+    data["correction"] = {}
+    found = explain_row(Algorithm.model_validate(data), "grpo", Setting(epochs=2))
+    stated = {term.key: term.source for term in found.terms}
+    sources = PRESETS["grpo"].sources
+    assert stated == {
+        "advantage": sources["advantage"],
+        "ratio": sources["ratio"],
+        "surrogate": "set in the recipe",
+        "weights": sources["weights"],
+        "divergence": "set in the recipe (beta = 0.5, not 0.04); the rest: "
+        + sources["divergence"],
+        "entropy": "set in the recipe",
+        "correction": "set in the recipe",
+        "epochs": "set in the recipe (μ = 2, not 1)",
+    }
+
+
+def test_a_row_of_ones_own_has_no_papers_behind_it() -> None:
+    found = explain(rows.row(), name="mine", title="a trial", sources={})
+    assert {term.source for term in found.terms} == {"set in the recipe"}
+
+
+def test_an_unknown_preset_is_named_with_the_nearest() -> None:
+    with pytest.raises(KeelError, match="unknown algorithm 'gmppo': did you mean 'gmpo'"):
+        explain_preset("gmppo")
+    with pytest.raises(KeelError, match="known: cispo, dapo"):
+        explain_row(rows.row(), "zzz")
+
+
+# ---------------------------------------------------------------- the setting
+
+
+def test_what_the_setting_adds_is_said() -> None:
+    row = rows.row(advantage={"kind": "leave_one_out"}, weights={"kind": "constant"})
+    text = " ".join(explain_row(row, "grpo", FULL).unicode().split())
+    assert "A_n = R_i − 1/7 Σ_{j≠i} R_j" in text
+    assert "w_n = 1 / (S · 640)" in text
+    assert "32 prompts of 8 completions, in 5 mini-batches: S ≤ 52" in text
+    assert "temperature 0.7" in text
+    assert "μ = 3" in text
+    assert "min(0, (512 − L_i) / 128)" in text
+    assert "Dynamic sampling" in text
+    assert "left out of the loss" in text
+    assert "The sampling engine's own log-probabilities" in text
+    bare = " ".join(explain_row(row, "grpo").unicode().split())
+    assert "w_n = 1 / (S · C)" in bare
+    assert "C (the completion budget)" in bare
+    assert "1/(G−1)" in bare
+    assert "Dynamic sampling" not in bare
+    assert "overlong" not in bare
+
+
+def test_dapo_brings_its_sampling_without_a_recipe() -> None:
+    notes = " ".join(explain_preset("dapo").json()["notes"])
+    assert "Dynamic sampling" in notes
+    assert "the last 0.2 C tokens" in notes
+    assert "min(0, (0.8 C − L_i) / (0.2 C))" in notes
+    known = explain_preset("dapo", Setting(max_tokens=1000, overlong_share=0.2)).json()["notes"]
+    assert any("min(0, (800 − L_i) / 200)" in note for note in known)
+
+
+def test_one_update_a_batch_is_said_to_leave_the_ratio_at_one() -> None:
+    said = "ρ_n = 1 in value"
+    assert said in explain_preset("grpo").unicode()
+    assert said not in explain_preset("ppo").unicode()
+    assert said not in explain_preset("grpo", Setting(minibatches=2)).unicode()
+    off = " ".join(explain_preset("rloo", Setting(epochs=2)).json()["notes"])
+    assert "no ratio corrects" in off
+
+
+def test_whose_lambda_the_critic_has() -> None:
+    def words(**gae: object) -> str:
+        row = rows.row(advantage={"kind": "gae", **gae}, value=rows.VALUE)
+        [term] = [t for t in explain_row(row).json()["terms"] if t["term"] == "value"]
+        return str(term["text"])
+
+    assert "λ = 0.95 as the actor's" in words()
+    assert "the critic's own λ = 0.5" in words(critic_lam=0.5)
+    assert "the critic's own λ = 1" in words(adaptive_alpha=0.05)
+
+
+# ---------------------------------------------------------------- on a terminal
+
+
+@pytest.mark.parametrize("name", rows.ALL)
+def test_text_keeps_to_the_terminal(name: str) -> None:
+    for context in (Setting(), FULL):
+        found = explain_row(rows.ALL[name], "grpo", context)
+        for columns in (60, 80, 100, 120):
+            text = found.unicode(columns)
+            assert all(width(line) <= columns for line in text.split("\n"))
+            assert all(line == line.rstrip() for line in text.split("\n"))
+            assert not set(text.replace("{$5_%}", "")) & {"\x1b", "$", "\\", "\u00a0", "\0", "\t"}
+            assert "\n\n\n" not in text
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_terms_are_aligned(name: str) -> None:
+    found = explain_preset(name)
+    lines = found.unicode(100).split("\n")
+    for term in found.terms:
+        [line] = [x for x in lines if x[5:].startswith(term.title) and x.endswith(term.kind)]
+        assert width(line) == 100
+        assert line.index(term.title) == 5
+
+
+def test_json_is_plain_and_whole() -> None:
+    for name, preset in PRESETS.items():
+        found = explain_preset(name).json()
+        assert json.loads(json.dumps(found)) == found
+        assert found["name"] == name
+        assert {t["term"] for t in found["terms"]} == set(preset.sources)
+        assert found["models_in_memory"] == list(explain_preset(name).loaded)

@@ -1,0 +1,90 @@
+"""Every figure of a row stands in the formula that is printed for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from keel.algorithms import spec
+from keel.algorithms.explain import explain_row
+from keel.algorithms.spec import Algorithm
+from keel.algorithms.terms import Setting
+from tests.algorithms import rows
+from tests.algorithms.test_explain import formulas, objective
+
+
+def leaves(data: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from leaves(value, (*path, key))
+    elif isinstance(data, (int, float)) and not isinstance(data, bool):
+        yield path, data
+
+
+def changed(row: Algorithm, path: tuple[str, ...]) -> tuple[Algorithm, float]:
+    """The row with another figure at the path: one that stands nowhere else."""
+    for figure in (37, 3.3125, 0.3125):
+        data = row.model_dump()
+        table = data
+        for key in path[:-1]:
+            table = table[key]
+        if isinstance(table[path[-1]], int) != isinstance(figure, int):
+            continue
+        table[path[-1]] = figure
+        try:
+            return Algorithm.model_validate(data), figure
+        except ValidationError:
+            continue
+    raise AssertionError(path)
+
+
+def idle(row: Algorithm, path: tuple[str, ...]) -> bool:
+    """Figures that the row's own kind does not read."""
+    d, c, a = row.divergence, row.correction, row.advantage
+    return (
+        (path[-1] == "horizon" and d is not None and d.adaptive is not None
+         and d.adaptive.rule == "ppo")
+        or (path[-1] == "floor" and c is not None and c.kind == "truncate")
+        or (path[-1] == "lam" and isinstance(a, spec.GAE) and a.adaptive_alpha is not None)
+        or (path[-1] == "epsilon" and isinstance(a, spec.GroupRelative) and a.scale == "none")
+        or "options" in path
+    )  # fmt: skip
+
+
+FIGURES = [
+    (name, path)
+    for name, row in rows.ALL.items()
+    for path, _ in leaves(row.model_dump())
+    if not idle(row, path) and not (path == ("entropy",) and row.entropy == 0)
+]
+IN_OBJECTIVE = {"surrogate", "value", "entropy"}
+
+
+@pytest.mark.parametrize(("name", "path"), FIGURES, ids=[f"{n}: {'.'.join(p)}" for n, p in FIGURES])
+def test_a_changed_figure_stands_in_the_formula(name: str, path: tuple[str, ...]) -> None:
+    row, figure = changed(rows.ALL[name], path)
+    before, after = (explain_row(r, None, Setting()) for r in (rows.ALL[name], row))
+    where = objective if path[0] in IN_OBJECTIVE or path[-1] == "beta" else formulas
+    one = Decimal(1)
+    shown = {str(figure), str(one - Decimal(str(figure))), str(one + Decimal(str(figure)))}
+    shown = {text.replace("-", "−") for text in shown}
+    assert where(before) != where(after)
+    assert any(re.search(rf"(?<![\d.]){re.escape(text)}(?![\d.])", where(after)) for text in shown)
+    assert before.latex() != after.latex()
+    assert before.json()["objective"] != after.json()["objective"] or where is not objective
+
+
+def test_the_entropy_bonus_enters_the_objective() -> None:
+    assert objective(explain_row(rows.row(entropy=0.25))).endswith("+ 0.25 · 1/N · Σ_n H_n")
+    assert "H_n" not in explain_row(rows.row()).unicode()
+
+
+def test_the_correction_multiplies_the_surrogate_alone() -> None:
+    text = objective(explain_row(rows.row(correction={}, divergence={})))
+    assert text.startswith("J(θ) = Σ_n w_n c_n · min(")
+    assert "− 0.04 Σ_n w_n · (e^" in text

@@ -1,0 +1,339 @@
+"""The formulas themselves: LaTeX that typesets, Unicode read off it, and the maths they state."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.mathtext import MathTextParser
+from torch import Tensor
+
+from keel.algorithms import symbols
+from keel.algorithms.explain import Explanation, explain_preset, explain_row
+from keel.algorithms.presets import PRESETS
+from keel.algorithms.spec import Algorithm
+from keel.algorithms.terms import Setting
+from keel.objective import correction, divergences, surrogates, value, weights
+from tests.algorithms import rows
+from tests.algorithms.test_explain import FULL
+
+# ---------------------------------------------------------------- from LaTeX to Unicode
+
+
+@pytest.mark.parametrize(
+    ("formula", "text"),
+    [
+        (r"\rho_n A_n", "ρ_n A_n"),
+        (r"e^{-d_n} + d_n - 1", "e^{−d_n} + d_n − 1"),
+        (r"10^{-8} + d_n^2", "10⁻⁸ + d_n²"),
+        (r"\frac{1}{2} x, \frac{1}{N}", "½ x, 1/N"),
+        (r"\frac{1}{S \cdot L_i}", "1 / (S · L_i)"),
+        (r"\frac{1}{G-1} \sum_{j\neq i} R_j", "1/(G−1) Σ_{j≠i} R_j"),
+        (r"\frac{a - b}{\sqrt{v + 1}}", "(a − b) / √(v + 1)"),
+        (r"\mathrm{sg}[\tilde{R}_i] \, x", "sg[R̃_i] x"),
+        (r"\mathrm{KL}(\pi \Vert \pi_\mathrm{ref})", "KL(π‖π_ref)"),
+        (r"\ell_{\mathrm{old},n}", "ℓ_{old,n}"),
+        (r"a \quad b", "a   b"),
+        (symbols.function("my_lab.ideas:half_ok"), "half_ok"),
+    ],
+)
+def test_unicode_is_read_off_the_latex(formula: str, text: str) -> None:
+    assert symbols.to_unicode(formula) == text
+
+
+@pytest.mark.parametrize("formula", [r"\frac{a}{b", r"a}", r"\foo x", r"\frac{a}", r"x_"])
+def test_what_is_no_formula_is_refused(formula: str) -> None:
+    with pytest.raises(ValueError, match=r"unbalanced|outside the subset|missing"):
+        symbols.to_unicode(formula)
+
+
+@pytest.mark.parametrize(
+    ("figure", "text"),
+    [(0.2, "0.2"), (1.0, "1"), (256.0, "256"), (10_000.0, "10000"), (0.0001, "0.0001"),
+     (0.0, "0"), (1e-8, "10⁻⁸"), (3e-5, "3 · 10⁻⁵"), (0.1 + 0.2, "0.30000000000000004")],
+)  # fmt: skip
+def test_a_figure_is_written_as_a_person_would(figure: float, text: str) -> None:
+    assert symbols.to_unicode(symbols.number(figure)) == text
+
+
+def test_an_edge_has_no_binary_noise() -> None:
+    assert symbols.offset(-0.0003, 1.0) == "0.9997"
+    assert symbols.offset(0.28, 1.0) == "1.28"
+
+
+def test_a_users_text_cannot_break_the_prose() -> None:
+    text = "with $x_1$ and " + symbols.quote("'50% of $5_000 & #1 {~^\\\\}'")
+    assert symbols.prose_to_unicode(text) == "with x_1 and '50% of $5_000 & #1 {~^\\\\}'"
+    latex = symbols.prose_to_latex(text)
+    assert r"50\% of \$5\_000 \& \#1 \{\textasciitilde{}\textasciicircum{}" in latex
+
+
+# ---------------------------------------------------------------- LaTeX
+
+
+def latex_formulas(found: Explanation) -> Iterator[str]:
+    yield from (line.latex for line in found.objective)
+    for term in found.terms:
+        yield term.symbol
+        yield from (line.latex for line in term.equations)
+    prose = [found.reading, *found.notes, *(t.text for t in found.terms)]
+    for text in prose:
+        yield from re.findall(r"(?<!\\)\$(.+?)(?<!\\)\$", text)
+
+
+def test_every_formula_typesets() -> None:
+    parser = MathTextParser("path")
+    found = {
+        formula
+        for row in rows.ALL.values()
+        for context in (Setting(), FULL)
+        for formula in latex_formulas(explain_row(row, "grpo", context))
+    }
+    assert len(found) > 150
+    for formula in sorted(found):
+        parser.parse(f"${formula}$")
+
+
+@pytest.mark.parametrize("name", rows.ALL)
+def test_the_latex_is_balanced(name: str) -> None:
+    text = explain_row(rows.ALL[name], "grpo", FULL).latex()
+    bare = re.sub(r"\\[{}$%&#_]", "", text)
+    depth = 0
+    for character in bare:
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        assert depth >= 0
+    assert depth == 0
+    assert bare.count("$") % 2 == 0
+    assert text.count(r"\[") == text.count(r"\]") > 0
+    opened: list[str] = []
+    for verb, environment in re.findall(r"\\(begin|end)\{([a-z*]+)\}", text):
+        if verb == "begin":
+            opened.append(environment)
+        else:
+            assert opened.pop() == environment
+    assert opened == []
+    outside = re.sub(r"\$[^$]*\$|\\\[.*?\\\]|\\begin\{align\*\}.*?\\end\{align\*\}", "", bare,
+                     flags=re.DOTALL)  # fmt: skip
+    assert not re.search(r"[_^%#&]|[α-ωΑ-Ω]", outside)
+
+
+def test_no_formula_of_a_preset_overflows_a_page_of_latex() -> None:
+    for name in PRESETS:
+        body = explain_preset(name).latex().split(r"\end{align*}")[0]
+        assert all(len(symbols.to_unicode(line)) <= 100 for line in re.findall(r"&.*", body)
+                   for line in [line.replace("&", "").replace("\\\\", "")])  # fmt: skip
+
+
+# ---------------------------------------------------------------- the maths they state
+
+LENGTHS = torch.tensor([5, 1, 7])
+INDEX = np.repeat(np.arange(3), LENGTHS.numpy())
+
+
+def evaluate(expression: str, **signals: Any) -> Any:
+    """A term's expression over flat arrays; `mean` is over each completion."""
+
+    def mean(x: Any) -> Any:
+        sums, counts = np.bincount(INDEX, x), np.bincount(INDEX)
+        return (sums / counts)[INDEX]
+
+    known = {
+        "exp": np.exp, "log": np.log, "abs": np.abs, "clip": np.clip, "sign": np.sign,
+        "min": np.minimum, "max": np.maximum, "where": np.where, "mean": mean,
+        "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    }  # fmt: skip
+    return eval(expression, {"__builtins__": {}}, {**known, **signals})
+
+
+def expression(row: Algorithm, key: str) -> str:
+    [term] = [t for t in explain_row(row).terms if t.key == key]
+    assert term.expression is not None
+    return term.expression
+
+
+def draws(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    count = int(LENGTHS.sum())
+    new, old, ref, engine = (
+        -torch.rand(count, generator=generator, dtype=torch.float64) * 3 for _ in range(4)
+    )
+    advantage = torch.tensor([1.7, -0.8, -1.3], dtype=torch.float64).repeat_interleave(LENGTHS)
+    return {"new": new, "old": old, "ref": ref, "engine": engine, "advantage": advantage}
+
+
+SURROGATES = {
+    **rows.SURROGATES,
+    "dapo": PRESETS["dapo"].row,
+    "gspo": PRESETS["gspo"].row,
+    "gmpo, uneven": rows.row(surrogate={"kind": "geometric", "low": 0.1, "high": 0.6}),
+    "cispo, floor": rows.row(surrogate={"kind": "cispo", "cap": 1.5, "floor": 0.6}),
+    "sapo": rows.row(
+        surrogate={"kind": "sapo", "temperature_positive": 0.5, "temperature_negative": 2.0}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [n for n in SURROGATES if n != "custom"])
+def test_the_surrogate_is_what_the_loss_computes(name: str) -> None:
+    row, x = SURROGATES[name], draws()
+    choice = row.surrogate.model_dump()
+    function = getattr(surrogates, choice.pop("kind"))
+    log_ratio = x["new"] if row.ratio == "none" else x["new"] - x["old"]
+    more = {"log_prob_N": x["new"]} if function is surrogates.cispo else {}
+    wanted = function(log_ratio, x["advantage"], LENGTHS, **choice, **more)
+    found = evaluate(
+        expression(row, "surrogate"),
+        rho=np.exp(log_ratio.numpy()),
+        A=x["advantage"].numpy(),
+        log_prob=x["new"].numpy(),
+    )
+    # Two orders of the same float64 operations: a few units in the last place.
+    np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", [n for n in rows.DIVERGENCES if "full" not in n])
+def test_the_divergence_is_what_the_loss_computes(name: str) -> None:
+    row, x = rows.DIVERGENCES[name], draws(1)
+    d = row.divergence
+    assert d is not None
+    functions = {"abs": divergences.absolute}
+    function = functions.get(d.estimator) or getattr(divergences, d.estimator)
+    other = x["old"] if d.to == "old" else x["ref"]
+    if d.to == "old" and not d.unbiased:
+        wanted = function(other, x["new"])
+    else:
+        wanted = function(x["new"], other)
+    if d.unbiased:
+        wanted = divergences.weighted(wanted, x["new"], x["old"])
+    found = evaluate(
+        expression(row, "divergence"),
+        d=(x["new"] - other).numpy(),
+        rho=np.exp((x["new"] - x["old"]).numpy()),
+    )
+    # k3 cancels near d = 0, where the loss uses expm1: an absolute 1e-14 beside the relative one.
+    np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", rows.WEIGHTS)
+def test_the_weights_are_what_the_loss_computes(kind: str) -> None:
+    options = {"constant": 512} if kind == "constant" else {}
+    wanted = getattr(weights, kind)(LENGTHS, **options)
+    text = expression(rows.WEIGHTS[kind], "weights")
+    lengths = LENGTHS.numpy()[INDEX]
+    found = evaluate(text, S=3, N=13, L=lengths) * np.ones(13)
+    np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-15)
+
+
+@pytest.mark.parametrize("clip", [0.2, None])
+def test_the_value_loss_is_what_the_loss_computes(clip: float | None) -> None:
+    x = draws(2)
+    row = rows.row(advantage={"kind": "gae"}, value={"coefficient": 0.3, "clip": clip})
+    wanted, _ = value.value_loss(x["new"], x["old"], x["ref"], clip=clip)
+    found = evaluate(
+        expression(row, "value"), V=x["new"].numpy(), V_old=x["old"].numpy(), R=x["ref"].numpy()
+    )
+    np.testing.assert_allclose(found, 0.3 * wanted.numpy(), rtol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["truncate", "mask"])
+def test_the_correction_is_what_the_loss_computes(kind: str) -> None:
+    x = draws(3)
+    row = rows.row(correction={"kind": kind, "cap": 1.5})
+    assert row.correction is not None
+    more = {"floor": row.correction.floor} if kind == "mask" else {}
+    wanted = getattr(correction, kind)(
+        x["engine"], x["old"], LENGTHS, level="token", cap=1.5, **more
+    )
+    found = evaluate(expression(row, "correction"), omega=np.exp((x["old"] - x["engine"]).numpy()))
+    np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-13)
+
+
+# ---------------------------------------------------------------- what the estimators do
+
+
+def enumerated(name: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """E[value], E[gradient] of an estimator over one state of five actions, by enumeration.
+
+    Off policy where the estimator is weighed by the ratio or is to the old policy. Last come the
+    KLs by the sides they are written with, for which gradients are taken by the caller.
+    """
+    torch.manual_seed(4)
+    logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    old, ref = torch.randn(2, 5, dtype=torch.float64).log_softmax(-1)
+    new = logits.log_softmax(-1)
+    d = rows.DIVERGENCES[name].divergence
+    assert d is not None
+    sampled_by_old = d.unbiased or d.to == "old"
+    sampler = (old if sampled_by_old else new.detach()).exp()
+    other = old if d.to == "old" else ref
+    difference, rho = new - other, (new - old).exp()
+    text = expression(rows.DIVERGENCES[name], "divergence")
+    known = {"exp": torch.exp, "abs": torch.abs, "d": difference, "rho": rho}
+    estimate = eval(text, {"__builtins__": {}}, known)
+    if d.where == "reward":
+        # A reward is a number; the policy gradient of a penalty is E[D ∇ℓ].
+        estimate = estimate.detach() * new
+    expected = (sampler * estimate).sum()
+    kls = {
+        "π‖ref": (new.exp() * (new - ref)).sum(),
+        "ref‖π": (ref.exp() * (ref - new)).sum(),
+        "π‖old": (new.exp() * (new - old)).sum(),
+        "old‖π": (old.exp() * (old - new)).sum(),
+        "|π − ref|": (new.exp() - ref.exp()).abs().sum(),
+        "E ½d²": (new.exp() * 0.5 * difference**2).sum(),
+        "E |d|": (new.exp() * difference.abs()).sum(),
+    }
+    return logits, expected, sampler, kls
+
+
+# estimator: what its value is (None: said to be biased), what its gradient is (with signs).
+CLAIMS: dict[str, tuple[str | None, tuple[tuple[float, str], ...]]] = {
+    "loss k2": (None, ((1, "π‖ref"),)),
+    "loss k3": ("π‖ref", ((1, "ref‖π"),)),
+    "loss abs": (None, ((1, "|π − ref|"),)),
+    "loss ρ k1": ("π‖ref", ((1, "π‖ref"),)),
+    "loss ρ k2": (None, ((1, "E ½d²"),)),
+    "loss ρ k3": ("π‖ref", ((1, "π‖ref"),)),
+    "loss ρ abs": (None, ((1, "E |d|"),)),
+    "old k3": ("old‖π", ((1, "old‖π"),)),
+    "old ρ k1": ("π‖old", ((1, "π‖old"),)),
+    "old ρ k3": ("π‖old", ((1, "π‖old"),)),
+    "reward k1": (None, ((1, "π‖ref"),)),
+    "reward k3": (None, ((1, "π‖ref"), (-1, "ref‖π"))),
+}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_an_estimator_does_what_its_text_says(name: str) -> None:
+    said_value, said_gradient = CLAIMS[name]
+    logits, expected, _, kls = enumerated(name)
+    gradient = torch.autograd.grad(expected, logits, retain_graph=True)[0]
+    wanted = sum(
+        sign * torch.autograd.grad(kls[side], logits, retain_graph=True)[0]
+        for sign, side in said_gradient
+    )
+    # Sums of five terms in float64.
+    torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-12)
+    terms = explain_row(rows.DIVERGENCES[name]).json()["terms"]
+    text = next(t["text"] for t in terms if t["term"] == "divergence")
+    if said_value is not None:
+        torch.testing.assert_close(expected, kls[said_value], rtol=1e-10, atol=1e-12)
+        side = said_value.replace("ref", "π_ref").replace("old", "π_old")
+        assert f"[value] = KL({side})" in text
+    for _, side in said_gradient:
+        named = side.replace("ref", "π_ref").replace("old", "π_old")
+        if "‖" in side and "reward k1" not in name and "old" not in name:
+            assert f"∇KL({named})" in text
+
+
+def test_the_token_wise_ones_say_that_states_are_held_fixed() -> None:
+    for name, row in rows.DIVERGENCES.items():
+        text = " ".join(explain_row(row).unicode().split())
+        fixed = "with the distribution of states held fixed" in text
+        assert fixed == ("reward" not in name), name
+    exact = " ".join(explain_preset("rloo").unicode().split())
+    assert "exactly that of the KL of whole completions, KL(π‖π_ref)" in exact

@@ -1,0 +1,53 @@
+"""Each preset has a page, and the formula on it is the current one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from keel.algorithms.explain import explain_preset
+from keel.algorithms.presets import PRESETS
+from tests.shared import ROOT
+
+FOLDER = ROOT / "docs" / "algorithms"
+SECTIONS = ["Objective", "What is easy to get wrong", "Metrics", "Learning curve"]
+
+
+def sections(name: str) -> dict[str, str]:
+    text = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
+    parts = re.split(r"^## (.+)$", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], (part.strip() for part in parts[2::2]), strict=True))
+
+
+def test_there_is_a_page_for_each_preset_and_no_other() -> None:
+    assert {path.stem for path in FOLDER.glob("*.md")} == {*PRESETS, "README"}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_page_states_the_current_formula(name: str) -> None:
+    wanted = explain_preset(name).page_equation()
+    found = sections(name)["Objective"]
+    assert found == wanted, f"docs/algorithms/{name}.md, Objective: paste this\n\n{wanted}\n"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_page_has_its_sections_and_size(name: str) -> None:
+    text = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
+    assert text.startswith(f"# {name}\n\n{PRESETS[name].title} (")
+    assert 25 <= len(text.splitlines()) <= 52
+    found = sections(name)
+    assert list(found) == SECTIONS
+    assert found["What is easy to get wrong"].count("\n- ") >= 3
+    assert f"`python benchmarks/quickstart.py --preset {name}`" in found["Learning curve"]
+
+
+def test_the_index_names_each_row() -> None:
+    index = (FOLDER / "README.md").read_text(encoding="utf-8")
+    for name, preset in PRESETS.items():
+        row, paper = preset.row, preset.paper
+        line = next(x for x in index.splitlines() if x.startswith(f"| [{name}]({name}.md) |"))
+        kinds = (row.advantage.kind, row.ratio, row.surrogate.kind, row.weights.kind)
+        assert all(f"| {kind} |" in line for kind in kinds)
+        assert line.endswith(f"| {paper} |")
+        assert ("| none | " + paper in line) == (row.divergence is None)

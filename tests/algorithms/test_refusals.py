@@ -1,0 +1,131 @@
+"""Each combination that makes no sense is refused, with its reason and the mend."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from keel.algorithms import rules
+from keel.algorithms.spec import Algorithm
+
+SOUND: dict[str, Any] = {
+    "advantage": {"kind": "group_relative"},
+    "ratio": "token",
+    "surrogate": {"kind": "clip"},
+    "weights": {"kind": "sequence_mean"},
+}
+VALUE = {"coefficient": 0.1}
+LOSS_TO_OLD = {"to": "old", "where": "loss"}
+REWARD = {"to": "reference", "where": "reward"}
+
+# What is changed in the sound row, a piece of the reason, and what mends it.
+CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    ({"surrogate": {"kind": "log_prob"}}, "has no ratio in it", {"ratio": "none"}),
+    ({"ratio": "none"}, "leaves it nothing", {"surrogate": {"kind": "log_prob"}}),
+    (
+        {"surrogate": {"kind": "geometric"}, "ratio": "sequence"},
+        "takes the mean over a sequence itself",
+        {"ratio": "token"},
+    ),
+    (
+        {"surrogate": {"kind": "geometric"}, "advantage": {"kind": "process_group_relative"}},
+        "is one number a sequence",
+        {"advantage": {"kind": "group_relative"}},
+    ),
+    (
+        {"surrogate": {"kind": "cispo"}, "ratio": "sequence_product"},
+        "weighs each token's log-probability by its own ratio",
+        {"ratio": "sequence_token"},
+    ),
+    (
+        {"ratio": "sequence_product", "weights": {"kind": "sequence_sum"}},
+        "count it once for each token",
+        {"weights": {"kind": "sequence_mean"}},
+    ),
+    (
+        {"ratio": "sequence", "advantage": {"kind": "gae"}, "value": VALUE},
+        "differs from token to token",
+        {"ratio": "sequence_token"},
+    ),
+    ({"advantage": {"kind": "gae"}}, "reads a value model and none is trained", {"value": VALUE}),
+    ({"value": VALUE}, "never reads the value model", {"value": "none"}),
+    (
+        {"divergence": {"estimator": "k1", "where": "loss"}},
+        "gradient of k1 in the loss is zero in expectation",
+        {"divergence": {"estimator": "k1", "where": "reward"}},
+    ),
+    (
+        {"divergence": {"to": "old", "where": "reward", "estimator": "k1"}},
+        "that of the sampling policy to itself, zero",
+        {"divergence": {"to": "old", "where": "loss", "estimator": "k3"}},
+    ),
+    (
+        {"divergence": {**REWARD, "estimator": "k1", "unbiased": True}},
+        "in the reward there is no ratio",
+        {"divergence": {**REWARD, "estimator": "k1", "unbiased": False}},
+    ),
+    (
+        {"divergence": {**REWARD, "estimator": "full"}},
+        "which a reward does not pass on",
+        {"divergence": {**REWARD, "estimator": "k1"}},
+    ),
+    (
+        {"divergence": {**LOSS_TO_OLD, "estimator": "full"}},
+        "would keep its logits for every token",
+        {"divergence": {**LOSS_TO_OLD, "estimator": "k3"}},
+    ),
+    (
+        {"divergence": {"estimator": "full", "unbiased": True}},
+        "there is no sample to weigh",
+        {"divergence": {"estimator": "full", "unbiased": False}},
+    ),
+    (
+        {"divergence": {"beta": 0.0, "adaptive": {"rule": "ppo"}}},
+        "0 stays 0",
+        {"divergence": {"beta": 0.1, "adaptive": {"rule": "ppo"}}},
+    ),
+]
+
+
+def test_the_sound_row_is_accepted() -> None:
+    assert list(rules.contradictions(Algorithm.model_validate(SOUND))) == []
+
+
+def test_every_refusal_is_tried_here() -> None:
+    reasons = [n for n in ast.walk(ast.parse(inspect.getsource(rules))) if isinstance(n, ast.Yield)]
+    assert len(reasons) == len(CASES)
+
+
+@pytest.mark.parametrize(("change", "reason", "mend"), CASES, ids=[c[1] for c in CASES])
+def test_a_contradiction_is_refused_with_its_reason_and_the_mend_accepted(
+    change: dict[str, Any], reason: str, mend: dict[str, Any]
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Algorithm.model_validate({**SOUND, **change})
+    [error] = caught.value.errors()
+    assert reason in error["msg"]
+    assert "\n" not in error["msg"]
+    Algorithm.model_validate({**SOUND, **change, **mend})
+
+
+@pytest.mark.parametrize("kind", ["gae", "td", "n_step", "monte_carlo"])
+@pytest.mark.parametrize("ratio", ["sequence", "sequence_product"])
+def test_one_ratio_a_sequence_takes_no_advantage_per_token(kind: str, ratio: str) -> None:
+    row = {**SOUND, "ratio": ratio, "advantage": {"kind": kind}, "value": VALUE}
+    with pytest.raises(ValidationError, match="differs from token to token"):
+        Algorithm.model_validate(row)
+
+
+def test_a_return_to_go_is_per_token_only_where_its_terms_are() -> None:
+    def row(gamma: float, divergence: object) -> dict[str, Any]:
+        advantage = {"kind": "monte_carlo", "baseline": "batch_mean", "gamma": gamma}
+        return {**SOUND, "ratio": "sequence", "advantage": advantage, "divergence": divergence}
+
+    Algorithm.model_validate(row(1.0, None))
+    for per_token in (row(0.9, None), row(1.0, {**REWARD, "estimator": "k1"})):
+        with pytest.raises(ValidationError, match="differs from token to token"):
+            Algorithm.model_validate(per_token)

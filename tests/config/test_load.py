@@ -1,0 +1,135 @@
+"""Recipes: reading, overriding, writing out, and what is said of a mistake."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from keel.config.load import load_recipe, shipped, to_toml
+from keel.config.schema import RLStage
+from keel.types import KeelError
+
+TINY = "tiny"
+
+
+def rl(*overrides: str, recipe: str = TINY) -> RLStage:
+    stage = load_recipe(recipe, overrides).stages[-1]
+    assert isinstance(stage, RLStage)
+    return stage
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_a_shipped_recipe_survives_being_written_out(name: str) -> None:
+    recipe = load_recipe(name)
+    assert load_recipe(tomllib.loads(to_toml(recipe))) == recipe
+    assert recipe.description
+
+
+def test_every_default_is_written_out() -> None:
+    written = tomllib.loads(to_toml(load_recipe(TINY)))
+    stage = written["stages"][0]
+    assert stage["optimizer"]["betas"] == [0.9, 0.999]
+    assert stage["algorithm"]["surrogate"] == {
+        "kind": "clip", "low": 0.2, "high": 0.2, "dual": "none",
+    }  # fmt: skip
+    assert set(stage) == set(RLStage.model_fields)
+
+
+def test_an_unset_term_stays_unset_after_a_round_trip() -> None:
+    recipe = load_recipe("quickstart-ppo", ["algorithm.divergence=none"])
+    again = load_recipe(tomllib.loads(to_toml(recipe)))
+    assert isinstance(again.stages[-1], RLStage)
+    assert again.stages[-1].algorithm.divergence is None
+    assert again.stages[-1].algorithm.value is not None
+
+
+def test_a_preset_brings_its_row_and_its_loop_settings() -> None:
+    stage = rl("algorithm=ppo")
+    assert stage.algorithm.advantage.kind == "gae"
+    assert stage.epochs == 4
+    stage = rl("algorithm=dapo")
+    assert stage.rollout.dynamic_sampling
+    assert stage.rollout.soft_overlong == 2  # a fifth of the budget of 10
+    assert stage.algorithm.surrogate.high == 0.28  # type: ignore[union-attr]
+
+
+def test_what_the_recipe_says_wins_over_the_preset() -> None:
+    stage = rl("algorithm=ppo", "epochs=2", "algorithm.surrogate.high=0.3")
+    assert stage.epochs == 2
+    assert stage.algorithm.surrogate.high == 0.3  # type: ignore[union-attr]
+    assert stage.algorithm.surrogate.low == 0.2  # type: ignore[union-attr]
+
+
+def test_another_kind_replaces_the_whole_choice() -> None:
+    stage = rl("algorithm.surrogate.low=0.1", "algorithm.surrogate.kind=sapo")
+    assert stage.algorithm.surrogate.model_dump() == {
+        "kind": "sapo", "temperature_positive": 1.0, "temperature_negative": 1.05,
+    }  # fmt: skip
+
+
+def test_keys_find_their_stage() -> None:
+    recipe = load_recipe("quickstart", ["sft.steps=3", "steps=4", "rl.rollout.group_size=2"])
+    assert [stage.steps for stage in recipe.stages] == [3, 4]
+    assert recipe.stages[-1].rollout.group_size == 2  # type: ignore[union-attr]
+
+
+def test_a_model_by_name_takes_the_place_of_a_built_one() -> None:
+    recipe = load_recipe(TINY, ["model.name=some/folder"])
+    assert recipe.model.build is None
+    assert recipe.model.name == "some/folder"
+
+
+MISTAKES = {
+    "num_generations=4": ["num_generations", "rollout.group_size"],
+    "rollout.n=4": ["rollout.n", "rollout.group_size"],
+    "kl_coef=0.1": ["kl_coef", "algorithm.divergence.beta"],
+    "actor_rollout_ref=1": ["actor_rollout_ref"],
+    "optimizer.lr=1e-6": ["optimizer.lr", "optimizer.learning_rate"],
+    "seeed=1": ["seeed", "did you mean 'seed'"],
+    "rollout.group_siz=3": ["rollout.group_siz", "did you mean 'group_size'"],
+    "steps=1e-6": ["steps", "1e-06", "integer"],
+    "optimizer.learning_rate='1e-6'": ["optimizer.learning_rate", "'1e-6'", "number"],
+    "steps=0": ["steps = 0", "greater"],
+    "algorithm=grop": ["grop", "did you mean 'grpo'"],
+    "rollout.top_p=0.9": ["rollout.top_p", "off policy"],
+    "rollout.group_size=1": ["group_size = 1", "nothing to compare"],
+    "algorithm.divergence.estimator=k1": ["k1", "zero in expectation"],
+    "algorithm.ratio=sequence_products": ["algorithm.ratio", "sequence_product"],
+    "steps": ["key=value"],
+    "tasks=[]": ["tasks", "at least 1"],
+    "minibatches=99": ["minibatches = 99", "32 completions"],
+}
+
+
+@pytest.mark.parametrize("override", MISTAKES)
+def test_a_mistake_is_one_line_that_names_it(override: str) -> None:
+    with pytest.raises(KeelError) as caught:
+        load_recipe(TINY, [override])
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in MISTAKES[override]:
+        assert part in message
+
+
+def test_a_file_that_is_not_there_or_not_toml(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(KeelError, match="no such file"):
+        load_recipe(tmp_path / "none.toml")
+    bad = tmp_path / "bad.toml"
+    bad.write_text("steps = = 3")
+    with pytest.raises(KeelError, match="not valid TOML"):
+        load_recipe(bad)
+    with pytest.raises(KeelError, match="did you mean 'quickstart'"):
+        load_recipe("quikstart")
+
+
+def test_extends_finds_a_file_beside_it_and_refuses_itself(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "base.toml").write_text('extends = "tiny"\nsteps = 7\n')
+    child = tmp_path / "child.toml"
+    child.write_text('extends = "base.toml"\nseed = 3\n')
+    recipe = load_recipe(child)
+    assert (recipe.seed, recipe.stages[0].steps, recipe.name) == (3, 7, "child")
+    loop = tmp_path / "loop.toml"
+    loop.write_text('extends = "loop.toml"\n')
+    with pytest.raises(KeelError, match="extends"):
+        load_recipe(loop)

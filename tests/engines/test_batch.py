@@ -1,0 +1,61 @@
+"""The queue: every sequence enters once, in order, within rows and budget."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keel.engines.batch import Batch
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    n=st.integers(1, 6),
+    max_rows=st.integers(1, 12),
+    budget=st.integers(1, 20),
+    seed=st.integers(0, 99),
+)
+def test_every_sequence_enters_once_and_every_prompt_is_computed_once(
+    lengths: list[int], n: int, max_rows: int, budget: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    plen = np.array(lengths)
+    batch = Batch(plen, np.full(len(lengths), 5), n, max_rows, budget)
+    entered: list[int] = []
+    computed: list[int] = []
+    finished: list[int] = []
+    for _ in range(2000):
+        if not batch.live:
+            break
+        entry = batch.waiting()
+        held = [number for number in entry.sequences if number // n in computed]
+        assert held == list(entry.sequences[: entry.held])
+        assert {s // n for s in entry.sequences[entry.held :]} == set(entry.prompts)
+        assert (
+            len(entry.prompts) <= 1
+            or plen[entry.prompts.start : entry.prompts.stop].sum() <= budget
+        )
+        computed += entry.prompts
+        entered += entry.sequences
+        batch.add(entry)
+        assert 0 < len(batch.sequence) <= max_rows
+        batch.made += 1
+        batch.token = batch.sequence * 100 + batch.made
+        before = {int(s): int(t) for s, t in zip(batch.sequence, batch.token, strict=True)}
+        rows = batch.sequence.copy()
+        done = rng.random(len(rows)) < 0.3
+        finished += rows[done].tolist()
+        movers, holes = batch.drop(done)
+        assert not set(movers) & set(holes)
+        rows[holes] = rows[movers]
+        assert batch.sequence.tolist() == rows[: len(batch.sequence)].tolist()
+        assert {int(s): int(t) for s, t in zip(batch.sequence, batch.token, strict=True)} == {
+            s: before[s] for s in batch.sequence.tolist()
+        }
+        np.testing.assert_array_equal(batch.place, plen[batch.sequence // n] + batch.made - 1)
+    total = n * len(lengths)
+    assert entered == list(range(total))
+    assert computed == list(range(len(lengths)))
+    assert sorted(finished) == list(range(total))

@@ -1,0 +1,336 @@
+"""The native engine against transformers.generate, plain forwards, and itself in other company."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from keel.engines.native import NativeEngine
+from keel.types import Completion, Engine, Group, KeelError, Prompt, Sampling
+from tests.engines.tiny import FAMILIES, TOKENIZER, ragged_prompts, stock_logits, tiny
+
+EOS = 1
+
+
+def engine_for(model: PreTrainedModel, **options: int) -> NativeEngine:
+    """An engine with a copy of the model, so that the model keeps transformers' attention."""
+    return NativeEngine(copy.deepcopy(model), TOKENIZER, **options)
+
+
+def completions(groups: list[Group]) -> list[tuple[Prompt, Completion]]:
+    return [(group.prompt, c) for group in groups for c in group.completions]
+
+
+def assert_same(left: list[Group], right: list[Group], atol: float = 1e-6) -> None:
+    for (prompt, ours), (other, theirs) in zip(completions(left), completions(right), strict=True):
+        assert prompt.id == other.id
+        assert ours.tokens.tolist() == theirs.tokens.tolist()
+        assert (ours.finish, ours.text) == (theirs.finish, theirs.text)
+        np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=atol)
+
+
+@contextmanager
+def tokens_entering(model: PreTrainedModel) -> Iterator[list[int]]:
+    """How many tokens each forward pass of the model was given."""
+    counts: list[int] = []
+
+    def count(module: object, args: tuple, kwargs: dict) -> None:
+        counts.append(kwargs["input_ids"].numel())
+
+    handle = model.register_forward_pre_hook(count, with_kwargs=True)
+    yield counts
+    handle.remove()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
+def test_greedy_equals_generate_token_for_token(family: str) -> None:
+    model = tiny(family, seed=5)
+    prompts = ragged_prompts(64)
+    groups = engine_for(model).sample(prompts, 1, Sampling(24, temperature=0), seed=0)
+    # In float64 the eager softmax of most families turns padded rows into NaN; SDPA does not.
+    model.set_attn_implementation("sdpa")
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    padded = torch.tensor([[0] * (longest - len(p.tokens)) + list(p.tokens) for p in prompts])
+    generated = model.generate(
+        padded,
+        attention_mask=torch.tensor(
+            [[0] * (longest - len(p.tokens)) + [1] * len(p.tokens) for p in prompts]
+        ),
+        generation_config=GenerationConfig(
+            max_new_tokens=24, do_sample=False, eos_token_id=EOS, pad_token_id=0
+        ),
+    )[:, longest:].tolist()
+    for group, row in zip(groups, generated, strict=True):
+        completion = group.completions[0]
+        end = row.index(EOS) + 1 if EOS in row else 24
+        assert completion.tokens.tolist() == row[:end]
+        assert completion.finish == ("eos" if EOS in row else "length")
+    assert len({tuple(row) for row in generated}) > 24  # the prompts matter
+    assert 0 < sum(EOS in row for row in generated) < 64  # some stop by themselves
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(12),
+        Sampling(12, temperature=0.6),
+        Sampling(12, temperature=0),
+        Sampling(12, temperature=1.3, top_k=5),
+        Sampling(12, top_p=0.6),
+        Sampling(12, temperature=1.5, min_p=0.2),
+        Sampling(12, temperature=2.0, top_k=12, top_p=0.9, min_p=0.1),
+    ],
+    ids=str,
+)
+def test_log_probs_are_those_of_the_distribution_drawn_from(sampling: Sampling) -> None:
+    model = tiny("llama", dtype=torch.float32)
+    groups = engine_for(model).sample(ragged_prompts(8), 3, sampling, seed=1)
+    for prompt, completion in completions(groups):
+        tokens = completion.tokens.tolist()
+        logits = stock_logits(model, [*prompt.tokens, *tokens])[len(prompt.tokens) - 1 : -1]
+        expected = [
+            reference_log_prob(row, token, sampling)
+            for row, token in zip(logits.double().numpy(), tokens, strict=True)
+        ]
+        # The bound that was asked for: float32 sums in another order.
+        np.testing.assert_allclose(completion.log_probs, expected, atol=1e-5)
+        assert completion.log_probs.dtype == np.float32
+        assert completion.written.all()
+
+
+def reference_log_prob(logits: np.ndarray, token: int, sampling: Sampling) -> float:
+    """Temperature, top-k, top-p, min-p and renormalisation, on one row and by plain lists."""
+    scaled = logits / (sampling.temperature or 1.0)
+    prob = np.exp(scaled - scaled.max())
+    prob /= prob.sum()
+    if sampling.temperature == 0:
+        assert token == int(prob.argmax())
+        return float(np.log(prob[token]))
+    ranked = sorted(range(len(prob)), key=lambda v: -prob[v])
+    kept = ranked[: sampling.top_k or len(ranked)]
+    mass = sum(prob[v] for v in kept)
+    nucleus, reached = [], 0.0
+    for v in kept:
+        if reached >= sampling.top_p and sampling.top_p < 1:
+            break
+        nucleus.append(v)
+        reached += prob[v] / mass
+    final = [v for v in nucleus if prob[v] >= sampling.min_p * prob[ranked[0]]]
+    assert token in final
+    return float(np.log(prob[token] / sum(prob[v] for v in final)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_decodes_as_it_scores(family: str) -> None:
+    """Windows, soft caps and sinks hold in the store's attention too, also past the window."""
+    model = tiny(family)
+    groups = engine_for(model, max_rows=7).sample(ragged_prompts(5), 2, Sampling(15), seed=3)
+    for prompt, completion in completions(groups):
+        tokens = completion.tokens.tolist()
+        logits = stock_logits(model, [*prompt.tokens, *tokens])[len(prompt.tokens) - 1 : -1]
+        expected = logits.log_softmax(-1)[range(len(tokens)), tokens]
+        # Norms and rotary embeddings work in float32 even where the weights are float64.
+        np.testing.assert_allclose(completion.log_probs, expected, atol=1e-5)
+    assert max(len(c) for _, c in completions(groups)) > 6
+
+
+def test_what_shares_the_batch_does_not_choose_the_draws() -> None:
+    model = tiny("llama")
+    prompts = ragged_prompts(8)
+    sampling = Sampling(16, temperature=1.2)
+    together = engine_for(model).sample(prompts, 4, sampling, seed=5)
+    for options in ({"max_rows": 1}, {"max_rows": 7}, {"prefill_tokens": 9}):
+        assert_same(together, engine_for(model, **options).sample(prompts, 4, sampling, seed=5))
+    engine = engine_for(model)
+    alone = [engine.sample([prompt], 4, sampling, seed=5)[0] for prompt in prompts]
+    assert_same(together, alone)
+    assert_same(together, engine.sample(prompts[::-1], 4, sampling, seed=5)[::-1])
+    fewer = engine.sample(prompts, 2, sampling, seed=5)
+    assert_same(fewer, [Group(g.prompt, g.completions[:2]) for g in together])
+
+
+def test_seed_id_occurrence_and_index_each_choose_the_draws() -> None:
+    engine = engine_for(tiny("llama"))
+    prompt = ragged_prompts(1)[0]
+    same_tokens = [prompt, prompt, replace(prompt, id="another")]
+
+    def texts(seed: int) -> list[str]:
+        groups = engine.sample(same_tokens, 3, Sampling(20), seed)
+        return [completion.text for _, completion in completions(groups)]
+
+    assert texts(0) == texts(0)
+    assert len({*texts(0), *texts(1)}) == 18
+
+
+@pytest.mark.parametrize("max_rows", [2, 5, 8, 100])
+def test_each_prompt_enters_once_and_each_token_once(max_rows: int) -> None:
+    """No padding, no prompt recomputed, and rows that finish are not computed any more.
+
+    The last token of a completion never enters: nothing is drawn after it.
+    """
+    engine = engine_for(tiny("qwen2"), max_rows=max_rows)
+    prompts = ragged_prompts(9)
+    with tokens_entering(engine.model) as counts:
+        groups = engine.sample(prompts, 4, Sampling(16), seed=0)
+    lengths = [len(completion) for _, completion in completions(groups)]
+    assert len(set(lengths)) > 4
+    expected = sum(len(prompt.tokens) for prompt in prompts) + sum(lengths) - len(lengths)
+    assert sum(counts) == expected
+    if max_rows == 100:
+        assert len(counts) == max(lengths)
+
+
+def test_prompts_enter_within_the_prefill_budget() -> None:
+    engine = engine_for(tiny("qwen2"), prefill_tokens=20)
+    prompts = ragged_prompts(9)
+    with tokens_entering(engine.model) as counts:
+        engine.sample(prompts, 1, Sampling(1), seed=0)
+    assert sum(counts) == sum(len(prompt.tokens) for prompt in prompts)
+    assert max(counts) <= 20
+
+
+def test_eos_is_part_of_the_tokens_and_not_of_the_text() -> None:
+    groups = engine_for(tiny("llama")).sample(ragged_prompts(20), 2, Sampling(30), seed=0)
+    reasons = set()
+    for _, completion in completions(groups):
+        tokens = completion.tokens.tolist()
+        reasons.add(completion.finish)
+        assert (completion.finish == "eos") == (tokens[-1] == EOS)
+        assert EOS not in tokens[:-1]
+        assert completion.text == TOKENIZER.decode(tokens, skip_special_tokens=True)
+        assert "<eos>" not in completion.text
+        if completion.finish == "length":
+            assert len(tokens) == 30
+    assert reasons == {"eos", "length"}
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_a_stop_string_cuts_where_the_text_first_holds_it(length: int) -> None:
+    """Also across tokens: here each token is one character."""
+    engine = engine_for(tiny("llama"))
+    prompts = ragged_prompts(30)
+    free = engine.sample(prompts, 2, Sampling(30), seed=2)
+    longest = max((c.text for _, c in completions(free)), key=len)
+    stop = longest[12 : 12 + length]
+    stopped = engine.sample(prompts, 2, Sampling(30, stop=("never seen", stop)), seed=2)
+    stops = 0
+    for (_, whole), (_, cut) in zip(completions(free), completions(stopped), strict=True):
+        assert cut.tokens.tolist() == whole.tokens.tolist()[: len(cut)]
+        if stop in whole.text:
+            stops += 1
+            assert cut.finish == "stop"
+            assert cut.text == whole.text[: whole.text.index(stop) + len(stop)]
+        else:
+            assert (len(cut), cut.finish) == (len(whole), whole.finish)
+    assert stops > 0
+
+
+def test_stop_ids_end_a_completion_and_stay_in_it() -> None:
+    engine = engine_for(tiny("llama"))
+    stop = (5, 9, 20)
+    groups = engine.sample(ragged_prompts(30), 2, Sampling(30, stop_ids=stop), seed=2)
+    stopped = [c for _, c in completions(groups) if c.finish == "stop"]
+    assert stopped
+    for _, completion in completions(groups):
+        *before, last = completion.tokens.tolist()
+        assert not set(before) & set(stop)
+        assert (completion.finish == "stop") == (last in stop)
+
+
+def test_a_completion_stops_at_the_end_of_the_context() -> None:
+    model = tiny("gpt2", max_position_embeddings=20)
+    prompts = ragged_prompts(8, longest=19)
+    groups = engine_for(model).sample(prompts, 3, Sampling(50), seed=0)
+    full = 0
+    for prompt, completion in completions(groups):
+        total = len(prompt.tokens) + len(completion)
+        assert total <= 20
+        assert completion.finish == "eos" or total == 20
+        full += completion.finish == "length"
+    assert full > 0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "n", "sampling", "message"),
+    [
+        ([Prompt("far", "", tokens=(2,) * 96)], 1, Sampling(4), "'far' has 96 tokens"),
+        ([Prompt("bare", "text")], 1, Sampling(4), "'bare' has no tokens"),
+        (ragged_prompts(1), 0, Sampling(4), "0 completions"),
+        (ragged_prompts(1), 1, Sampling(0), "max_tokens = 0"),
+        (ragged_prompts(1), 1, Sampling(4, temperature=-1), "temperature = -1"),
+        (ragged_prompts(1), 1, Sampling(4, top_p=0), "top_p = 0"),
+        (ragged_prompts(1), 1, Sampling(4, stop=("",)), "stop = "),
+        (ragged_prompts(1), 1, Sampling(4, stop_ids=(999,)), "stop_ids holds 999"),
+    ],
+)
+def test_bad_input_is_refused(
+    prompts: list[Prompt], n: int, sampling: Sampling, message: str
+) -> None:
+    with pytest.raises(KeelError, match=message) as caught:
+        engine_for(tiny("llama")).sample(prompts, n, sampling, seed=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_eos_is_refused() -> None:
+    model = tiny("llama", eos_token_id=None)
+    model.generation_config.eos_token_id = None
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.eos_token = None
+    with pytest.raises(KeelError, match="no end-of-sequence token"):
+        NativeEngine(model, tokenizer)
+
+
+def test_weights_that_are_not_numbers_are_reported_by_prompt() -> None:
+    model = tiny("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[30] = float("nan")
+    prompts = [Prompt("fine", "", tokens=(5, 6)), Prompt("broken", "", tokens=(5, 30))]
+    sampling = Sampling(1, temperature=0)
+    with pytest.raises(KeelError, match="'broken' are not finite"):
+        engine_for(model).sample(prompts, 2, sampling, seed=0)
+
+
+def test_no_prompts_give_no_groups_and_the_engine_is_an_engine() -> None:
+    engine = engine_for(tiny("llama"))
+    assert isinstance(engine, Engine)
+    assert engine.sample([], 4, Sampling(4), seed=0) == []
+
+
+def test_the_model_is_left_as_found() -> None:
+    model = tiny("llama")
+    engine = NativeEngine(model, TOKENIZER)
+    model.train()
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    engine.sample(ragged_prompts(4), 2, Sampling(8), seed=0)
+    assert [module.training for module in model.modules()] == modes
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, before[name])
+        assert weight.requires_grad
+        assert not weight.is_inference()
+    assert torch.is_grad_enabled()
+
+
+def test_sync_copies_what_is_not_shared_and_checks_the_rest() -> None:
+    model, other = tiny("llama", seed=0), tiny("llama", seed=1)
+    engine = engine_for(model)
+    prompts, sampling = ragged_prompts(6), Sampling(10)
+    first = engine.sample(prompts, 2, sampling, seed=0)
+    engine.sync(dict(engine.model.state_dict()))
+    assert_same(first, engine.sample(prompts, 2, sampling, seed=0), atol=0)
+    engine.sync(other.state_dict())
+    expected = engine_for(other).sample(prompts, 2, sampling, seed=0)
+    assert_same(expected, engine.sample(prompts, 2, sampling, seed=0), atol=0)
+    assert all(weight.requires_grad for weight in engine.model.parameters())
+    with pytest.raises(KeelError, match="no weight 'nobody'"):
+        engine.sync({"nobody": torch.zeros(1)})
+    with pytest.raises(KeelError, match=r"has shape \(3,\)"):
+        engine.sync({"model.norm.weight": torch.zeros(3)})

@@ -1,0 +1,178 @@
+"""Conversations in which a task answers the policy."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from keel.engines.native import NativeEngine
+from keel.engines.scripted import ScriptedEngine
+from keel.engines.turns import converse
+from keel.types import Completion, Group, KeelError, Prompt, Sampling, Side
+from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_logits, tiny
+
+EOS = 1
+
+
+@dataclass
+class Calculator:
+    """A task that answers the first "<…>" calls of a completion with a fixed text."""
+
+    answer: str = "=7;"
+    times: int = 1
+    name: str = "calculator"
+    asked: list[str] = field(default_factory=list)
+
+    def size(self, side: Side) -> int | None:
+        return None
+
+    def prompt(self, side: Side, index: int) -> Prompt:
+        return Prompt(str(index), "3+4", task=self.name)
+
+    def score(self, prompt: Prompt, completion: Completion) -> float | None:
+        return None
+
+    def gold(self, prompt: Prompt) -> str | None:
+        return None
+
+    def reply(self, prompt: Prompt, text: str) -> str | None:
+        self.asked.append(text)
+        return self.answer if text.count(self.answer) < self.times else None
+
+
+def talk(engine, prompts, n, sampling, task, max_turns, seed=0) -> list[Group]:
+    return converse(
+        engine,
+        [replace(prompt, task=task.name) for prompt in prompts],
+        n,
+        sampling,
+        seed,
+        tasks={task.name: task},
+        tokenizer=TOKENIZER,
+        max_turns=max_turns,
+    )
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def test_a_scripted_tool_call() -> None:
+    def script(prompt: Prompt, index: int) -> str:
+        return "done: 7" if len(prompt.tokens) > 1 else "<3+4>"
+
+    engine = ScriptedEngine(script, TOKENIZER, log_prob=-0.5)
+    task = Calculator()
+    groups = talk(engine, [Prompt("p", "3+4", tokens=(5,))], 2, Sampling(50), task, max_turns=2)
+    completion = groups[0].completions[1]
+    assert completion.tokens.tolist() == [*ids("<3+4>"), EOS, *ids("=7;"), *ids("done: 7"), EOS]
+    assert completion.written.tolist() == [True] * 6 + [False] * 3 + [True] * 8
+    assert completion.log_probs.tolist() == [-0.5] * 6 + [0.0] * 3 + [-0.5] * 8
+    assert completion.text == "<3+4>=7;done: 7"
+    assert completion.finish == "eos"
+    assert groups[0].prompt.id == "p"
+    assert groups[0].prompt.tokens == (5,)
+    assert task.asked == ["<3+4>"] * 2
+
+
+def test_a_conversation_goes_on_until_the_task_is_silent_and_is_not_asked_again() -> None:
+    engine = ScriptedEngine(lambda prompt, index: "go", TOKENIZER)
+    prompt = Prompt("p", "3+4", tokens=(5,))
+    task = Calculator(times=2)
+    group = talk(engine, [prompt], 1, Sampling(90), task, max_turns=9)[0]
+    assert group.completions[0].text == "go=7;go=7;go"
+    assert len(task.asked) == 3
+    group = talk(engine, [prompt], 1, Sampling(90), Calculator(times=9), max_turns=4)[0]
+    assert group.completions[0].text == "go" + "=7;go" * 3
+
+
+@pytest.mark.parametrize(
+    ("budget", "text", "finish", "written"),
+    [
+        (2, "go", "length", 2),
+        (3, "go", "eos", 3),
+        (5, "go=7", "length", 3),
+        (6, "go=7;", "length", 3),
+        (8, "go=7;go", "length", 5),
+        (9, "go=7;go", "eos", 6),
+    ],
+)
+def test_the_budget_covers_policy_and_task(
+    budget: int, text: str, finish: str, written: int
+) -> None:
+    engine = ScriptedEngine(lambda prompt, index: "go", TOKENIZER)
+    prompt = Prompt("p", "3+4", tokens=(5,))
+    completion = talk(engine, [prompt], 1, Sampling(budget), Calculator(), 2)[0].completions[0]
+    assert (completion.text, completion.finish) == (text, finish)
+    assert completion.written.sum() == written
+    assert len(completion) <= budget
+
+
+def test_the_native_engine_goes_on_from_the_reply() -> None:
+    """Each token that the policy wrote has the probability of prompt, words and replies so far."""
+    model = tiny("llama")
+    engine = NativeEngine(copy.deepcopy(model), TOKENIZER, max_rows=9)
+    prompts = ragged_prompts(6)
+    sampling = Sampling(40)
+    task = Calculator(times=2)
+    groups = talk(engine, prompts, 3, sampling, task, max_turns=3)
+    first = engine.sample(prompts, 3, sampling, seed=0)
+    reply, replies = ids(task.answer), 0
+    for group, start in zip(groups, first, strict=True):
+        for completion, before in zip(group.completions, start.completions, strict=True):
+            tokens, written = completion.tokens.tolist(), completion.written
+            assert tokens[: len(before)] == before.tokens.tolist()
+            foreign = completion.tokens[~written].tolist()
+            cut = len(foreign) % len(reply)
+            assert foreign == (reply * 2)[: len(foreign)]
+            assert not cut or len(completion) == 40
+            replies += len(foreign) // len(reply)
+            assert (completion.log_probs[~written] == 0).all()
+            logits = stock_logits(model, [*group.prompt.tokens, *tokens])
+            log_prob = logits[len(group.prompt.tokens) - 1 : -1].log_softmax(-1)
+            expected = log_prob[range(len(tokens)), tokens].numpy()
+            # Norms and rotary embeddings work in float32 even where the weights are float64.
+            np.testing.assert_allclose(completion.log_probs[written], expected[written], atol=1e-5)
+            assert len(completion) <= 40
+            ended = tokens[-1] == EOS and written[-1]
+            assert completion.finish == ("eos" if ended else "length")
+    assert replies > 6
+
+
+def test_turns_do_not_depend_on_company() -> None:
+    engine = NativeEngine(tiny("llama"), TOKENIZER)
+    prompts = ragged_prompts(5)
+    prompts.append(prompts[0])  # the same prompt again, with other draws
+    together = talk(engine, prompts, 3, Sampling(40), Calculator(), max_turns=3)
+    for prompt, group in list(zip(prompts, together, strict=True))[:-1]:
+        alone = talk(engine, [prompt], 3, Sampling(40), Calculator(), max_turns=3)[0]
+        for ours, theirs in zip(group.completions, alone.completions, strict=True):
+            assert ours.tokens.tolist() == theirs.tokens.tolist()
+            assert ours.finish == theirs.finish
+    texts = [[c.text for c in group.completions] for group in (together[0], together[-1])]
+    assert len({*texts[0], *texts[1]}) == 6
+
+
+def test_the_context_covers_policy_and_task() -> None:
+    model = tiny("llama", max_position_embeddings=24)
+    prompts = ragged_prompts(6)
+    task = Calculator(times=99)
+    groups = talk(NativeEngine(model, TOKENIZER), prompts, 2, Sampling(90), task, max_turns=99)
+    full = [len(g.prompt.tokens) + len(c) for g in groups for c in g.completions]
+    assert full == [24] * 12
+    assert {c.finish for g in groups for c in g.completions} == {"length"}
+
+
+def test_one_turn_asks_nobody_and_bad_replies_are_refused() -> None:
+    engine = ScriptedEngine(lambda prompt, index: "go", TOKENIZER)
+    prompt = Prompt("p", "3+4", tokens=(5,))
+    task = Calculator()
+    talk(engine, [prompt], 1, Sampling(50), task, max_turns=1)
+    assert task.asked == []
+    with pytest.raises(KeelError, match="cannot encode"):
+        talk(engine, [prompt], 1, Sampling(50), Calculator(answer="É"), max_turns=2)
+    with pytest.raises(KeelError, match="max_turns = 0"):
+        talk(engine, [prompt], 1, Sampling(50), task, max_turns=0)

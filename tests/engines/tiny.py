@@ -1,0 +1,91 @@
+"""Small models of many families, with weights large enough to have opinions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from keel.models.tokenizers import character_tokenizer
+from keel.types import Prompt
+
+ALPHABET = "0123456789abcdefghijklmnop+-*/=<>().,:;? \n"
+TOKENIZER = character_tokenizer(ALPHABET, 96)
+"""`<pad>` is 0 and `<eos>` 1."""
+
+COMMON: dict[str, Any] = {
+    "vocab_size": len(TOKENIZER),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+HEADS = {"head_dim": 8}
+EXPERTS = {"num_experts_per_tok": 2}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": COMMON,
+    "qwen2": COMMON,
+    "qwen3": COMMON | HEADS,
+    "gpt2": COMMON | {"n_inner": 48},
+    "mistral": COMMON | HEADS | {"sliding_window": 3},
+    "gemma2": COMMON | HEADS | {"sliding_window": 3, "query_pre_attn_scalar": 8},
+    "gemma3_text": COMMON
+    | HEADS
+    | {"sliding_window": 3, "query_pre_attn_scalar": 8, "layer_types": ALTERNATING},
+    "gpt_oss": COMMON
+    | HEADS
+    | EXPERTS
+    | {"num_local_experts": 4, "sliding_window": 3, "layer_types": ALTERNATING},
+    "phi3": COMMON | {"sliding_window": 4},
+    "olmo2": COMMON,
+    "gpt_neox": COMMON,
+    "opt": COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "qwen3_moe": COMMON | HEADS | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16},
+}
+
+
+def tiny(
+    family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any
+) -> PreTrainedModel:
+    """A model with random weights and transformers' plain attention, in evaluation mode."""
+    torch.manual_seed(seed)
+    config = CONFIG_MAPPING[family](**(FAMILIES[family] | options))
+    if family == "gpt_oss":
+        config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"  # the grouped product knows no float64
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.15)
+    return model.to(dtype).eval()
+
+
+def ragged_prompts(count: int, longest: int = 14, seed: int = 0) -> list[Prompt]:
+    """Prompts of random tokens, special ones aside, with lengths from 1 to `longest`."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
+    return [
+        Prompt(
+            id=f"prompt-{number}",
+            content="",
+            tokens=tuple(torch.randint(2, len(TOKENIZER), (length,), generator=generator).tolist()),
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+@torch.no_grad()
+def stock_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """Logits (tokens, V) of one sequence from a model that nothing was installed in."""
+    logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits

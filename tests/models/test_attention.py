@@ -1,0 +1,247 @@
+"""Packed attention against one sequence at a time, written out."""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BloomConfig, BloomForCausalLM
+
+from keel.models import attention
+from keel.models.attention import PackedLayout, Rules, attend_rows, install
+from keel.types import KeelError
+from tests.engines.tiny import FAMILIES, tiny
+
+HEADS, KV_HEADS, WIDTH = 4, 2, 8
+RULES = {
+    "plain": {},
+    "window": {"window": 3},
+    "wide window": {"window": 50},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)},
+    "all": {
+        "window": 2,
+        "softcap": 1.5,
+        "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64),
+    },
+}
+LAYOUTS = {
+    "all different": [3, 1, 6, 2],
+    "equal in a row": [4, 4, 4],
+    "mixed": [5, 2, 5, 1, 2, 5, 1, 7],
+    "one": [9],
+}
+
+
+def by_hand(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
+    """One sequence, (H, L, D) and (Hkv, L, D) to (L, H, D), a loop over heads and tokens."""
+    heads, length, _ = query.shape
+    share = heads // key.shape[0]
+    rows = []
+    for t in range(length):
+        first = 0 if rules.window is None else max(0, t + 1 - rules.window)
+        row = []
+        for h in range(heads):
+            keys, values = key[h // share, first : t + 1], value[h // share, first : t + 1]
+            scores = keys @ query[h, t] * rules.scaling
+            if rules.softcap is not None:
+                scores = rules.softcap * torch.tanh(scores / rules.softcap)
+            weights = scores.exp()
+            total = weights.sum()
+            if rules.sinks is not None:
+                total = total + rules.sinks[h].exp()
+            row.append((weights / total) @ values)
+        rows.append(torch.stack(row))
+    return torch.stack(rows)
+
+
+def inputs(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (
+        torch.randn(
+            1, heads, sum(lengths), WIDTH, dtype=torch.float64, generator=generator
+        ).requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    return query, key, value
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("lengths", LAYOUTS.values(), ids=LAYOUTS)
+def test_packed_forward_and_backward_equal_a_loop(lengths: list[int], rules: dict) -> None:
+    rule = Rules(scaling=0.3, **rules)
+    if rule.sinks is not None:
+        rule = Rules(0.3, rule.window, rule.softcap, rule.sinks.clone().requires_grad_())
+    leaves = [*inputs(lengths), *([] if rule.sinks is None else [rule.sinks])]
+    packed = PackedLayout(lengths).attend(0, *leaves[:3], rule)
+    parts, start = [], 0
+    for length in lengths:
+        q, k, v = (x[0, :, start : start + length] for x in leaves[:3])
+        parts.append(by_hand(q, k, v, rule))
+        start += length
+    expected = torch.cat(parts).unsqueeze(0)
+    # float64 sums in another order: 1e-12 leaves three digits to spare.
+    torch.testing.assert_close(packed, expected, rtol=0, atol=1e-12)
+    weight = torch.randn(expected.shape, dtype=torch.float64)
+    grads = torch.autograd.grad((packed * weight).sum(), leaves)
+    wanted = torch.autograd.grad((expected * weight).sum(), leaves)
+    for grad, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, want, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_flash_call_says_the_same_to_the_kernel(
+    rules: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arguments of the CUDA kernel, read as torch documents them, give the same attention.
+
+    No GPU is needed: a loop stands where the kernel would.
+    """
+    lengths = [3, 1, 6]
+
+    def kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        assert cu_q.dtype == torch.int32
+        assert (max_q, max_k, enable_gqa) == (6, 6, True)
+        left, right = window_size
+        assert right == 0
+        bounds = cu_q.tolist()
+        assert bounds == cu_k.tolist()
+        rule = Rules(scale, None if left == -1 else left + 1)
+        parts = [
+            by_hand(*(x[a:b].transpose(0, 1) for x in (query, key, value)), rule)
+            for a, b in pairwise(bounds)
+        ]
+        return torch.cat(parts)
+
+    monkeypatch.setattr(attention, "_VARLEN", kernel)
+    query, key, value = inputs(lengths)
+    rule = Rules(0.3, rules.get("window"))
+    flat = (x[0].transpose(0, 1) for x in (query, key, value))
+    flash = PackedLayout(lengths)._flash(*flat, rule)
+    plain = PackedLayout(lengths).attend(0, query, key, value, rule)[0]
+    torch.testing.assert_close(flash, plain, rtol=0, atol=1e-12)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_flash_equals_the_loop_on_a_gpu() -> None:
+    lengths = [3, 1, 65, 30]
+    heads = [x.detach().cuda().bfloat16() for x in inputs(lengths)]
+    for window in (None, 4):
+        rule = Rules(0.3, window)
+        flash = PackedLayout(lengths).attend(0, *heads, rule)
+        plain = PackedLayout(lengths).attend(0, *(x.float() for x in heads), rule)
+        # bfloat16 keeps 8 bits of values near 1.
+        torch.testing.assert_close(flash.float(), plain, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_attend_rows_equals_a_loop(rules: dict) -> None:
+    torch.manual_seed(0)
+    rule = Rules(scaling=0.3, **rules)
+    ends = [1, 5, 3, 7]
+    query = torch.randn(4, HEADS, WIDTH, dtype=torch.float64)
+    key, value = torch.randn(2, 4, KV_HEADS, 7, WIDTH, dtype=torch.float64)
+    bias = torch.full((4, 7), -math.inf, dtype=torch.float64)
+    expected = []
+    for row, end in enumerate(ends):
+        first = 0 if rule.window is None else max(0, end - rule.window)
+        bias[row, first:end] = 0
+        # The query is the last of its sequence; what earlier ones would be does not matter.
+        whole = query[row].unsqueeze(1).expand(-1, end, -1)
+        expected.append(by_hand(whole, key[row, :, :end], value[row, :, :end], rule)[-1])
+    out = attend_rows(query, key, value, bias, rule)
+    torch.testing.assert_close(out, torch.stack(expected), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_model_equals_separate_sequences(family: str) -> None:
+    """Logits and gradients of the whole model, windows, soft caps and sinks included."""
+    stock = tiny(family)
+    model = copy.deepcopy(stock)
+    install(model)
+    lengths = [5, 9, 2, 5, 1, 9, 7]
+    sequences = [torch.randint(2, 40, (length,)) for length in lengths]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    packed = model(
+        input_ids=torch.cat(sequences)[None],
+        position_ids=positions[None],
+        use_cache=False,
+        layout=PackedLayout(lengths),
+    ).logits[0]
+    separate = torch.cat(
+        [stock(input_ids=tokens[None], use_cache=False).logits[0] for tokens in sequences]
+    )
+    # Norms and rotary embeddings work in float32 even where the weights are float64.
+    torch.testing.assert_close(packed, separate, rtol=0, atol=1e-5)
+    weight = torch.randn_like(packed)
+    (packed * weight).sum().backward()
+    (separate * weight).sum().backward()
+    for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True):
+        if theirs.grad is not None:
+            scale = 1 + theirs.grad.abs().max()
+            assert (ours.grad - theirs.grad).abs().max() < 1e-5 * scale
+
+
+def test_equal_lengths_share_a_call_and_others_are_left_where_they_lie() -> None:
+    assert PackedLayout([4, 2, 4])._runs == ((1, 2), (2, 4))
+    assert PackedLayout([4, 2, 4])._order == (1, 0, 2)
+    assert PackedLayout([3, 3])._runs == ((2, 3),)
+    assert PackedLayout([3, 3])._order is None
+    assert PackedLayout([9, 2, 4])._runs == ((1, 9), (1, 2), (1, 4))
+    assert PackedLayout([9, 2, 4])._order is None
+
+
+def test_autocast_brings_the_three_to_one_dtype() -> None:
+    query, key, value = inputs([4, 2])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = PackedLayout([4, 2]).attend(
+            0, query.float(), key.float(), value.bfloat16(), Rules(0.3)
+        )
+    assert out.dtype == torch.bfloat16
+
+
+def test_a_family_without_the_interface_is_refused() -> None:
+    config = BloomConfig(vocab_size=20, hidden_size=8, n_layer=1, n_head=2)
+    with pytest.raises(KeelError, match="BloomForCausalLM does not use"):
+        install(BloomForCausalLM(config))
+
+
+def test_an_installed_model_wants_a_layout_that_fits() -> None:
+    model = tiny("llama")
+    install(model)
+    tokens = torch.arange(2, 8)[None]
+    with pytest.raises(ValueError, match="needs layout="):
+        model(input_ids=tokens, use_cache=False)
+    with pytest.raises(ValueError, match="5 tokens"):
+        model(input_ids=tokens, use_cache=False, layout=PackedLayout([2, 3]))
+    with pytest.raises(ValueError, match="bidirectional"):
+        model(input_ids=tokens, use_cache=False, layout=PackedLayout([6]), is_causal=False)
+    with pytest.raises(ValueError, match="at least one token"):
+        PackedLayout([3, 0])
+
+
+def test_no_token_sees_a_later_one_or_another_sequence() -> None:
+    model = tiny("llama")
+    install(model)
+    lengths = [4, 5]
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    tokens = torch.arange(2, 11)[None]
+
+    def logits(ids: Tensor) -> Tensor:
+        layout = PackedLayout(lengths)
+        return model(input_ids=ids, position_ids=positions, use_cache=False, layout=layout).logits[
+            0
+        ]
+
+    with torch.no_grad():
+        before = logits(tokens)
+        for changed in range(9):
+            other = tokens.clone()
+            other[0, changed] = 30
+            same = (logits(other) - before).abs().amax(-1) == 0
+            end = 4 if changed < 4 else 9
+            assert same.tolist() == [not changed <= t < end for t in range(9)]

@@ -1,0 +1,171 @@
+"""Every listed family: packed equals separate, head equals `.logits`; what is wrong is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from keel.models import backbone, probe
+from keel.models.attention import PackedLayout
+from keel.models.build import build_config, build_model
+from keel.models.families import FAMILIES, check_family
+from keel.models.head import Head
+from keel.models.packed import pack
+from keel.models.policy import load_policy
+from keel.types import KeelError
+from tests.models.tiny import batch, build, policy, separate_log_probs, spec, stock
+
+REQUIRED = {
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text"),
+    *("phi3", "olmo2", "gpt2", "gpt_neox", "opt"),
+}
+
+
+def test_the_required_families_are_listed() -> None:
+    assert set(FAMILIES) >= REQUIRED
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_packed_log_probs_equal_separate_stock_ones(family: str) -> None:
+    """float64: 1e-12, but where the stock model must use eager attention, whose softmax is
+    float32 (soft caps, sinks), 1e-6."""
+    theirs, ours = stock(family, dtype=torch.float64), policy(family, dtype="float64")
+    tokens, packed = batch(len(ours.tokenizer))
+    with torch.no_grad():
+        expected = separate_log_probs(theirs, tokens, 0.7)
+        scores = ours.scores(packed, 0.7)
+    assert expected.std() > 0.1, "near-uniform probabilities would hide mistakes"
+    exact = theirs.config._attn_implementation == "sdpa"
+    atol = 1e-12 if exact else 1e-6
+    torch.testing.assert_close(scores.log_prob_N, expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("family", ["llama", "granite", "gpt2", "qwen3_moe", "gemma3_text", "opt"])
+def test_gradients_equal_the_stock_models(family: str) -> None:
+    """float64, sums in another order: 1e-9 (1e-12 where the gradient is 0, as of key biases).
+    Gemma's norm sums its weight's gradient in float32: 1e-6."""
+    theirs, ours = stock(family, dtype=torch.float64), policy(family, dtype="float64")
+    tolerance = 1e-6 if family == "gemma3_text" else 1e-9
+    tokens, packed = batch(len(ours.tokenizer))
+    weight = torch.randn(len(packed.target_N), generator=torch.Generator().manual_seed(1))
+    (separate_log_probs(theirs, tokens, 0.7) * weight).sum().backward()
+    (ours.scores(packed, 0.7).log_prob_N * weight).sum().backward()
+    for (name, a), (_, b) in zip(
+        ours.model.named_parameters(), theirs.named_parameters(), strict=True
+    ):
+        assert a.grad is not None, name
+        assert b.grad is not None, name
+        assert (a.grad - b.grad).abs().max() <= tolerance * b.grad.abs().max() + 1e-12, name
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3"])
+def test_a_neighbour_changes_nothing(family: str) -> None:
+    ours = policy(family)
+    tokens, packed = batch(len(ours.tokenizer))
+    alone = []
+    with torch.no_grad():
+        together = ours.scores(packed).log_prob_N
+        for sequence in tokens:
+            one = pack([sequence], [torch.arange(2, len(sequence))])
+            alone.append(ours.scores(one).log_prob_N)
+    # float32, matrix products of other shapes.
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_the_window_matters_here(family: str) -> None:
+    """The tests above would not see a forgotten window unless the sequences outgrow it."""
+    narrow, wide = policy(family), load_policy(spec(family), 0)
+    wide.load_state_dict(narrow.state_dict())
+    for layer in wide.model.modules():
+        if getattr(layer, "sliding_window", None):
+            layer.sliding_window = None
+    wide.model.config.sliding_window = None
+    _, packed = batch(len(narrow.tokenizer))
+    with torch.no_grad():
+        gap = narrow.scores(packed).log_prob_N - wide.scores(packed).log_prob_N
+    assert gap.abs().max() > 1e-2
+
+
+# ---------------------------------------------------------------- refused
+
+
+def test_the_probe_refuses_a_leak_between_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backbone, "PackedLayout", lambda lengths: PackedLayout([sum(lengths)]))
+    with pytest.raises(KeelError, match=r"'llama' fails the packing probe.* by 0\.\d+ of"):
+        load_policy(spec("llama"), 0)
+
+
+def test_the_probe_refuses_positions_that_do_not_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "keel.models.packed.Packed.positions", lambda self: torch.arange(len(self.tokens_T))
+    )
+    with pytest.raises(KeelError, match="'gpt2' fails the packing probe"):
+        load_policy(spec("gpt2"), 0)
+
+
+@pytest.mark.parametrize("family", ["granite", "cohere"])
+def test_the_probe_refuses_a_head_that_forgets_the_scale(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "head_of", lambda model: Head(model.get_output_embeddings().weight))
+    with pytest.raises(KeelError, match=f"'{family}' fails the packing probe"):
+        load_policy(spec(family), 0)
+
+
+def test_the_probe_refuses_nan() -> None:
+    model = build_model(build("llama"), 0, torch.float32)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(float("nan"))
+    with pytest.raises(KeelError, match="nan"):
+        probe.prepare(model, autocast=False)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+            "original_max_position_embeddings": 32,
+            "factor": 2.0,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_a_rope_that_neighbours_shift_is_refused(rope: dict[str, Any]) -> None:
+    spec_ = build("llama", options={"rope_parameters": rope})
+    with pytest.raises(KeelError, match=f"'llama' with rope_type '{rope['rope_type']}'"):
+        build_config(spec_)
+
+
+def test_yarn_is_not_refused() -> None:
+    rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
+    options = {"rope_parameters": rope | {"original_max_position_embeddings": 32}}
+    config = build_config(build("llama", options=options))
+    assert config.rope_parameters["rope_type"] == "yarn"
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon", "mamba", "rwkv", "gemma3"])
+def test_other_families_are_refused_by_name(family: str) -> None:
+    config = CONFIG_MAPPING[family]()
+    with pytest.raises(KeelError, match=rf"'{family}' is not supported: use one of .*llama"):
+        check_family(config)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mamba"])
+def test_a_trusted_family_still_has_to_pass_the_probe(family: str) -> None:
+    config = CONFIG_MAPPING[family](
+        vocab_size=32, hidden_size=16, num_hidden_layers=2, n_head=2, n_layer=2, state_size=4
+    )
+    check_family(config, trusted=True)
+    with torch.random.fork_rng():
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(KeelError):
+        probe.prepare(model, autocast=False)

@@ -1,0 +1,253 @@
+"""Building and loading: tokenizers, seeds, and one clear line for every wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from keel.config.schema import BuildModel, Model
+from keel.models.build import build_config, build_model, build_tokenizer
+from keel.models.families import FAMILIES
+from keel.models.loading import check_pair, load_model, load_tokenizer
+from keel.models.policy import load_policy
+from keel.models.tokenizers import byte_tokenizer, character_tokenizer
+from keel.types import KeelError
+from tests.models.tiny import build, policy, spec
+
+ALPHABET = BuildModel().alphabet
+CHARACTERS, BYTES = character_tokenizer(ALPHABET, 64), byte_tokenizer(64)
+
+# ---------------------------------------------------------------- tokenizers
+
+
+@settings(deadline=None)
+@given(st.text(alphabet=ALPHABET))
+def test_characters_round_trip_one_token_each(text: str) -> None:
+    ids = CHARACTERS(text)["input_ids"]
+    assert CHARACTERS.decode(ids) == text
+    if not any(special in text for special in ("<pad>", "<eos>")):
+        assert len(ids) == len(text)
+
+
+@settings(deadline=None)
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
+def test_bytes_round_trip_with_the_byte_as_id(text: str) -> None:
+    ids = BYTES(text)["input_ids"]
+    assert BYTES.decode(ids) == text
+    if not any(special in text for special in ("<pad>", "<eos>")):
+        assert ids == list(text.encode())
+
+
+@pytest.mark.parametrize("tokenizer", [CHARACTERS, BYTES], ids=["characters", "bytes"])
+def test_specials_and_saving(tokenizer: AutoTokenizer, tmp_path: Path) -> None:
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert tokenizer("1<eos>")["input_ids"][1:] == [tokenizer.eos_token_id]
+    text = " 1 +  2\n\n= 3 "
+    assert tokenizer.decode([*tokenizer(text)["input_ids"], 1, tokenizer.eos_token_id])
+    with_end = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    assert tokenizer.decode(with_end, skip_special_tokens=True) == text
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert again.decode(again(text)["input_ids"]) == text
+    assert (again.eos_token, again.pad_token) == ("<eos>", "<pad>")
+    assert again.model_max_length == 64
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+@pytest.mark.parametrize("kind", ["characters", "bytes"])
+def test_a_folders_tokenizer_is_what_was_saved_whatever_the_family(
+    family: str, kind: str, tmp_path: Path
+) -> None:
+    made = build_tokenizer(build(family, tokenizer=kind))
+    build_config(build(family, tokenizer=kind)).save_pretrained(tmp_path)
+    made.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    again = load_tokenizer(Model(name=str(tmp_path)))
+    text = "12 + 3  = b"
+    assert again(text)["input_ids"] == made(text)["input_ids"]
+    assert again.decode(again(text)["input_ids"]) == text
+    assert len(again) == len(made)
+
+
+@pytest.mark.parametrize(("alphabet", "reason"), [("", "is empty"), ("abca", "holds 'a' twice")])
+def test_a_wrong_alphabet(alphabet: str, reason: str) -> None:
+    with pytest.raises(KeelError, match=reason):
+        build_tokenizer(BuildModel(alphabet=alphabet))
+
+
+def test_a_chat_template_from_the_recipe() -> None:
+    tokenizer = load_tokenizer(
+        spec(chat_template="{% for m in messages %}{{m.content}}{% endfor %}")
+    )
+    messages = [{"role": "user", "content": "1+2"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "1+2"
+
+
+# ---------------------------------------------------------------- building
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_built_model_has_the_size_that_was_asked_for(family: str) -> None:
+    config = build_config(build(family))
+    assert config.hidden_size == 32
+    assert config.num_hidden_layers == 2
+    assert config.vocab_size == len(build_tokenizer(build(family)))
+    assert config.eos_token_id == 1
+    model = build_model(build(family), 0, torch.float32)
+    assert sum(p.numel() for p in model.parameters()) < 100_000
+
+
+def test_weights_are_a_function_of_the_seed_and_leave_the_random_state() -> None:
+    state = torch.get_rng_state()
+    first, again, other = (build_model(build(), seed, torch.float32) for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), state)
+    weights = [m.get_output_embeddings().weight for m in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    double = build_model(build(), 0, torch.float64)
+    assert torch.equal(double.get_output_embeddings().weight, weights[0].double())
+
+
+def test_master_weights_are_float32_unless_asked() -> None:
+    assert load_model(spec(), 0).dtype == torch.float32
+    assert load_model(spec(dtype="bfloat16"), 0).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"family": "lama"}, "unknown model.build.family 'lama': did you mean 'llama'"),
+        ({"family": "bloom"}, "unknown model.build.family 'bloom'"),
+        ({"heads": 5}, "hidden_size = 32 is not a multiple of model.build.heads = 5"),
+        ({"kv_heads": 3}, "model.build.kv_heads = 3"),
+        ({"options": {"rope_paramters": {}}}, "did you mean 'rope_parameters'"),
+        ({"options": {"hidden_act": 3}}, "does not make a llama config"),
+    ],
+)
+def test_a_wrong_build(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(KeelError, match=reason) as caught:
+        build_config(build(**changes))
+    assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------- folders and the hub
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    policy("llama").save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def _refused(name: str | Path, reason: str, **keys: object) -> None:
+    with pytest.raises(KeelError, match=reason) as caught:
+        load_policy(Model(name=str(name), device="cpu", **keys), 0)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    _refused(tmp_path / "nothing", "does not exist")
+    _refused("./nothing", "does not exist")
+    (tmp_path / "file").write_text("")
+    _refused(tmp_path / "file", "is no folder")
+
+
+def test_a_folder_without_a_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    _refused(folder, "has no config.json: give a folder")
+    (folder / "adapter_config.json").write_text("{}")
+    _refused(folder, "holds only an adapter")
+
+
+def test_pickled_weights_only(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    _refused(folder, "holds no weights")
+    torch.save({}, folder / "pytorch_model.bin")
+    _refused(folder, "pickled weights only")
+
+
+def test_broken_files(folder: Path) -> None:
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:100])
+    _refused(folder, "does not load")
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "tokenizer.json").unlink()
+    _refused(folder, "has no tokenizer that loads")
+    (folder / "config.json").write_text("{")
+    _refused(folder, "has no config that loads")
+
+
+def test_incomplete_weights(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _refused(folder, "lacks 1 weights, lm_head.weight among them")
+
+
+def _edit(file: Path, **changes: object) -> None:
+    content = json.loads(file.read_text())
+    content |= changes
+    file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+def test_no_end_of_sequence_token(folder: Path) -> None:
+    _edit(folder / "tokenizer_config.json", eos_token=None)
+    load_policy(Model(name=str(folder), device="cpu"), 0)  # the generation config has one
+    _edit(folder / "generation_config.json", eos_token_id=None)
+    _edit(folder / "config.json", eos_token_id=None)
+    _refused(folder, "has no end-of-sequence token")
+
+
+def test_another_models_tokenizer(folder: Path) -> None:
+    BYTES.save_pretrained(folder)
+    _refused(folder, "embeddings for 17 tokens but its tokenizer makes 258")
+
+
+def test_an_unsupported_family(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "bloom"}))
+    _refused(folder, "'bloom' is not supported: use one of .*llama")
+    (folder / "config.json").write_text(json.dumps({"model_type": "nosuch"}))
+    _refused(folder, "has no config that loads")
+
+
+def test_a_rope_that_packing_would_get_wrong(folder: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    _edit(folder / "config.json", rope_parameters=rope)
+    _refused(folder, "rope_type 'dynamic'")
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    # The top-level domain .invalid never resolves (RFC 2606).
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    _refused("nobody/nothing", r"model hub \(hub.invalid\) cannot be reached")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1")
+    _refused("nobody/nothing", "cannot be reached")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(KeelError, match="torch sees no GPU"):
+        load_model(spec().model_copy(update={"device": "cuda"}), 0)
+
+
+def test_the_pair_is_checked_by_name() -> None:
+    ours = policy("llama")
+    ours.tokenizer.eos_token = None
+    ours.model.generation_config.eos_token_id = None
+    with pytest.raises(KeelError, match="model 'mine' has no end-of-sequence token"):
+        check_pair(ours.model, ours.tokenizer, "mine")

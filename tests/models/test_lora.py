@@ -1,0 +1,180 @@
+"""LoRA: the base bit for bit with the adapter off, a second adapter, and merged copies aside."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+
+from keel.config.schema import Lora
+from keel.models import lora
+from keel.models.packed import Packed
+from keel.models.policy import Policy, load_policy
+from keel.models.reference import AdapterOff, reference_for
+from keel.types import KeelError
+from tests.models.tiny import batch, policy, separate_log_probs, spec, stock
+
+
+@pytest.fixture
+def learnt() -> Policy:
+    ours = policy("llama", rank=4)
+    _learn(ours, 1)
+    return ours
+
+
+def _learn(ours: Policy, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in ours.trainable().values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+
+
+def _batch(ours: Policy) -> Packed:
+    return batch(len(ours.tokenizer))[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+def test_the_reference_is_the_base_bit_for_bit(family: str) -> None:
+    bare, ours = policy(family), policy(family, rank=4)
+    packed = _batch(ours)
+    base = bare.scores(packed, 0.7).log_prob_N.detach()
+    assert torch.equal(ours.scores(packed, 0.7).log_prob_N, base), "B starts at 0"
+    reference = reference_for(ours)
+    assert isinstance(reference, AdapterOff)
+    assert reference.state() == {}
+    _learn(ours, 1)
+    moved = ours.scores(packed, 0.7).log_prob_N.detach()
+    assert (moved - base).abs().max() > 1e-2
+    assert torch.equal(reference.log_probs(packed, 0.7), base)
+    assert torch.equal(ours.scores(packed, 0.7).log_prob_N, moved), "the adapter is on again"
+
+
+def test_only_the_adapter_learns_also_after_the_reference_spoke(learnt: Policy) -> None:
+    packed, reference = _batch(learnt), reference_for(learnt)
+    names = set(learnt.trainable())
+    assert names
+    assert all(".lora_" in name and ".policy." in name for name in names)
+    out = learnt.scores(packed, reference=reference)
+    reference.log_probs(packed)
+    assert out.full_kl_N is not None
+    (out.log_prob_N + out.full_kl_N).sum().backward()
+    assert set(learnt.trainable()) == names
+    for name, parameter in learnt.named_parameters():
+        assert (parameter.grad is not None) == (name in names), name
+
+
+def test_a_policy_that_began_with_an_adapter_gets_a_second_one(learnt: Policy) -> None:
+    packed = _batch(learnt)
+    start = learnt.scores(packed).log_prob_N.detach()
+    reference = reference_for(learnt)
+    _learn(learnt, 2)
+    assert torch.equal(reference.log_probs(packed), start)
+    now = learnt.scores(packed).log_prob_N.detach()
+    assert not torch.equal(now, start)
+    saved = {name: tensor.clone() for name, tensor in reference.state().items()}
+    reference.refresh(learnt)
+    assert torch.equal(reference.log_probs(packed), now)
+    reference.restore(saved)
+    assert torch.equal(reference.log_probs(packed), start)
+    assert not [name for name in learnt.state_dict() if ".reference." in name]
+    with pytest.raises(ValueError, match="another one was saved"):
+        reference.restore({"x": torch.zeros(1)})
+
+
+def test_a_restored_reference_in_a_fresh_policy(learnt: Policy) -> None:
+    packed = _batch(learnt)
+    reference = reference_for(learnt)
+    start = reference.log_probs(packed)
+    fresh = policy("llama", rank=4)
+    again = reference_for(fresh)
+    again.restore(reference.state())
+    assert torch.equal(again.log_probs(packed), start)
+    again.restore({})
+    assert torch.equal(again.log_probs(packed), start)
+
+
+def test_merging_happens_aside(learnt: Policy) -> None:
+    packed = _batch(learnt)
+    before = {name: tensor.clone() for name, tensor in learnt.state_dict().items()}
+    merged = lora.plain_weights(learnt.model)
+    twin = lora.plain_copy(learnt.model)
+    for name, tensor in learnt.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    plain = stock("llama")
+    plain.load_state_dict(merged)
+    tokens, _ = batch(len(learnt.tokenizer))
+    expected = separate_log_probs(plain, tokens, 1.0)
+    found = learnt.scores(packed).log_prob_N
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)  # W + BA rounds once more
+    assert twin.state_dict().keys() == plain.state_dict().keys()
+    assert all(torch.equal(t, merged[name]) for name, t in twin.state_dict().items())
+    key = "model.layers.0.self_attn.q_proj"
+    a, b = (before[f"model.{key}.lora_{x}.policy.weight"] for x in "AB")
+    base = before[f"model.{key}.base_layer.weight"]
+    # α/r = 2
+    torch.testing.assert_close(merged[f"{key}.weight"], base + 2.0 * b @ a, rtol=0, atol=1e-6)
+
+
+def test_the_saved_adapter_goes_onto_the_base_with_peft(learnt: Policy, tmp_path: Path) -> None:
+    learnt.save(tmp_path)
+    loaded = PeftModel.from_pretrained(stock("llama"), str(tmp_path / "adapter")).eval()
+    tokens, packed = batch(len(learnt.tokenizer))
+    with torch.no_grad():
+        expected = separate_log_probs(loaded, tokens, 1.0)
+    found = learnt.scores(packed).log_prob_N
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_the_adapter_is_a_function_of_the_seed_and_leaves_the_random_state() -> None:
+    def start(seed: int) -> dict[str, torch.Tensor]:
+        state = torch.get_rng_state()
+        weights = lora.adapter_weights(load_policy(spec(rank=4), seed).model, lora.POLICY)
+        assert torch.equal(torch.get_rng_state(), state)
+        return weights
+
+    first, again, other = start(0), start(0), start(1)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+    a = first["model.layers.0.mlp.up_proj.lora_A.policy.weight"]
+    assert 0.8 / 32**0.5 < a.abs().max() <= 1 / 32**0.5
+
+
+def test_a_bfloat16_base_carries_a_float32_adapter() -> None:
+    ours = load_policy(spec(rank=4, dtype="bfloat16"), 0)
+    kinds = {name: p.dtype for name, p in ours.named_parameters()}
+    assert {kinds[name] for name in ours.trainable()} == {torch.float32}
+    assert torch.bfloat16 in kinds.values()
+    assert ours.scores(_batch(ours)).log_prob_N.dtype == torch.float32
+    ours.scores(_batch(ours)).log_prob_N.sum().backward()
+
+
+def test_targets_by_name() -> None:
+    ours = load_policy(
+        spec().model_copy(update={"lora": Lora(rank=2, targets=("q_proj", "v_proj"))}), 0
+    )
+    assert {name.rsplit(".", 1)[-1] for name, _ in lora.lora_layers(ours.model)} == {
+        "q_proj",
+        "v_proj",
+    }
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("lm_head", "names the output layer 'lm_head'"),
+        ("q_prj", "did you mean 'q_proj'"),
+        ("embed_tokens", "unknown model.lora.targets entry"),
+    ],
+)
+def test_wrong_targets_are_refused(target: str, reason: str) -> None:
+    with pytest.raises(KeelError, match=reason):
+        load_policy(spec().model_copy(update={"lora": Lora(targets=(target,))}), 0)
+
+
+def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(KeelError, match=r"pip install 'keel-rl\[lora\]'"):
+        load_policy(spec(rank=4), 0)

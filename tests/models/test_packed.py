@@ -1,0 +1,64 @@
+"""Packing: layout, positions, targets, and what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keel.models.packed import pack
+
+
+def test_an_example() -> None:
+    packed = pack(
+        [torch.tensor([5, 6, 7]), torch.tensor([8, 9]), torch.tensor([1, 2, 3, 4])],
+        [
+            torch.tensor([False, True, True]),
+            torch.tensor([], dtype=torch.int64),
+            torch.tensor([1, 3]),
+        ],
+    )
+    assert packed.tokens_T.tolist() == [5, 6, 7, 8, 9, 1, 2, 3, 4]
+    assert packed.lengths == (3, 2, 4)
+    assert packed.target_N.tolist() == [1, 2, 6, 8]
+    assert packed.positions().tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
+    assert packed.scored().tolist() == [6, 7, 2, 4]
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), max_size=5))
+def test_targets_are_those_of_the_masks(masks: list[list[bool]]) -> None:
+    masks = [[False, *mask[1:]] for mask in masks]
+    tokens = [torch.arange(len(mask)) + 100 * k for k, mask in enumerate(masks)]
+    packed = pack(tokens, [torch.tensor(mask) for mask in masks])
+    expected = [
+        100 * k + place for k, mask in enumerate(masks) for place, on in enumerate(mask) if on
+    ]
+    assert packed.scored().tolist() == expected
+    assert packed.positions().tolist() == [place for mask in masks for place in range(len(mask))]
+    assert packed.tokens_T.dtype == packed.target_N.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("tokens", "target", "reason"),
+    [
+        ([], [], "sequence 0 is empty"),
+        ([1, 2], [True, False], "must lie in 1"),
+        ([1, 2], [0], "must lie in 1"),
+        ([1, 2], [2], "must lie in 1"),
+        ([1, 2, 3], [2, 1], "must ascend"),
+        ([1, 2, 3], [1, 1], "must ascend"),
+        ([1, 2, 3], [False, True], "3 tokens but its target mask 2"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    tokens: list[int], target: list[int] | list[bool], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        pack([torch.tensor(tokens, dtype=torch.int64)], [torch.tensor(target)])
+
+
+def test_as_many_targets_as_sequences() -> None:
+    with pytest.raises(ValueError, match="1 sequences but targets for 0"):
+        pack([torch.tensor([1])], [])

@@ -1,0 +1,261 @@
+"""The policy: scores, checkpointing, state, and folders that plain transformers loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from keel.models.loading import quiet
+from keel.models.policy import Policy, load_policy
+from keel.models.reference import reference_for
+from keel.models.value import critic_from_policy, load_critic, value_head_for
+from keel.types import KeelError
+from tests.models.tiny import batch, build, policy, separate_log_probs, spec, stir
+
+
+def test_scores_hold_what_was_asked_for() -> None:
+    ours = policy("llama", dtype="float64")
+    _, packed = batch(len(ours.tokenizer))
+    bare = ours.scores(packed, 0.7)
+    assert bare.entropy_N is bare.value_N is bare.full_kl_N is None
+    full = ours.scores(
+        packed, 0.7, entropy=True, value_head=value_head_for(ours), reference=reference_for(ours)
+    )
+    assert torch.equal(full.log_prob_N, bare.log_prob_N)
+    assert full.entropy_N is not None
+    assert full.full_kl_N is not None
+    assert full.value_N is not None
+    tokens = len(ours.tokenizer)
+    assert 0 < full.entropy_N.min() <= full.entropy_N.max() < torch.log(torch.tensor(tokens))
+    assert full.full_kl_N.abs().max() < 1e-12
+    assert torch.equal(full.value_N, torch.zeros_like(full.value_N))
+    assert full.value_N.dtype == torch.float64
+
+
+def test_the_full_divergence_is_from_a_reference_that_stays() -> None:
+    ours = policy("llama", dtype="float64")
+    _, packed = batch(len(ours.tokenizer))
+    reference = reference_for(ours)
+    before = reference.log_probs(packed, 0.7)
+    stir(ours.model)
+    out = ours.scores(packed, 0.7, reference=reference)
+    assert out.full_kl_N is not None
+    assert (out.full_kl_N > 1e-3).all()
+    assert torch.equal(reference.log_probs(packed, 0.7), before)
+
+
+def test_activation_checkpointing_changes_no_gradient() -> None:
+    grads = []
+    for checkpointing in (False, True):
+        ours = policy("llama", activation_checkpointing=checkpointing)
+        assert ours.model.is_gradient_checkpointing == checkpointing
+        assert ours.model.training
+        _, packed = batch(len(ours.tokenizer))
+        ours.scores(packed).log_prob_N.sum().backward()
+        grads.append({name: p.grad for name, p in ours.named_parameters()})
+    for name, grad in grads[0].items():
+        assert grad is not None, name
+        assert torch.equal(grad, grads[1][name]), name
+
+
+def test_two_forwards_agree_and_dropout_is_off_everywhere() -> None:
+    ours = policy("gpt2")  # whose config has dropout 0.1 in four places
+    _, packed = batch(len(ours.tokenizer))
+    assert ours.training
+    a, b = ours.scores(packed).log_prob_N, ours.scores(packed).log_prob_N
+    assert torch.equal(a, b)
+    rates = [m.p for m in ours.modules() if isinstance(m, torch.nn.Dropout)]
+    assert rates
+    assert not any(rates)
+    config = ours.model.config.to_dict()
+    assert {config[key] for key in config if "drop" in key} == {0.0}
+
+
+def test_a_packed_batch_with_nothing_scored() -> None:
+    from keel.models.packed import pack
+
+    ours = policy("llama")
+    packed = pack([torch.tensor([3, 4])], [torch.tensor([], dtype=torch.int64)])
+    out = ours.scores(packed, entropy=True)
+    assert out.log_prob_N.shape == (0,)
+    out.log_prob_N.sum().backward()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3_moe", "opt"])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_saved_policy_loads_with_plain_transformers(
+    family: str, rank: int, tmp_path: Path
+) -> None:
+    ours = policy(family, rank=rank, chat_template="{{ messages[0].content }}")
+    if rank:
+        _learn(ours)
+    ours.save(tmp_path)
+    with quiet():
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path, use_safetensors=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokens, packed = batch(len(tokenizer))
+    with torch.no_grad():
+        expected = separate_log_probs(plain.eval(), tokens, 0.7)
+        found = ours.scores(packed, 0.7).log_prob_N
+    # float32; a merged weight rounds once more.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 if rank else 1e-5)
+    assert tokenizer("1+2 =b")["input_ids"] == ours.tokenizer("1+2 =b")["input_ids"]
+    assert tokenizer.chat_template == ours.tokenizer.chat_template
+    assert plain.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert "keel" not in (tmp_path / "config.json").read_text()
+    assert not list(tmp_path.glob("**/*.bin"))
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+    names = {name for file in tmp_path.glob("*.safetensors") for name in load_file(file)}
+    assert not [name for name in names if "lora" in name or "base_layer" in name]
+
+
+def _learn(ours: Policy) -> None:
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in ours.trainable().values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_state_goes_into_a_fresh_policy_bit_for_bit(rank: int) -> None:
+    first, second = policy("gpt2", rank=rank), load_policy(spec("gpt2", rank=rank), 1)
+    if rank:
+        _learn(first)
+        reference_for(first)  # a second adapter, which is no part of the policy's state
+    state = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    pointers = [tensor.data_ptr() for tensor in first.state_dict().values()]
+    assert len(set(pointers)) == len(pointers), "tied tensors must appear once"
+    second.load_state_dict(state)
+    _, packed = batch(len(first.tokenizer))
+    assert torch.equal(second.scores(packed).log_prob_N, first.scores(packed).log_prob_N)
+    assert second.state_dict().keys() == state.keys()
+    state.popitem()
+    with pytest.raises(ValueError, match="1 differ"):
+        second.load_state_dict(state)
+
+
+def test_a_saved_folder_is_a_recipes_model(tmp_path: Path) -> None:
+    ours = policy("qwen2")
+    ours.save(tmp_path)
+    again = load_policy(spec().model_copy(update={"build": None, "name": str(tmp_path)}), 5)
+    _, packed = batch(len(ours.tokenizer))
+    assert torch.equal(again.scores(packed).log_prob_N, ours.scores(packed).log_prob_N)
+    assert again.context == 64
+    assert again.hidden_size == 32
+
+
+# ---------------------------------------------------------------- value models
+
+
+def test_a_critic_starts_from_the_policys_backbone_and_learns_alone() -> None:
+    ours = policy("llama", rank=4, activation_checkpointing=True)
+    _learn(ours)
+    critic = critic_from_policy(ours)
+    _, packed = batch(len(ours.tokenizer))
+    torch.testing.assert_close(
+        critic.backbone(
+            input_ids=packed.tokens_T[None],
+            position_ids=packed.positions()[None],
+            use_cache=False,
+            layout=_layout(packed.lengths),
+        ).last_hidden_state[0][packed.target_N - 1],
+        ours.hidden(packed),
+        rtol=0,
+        atol=1e-4,  # merged weights round once more
+    )
+    assert not [name for name, _ in critic.named_parameters() if "lora" in name]
+    assert all(p.requires_grad for p in critic.parameters())
+    assert torch.equal(critic.values(packed), torch.zeros(len(packed.target_N)))
+    with torch.no_grad():
+        critic.head.linear.weight.fill_(0.1)
+    before = {name: p.clone() for name, p in ours.named_parameters()}
+    optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = (critic.values(packed) - 1).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    assert all(p.grad is not None for p in critic.parameters())
+    assert all(torch.equal(p, before[name]) for name, p in ours.named_parameters())
+
+
+def _layout(lengths: tuple[int, ...]) -> object:
+    from keel.models.attention import PackedLayout
+
+    return PackedLayout(lengths)
+
+
+def test_values_are_of_the_state_before_each_token() -> None:
+    ours = policy("llama", dtype="float64")
+    critic = critic_from_policy(ours)
+    with torch.no_grad():
+        critic.head.linear.weight.normal_(generator=torch.Generator().manual_seed(0))
+    tokens, packed = batch(len(ours.tokenizer))
+    values = critic.values(packed)
+    changed = [t.clone() for t in tokens]
+    for t in changed:
+        t[-1] = (t[-1] + 1) % len(ours.tokenizer)
+    from keel.models.packed import pack
+
+    again = critic.values(pack(changed, [torch.arange(2, len(t)) for t in changed]))
+    assert torch.equal(values, again), "the last token is not seen by its own value"
+    assert values.std() > 0.1
+
+
+def test_the_gradient_of_a_value_head_reaches_the_backbone() -> None:
+    ours = policy("llama")
+    head = value_head_for(ours)
+    _, packed = batch(len(ours.tokenizer))
+    with torch.no_grad():
+        head.linear.weight.fill_(0.1)
+    out = ours.scores(packed, value_head=head)
+    assert out.value_N is not None
+    out.value_N.sum().backward()
+    embedding = ours.model.get_input_embeddings().weight
+    assert embedding.grad is not None
+    assert embedding.grad.abs().max() > 0
+    assert head.linear.bias.grad is not None
+    assert head.linear.bias.grad.item() == len(packed.target_N)
+
+
+def test_a_critic_from_a_folder(tmp_path: Path) -> None:
+    ours = policy("llama")
+    other = policy("qwen2", seed=3)
+    other.save(tmp_path)
+    critic = load_critic(str(tmp_path), ours, spec("llama", rank=4), 0)
+    _, packed = batch(len(ours.tokenizer))
+    assert torch.equal(critic.values(packed), torch.zeros(len(packed.target_N)))
+    assert critic.backbone.config.model_type == "qwen2"
+    small = build("llama", alphabet="ab")
+    load_policy(spec().model_copy(update={"build": small}), 0).save(tmp_path / "small")
+    with pytest.raises(KeelError, match="embeddings for 4 tokens but the policy's tokenizer"):
+        load_critic(str(tmp_path / "small"), ours, spec(), 0)
+
+
+# ---------------------------------------------------------------- frozen reference
+
+
+def test_a_frozen_copy_refreshes_saves_and_restores() -> None:
+    ours = policy("gpt2")
+    _, packed = batch(len(ours.tokenizer))
+    reference = reference_for(ours)
+    assert not any(p.requires_grad for p in reference.model.parameters())  # type: ignore[attr-defined]
+    first = reference.log_probs(packed)
+    saved = {name: tensor.clone() for name, tensor in reference.state().items()}
+    assert len({t.data_ptr() for t in reference.state().values()}) == len(saved)
+    stir(ours.model)
+    reference.refresh(ours)
+    assert torch.equal(reference.log_probs(packed), ours.scores(packed).log_prob_N.detach())
+    assert not torch.equal(reference.log_probs(packed), first)
+    reference.restore(saved)
+    assert torch.equal(reference.log_probs(packed), first)
+    with pytest.raises(ValueError, match="another model"):
+        reference.restore({})

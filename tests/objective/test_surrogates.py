@@ -1,0 +1,203 @@
+"""Surrogates: MATH's first and second laws, and each function against its loop."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keel.objective import divergences, ratios, surrogates, weights
+from tests.objective import loops
+
+ONE = loops.ints([1])
+
+
+def at(ratio: float, advantage: float, low: float, high: float, dual: float | None = None):  # type: ignore[no-untyped-def]
+    """Value and d value/d log-ratio of the clip for one token."""
+    log_ratio = loops.tensor([math.log(ratio)]).requires_grad_()
+    value = surrogates.clip(
+        log_ratio, loops.tensor([advantage]), ONE, low=low, high=high, dual=dual
+    )
+    (slope,) = torch.autograd.grad(value.sum(), log_ratio)
+    return value.item(), slope.item()
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.2, 0.28), (3e-4, 4e-4)])
+@pytest.mark.parametrize("size", [1.0, 0.3])
+def test_the_clip_table(low: float, high: float, size: float) -> None:
+    inside = [1 - low * 0.99, 1.0, 1 + high * 0.99]
+    below, above = 1 - low * 1.01, 1 + high * 1.01
+    for ratio in inside:
+        for a in (size, -size):
+            assert at(ratio, a, low, high) == pytest.approx((ratio * a, ratio * a), abs=1e-12)
+    table = [
+        (below, size, below * size, below * size),
+        (below, -size, -(1 - low) * size, 0.0),
+        (above, size, (1 + high) * size, 0.0),
+        (above, -size, -above * size, -above * size),
+    ]
+    for ratio, a, value, slope in table:
+        assert at(ratio, a, low, high) == pytest.approx((value, slope), abs=1e-12)
+
+
+def test_dual_clip() -> None:
+    assert at(2.9, -2.0, 0.2, 0.2, 3.0) == pytest.approx((-5.8, -5.8), abs=1e-12)
+    assert at(3.1, -2.0, 0.2, 0.2, 3.0) == pytest.approx((-6.0, 0.0), abs=1e-12)
+    assert at(3.1, 2.0, 0.2, 0.2, 3.0) == pytest.approx((2.4, 0.0), abs=1e-12)
+    assert at(3.1, -2.0, 0.2, 0.2) == pytest.approx((-6.2, -6.2), abs=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    low=st.floats(0.01, 0.9),
+    high=st.floats(0.01, 2.0),
+    dual=st.one_of(st.none(), st.floats(1.1, 4.0)),
+)
+def test_values_are_the_loops(seed: int, low: float, high: float, dual: float | None) -> None:
+    lengths = [3, 1, 5]
+    log_ratio_N, advantage_N = loops.random(9, seed), loops.random(9, seed + 1)
+    log_prob_N, lengths_S = loops.random(9, seed + 2), loops.ints(lengths)
+    arguments = (log_ratio_N, advantage_N, lengths_S)
+    rows = list(zip(log_ratio_N.exp().tolist(), advantage_N.tolist(), strict=True))
+    loops.close(surrogates.unclipped(*arguments), [r * a for r, a in rows])
+    loops.close(surrogates.log_prob(*arguments), log_ratio_N * advantage_N)
+    loops.close(
+        surrogates.clip(*arguments, low=low, high=high, dual=dual),
+        [loops.clip(r, a, low, high, dual) for r, a in rows],
+    )
+    loops.close(
+        surrogates.cispo(*arguments, log_prob_N=log_prob_N, cap=1 + high, floor=1 - low),
+        [
+            min(max(r, 1 - low), 1 + high) * a * x
+            for (r, a), x in zip(rows, log_prob_N.tolist(), strict=True)
+        ],
+    )
+    loops.close(
+        surrogates.sapo(*arguments, temperature_positive=1.3, temperature_negative=2.1),
+        [
+            4 / t / (1 + math.exp(-t * (r - 1))) * a
+            for r, a in rows
+            for t in [1.3 if a > 0 else 2.1]
+        ],
+    )
+    advantage_S = loops.random(3, seed + 3)
+    out_N = surrogates.geometric(
+        log_ratio_N, advantage_S.repeat_interleave(lengths_S), lengths_S, low=low, high=high
+    )
+    loops.close(
+        out_N,
+        loops.join(
+            [
+                [loops.geometric(part, a, low, high)] * len(part)
+                for part, a in zip(
+                    loops.split(log_ratio_N, lengths), advantage_S.tolist(), strict=True
+                )
+            ]
+        ),
+    )
+
+
+def test_cispo_never_loses_a_gradient_and_geometric_clips_the_bad_side_only() -> None:
+    log_ratio_N = loops.tensor([3.0, -3.0]).requires_grad_()
+    log_prob_N = loops.tensor([-1.0, -2.0]).requires_grad_()
+    surrogates.cispo(
+        log_ratio_N, loops.tensor([2.0, 2.0]), loops.ints([2]), log_prob_N=log_prob_N, cap=5.0
+    ).sum().backward()
+    assert log_ratio_N.grad is None
+    loops.close(log_prob_N.grad, [10.0, 2 * math.exp(-3)])
+    for sign in (1.0, -1.0):
+        delta_N = loops.tensor([0.5, -0.5, 0.1]).requires_grad_()
+        surrogates.geometric(
+            delta_N, loops.tensor([sign] * 3), loops.ints([3]), low=0.4, high=0.4
+        ).sum().backward()
+        assert (delta_N.grad != 0).tolist() == (
+            [False, True, True] if sign > 0 else [True, False, True]
+        )
+
+
+def test_geometric_bounds_are_those_of_the_log_ratio() -> None:
+    delta_N, ones_N = loops.tensor([9.0, 9.0]), loops.tensor([1.0, 1.0])
+    options = {"low": 0.2, "high": 0.28}
+    up = surrogates.geometric(delta_N, ones_N, loops.ints([2]), **options)
+    down = surrogates.geometric(-delta_N, -ones_N, loops.ints([2]), **options)
+    loops.close(up, [math.exp(0.28)] * 2)
+    loops.close(down, [-math.exp(-0.2)] * 2)
+
+
+def test_the_soft_gate_has_slope_one_at_one() -> None:
+    for advantage in (1.0, -1.0, 0.3):
+        log_ratio_N = loops.tensor([0.0]).requires_grad_()
+        value_N = surrogates.sapo(
+            log_ratio_N,
+            loops.tensor([advantage]),
+            ONE,
+            temperature_positive=1.0,
+            temperature_negative=1.05,
+        )
+        (slope,) = torch.autograd.grad(value_N.sum(), log_ratio_N)
+        loops.close(slope, [advantage])
+
+
+EVERY = {
+    "ppo": (ratios.token, lambda x: surrogates.clip(**x, low=0.2, high=0.2)),
+    "dual": (ratios.token, lambda x: surrogates.clip(**x, low=0.2, high=0.28, dual=3.0)),
+    "unclipped": (ratios.token, lambda x: surrogates.unclipped(**x)),
+    "gspo": (ratios.sequence, lambda x: surrogates.clip(**x, low=3e-4, high=4e-4)),
+    "gspo_token": (ratios.sequence_token, lambda x: surrogates.clip(**x, low=3e-4, high=4e-4)),
+    "sapo": (
+        ratios.token,
+        lambda x: surrogates.sapo(**x, temperature_positive=1.0, temperature_negative=1.05),
+    ),
+    "gmpo": (ratios.token, lambda x: surrogates.geometric(**x, low=0.4, high=0.4)),
+    "reinforce": (ratios.none, lambda x: surrogates.log_prob(**x)),
+}
+
+
+@pytest.mark.parametrize("name", [*EVERY, "cispo"])
+def test_on_policy_all_give_the_gradient_of_reinforce(name: str) -> None:
+    lengths_S = loops.ints([4, 1, 6])
+    advantage_N = loops.tensor([1.0, -0.7, 0.4]).repeat_interleave(lengths_S)
+    weight_N = weights.sequence_mean(lengths_S)
+    new_N = loops.random(11, 1).requires_grad_()
+    ratio, surrogate = EVERY.get(
+        name, (ratios.token, lambda x: surrogates.cispo(**x, log_prob_N=new_N, cap=5.0))
+    )
+    log_ratio_N = ratio(new_N, new_N.detach(), lengths_S)
+    value_N = surrogate(
+        {"log_ratio_N": log_ratio_N, "advantage_N": advantage_N, "lengths_S": lengths_S}
+    )
+    (gradient_N,) = torch.autograd.grad((weight_N * value_N).sum(), new_N)
+    loops.close(gradient_N, weight_N * advantage_N)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("distance", [0.0, 0.5, -0.5, 50.0, -50.0])
+def test_no_advantage_no_gradient_and_always_finite(name: str, distance: float) -> None:
+    for dtype in (torch.float32, torch.float64):
+        for advantage in (0.0, 1.0, -1.0):
+            new_N = torch.full((3,), distance, dtype=dtype, requires_grad=True)
+            ratio, surrogate = EVERY[name]
+            lengths_S, advantage_N = loops.ints([3]), torch.full((3,), advantage, dtype=dtype)
+            log_ratio_N = ratio(new_N, torch.zeros(3, dtype=dtype), lengths_S)
+            value_N = surrogate(
+                {"log_ratio_N": log_ratio_N, "advantage_N": advantage_N, "lengths_S": lengths_S}
+            )
+            (gradient_N,) = torch.autograd.grad(value_N.sum(), new_N)
+            assert value_N.isfinite().all()
+            assert gradient_N.isfinite().all()
+            if advantage == 0.0:
+                assert gradient_N.tolist() == [0.0] * 3
+
+
+def test_a_clipped_token_still_gets_the_gradient_of_its_divergence() -> None:
+    new_N = loops.tensor([0.0]).requires_grad_()
+    old_N, reference_N = loops.tensor([-1.0]), loops.tensor([-0.4])
+    log_ratio_N = ratios.token(new_N, old_N, ONE)
+    value_N = surrogates.clip(log_ratio_N, loops.tensor([1.0]), ONE, low=0.2, high=0.2)
+    loss = (-value_N + 0.04 * divergences.k3(new_N, reference_N)).sum()
+    (gradient_N,) = torch.autograd.grad(loss, new_N)
+    loops.close(gradient_N, [0.04 * (1 - math.exp(-0.4))])

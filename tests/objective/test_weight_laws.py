@@ -1,0 +1,155 @@
+"""Weights: MATH's eighth law, and what packing, cutting and permuting may not change."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from keel.objective import gae, ratios, segments, surrogates, weights, whitening
+from keel.objective import group as groups
+from tests.objective import loops
+
+RAGGED = st.lists(st.integers(1, 9), min_size=1, max_size=8)
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sequence_mean": weights.sequence_mean,
+    "token_mean": weights.token_mean,
+    "constant": lambda lengths_S: weights.constant(lengths_S, constant=16),
+    "sequence_sum": weights.sequence_sum,
+}
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths=RAGGED)
+def test_weights_are_the_loops_and_sum_to_what_they_say(lengths: list[int]) -> None:
+    lengths_S, size, total = loops.ints(lengths), len(lengths), sum(lengths)
+    each = {
+        "sequence_mean": [1 / (size * n) for n in lengths],
+        "token_mean": [1 / total] * size,
+        "constant": [1 / (size * 16)] * size,
+        "sequence_sum": [1 / size] * size,
+    }
+    sums = {
+        "sequence_mean": 1.0,
+        "token_mean": 1.0,
+        "constant": total / (size * 16),
+        "sequence_sum": total / size,
+    }
+    for kind, function in KINDS.items():
+        weight_N = function(lengths_S)
+        loops.close(
+            weight_N, loops.join([[w] * n for w, n in zip(each[kind], lengths, strict=True)])
+        )
+        loops.close(weight_N.sum(), torch.tensor(sums[kind], dtype=torch.float64))
+
+
+def test_equal_lengths_make_all_means_equal() -> None:
+    lengths_S = loops.ints([5] * 4)
+    token = weights.token_mean(lengths_S)
+    loops.close(weights.sequence_mean(lengths_S), token)
+    loops.close(weights.constant(lengths_S, constant=16) * 16 / 5, token)
+    loops.close(weights.sequence_sum(lengths_S) / 5, token)
+
+
+def test_gradient_mass_of_a_sequence() -> None:
+    lengths, advantage = [3, 1, 8], [2.0, -1.0, 0.5]
+    lengths_S = loops.ints(lengths)
+    advantage_N = loops.tensor(advantage).repeat_interleave(lengths_S)
+    mass = {
+        "sequence_mean": [abs(a) / 3 for a in advantage],
+        "token_mean": [abs(a) * n / 12 for a, n in zip(advantage, lengths, strict=True)],
+        "constant": [abs(a) * n / (3 * 16) for a, n in zip(advantage, lengths, strict=True)],
+        "sequence_sum": [abs(a) * n / 3 for a, n in zip(advantage, lengths, strict=True)],
+    }
+    for kind, function in KINDS.items():
+        new_N = loops.random(12, 1).requires_grad_()
+        log_ratio_N = ratios.token(new_N, new_N.detach(), lengths_S)
+        value_N = surrogates.clip(log_ratio_N, advantage_N, lengths_S, low=0.2, high=0.2)
+        (function(lengths_S) * value_N).sum().backward()
+        loops.close(segments.segment_sum(new_N.grad.abs(), lengths_S), mass[kind])
+
+
+def test_no_sequences_and_empty_sequences() -> None:
+    for function in KINDS.values():
+        assert function(loops.ints([])).shape == (0,)
+        assert function(loops.ints([0, 2])).isfinite().all()
+    loops.close(weights.sequence_mean(loops.ints([0, 2])), [0.25, 0.25])
+
+
+# ---------------- the order and the cut of a batch, ragged lengths
+
+LENGTHS = [4, 1, 9, 2, 6, 3]
+
+
+def surrogate_loss(ratio: str, kind: str, rows: list[int], weight_N: Tensor | None = None):  # type: ignore[no-untyped-def]
+    """Loss and gradient (in the batch's own order) of some sequences of one fixed batch."""
+    total, lengths_S = sum(LENGTHS), loops.ints(LENGTHS)
+    new_N, old_N = loops.random(total, 1, 0.3).requires_grad_(), loops.random(total, 2, 0.3)
+    advantage_S = loops.random(len(LENGTHS), 3)
+    weight_N = KINDS[kind](lengths_S) if weight_N is None else weight_N
+    index_N = segments.sequence_index(lengths_S)
+    pick_N = torch.cat([torch.where(index_N == i)[0] for i in rows])
+    own_S = loops.ints([LENGTHS[i] for i in rows])
+    log_ratio_N = getattr(ratios, ratio)(new_N[pick_N], old_N[pick_N], own_S)
+    value_N = surrogates.clip(log_ratio_N, advantage_S[index_N[pick_N]], own_S, low=0.2, high=0.28)
+    loss = -(weight_N[pick_N] * value_N).sum()
+    (gradient_N,) = torch.autograd.grad(loss, new_N)
+    return loss.detach(), gradient_N
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence", "sequence_token", "sequence_product"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_permutation_and_cuts_change_nothing(ratio: str, kind: str) -> None:
+    loss, gradient_N = surrogate_loss(ratio, kind, list(range(6)))
+    for parts in ([[5, 3, 1, 0, 2, 4]], [[0, 2, 4], [1, 5, 3]], [[i] for i in range(6)]):
+        shares = [surrogate_loss(ratio, kind, part) for part in parts]
+        loops.close(sum(share for share, _ in shares), loss)
+        loops.close(sum(g for _, g in shares), gradient_N)
+
+
+@pytest.mark.parametrize("kind", ["sequence_mean", "token_mean"])
+def test_a_mean_per_micro_batch_would_change_the_loss(kind: str) -> None:
+    """The twin that is wrong: weights of each micro-batch alone, then the mean of the losses."""
+    _, gradient_N = surrogate_loss("token", kind, list(range(6)))
+    parts = [[0, 1], [2, 3, 4, 5]]
+    twin_N = torch.zeros_like(gradient_N)
+    for part in parts:
+        own = torch.zeros(sum(LENGTHS), dtype=torch.float64)
+        index_N = segments.sequence_index(loops.ints(LENGTHS))
+        pick_N = torch.cat([torch.where(index_N == i)[0] for i in part])
+        own[pick_N] = KINDS[kind](loops.ints([LENGTHS[i] for i in part])) / len(parts)
+        twin_N += surrogate_loss("token", kind, part, own)[1]
+    assert (twin_N - gradient_N).abs().max() > 1e-3
+
+
+def test_advantages_follow_their_sequences_when_rows_are_permuted() -> None:
+    order = [4, 0, 5, 2, 1, 3]
+    total, lengths_S, ids_S = sum(LENGTHS), loops.ints(LENGTHS), loops.ints([0, 1, 0, 1, 1, 0])
+    reward_S, penalty_N = loops.random(6, 1), loops.random(total, 2)
+    index_N = segments.sequence_index(lengths_S)
+    move_N = torch.cat([torch.where(index_N == i)[0] for i in order])
+    other_S = lengths_S[order]
+
+    def both(per_token: bool, function: Callable[..., Tensor]) -> None:
+        before = function(reward_S, penalty_N, ids_S, lengths_S)
+        after = function(reward_S[order], penalty_N[move_N], ids_S[order], other_S)
+        loops.close(after, before[move_N] if per_token else before[order])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        both(False, lambda r, p, g, n: groups.group_relative(r, g, scale="std", epsilon=1e-4))
+        both(False, lambda r, p, g, n: groups.leave_one_out(r, g))
+        both(False, lambda r, p, g, n: groups.optimal(r, g, n))
+        both(
+            True,
+            lambda r, p, g, n: groups.batch_normalised(r, p, g, n, gamma=0.9, group_baseline=True),
+        )
+        both(True, lambda r, p, g, n: whitening.whiten(p))
+        both(True, lambda r, p, g, n: gae.gae(p, segments.continues(n), gamma=0.9, lam=0.8))
+        both(True, lambda r, p, g, n: gae.n_step(p, segments.continues(n), gamma=0.9, steps=3))
+        both(True, lambda r, p, g, n: gae.monte_carlo(p, n, gamma=0.9, baseline="batch_mean"))

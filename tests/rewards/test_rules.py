@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keel.rewards.overlong import soft_overlong
+from keel.rewards.rule import exact_match, format_match, length, numeric_match
+from keel.types import KeelError
+from tests.shared import shared_path
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize("wrap", [str, said])
+def test_exact_match(wrap: Any) -> None:
+    texts = [wrap(t) for t in (" 12 ", "12.", "13", "<answer>12</answer>", "x")]
+    gold = ["12", "12", "12", "12", None]
+    assert exact_match(completions=texts, answer=gold) == [1, 0, 0, 0, None]
+    assert exact_match(completions=texts, answer=gold, normalised=True) == [1, 1, 0, 0, None]
+    assert exact_match(completions=texts, answer=gold, tag="answer") == [0, 0, 0, 1, None]
+    assert exact_match(completions=[wrap("3")], answer=[3]) == [1]
+
+
+@pytest.mark.parametrize("wrap", [str, said])
+def test_numeric_match(wrap: Any) -> None:
+    texts = [wrap(t) for t in ("so 1,234", "#### 1234.0\n7", r"\boxed{1233}", "none", "1")]
+    gold = ["a b <<1=1>> #### 1,234"] * 4 + [None]
+    assert numeric_match(completions=texts, answer=gold) == [1, 1, 0, 0, None]
+    assert numeric_match(completions=texts, answer=gold, tolerance=1e-3) == [1, 1, 1, 0, None]
+    tagged = [wrap("<answer>5</answer> or 6"), wrap("5")]
+    assert numeric_match(completions=tagged, answer=["5", 5], tag="answer") == [1, 0]
+    with pytest.raises(KeelError, match="holds 'Paris', in which there is no number"):
+        numeric_match(completions=[wrap("5")], answer=["Paris"])
+
+
+@pytest.mark.parametrize("wrap", [str, said])
+def test_format_match(wrap: Any) -> None:
+    texts = [wrap("<think>a</think><answer>b</answer>"), wrap("<answer>b</answer>")]
+    assert format_match(completions=texts, tags=["think", "answer"]) == [1, 0]
+    assert format_match(completions=texts, regex="^<answer>.*</answer>$") == [0, 1]
+    for options in ({}, {"regex": "a", "tags": ["a"]}):
+        with pytest.raises(KeelError, match="exactly one"):
+            format_match(completions=texts, **options)  # type: ignore[arg-type]
+    with pytest.raises(KeelError, match="is no regular expression"):
+        format_match(completions=texts, regex="(")
+
+
+def test_length() -> None:
+    ids = [[0] * n for n in (0, 5, 10, 12, 15, 20, 99)]
+    assert length(completion_ids=ids, target=10, width=5) == [0, 0, 0, -0.4, -1, -1, -1]
+    assert length(completion_ids=ids, target=10) == [0, 0, 0, -0.2, -0.5, -1, -1]
+    assert length(completion_ids=ids, target=10, both=True) == [-1, -0.5, 0, -0.2, -0.5, -1, -1]
+    with pytest.raises(KeelError, match="width = 0"):
+        length(completion_ids=ids, target=10, width=0)
+
+
+@given(st.integers(0, 300), st.integers(1, 200), st.integers(0, 200))
+def test_overlong_is_dapo_equation_13(n: int, budget: int, cache: int) -> None:
+    # The three cases as the paper writes them (2503.14476, eq. 13).
+    if n <= budget - cache:
+        expected = 0.0
+    elif budget - cache < n <= budget:
+        expected = ((budget - cache) - n) / cache
+    else:
+        expected = -1.0
+    got = soft_overlong(n, budget, cache)
+    assert got == expected
+    assert -1.0 <= got <= 0.0 or cache > budget
+    assert soft_overlong(n + 1, budget, cache) <= got
+
+
+def test_overlong_at_its_edges() -> None:
+    assert [soft_overlong(n, 100, 20) for n in (0, 80, 81, 90, 100, 101)] == [
+        0.0, 0.0, -0.05, -0.5, -1.0, -1.0,
+    ]  # fmt: skip
+
+
+def test_gsm8k_solutions_are_judged_as_their_labels_say() -> None:
+    """The numbers that OpenAI's labels call right and wrong: an outside check of the rule."""
+    path = shared_path("data/gsm8k/example_model_solutions.jsonl")
+    agree = total = 0
+    for line in path.read_text(encoding="utf-8").splitlines()[:300]:
+        row = json.loads(line)
+        for key, solution in row.items():
+            if not isinstance(solution, dict) or "is_correct" not in solution:
+                continue
+            gold = row["ground_truth"]
+            reward = numeric_match(completions=[solution["solution"]], answer=[gold])[0]
+            agree += reward == float(solution["is_correct"])
+            total += 1
+            assert key
+    assert total > 1000
+    assert agree == total

@@ -1,0 +1,379 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from keel.rewards import Scorer, load_reward
+from keel.rewards.loading import NamedReward, named_reward
+from keel.tasks import build_task
+from keel.types import Completion, Group, KeelError, Prompt, Step
+from tests.rewards import functions
+from tests.tasks.made import Calculator, Listed, completion, source
+
+
+@pytest.fixture(autouse=True)
+def _let_go() -> Iterator[None]:
+    """Hanging functions end with the test."""
+    functions.RELEASE.clear()
+    yield
+    functions.RELEASE.set()
+    time.sleep(0.12)  # the stubborn one looks every 0.05 s
+
+
+def group(texts: Sequence[str], prompt: Prompt | None = None) -> Group:
+    prompt = prompt or Prompt("t/train/0", "say", {"solution": "aa"}, "t")
+    return Group(prompt, tuple(completion(text) for text in texts))
+
+
+def two_groups() -> list[Group]:
+    other = Prompt("t/train/1", "go", {"solution": "b"}, "t")
+    return [group(["aa", "b", "ccc"]), group(["b"], other)]
+
+
+def reward(function: str, /, **keys: Any) -> NamedReward:
+    return named_reward(getattr(functions, function), **keys)
+
+
+def values(scored: Any) -> list[list[float | None]]:
+    return [[v.reward for v in verdicts] for verdicts in scored.verdicts]
+
+
+# ---------------------------------------------------------------- what functions are handed
+
+
+def test_functions_get_what_they_name_and_nothing_else() -> None:
+    got: dict[str, Any] = {}
+
+    def some(prompts: Any, solution: Any, extra: Any = "default") -> list[float]:
+        got.update(locals())
+        return [0.0] * 4
+
+    def all_there_is(**kwargs: Any) -> list[float]:
+        got["kwargs"] = kwargs
+        return [0.0] * 4
+
+    Scorer([named_reward(some), named_reward(all_there_is)])(two_groups(), 12)
+    assert got["prompts"] == ["say", "say", "say", "go"]
+    assert got["solution"] == ["aa", "aa", "aa", "b"]
+    assert got["extra"] == "default"
+    kwargs = got["kwargs"]
+    assert set(kwargs) == {
+        "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
+        "solution",
+    }  # fmt: skip
+    assert kwargs["completions"] == ["aa", "b", "ccc", "b"]
+    assert kwargs["completion_ids"] == [[0, 1], [0], [0, 1, 2], [0]]
+    assert kwargs["trainer_state"].global_step == 12
+
+
+def test_conversations_come_as_message_lists() -> None:
+    got: dict[str, Any] = {}
+
+    def look(prompts: Any, completions: Any) -> list[float]:
+        got.update(locals())
+        return [0.0]
+
+    turns = ({"role": "user", "content": "say"},)
+    Scorer([named_reward(look)])([group(["aa"], Prompt("p", turns))], 0)  # type: ignore[arg-type]
+    assert got["prompts"] == [[{"role": "user", "content": "say"}]]
+    assert got["completions"] == [[{"role": "assistant", "content": "aa"}]]
+
+
+def test_what_one_function_does_to_its_arguments_no_other_sees() -> None:
+    def spoils(completions: list[str], solution: list[str]) -> list[float]:
+        n = len(completions)
+        completions.clear()
+        solution[:] = ["x"] * n
+        return [0.0] * n
+
+    scored = Scorer([named_reward(spoils), reward("needs_gold")])(two_groups(), 0)
+    assert values(scored) == [[1, 0, 0], [1]]
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+def test_weights_components_and_metrics() -> None:
+    scorer = Scorer([reward("by_length", weight=0.5), reward("needs_gold", weight=2.0)])
+    scored = scorer(two_groups(), 1)
+    assert values(scored) == [[3.0, 0.5, 1.5], [2.5]]
+    assert scored.verdicts[0][0].components == {"by_length": 2.0, "needs_gold": 1.0}
+    assert scored.metrics == pytest.approx(
+        {
+            "rewards/by_length/mean": 7 / 4,
+            "rewards/by_length/std": np.std([2, 1, 3, 1], ddof=1),
+            "rewards/needs_gold/mean": 0.5,
+            "rewards/needs_gold/std": np.std([1, 0, 0, 1], ddof=1),
+        }
+    )
+    assert scored.failures == {}
+
+
+def test_a_component_may_say_nothing() -> None:
+    groups = [group(["xa", "b"])]
+    scored = Scorer([reward("sometimes"), reward("by_length")])(groups, 0)
+    assert values(scored) == [[2.0, 2.0]]
+    assert scored.verdicts[0][0].components == {"sometimes": None, "by_length": 2.0}
+    assert scored.metrics["rewards/sometimes/mean"] == 1.0
+    assert "rewards/sometimes/std" not in scored.metrics
+    alone = Scorer([reward("sometimes")], soft_overlong=1, max_tokens=1)(groups, 0)
+    assert values(alone) == [[None, 0.0]]  # length alone is no verdict
+    assert alone.verdicts[0][0].components == {"sometimes": None, "overlong": None}
+
+
+def test_overlong_is_a_component() -> None:
+    scorer = Scorer([reward("by_length")], soft_overlong=2, max_tokens=3)
+    scored = scorer([group(["a", "aa", "aaa", "aaaa"])], 0)
+    assert [v.components["overlong"] for v in scored.verdicts[0]] == [0.0, -0.5, -1.0, -1.0]
+    assert values(scored) == [[1.0, 1.5, 2.0, 3.0]]
+    assert scored.metrics["rewards/overlong/mean"] == pytest.approx(-0.625)
+
+
+def test_process_rewards_become_steps() -> None:
+    def steps(completions: Any) -> list[Any]:
+        return [[(0, 0.5), (2, -1.0)], [], None]
+
+    def more(completions: Any) -> list[Any]:
+        return [[[2, 2.0]], 1.0, None]
+
+    scorer = Scorer([named_reward(steps, weight=2.0), named_reward(more)])
+    first, second, third = scorer([group(["abc", "abc", "abc"])], 0).verdicts[0]
+    assert first.steps == (Step(0, 1.0), Step(2, 0.0))
+    assert first.components == {"steps": -0.5, "more": 2.0}
+    assert first.reward == 1.0
+    assert (second.reward, second.steps) == (1.0, ())
+    assert (third.reward, third.steps) == (None, ())
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        (1.0, 0, True, None),
+        np.array([1.0, 0.0, 1.0, 2.0], dtype=np.float32),
+        torch.tensor([1.0, 0.0, 1.0, 2.0]),
+        [np.float32(1.0), torch.tensor(0.0), np.int64(1), np.bool_(True)],
+    ],
+)
+def test_kinds_of_numbers(made: Any) -> None:
+    def gives(completions: Any) -> Any:
+        return made
+
+    scored = Scorer([named_reward(gives)])(two_groups(), 0)
+    assert values(scored)[0] == [1.0, 0.0, 1.0]
+
+
+def test_what_functions_log() -> None:
+    def logs(completions: list[str], log_extra: Any, log_metric: Any) -> list[float]:
+        log_extra("text", [c.upper() for c in completions])
+        log_metric("share", 1.0)
+        log_metric("share", 2.0)
+        return [0.0] * len(completions)
+
+    scored = Scorer([named_reward(logs)])(two_groups(), 0)
+    assert scored.extras == {"text": ["AA", "B", "CCC", "B"]}
+    assert scored.metrics["share"] == 1.5
+
+    def short(completions: list[str], log_extra: Any) -> list[float]:
+        log_extra("text", ["x"])
+        return [0.0] * len(completions)
+
+    with pytest.raises(KeelError, match=r"log_extra\('text'\) got 1 values for 4 completions"):
+        Scorer([named_reward(short)])(two_groups(), 0)
+
+
+def test_async_functions_wait_together() -> None:
+    functions_ = [reward("slow_async", name=f"slow{i}") for i in range(5)]
+    start = time.monotonic()
+    scored = Scorer([*functions_, reward("by_length")])(two_groups(), 0)
+    assert time.monotonic() - start < 1.2  # five waits of 0.3 s, side by side
+    assert values(scored) == [[12.0, 11.0, 13.0], [11.0]]
+
+
+# ---------------------------------------------------------------- the task's own verdict
+
+
+def test_without_functions_the_task_judges() -> None:
+    task = build_task(source("sort_digits"), seed=0)
+    prompt = task.prompt("train", 0)
+    gold = task.gold(prompt)
+    assert gold is not None
+    scored = Scorer(tasks={task.name: task})([group([gold, "0"], prompt)], 0)
+    assert values(scored) == [[1.0, 0.0]]
+    assert scored.verdicts[0][0].components == {"task": 1.0}
+    assert scored.metrics["rewards/task/mean"] == 0.5
+
+
+def test_the_verdict_may_be_one_of_several() -> None:
+    task = Calculator()
+    prompt = task.prompt("train", 0)
+    own = load_reward(source_of("task", weight=3.0))
+    scored = Scorer([own, reward("by_length")], {task.name: task})(
+        [group([task.gold(prompt), "x"], prompt)], 0
+    )
+    assert values(scored) == [[3.0 + len(task.gold(prompt)), 1.0]]
+
+
+def source_of(function: str, **keys: Any) -> Any:
+    from keel.config.schema import RewardSource
+
+    return RewardSource.model_validate({"function": function, **keys})
+
+
+def test_a_task_that_cannot_tell_names_the_mend() -> None:
+    task = Listed("t", 5)
+    with pytest.raises(KeelError, match=r"'t' cannot tell .* set rewards.functions"):
+        Scorer(tasks={"t": task})(two_groups(), 0)
+    with pytest.raises(KeelError, match="unknown task 't'"):
+        Scorer(tasks={"tt": Listed("tt", 5)})(two_groups(), 0)
+
+
+class BadTask(Listed):
+    """Judges the first two answers, then misbehaves."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__("t", 5)
+        self.how = how
+
+    def score(self, prompt: Prompt, completion: Completion) -> float | None:
+        """As `how` says, for the text ccc."""
+        if completion.text != "ccc":
+            return 1.0
+        if self.how == "hangs":
+            functions.RELEASE.wait(30)
+        if self.how == "raises":
+            raise RuntimeError("oh")
+        return float("nan")
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("hangs", "hangs: no answer within 0.3 s"), ("raises", "RuntimeError: oh"), ("nan", "nan")],
+)
+def test_a_verdict_that_fails(how: str, says: str) -> None:
+    tasks = {"t": BadTask(how)}
+    with pytest.raises(KeelError) as error:
+        Scorer(tasks=tasks, timeout=0.3)(two_groups(), 7)
+    assert "reward 'task' at step 7: sample 2 (prompt 't/train/0')" in str(error.value)
+    assert says in str(error.value)
+    skipped = Scorer(tasks=tasks, timeout=0.3, on_error="skip")(two_groups(), 7)
+    assert values(skipped) == [[1.0, 1.0, None], [1.0]]
+    assert skipped.failures == {"task": 1}
+
+
+# ---------------------------------------------------------------- failures
+
+
+BAD = {
+    "raises": ("raised ValueError: no way (functions.py:", None),
+    "exits": ("raised SystemExit: 3", None),
+    "too_few": ("returned 3 rewards for 4 completions", None),
+    "one_number": ("returned a float, not a list", None),
+    "hangs": ("hangs: no answer within 0.3 s", None),
+    "spins": ("hangs: no answer within 0.3 s", None),
+    "stubborn_async": ("hangs: no answer within 0.3 s", None),
+    "blocking_async": ("hangs: no answer within 0.3 s", None),
+    "nan_at_two": ("sample 2 (prompt 't/train/0'): nan is not finite", 2),
+    "infinite": ("sample 1 (prompt 't/train/0'): inf is not finite", 1),
+    "wordy": ("sample 0 (prompt 't/train/0'): 'good' is a str, not a number", 0),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_failure_stops_with_name_step_and_sample(name: str) -> None:
+    says, sample = BAD[name]
+    start = time.monotonic()
+    with pytest.raises(KeelError) as error:
+        Scorer([reward("by_length"), reward(name)], timeout=0.3)(two_groups(), 42)
+    message = str(error.value)
+    assert says in message
+    assert f"reward {name!r} at step 42" in message
+    assert "\n" not in message
+    if sample is None:
+        assert "4 completions, prompts 't/train/0' to 't/train/1'" in message
+    assert time.monotonic() - start < 3.0
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_or_is_left_out_and_counted(name: str) -> None:
+    _, sample = BAD[name]
+    scorer = Scorer([reward("by_length"), reward(name)], timeout=0.3, on_error="skip")
+    scored = scorer(two_groups(), 42)
+    flat = [v for verdicts in scored.verdicts for v in verdicts]
+    failed = [i for i, v in enumerate(flat) if v.components[name] is None]
+    assert failed == (list(range(4)) if sample is None else [sample])
+    assert scored.failures == {name: len(failed)}
+    assert [v.reward for v in flat] == [
+        length + (i not in failed) for i, length in enumerate([2, 1, 3, 1])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [
+        ([(0, 1.0), (0, 1.0)], "do not rise"),
+        ([(2, 1.0), (1, 1.0)], "do not rise"),
+        ([(3, 1.0)], "step end 3 is not a token of the 3"),
+        ([(-1, 1.0)], "step end -1"),
+        ([(0.5, 1.0)], "step end 0.5"),
+        ([(0, float("nan"))], "step reward nan"),
+        ([1.0], "1.0 is not a step"),
+    ],
+)
+def test_bad_steps_are_named(steps: Any, says: str) -> None:
+    def process(completions: Any) -> Any:
+        return [steps]
+
+    with pytest.raises(KeelError) as error:
+        Scorer([named_reward(process)])([group(["abc"])], 0)
+    assert says in str(error.value)
+
+
+def test_a_missing_column_is_named_before_any_call() -> None:
+    called = []
+
+    def first(completions: list[str]) -> list[float]:
+        called.append(1)
+        return [0.0] * len(completions)
+
+    groups = [group(["a"], Prompt("t/train/0", "say", {"solutions": "a", "level": 1}, "t"))]
+    scorer = Scorer([named_reward(first), reward("needs_gold")])
+    with pytest.raises(KeelError) as error:
+        scorer(groups, 0)
+    message = "reward 'needs_gold' needs the column 'solution': unknown column 'solution'"
+    assert message in str(error.value)
+    assert "did you mean 'solutions'?" in str(error.value)
+    assert called == []
+    with pytest.raises(KeelError, match="needs the column 'solution'"):
+        scorer.check([groups[0].prompt])
+    with pytest.raises(KeelError, match="the prompts have none"):
+        scorer.check([Prompt("p", "say")])
+
+
+def test_a_column_of_another_task_is_none_for_this_one() -> None:
+    def picky(completions: list[str], solution: list[Any]) -> list[float | None]:
+        return [None if gold is None else 1.0 for gold in solution]
+
+    here = Prompt("a/train/0", "say", {"solution": "a"}, "a")
+    there = Prompt("b/train/0", "say", {}, "b")
+    scorer = Scorer([named_reward(picky)], {"a": Listed("a", 5), "b": Listed("b", 5)})
+    assert values(scorer([group(["x"], here), group(["x"], there)], 0)) == [[1.0], [None]]
+    # Even in a step that drew from the other task alone.
+    assert values(scorer([group(["x"], there)], 0)) == [[None]]
+
+
+def test_two_rewards_of_one_name_are_refused() -> None:
+    with pytest.raises(KeelError, match="two rewards are named 'by_length'"):
+        Scorer([reward("by_length"), reward("by_length")])
+    with pytest.raises(KeelError, match="named 'overlong'"):
+        Scorer([reward("by_length", name="overlong")], soft_overlong=1, max_tokens=4)
+
+
+def test_no_groups_no_calls() -> None:
+    scored = Scorer([reward("raises")])([], 0)
+    assert scored.verdicts == ()
+    assert scored.metrics == {}

@@ -1,0 +1,183 @@
+"""reasoning-gym, in its own process: real data sets, real hangs."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+
+from keel.tasks import build_task, catalogue
+from keel.tasks.base import Presentation, side_of
+from keel.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_names, gym_task
+from keel.types import KeelError, Side
+from tests.tasks.made import completion, source
+
+pytestmark = pytest.mark.skipif(not gym_installed(), reason="reasoning-gym is not installed")
+
+NO_GOLD = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+"""Data sets that know how to judge an answer but give none."""
+
+
+@pytest.fixture(scope="module")
+def process() -> GymProcess:
+    return GymProcess()
+
+
+def make(name: str, process: GymProcess, seed: int = 0, **options: object) -> GymTask:
+    return gym_task(PREFIX + name, seed, Presentation(), options, process)
+
+
+def test_every_data_set_gives_prompts_and_knows_its_own_answers(process: GymProcess) -> None:
+    names = [name for name in gym_names(process) if name != "composite"]
+    assert len(names) > 90
+    for name in names:
+        task = make(name, process)
+        prompt = task.prompt("train", 0)
+        assert prompt.id == f"reasoning_gym:{name}/train/0"
+        assert side_of(str(prompt.columns["question"])) == "train"
+        gold = task.gold(prompt)
+        assert (gold is None) == (name in NO_GOLD)
+        if gold is not None:
+            assert task.score(prompt, completion(gold)) == 1.0, name
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "letter_counting"])
+def test_sides_and_seeds(name: str, process: GymProcess) -> None:
+    task = make(name, process, seed=1)
+    questions: dict[Side, list[str]] = {}
+    for side in ("train", "heldout"):
+        questions[side] = [str(task.prompt(side, i).content) for i in range(30)]
+        assert {side_of(q) for q in questions[side]} == {side}
+        assert len(set(questions[side])) > 20
+    again = make(name, process, seed=1)
+    backward = [str(again.prompt("train", i).content) for i in range(29, -1, -1)]
+    assert backward[::-1] == questions["train"]
+    other = make(name, process, seed=2)
+    assert [str(other.prompt("train", i).content) for i in range(30)] != questions["train"]
+
+
+def test_prompts_far_on_come_from_other_blocks(process: GymProcess) -> None:
+    task = make("chain_sum", process)
+    assert task.prompt("train", 10**7).content != task.prompt("train", 10**7 + 2048).content
+    assert task.prompt("train", 10**7) == make("chain_sum", process).prompt("train", 10**7)
+
+
+def test_prompts_do_not_depend_on_the_hash_seed_or_shared_streams(process: GymProcess) -> None:
+    name = "isomorphic_strings"  # draws from sets, whose order Python shuffles in each process
+    code = (
+        "from keel.tasks import build_task; from keel.config.schema import TaskSource;"
+        f"t = build_task(TaskSource(name='reasoning_gym:{name}'), 0);"
+        "print([t.prompt('train', i).content for i in range(3)])"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    random.seed(99)
+    before = random.getstate()
+    task = make(name, process)
+    assert told.stdout.strip() == str([task.prompt("train", i).content for i in range(3)])
+    assert random.getstate() == before
+
+
+def test_its_own_scorer_judges(process: GymProcess) -> None:
+    task = make("countdown", process, seed=3)
+    prompt = task.prompt("train", 17)
+    gold = task.gold(prompt)
+    assert gold is not None
+    assert task.score(prompt, completion(f"  {gold}\n")) == 1.0
+    assert task.score(prompt, completion(f"<think>1+1</think><answer>{gold}</answer>")) == 1.0
+    partial = task.score(prompt, completion("1 + 1"))
+    assert 0.0 <= partial < 1.0
+    # A task made anew scores a prompt that it did not draw itself.
+    assert make("countdown", process, seed=3).score(prompt, completion(gold)) == 1.0
+
+
+@pytest.mark.parametrize("name", ["countdown", "chain_sum", "mini_sudoku", "simple_integration"])
+def test_an_odd_answer_scores_nothing_much(name: str, process: GymProcess) -> None:
+    task = make(name, process)
+    prompt = task.prompt("train", 0)
+    for answer in ("", "((((", "\x00", "1/0", "\ud800", "x" * 50_000, "None", "exit()"):
+        assert 0.0 <= task.score(prompt, completion(answer)) < 0.5
+
+
+def test_an_answer_that_hangs_its_scorer_is_wrong(
+    process: GymProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keel.tasks.gym.SCORE_SECONDS", 0.5)
+    task = make("countdown", process)
+    prompt = task.prompt("train", 0)
+    start = time.monotonic()
+    # The scorer evaluates this; no thread could be ended in the middle of it.
+    assert task.score(prompt, completion("9**9**9**9")) == 0.0
+    assert time.monotonic() - start < 60.0  # of computing it has two seconds at most
+    gold = task.gold(prompt)
+    assert gold is not None
+    assert task.score(prompt, completion(gold)) == 1.0
+    assert task.prompt("train", 0) == prompt
+
+
+def test_the_process_sees_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    process = GymProcess()
+    process.ask(60.0, op="names")
+    assert process._process is not None
+    pid = process._process.pid
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        environment = file.read()
+    assert b"secret" not in environment
+    assert b"PYTHONHASHSEED=0" in environment
+    del process
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_options_reach_the_data_set(process: GymProcess) -> None:
+    task = make("chain_sum", process, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    for i in range(20):
+        assert task.prompt("train", i).columns["metadata"]["num_terms"] == 2
+    mixed = make(
+        "composite",
+        process,
+        datasets=[{"name": "gcd", "weight": 1.0}, {"name": "lcm", "weight": 1.0}],
+    )
+    sources = {mixed.prompt("train", i).columns["metadata"]["source_dataset"] for i in range(20)}
+    assert sources == {"gcd", "lcm"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("chain_sums", {}, "unknown reasoning-gym data set 'chain_sums': did you mean 'chain_sum'"),
+        ("chain_sum", {"min_term": 2}, "unknown option 'min_term': did you mean 'min_terms'?"),
+        ("chain_sum", {"min_terms": 9, "max_terms": 2}, "reasoning-gym refuses it: "),
+        ("chain_sum", {"seed": 2}, "seed is not an option"),
+    ],
+)
+def test_wrong_names_and_options(
+    name: str, options: dict[str, object], says: str, process: GymProcess
+) -> None:
+    with pytest.raises(KeelError) as error:
+        gym_task(PREFIX + name, 0, Presentation(), options, process).prompt("train", 0)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_its_absence_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(KeelError, match=r"pip install 'keel-rl\[tasks\]'"):
+        build_task(source("reasoning_gym:chain_sum"), seed=0)
+    names = [name for name, _ in catalogue()]
+    assert "sort_digits" in names
+    assert not any(name.startswith(PREFIX) for name in names)
+
+
+def test_the_catalogue_has_a_line_for_each() -> None:
+    rows = dict(catalogue())
+    assert {"sort_digits", "jsonl", "reasoning_gym:chain_sum"} <= set(rows)
+    assert all(line and "\n" not in line for line in rows.values())
