@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from keel.algorithms.explain import explain
     from keel.config.load import load_recipe
+    from keel.config.objective import explain_recipe
     from keel.runs.read import load
     from keel.train.evaluation import evaluate
     from keel.train.export import export
@@ -20,13 +21,23 @@ if TYPE_CHECKING:
 
 __version__ = version("keel-rl")
 
-__all__ = ["__version__", "evaluate", "explain", "export", "load", "load_recipe", "train"]
+__all__ = [
+    "__version__",
+    "evaluate",
+    "explain",
+    "explain_recipe",
+    "export",
+    "load",
+    "load_recipe",
+    "train",
+]
 
 _HOMES = {
     "evaluate": "keel.train.evaluation",
     "explain": "keel.algorithms.explain",
     "export": "keel.train.export",
     "load": "keel.runs.read",
+    "explain_recipe": "keel.config.objective",
     "load_recipe": "keel.config.load",
     "train": "keel.train.run",
 }

@@ -59,6 +59,19 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         {"divergence": {"estimator": "k1", "where": "reward"}},
     ),
     (
+        {
+            "advantage": {"kind": "process_group_relative"},
+            "divergence": {**REWARD, "estimator": "k1"},
+        },
+        "reads the rewards of steps, not of tokens",
+        {"divergence": {"estimator": "k3", "where": "loss"}},
+    ),
+    (
+        {"divergence": {**LOSS_TO_OLD, "adaptive": {"rule": "ziegler"}}},
+        "Ziegler's rule follows the divergence to the reference",
+        {"divergence": {**LOSS_TO_OLD, "adaptive": {"rule": "ppo"}}},
+    ),
+    (
         {"divergence": {"to": "old", "where": "reward", "estimator": "k1"}},
         "that of the sampling policy to itself, zero",
         {"divergence": {"to": "old", "where": "loss", "estimator": "k3"}},
@@ -118,6 +131,11 @@ def test_one_ratio_a_sequence_takes_no_advantage_per_token(kind: str, ratio: str
     row = {**SOUND, "ratio": ratio, "advantage": {"kind": kind}, "value": VALUE}
     with pytest.raises(ValidationError, match="differs from token to token"):
         Algorithm.model_validate(row)
+
+
+def test_k1_to_the_old_policy_has_a_gradient_in_the_loss() -> None:
+    """Its samples come from the old side: E[−∇ℓ] under the old policy is ∇KL(old‖π)."""
+    Algorithm.model_validate({**SOUND, "divergence": {**LOSS_TO_OLD, "estimator": "k1"}})
 
 
 def test_a_return_to_go_is_per_token_only_where_its_terms_are() -> None:

@@ -24,8 +24,8 @@ from keel.types import Sampling
         (Sampling(1, top_p=0.6), [0, 0.4, 0, 0.3, 0]),
         (Sampling(1, top_p=0.72), [0, 0.4, 0, 0.3, 0.15]),
         (Sampling(1, top_p=1e-9), [0, 1, 0, 0, 0]),
-        # Of what the three likeliest hold, 0.85, half is 0.425: more than 0.4.
-        (Sampling(1, top_k=3, top_p=0.5), [0, 0.4, 0, 0.3, 0]),
+        # 0.46 of what the three likeliest hold, 0.85, is 0.391: less than 0.4.
+        (Sampling(1, top_k=3, top_p=0.46), [0, 0.4, 0, 0, 0]),
         (Sampling(1, min_p=0.3), [0, 0.4, 0, 0.3, 0.15]),
         (Sampling(1, min_p=1), [0, 1, 0, 0, 0]),
     ],

@@ -156,6 +156,20 @@ def test_turns_do_not_depend_on_company() -> None:
     assert len({*texts[0], *texts[1]}) == 6
 
 
+def test_every_turn_of_every_conversation_has_its_own_stream() -> None:
+    names: list[str] = []
+
+    def script(prompt: Prompt, index: int) -> str:
+        names.append(f"{prompt.id} {index}")
+        return "go"
+
+    prompt = Prompt("p", "3+4", tokens=(5,))
+    engine = ScriptedEngine(script, TOKENIZER)
+    talk(engine, [prompt, replace(prompt, id="q")], 3, Sampling(50), Calculator(times=2), 3)
+    assert len(names) == 2 * 3 * 3
+    assert len(set(names)) == len(names)
+
+
 def test_the_context_covers_policy_and_task() -> None:
     model = tiny("llama", max_position_embeddings=24)
     prompts = ragged_prompts(6)

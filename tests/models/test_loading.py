@@ -10,6 +10,7 @@ import torch
 from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from keel.config.schema import BuildModel, Model
@@ -186,8 +187,6 @@ def test_broken_files(folder: Path) -> None:
 
 
 def test_incomplete_weights(folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     weights = load_file(folder / "model.safetensors")
     del weights["lm_head.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

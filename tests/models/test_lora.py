@@ -118,6 +118,7 @@ def test_merging_happens_aside(learnt: Policy) -> None:
     torch.testing.assert_close(merged[f"{key}.weight"], base + 2.0 * b @ a, rtol=0, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft's own
 def test_the_saved_adapter_goes_onto_the_base_with_peft(learnt: Policy, tmp_path: Path) -> None:
     learnt.save(tmp_path)
     loaded = PeftModel.from_pretrained(stock("llama"), str(tmp_path / "adapter")).eval()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.rewards.overlong import soft_overlong
-from keel.rewards.rule import exact_match, format_match, length, numeric_match
+from keel.rewards.rule import exact_match, format_match, length, numeric_match, place_match
 from keel.types import KeelError
 from tests.shared import shared_path
 
@@ -97,3 +97,11 @@ def test_gsm8k_solutions_are_judged_as_their_labels_say() -> None:
             assert key
     assert total > 1000
     assert agree == total
+
+
+def test_place_match_counts_characters_at_their_places() -> None:
+    said = ["123", "132", "1", "12345", "", " 123\n"]
+    expected = [1.0, 1 / 3, 1 / 3, 3 / 5, 0.0, 1.0]
+    found = place_match(completions=said, answer=["123"] * len(said))
+    assert found == pytest.approx(expected)
+    assert place_match(completions=["x", ""], answer=[None, ""]) == [None, 0.0]

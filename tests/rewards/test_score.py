@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -377,3 +380,28 @@ def test_no_groups_no_calls() -> None:
     scored = Scorer([reward("raises")])([], 0)
     assert scored.verdicts == ()
     assert scored.metrics == {}
+
+
+def test_a_reward_that_hangs_does_not_keep_the_process() -> None:
+    code = (
+        "import time\n"
+        "from keel.rewards import Scorer\n"
+        "from keel.rewards.loading import named_reward\n"
+        "from keel.types import Group, KeelError, Prompt\n"
+        "from tests.tasks.made import completion\n"
+        "async def waits(completions): time.sleep(600)\n"
+        "def hangs(completions): time.sleep(600)\n"
+        "scorer = Scorer([named_reward(hangs), named_reward(waits)], timeout=0.2)\n"
+        "try: scorer([Group(Prompt('p', 'say'), (completion('a'),))], 0)\n"
+        "except KeelError as error: print(error)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,  # it takes the imports; with a thread that counts it would take ten minutes
+    )
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.startswith("reward 'hangs' at step 0")

@@ -69,10 +69,20 @@ def _divergence(row: Algorithm) -> Iterator[str]:
     d = row.divergence
     if d is None:
         return
-    if d.where == "loss" and d.estimator == "k1" and not d.unbiased:
+    if d.where == "loss" and d.to == "reference" and d.estimator == "k1" and not d.unbiased:
         yield (
             "the gradient of k1 in the loss is zero in expectation: use k2 or k3, "
             'unbiased = true, or where = "reward"'
+        )
+    if d.where == "reward" and row.advantage.kind == "process_group_relative":
+        yield (
+            'advantage "process_group_relative" reads the rewards of steps, not of tokens: '
+            'a divergence in the reward would be lost, set where = "loss"'
+        )
+    if d.to == "old" and d.adaptive is not None and d.adaptive.rule == "ziegler":
+        yield (
+            "Ziegler's rule follows the divergence to the reference: to the old policy set "
+            'adaptive.rule = "ppo"'
         )
     if d.where == "reward" and d.to == "old":
         yield (

@@ -43,7 +43,10 @@ EntryPoint = Annotated[str, Field(pattern=r"^[^:]+:[\w.]+$")]
 
 
 class GAE(Row):
-    """Generalised advantage estimation; `critic_lam` None means the actor's λ."""
+    """Generalised advantage estimation.
+
+    `critic_lam` None means the actor's λ, or 1 beside an adaptive one (VAPO).
+    """
 
     kind: Literal["gae"] = "gae"
     gamma: Unit = 1.0

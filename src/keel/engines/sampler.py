@@ -87,12 +87,11 @@ def _truncate(prob: Float[Tensor, "R V"], sampling: Sampling) -> Float[Tensor, "
 def _invert(prob: Float[Tensor, "R V"], uniform: Tensor) -> tuple[Tensor, Tensor]:
     """The first index (R, 1) whose cumulative mass exceeds uniform · total; and the total (R, 1).
 
-    The number is kept below the total, so that rounding cannot choose an index without mass.
+    Numbers of 53 bits below 1 times the total stay below the total in float64, so that neither end
+    of [0, 1) chooses an index without mass.
     """
     mass = prob.cumsum(-1)
-    total = mass[:, -1:].contiguous()
-    below = torch.nextafter(total, torch.zeros_like(total))
-    number = torch.minimum(uniform.unsqueeze(-1) * total, below)
-    choice = torch.searchsorted(mass, number, right=True)
-    # Only logits that are not numbers get here; their log-probability tells.
+    total = mass[:, -1:]
+    choice = torch.searchsorted(mass, uniform.unsqueeze(-1) * total, right=True)
+    # Only logits that are not numbers reach the end; their log-probability tells.
     return choice.clamp_(max=prob.shape[-1] - 1), total

@@ -65,6 +65,22 @@ def numeric_match(
     return rewards
 
 
+def place_match(*, completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
+    """The share of characters that stand where the `answer` column has them, in [0, 1].
+
+    Counted over the longer of the two texts, so that neither rambling nor stopping short pays. A
+    dense stand-in for `exact_match` where a policy gets nothing right yet. None where the column
+    is empty.
+    """
+    return [
+        None
+        if gold is None
+        else sum(a == b for a, b in zip(said.strip(), str(gold), strict=False))
+        / max(len(said.strip()), len(str(gold)), 1)
+        for said, gold in zip(texts(completions), answer, strict=True)
+    ]
+
+
 def format_match(
     *,
     completions: Sequence[Any],
@@ -122,5 +138,5 @@ def _said(completions: Sequence[Any], tag: str | None) -> list[str | None]:
     return [text if tag is None else tag_content(text, tag) for text in texts(completions)]
 
 
-BUILT_IN = {f.__name__: f for f in (exact_match, numeric_match, format_match, length)}
+BUILT_IN = {f.__name__: f for f in (exact_match, numeric_match, place_match, format_match, length)}
 """What a recipe may name without a module."""

@@ -112,9 +112,10 @@ def measure(loop: Loop, rollouts: Rollouts, beta: float) -> Batch:
     if on_engine:
         batch = replace(batch, old_log_prob_N=batch.engine_log_prob_N)
     many = stage.epochs * stage.minibatches > 1
+    adaptive = row.divergence is not None and row.divergence.adaptive is not None
     batch = learner.measure(
         batch,
-        old=not on_engine and (many or row.reward_divergence is not None),
+        old=not on_engine and (many or adaptive or row.reward_divergence is not None),
         reference=row.needs_reference,
     )
     judged = outcome(rollouts.groups, rollouts.verdicts, rollouts.greedy)
@@ -147,7 +148,8 @@ def improve(
         for _, part in parts
     ]
     metrics = {name: float(np.mean([m[name] for m in taken])) for name in taken[0]}
-    return parts, {**metrics, **_state_of(batch), "learning_rate": rates[0], "beta": progress.beta}
+    watched = {**_state_of(batch), **metrics, "learning_rate": rates[0], "beta": progress.beta}
+    return parts, watched
 
 
 def adapted(
@@ -216,7 +218,7 @@ def _state_of(batch: Batch) -> dict[str, float]:
     old_N, reference_N = batch.old_log_prob_N, batch.reference_log_prob_N
     if old_N is not None and reference_N is not None:
         k1_N = divergences.k1(old_N, reference_N)
-        out["kl/reference"] = float(k1_N.mean())
+        out["kl/reference"] = out["kl"] = float(k1_N.mean())
         out["kl/sequence"] = float(k1_N.sum()) / batch.sequences
     if old_N is not None:
         gap_N = (old_N - batch.engine_log_prob_N.to(old_N)).abs()

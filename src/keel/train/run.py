@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
-from contextlib import ExitStack
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -53,6 +55,8 @@ def train(
         progress = Progress(stage=0) if start is None else read_progress(start)
         if resume:
             truncate_after(place, progress.stage, -1 if start is None else progress.step)
+        if not resume:
+            stack.enter_context(_leaving_nothing_unbegun(place))
         recorder = stack.enter_context(Recorder(place))
         recorder.event("resumed" if resume else "started", step=progress.step)
         _run(recipe, Session(place, recorder, watcher, interrupt), progress, start)
@@ -71,6 +75,17 @@ def _open(
         raise KeelError("there is no recipe to run: name one, or resume a run")
     path = Path(folder) if folder is not None else next_free(RUNS, recipe.name)
     return RunFolder.create(path, to_toml(recipe)), recipe
+
+
+@contextmanager
+def _leaving_nothing_unbegun(place: RunFolder) -> Iterator[None]:
+    """A run that fails before its first step leaves the folder as free as it was."""
+    try:
+        yield
+    except KeelError:
+        if place.metrics.exists() and place.metrics.stat().st_size == 0:
+            shutil.rmtree(place.path, ignore_errors=True)
+        raise
 
 
 def _newest(place: RunFolder, watcher: Watcher) -> Path | None:

@@ -1,0 +1,143 @@
+"""Wrong inputs: each ends with exit code 2 and one line that says what and how to mend it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from keel.cli.main import main
+from keel.config.load import to_toml
+from keel.config.schema import BuildModel
+from keel.models.build import build_model, build_tokenizer
+from tests.train.small import small
+
+Words = list[str]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.toml").write_text(to_toml(small("steps=1")))
+    return tmp_path
+
+
+def tried(words: Words, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr of a command that ends with 2."""
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = int(str(end.code))
+    out = capsys.readouterr()
+    assert code == 2, out.err
+    assert "Traceback" not in out.err
+    lines = out.err.strip().splitlines()
+    assert len(lines) == 1, out.err
+    assert lines[0].startswith("keel: error: ")
+    return lines[0]
+
+
+def reward(name: str, *more: str) -> Words:
+    functions = f"rewards.functions=[{{function='tests.train.rewards:{name}'}}]"
+    return ["train", "small.toml", functions, *more]
+
+
+def data(folder: Path, *rows: str) -> Words:
+    """A run on a data file of these lines."""
+    (folder / "rows.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    tasks = "tasks=[{name='jsonl', path='rows.jsonl', answer='answer', heldout_share=0.5}]"
+    return ["train", "small.toml", tasks]
+
+
+ROW = json.dumps({"prompt": "12>", "answer": "12"})
+CASES: dict[str, tuple[Words, list[str]]] = {
+    "missing recipe": (["train", "none.toml"], ["none.toml", "no such file"]),
+    "unknown key": (["train", "tiny", "stepz=3"], ["stepz", "did you mean 'steps'"]),
+    "wrong type": (["train", "tiny", "steps=many"], ["steps", "'many'", "integer"]),
+    "missing data": (
+        ["train", "small.toml", "tasks=[{name='jsonl', path='none.jsonl'}]"],
+        ["none.jsonl"],
+    ),
+    "reward raises": (reward("raises"), ["raises", "the grader fell over", "RuntimeError"]),
+    "reward nan": (reward("nan"), ["nan", "finite"]),
+    "reward too few": (reward("too_few"), ["too_few", "1", "8"]),
+    "reward hangs": (reward("hangs", "rewards.timeout=0.5"), ["hangs", "0.5", "rewards.timeout"]),
+    "reward column": (reward("needs_column"), ["needs_column", "'solution'"]),
+    "no such reward": (reward("missing"), ["missing"]),
+    "no such task": (["train", "small.toml", "tasks=[{name='sort'}]"], ["sort"]),
+    "missing model": (["train", "small.toml", "model.name=./none"], ["none", "does not exist"]),
+    "no verb": (["trian"], ["trian"]),
+    "unknown preset": (["explain", "grop"], ["grop"]),
+    "not a run": (["train", "--resume", "--run", "none"], ["none", "does not exist"]),
+    "no task to evaluate": (["eval", "./none"], ["--task"]),
+    "export of nothing": (["export", "none", "out"], ["none"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_input(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, parts = CASES[case]
+    line = tried(words, capsys)
+    for part in parts:
+        assert part in line
+
+
+def test_an_empty_data_set(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "rows.jsonl" in tried(data(here), capsys)
+
+
+def test_a_row_that_is_no_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = tried(data(here, ROW, "{not json"), capsys)
+    assert "rows.jsonl:2" in line or "line 2" in line
+
+
+def test_a_prompt_longer_than_the_context(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [json.dumps({"prompt": f"{i}" * 70 + ">", "answer": "1"}) for i in range(1, 9)]
+    assert "too long" in tried(data(here, *rows), capsys)
+
+
+def test_a_budget_longer_than_the_context(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = tried(["train", "small.toml", "rollout.max_tokens=64"], capsys)
+    assert "rollout.max_tokens = 64" in line
+    assert "64 tokens" in line
+
+
+def test_a_character_that_the_tokenizer_lacks(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.dumps({"prompt": f"{i} ü", "answer": "1"}) for i in range(8)]
+    line = tried(data(here, *rows), capsys)
+    assert "model.build.alphabet" in line
+
+
+def test_a_run_folder_that_exists(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "mine").mkdir()
+    (here / "mine" / "thesis.txt").write_text("all of it")
+    line = tried(["train", "small.toml", "--run", "mine"], capsys)
+    assert "mine" in line
+    assert "--resume" in line
+    assert (here / "mine" / "thesis.txt").read_text() == "all of it"
+
+
+def test_a_model_without_eos(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = BuildModel(hidden_size=32, layers=1, heads=2, context=32)
+    model, tokenizer = build_model(spec, 0, torch.float32), build_tokenizer(spec)
+    tokenizer.eos_token = None
+    model.generation_config.eos_token_id = None
+    model.config.eos_token_id = None
+    model.save_pretrained(here / "endless")
+    tokenizer.save_pretrained(here / "endless")
+    capsys.readouterr()  # transformers' progress bar
+    line = tried(["train", "small.toml", "model.name=./endless"], capsys)
+    assert "endless" in line
+    assert "end-of-sequence" in line
+
+
+def test_a_run_that_never_began_leaves_its_folder_free(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried(["train", "small.toml", "model.name=./none", "--run", "mine"], capsys)
+    assert main(["train", "small.toml", "--run", "mine", "--quiet"]) == 0
+    assert (here / "mine" / "run.json").exists()

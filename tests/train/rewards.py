@@ -1,0 +1,35 @@
+"""Reward functions for tests of the loop: good ones, and one for each way to go wrong."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+
+def digits_in_order(completion_ids: list[list[int]], **_: Any) -> list[Any]:
+    """A process reward: a step at every second token, worth more the smaller the token."""
+    return [
+        [(end, 1.0 / (1 + ids[end])) for end in range(min(1, len(ids) - 1), len(ids), 2)]
+        for ids in completion_ids
+    ]
+
+
+def raises(completions: list[str]) -> list[float]:
+    raise RuntimeError("the grader\nfell over")
+
+
+def nan(completions: list[str]) -> list[float]:
+    return [float("nan")] * len(completions)
+
+
+def too_few(completions: list[str]) -> list[float]:
+    return [1.0]
+
+
+def hangs(completions: list[str]) -> list[float]:
+    time.sleep(600)
+    return [0.0] * len(completions)
+
+
+def needs_column(completions: list[str], solution: list[str]) -> list[float]:
+    return [0.0] * len(completions)
