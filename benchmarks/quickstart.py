@@ -1,7 +1,7 @@
 """The quickstart over seeds: what it lifts held-out accuracy by, and how long it takes.
 
-    python benchmarks/quickstart.py                          # GRPO, PPO, GSPO and the wrong-sign twin
-    python benchmarks/quickstart.py --preset dapo --seeds 0  # any preset on the same task, with a curve
+    python benchmarks/quickstart.py                          # GRPO, PPO, GSPO, wrong-sign twin
+    python benchmarks/quickstart.py --preset dapo --seeds 0  # any preset on the same task
 
 Each run is a whole `keel train` in a process of its own, one after the other.
 """
@@ -42,7 +42,7 @@ def run_case(name: str, seed: int, folder: Path, extra: list[str]) -> dict[str, 
         [*command, "--run", str(target), "--quiet"],
         check=True,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
     )
     seconds = time.perf_counter() - start
     evaluation = json.loads((target / "run.json").read_text())["evaluation"]

@@ -299,7 +299,7 @@ _PRESETS: Final = (
         sources={
             "advantage": "arXiv:2506.13585 §3.1",
             "ratio": "arXiv:2506.13585 eq. 4",
-            "surrogate": f"arXiv:2506.13585 eq. 4-5; cap 5 (undisclosed there): {CHOICE}, ScaleRL's",
+            "surrogate": f"arXiv:2506.13585 eq. 4-5; cap 5, undisclosed there: {CHOICE}, ScaleRL's",
             "weights": "arXiv:2506.13585 eq. 4",
             "divergence": "arXiv:2506.13585 §3.1, none",
         },

@@ -17,7 +17,6 @@ def run(arguments: argparse.Namespace) -> None:
     result = evaluate(
         arguments.model,
         task=arguments.task,
-        path=arguments.path,
         task_keys=arguments.set,
         rewards=arguments.reward,
         checkpoint=arguments.checkpoint,

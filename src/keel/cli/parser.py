@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from importlib.metadata import version
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,11 +31,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-Verbs = argparse._SubParsersAction  # type: ignore[type-arg]
+Verbs: TypeAlias = "argparse._SubParsersAction[Parser]"
+"""What `add_subparsers` returns; it has no public name."""
 
 
-def _verb(verbs: Verbs, name: str, help: str, **words: str) -> argparse.ArgumentParser:
-    verb: argparse.ArgumentParser = verbs.add_parser(name, help=help, description=help, **words)
+def _verb(verbs: Verbs, name: str, help: str) -> argparse.ArgumentParser:
+    verb = verbs.add_parser(name, help=help, description=help)
     verb.set_defaults(module=f"keel.cli.{name}")
     return verb
 
@@ -68,9 +69,12 @@ def _eval(verbs: Verbs) -> None:
     verb = _verb(verbs, "eval", "Evaluate a run or a model: greedy, sampled, pass@k, intervals.")
     verb.add_argument("model", metavar="RUN|MODEL", help="a run folder, a model folder or hub name")
     verb.add_argument("--task", help="a task by name (keel tasks); a run's own unless given")
-    verb.add_argument("--path", help="the data file of a jsonl or parquet task")
     verb.add_argument(
-        "--set", action="append", default=[], metavar="key=value", help="a key of the task"
+        "--set",
+        action="append",
+        default=[],
+        metavar="key=value",
+        help="a key of the task, as in path=test.jsonl or answer=answer",
     )
     verb.add_argument("--reward", action="append", default=[], help="reward, as module:function")
     verb.add_argument("--checkpoint", default="last", help="last (default), best, or a name")

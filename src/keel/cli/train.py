@@ -47,7 +47,8 @@ def show(console: Console, folder: RunFolder) -> None:
         console.print("\nreward by step")
         console.print(curve(rewards), highlight=False)
     info = run.info()
-    for when, examples in info.get("examples", {}).items():
+    for when in ("before", "after"):
+        examples = info.get("examples", {}).get(when, [])
         console.print(f"\n[bold]{when}[/bold]" + _share(info["evaluation"].get(when)))
         for example in examples:
             console.print(_example(example), highlight=False, markup=False)

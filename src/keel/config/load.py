@@ -96,6 +96,7 @@ def _parse(text: str, label: str) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
+    """`a.b=1` as {"a": {"b": 1}}. Raises KeelError where there is no key or no `=`."""
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):

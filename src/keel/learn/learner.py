@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +80,8 @@ class Learner:
             if reference and self.reference is not None:
                 seen = self.reference.log_probs(micro.packed, self.temperature)
                 parts.setdefault("reference_log_prob_N", []).append(seen)
-        return replace(batch, **{name: torch.cat(tensors) for name, tensors in parts.items()})
+        found: dict[str, Any] = {name: torch.cat(tensors) for name, tensors in parts.items()}
+        return replace(batch, **found)
 
 
 def update(

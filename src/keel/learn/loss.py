@@ -285,6 +285,8 @@ def _divergence(row: Algorithm, batch: Batch, scores: Scores, old_N: Tensor) -> 
 def _value(row: Algorithm, batch: Batch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
     assert row.value is not None
     assert scores.value_N is not None
+    assert batch.value_N is not None
+    assert batch.return_N is not None
     loss_N, clipped_N = value.value_loss(
         scores.value_N, batch.value_N, batch.return_N, clip=row.value.clip
     )

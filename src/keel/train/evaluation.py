@@ -6,16 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from keel.config.load import load_recipe
-from keel.config.schema import (
-    Evaluation,
-    Model,
-    Prompts,
-    Recipe,
-    RewardSource,
-    Rollout,
-    TaskSource,
-)
+from keel.config.load import load_recipe, parse_override
+from keel.config.presets import merge
+from keel.config.schema import Model, Recipe, RLStage
 from keel.engines.native import NativeEngine
 from keel.models.policy import Policy, load_policy
 from keel.rewards import load_reward
@@ -35,7 +28,6 @@ def evaluate(
     model: Path | str,
     *,
     task: str | None = None,
-    path: str | None = None,
     task_keys: Sequence[str] = (),
     rewards: Sequence[str] = (),
     checkpoint: str = "last",
@@ -46,13 +38,18 @@ def evaluate(
     """Greedy pass@1 and, with `samples`, sampled accuracy and pass@k, with 95 % intervals.
 
     `model` is a run folder (its recipe says the task, the rewards and the budget unless given), a
-    model folder or a hub name (which needs a `task`). `choices` are keys of the recipe's
-    `evaluation` table.
+    model folder or a hub name (which needs a `task`). `task_keys` are `key=value` of the task's
+    table, `choices` keys of the recipe's `evaluation` table.
     """
     recipe, weights = _what(model, checkpoint)
-    stage = _stage(recipe, task, path, task_keys, rewards, max_tokens, choices)
-    policy = load_policy(weights, recipe.seed if recipe else 0)
-    return _run(stage, policy, seed if seed is not None else recipe.seed if recipe else 0)
+    data = _stage_data(recipe, task, task_keys, rewards)
+    overrides = [f"evaluation.{key}={value}" for key, value in choices.items()]
+    if max_tokens is not None:
+        overrides.append(f"rollout.max_tokens={max_tokens}")
+    stage = load_recipe({"model": {"name": str(model)}, "stages": [data]}, overrides).stages[0]
+    assert isinstance(stage, RLStage)
+    own_seed = recipe.seed if recipe else 0
+    return _run(stage, load_policy(weights, own_seed), own_seed if seed is None else seed)
 
 
 def _what(model: Path | str, checkpoint: str) -> tuple[Recipe | None, Model]:
@@ -62,56 +59,31 @@ def _what(model: Path | str, checkpoint: str) -> tuple[Recipe | None, Model]:
     folder = RunFolder.open(model)
     recipe = load_recipe(folder.recipe)
     weights = pick_checkpoint(folder, checkpoint) / POLICY
-    loaded = recipe.model.model_copy(
-        update={"name": str(weights), "build": None, "lora": None, "revision": None}
-    )
-    return recipe, loaded
+    update = {"name": str(weights), "build": None, "lora": None, "revision": None}
+    return recipe, recipe.model.model_copy(update=update)
 
 
-def _stage(
-    recipe: Recipe | None,
-    task: str | None,
-    path: str | None,
-    task_keys: Sequence[str],
-    rewards: Sequence[str],
-    max_tokens: int | None,
-    choices: dict[str, Any],
-) -> Any:
-    """The last stage of the recipe with what was given on top; a stage of its own without one."""
-    base = recipe.stages[-1].model_dump() if recipe else {"stage": "rl"}
-    if base["stage"] == "sft":
-        base = {"stage": "rl", "tasks": base["tasks"], "prompts": base["prompts"]}
+def _stage_data(
+    recipe: Recipe | None, task: str | None, task_keys: Sequence[str], rewards: Sequence[str]
+) -> dict[str, Any]:
+    """The recipe's last stage with what was given on top; a stage of its own without a recipe."""
+    data: dict[str, Any] = {"stage": "rl"} if recipe is None else recipe.stages[-1].model_dump()
+    if data["stage"] != "rl":
+        data = {"stage": "rl", "tasks": data["tasks"], "prompts": data["prompts"]}
     if task is not None:
-        base["tasks"] = [{"name": task, **({"path": path} if path else {})}]
-        base.pop("rewards", None)
-    elif "tasks" not in base:
+        data |= {"tasks": [{"name": task}], "rewards": {}}
+    if "tasks" not in data:
         raise KeelError("which task? name it with --task (keel tasks lists them)")
+    for key in task_keys:
+        change = parse_override(key)
+        data["tasks"] = [merge(dict(source), change) for source in data["tasks"]]
     if rewards:
-        base["rewards"] = {"functions": [{"function": name} for name in rewards]}
-    overrides = [f"evaluation.{k}={v}" for k, v in choices.items()]
-    if max_tokens is not None:
-        overrides.append(f"rollout.max_tokens={max_tokens}")
-    data = {"model": {"name": "unused"}, "stages": [base]}
-    if task_keys:
-        source = load_recipe({"model": {"name": "unused"}, "stages": [base]}, []).stages[0].tasks[0]
-        base["tasks"] = [_with_keys(source, task_keys)]
-    return load_recipe(data, overrides).stages[0]
-
-
-def _with_keys(source: TaskSource, keys: Sequence[str]) -> dict[str, Any]:
-    from keel.config.load import parse_override
-    from keel.config.presets import merge
-
-    data = source.model_dump()
-    for key in keys:
-        data = merge(data, parse_override(key))
+        data["rewards"] = {"functions": [{"function": name} for name in rewards]}
     return data
 
 
-def _run(stage: Any, policy: Policy, seed: int) -> dict[str, Any]:
-    rollout: Rollout = stage.rollout
-    choice: Evaluation = stage.evaluation
-    prompts: Prompts = stage.prompts
+def _run(stage: RLStage, policy: Policy, seed: int) -> dict[str, Any]:
+    rollout, choice, prompts = stage.rollout, stage.evaluation, stage.prompts
     tasks = {task.name: task for task in build_tasks(stage.tasks, seed)}
     weights = [source.weight for source in stage.tasks]
     encoder = Encoder(
@@ -119,9 +91,8 @@ def _run(stage: Any, policy: Policy, seed: int) -> dict[str, Any]:
         longest_prompt(prompts.max_tokens, policy.context, rollout.max_tokens),
         prompts.chat_template,
     )
-    sources: tuple[RewardSource, ...] = stage.rewards.functions
     scorer = Scorer(
-        [load_reward(source) for source in sources],
+        [load_reward(source) for source in stage.rewards.functions],
         tasks,
         timeout=stage.rewards.timeout,
         on_error=stage.rewards.on_error,

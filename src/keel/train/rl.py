@@ -251,7 +251,7 @@ def _recorded(batch: Batch, parts: Sequence[tuple[Sequence[int], Batch]]) -> Bat
     ends = np.cumsum(batch.lengths).tolist()
     for places, part in parts:
         assert part.advantage_N is not None
-        pieces = part.advantage_N.split(list(part.lengths))
+        pieces = torch.split(part.advantage_N, list(part.lengths))
         for i, piece in zip(places, pieces, strict=True):
             advantage_N[ends[i] - batch.lengths[i] : ends[i]] = piece
     return replace(batch, advantage_N=advantage_N)

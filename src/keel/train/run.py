@@ -118,8 +118,10 @@ def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | Non
         work = Work(recipe, replace(session, trackers=trackers), policy, start)
         session.watcher.stage(stage.name, stage.stage, stage.steps, progress.step)
         try:
-            run = imitate if isinstance(stage, SFTStage) else reinforce
-            progress = run(work, stage, progress)
+            if isinstance(stage, SFTStage):
+                progress = imitate(work, stage, progress)
+            else:
+                progress = reinforce(work, stage, progress)
         finally:
             for tracker in trackers:
                 tracker.close()
