@@ -55,6 +55,7 @@ GROUP = (f"{OBJECTIVE}group_advantages.py",)
 TEMPORAL = (f"{OBJECTIVE}segments.py", f"{OBJECTIVE}gae.py")
 POLICY = (f"{OBJECTIVE}surrogates.py", f"{OBJECTIVE}ratios.py", f"{OBJECTIVE}weight_laws.py")
 DIVERGENCE = (f"{OBJECTIVE}divergences.py", f"{OBJECTIVE}enumeration.py")
+LEARN = ("tests/learn",)
 VALUE = (f"{OBJECTIVE}value_entropy_correction.py", f"{OBJECTIVE}background.py")
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -159,6 +160,36 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("double DQN evaluates online", "objective/background.py",
              "next_target_q_BA.gather(-1, action_B1)", "next_online_q_BA.gather(-1, action_B1)",
              VALUE),
+    # joining a row to the maths
+    Mutation("sign of the loss", "learn/loss.py",
+             "policy = -(batch.weight_N * surrogate_N).sum()",
+             "policy = (batch.weight_N * surrogate_N).sum()", LEARN),
+    Mutation("mean of each micro-batch", "learn/loss.py",
+             "policy = -(batch.weight_N * surrogate_N).sum()",
+             "policy = -surrogate_N.mean()", LEARN),
+    Mutation("sign of the divergence", "learn/loss.py",
+             "total + beta * (batch.weight_N * divergence_N).sum()",
+             "total - beta * (batch.weight_N * divergence_N).sum()", LEARN),
+    Mutation("divergence without weights", "learn/loss.py",
+             "beta * (batch.weight_N * divergence_N).sum()", "beta * divergence_N.mean()", LEARN),
+    Mutation("value coefficient dropped", "learn/loss.py",
+             "return row.value.coefficient * mean, metrics", "return 2 * mean, metrics", LEARN),
+    Mutation("sign of the entropy bonus", "learn/loss.py",
+             "total - row.entropy * batch.token_weight",
+             "total + batch.token_weight / batch.target_N.numel()", LEARN),
+    Mutation("correction on the divergence's side", "learn/loss.py",
+             "surrogate_N = surrogate_N * correction_N", "surrogate_N = surrogate_N", LEARN),
+    Mutation("sign of the KL in the reward", "learn/loss.py",
+             "return -beta * divergence(", "return beta * divergence(", LEARN),
+    Mutation("returns after whitening", "learn/loss.py",
+             "return advantage_N + signals.value_N",
+             "return whitening.whiten(advantage_N) + signals.value_N", LEARN),
+    Mutation("targets not moved with their sequence", "learn/batch.py",
+             'per_token["target_N"] + shift_N', 'per_token["target_N"]', LEARN),
+    Mutation("tool output among the tokens", "learn/batch.py",
+             "written = completion.written.nonzero()[0]",
+             "written = completion.written.cumsum() - 1",
+             ("tests/train/test_tools.py",)),
 )  # fmt: skip
 
 

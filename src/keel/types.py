@@ -135,6 +135,7 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
 class Task(Protocol):
     """Where prompts come from and, where the task can tell, what an answer is worth.
 
@@ -164,6 +165,7 @@ class Task(Protocol):
         ...
 
 
+@runtime_checkable
 class Reward(Protocol):
     """A reward function with TRL's signature; it is handed only the arguments that it names.
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.objective import background
+from keel.objective import background, gae
 from tests.objective import loops
 
 Q = torch.tensor([[1.0, 3.0, 2.0], [0.5, -1.0, 0.0]], dtype=torch.float64)
@@ -20,7 +20,7 @@ REWARD = torch.tensor([1.0, -1.0], dtype=torch.float64)
 def test_discounted_return(lengths: list[int], gamma: float) -> None:
     reward_N = loops.random(sum(lengths), 11)
     expected = loops.join([loops.to_go(p, gamma) for p in loops.split(reward_N, lengths)])
-    actual = background.discounted_return(reward_N, loops.ints(lengths), gamma=gamma)
+    actual = gae.returns_to_go(reward_N, loops.ints(lengths), gamma=gamma)
     loops.close(actual, expected)
 
 

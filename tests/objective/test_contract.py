@@ -170,7 +170,6 @@ EXAMPLES: dict[Function, Example] = {
     entropy.entropy: example(logits_NV=matrix(8, 5, 1)),
     correction.truncate: example({**CORRECTION, "cap": 1.2}),
     correction.mask: example({**CORRECTION, "floor": 0.8, "cap": 1.2}),
-    background.discounted_return: example({**OWN, "gamma": 0.9}, reward_N=n(1)),
     background.state_value: example(probability_BA=matrix(4, 3, 2), q_BA=Q),
     background.epsilon_greedy: example({"q_BA": Q, "epsilon": 0.1}),
     background.td_target: example(

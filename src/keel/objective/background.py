@@ -1,7 +1,8 @@
 """Value functions and Q-learning: what the rest of reinforcement learning rests on.
 
 Transitions (B) of a replay memory, actions (A). An environment that cuts an episode off
-(truncation) does not terminate it: such a transition bootstraps.
+(truncation) does not terminate it: such a transition bootstraps. The return U_t itself is
+`keel.objective.gae.returns_to_go`.
 """
 
 from __future__ import annotations
@@ -10,20 +11,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import one_hot
-
-from keel.objective.gae import returns_to_go
-
-
-def discounted_return(
-    reward_N: Float[Tensor, " N"], lengths_S: Int[Tensor, " S"], *, gamma: float
-) -> Float[Tensor, " N"]:
-    """The return of each step of each episode.
-
-        U_t = Σ_k γ^k r_{t+k}
-
-    Source: Sutton and Barto 2018 eq. 3.8.
-    """
-    return returns_to_go(reward_N, lengths_S, gamma=gamma)
 
 
 def state_value(

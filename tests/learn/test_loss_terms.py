@@ -1,0 +1,155 @@
+"""The terms of the loss: what multiplies what, what is watched, and what users put in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from keel.algorithms.spec import (
+    Algorithm,
+    Clip,
+    Correction,
+    CustomAdvantage,
+    CustomSurrogate,
+    Divergence,
+    GroupRelative,
+    MonteCarlo,
+    Weights,
+)
+from keel.learn.batch import Batch
+from keel.learn.estimate import Outcome, estimate
+from keel.learn.loss import loss, prepare
+from keel.models.policy import Scores
+from keel.objective.group import group_relative
+from keel.objective.surrogates import clip
+from keel.types import KeelError
+from tests.learn.flat import blank, per_sequence, sample
+
+LENGTHS, GROUPS = (5, 1, 9, 3), (0, 1, 0, 1)
+
+
+def row(**choices: Any) -> Algorithm:
+    base = {"advantage": GroupRelative(), "ratio": "token", "surrogate": Clip()}
+    return Algorithm(**{**base, "weights": Weights(), **choices})
+
+
+def grad(chosen: Algorithm, batch: Batch, log_prob_N: Tensor, beta: float = 0.1) -> Tensor:
+    leaf = log_prob_N.clone().requires_grad_()
+    whole = prepare(chosen, batch, 16)
+    out = loss(chosen, whole, Scores(leaf, None, None, None), beta)
+    (found,) = torch.autograd.grad(out.total, leaf)
+    return found
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_correction_multiplies_the_surrogate_and_not_the_divergence(level: str) -> None:
+    made = sample(LENGTHS, GROUPS, 0, shift=0.1)
+    batch = per_sequence(made.batch)
+    divergence = Divergence(estimator="k3", beta=0.1)
+    correction = Correction(level=level, cap=0.9)  # type: ignore[arg-type]
+    plain = grad(row(), batch, made.log_prob_N)
+    both = grad(row(divergence=divergence, correction=correction), batch, made.log_prob_N)
+    kl_alone = grad(row(divergence=divergence), batch, made.log_prob_N) - plain
+    assert batch.old_log_prob_N is not None
+    gap_N = batch.old_log_prob_N - batch.engine_log_prob_N
+    if level == "sequence":
+        sums = torch.stack([part.sum() for part in gap_N.split(LENGTHS)])
+        gap_N = sums.repeat_interleave(torch.tensor(LENGTHS))
+    expected = plain * gap_N.exp().clamp(max=0.9) + kl_alone
+    assert (gap_N.exp() > 0.9).any()
+    torch.testing.assert_close(both, expected, rtol=0, atol=1e-15)
+
+
+def test_equal_log_probs_make_the_correction_a_bitwise_no_op() -> None:
+    made = sample(LENGTHS, GROUPS, 0, shift=0.1)
+    batch = per_sequence(made.batch)
+    assert batch.old_log_prob_N is not None
+    batch = replace(batch, engine_log_prob_N=batch.old_log_prob_N.clone())
+    for kind in ("truncate", "mask"):
+        corrected = row(correction=Correction(kind=kind))  # type: ignore[arg-type]
+        assert torch.equal(
+            grad(corrected, batch, made.log_prob_N), grad(row(), batch, made.log_prob_N)
+        )
+
+
+def test_a_masked_token_keeps_its_place_in_the_normaliser() -> None:
+    made = sample(LENGTHS, GROUPS, 0, shift=0.0)
+    batch = per_sequence(made.batch)
+    masked = row(correction=Correction(kind="mask", floor=0.9, cap=1.1))
+    found = grad(masked, batch, made.log_prob_N)
+    plain = grad(row(), batch, made.log_prob_N)
+    assert batch.old_log_prob_N is not None
+    weight_N = (batch.old_log_prob_N - batch.engine_log_prob_N).exp()
+    inside_N = (weight_N >= 0.9) & (weight_N <= 1.1)
+    assert 0 < int(inside_N.sum()) < inside_N.numel()
+    torch.testing.assert_close(found, plain * weight_N * inside_N, rtol=0, atol=1e-15)
+
+
+def mine(log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor, *, width: float) -> Tensor:
+    return clip(log_ratio_N, advantage_N, lengths_S, low=width, high=width)
+
+
+def doubled(reward_S: Tensor, groups_S: Tensor, *, factor: float = 2.0) -> Tensor:
+    return factor * group_relative(reward_S, groups_S, scale="std", epsilon=1e-4)
+
+
+def by_token(reward_N: Tensor, value_N: Tensor) -> Tensor:
+    return reward_N - value_N
+
+
+def wrong_shape(reward_S: Tensor) -> Tensor:
+    return reward_S[:1]
+
+
+def asks_too_much(moon_phase_N: Tensor) -> Tensor:
+    return moon_phase_N
+
+
+def test_a_users_surrogate_and_advantage_stand_in_for_ours() -> None:
+    made = sample(LENGTHS, GROUPS, 0, shift=0.3)
+    batch = per_sequence(made.batch)
+    own = CustomSurrogate(function=f"{__name__}:mine", options={"width": 0.1})
+    ours = Clip(low=0.1, high=0.1)
+    assert torch.equal(
+        grad(row(surrogate=own), batch, made.log_prob_N),
+        grad(row(surrogate=ours), batch, made.log_prob_N),
+    )
+    judged = Outcome(torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64))
+    expected = estimate(row(), blank(LENGTHS, GROUPS), judged, 0.0).advantage_N
+    custom = CustomAdvantage(function=f"{__name__}:doubled", options={"factor": 3.0})
+    found = estimate(row(advantage=custom), blank(LENGTHS, GROUPS), judged, 0.0).advantage_N
+    assert expected is not None
+    assert found is not None
+    assert torch.equal(found, 3 * expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [("wrong_shape", "wanted one number"), ("asks_too_much", "moon_phase_N"), ("none", "none")],
+)
+def test_a_users_mistake_is_named(function: str, reason: str) -> None:
+    custom = CustomAdvantage(function=f"{__name__}:{function}")
+    judged = Outcome(torch.zeros(4, dtype=torch.float64))
+    with pytest.raises(KeelError, match=reason):
+        estimate(row(advantage=custom), blank(LENGTHS, GROUPS), judged, 0.0)
+
+
+def test_a_kl_in_the_reward_reaches_each_token_to_go() -> None:
+    made = sample(LENGTHS, GROUPS, 0, shift=0.0)
+    chosen = row(
+        advantage=MonteCarlo(baseline="none"),
+        divergence=Divergence(where="reward", estimator="k1", beta=0.5),
+    )
+    judged = Outcome(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64))
+    found = estimate(chosen, made.batch, judged, 0.5).advantage_N
+    assert found is not None
+    assert made.batch.old_log_prob_N is not None
+    k1_N = made.batch.old_log_prob_N - made.batch.reference_log_prob_N
+    expected = []
+    for part, reward in zip(k1_N.split(LENGTHS), (1.0, 2.0, 3.0, 4.0), strict=True):
+        expected += [reward - 0.5 * float(part[t:].sum()) for t in range(len(part))]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
