@@ -85,7 +85,7 @@ DIVERGENCES: dict[str, Algorithm] = {
         value=VALUE,
         divergence={"where": "reward", "estimator": "k1", "beta": 0.3},
     ),
-    "ppo's rule": row(divergence={"adaptive": {"rule": "ppo", "target": 0.03}}),
+    "ppo's rule": row(divergence={"to": "old", "adaptive": {"rule": "ppo", "target": 0.03}}),
     "ziegler's rule": row(divergence={"adaptive": {"rule": "ziegler", "target": 6.0}}),
 }
 BESIDE: dict[str, Algorithm] = {

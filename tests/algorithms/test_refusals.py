@@ -72,6 +72,11 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         {"divergence": {**LOSS_TO_OLD, "adaptive": {"rule": "ppo"}}},
     ),
     (
+        {"divergence": {"adaptive": {"rule": "ppo"}}},
+        "PPO's rule follows the divergence to the old policy",
+        {"divergence": {"adaptive": {"rule": "ziegler"}}},
+    ),
+    (
         {"divergence": {"to": "old", "where": "reward", "estimator": "k1"}},
         "that of the sampling policy to itself, zero",
         {"divergence": {"to": "old", "where": "loss", "estimator": "k3"}},
@@ -97,9 +102,9 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         {"divergence": {"estimator": "full", "unbiased": False}},
     ),
     (
-        {"divergence": {"beta": 0.0, "adaptive": {"rule": "ppo"}}},
+        {"divergence": {"beta": 0.0, "adaptive": {"rule": "ziegler"}}},
         "0 stays 0",
-        {"divergence": {"beta": 0.1, "adaptive": {"rule": "ppo"}}},
+        {"divergence": {"beta": 0.1, "adaptive": {"rule": "ziegler"}}},
     ),
 ]
 

@@ -7,8 +7,10 @@ import tomllib
 import pytest
 
 from keel.config.load import load_recipe, shipped, to_toml
+from keel.config.reference import markdown
 from keel.config.schema import RLStage
 from keel.types import KeelError
+from tests.shared import ROOT
 
 TINY = "tiny"
 
@@ -57,8 +59,21 @@ def test_a_preset_brings_its_row_and_its_loop_settings() -> None:
 def test_what_the_recipe_says_wins_over_the_preset() -> None:
     stage = rl("algorithm=ppo", "epochs=2", "algorithm.surrogate.high=0.3")
     assert stage.epochs == 2
+    assert stage.algorithm.advantage.kind == "gae"
     assert stage.algorithm.surrogate.high == 0.3  # type: ignore[union-attr]
     assert stage.algorithm.surrogate.low == 0.2  # type: ignore[union-attr]
+
+
+def test_another_preset_on_a_resolved_recipe_brings_its_own_loop_settings() -> None:
+    resolved = tomllib.loads(to_toml(load_recipe(TINY)))
+    stage = load_recipe(resolved, ["algorithm=dapo"]).stages[0]
+    assert isinstance(stage, RLStage)
+    assert stage.rollout.dynamic_sampling
+    assert stage.rollout.soft_overlong == 2
+    back = load_recipe(
+        tomllib.loads(to_toml(load_recipe(TINY, ["algorithm=ppo"]))), ["algorithm=grpo"]
+    )
+    assert back.stages[0].epochs == 1  # type: ignore[union-attr]
 
 
 def test_another_kind_replaces_the_whole_choice() -> None:
@@ -133,3 +148,9 @@ def test_extends_finds_a_file_beside_it_and_refuses_itself(tmp_path) -> None:  #
     loop.write_text('extends = "loop.toml"\n')
     with pytest.raises(KeelError, match="extends"):
         load_recipe(loop)
+
+
+def test_the_page_of_keys_is_current() -> None:
+    page = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
+    assert page == markdown(), "run: python -m keel.config.reference > docs/recipe.md"
+    assert "| `rollout.group_size` | `8` |" in page

@@ -152,4 +152,6 @@ def test_a_kl_in_the_reward_reaches_each_token_to_go() -> None:
     expected = []
     for part, reward in zip(k1_N.split(LENGTHS), (1.0, 2.0, 3.0, 4.0), strict=True):
         expected += [reward - 0.5 * float(part[t:].sum()) for t in range(len(part))]
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12
+    )

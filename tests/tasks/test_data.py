@@ -249,7 +249,7 @@ def test_a_missing_module_is_named() -> None:
 def test_python_may_return_a_task(tmp_path: Path) -> None:
     task = build_task(source("tests.tasks.made:Calculator", options={"name": "mine"}), seed=7)
     assert task.name == "mine"
-    assert task.seed == 7  # type: ignore[attr-defined]
+    assert task.inner.seed == 7  # type: ignore[attr-defined]
 
 
 def test_gsm8k() -> None:
@@ -264,3 +264,31 @@ def test_gsm8k() -> None:
     assert prompt.id == "jsonl:train/train/0"
     assert list(prompt.content)[1] == {"role": "user", "content": first["question"]}
     assert prompt.columns["answer"].endswith("#### 72")
+
+
+class Broken:
+    """A user's task, half written."""
+
+    name = "broken"
+
+    def size(self, side: str) -> int:
+        return 4
+
+    def prompt(self, side: str, index: int) -> object:
+        if index:
+            return "just text"
+        raise ZeroDivisionError("no prompt\nhere")
+
+    def score(self, prompt: object, completion: object) -> float:
+        return 0.0
+
+
+def test_what_a_users_task_raises_is_named_as_its_own() -> None:
+    task = build_task(source(f"{__name__}:Broken"), seed=0)
+    with pytest.raises(
+        KeelError, match=r"prompt raised ZeroDivisionError: no prompt here \(.*:\d+"
+    ):
+        task.prompt("train", 0)
+    with pytest.raises(KeelError, match=r"returned a str: return a keel\.types\.Prompt"):
+        task.prompt("train", 1)
+    assert task.gold(None) is None  # type: ignore[arg-type]

@@ -26,6 +26,11 @@ CASES = {
     "ppo-critic": ["algorithm=ppo"],
     "ppo-head": ["algorithm=ppo", "value.kind=head", "minibatches=2"],
     "adaptive": ["algorithm=ppo_kl_penalty", "algorithm.divergence.adaptive.target=1e-6"],
+    "lora": ["algorithm=grpo", "model.lora.rank=4", "optimizer.learning_rate=1e-2"],
+    "ziegler": [
+        "algorithm=ppo",
+        "algorithm.divergence.adaptive={rule='ziegler', target=0.001, horizon=10}",
+    ],
     "lora-reset": [
         "algorithm=grpo",
         "model.lora.rank=4",

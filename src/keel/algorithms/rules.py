@@ -84,6 +84,11 @@ def _divergence(row: Algorithm) -> Iterator[str]:
             "Ziegler's rule follows the divergence to the reference: to the old policy set "
             'adaptive.rule = "ppo"'
         )
+    if d.to == "reference" and d.adaptive is not None and d.adaptive.rule == "ppo":
+        yield (
+            "PPO's rule follows the divergence to the old policy: to the reference set "
+            'adaptive.rule = "ziegler"'
+        )
     if d.where == "reward" and d.to == "old":
         yield (
             "in the reward, the divergence to the old policy is that of the sampling policy to "

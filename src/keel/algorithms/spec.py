@@ -17,7 +17,13 @@ from keel.algorithms.rules import contradictions
 class Row(BaseModel):
     """Frozen, closed to unknown keys, strict about types, never infinite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        strict=True,
+        use_attribute_docstrings=True,
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -120,7 +126,7 @@ class ProcessGroupRelative(Row):
 
 
 class CustomAdvantage(Row):
-    """The user's own, of the signature of `keel.objective.advantages`: what it names, it gets.
+    """The user's own, of the signature of those in `keel.objective`: what it names, it gets.
 
     `needs_value` and `per_token` say what the checks cannot read off a function.
     """

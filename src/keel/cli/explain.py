@@ -9,8 +9,9 @@ import sys
 
 from keel.algorithms.explain import Explanation, explain_preset
 from keel.algorithms.presets import PRESETS
-from keel.config.load import load_recipe
+from keel.config.load import load_recipe, shipped
 from keel.config.objective import explain_recipe
+from keel.config.suggest import unknown
 from keel.types import KeelError
 
 
@@ -35,6 +36,8 @@ def _explanations(name: str, overrides: list[str]) -> list[Explanation]:
             f"{name!r} is a preset, which takes no overrides: explain a recipe with "
             f"algorithm.preset={name}"
         )
+    if not name.endswith(".toml") and "/" not in name and name not in shipped():
+        raise KeelError(unknown("recipe or preset", name, [*shipped(), *PRESETS]))
     found = explain_recipe(load_recipe(name, overrides))
     if not found:
         raise KeelError(f"recipe {name!r} has no reinforcement-learning stage to explain")

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from keel.cli.parser import build_parser
+from keel.cli.parser import parse
 
 USAGE = 2
 FAILURE = 1
@@ -15,7 +15,7 @@ FAILURE = 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 on success, 2 on a usage or input error (one line on stderr), 128+n on signal n."""
-    arguments = build_parser().parse_args(argv)
+    arguments = parse(argv)
     # No verb may reach a hub unless a recipe names one; telemetry of libraries stays off.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

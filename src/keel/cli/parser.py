@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import NoReturn, TypeAlias
 
@@ -12,6 +13,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"keel: error: {message} (see {self.prog} --help)\n")
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of a verb; overrides may stand before, between or behind its options."""
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    strange = [word for word in rest if word.startswith("-") or "=" not in word]
+    if strange or (rest and not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(strange or rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def build_parser() -> argparse.ArgumentParser:

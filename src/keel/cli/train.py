@@ -49,6 +49,8 @@ def show(console: Console, folder: RunFolder) -> None:
     info = run.info()
     for when in ("before", "after"):
         examples = info.get("examples", {}).get(when, [])
+        if not examples:
+            continue
         console.print(f"\n[bold]{when}[/bold]" + _share(info["evaluation"].get(when)))
         for example in examples:
             console.print(_example(example), highlight=False, markup=False)
@@ -64,8 +66,8 @@ def _recipe(arguments: argparse.Namespace) -> Any:
         return load_recipe(arguments.recipe, arguments.overrides)
     if arguments.run is None:
         raise KeelError("--resume goes on with a run: name its folder with --run DIR")
-    if arguments.overrides or (arguments.recipe and "=" in arguments.recipe):
-        raise KeelError("--resume runs the recipe that the run folder holds: leave out key=value")
+    if arguments.recipe is not None:
+        raise KeelError("--resume runs the recipe that the run folder holds: name no other, no key")
     return None
 
 

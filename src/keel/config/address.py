@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from keel.config.presets import merge
+from keel.config.presets import merge, without_loop_defaults
 
 SHARED = frozenset({"name", "description", "seed", "threads", "model", "stages"})
 
@@ -57,4 +57,10 @@ def _into_stage(stages: Any, key: str, value: Any) -> Any:
         at, change = names.index(key), value
     else:
         at, change = len(stages) - 1, {key: value}
-    return [merge(stage, change) if i == at else stage for i, stage in enumerate(stages)]
+    below = without_loop_defaults(stages[at]) if _names_a_preset(change) else stages[at]
+    return [merge(below, change) if i == at else stage for i, stage in enumerate(stages)]
+
+
+def _names_a_preset(change: Mapping[str, Any]) -> bool:
+    algorithm = change.get("algorithm")
+    return isinstance(algorithm, str) or (isinstance(algorithm, Mapping) and "preset" in algorithm)

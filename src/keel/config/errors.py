@@ -23,7 +23,7 @@ def explain_validation(error: ValidationError, data: Mapping[str, Any]) -> str:
     first = details[0]
     where, model = _walk(first["loc"], data)
     if first["type"] == "extra_forbidden":
-        return _unknown_key(where, model)
+        return _unknown_key(where, model, first["input"])
     message = first["msg"].removeprefix("Value error, ")
     shown = f" = {first['input']!r}" if isinstance(first["input"], str | int | float) else ""
     if first["type"] == "value_error" and where and message.startswith(f"{where}."):
@@ -33,8 +33,12 @@ def explain_validation(error: ValidationError, data: Mapping[str, Any]) -> str:
     return f"{where}{shown}: {message[:1].lower()}{message[1:]}"
 
 
-def _unknown_key(where: str, model: type[BaseModel] | None) -> str:
+def _unknown_key(where: str, model: type[BaseModel] | None, value: Any) -> str:
     leaf = where.rpartition(".")[2]
+    if isinstance(value, Mapping):  # verl's long paths: the last part says what is meant
+        while isinstance(value, Mapping) and len(value) == 1:
+            ((part, value),) = value.items()
+            where, leaf = f"{where}.{part}", str(part)
     known = list(model.model_fields) if model else []
     if leaf == where:
         known += sorted(SHARED)
@@ -91,7 +95,7 @@ def _tagged(options: list[type[BaseModel]], tag: str) -> type[BaseModel] | None:
 
 def _shorten(parts: list[str], data: Mapping[str, Any]) -> str:
     """`stages.1.steps` as `rl.steps`, or `steps` where there is one stage."""
-    if len(parts) >= 2 and parts[0] == "stages" and parts[1].isdigit():
+    if len(parts) > 2 and parts[0] == "stages" and parts[1].isdigit():
         stages = data.get("stages", [])
         at = int(parts[1])
         rest = parts[2:]

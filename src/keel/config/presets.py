@@ -15,13 +15,11 @@ _CHANGES = ("kind", "preset")
 
 def resolve_algorithm(stage: Mapping[str, Any]) -> dict[str, Any]:
     """The stage's data with the preset's row under what it says itself. Idempotent."""
-    given = stage.get("algorithm", {})
-    if isinstance(given, str):
-        given = {"preset": given}
+    given = _spelled_out(stage.get("algorithm", {}))
     if not isinstance(given, Mapping):
         return dict(stage)
     name = given.get("preset", DEFAULT_PRESET)
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise ValueError(unknown("algorithm", str(name), PRESETS))
     preset = PRESETS[name]
     rollout = stage.get("rollout", {})
@@ -29,7 +27,9 @@ def resolve_algorithm(stage: Mapping[str, Any]) -> dict[str, Any]:
         **stage,
         "algorithm": merge({**preset.row.model_dump(), "preset": name}, given),
         "epochs": stage.get("epochs", preset.epochs),
-        "rollout": {**_loop_defaults(preset, rollout), **rollout},
+        "rollout": {**_loop_defaults(preset, rollout), **rollout}
+        if isinstance(rollout, Mapping)
+        else rollout,
     }
 
 
@@ -38,6 +38,8 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(below)
     for key, value in above.items():
         old = out.get(key)
+        if key == "algorithm":
+            old, value = _spelled_out(old), _spelled_out(value)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
             same = all(key not in value or value[key] == old.get(key) for key in _CHANGES)
             out[key] = merge(old, value) if same else dict(value)
@@ -46,9 +48,27 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+def _spelled_out(algorithm: Any) -> Any:
+    """`algorithm = "ppo"` is short for a table that names the preset."""
+    return {"preset": algorithm} if isinstance(algorithm, str) else algorithm
+
+
+def without_loop_defaults(stage: Mapping[str, Any]) -> dict[str, Any]:
+    """The stage without the loop settings that are its preset's, so that another's can come."""
+    given = _spelled_out(stage.get("algorithm"))
+    name = given.get("preset") if isinstance(given, Mapping) else None
+    rollout = stage.get("rollout", {})
+    if not isinstance(name, str) or name not in PRESETS or not isinstance(rollout, Mapping):
+        return dict(stage)
+    defaults = _loop_defaults(PRESETS[name], rollout)
+    kept = {k: v for k, v in rollout.items() if k not in defaults or v != defaults[k]}
+    out = {**stage, "rollout": kept} if "rollout" in stage else dict(stage)
+    if out.get("epochs") == PRESETS[name].epochs:
+        del out["epochs"]
+    return out
+
+
 def _loop_defaults(preset: Preset, rollout: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(rollout, Mapping):
-        return {}
     budget = rollout.get("max_tokens", 256)
     tokens = int(preset.overlong_share * budget) if isinstance(budget, int) else 0
     return {"dynamic_sampling": preset.dynamic_sampling, "soft_overlong": tokens}

@@ -230,7 +230,8 @@ class Evaluation(Row):
 
     every: Index = 50
     """In steps; 0 evaluates before and after only."""
-    prompts: Count = 200
+    prompts: Index = 200
+    """How many held-out prompts; 0 evaluates never."""
     samples: Index = 0
     """k of pass@k; 0 leaves sampling out."""
     temperature: Positive = 1.0
@@ -287,6 +288,21 @@ class RLStage(Row):
             raise ValueError(
                 f'advantage "{self.algorithm.advantage.kind}" compares the completions of one '
                 f"prompt: rollout.group_size = {r.group_size} leaves nothing to compare"
+            )
+        if r.dynamic_sampling and r.group_size < 2:
+            raise ValueError(
+                "rollout.dynamic_sampling drops groups without variance, and a group of one never "
+                "has any: set rollout.dynamic_sampling = false, or rollout.group_size = 2 or more"
+            )
+        if self.algorithm.correction is not None and r.old_log_probs == "engine":
+            raise ValueError(
+                "algorithm.correction weighs the trainer's old log-probs against the engine's, and "
+                'rollout.old_log_probs = "engine" makes them the same: set it to "trainer"'
+            )
+        if self.value.kind == "head" and (self.value.name or self.value.optimizer):
+            raise ValueError(
+                "value.name and value.optimizer are a critic's, and a head has neither backbone "
+                'nor optimizer of its own: set value.kind = "critic", or leave them out'
             )
         if self.minibatches > r.prompts_per_step * r.group_size:
             raise ValueError(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keel.models.packed import Packed
@@ -21,7 +21,8 @@ class Batch:
     `target_N` points at each completion token among the T. Per token: log-probabilities under the
     policy as it was (`old_log_prob_N`, None on an on-policy step with one update, where the current
     ones stand for them), under the engine, under the reference; values and returns where a value
-    model is trained; advantages; and the weights, which are set once for an optimizer batch.
+    model is trained; advantages, and whether a reward spoke at all (None: of all of them); and the
+    weights, which are set once for an optimizer batch.
     """
 
     tokens_T: Int[Tensor, " T"]
@@ -35,6 +36,7 @@ class Batch:
     value_N: Float[Tensor, " N"] | None = None
     return_N: Float[Tensor, " N"] | None = None
     advantage_N: Float[Tensor, " N"] | None = None
+    present_N: Bool[Tensor, " N"] | None = None
     weight_N: Float[Tensor, " N"] | None = None
     token_weight: float = 0.0
     """1/N of the optimizer batch: value loss, entropy and metrics are token means."""

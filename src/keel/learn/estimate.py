@@ -13,7 +13,10 @@ from keel.algorithms.spec import Algorithm
 from keel.learn.batch import Batch
 from keel.learn.loss import Signals, advantages, penalties, returns
 from keel.objective import segments
-from keel.types import Group, Verdict
+from keel.types import Group, KeelError, Verdict
+
+ROUNDING = 1e-9
+"""A reward that differs from the sum of its steps by less holds nothing beside them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,15 +40,23 @@ def outcome(
     greedy: Sequence[float] | None,
     dtype: torch.dtype = torch.float32,
 ) -> Outcome:
-    """The groups' verdicts, flat. Step ends are moved from completion tokens to written ones."""
+    """The groups' verdicts, flat. Step ends are moved from completion tokens to written ones.
+
+    Where there are steps, what the reward holds beside them (an outcome, a punishment of length)
+    is a step that ends with the completion.
+    """
     rewards: list[float] = []
     steps: list[tuple[float, int, int]] = []
+    outcomes: list[tuple[float, int, int]] = []
     for group, judged in zip(groups, verdicts, strict=True):
         for completion, verdict in zip(group.completions, judged, strict=True):
             written = completion.written.cumsum()
             for step in verdict.steps:
                 end = max(int(written[step.end]) - 1, 0)
                 steps.append((step.reward, end, len(rewards)))
+            beside = (verdict.reward or 0.0) - sum(step.reward for step in verdict.steps)
+            if abs(beside) > ROUNDING:
+                outcomes.append((beside, int(written[-1]) - 1, len(rewards)))
             rewards.append(float("nan") if verdict.reward is None else verdict.reward)
     baseline = None
     if greedy is not None:
@@ -54,7 +65,7 @@ def outcome(
     reward_S = torch.tensor(rewards, dtype=dtype)
     if not steps:
         return Outcome(reward_S, baseline)
-    values, ends, sequences = zip(*steps, strict=True)
+    values, ends, sequences = zip(*steps, *outcomes, strict=True)
     return Outcome(
         reward_S,
         baseline,
@@ -66,6 +77,12 @@ def outcome(
 
 def estimate(row: Algorithm, batch: Batch, judged: Outcome, beta: float) -> Batch:
     """The measured batch with advantages (before whitening) and returns."""
+    if row.needs_steps and judged.step_reward_K is None:
+        raise KeelError(
+            f'advantage "{row.advantage.kind}" wants rewards per step and there are none: name a '
+            "process reward in rewards.functions (for each completion a list of "
+            "(index of the step's last token, reward))"
+        )
     device = batch.target_N.device
     lengths_S = batch.lengths_S
     outcome_S = judged.reward_S.to(device)
@@ -89,7 +106,15 @@ def estimate(row: Algorithm, batch: Batch, judged: Outcome, beta: float) -> Batc
         else judged.step_end_K.to(device) + starts_S[judged.step_sequence_K.to(device)],
     )
     advantage_N = advantages(row, signals)
-    return replace(batch, advantage_N=advantage_N, return_N=returns(row, signals, advantage_N))
+    silent_S = outcome_S.isnan()
+    return replace(
+        batch,
+        advantage_N=advantage_N,
+        return_N=returns(row, signals, advantage_N),
+        present_N=segments.spread((~silent_S).to(advantage_N), lengths_S) > 0
+        if bool(silent_S.any())
+        else None,
+    )
 
 
 def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:

@@ -60,22 +60,21 @@ class Learner:
         return scores
 
     @torch.no_grad()
-    def measure(self, batch: Batch, *, old: bool, reference: bool) -> Batch:
+    def measure(self, batch: Batch, *, old: bool, reference: bool, values: bool = True) -> Batch:
         """The batch with old log-probabilities, reference log-probabilities and values filled in.
 
         Values are measured wherever a value model is.
         """
+        head = self.value_head if values else None
         parts: dict[str, list[Tensor]] = {}
         for micro in batch.micro_batches(self.token_budget):
-            if old or self.value_head is not None:
-                scores = self.policy.scores(
-                    micro.packed, self.temperature, value_head=self.value_head
-                )
+            if old or head is not None:
+                scores = self.policy.scores(micro.packed, self.temperature, value_head=head)
                 if old:
                     parts.setdefault("old_log_prob_N", []).append(scores.log_prob_N)
                 if scores.value_N is not None:
                     parts.setdefault("value_N", []).append(scores.value_N)
-            if self.critic is not None:
+            if values and self.critic is not None:
                 parts.setdefault("value_N", []).append(self.critic.values(micro.packed))
             if reference and self.reference is not None:
                 seen = self.reference.log_probs(micro.packed, self.temperature)
@@ -110,6 +109,6 @@ def _stop_unless_finite(metrics: Mapping[str, float]) -> None:
     bad = [name for name, value in metrics.items() if not math.isfinite(value)]
     if bad:
         raise KeelError(
-            f"{', '.join(bad)} came out non-finite: no step was taken with it; lower "
+            f"{', '.join(bad)} came out non-finite: its step was not taken; lower "
             "optimizer.learning_rate or see the step's rollouts"
         )

@@ -37,6 +37,8 @@ from keel.types import KeelError
 
 Function = Callable[..., Tensor]
 
+ADVANTAGE, SURROGATE = "algorithm.advantage", "algorithm.surrogate"
+
 # ---------------------------------------------------------------- advantages
 
 
@@ -104,7 +106,7 @@ def _by_name(function: Function) -> Callable[[Signals, Any], Tensor]:
 
 
 def _custom(signals: Signals, choice: Any) -> Tensor:
-    return _call(load_entry(choice.function, "algorithm"), {**choice.options, **signals.named()})
+    return _users(ADVANTAGE, choice, signals.named())
 
 
 ADVANTAGES: Final[Mapping[str, Callable[[Signals, Any], Tensor]]] = {
@@ -192,7 +194,9 @@ def prepare(row: Algorithm, batch: Batch, budget: int) -> Batch:
     options = {"lengths_S": batch.lengths_S, "constant": row.weights.constant or budget}
     weight_N = _call(WEIGHTS[row.weights.kind], options).to(batch.advantage_N)
     whiten = isinstance(row.advantage, BatchNormalised) or row.advantage.whiten
-    advantage_N = whitening.whiten(batch.advantage_N) if whiten else batch.advantage_N
+    advantage_N = batch.advantage_N
+    if whiten:
+        advantage_N = whitening.whiten(advantage_N, batch.present_N)
     count = max(int(batch.target_N.numel()), 1)
     return replace(batch, weight_N=weight_N, advantage_N=advantage_N, token_weight=1 / count)
 
@@ -245,7 +249,7 @@ def loss(row: Algorithm, batch: Batch, scores: Scores, beta: float) -> Loss:
 def _surrogate(row: Algorithm, signals: Mapping[str, Tensor]) -> Tensor:
     choice = row.surrogate
     if choice.kind == "custom":
-        value_N = _call(load_entry(choice.function, "algorithm"), {**choice.options, **signals})
+        value_N = _users(SURROGATE, choice, signals)
         if value_N.shape != signals["advantage_N"].shape:
             raise KeelError(
                 f"algorithm.surrogate: {choice.function} returned shape {tuple(value_N.shape)}, "
@@ -342,6 +346,25 @@ def _edges(row: Algorithm) -> tuple[float, float]:
 
 
 # ---------------------------------------------------------------- calling by name
+
+
+def check_entries(row: Algorithm) -> None:
+    """Load the user's own functions that a row names. Raises KeelError where one is not there."""
+    for what, choice in ((ADVANTAGE, row.advantage), (SURROGATE, row.surrogate)):
+        if choice.kind == "custom":
+            load_entry(choice.function, what)
+
+
+def _users(what: str, choice: Any, signals: Mapping[str, Tensor]) -> Tensor:
+    """Call a user's own function; what it raises is named as theirs."""
+    function = load_entry(choice.function, what)
+    try:
+        return _call(function, {**choice.options, **signals})
+    except KeelError:
+        raise
+    except Exception as error:
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise KeelError(f"{what}: {choice.function} raised {message}") from error
 
 
 def _call(function: Function, available: Mapping[str, Any]) -> Tensor:

@@ -80,6 +80,6 @@ class AdamW:
             if f"{name}/step" not in state:
                 continue
             for key in keys:
-                value = state[f"{name}/{key}"]
-                where = "cpu" if key == "step" else parameter.device
-                self.inner.state[parameter][key] = value.clone().to(where)
+                # The fused step counts on the parameter's own device.
+                value = state[f"{name}/{key}"].clone().to(parameter.device)
+                self.inner.state[parameter][key] = value

@@ -47,16 +47,17 @@ class Reference(Protocol):
         ...
 
 
-def reference_for(policy: Policy) -> Reference:
-    """A reference equal to the policy as it is now.
+def reference_for(policy: Policy, state: Mapping[str, Tensor] | None = None) -> Reference:
+    """A reference equal to the policy as it is now, or the one that a checkpoint's `state` holds.
 
     With LoRA it is the base with the adapter off, at no memory, or a second frozen adapter where
     the policy's has already learned; without, a frozen copy.
     """
-    if not policy.has_lora:
-        return FrozenCopy(policy)
-    reference = AdapterOff(policy)
-    if not lora.is_untouched(policy.model):
+    reference = AdapterOff(policy) if policy.has_lora else FrozenCopy(policy)
+    if state is not None:
+        # A resumed policy has learned since; an empty state says that its base is the reference.
+        reference.restore(state)
+    elif policy.has_lora and not lora.is_untouched(policy.model):
         reference.refresh(policy)
     return reference
 

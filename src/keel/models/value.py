@@ -51,9 +51,11 @@ def load_critic(name: str, policy: Policy, spec: Model, seed: int) -> Critic:
     It reads the policy's tokens, so it must have been trained with the same tokenizer. Raises
     KeelError where it does not load or its vocabulary is too small.
     """
-    model = load_model(
-        spec.model_copy(update={"name": name, "build": None, "revision": None, "lora": None}), seed
-    )
+    own = {"name": name, "build": None, "revision": None, "lora": None}
+    try:
+        model = load_model(spec.model_copy(update=own), seed)
+    except KeelError as error:
+        raise KeelError(str(error).replace("model.name", "value.name")) from error
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < len(policy.tokenizer):
         raise KeelError(

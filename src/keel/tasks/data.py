@@ -14,6 +14,7 @@ from keel.config.suggest import unknown
 from keel.tasks.base import BaseTask, Presentation, position, side_of
 from keel.tasks.generated import take_options
 from keel.tasks.tables import Table, read_table, rows_table
+from keel.tasks.user import UserTask
 from keel.types import Completion, Content, KeelError, Prompt, Side
 from keel.verify.text import same_text
 
@@ -114,7 +115,7 @@ def entry_task(source: TaskSource, seed: int) -> Any:
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise KeelError(f"task {source.name!r} raises {message}") from error
     if all(callable(getattr(made, part, None)) for part in ("prompt", "size", "score")):
-        return made
+        return UserTask(source.name, made)
     try:
         rows = list(made)
     except TypeError:

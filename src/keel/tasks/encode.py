@@ -49,19 +49,28 @@ class Encoder:
         return None if long else encoded
 
 
-def _text(text: str, name: str, tokenizer: Any) -> list[int]:
+def encode_text(text: str, name: str, tokenizer: Any) -> list[int]:
+    """The text's own tokens, nothing added; `name` says in an error what the text is.
+
+    Raises KeelError that names the character which the tokenizer does not know.
+    """
     try:
-        tokens: list[int] = list(tokenizer(text, add_special_tokens=True)["input_ids"])
+        bare: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     except Exception as error:  # tokenizers raises bare Exception
         raise KeelError(_unreadable(text, name, tokenizer, error)) from None
     unknown = getattr(tokenizer, "unk_token_id", None)
-    if unknown is not None and unknown in tokens and tokenizer.unk_token not in text:
+    if unknown is not None and unknown in bare and tokenizer.unk_token not in text:
         raise KeelError(_unreadable(text, name, tokenizer, None))
-    if tokens and tokens[-1] == tokenizer.eos_token_id:
-        # Some tokenizers close every text with an EOS; nothing would follow it.
-        bare = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if not bare or bare[-1] != tokenizer.eos_token_id:
-            tokens.pop()
+    return bare
+
+
+def _text(text: str, name: str, tokenizer: Any) -> list[int]:
+    bare = encode_text(text, f"prompt {name!r}", tokenizer)
+    tokens: list[int] = list(tokenizer(text, add_special_tokens=True)["input_ids"])
+    eos = tokenizer.eos_token_id
+    # Some tokenizers close every text with an EOS; nothing would follow it.
+    if tokens and tokens[-1] == eos and not (bare and bare[-1] == eos):
+        tokens.pop()
     return tokens
 
 
@@ -99,7 +108,7 @@ def _unreadable(text: str, name: str, tokenizer: Any, error: Exception | None) -
         except Exception:
             pass
         return (
-            f"prompt {name!r} holds {character!r}, which the tokenizer does not know: add it to "
+            f"{name} holds {character!r}, which the tokenizer does not know: add it to "
             "model.build.alphabet, or use another tokenizer"
         )
-    return f"prompt {name!r} cannot be encoded: {' '.join(str(error).split())}"
+    return f"{name} cannot be encoded: {' '.join(str(error).split())}"

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from keel.config.schema import Model, RLStage
 from keel.learn.learner import Learner
+from keel.learn.loss import check_entries
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.policy import Policy
 from keel.models.reference import reference_for
 from keel.models.value import Critic, ValueHead, critic_from_policy, load_critic, value_head_for
+from keel.train.state import read_reference, restore_modules, restore_optimizers
 
 
-def build_learner(stage: RLStage, model: Model, policy: Policy, seed: int) -> Learner:
-    """Policy, and the models that the row asks for, each with its optimizer."""
+def build_learner(
+    stage: RLStage, model: Model, policy: Policy, seed: int, resume_from: Path | None = None
+) -> Learner:
+    """Policy, and the models that the row asks for, each with its optimizer.
+
+    Fresh ones, or as the checkpoint `resume_from` of this stage holds them.
+    """
     row = stage.algorithm
+    check_entries(row)
     value_head: ValueHead | None = None
     critic: Critic | None = None
     if row.value is not None and stage.value.kind == "head":
@@ -24,8 +34,9 @@ def build_learner(stage: RLStage, model: Model, policy: Policy, seed: int) -> Le
     parameters = trainable(policy)
     if value_head is not None:
         parameters += trainable(value_head, "value_head.")
-    reference = reference_for(policy) if row.needs_reference else None
-    return Learner(
+    state = None if resume_from is None else read_reference(resume_from)
+    reference = reference_for(policy, state) if row.needs_reference else None
+    learner = Learner(
         policy=policy,
         optimizer=AdamW(parameters, stage.optimizer),
         reference=reference,
@@ -37,3 +48,7 @@ def build_learner(stage: RLStage, model: Model, policy: Policy, seed: int) -> Le
         temperature=stage.rollout.temperature,
         token_budget=stage.token_budget,
     )
+    if resume_from is not None:
+        restore_modules(resume_from, learner.modules)
+        restore_optimizers(resume_from, learner.optimizers)
+    return learner

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from keel.config.schema import Evaluation
+from keel.config.suggest import unknown
 from keel.insight.statistics import mean_interval, wilson_interval
 from keel.rewards.score import Scorer
 from keel.train.rollout import Sampler
 from keel.train.seeds import derive
-from keel.types import Group, Prompt, Sampling, Verdict
+from keel.types import Group, KeelError, Prompt, Sampling, Verdict
 
 EXAMPLES = 4
 """How many completions an evaluation shows."""
@@ -25,6 +26,11 @@ class Evaluator:
     scorer: Scorer
     prompts: Sequence[Prompt]
     choice: Evaluation
+
+    def __post_init__(self) -> None:
+        name, names = self.choice.component, [f.name for f in self.scorer.functions]
+        if name is not None and name not in names:
+            raise KeelError(f"evaluation.component: {unknown('reward', name, names)}")
 
     def __call__(self, step: int) -> dict[str, Any]:
         """`mean`, `low`, `high` (95 %), `n` of greedy pass@1; `sampled` and `pass@k` with k > 0.
@@ -61,7 +67,7 @@ class Evaluator:
         right = [sum(self._passed(v) for v in judged) for judged in verdicts]
         solved = sum(count > 0 for count in right)
         return {
-            "sampled": mean_interval([count / k for count in right]).as_dict(),
+            "sampled": _rate_interval([count / k for count in right]),
             f"pass@{k}": wilson_interval(solved, len(right)).as_dict(),
         }
 
@@ -90,6 +96,13 @@ def metrics(result: dict[str, Any]) -> dict[str, float]:
         out[f"eval/{name}/low"] = interval["low"]
         out[f"eval/{name}/high"] = interval["high"]
     return out
+
+
+def _rate_interval(rates: Sequence[float]) -> dict[str, float | int]:
+    """The mean of rates by prompt; where all are 0, or all 1, what so many prompts can say."""
+    if len(set(rates)) == 1 and rates[0] in (0.0, 1.0):
+        return wilson_interval(round(sum(rates)), len(rates)).as_dict()
+    return mean_interval(rates).as_dict()
 
 
 def _example(group: Group, verdicts: Sequence[Verdict]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from keel.engines.native import NativeEngine
 from keel.models.policy import Policy, load_policy
 from keel.rewards import load_reward
 from keel.rewards.score import Scorer
-from keel.runs.layout import RunFolder
+from keel.runs.layout import RECIPE, RunFolder
 from keel.tasks import PromptStream, build_tasks, heldout
 from keel.tasks.encode import Encoder
 from keel.train.evaluate import Evaluator
@@ -42,6 +42,11 @@ def evaluate(
     table, `choices` keys of the recipe's `evaluation` table.
     """
     recipe, weights = _what(model, checkpoint)
+    if recipe is None and task is None:
+        raise KeelError(
+            f"{model} is not a run folder, so it does not say which task: name one with --task "
+            "(keel tasks lists them)"
+        )
     data = _stage_data(recipe, task, task_keys, rewards)
     overrides = [f"evaluation.{key}={value}" for key, value in choices.items()]
     if max_tokens is not None:
@@ -49,12 +54,21 @@ def evaluate(
     stage = load_recipe({"model": {"name": str(model)}, "stages": [data]}, overrides).stages[0]
     assert isinstance(stage, RLStage)
     own_seed = recipe.seed if recipe else 0
-    return _run(stage, load_policy(weights, own_seed), own_seed if seed is None else seed)
+    policy = load_policy(weights, own_seed)
+    if recipe is None and max_tokens is None and policy.context is not None:
+        # Nobody said how long an answer may be: half of what the model can hold at the most.
+        budget = min(stage.rollout.max_tokens, policy.context // 2)
+        rollout = stage.rollout.model_copy(update={"max_tokens": budget})
+        stage = stage.model_copy(update={"rollout": rollout})
+    return _run(stage, policy, own_seed if seed is None else seed)
 
 
 def _what(model: Path | str, checkpoint: str) -> tuple[Recipe | None, Model]:
     """The run's recipe, if it is a run, and the model to load."""
-    if not (Path(model) / "recipe.toml").is_file():
+    path = Path(model)
+    if not (path / RECIPE).is_file():
+        if path.exists() and not (path / "config.json").is_file():
+            raise KeelError(f"{path} is neither a run folder nor a model folder: give one of them")
         return None, Model(name=str(model))
     folder = RunFolder.open(model)
     recipe = load_recipe(folder.recipe)
@@ -72,13 +86,13 @@ def _stage_data(
         data = {"stage": "rl", "tasks": data["tasks"], "prompts": data["prompts"]}
     if task is not None:
         data |= {"tasks": [{"name": task}], "rewards": {}}
-    if "tasks" not in data:
-        raise KeelError("which task? name it with --task (keel tasks lists them)")
+        data["evaluation"] = {**data.get("evaluation", {}), "component": "none"}
     for key in task_keys:
         change = parse_override(key)
         data["tasks"] = [merge(dict(source), change) for source in data["tasks"]]
     if rewards:
         data["rewards"] = {"functions": [{"function": name} for name in rewards]}
+        data["evaluation"] = {**data.get("evaluation", {}), "component": "none"}
     return data
 
 
@@ -99,10 +113,14 @@ def _run(stage: RLStage, policy: Policy, seed: int) -> dict[str, Any]:
         max_tokens=rollout.max_tokens,
     )
     ordered = list(tasks.values())
+    if choice.prompts == 0:
+        raise KeelError("evaluation.prompts = 0 leaves nothing to evaluate on: set --prompts")
     chosen = heldout(ordered, weights, choice.prompts, encoder)
     scorer.check(chosen)
     sampler = Sampler(
-        engine=NativeEngine(policy.model, policy.tokenizer, max_rows=rollout.max_rows),
+        engine=NativeEngine(
+            policy.model, policy.tokenizer, max_rows=rollout.max_rows, autocast=policy.autocast
+        ),
         tokenizer=policy.tokenizer,
         tasks=tasks,
         stream=PromptStream(ordered, weights, seed, encoder),

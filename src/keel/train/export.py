@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 
 from keel.config.load import load_recipe
@@ -16,7 +17,7 @@ from keel.types import KeelError
 def pick_checkpoint(folder: RunFolder, which: str = "last") -> Path:
     """The checkpoint folder that `which` names: last, best, or its own name."""
     entries = folder.list_checkpoints()
-    newest = checkpoint.newest_whole(folder)
+    newest = checkpoint.newest_whole(folder, _warn)
     if newest is None:
         raise KeelError(f"run {folder.path} has no whole checkpoint yet: let it run, or --resume")
     if which == "last":
@@ -52,6 +53,10 @@ def export(run: Path | str, folder: Path | str, *, checkpoint: str = "last") -> 
 def recipe_of(folder: RunFolder) -> Recipe:
     """The resolved recipe that a run folder holds."""
     return load_recipe(folder.recipe)
+
+
+def _warn(path: Path, wrong: str) -> None:
+    warnings.warn(f"checkpoint {path} is damaged ({wrong}): using one before", stacklevel=2)
 
 
 def _best(folder: RunFolder, newest: Entry) -> Path:

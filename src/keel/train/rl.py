@@ -36,7 +36,7 @@ class Loop:
     stage: RLStage
     learner: Learner
     sampler: Sampler
-    evaluator: Evaluator
+    evaluator: Evaluator | None
     session: Session
     seed: int
 
@@ -54,7 +54,7 @@ class Step:
 def run(loop: Loop, progress: Progress) -> Progress:
     """From `progress` to the last step of the stage, or until the run is asked to stop."""
     stage, session = loop.stage, loop.session
-    if progress.before is None:
+    if progress.before is None and loop.evaluator is not None:
         result = loop.evaluator(progress.step)
         session.evaluated(progress, result, when="before")
         progress = replace(progress, before=result)
@@ -71,11 +71,12 @@ def run(loop: Loop, progress: Progress) -> Progress:
         )
         made.metrics["num_tokens"] = float(progress.tokens)
         progress = _evaluate(loop, progress, made)
-        progress = replace(progress, seconds=progress.seconds + time.perf_counter() - start)
         rows = rollout_rows(made.rollouts, made.batch) if due(stage.rollouts_every, number) else []
         session.recorded(progress, made.metrics, rows, time.perf_counter() - start)
         if session.checkpoint_due(progress, stage.steps, stage.checkpoints):
             save(loop, progress)
+    if session.interrupted and progress.step == 0:
+        save(loop, progress)
     return progress
 
 
@@ -87,7 +88,7 @@ def take_step(loop: Loop, progress: Progress, number: int) -> Step:
         rollouts = collect(loop.sampler, row, number)
     metrics = {**rollouts.metrics, "step/tokens": 0.0}
     if not rollouts.groups:
-        loop.session.watcher.note(f"step {number}: no group had anything to learn from")
+        loop.session.note(f"step {number}: no group had anything to learn from")
         return Step(rollouts, None, metrics, progress.beta)
     with clock("measure"):
         batch = measure(loop, rollouts, progress.beta)
@@ -148,7 +149,12 @@ def improve(
         for _, part in parts
     ]
     metrics = {name: float(np.mean([m[name] for m in taken])) for name in taken[0]}
-    watched = {**_state_of(batch), **metrics, "learning_rate": rates[0], "beta": progress.beta}
+    watched = {
+        **_state_of(batch.select(keep)),
+        **metrics,
+        "learning_rate": rates[0],
+        "beta": progress.beta,
+    }
     return parts, watched
 
 
@@ -236,7 +242,7 @@ def _divergence_now(loop: Loop, parts: Sequence[Batch]) -> float:
     """KL(old‖π), token mean, of the policy as it has become (arXiv:1707.06347 §4)."""
     total, count = 0.0, 0
     for part in parts:
-        now = loop.learner.measure(replace(part, value_N=None), old=True, reference=False)
+        now = loop.learner.measure(part, old=True, reference=False, values=False)
         assert part.old_log_prob_N is not None
         assert now.old_log_prob_N is not None
         total += float(divergences.k3(part.old_log_prob_N, now.old_log_prob_N).sum())
@@ -259,7 +265,7 @@ def _recorded(batch: Batch, parts: Sequence[tuple[Sequence[int], Batch]]) -> Bat
 
 def _evaluate(loop: Loop, progress: Progress, made: Step) -> Progress:
     every, last = loop.stage.evaluation.every, progress.step == loop.stage.steps
-    if not last and (every == 0 or progress.step % every):
+    if loop.evaluator is None or not (last or due(every, progress.step)):
         return progress
     result = loop.evaluator(progress.step)
     made.metrics.update(evaluation_metrics(result))

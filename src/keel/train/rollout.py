@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -73,7 +73,8 @@ def collect(sampler: Sampler, row: Algorithm, step: int) -> Rollouts:
     choice = sampler.choice
     kept: list[tuple[Group, Judged]] = []
     every: list[tuple[Group, Judged]] = []
-    metrics: dict[str, float] = {}
+    rounds: list[Mapping[str, float]] = []
+    failures: dict[str, float] = {}
     extras: dict[str, list[object]] = {}
     refills = 0
     while True:
@@ -85,11 +86,11 @@ def collect(sampler: Sampler, row: Algorithm, step: int) -> Rollouts:
         keep = [_worth_keeping(judged, choice.dynamic_sampling) for _, judged in pairs]
         every += pairs
         kept += [pair for pair, good in zip(pairs, keep, strict=True) if good]
-        _gather_extras(extras, scored.extras, keep, choice.group_size)
-        metrics = metrics or dict(scored.metrics)
+        _gather_extras(extras, scored.extras, keep, choice.group_size, len(kept))
+        rounds.append(scored.metrics)
         for name, count in scored.failures.items():
             key = f"rewards/{name}/failures"
-            metrics[key] = metrics.get(key, 0.0) + count
+            failures[key] = failures.get(key, 0.0) + count
         if (
             not choice.dynamic_sampling
             or len(kept) >= choice.prompts_per_step
@@ -101,9 +102,14 @@ def collect(sampler: Sampler, row: Algorithm, step: int) -> Rollouts:
         groups=tuple(group for group, _ in kept),
         verdicts=tuple(judged for _, judged in kept),
         extras=extras,
-        metrics={**metrics, **describe(every), **_dropped(every, kept, refills, choice)},
+        metrics={
+            **_mean_of(rounds),
+            **failures,
+            **describe(every),
+            **_dropped(every, kept, refills, choice),
+        },
     )
-    return _with_greedy(sampler, rollouts, step) if row.needs_greedy else rollouts
+    return _with_greedy(sampler, rollouts, step) if row.needs_greedy and kept else rollouts
 
 
 def describe(pairs: Sequence[tuple[Group, Judged]]) -> dict[str, float]:
@@ -123,8 +129,16 @@ def describe(pairs: Sequence[tuple[Group, Judged]]) -> dict[str, float]:
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(1 - ended.mean()),
         "completions/mean_terminated_length": float(lengths[ended].mean()) if ended.any() else 0.0,
+        "completions/min_terminated_length": float(lengths[ended].min()) if ended.any() else 0.0,
+        "completions/max_terminated_length": float(lengths[ended].max()) if ended.any() else 0.0,
         "rollout/tokens": float(lengths.sum()),
     }
+
+
+def _mean_of(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each metric's mean over the rounds of sampling that have it."""
+    names = {name: None for metrics in rounds for name in metrics}
+    return {name: float(np.mean([m[name] for m in rounds if name in m])) for name in names}
 
 
 def _rewards(judged: Judged) -> list[float]:
@@ -149,15 +163,20 @@ def _dropped(
 
 def _gather_extras(
     into: dict[str, list[object]],
-    extras: object,
+    extras: Mapping[str, Sequence[object]],
     keep: Sequence[bool],
     group_size: int,
+    groups: int,
 ) -> None:
-    """Append what rewards recorded, for the completions of the groups that are kept."""
-    assert isinstance(extras, dict)
-    for name, values in extras.items():
+    """Append what rewards recorded for the completions that are kept; `groups` are kept so far.
+
+    None stands where a round did not record a name that another did.
+    """
+    before = (groups - sum(keep)) * group_size
+    for name in {**into, **extras}:
+        values = extras.get(name, [None] * (len(keep) * group_size))
         chosen = [value for i, value in enumerate(values) if keep[i // group_size]]
-        into.setdefault(name, []).extend(chosen)
+        into[name] = [*into.get(name, [None] * before), *chosen]
 
 
 def _with_greedy(sampler: Sampler, rollouts: Rollouts, step: int) -> Rollouts:
@@ -166,9 +185,10 @@ def _with_greedy(sampler: Sampler, rollouts: Rollouts, step: int) -> Rollouts:
     greedy = replace(sampler.sampling, temperature=0.0)
     groups = sampler.sample(prompts, 1, greedy, derive(sampler.seed, "greedy", step))
     rewards = [judged[0].reward for judged in sampler.scorer(groups, step).verdicts]
-    baseline = tuple(0.0 if reward is None else reward for reward in rewards)
+    spoken = [reward for reward in rewards if reward is not None]
+    mean = {"reward/greedy": float(np.mean(spoken))} if spoken else {}
     return replace(
         rollouts,
-        greedy=baseline,
-        metrics={**rollouts.metrics, "reward/greedy": float(np.mean(baseline))},
+        greedy=tuple(float("nan") if reward is None else reward for reward in rewards),
+        metrics={**rollouts.metrics, **mean},
     )

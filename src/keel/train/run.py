@@ -19,6 +19,7 @@ from keel.models.policy import load_policy
 from keel.runs import checkpoint
 from keel.runs.layout import RunFolder, next_free
 from keel.runs.lock import locked
+from keel.runs.read import load
 from keel.runs.record import Recorder, truncate_after, update_run_json
 from keel.runs.trackers import open_trackers
 from keel.train.interrupt import Interrupt, Interrupted, catching
@@ -108,7 +109,7 @@ def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | Non
         stage = recipe.stages[number]
         if number > progress.stage:
             start = None
-            progress = Progress(stage=number, tokens=progress.tokens, seconds=progress.seconds)
+            progress = Progress(stage=number, tokens=progress.tokens)
         trackers = open_trackers(
             stage.trackers,
             session.folder,
@@ -125,8 +126,8 @@ def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | Non
         finally:
             for tracker in trackers:
                 tracker.close()
-        spent = {"tokens": progress.tokens, "seconds": round(progress.seconds, 3)}
-        update_run_json(session.folder, spent)
+        seconds = sum(row["total"] for row in load(session.folder.path).timings())
+        update_run_json(session.folder, {"tokens": progress.tokens, "seconds": round(seconds, 3)})
         last = number + 1 == len(recipe.stages) and progress.step == stage.steps
         if not last:
             _stop_if_asked(session.interrupt, session)

@@ -65,6 +65,11 @@ class Session:
     def interrupted(self) -> bool:
         return bool(self.interrupt)
 
+    def note(self, text: str) -> None:
+        """Something worth knowing, for whoever watches now or reads later."""
+        self.watcher.note(text)
+        self.recorder.event("note", text=text)
+
     def evaluated(
         self,
         progress: Progress,
@@ -80,6 +85,8 @@ class Session:
         if when == "during":
             return
         known = update_run_json(self.folder, {})
+        if when == "before" and when in known.get("evaluation", {}):
+            return  # the first stage that was evaluated says where the run began
         numbers = {k: v for k, v in result.items() if k != "examples"}
         update_run_json(
             self.folder,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +14,7 @@ from keel.learn.batch import Batch, from_groups
 from keel.learn.optimizer import AdamW, learning_rate
 from keel.models.policy import Policy
 from keel.objective import weights
+from keel.tasks.encode import encode_text
 from keel.tasks.mixture import PromptStream
 from keel.train.seeds import derive
 from keel.train.session import Session
@@ -41,6 +42,8 @@ class Imitation:
 def run(work: Imitation, progress: Progress) -> Progress:
     """From `progress` to the last step of the stage, or until the run is asked to stop."""
     stage, session = work.stage, work.session
+    if session.interrupted:
+        save(work, progress)
     while progress.step < stage.steps and not session.interrupted:
         start = time.perf_counter()
         number = progress.step + 1
@@ -56,12 +59,16 @@ def run(work: Imitation, progress: Progress) -> Progress:
         )
         metrics["num_tokens"] = float(progress.tokens)
         seconds = time.perf_counter() - start
-        progress = replace(progress, seconds=progress.seconds + seconds)
         session.recorded(progress, metrics, [], seconds)
         if session.checkpoint_due(progress, stage.steps, stage.checkpoints):
-            optimizers = {"optimizer": work.optimizer}
-            session.checkpoint(progress, work.policy, optimizers, {}, {}, stage.checkpoints)
+            save(work, progress)
     return progress
+
+
+def save(work: Imitation, progress: Progress) -> None:
+    """Leave a checkpoint."""
+    optimizers = {"optimizer": work.optimizer}
+    work.session.checkpoint(progress, work.policy, optimizers, {}, {}, work.stage.checkpoints)
 
 
 def demonstrations(work: Imitation, number: int) -> Batch:
@@ -75,8 +82,7 @@ def demonstrations(work: Imitation, number: int) -> Batch:
                 f"stage {work.stage.name!r}: task {prompt.task!r} has no gold answer to imitate: "
                 "name the answer column (tasks.answer) or leave the sft stage out"
             )
-        text = work.demonstrate(prompt, gold, rng)
-        groups.append(Group(prompt, (_completion(work.policy, text),)))
+        groups.append(Group(prompt, (_demonstration(work, prompt, gold, rng),)))
     return from_groups(groups, work.policy.device)
 
 
@@ -108,10 +114,24 @@ def update(work: Imitation, batch: Batch, number: int) -> dict[str, float]:
     }
 
 
-def _completion(policy: Policy, text: str) -> Completion:
-    tokenizer = policy.tokenizer
-    ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    tokens = np.array([*ids, tokenizer.eos_token_id], dtype=np.int64)
+def _demonstration(
+    work: Imitation, prompt: Prompt, gold: str, rng: np.random.Generator
+) -> Completion:
+    """The text to imitate, with its end. Raises KeelError where it cannot be made or learned."""
+    name = work.stage.demonstration
+    try:
+        text = work.demonstrate(prompt, gold, rng)
+    except Exception as error:
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise KeelError(f"demonstration {name!r} raised {message} at {prompt.id!r}") from error
+    ids = encode_text(text, f"the demonstration for {prompt.id}", work.policy.tokenizer)
+    tokens = np.array([*ids, work.policy.tokenizer.eos_token_id], dtype=np.int64)
+    whole, context = len(prompt.tokens) + len(tokens), work.policy.context
+    if context is not None and whole > context:
+        raise KeelError(
+            f"prompt {prompt.id!r} and its demonstration are {whole} tokens, more than the model's "
+            f"context of {context}: lower {work.stage.name}.prompts.max_tokens, or drop the row"
+        )
     return Completion(
         tokens=tokens,
         log_probs=np.zeros(len(tokens), dtype=np.float32),

@@ -26,7 +26,7 @@ from keel.train.evaluate import metrics as evaluation_metrics
 from keel.train.rollout import Sampler
 from keel.train.seeds import derive
 from keel.train.session import Session
-from keel.train.state import Progress, restore_learner, restore_optimizers
+from keel.train.state import Progress, restore_optimizers
 from keel.types import KeelError, Prompt, Task
 
 
@@ -77,10 +77,8 @@ def reinforce(work: Work, stage: RLStage, progress: Progress) -> Progress:
     """Reinforcement learning; leaves the reward curve as a picture."""
     recipe, session = work.recipe, work.session
     seed = derive(recipe.seed, stage.name)
-    learner = build_learner(stage, recipe.model, work.policy, seed)
-    if work.resume_from is not None:
-        restore_learner(work.resume_from, learner)
-    elif stage.algorithm.divergence is not None:
+    learner = build_learner(stage, recipe.model, work.policy, seed, work.resume_from)
+    if work.resume_from is None and stage.algorithm.divergence is not None:
         progress = replace(progress, beta=stage.algorithm.divergence.beta)
     objective = explain_stage(stage, lora=recipe.model.lora is not None)
     update_run_json(session.folder, {"objective": objective.unicode()})
@@ -93,10 +91,13 @@ def reinforce(work: Work, stage: RLStage, progress: Progress) -> Progress:
 def draw(session: Session, stage: RLStage, progress: Progress, title: str) -> None:
     """The reward over the steps, and held-out accuracy from before the first, as a picture."""
     rows = load(session.folder.path).metrics(stage.name)
-    if rows and progress.before is not None:
-        first = {"step": 0, **evaluation_metrics(dict(progress.before))}
+    if rows:
+        before = progress.before
+        first = {} if before is None else evaluation_metrics(dict(before))
         subtitle = stage.algorithm.preset
-        reward_curve(session.folder.curve, [first, *rows], title=title, subtitle=subtitle)
+        reward_curve(
+            session.folder.curve, [{"step": 0, **first}, *rows], title=title, subtitle=subtitle
+        )
 
 
 def make_loop(
@@ -112,7 +113,9 @@ def make_loop(
         "max_tokens": rollout.max_tokens,
     }
     sampler = Sampler(
-        engine=NativeEngine(policy.model, policy.tokenizer, max_rows=rollout.max_rows),
+        engine=NativeEngine(
+            policy.model, policy.tokenizer, max_rows=rollout.max_rows, autocast=policy.autocast
+        ),
         tokenizer=policy.tokenizer,
         tasks=source.tasks,
         stream=source.stream,
@@ -123,7 +126,7 @@ def make_loop(
     judge = Scorer(rewards, source.tasks, soft_overlong=0, **options)
     prompts = source.heldout(stage.evaluation.prompts)
     judge.check(prompts)
-    evaluator = Evaluator(sampler, judge, prompts, stage.evaluation)
+    evaluator = Evaluator(sampler, judge, prompts, stage.evaluation) if prompts else None
     return rl.Loop(stage, learner, sampler, evaluator, work.session, seed)
 
 

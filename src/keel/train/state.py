@@ -6,17 +6,17 @@ Weights, moments and the reference are tensors in files of their own; the rest i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from keel.learn.learner import Learner
 from keel.learn.optimizer import AdamW
 from keel.models.policy import Policy
 from keel.runs import checkpoint
+from keel.types import KeelError
 
 STATE = "state.json"
 POLICY = "policy"
@@ -36,8 +36,6 @@ class Progress:
     best_step: int | None = None
     before: Mapping[str, Any] | None = None
     """The evaluation made before the first step."""
-    seconds: float = 0.0
-    """Time spent in the steps so far; decides nothing."""
 
 
 def save(
@@ -68,7 +66,14 @@ def save(
 
 def read_progress(folder: Path) -> Progress:
     """The progress that a checkpoint holds."""
-    return Progress(**checkpoint.load_json(folder / STATE))
+    state = checkpoint.load_json(folder / STATE)
+    known = {f.name for f in fields(Progress)}
+    if set(state) != known:
+        raise KeelError(
+            f"checkpoint {folder} was written by another version of Keel (it holds "
+            f"{', '.join(sorted(set(state) ^ known))} otherwise): resume with that version"
+        )
+    return Progress(**state)
 
 
 def restore_policy(folder: Path, policy: Policy) -> None:
@@ -79,16 +84,19 @@ def restore_policy(folder: Path, policy: Policy) -> None:
             parameter.copy_(tensors[name])
 
 
-def restore_learner(folder: Path, learner: Learner) -> None:
-    """Give optimizers, value model and reference what a checkpoint of their stage holds."""
+def restore_modules(folder: Path, modules: Mapping[str, nn.Module]) -> None:
+    """Give value head and critic the parameters that a checkpoint of their stage holds."""
     tensors = checkpoint.load_tensors(folder / "trainable.safetensors")
-    for name, module in learner.modules.items():
+    for name, module in modules.items():
         prefix = f"{name}/"
         own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         module.load_state_dict(own)
-    restore_optimizers(folder, learner.optimizers)
-    if learner.reference is not None and (folder / "reference.safetensors").exists():
-        learner.reference.restore(checkpoint.load_tensors(folder / "reference.safetensors"))
+
+
+def read_reference(folder: Path) -> dict[str, Tensor]:
+    """The reference that a checkpoint holds; empty where the policy's own base is the reference."""
+    path = folder / "reference.safetensors"
+    return checkpoint.load_tensors(path) if path.exists() else {}
 
 
 def restore_optimizers(folder: Path, optimizers: Mapping[str, AdamW]) -> None:

@@ -1,0 +1,82 @@
+"""Every key of a recipe with its default, as a page: `python -m keel.config.reference`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from keel.config.schema import Recipe, RLStage, SFTStage
+
+HEAD = """# Every key of a recipe
+
+A recipe is TOML. `seed`, `threads`, `name`, `description` and `model` belong to the whole; the rest
+to a stage. With one stage, its keys stand at the top; with several, each is a `[[stages]]` table,
+and on the command line a key goes to the stage whose name is in front (`sft.steps=10`), else to the
+last. `extends = "NAME"` starts from another recipe. In a file `"none"` unsets a key that may be
+absent; the resolved recipe in a run folder is written so. The keys of an algorithm's terms are in
+[recipe terms](algorithms/README.md) and `keel explain`.
+"""
+
+
+def markdown() -> str:
+    """The whole page."""
+    lines = [HEAD]
+    for title, model in (
+        ("The recipe", Recipe),
+        ('`stage = "rl"`', RLStage),
+        ('`stage = "sft"`', SFTStage),
+    ):
+        lines.append(f"\n## {title}\n\n| key | default | what it is |\n|---|---|---|")
+        lines += [f"| `{key}` | {default} | {what} |" for key, default, what in _keys(model, "")]
+    return "\n".join(lines) + "\n"
+
+
+def _keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:
+    for name, info in model.model_fields.items():
+        key = f"{prefix}{name}"
+        inner = _model(info)
+        if name in ("stages", "stage"):
+            continue
+        if name == "algorithm":
+            yield f"{key}.preset", "`grpo`", "the row's defaults; any figure of it may be set"
+            continue
+        if inner is None:
+            yield key, _default(info), _text(info)
+            continue
+        many = "tuple" in str(info.annotation)
+        about = (inner.__doc__ or "").split("\n\n")[0]
+        yield f"[[{key}]]" if many else key, _default(info), " ".join(about.split())
+        yield from _keys(inner, f"{key}.")
+
+
+def _model(info: FieldInfo) -> type[BaseModel] | None:
+    def found(annotation: Any) -> type[BaseModel] | None:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return annotation
+        return next((m for a in get_args(annotation) if (m := found(a)) is not None), None)
+
+    return found(info.annotation)
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "required"
+    value = info.default if info.default_factory is None else {}
+    if value is None:
+        return "none"
+    if isinstance(value, BaseModel) or value in ((), {}):
+        return ""
+    return f"`{value!r}`".replace("|", "\\|").replace("'", '"')
+
+
+def _text(info: FieldInfo) -> str:
+    choices = [a for a in get_args(info.annotation) if isinstance(a, str)]
+    listed = f"One of {', '.join(f'`{c}`' for c in choices)}. " if choices else ""
+    return listed + " ".join((info.description or "").split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
