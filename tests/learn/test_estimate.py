@@ -1,0 +1,82 @@
+"""From verdicts to advantages: silent rewards, greedy baselines, steps beside outcomes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from keel.algorithms.presets import PRESETS
+from keel.algorithms.spec import Algorithm, GroupRelative
+from keel.learn.batch import from_groups
+from keel.learn.estimate import Outcome, estimate, outcome
+from keel.learn.loss import prepare
+from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
+from tests.learn.flat import blank
+
+LENGTHS, GROUPS = (2, 3, 1, 1, 2), (0, 0, 1, 1, 1)
+NAN = float("nan")
+
+
+def judged(*rewards: float) -> Outcome:
+    return Outcome(torch.tensor(rewards, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline", "grpo"])
+def test_a_silent_sequence_gets_zero_and_leaves_the_whitening(name: str) -> None:
+    row = PRESETS[name].row.model_copy(update={"divergence": None})
+    if name == "grpo":
+        row = row.model_copy(update={"advantage": GroupRelative(whiten=True)})
+    batch = prepare(row, estimate(row, blank(LENGTHS, GROUPS), judged(1, 0, 3, 2, NAN), 0.0), 8)
+    assert batch.advantage_N is not None
+    silent, spoken = batch.advantage_N[-2:], batch.advantage_N[:-2]
+    assert silent.tolist() == [0.0, 0.0]
+    assert float(spoken.mean()) == pytest.approx(0.0, abs=1e-12)
+    assert float(spoken.var()) == pytest.approx(1.0, abs=1e-6)  # ε = 1e-8 under the root
+
+
+def group(*rewards: tuple[float | None, tuple[Step, ...]]) -> tuple[Group, tuple[Verdict, ...]]:
+    """Completions of four tokens of which the second is a tool's."""
+    written = np.array([True, False, True, True])
+    completion = Completion(
+        tokens=np.arange(4),
+        log_probs=np.zeros(4, np.float32),
+        written=written,
+        finish="eos",
+        text="",
+    )
+    verdicts = tuple(Verdict(reward, {}, steps) for reward, steps in rewards)
+    return Group(Prompt("p", "p", tokens=(7,)), (completion,) * len(rewards)), verdicts
+
+
+def test_a_greedy_completion_without_reward_is_no_baseline() -> None:
+    made, verdicts = group((1.0, ()), (3.0, ()))
+    row = PRESETS["remax"].row.model_copy(update={"divergence": None})
+    batch = from_groups([made])
+    for baseline, expected in ((0.5, [0.5] * 3 + [2.5] * 3), (NAN, [0.0] * 6)):
+        found = estimate(row, batch, outcome([made], [verdicts], [baseline]), 0.0).advantage_N
+        assert found is not None
+        assert found.tolist() == pytest.approx(expected)
+
+
+def test_what_a_reward_holds_beside_its_steps_is_a_step_at_the_end() -> None:
+    """Steps sum to 1 and the reward is 0.25: the −0.75 beside them ends with the completion."""
+    made, verdicts = group((0.25, (Step(0, 0.4), Step(2, 0.6))), (2.0, (Step(3, 2.0),)))
+    found = outcome([made], [verdicts], None, torch.float64)
+    assert found.step_reward_K is not None
+    assert found.step_end_K is not None
+    assert found.step_sequence_K is not None
+    rows = zip(
+        found.step_sequence_K.tolist(), found.step_end_K.tolist(), found.step_reward_K.tolist(),
+        strict=True,
+    )  # fmt: skip
+    # Ends count written tokens only: tokens 0, 2, 3 are the written 0, 1, 2.
+    expected = [(0, 0, 0.4), (0, 1, 0.6), (0, 2, -0.75), (1, 2, 2.0)]
+    assert sorted(rows) == [pytest.approx(row) for row in expected]
+
+
+def test_a_row_for_steps_says_when_there_are_none() -> None:
+    made, verdicts = group((1.0, ()), (0.0, ()))
+    row: Algorithm = PRESETS["grpo_process"].row.model_copy(update={"divergence": None})
+    with pytest.raises(KeelError, match="process reward in rewards"):
+        estimate(row, from_groups([made]), outcome([made], [verdicts], None), 0.0)
