@@ -44,7 +44,7 @@ def tokens_entering(model: PreTrainedModel) -> Iterator[list[int]]:
     def count(module: object, args: tuple, kwargs: dict) -> None:
         counts.append(kwargs["input_ids"].numel())
 
-    handle = model.register_forward_pre_hook(count, with_kwargs=True)
+    handle = model.base_model.register_forward_pre_hook(count, with_kwargs=True)
     yield counts
     handle.remove()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -232,5 +233,7 @@ def test_every_oracle_case_passes_through_its_row() -> None:
                 words = {k: v for k, v in case.items() if isinstance(v, str | float | int)}
                 raise AssertionError(f"group {number}, case {index}: {words}") from error
             seen[case["kind"]] = seen.get(case["kind"], 0) + 1
-    assert set(seen) == set(KINDS)
-    assert sum(seen.values()) >= COUNT
+    assert sum(seen.values()) == sum(len(data["cases"]) for data in load()) > 0
+    if "KEEL_ORACLES" not in os.environ:
+        assert set(seen) == set(KINDS)
+        assert sum(seen.values()) == COUNT

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -405,3 +406,21 @@ def test_a_reward_that_hangs_does_not_keep_the_process() -> None:
     )
     assert told.returncode == 0, told.stderr
     assert told.stdout.startswith("reward 'hangs' at step 0")
+
+
+def test_an_async_reward_may_keep_what_belongs_to_its_event_loop() -> None:
+    """A semaphore at module level serves step after step, contended or not."""
+    gate = asyncio.Semaphore(1)
+
+    async def one(text: str) -> float:
+        async with gate:
+            await asyncio.sleep(0)
+        return float(len(text))
+
+    async def guarded(completions: list[str]) -> list[float]:
+        return list(await asyncio.gather(*(one(text) for text in completions)))
+
+    scorer = Scorer([named_reward(guarded, "guarded")])
+    for step in (1, 2, 3):
+        scored = scorer([group(["a", "bb", "ccc"])], step)
+        assert [v.reward for v in scored.verdicts[0]] == [1.0, 2.0, 3.0]

@@ -20,6 +20,8 @@ from keel.engines.store import Places, StepLayout, Store
 from keel.engines.streams import Uniforms
 from keel.models.attention import ATTENTION, PackedLayout, install
 from keel.models.backbone import autocast_for
+from keel.models.families import head_of
+from keel.models.head import logits
 from keel.types import Completion, Group, KeelError, Prompt, Sampling
 
 Ints = npt.NDArray[np.int64]
@@ -259,15 +261,15 @@ class _Run:
         positions = np.concatenate([*(np.arange(length) for length in lengths), place])
         total = int(lengths.sum())
         last = np.concatenate([total + np.arange(live), starts + lengths - 1])
-        out = self.model(
+        out = self.model.base_model(
             input_ids=self._tensor(tokens)[None],
             position_ids=self._tensor(positions)[None],
             use_cache=False,
             layout=layout,
-            logits_to_keep=self._tensor(last),
         )
-        logits: Tensor = out.logits[0]
-        return logits
+        # The trainer's own head: float32 logits, whatever the backbone computes in.
+        states: Tensor = out.last_hidden_state[0].index_select(0, self._tensor(last))
+        return logits(states, head_of(self.model))
 
     def _copies(
         self, entry: Entry, lengths: Ints, starts: Ints, live: int

@@ -10,7 +10,8 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,17 +71,64 @@ def _run(
             outcomes.put(Outcome(error=error))
 
 
-class AsyncCalls:
-    """Coroutines of one step, gathered in one event loop that runs in a thread of its own."""
+class LoopThread:
+    """One event loop for a run's rewards, in a daemon thread.
 
-    def __init__(self, functions: Mapping[str, Callable[[], Any]], timeout: float) -> None:
+    Semaphores and connections that a function keeps between steps belong to it. A loop that a
+    coroutine blocked is left behind for a new one.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def submit(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let the loop run a coroutine."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            serve = threading.Thread(
+                target=_serve, args=(self._loop,), name="keel-async-rewards", daemon=True
+            )
+            serve.start()
+            weakref.finalize(self, _stop, self._loop)
+        asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def abandon(self) -> None:
+        """Leave a blocked loop; it stops when, and if, what blocks it returns."""
+        if self._loop is not None:
+            _stop(self._loop)
+        self._loop = None
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped, then end what still waits in it."""
+    loop.run_forever()
+    waiting = asyncio.all_tasks(loop)
+    for task in waiting:
+        task.cancel()
+    if waiting:
+        loop.run_until_complete(asyncio.wait(waiting, timeout=0.1))
+    loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(loop.stop)
+
+
+class AsyncCalls:
+    """Coroutines of one step, gathered in the event loop of a thread of its own."""
+
+    def __init__(
+        self, functions: Mapping[str, Callable[[], Any]], timeout: float, loop: LoopThread
+    ) -> None:
         self.timeout = timeout
+        self._loop = loop
         self._functions = dict(functions)
         self._outcomes: dict[str, Outcome] = {}
         self._ended = threading.Event()
         self._started = time.monotonic()
         if self._functions:
-            threading.Thread(target=self._run, name="keel-async-rewards", daemon=True).start()
+            loop.submit(self._gather())
         else:
             self._ended.set()
 
@@ -88,17 +136,10 @@ class AsyncCalls:
         """Wait for the calls, each at most its timeout from the start; then how each ended."""
         # The loop keeps time itself, unless a coroutine blocks it: hence the second in hand.
         left = self._started + self.timeout + 1.0 - time.monotonic()
-        self._ended.wait(max(0.0, left))
+        if not self._ended.wait(max(0.0, left)):
+            self._loop.abandon()
         ended = dict(self._outcomes)
         return {name: ended.get(name, Outcome(timed_out=True)) for name in self._functions}
-
-    def _run(self) -> None:
-        loop = asyncio.new_event_loop()
-        try:
-            loop.run_until_complete(self._gather())
-        finally:
-            self._ended.set()
-            loop.close()
 
     async def _gather(self) -> None:
         tasks = {

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from keel.config.suggest import unknown
-from keel.rewards.calling import AsyncCalls, Outcome, call, call_each
+from keel.rewards.calling import AsyncCalls, LoopThread, Outcome, call, call_each
 from keel.rewards.checking import BadReturn, Said, read_rewards
 from keel.rewards.loading import RESERVED, TASK, NamedReward
 from keel.rewards.overlong import soft_overlong
@@ -92,6 +92,7 @@ class Scorer:
         self.on_error = on_error
         self.soft_overlong = soft_overlong
         self.max_tokens = max_tokens
+        self._loop = LoopThread()
         names = [f.name for f in self.functions]
         for name in names:
             if names.count(name) > 1 or name == OVERLONG:
@@ -154,7 +155,7 @@ class Scorer:
             if f.function is not None
         }
         waiting = {f.name: calls[f.name] for f in self.functions if f.is_async}
-        running = AsyncCalls(waiting, self.timeout)
+        running = AsyncCalls(waiting, self.timeout, self._loop)
         said: dict[str, list[Said]] = {}
         for function in self.functions:
             if function.function is None:

@@ -5,7 +5,8 @@
 
 Steps count from 1 within a stage. Where a recipe has several stages, rollouts and checkpoints carry
 the stage's name; rows of the .jsonl files always do. All but timings.jsonl, events.jsonl and
-trackers/ is a function of recipe and seed.
+trackers/, and the seconds in run.json, is a function of recipe and seed (on a GPU as far as its
+kernels are: atomics add in no fixed order).
 """
 
 from __future__ import annotations

@@ -57,7 +57,13 @@ class GymProcess:
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
-                self._exchange(START_SECONDS, {"op": "names"})  # the import is not the request's
+                try:  # the import is not the request's
+                    self._exchange(START_SECONDS, {"op": "names"})
+                except TimeoutError:
+                    raise KeelError(
+                        "the reasoning-gym process does not start: try "
+                        "python -c 'import reasoning_gym', or leave its tasks out"
+                    ) from None
             reply = self._exchange(seconds, request)
         if "error" in reply:
             raise GymError(reply["error"], reply["known"])

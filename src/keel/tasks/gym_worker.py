@@ -69,8 +69,9 @@ class Desk:
         """The item at a request's address: a function of the address alone."""
         key = json.dumps([request[k] for k in ("name", "options", "seed", "size", "index")])
         if key not in self.items:
+            dataset = self.dataset(request)
             seed_everything(request["seed"])  # a few generators draw from the shared streams
-            self.items[key] = self.dataset(request)[request["index"]]
+            self.items[key] = dataset[request["index"]]
             if len(self.items) > ITEMS_KEPT:
                 self.items.popitem(last=False)
         return self.items[key]
