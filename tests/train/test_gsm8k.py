@@ -68,6 +68,7 @@ def test_a_recipe_runs_from_end_to_end(name: str, qwen: Path, tmp_path: Path) ->
     rows = run.metrics()
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[0]["rewards/correct/mean"] is not None
+    assert rows[-1]["prompts/left_out"] > 0  # some questions are longer than 400 bytes
     assert run.info()["evaluation"]["after"]["n"] == 6
     rollout = run.rollouts(1)[0]
     assert "reward/correct" in rollout

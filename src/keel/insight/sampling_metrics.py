@@ -96,6 +96,13 @@ SAMPLING = Section(
             "Sampling spent on nothing: see frac_reward_zero_std.",
         ),
         Metric(
+            "prompts/left_out",
+            "Prompts passed over so far because they were longer than prompts.max_tokens, or than "
+            "what the context leaves beside the answer.",
+            "prompts",
+            "A rising count trains on the short questions only.",
+        ),
+        Metric(
             "rollout/tokens",
             "Tokens that the policy wrote in this step, dropped groups among them.",
             "tokens",

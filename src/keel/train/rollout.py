@@ -107,6 +107,7 @@ def collect(sampler: Sampler, row: Algorithm, step: int) -> Rollouts:
             **failures,
             **describe(every),
             **_dropped(every, kept, refills, choice),
+            "prompts/left_out": float(sum(sampler.stream.left_out.values())),
         },
     )
     return _with_greedy(sampler, rollouts, step) if row.needs_greedy and kept else rollouts
