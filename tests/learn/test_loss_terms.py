@@ -23,7 +23,7 @@ from keel.algorithms.spec import (
 from keel.learn.batch import Batch
 from keel.learn.estimate import Outcome, estimate
 from keel.learn.loss import loss, prepare
-from keel.models.policy import Scores
+from keel.models.scores import Scores
 from keel.objective.group import group_relative
 from keel.objective.surrogates import clip
 from keel.types import KeelError

@@ -32,7 +32,7 @@ from keel.algorithms.spec import (
 from keel.learn.batch import Batch
 from keel.learn.estimate import Outcome, estimate
 from keel.learn.loss import DIVERGENCES, loss, prepare
-from keel.models.policy import Scores
+from keel.models.scores import Scores
 from tests.learn.flat import blank
 from tests.shared import oracle_cases
 

@@ -21,7 +21,7 @@ from keel.types import KeelError
 def run(arguments: argparse.Namespace) -> int:
     """Run, or go on with a run; shows how it went."""
     recipe = _recipe(arguments)
-    from keel.train.interrupt import Interrupted
+    from keel.runs.interrupt import Interrupted
     from keel.train.run import train
 
     console = Console(stderr=arguments.json, quiet=arguments.quiet)

@@ -6,49 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
+from keel.learn.actions import Actions
 from keel.models.packed import Packed
 from keel.types import Group
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class Batch(Actions):
     """Sequences with the completion tokens (N) that the policy wrote in them.
 
     `tokens_T` are the model's inputs, `input_lengths` how many of them each sequence has;
-    `target_N` points at each completion token among the T. Per token: log-probabilities under the
-    policy as it was (`old_log_prob_N`, None on an on-policy step with one update, where the current
-    ones stand for them), under the engine, under the reference; values and returns where a value
-    model is trained; advantages, and whether a reward spoke at all (None: of all of them); and the
-    weights, which are set once for an optimizer batch.
+    `target_N` points at each completion token among the T.
     """
 
     tokens_T: Int[Tensor, " T"]
     input_lengths: tuple[int, ...]
     target_N: Int[Tensor, " N"]
-    lengths: tuple[int, ...]
-    groups_S: Int[Tensor, " S"]
-    engine_log_prob_N: Float[Tensor, " N"]
-    old_log_prob_N: Float[Tensor, " N"] | None = None
-    reference_log_prob_N: Float[Tensor, " N"] | None = None
-    value_N: Float[Tensor, " N"] | None = None
-    return_N: Float[Tensor, " N"] | None = None
-    advantage_N: Float[Tensor, " N"] | None = None
-    present_N: Bool[Tensor, " N"] | None = None
-    weight_N: Float[Tensor, " N"] | None = None
-    token_weight: float = 0.0
-    """1/N of the optimizer batch: value loss, entropy and metrics are token means."""
-
-    @property
-    def lengths_S(self) -> Int[Tensor, " S"]:
-        """Completion tokens of each sequence."""
-        return torch.tensor(self.lengths, device=self.target_N.device)
-
-    @property
-    def sequences(self) -> int:
-        return len(self.lengths)
 
     @property
     def packed(self) -> Packed:

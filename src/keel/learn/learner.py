@@ -14,8 +14,9 @@ from keel.algorithms.spec import Algorithm
 from keel.learn.batch import Batch
 from keel.learn.loss import loss
 from keel.learn.optimizer import AdamW
-from keel.models.policy import Policy, Scores
+from keel.models.policy import Policy
 from keel.models.reference import Reference
+from keel.models.scores import Scores
 from keel.models.value import Critic, ValueHead
 from keel.types import KeelError
 

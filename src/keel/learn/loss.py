@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any, Final, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from keel.algorithms.spec import GAE, Algorithm, BatchNormalised
 from keel.config.entry import load_entry
-from keel.learn.batch import Batch
-from keel.models.policy import Scores
+from keel.learn.actions import Actions
+from keel.models.scores import Scores
 from keel.objective import (
     correction,
     divergences,
@@ -36,6 +37,7 @@ from keel.objective import (
 from keel.types import KeelError
 
 Function = Callable[..., Tensor]
+A = TypeVar("A", bound=Actions)
 
 ADVANTAGE, SURROGATE = "algorithm.advantage", "algorithm.surrogate"
 
@@ -179,7 +181,7 @@ def returns(row: Algorithm, signals: Signals, advantage_N: Tensor) -> Float[Tens
     return advantage_N + signals.value_N
 
 
-def penalties(row: Algorithm, batch: Batch, beta: float) -> Float[Tensor, " N"]:
+def penalties(row: Algorithm, batch: Actions, beta: float) -> Float[Tensor, " N"]:
     """−β D on every token where the divergence is in the reward, else 0."""
     assert batch.old_log_prob_N is not None or row.reward_divergence is None
     if row.reward_divergence is None or batch.reference_log_prob_N is None:
@@ -188,7 +190,7 @@ def penalties(row: Algorithm, batch: Batch, beta: float) -> Float[Tensor, " N"]:
     return -beta * divergence(batch.old_log_prob_N, batch.reference_log_prob_N)
 
 
-def prepare(row: Algorithm, batch: Batch, budget: int) -> Batch:
+def prepare(row: Algorithm, batch: A, budget: int) -> A:
     """The optimizer batch with its weights set and, where the row asks, advantages whitened."""
     assert batch.advantage_N is not None
     options = {"lengths_S": batch.lengths_S, "constant": row.weights.constant or budget}
@@ -197,7 +199,7 @@ def prepare(row: Algorithm, batch: Batch, budget: int) -> Batch:
     advantage_N = batch.advantage_N
     if whiten:
         advantage_N = whitening.whiten(advantage_N, batch.present_N)
-    count = max(int(batch.target_N.numel()), 1)
+    count = max(int(advantage_N.numel()), 1)
     return replace(batch, weight_N=weight_N, advantage_N=advantage_N, token_weight=1 / count)
 
 
@@ -212,7 +214,7 @@ class Loss:
     metrics: Mapping[str, Tensor]
 
 
-def loss(row: Algorithm, batch: Batch, scores: Scores, beta: float) -> Loss:
+def loss(row: Algorithm, batch: Actions, scores: Scores, beta: float) -> Loss:
     """The row's loss on a prepared (micro-)batch under the policy's current scores."""
     assert batch.advantage_N is not None
     assert batch.weight_N is not None
@@ -259,7 +261,7 @@ def _surrogate(row: Algorithm, signals: Mapping[str, Tensor]) -> Tensor:
     return _call(SURROGATES[choice.kind], {**choice.model_dump(), **signals})
 
 
-def _correction(row: Algorithm, batch: Batch, old_N: Tensor) -> Tensor | None:
+def _correction(row: Algorithm, batch: Actions, old_N: Tensor) -> Tensor | None:
     if row.correction is None:
         return None
     signals = {
@@ -270,7 +272,7 @@ def _correction(row: Algorithm, batch: Batch, old_N: Tensor) -> Tensor | None:
     return _call(CORRECTIONS[row.correction.kind], {**row.correction.model_dump(), **signals})
 
 
-def _divergence(row: Algorithm, batch: Batch, scores: Scores, old_N: Tensor) -> Tensor | None:
+def _divergence(row: Algorithm, batch: Actions, scores: Scores, old_N: Tensor) -> Tensor | None:
     choice = row.loss_divergence
     if choice is None or (choice.beta == 0 and choice.adaptive is None):
         return None
@@ -286,7 +288,7 @@ def _divergence(row: Algorithm, batch: Batch, scores: Scores, old_N: Tensor) -> 
     return divergences.weighted(estimate_N, new_N, old_N) if choice.unbiased else estimate_N
 
 
-def _value(row: Algorithm, batch: Batch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
+def _value(row: Algorithm, batch: Actions, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
     assert row.value is not None
     assert scores.value_N is not None
     assert batch.value_N is not None
@@ -304,7 +306,7 @@ def _value(row: Algorithm, batch: Batch, scores: Scores) -> tuple[Tensor, dict[s
 
 def _watch(
     row: Algorithm,
-    batch: Batch,
+    batch: Actions,
     scores: Scores,
     log_ratio_N: Tensor,
     old_N: Tensor,
@@ -369,11 +371,18 @@ def _users(what: str, choice: Any, signals: Mapping[str, Tensor]) -> Tensor:
 
 def _call(function: Function, available: Mapping[str, Any]) -> Tensor:
     """Call a function of the maths with those of the available arguments that it names."""
-    parameters = inspect.signature(function).parameters.values()
-    missing = [p.name for p in parameters if p.default is p.empty and p.name not in available]
+    names, required = _parameters(function)
+    missing = [name for name in required if name not in available]
     if missing:
         raise KeelError(
             f"{function.__module__}:{function.__name__} asks for {', '.join(missing)}: "
             f"there are {', '.join(sorted(available))}"
         )
-    return function(**{p.name: available[p.name] for p in parameters if p.name in available})
+    return function(**{name: available[name] for name in names if name in available})
+
+
+@lru_cache(maxsize=256)
+def _parameters(function: Function) -> tuple[list[str], list[str]]:
+    """The names of a function's parameters, and of those without a default."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters], [p.name for p in parameters if p.default is p.empty]

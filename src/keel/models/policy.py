@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +19,7 @@ from keel.models.head import Head, readout
 from keel.models.loading import check_pair, load_model, load_tokenizer, quiet
 from keel.models.packed import Packed
 from keel.models.probe import prepare
+from keel.models.scores import Scores
 from keel.models.value_head import ValueHead
 
 
@@ -30,16 +30,6 @@ class Divergent(Protocol):
     def head(self) -> Head: ...
 
     def hidden(self, packed: Packed) -> Float[Tensor, "N H"]: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """What one forward says of the scored tokens; None where it was not asked."""
-
-    log_prob_N: Float[Tensor, "N"]
-    entropy_N: Float[Tensor, "N"] | None
-    value_N: Float[Tensor, "N"] | None
-    full_kl_N: Float[Tensor, "N"] | None
 
 
 class Policy(nn.Module):

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from keel.config.schema import Evaluation
+from keel.config.seeds import derive
 from keel.config.suggest import unknown
 from keel.insight.statistics import mean_interval, wilson_interval
 from keel.rewards.score import Scorer
 from keel.train.rollout import Sampler
-from keel.train.seeds import derive
 from keel.types import Group, KeelError, Prompt, Sampling, Verdict
 
 EXAMPLES = 4

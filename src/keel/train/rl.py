@@ -9,23 +9,25 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from keel.config.schema import RLStage
+from keel.config.seeds import derive
 from keel.learn.batch import Batch, from_groups
 from keel.learn.estimate import estimate, outcome
 from keel.learn.learner import Learner, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import learning_rate
 from keel.objective import divergences
+from keel.runs.session import Session, due
+from keel.train import state
 from keel.train.evaluate import Evaluator
 from keel.train.evaluate import metrics as evaluation_metrics
 from keel.train.rollout import Rollouts, Sampler, collect
 from keel.train.rows import rollout_rows
-from keel.train.seeds import derive
-from keel.train.session import Session, due
 from keel.train.state import Progress
 
 
@@ -187,14 +189,12 @@ def save(loop: Loop, progress: Progress) -> None:
     """Leave a checkpoint."""
     learner = loop.learner
     reference = {} if learner.reference is None else learner.reference.state()
-    loop.session.checkpoint(
-        progress,
-        learner.policy,
-        learner.optimizers,
-        learner.modules,
-        {"reference": reference} if reference else {},
-        loop.stage.checkpoints,
-    )
+    extra = {"reference": reference} if reference else {}
+
+    def fill(folder: Path) -> None:
+        state.save(folder, progress, learner.policy, learner.optimizers, learner.modules, extra)
+
+    loop.session.checkpoint(progress, fill, loop.stage.checkpoints)
 
 
 # ---------------------------------------------------------------- details

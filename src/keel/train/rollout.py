@@ -9,10 +9,10 @@ import numpy as np
 
 from keel.algorithms.spec import Algorithm
 from keel.config.schema import Rollout as RolloutChoice
+from keel.config.seeds import derive
 from keel.engines.turns import converse
 from keel.rewards.score import Scorer
 from keel.tasks.mixture import PromptStream
-from keel.train.seeds import derive
 from keel.types import Engine, Group, Prompt, Sampling, Task, Verdict
 
 Judged = tuple[Verdict, ...]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,21 +13,18 @@ import torch
 from keel.config.load import load_recipe, to_toml
 from keel.config.schema import Recipe, SFTStage
 from keel.models.policy import load_policy
-from keel.runs import checkpoint
-from keel.runs.layout import RunFolder, next_free
-from keel.runs.lock import locked
+from keel.runs import opening
+from keel.runs.interrupt import Interrupt, Interrupted
+from keel.runs.layout import RunFolder
 from keel.runs.read import load
-from keel.runs.record import Recorder, truncate_after, update_run_json
+from keel.runs.record import update_run_json
+from keel.runs.session import Session
 from keel.runs.trackers import open_trackers
-from keel.train.interrupt import Interrupt, Interrupted, catching
-from keel.train.session import Session
+from keel.runs.watch import Silent, Watcher
 from keel.train.stages import Work, imitate, reinforce
 from keel.train.state import Progress, read_progress, restore_policy
-from keel.train.watch import Silent, Watcher
 from keel.types import KeelError
 
-RUNS = "runs"
-"""Where run folders go unless one is named."""
 REPORTED = ("keel-rl", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
@@ -47,54 +41,16 @@ def train(
     recipe. Raises Interrupted, a checkpoint left, when Ctrl-C or SIGTERM came; KeelError for
     whatever a user can mend.
     """
-    watcher = watcher or Silent()
-    with ExitStack() as stack:
-        interrupt = stack.enter_context(catching())
-        place, recipe = _open(recipe, folder, resume)
-        stack.enter_context(locked(place))
-        start = _newest(place, watcher) if resume else None
-        progress = Progress(stage=0) if start is None else read_progress(start)
-        if resume:
-            truncate_after(place, progress.stage, -1 if start is None else progress.step)
-        if not resume:
-            stack.enter_context(_leaving_nothing_unbegun(place))
-        recorder = stack.enter_context(Recorder(place))
-        recorder.event("resumed" if resume else "started", step=progress.step)
-        _run(recipe, Session(place, recorder, watcher, interrupt), progress, start)
-    return place
-
-
-def _open(
-    recipe: Recipe | None, folder: Path | str | None, resume: bool
-) -> tuple[RunFolder, Recipe]:
-    if resume:
-        if folder is None:
-            raise KeelError("--resume goes on with a run: name its folder with --run DIR")
-        place = RunFolder.open(folder)
-        return place, load_recipe(place.recipe)
-    if recipe is None:
+    if recipe is None and not resume:
         raise KeelError("there is no recipe to run: name one, or resume a run")
-    path = Path(folder) if folder is not None else next_free(RUNS, recipe.name)
-    return RunFolder.create(path, to_toml(recipe)), recipe
-
-
-@contextmanager
-def _leaving_nothing_unbegun(place: RunFolder) -> Iterator[None]:
-    """A run that fails before its first step leaves the folder as free as it was."""
-    try:
-        yield
-    except KeelError:
-        if place.metrics.exists() and place.metrics.stat().st_size == 0:
-            shutil.rmtree(place.path, ignore_errors=True)
-        raise
-
-
-def _newest(place: RunFolder, watcher: Watcher) -> Path | None:
-    def report(path: Path, wrong: str) -> None:
-        watcher.note(f"checkpoint {path} is damaged ({wrong}): going on from the one before")
-
-    entry = checkpoint.newest_whole(place, report)
-    return None if entry is None else entry.path
+    text, name = ("", "") if recipe is None else (to_toml(recipe), recipe.name)
+    place = opening.resumed(folder) if resume else opening.created(text, name, folder)
+    recipe = load_recipe(place.recipe) if resume or recipe is None else recipe
+    with opening.running(place, resume, watcher or Silent()) as (session, start):
+        progress = Progress(stage=0) if start is None else read_progress(start)
+        session.recorder.event("resumed" if resume else "started", step=progress.step)
+        _run(recipe, session, progress, start)
+    return place
 
 
 def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | None) -> None:

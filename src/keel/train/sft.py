@@ -5,19 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from keel.config.schema import SFTStage
+from keel.config.seeds import derive
 from keel.learn.batch import Batch, from_groups
 from keel.learn.optimizer import AdamW, learning_rate
 from keel.models.policy import Policy
 from keel.objective import weights
+from keel.runs.session import Session
 from keel.tasks.encode import encode_text
 from keel.tasks.mixture import PromptStream
-from keel.train.seeds import derive
-from keel.train.session import Session
+from keel.train import state
 from keel.train.state import Progress
 from keel.types import Completion, Group, KeelError, Prompt, Task
 
@@ -67,8 +69,11 @@ def run(work: Imitation, progress: Progress) -> Progress:
 
 def save(work: Imitation, progress: Progress) -> None:
     """Leave a checkpoint."""
-    optimizers = {"optimizer": work.optimizer}
-    work.session.checkpoint(progress, work.policy, optimizers, {}, {}, work.stage.checkpoints)
+
+    def fill(folder: Path) -> None:
+        state.save(folder, progress, work.policy, {"optimizer": work.optimizer}, {}, {})
+
+    work.session.checkpoint(progress, fill, work.stage.checkpoints)
 
 
 def demonstrations(work: Imitation, number: int) -> Batch:

@@ -9,6 +9,7 @@ from typing import Any
 from keel.config.entry import load_entry
 from keel.config.objective import explain_stage
 from keel.config.schema import Recipe, RLStage, SFTStage, Stage
+from keel.config.seeds import derive
 from keel.engines.native import NativeEngine
 from keel.insight.plots import reward_curve
 from keel.learn.optimizer import AdamW, trainable
@@ -17,6 +18,7 @@ from keel.rewards import load_reward
 from keel.rewards.score import Scorer
 from keel.runs.read import load
 from keel.runs.record import update_run_json
+from keel.runs.session import Session
 from keel.tasks import PromptStream, build_tasks, heldout
 from keel.tasks.encode import Encoder
 from keel.train import rl, sft
@@ -24,8 +26,6 @@ from keel.train.build import build_learner
 from keel.train.evaluate import Evaluator
 from keel.train.evaluate import metrics as evaluation_metrics
 from keel.train.rollout import Sampler
-from keel.train.seeds import derive
-from keel.train.session import Session
 from keel.train.state import Progress, restore_optimizers
 from keel.types import KeelError, Prompt, Task
 

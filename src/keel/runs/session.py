@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-from torch import Tensor, nn
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from keel.config.schema import Checkpoints
-from keel.learn.optimizer import AdamW
-from keel.models.policy import Policy
 from keel.runs import checkpoint
+from keel.runs.interrupt import Interrupt
 from keel.runs.layout import RunFolder
 from keel.runs.record import Recorder, update_run_json
 from keel.runs.rollouts import RolloutRow
 from keel.runs.trackers import Tracker
-from keel.train import state
-from keel.train.interrupt import Interrupt
-from keel.train.state import Progress
-from keel.train.watch import Watcher
+from keel.runs.watch import Watcher
+
+
+class Progress(Protocol):
+    """How far a stage (by number, from 0) has come, and at which step it was best so far."""
+
+    @property
+    def stage(self) -> int: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def best_step(self) -> int | None: ...
 
 
 def due(every: int, step: int) -> bool:
@@ -88,13 +96,10 @@ class Session:
         if when == "before" and when in known.get("evaluation", {}):
             return  # the first stage that was evaluated says where the run began
         numbers = {k: v for k, v in result.items() if k != "examples"}
-        update_run_json(
-            self.folder,
-            {
-                "evaluation": {**known.get("evaluation", {}), when: numbers},
-                "examples": {**known.get("examples", {}), when: result["examples"]},
-            },
-        )
+        news = {"evaluation": {**known.get("evaluation", {}), when: numbers}}
+        if "examples" in result:
+            news["examples"] = {**known.get("examples", {}), when: result["examples"]}
+        update_run_json(self.folder, news)
 
     def recorded(
         self,
@@ -119,19 +124,13 @@ class Session:
         return due(choice.every, step) or step in (steps, progress.best_step) or self.interrupted
 
     def checkpoint(
-        self,
-        progress: Progress,
-        policy: Policy,
-        optimizers: Mapping[str, AdamW],
-        modules: Mapping[str, nn.Module],
-        extra: Mapping[str, Mapping[str, Tensor]],
-        choice: Checkpoints,
+        self, progress: Progress, fill: Callable[[Path], None], choice: Checkpoints
     ) -> None:
-        """Leave a checkpoint, whole or not at all, and let old ones go."""
+        """Leave a checkpoint that `fill` writes, whole or not at all, and let old ones go."""
         self.recorder.sync()
         target = self.folder.checkpoint(progress.stage, progress.step)
         with checkpoint.writing(target) as aside:
-            state.save(aside, progress, policy, optimizers, modules, extra)
+            fill(aside)
         best = progress.best_step
         protected = [] if best is None else [self.folder.checkpoint(progress.stage, best)]
         checkpoint.prune(self.folder, choice.keep, protected)
