@@ -27,11 +27,22 @@ class Row(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_none(cls, data: Any) -> Any:
-        """TOML has no null: `"none"` unsets any field that may be absent."""
+    def _read_tables(cls, data: Any) -> Any:
+        """TOML has no null: `"none"` unsets any field that may be absent. A table that is given in
+        part keeps the rest of the field's own default."""
         if not isinstance(data, dict):
             return data
-        return {k: None if v == "none" and _optional(cls, k) else v for k, v in data.items()}
+        return {
+            k: None if v == "none" and _optional(cls, k) else _filled(cls, k, v)
+            for k, v in data.items()
+        }
+
+
+def _filled(cls: type[BaseModel], key: str, value: Any) -> Any:
+    info = cls.model_fields.get(key)
+    if info is None or not isinstance(info.default, BaseModel) or not isinstance(value, dict):
+        return value
+    return {**info.default.model_dump(exclude_unset=True), **value}
 
 
 def _optional(cls: type[BaseModel], key: str) -> bool:
@@ -294,6 +305,23 @@ class Algorithm(Row):
         a = self.advantage
         return isinstance(a, GroupRelative | LeaveOneOut | Optimal | ProcessGroupRelative) or (
             isinstance(a, BatchNormalised) and a.group_baseline
+        )
+
+    @property
+    def bootstraps(self) -> bool:
+        """Whether the advantage puts V of the next state for what comes after it, so that an
+        episode may be cut anywhere."""
+        return isinstance(self.advantage, GAE | TD | NStep)
+
+    @property
+    def per_action(self) -> bool:
+        """Whether the loss of an action reads nothing of the others in its sequence."""
+        token = self.correction is None or self.correction.level == "token"
+        return (
+            self.ratio in ("none", "token")
+            and self.weights.kind == "token_mean"
+            and self.surrogate.kind not in ("geometric", "custom")
+            and token
         )
 
     @property

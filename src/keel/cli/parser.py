@@ -40,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     _eval(verbs)
     _explain(verbs)
     _export(verbs)
+    _control(verbs)
     _lists(verbs)
     return parser
 
@@ -116,6 +117,26 @@ def _export(verbs: Verbs) -> None:
     verb.add_argument("run", metavar="RUN", help="a run folder")
     verb.add_argument("folder", metavar="FOLDER", help="where to; must not exist")
     verb.add_argument("--checkpoint", default="last", help="last (default), best, or a name")
+    _json(verb)
+
+
+def _control(verbs: Verbs) -> None:
+    verb = _verb(verbs, "control", "Q-learning and policy gradients on a Gymnasium environment.")
+    verb.add_argument(
+        "algorithm",
+        nargs="?",
+        metavar="ALGORITHM|RECIPE",
+        help="dqn, a preset (ppo, grpo, reinforce, ...) or a TOML file",
+    )
+    verb.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="override a key, as in steps=20000"
+    )
+    verb.add_argument("--env", metavar="ID", help="Gymnasium id, as in CartPole-v1")
+    verb.add_argument("--run", metavar="DIR", help="run folder (default: the next free in runs/)")
+    verb.add_argument(
+        "--resume", action="store_true", help="go on from the run folder's newest checkpoint"
+    )
+    verb.add_argument("--quiet", action="store_true", help="print nothing but errors")
     _json(verb)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +21,9 @@ from keel.insight.terminal import sparkline
 SHOWN = {
     "loss": "loss",
     "reward": "reward",
+    "episode/return": "return",
+    "eval/return": "greedy",
+    "epsilon": "ε",
     "kl": "kl",
     "entropy": "entropy",
     "completions/mean_length": "length",
@@ -28,9 +32,19 @@ SHOWN = {
 """The metrics of a line, and what the line calls them."""
 
 
+@contextmanager
+def watching(console: Console) -> Iterator[Bar | Lines]:
+    """A bar where there is a terminal, else lines."""
+    if console.is_terminal and not console.quiet:
+        with Bar(console) as bar:
+            yield bar
+    else:
+        yield Lines(console)
+
+
 def summary(metrics: Mapping[str, float]) -> str:
     """The few metrics that say how a step went."""
-    loss_only = "reward" not in metrics
+    loss_only = not any(name in metrics for name in ("reward", "episode/return"))
     wanted = {k: v for k, v in SHOWN.items() if loss_only or k != "loss"}
     return "  ".join(
         f"{short} {metrics[name]:.3g}" for name, short in wanted.items() if name in metrics
@@ -49,7 +63,7 @@ class Lines:
         self.console.print(f"stage {name} ({kind}): {steps} steps, {done} done", highlight=False)
 
     def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        line = f"{stage} {step}/{self.steps}  {summary(metrics)}  {seconds:.2f}s"
+        line = f"{stage} {_done(step, metrics)}/{self.steps}  {summary(metrics)}  {seconds:.2f}s"
         self.console.print(line, highlight=False, soft_wrap=True)
 
     def evaluation(self, stage: str, step: int, result: Mapping[str, Any]) -> None:
@@ -90,10 +104,11 @@ class Bar:
 
     def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         assert self.task is not None
-        self.curve.append(metrics.get("reward", metrics.get("loss", 0.0)))
+        names = ("reward", "episode/return", "loss")
+        self.curve += [metrics[name] for name in names if name in metrics][:1]
         self.bar.update(
             self.task,
-            completed=step,
+            completed=_done(step, metrics),
             curve=sparkline(self.curve, width=16),
             line=summary(metrics),
         )
@@ -105,7 +120,17 @@ class Bar:
         self.console.print(text, highlight=False)
 
 
+def _done(step: int, metrics: Mapping[str, float]) -> int:
+    """How far a stage has come: in steps, or in those of its environments."""
+    return int(metrics.get("environment_steps", step))
+
+
 def _evaluation(stage: str, step: int, result: Mapping[str, Any]) -> str:
+    if result.get("kind") == "return":
+        interval = f"[{result['low']:.1f}, {result['high']:.1f}]"
+        return (
+            f"{stage} row {step}: greedy return {result['mean']:.1f} {interval}, n = {result['n']}"
+        )
     share = f"{result['mean']:.1%} [{result['low']:.1%}, {result['high']:.1%}]"
     line = f"{stage} after {step} steps: held-out greedy {share}, n = {result['n']}"
     if "sampled" in result:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 
-from keel.cli.progress import Bar, Lines
+from keel.cli.progress import watching
 from keel.config.load import load_recipe
 from keel.insight.terminal import curve
 from keel.runs.layout import RunFolder
@@ -26,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     console = Console(stderr=arguments.json, quiet=arguments.quiet)
     try:
-        with _watching(console) as watcher:
+        with watching(console) as watcher:
             folder = train(recipe, arguments.run, resume=arguments.resume, watcher=watcher)
     except Interrupted as interrupted:
         where = interrupted.folder
@@ -69,15 +67,6 @@ def _recipe(arguments: argparse.Namespace) -> Any:
     if arguments.recipe is not None:
         raise KeelError("--resume runs the recipe that the run folder holds: name no other, no key")
     return None
-
-
-@contextmanager
-def _watching(console: Console) -> Iterator[Bar | Lines]:
-    if console.is_terminal and not console.quiet:
-        with Bar(console) as bar:
-            yield bar
-    else:
-        yield Lines(console)
 
 
 def _share(result: dict[str, Any] | None) -> str:

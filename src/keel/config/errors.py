@@ -16,12 +16,14 @@ from keel.config.suggest import nearest
 Location = tuple[int | str, ...]
 
 
-def explain_validation(error: ValidationError, data: Mapping[str, Any]) -> str:
-    """The first thing that is wrong, as one line; unknown keys before all else."""
+def explain_validation(
+    error: ValidationError, data: Mapping[str, Any], root: type[BaseModel] = Recipe
+) -> str:
+    """The first thing that is wrong with a `root`, as one line; unknown keys before all else."""
     details = error.errors(include_url=False)
     details.sort(key=lambda d: d["type"] != "extra_forbidden")
     first = details[0]
-    where, model = _walk(first["loc"], data)
+    where, model = _walk(first["loc"], data, root)
     if first["type"] == "extra_forbidden":
         return _unknown_key(where, model, first["input"])
     message = first["msg"].removeprefix("Value error, ")
@@ -51,13 +53,15 @@ def _unknown_key(where: str, model: type[BaseModel] | None, value: Any) -> str:
     return f"unknown key {where!r}: {mend}"
 
 
-def _walk(loc: Location, data: Mapping[str, Any]) -> tuple[str, type[BaseModel] | None]:
+def _walk(
+    loc: Location, data: Mapping[str, Any], root: type[BaseModel]
+) -> tuple[str, type[BaseModel] | None]:
     """The key as the user writes it, and the model that holds it.
 
     pydantic puts the tag of a discriminated union into the location; the user never wrote it.
     """
     shown: list[str] = []
-    model: type[BaseModel] | None = Recipe
+    model: type[BaseModel] | None = root
     pending: list[type[BaseModel]] = []
     for at, part in enumerate(loc):
         if pending and isinstance(part, str) and _tagged(pending, part):

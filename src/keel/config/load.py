@@ -11,6 +11,7 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
+from keel.algorithms.spec import Row
 from keel.config.address import gather, layer
 from keel.config.errors import explain_validation
 from keel.config.schema import Recipe
@@ -44,7 +45,7 @@ def shipped() -> dict[str, str]:
     return {name: str(_read(name).get("description", "")) for name in names}
 
 
-def to_toml(recipe: Recipe) -> str:
+def to_toml(recipe: Row) -> str:
     """The recipe with every default written out; it loads back to an equal recipe."""
     return tomli_w.dumps(_writable(recipe.model_dump()))
 
@@ -58,7 +59,7 @@ def _read(source: Source, seen: tuple[str, ...] = ()) -> dict[str, Any]:
         data, label = dict(source), "recipe"
     else:
         label = str(source)
-        data = _parse(_text(label), label)
+        data = parse_toml(_text(label), label)
         data.setdefault("name", Path(label).name.removesuffix(".toml"))
     base = data.pop("extends", None)
     if base is None:
@@ -71,16 +72,8 @@ def _read(source: Source, seen: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def _text(label: str) -> str:
-    path = Path(label)
-    if path.suffix == ".toml" or "/" in label:
-        try:
-            return path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise KeelError(
-                f"recipe {label!r}: no such file (keel recipes lists what is shipped)"
-            ) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise KeelError(f"recipe {label!r}: cannot be read ({error})") from None
+    if Path(label).suffix == ".toml" or "/" in label:
+        return _file_text(label)
     entry = _folder() / f"{label}.toml"
     if not entry.is_file():
         names = [e.name.removesuffix(".toml") for e in _folder().iterdir()]
@@ -88,7 +81,24 @@ def _text(label: str) -> str:
     return str(entry.read_text(encoding="utf-8"))
 
 
-def _parse(text: str, label: str) -> dict[str, Any]:
+def read_toml(path: str) -> dict[str, Any]:
+    """A TOML file as it stands. Raises KeelError where there is none or it is no TOML."""
+    return parse_toml(_file_text(path), path)
+
+
+def _file_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise KeelError(
+            f"recipe {path!r}: no such file (keel recipes lists what is shipped)"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise KeelError(f"recipe {path!r}: cannot be read ({error})") from None
+
+
+def parse_toml(text: str, label: str) -> dict[str, Any]:
+    """TOML text as data; `label` names it in an error."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

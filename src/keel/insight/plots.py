@@ -101,6 +101,52 @@ def reward_curve(
         _titles(figure, title, subtitle)
 
 
+def return_curve(
+    path: Path, rows: Sequence[Mapping[str, Any]], title: str, subtitle: str = ""
+) -> None:
+    """Returns over environment steps: of the training episodes, and evaluated with its interval.
+
+    `rows` are those of metrics.jsonl of a run on environments.
+
+    Raises:
+        KeelError: matplotlib is not installed, or the file cannot be written.
+    """
+    at = [{**row, "step": row["environment_steps"]} for row in rows]
+    training = column(at, "episode/return", "training episodes, with exploration")
+    evaluated = column(at, "eval/return", "greedy, held-out episodes")
+    with _figure(path, 4.0) as figure:
+        axes = figure.subplots()
+        window = max(1, len(training.steps) // 40) * 2 + 1
+        axes.plot(
+            training.steps,
+            smooth(training.values, window),
+            color=COLOURS[0],
+            label=f"{training.label} (mean of {window} rows)",
+        )
+        if len(evaluated.steps):
+            errors = None
+            if evaluated.low is not None and evaluated.high is not None:
+                errors = np.maximum(
+                    0.0,
+                    [evaluated.values - evaluated.low, evaluated.high - evaluated.values],
+                )
+            axes.errorbar(
+                evaluated.steps,
+                evaluated.values,
+                yerr=errors,
+                color=COLOURS[1],
+                marker=MARKERS[0],
+                markersize=5.0,
+                capsize=3,
+                elinewidth=1.2,
+                label=f"{evaluated.label}, 95 % interval",
+            )
+        axes.set_xlabel("environment steps")
+        axes.set_ylabel("return")
+        axes.legend(loc="best")
+        _titles(figure, title, subtitle)
+
+
 def compare_curves(
     path: Path, curves: Sequence[Curve], title: str, *, ylabel: str, subtitle: str = ""
 ) -> None:

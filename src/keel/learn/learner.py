@@ -98,15 +98,16 @@ def update(
         for name, value in part.metrics.items():
             sums[name] = sums[name] + value if name in sums else value
     metrics = {name: float(value) for name, value in sums.items()}
-    _stop_unless_finite(metrics)
+    stop_unless_finite(metrics)
     metrics["grad_norm"] = learner.optimizer.step(rates[0])
     if learner.critic_optimizer is not None:
         metrics["value/grad_norm"] = learner.critic_optimizer.step(rates[1])
-    _stop_unless_finite(metrics)
+    stop_unless_finite(metrics)
     return metrics
 
 
-def _stop_unless_finite(metrics: Mapping[str, float]) -> None:
+def stop_unless_finite(metrics: Mapping[str, float]) -> None:
+    """Raises KeelError where a metric of a step is NaN or infinite."""
     bad = [name for name, value in metrics.items() if not math.isfinite(value)]
     if bad:
         raise KeelError(

@@ -78,19 +78,26 @@ def n_step_target(
     next_value_B: Float[Tensor, " B"],
     *,
     gamma: float,
+    steps_B: Int[Tensor, " B"] | None = None,
 ) -> Float[Tensor, " B"]:
-    """K rewards, then the value of the state behind them; nothing counts after a termination.
+    """k rewards, then the value of the state behind them; nothing counts after a termination.
 
-        ŷ_t = Σ_{k<K} γ^k r_{t+k} + γ^K max_a Q(s_{t+K}, a; w⁻)
+        ŷ_t = Σ_{l<k} γ^l r_{t+l} + γ^k max_a Q(s_{t+k}, a; w⁻)
+
+    k is K, or what `steps_B` says where an environment cut the episode off before that.
 
     Source: Sutton and Barto 2018 eq. 7.1; arXiv:1710.02298 (Rainbow).
     """
-    steps = reward_BK.shape[-1]
-    alive_BK = torch.cumprod((~terminated_BK).to(reward_BK.dtype), dim=-1)
+    index_K = torch.arange(reward_BK.shape[-1], device=reward_BK.device)
+    if steps_B is None:
+        steps_B = torch.full_like(terminated_BK[:, 0], reward_BK.shape[-1], dtype=torch.long)
+    within_BK = index_K < steps_B.unsqueeze(-1)
+    alive_BK = torch.cumprod((~(terminated_BK & within_BK)).to(reward_BK.dtype), dim=-1)
     before_BK = torch.cat([torch.ones_like(alive_BK[:, :1]), alive_BK[:, :-1]], dim=-1)
-    discount_K = gamma ** torch.arange(steps, device=reward_BK.device, dtype=reward_BK.dtype)
-    reward_B = (reward_BK * before_BK * discount_K).sum(-1)
-    return (reward_B + gamma**steps * alive_BK[:, -1] * next_value_B).detach()
+    discount_K = gamma ** index_K.to(reward_BK.dtype)
+    reward_B = (reward_BK * before_BK * discount_K * within_BK).sum(-1)
+    behind_B = gamma ** steps_B.to(reward_BK.dtype) * alive_BK[:, -1]
+    return (reward_B + behind_B * next_value_B).detach()
 
 
 def q_error(

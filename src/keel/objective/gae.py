@@ -96,6 +96,7 @@ def monte_carlo(
     reward_N: Float[Tensor, " N"],
     lengths_S: Int[Tensor, " S"],
     value_N: Float[Tensor, " N"] | None = None,
+    next_value_N: Float[Tensor, " N"] | None = None,
     *,
     gamma: float,
     baseline: Literal["value", "batch_mean", "none"] = "value",
@@ -104,13 +105,19 @@ def monte_carlo(
 
         A_t = Σ_k γ^k r_{t+k} − b_t,   b_t = V(s_t), or (1/S) Σ_i U_{i,0}, or 0
 
-    A sequence with NaN among its rewards has none: it leaves the batch mean and gets 0.
+    Beside the values, γ V of the state behind the last action (`next_value_N` there; 0 after an end
+    of its own) is part of the last reward. A sequence with NaN among its rewards has none: it
+    leaves the batch mean and gets 0.
 
     Source: Williams 1992 (REINFORCE with a baseline); Sutton and Barto 2018 eq. 13.11.
     """
     absent_S = segment_sum(reward_N.isnan().to(reward_N.dtype), lengths_S) > 0
     absent_N = spread(absent_S.to(reward_N.dtype), lengths_S) > 0
-    return_N = returns_to_go(reward_N.masked_fill(absent_N, 0.0), lengths_S, gamma=gamma)
+    reward_N = reward_N.masked_fill(absent_N, 0.0)
+    if baseline == "value" and next_value_N is not None:
+        behind_N = next_value_N.masked_fill(continues(lengths_S), 0.0)
+        reward_N = reward_N + gamma * behind_N
+    return_N = returns_to_go(reward_N, lengths_S, gamma=gamma)
     if baseline == "value":
         if value_N is None:
             raise ValueError('baseline "value" reads value_N: give it, or choose another baseline')

@@ -1,6 +1,6 @@
 """What a run folder holds, and where. Torch-free.
 
-    recipe.toml  run.json  metrics.jsonl  timings.jsonl  events.jsonl  curve.png
+    recipe.toml  run.json  metrics.jsonl  timings.jsonl  events.jsonl  curve.png  film.gif
     rollouts/[STAGE-]step-000012.parquet  checkpoints/[STAGE-]step-000100/  trackers/
 
 Steps count from 1 within a stage. Where a recipe has several stages, rollouts and checkpoints carry
@@ -125,6 +125,11 @@ class RunFolder:
     def curve(self) -> Path:
         """The picture of the reward over the steps."""
         return self.path / "curve.png"
+
+    @property
+    def film(self) -> Path:
+        """A GIF of one episode, of a run on environments."""
+        return self.path / "film.gif"
 
     @property
     def rollouts_folder(self) -> Path:

@@ -1,0 +1,78 @@
+"""`keel control`"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from rich.console import Console
+
+from keel.cli.progress import watching
+from keel.config.control import ControlRecipe
+from keel.config.control_load import load_control
+from keel.insight.terminal import curve
+from keel.runs.layout import RunFolder
+from keel.runs.read import load
+from keel.types import KeelError
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run on an environment, or go on with a run; shows how it went."""
+    recipe = _recipe(arguments)
+    try:
+        from keel.control.run import control
+    except ModuleNotFoundError as error:
+        if error.name != "gymnasium":
+            raise
+        raise KeelError("keel control needs gymnasium: pip install 'keel-rl[control]'") from error
+    from keel.runs.interrupt import Interrupted
+
+    console = Console(stderr=arguments.json, quiet=arguments.quiet)
+    try:
+        with watching(console) as watcher:
+            folder = control(recipe, arguments.run, resume=arguments.resume, watcher=watcher)
+    except Interrupted as interrupted:
+        where = interrupted.folder
+        console.print(f"stopped by {interrupted}; go on with: keel control --resume --run {where}")
+        return 128 + interrupted.signum
+    if arguments.json:
+        print(json.dumps({"run": str(folder.path), **load(folder.path).info()}, ensure_ascii=False))
+    else:
+        show(console, folder)
+    return 0
+
+
+def show(console: Console, folder: RunFolder) -> None:
+    """The return curve and the last evaluation."""
+    run = load(folder.path)
+    returns = [row["episode/return"] for row in run.metrics() if row.get("episode/return")]
+    if len(returns) > 1:
+        console.print("\nreturn by row")
+        console.print(curve(returns), highlight=False)
+    after: dict[str, Any] | None = run.info().get("evaluation", {}).get("after")
+    if after is not None:
+        interval = f"[{after['low']:.1f}, {after['high']:.1f}]"
+        console.print(
+            f"\ngreedy return {after['mean']:.1f} (95 % {interval}, n = {after['n']})",
+            highlight=False,
+        )
+    console.print(f"\nrun folder  {folder.path}")
+    for path in (folder.curve, folder.film):
+        if path.exists():
+            console.print(f"{path.stem:<10}  {path}")
+
+
+def _recipe(arguments: argparse.Namespace) -> ControlRecipe | None:
+    if not arguments.resume:
+        if arguments.algorithm is None:
+            raise KeelError("which algorithm? name one, as in: keel control ppo --env CartPole-v1")
+        return load_control(arguments.algorithm, arguments.env, arguments.overrides)
+    if arguments.run is None:
+        raise KeelError("--resume goes on with a run: name its folder with --run DIR")
+    if arguments.algorithm is not None or arguments.env is not None or arguments.overrides:
+        raise KeelError(
+            "--resume runs the recipe that the run folder holds: name no algorithm, environment "
+            "or key"
+        )
+    return None

@@ -1,0 +1,226 @@
+"""The recipe of classic control: environments, networks, and the two families of learners.
+
+One stage, `q_learning` or `policy_gradient`; the algorithm's row is that of language models.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import Field, model_validator
+
+from keel.algorithms.spec import Positive, Row, Unit
+from keel.config.presets import resolve_algorithm
+from keel.config.schema import (
+    AsTuple,
+    Checkpoints,
+    Count,
+    Index,
+    NamedAlgorithm,
+    Optimizer,
+    Reference,
+)
+
+
+class Environment(Row):
+    """Which Gymnasium environment, and how many copies of it run side by side."""
+
+    id: str
+    """A registered id; `module:Id-v0` imports the module that registers it."""
+    count: Count = 1
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of `gymnasium.make`, such as max_episode_steps."""
+    vectorization: Literal["sync", "async"] = "sync"
+    """In this process, or each copy in a process of its own (for environments that are slow)."""
+
+
+class Network(Row):
+    """A multilayer perceptron with orthogonal initialisation."""
+
+    hidden: Annotated[tuple[Annotated[int, Field(ge=1)], ...], AsTuple] = (64, 64)
+    activation: Literal["tanh", "relu"] = "tanh"
+
+
+class ReturnEvaluation(Row):
+    """Returns of the greedy policy (of a Gaussian, its mean) in environments of its own."""
+
+    every: Index = 10_000
+    """In environment steps; 0 evaluates at the end only."""
+    episodes: Index = 20
+    """0 evaluates never."""
+
+
+class Watching(Row):
+    """What is left to look at."""
+
+    film: bool = True
+    """Leave a GIF of one greedy episode at the end, where the environment can be drawn."""
+
+
+class Exploration(Row):
+    """ε of ε-greedy, falling in a line from `initial` to `final` over a `share` of the steps."""
+
+    initial: Unit = 1.0
+    final: Unit = 0.05
+    share: Unit = 0.2
+
+    def epsilon(self, step: int, steps: int) -> float:
+        """ε at an environment step (from 0) of so many."""
+        done = min(step / max(self.share * steps, 1), 1.0)
+        return self.initial + (self.final - self.initial) * done
+
+
+class Replay(Row):
+    """The memory of transitions that Q-learning draws from, uniformly and with replacement."""
+
+    capacity: Count = 50_000
+    warmup: Index = 1_000
+    """Environment steps, all at random, before the first update."""
+    batch_size: Count = 128
+
+
+class Target(Row):
+    """The target network: every `every` environment steps it moves by `rate` to the online one."""
+
+    every: Count = 500
+    rate: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """1 is a hard copy, less Polyak averaging."""
+
+
+class QLearningStage(Row):
+    """Deep Q-learning (DQN, Mnih et al. 2015), with its double and n-step variants."""
+
+    stage: Literal["q_learning"] = "q_learning"
+    name: str = "q_learning"
+    environment: Environment
+    steps: Count = 50_000
+    """Environment steps in all."""
+    row_every: Count = 1_000
+    """Environment steps to a row of metrics.jsonl; checkpoints count rows."""
+    gamma: Unit = 0.99
+    double: bool = False
+    """The online network chooses the next action, the target network values it."""
+    n_step: Count = 1
+    loss: Literal["squared", "huber"] = "squared"
+    network: Network = Network(activation="relu")
+    replay: Replay = Replay()
+    exploration: Exploration = Exploration()
+    update_every: Count = 4
+    """Environment steps between rounds of updates."""
+    updates: Count = 1
+    """Optimizer steps of a round."""
+    target: Target = Target()
+    optimizer: Optimizer = Optimizer(learning_rate=5e-4, final_share=0.0, max_grad_norm=10.0)
+    """Warm-up and schedule count environment steps."""
+    evaluation: ReturnEvaluation = ReturnEvaluation()
+    checkpoints: Checkpoints = Checkpoints(every=10)
+    watching: Watching = Watching()
+
+    @model_validator(mode="after")
+    def _sizes(self) -> QLearningStage:
+        if self.replay.capacity < self.environment.count * (self.n_step + 1):
+            raise ValueError(
+                f"replay.capacity = {self.replay.capacity} holds less than {self.n_step + 1} steps "
+                f"of each of {self.environment.count} environments: raise it"
+            )
+        return self
+
+
+class Normalisation(Row):
+    """Running statistics, brought up to date after each iteration."""
+
+    observations: bool = False
+    """Less their mean, over their standard deviation, cut at ±10."""
+    rewards: bool = False
+    """Over the standard deviation of the discounted return, cut at ±10."""
+
+
+class PolicyGradientStage(Row):
+    """Policy gradients: collect, estimate advantages, take optimizer steps; again."""
+
+    stage: Literal["policy_gradient"] = "policy_gradient"
+    name: str = "policy_gradient"
+    environment: Environment
+    algorithm: NamedAlgorithm
+    steps: Count = 100_000
+    """Environment steps in all; the last iteration may go past."""
+    rollout_steps: Count = 128
+    """Steps of each environment to an iteration, where the advantage bootstraps (gae, td, n_step).
+    """
+    rollout_episodes: Count | None = None
+    """Episodes to an iteration where the advantage needs whole ones; None: one an environment."""
+    group_size: Count = 1
+    """How many episodes share one start state, where the advantage compares them."""
+    epochs: Count = 1
+    """Passes over an iteration's steps; the preset's unless set."""
+    minibatches: Count = 1
+    """Optimizer steps to an epoch: of steps in random order, or of whole episodes where a choice
+    of the row reads sequences."""
+    target_kl: Positive | None = None
+    """End an iteration's updates once the estimate of KL(old‖π) on a mini-batch is above this."""
+    network: Network = Network()
+    log_std: float = 0.0
+    """Where the logarithm of a Gaussian's standard deviation starts (continuous actions)."""
+    normalisation: Normalisation = Normalisation()
+    optimizer: Optimizer = Optimizer(
+        learning_rate=3e-4, final_share=0.0, epsilon=1e-5, max_grad_norm=0.5
+    )
+    """Warm-up and schedule count environment steps."""
+    reference: Reference = Reference()
+    evaluation: ReturnEvaluation = ReturnEvaluation()
+    checkpoints: Checkpoints = Checkpoints(every=20)
+    watching: Watching = Watching()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        resolved = resolve_algorithm(data)
+        return {**data, **{k: resolved[k] for k in ("algorithm", "epochs") if k in resolved}}
+
+    @model_validator(mode="after")
+    def _on_environments(self) -> PolicyGradientStage:
+        row = self.algorithm
+        if row.needs_greedy or row.needs_steps:
+            raise ValueError(
+                f'advantage "{row.advantage.kind}" is of completions, not of environments: choose '
+                "another"
+            )
+        if row.needs_groups and self.group_size < 2:
+            raise ValueError(
+                f'advantage "{row.advantage.kind}" compares episodes from one start state: '
+                f"group_size = {self.group_size} leaves nothing to compare"
+            )
+        if self.group_size > 1 and self.episodes % self.group_size:
+            raise ValueError(
+                f"{self.episodes} episodes an iteration do not part into groups of "
+                f"{self.group_size}: make rollout_episodes a multiple of group_size"
+            )
+        if self.minibatches > self.environment.count * self.rollout_steps:
+            raise ValueError(f"minibatches = {self.minibatches} is more than an iteration's steps")
+        return self
+
+    @property
+    def episodes(self) -> int:
+        """Episodes to an iteration, where the advantage needs whole ones."""
+        return self.rollout_episodes or self.environment.count
+
+
+ControlStage = Annotated[Union[QLearningStage, PolicyGradientStage], Field(discriminator="stage")]
+
+
+class ControlRecipe(Row):
+    """One experiment on one environment, whole."""
+
+    name: str = "control"
+    description: str = ""
+    seed: Index = 0
+    threads: Count | None = 1
+    """CPU threads; small networks are fastest on one."""
+    stages: Annotated[tuple[ControlStage, ...], AsTuple, Field(min_length=1, max_length=1)]
+
+    @property
+    def stage(self) -> QLearningStage | PolicyGradientStage:
+        """The one stage there is."""
+        return self.stages[0]

@@ -1,0 +1,98 @@
+"""From an algorithm and an environment, or a TOML file, to a validated `ControlRecipe`.
+
+`recipes/control/ppo.toml` holds what PPO starts from anywhere, `ppo.CartPole-v1.toml` what is tuned
+for that environment; what the user sets goes on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from keel.algorithms.presets import PRESETS, Preset
+from keel.config.address import gather, layer
+from keel.config.control import ControlRecipe
+from keel.config.errors import explain_validation
+from keel.config.load import parse_override, parse_toml, read_toml
+from keel.config.suggest import unknown
+from keel.types import KeelError
+
+
+def load_control(
+    source: str | Path, environment: str | None = None, overrides: Sequence[str] = ()
+) -> ControlRecipe:
+    """The recipe of an algorithm on an environment, or of a TOML file, with overrides on top.
+
+    Raises KeelError, in one line, on whatever is wrong with it.
+    """
+    data = _read(str(source), environment)
+    for override in overrides:
+        data = layer(data, parse_override(override))
+    if environment is not None:
+        data = layer(data, {"environment": {"id": environment}})
+    try:
+        return ControlRecipe.model_validate(data)
+    except ValidationError as error:
+        raise KeelError(explain_validation(error, data, ControlRecipe)) from None
+
+
+def algorithms() -> list[str]:
+    """What `keel control` knows by name."""
+    own = {name for name in _shipped() if "." not in name}
+    return sorted(own | set(PRESETS))
+
+
+def tuned() -> list[tuple[str, str]]:
+    """The pairs of algorithm and environment whose settings are tuned."""
+    parts = (name.partition(".") for name in _shipped())
+    return sorted((algorithm, environment) for algorithm, dot, environment in parts if dot)
+
+
+def _read(source: str, environment: str | None) -> dict[str, Any]:
+    if source.endswith(".toml") or "/" in source:
+        data = gather({"name": Path(source).stem, **read_toml(source)})
+        return data
+    known = algorithms()
+    if source not in known:
+        raise KeelError(unknown("algorithm", source, known))
+    if environment is None:
+        raise KeelError(f"{source} on which environment? name one with --env, as in CartPole-v1")
+    name = f"{source}-{environment.rpartition(':')[2]}".replace("/", "-")
+    data = {"name": name, "stages": [{} if source in _shipped() else _of_preset(PRESETS[source])]}
+    for name in (source, f"{source}.{environment}"):
+        if name in _shipped():
+            data = layer(data, parse_toml(_text(name), name))
+    return data
+
+
+def _of_preset(preset: Preset) -> dict[str, Any]:
+    """A preset of language models as it goes on environments: γ < 1, and no reference policy."""
+    row: dict[str, Any] = {"preset": preset.name}
+    if "gamma" in type(preset.row.advantage).model_fields:
+        row["advantage"] = {"gamma": 0.99}
+    if preset.row.divergence is not None and preset.row.divergence.to == "reference":
+        row["divergence"] = "none"
+    if preset.row.value is not None:
+        row["value"] = {"coefficient": 1.0, "clip": "none"}
+    return {
+        "stage": "policy_gradient",
+        "algorithm": row,
+        "environment": {"count": 8},
+        "group_size": 8 if preset.row.needs_groups else 1,
+    }
+
+
+def _folder() -> Any:
+    return resources.files("keel.config") / "recipes" / "control"
+
+
+def _shipped() -> list[str]:
+    return sorted(e.name.removesuffix(".toml") for e in _folder().iterdir())
+
+
+def _text(name: str) -> str:
+    return str((_folder() / f"{name}.toml").read_text(encoding="utf-8"))

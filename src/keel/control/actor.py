@@ -1,0 +1,133 @@
+"""Policies on vectors: categorical over discrete actions, a diagonal Gaussian over real ones.
+
+An action is a function of observation, weights and noise, and the noise is drawn beforehand.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from keel.config.control import Network
+from keel.control.networks import perceptron
+from keel.control.spaces import ActionSpace, Discrete
+from keel.objective import divergences, gaussian
+from keel.objective.entropy import entropy
+
+Array = npt.NDArray[np.float32]
+Actions = npt.NDArray[Any]
+"""Of E environments: numbers from 0, or vectors (E, D)."""
+
+
+class Actor(ABC, nn.Module):
+    """A policy: what it would do, and how likely it finds what was done."""
+
+    @abstractmethod
+    def forward(self, observation_NO: Tensor) -> Tensor:
+        """The numbers that the distributions in these states are made of."""
+
+    @abstractmethod
+    def judge(
+        self, observation_NO: Tensor, action: Tensor
+    ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+        """Log-probabilities (or densities) of the actions, and entropies."""
+
+    @abstractmethod
+    def divergence(self, reference: Actor, observation_NO: Tensor) -> Float[Tensor, " N"]:
+        """The exact KL(this‖reference) in these states."""
+
+    @abstractmethod
+    def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        """What `act` needs to draw so many actions."""
+
+    @abstractmethod
+    def act(self, observation_EO: Array, noise_EA: Array | None) -> Actions:
+        """Actions drawn with this noise; without it the likeliest ones."""
+
+
+class Categorical(Actor):
+    """π(a|s) = softmax of a logit an action."""
+
+    def __init__(self, inputs: int, actions: int, choice: Network, seed: int) -> None:
+        super().__init__()
+        self.actions = actions
+        self.network = perceptron(inputs, actions, choice, 0.01, seed)
+
+    def forward(self, observation_NO: Tensor) -> Tensor:
+        logits: Tensor = self.network(observation_NO)
+        return logits
+
+    def judge(self, observation_NO: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        logits_NA = self(observation_NO)
+        log_prob_NA = torch.log_softmax(logits_NA, dim=-1)
+        chosen_N = log_prob_NA.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+        return chosen_N, entropy(log_prob_NA)
+
+    def divergence(self, reference: Actor, observation_NO: Tensor) -> Tensor:
+        return divergences.full(self(observation_NO), reference(observation_NO).detach())
+
+    def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        return rng.gumbel(size=(*shape, self.actions)).astype(np.float32)
+
+    def act(self, observation_EO: Array, noise_EA: Array | None) -> Actions:
+        logits_EA = self.network.quick(observation_EO)
+        # argmax of logits plus Gumbel noise is a draw from their softmax (Gumbel 1954).
+        chosen: Actions = (logits_EA if noise_EA is None else logits_EA + noise_EA).argmax(-1)
+        return chosen
+
+
+class DiagonalGaussian(Actor):
+    """π(a|s) = N(μ(s), σ²), σ a parameter of its own; actions are cut at the bounds outside."""
+
+    def __init__(
+        self, inputs: int, actions: int, choice: Network, log_std: float, seed: int
+    ) -> None:
+        super().__init__()
+        self.actions = actions
+        self.network = perceptron(inputs, actions, choice, 0.01, seed)
+        self.log_std = nn.Parameter(torch.full((actions,), log_std))
+
+    def forward(self, observation_NO: Tensor) -> Tensor:
+        mean: Tensor = self.network(observation_NO)
+        return mean
+
+    def judge(self, observation_NO: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        mean_ND = self(observation_NO)
+        log_std_1D = self.log_std.unsqueeze(0)
+        entropy_N = gaussian.entropy(log_std_1D).expand(len(mean_ND))
+        return gaussian.log_prob(mean_ND, log_std_1D, action), entropy_N
+
+    def divergence(self, reference: Actor, observation_NO: Tensor) -> Tensor:
+        assert isinstance(reference, DiagonalGaussian)
+        return gaussian.full(
+            self(observation_NO),
+            self.log_std.unsqueeze(0),
+            reference(observation_NO).detach(),
+            reference.log_std.detach().unsqueeze(0),
+        )
+
+    def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        return rng.standard_normal(size=(*shape, self.actions), dtype=np.float32)
+
+    def act(self, observation_EO: Array, noise_EA: Array | None) -> Actions:
+        mean_ED: Array = self.network.quick(observation_EO)
+        return (
+            mean_ED
+            if noise_EA is None
+            else mean_ED + np.exp(self.log_std.detach().numpy()) * noise_EA
+        )
+
+
+def build_actor(
+    inputs: int, actions: ActionSpace, choice: Network, log_std: float, seed: int
+) -> Actor:
+    """The policy that fits the actions."""
+    if isinstance(actions, Discrete):
+        return Categorical(inputs, actions.n, choice, seed)
+    return DiagonalGaussian(inputs, len(actions.low_D), choice, log_std, seed)

@@ -1,0 +1,179 @@
+"""Copies of one environment side by side, every episode with a seed of its own.
+
+Gymnasium's own reset between episodes is off (AutoresetMode.DISABLED): what `step` returns is
+always the state that the action led to, and no transition crosses a reset. An environment's state
+cannot be saved in general; its episode's seed and actions can, and lead there again.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+
+from keel.config.control import Environment
+from keel.config.seeds import derive
+from keel.control import spaces
+from keel.types import KeelError
+
+Floats = npt.NDArray[np.float32]
+Flags = npt.NDArray[np.bool_]
+Numbers = npt.NDArray[np.int64]
+GROWTH = 512
+"""Actions of an episode that there is room for at first; more make the room double."""
+
+
+def make(choice: Environment, render: str | None = None) -> gym.Env:
+    """One environment, its observations flat. Raises KeelError where Gymnasium cannot make it."""
+    try:
+        env = gym.make(choice.id, render_mode=render, **choice.options)
+    except (gym.error.Error, ImportError, TypeError, ValueError) as error:
+        message = " ".join(str(error).split())
+        raise KeelError(f"environment {choice.id!r}: {message}") from error
+    return spaces.flat(env)
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """What a step of all copies (E) led to; an observation is that of the state reached."""
+
+    observation_EO: Floats
+    reward_E: npt.NDArray[np.float64]
+    terminated_E: Flags
+    truncated_E: Flags
+
+
+class Environments:
+    """`count` copies of an environment. Episodes are numbered as they begin.
+
+    `group` episodes one after another share their seed, and so their start state.
+    """
+
+    def __init__(self, choice: Environment, count: int, seed: int, group: int = 1) -> None:
+        self.count, self.seed, self.group = count, seed, group
+        makers: list[Callable[[], Any]] = [_Maker(choice) for _ in range(count)]
+        kind = AsyncVectorEnv if choice.vectorization == "async" else SyncVectorEnv
+        sample = make(choice)  # says in this process what is wrong with it
+        self.actions = spaces.actions(sample)
+        self.observation_size = spaces.observation_size(sample)
+        self.max_episode_steps = None if sample.spec is None else sample.spec.max_episode_steps
+        sample.close()
+        self.vector = kind(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+        self.observation_EO = np.zeros((count, self.observation_size), dtype=np.float32)
+        self.episode_E: Numbers = np.full(count, -1, dtype=np.int64)
+        self.begun = 0
+        self._return_E = np.zeros(count)
+        self._length_E = np.zeros(count, dtype=np.int64)
+        width = () if isinstance(self.actions, spaces.Discrete) else self.actions.low_D.shape
+        dtype = np.int64 if isinstance(self.actions, spaces.Discrete) else np.float32
+        self._taken_LE = np.zeros((GROWTH, count, *width), dtype=dtype)
+        self._slots = np.arange(count)
+        self._idle = False
+
+    def begin(self, slots: Sequence[int] | Numbers) -> None:
+        """Start the next episodes in these copies, in this order."""
+        for slot in slots:
+            self.episode_E[slot] = self.begun
+            self.begun += 1
+        self._reset(np.isin(self._slots, slots))
+
+    def rest(self, slots: Sequence[int] | Numbers) -> None:
+        """Leave these copies without an episode: what they do counts for nothing."""
+        self.episode_E[slots] = -1
+        self._reset(np.isin(self._slots, slots))
+
+    def step(self, action_E: npt.NDArray[Any]) -> Moves:
+        """Take an action in every copy. Whoever sees an episode end begins another, or rests it."""
+        length = int(self._length_E.max())
+        if length == len(self._taken_LE):
+            self._taken_LE = np.concatenate([self._taken_LE, np.zeros_like(self._taken_LE)])
+        self._taken_LE[self._length_E, self._slots] = action_E
+        observation, reward_E, terminated_E, truncated_E, _ = self.vector.step(
+            self.actions.to_environment(action_E)
+        )
+        self.observation_EO[:] = observation
+        self._length_E += 1
+        self._return_E += reward_E
+        if self._idle and (resting := (self.episode_E < 0) & (terminated_E | truncated_E)).any():
+            self._reset(resting)
+        return Moves(self.observation_EO, reward_E, terminated_E, truncated_E)
+
+    def tally(self, slot: int) -> tuple[float, int]:
+        """Return and length so far of the episode in this copy."""
+        return float(self._return_E[slot]), int(self._length_E[slot])
+
+    def close(self) -> None:
+        self.vector.close()
+
+    def state(self) -> dict[str, Any]:
+        """What leads to where the copies are: episodes begun, and each one's actions."""
+        return {
+            "begun": self.begun,
+            "episode": self.episode_E.tolist(),
+            "actions": [
+                self._taken_LE[:length, slot].tolist() for slot, length in enumerate(self._length_E)
+            ],
+            "observation": self.observation_EO.tolist(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> bool:
+        """Seed the episodes again and replay their actions; whether that led to the same states."""
+        self.begun = state["begun"]
+        self.episode_E[:] = state["episode"]
+        taken = [np.array(actions, dtype=self._taken_LE.dtype) for actions in state["actions"]]
+        longest = max(len(actions) for actions in taken)
+        self._reset(np.full(self.count, True))
+        # Copies step together: each begins its episode so late that all arrive at once.
+        for at in range(longest):
+            behind = np.array([longest - len(actions) for actions in taken])
+            if at > 0 and (behind == at).any():
+                self._reset(behind == at)
+            action_E = self._taken_LE[0].copy()
+            for slot, actions in enumerate(taken):
+                if at >= behind[slot]:
+                    action_E[slot] = actions[at - behind[slot]]
+            moves = self.step(action_E)
+            ended = (moves.terminated_E | moves.truncated_E) & (at < behind)
+            if ended.any():
+                self._reset(ended)
+        fresh = np.array([len(actions) == 0 for actions in taken])
+        if fresh.any():
+            self._reset(fresh)
+        wanted = np.array(state["observation"], dtype=np.float32)
+        return bool(np.array_equal(self.observation_EO, wanted, equal_nan=True))
+
+    def _reset(self, mask_E: Flags) -> None:
+        self._idle = bool((self.episode_E < 0).any())
+        seeds = [
+            derive_episode(self.seed, int(n) // self.group) if chosen else None
+            for n, chosen in zip(self.episode_E, mask_E, strict=True)
+        ]
+        options = None if mask_E.all() else {"reset_mask": mask_E}
+        observation, _ = self.vector.reset(seed=seeds, options=options)
+        self.observation_EO[:] = observation
+        self._return_E[mask_E] = 0.0
+        self._length_E[mask_E] = 0
+
+
+def derive_episode(seed: int, number: int) -> int:
+    """The seed of an episode, within 31 bits: some environments take no more."""
+    return derive(seed, "episode", number) >> 32
+
+
+class _Maker:
+    """Makes a copy, in this process or in one of its own."""
+
+    def __init__(self, choice: Environment) -> None:
+        self.choice = choice
+
+    def __call__(self) -> gym.Env:
+        if multiprocessing.parent_process() is not None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer
+        return make(self.choice)

@@ -1,0 +1,52 @@
+"""Returns of the greedy policy, in environments that training never sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from keel.config.control import Environment
+from keel.config.seeds import derive
+from keel.control.collect import Draw
+from keel.control.environments import Environments
+from keel.insight.statistics import bootstrap_interval
+
+SIDE_BY_SIDE = 16
+"""Environments that an evaluation runs at most."""
+
+
+def returns_of(
+    draw: Draw, environment: Environment, episodes: int, seed: int
+) -> tuple[np.ndarray[Any, np.dtype[np.float64]], np.ndarray[Any, np.dtype[np.int64]]]:
+    """Return and length of each of so many episodes, in the order of their seeds."""
+    count = min(episodes, SIDE_BY_SIDE)
+    environments = Environments(environment, count, derive(seed, "evaluation"))
+    totals, lengths = np.zeros(episodes), np.zeros(episodes, dtype=np.int64)
+    try:
+        environments.begin(range(count))
+        while (environments.episode_E >= 0).any():
+            moves = environments.step(draw(environments.observation_EO))
+            ended_E = (moves.terminated_E | moves.truncated_E) & (environments.episode_E >= 0)
+            for slot in ended_E.nonzero()[0].tolist():
+                number = int(environments.episode_E[slot])
+                totals[number], lengths[number] = environments.tally(slot)
+                if environments.begun < episodes:
+                    environments.begin([slot])
+                else:
+                    environments.rest([slot])
+    finally:
+        environments.close()
+    return totals, lengths
+
+
+def evaluate(draw: Draw, environment: Environment, episodes: int, seed: int) -> dict[str, Any]:
+    """Mean return with its 95 % bootstrap interval, and every episode's."""
+    totals, lengths = returns_of(draw, environment, episodes, seed)
+    interval = bootstrap_interval(totals)
+    return {
+        **interval.as_dict(),
+        "kind": "return",
+        "returns": totals.tolist(),
+        "mean_length": float(lengths.mean()),
+    }

@@ -1,0 +1,86 @@
+"""A GIF of one episode, as the environment draws it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+
+from keel.config.control import Environment
+from keel.control import spaces
+from keel.control.collect import Draw
+from keel.control.environments import derive_episode, make
+from keel.runs import files
+from keel.types import KeelError
+
+FRAMES = 400
+"""An episode of more steps is shown in part: every k-th, so that this many are left."""
+FASTEST = 33
+"""Pictures a second; what a browser shows of a GIF."""
+
+
+def film(path: Path, draw: Draw, environment: Environment, seed: int) -> int:
+    """Play one episode and write it; its length in steps.
+
+    Raises KeelError where the environment cannot be drawn.
+    """
+    for variable in ("SDL_VIDEODRIVER", "SDL_AUDIODRIVER"):
+        os.environ.setdefault(variable, "dummy")  # drawn in memory: there need be no display
+    env = make(environment, render="rgb_array")
+    try:
+        frames, steps = _play(env, draw, derive_episode(seed, 0))
+        rate = float(env.metadata.get("render_fps", 30))
+    finally:
+        env.close()
+    _write(path, frames, rate)
+    return steps
+
+
+def _play(env: gym.Env[Any, Any], draw: Draw, seed: int) -> tuple[list[npt.NDArray[np.uint8]], int]:
+    if "rgb_array" not in env.metadata.get("render_modes", []):
+        raise KeelError(f"environment {env} draws no pictures (rgb_array)")
+    actions = spaces.actions(env)
+    observation, _ = env.reset(seed=seed)
+    frames, steps, every, ended = [_frame(env)], 0, 1, False
+    while not ended:
+        action_E = draw(np.asarray(observation, dtype=np.float32)[None])
+        observation, _, terminated, truncated, _ = env.step(actions.to_environment(action_E)[0])
+        steps += 1
+        ended = terminated or truncated
+        if steps % every == 0 or ended:
+            frames.append(_frame(env))
+        if len(frames) > 2 * FRAMES:
+            frames, every = frames[::2], every * 2
+    step = max(1, -(-len(frames) // FRAMES))
+    return [*frames[:-1:step], frames[-1]], steps
+
+
+def _frame(env: gym.Env[Any, Any]) -> npt.NDArray[np.uint8]:
+    try:
+        picture = env.render()
+    except (gym.error.Error, ImportError) as error:
+        raise KeelError(
+            f"the environment cannot be drawn: {' '.join(str(error).split())}"
+        ) from error
+    return np.asarray(picture, dtype=np.uint8)
+
+
+def _write(path: Path, frames: list[npt.NDArray[np.uint8]], rate: float) -> None:
+    from PIL import Image
+
+    pictures = [Image.fromarray(frame).quantize(64) for frame in frames]
+    temporary = files.aside(path)
+    with files.told(path):
+        pictures[0].save(
+            temporary,
+            format="GIF",
+            save_all=True,
+            append_images=pictures[1:],
+            duration=max(1000 / rate, 1000 / FASTEST),
+            loop=0,
+        )
+        temporary.replace(path)

@@ -1,0 +1,90 @@
+"""Small networks: multilayer perceptrons from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from keel.config.control import Network
+
+Array = npt.NDArray[np.float32]
+ACTIVATIONS: Final = {"tanh": nn.Tanh, "relu": nn.ReLU}
+QUICK: Final[Mapping[type[nn.Module], Callable[[Array], Array]]] = {
+    nn.Tanh: np.tanh,
+    nn.ReLU: lambda x: np.maximum(x, np.float32(0)),
+}
+
+
+class Perceptron(nn.Sequential):
+    """Linear layers with activations between them."""
+
+    def quick(self, x_EI: Array) -> Array:
+        """The outputs for a few inputs, in numpy, which has a tenth of torch's cost per call."""
+        for layer in self:
+            if isinstance(layer, nn.Linear):
+                x_EI = x_EI @ layer.weight.detach().numpy().T + layer.bias.detach().numpy()
+            else:
+                x_EI = QUICK[type(layer)](x_EI)
+        return x_EI
+
+
+def perceptron(
+    inputs: int, outputs: int, choice: Network, last_gain: float, seed: int
+) -> Perceptron:
+    """Linear layers with activations between them, orthogonal, biases 0.
+
+    Hidden layers have gain √2 and the last one `last_gain`: small for a policy, so that it starts
+    near uniform; 1 for values (Engstrom et al. 2020, arXiv:2005.12729).
+    """
+    sizes = [inputs, *choice.hidden, outputs]
+    generator = torch.Generator().manual_seed(seed)
+    layers: list[nn.Module] = []
+    for at, (n, m) in enumerate(pairwise(sizes)):
+        last = at == len(sizes) - 2
+        layers.append(_linear(n, m, last_gain if last else 2**0.5, generator))
+        if not last:
+            layers.append(ACTIVATIONS[choice.activation]())
+    return Perceptron(*layers)
+
+
+def _linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)  # type: ignore[no-untyped-call]
+    nn.init.orthogonal_(layer.weight, gain, generator=generator)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Trained:
+    """Networks whose parameters lie in one vector, so that an optimizer step is a few operations
+    and not a few for each of them."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.named = [
+            (f"{name}/{key}", p) for name, m in modules.items() for key, p in m.named_parameters()
+        ]
+        self.vector = nn.Parameter(torch.cat([p.detach().reshape(-1) for _, p in self.named]))
+        sizes = [p.numel() for _, p in self.named]
+        pieces = torch.split(self.vector.detach(), sizes)
+        for (_, p), piece in zip(self.named, pieces, strict=True):
+            p.data = piece.view_as(p)
+
+    def backward(self, loss: Tensor) -> None:
+        """The loss's gradient in every parameter, as the vector's."""
+        gradients = torch.autograd.grad(loss, [p for _, p in self.named])
+        self.vector.grad = torch.cat([gradient.reshape(-1) for gradient in gradients])
+
+    def state(self) -> dict[str, Tensor]:
+        """Every parameter by name."""
+        return {name: p.detach() for name, p in self.named}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """The state that `state` gave."""
+        for name, p in self.named:
+            p.copy_(state[name])

@@ -1,0 +1,312 @@
+"""Policy gradients on environments: the rows, the estimates and the loss of language models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from keel.config.control import PolicyGradientStage
+from keel.config.seeds import derive
+from keel.control.actor import Actor, build_actor
+from keel.control.collect import (
+    Collected,
+    Draw,
+    collect_episodes,
+    collect_steps,
+    greedy,
+    sampling,
+    tensor,
+)
+from keel.control.environments import Environments
+from keel.control.experience import Experience
+from keel.control.named import prefixed, within
+from keel.control.networks import Trained, perceptron
+from keel.control.normalise import Moments
+from keel.learn.learner import stop_unless_finite
+from keel.learn.loss import Signals, advantages, loss, penalties, prepare, returns
+from keel.learn.optimizer import AdamW, learning_rate
+from keel.models.scores import Scores
+from keel.objective import divergences, gae, segments
+
+FALLBACK_BUDGET = 1_000
+"""C of `constant` weights, where neither the row nor the environment gives a length."""
+
+
+class PolicyGradient:
+    """A policy, and where its row asks for them a value network and a frozen reference."""
+
+    def __init__(self, stage: PolicyGradientStage, seed: int) -> None:
+        row = stage.algorithm
+        self.stage, self.seed = stage, seed
+        self.environments = Environments(
+            stage.environment, stage.environment.count, derive(seed, "train"), stage.group_size
+        )
+        size = self.environments.observation_size
+        self.actor = build_actor(
+            size, self.environments.actions, stage.network, stage.log_std, derive(seed, "actor")
+        )
+        self.critic: nn.Module | None = None
+        if row.value is not None:
+            self.critic = perceptron(size, 1, stage.network, 1.0, derive(seed, "critic"))
+        self.reference: Actor | None = deepcopy(self.actor) if row.needs_reference else None
+        critic = {} if self.critic is None else {"critic": self.critic}
+        self.trained = Trained({"actor": self.actor, **critic})
+        self.optimizer = AdamW([("weights", self.trained.vector)], stage.optimizer)
+        self.seen, self.earned = Moments.of(size), Moments.of(1)
+        self.earning: dict[int, float] = {}
+        self.beta = 0.0 if row.divergence is None else row.divergence.beta
+        self.steps = 0
+
+    def iterate(self, number: int) -> dict[str, float]:
+        """Collect, estimate, improve; the iteration's metrics."""
+        rng = np.random.default_rng(derive(self.seed, "actions", number))
+        collected = self._collect(sampling(self.actor, self._normal, rng, self.environments.count))
+        experience = self.measure(collected)
+        rate = learning_rate(self.stage.optimizer, self.steps, self.stage.steps)
+        metrics = self.improve(experience, rate, number)
+        self.steps += len(collected.reward_N)
+        self._see(collected)
+        every = self.stage.reference.reset_every
+        if self.reference is not None and every is not None and number % every == 0:
+            self.reference = deepcopy(self.actor)
+        return {**_of_episodes(collected), **metrics, "learning_rate": rate, "beta": self.beta}
+
+    def greedy(self) -> Draw:
+        """The likeliest actions of the policy as it is."""
+        return greedy(self.actor, self._normal)
+
+    # ---------------------------------------------------------------- estimates
+
+    @torch.no_grad()
+    def measure(self, collected: Collected) -> Experience:
+        """The experience with what the row needs to know before the first update, and advantages
+        (before whitening)."""
+        row, stage = self.stage.algorithm, self.stage
+        observation_NO = tensor(self._normal(collected.observation_NO))
+        action_N = tensor(collected.action_N)
+        many = stage.epochs * stage.minibatches > 1 or row.divergence is not None
+        log_prob_N = self.actor.judge(observation_NO, action_N)[0] if many else None
+        experience = Experience(
+            observation_NO=observation_NO,
+            action_N=action_N,
+            lengths=collected.lengths,
+            groups_S=torch.from_numpy(collected.episode_S // stage.group_size),
+            engine_log_prob_N=torch.zeros(len(action_N)) if log_prob_N is None else log_prob_N,
+            old_log_prob_N=log_prob_N,
+        )
+        if self.reference is not None:
+            reference_N = self.reference.judge(observation_NO, action_N)[0]
+            experience = replace(experience, reference_log_prob_N=reference_N)
+        signals = self.signals(experience, collected)
+        advantage_N = advantages(row, signals)
+        return replace(
+            experience,
+            value_N=signals.value_N,
+            advantage_N=advantage_N,
+            return_N=returns(row, signals, advantage_N),
+        )
+
+    def signals(self, experience: Experience, collected: Collected) -> Signals:
+        """What an advantage may ask for. A truncated or interrupted episode goes on in V."""
+        lengths_S = experience.lengths_S
+        earned_N = tensor(self._scaled(collected.reward_N))
+        penalty_N = penalties(self.stage.algorithm, experience, self.beta)
+        reward_N = penalty_N + earned_N
+        value_N = next_value_N = None
+        if self.critic is not None:
+            value_N = self.critic(experience.observation_NO).squeeze(-1)
+            behind_S = self.critic(tensor(self._normal(collected.behind_SO))).squeeze(-1)
+            behind_S = behind_S.masked_fill(torch.from_numpy(collected.terminated_S), 0.0)
+            next_value_N = segments.shift(value_N, lengths_S)
+            next_value_N[lengths_S.cumsum(0) - 1] = behind_S
+        return Signals(
+            outcome_S=segments.segment_sum(earned_N, lengths_S),
+            penalty_N=penalty_N,
+            reward_S=segments.segment_sum(reward_N, lengths_S),
+            reward_N=reward_N,
+            lengths_S=lengths_S,
+            groups_S=experience.groups_S,
+            value_N=value_N,
+            next_value_N=next_value_N,
+        )
+
+    # ---------------------------------------------------------------- updates
+
+    def improve(self, experience: Experience, rate: float, number: int) -> dict[str, float]:
+        """The iteration's optimizer steps, and the mean of their metrics."""
+        stage, row = self.stage, self.stage.algorithm
+        rng = np.random.default_rng(derive(self.seed, "minibatches", number))
+        budget = self.environments.max_episode_steps or FALLBACK_BUDGET
+        taken: list[dict[str, float]] = []
+        whole = prepare(row, experience, budget) if stage.minibatches == 1 else None
+        stopped = False
+        for _ in range(stage.epochs):
+            for part in experience.parts(stage.minibatches, rng, steps=row.per_action):
+                metrics = self._update(prepare(row, part, budget) if whole is None else whole, rate)
+                taken.append(metrics)
+                stopped = "grad_norm" not in metrics
+                if stopped:
+                    break
+            if stopped:
+                break
+        names = taken[0]
+        mean = {n: float(np.mean([m[n] for m in taken if n in m])) for n in names}
+        mean["updates"] = float(len(taken) - stopped)
+        self._adapt(experience, mean)
+        return {**mean, **_of_values(experience)}
+
+    def scores(self, part: Experience) -> Scores:
+        """What the loss reads of the current networks, with gradients."""
+        log_prob_N, entropy_N = self.actor.judge(part.observation_NO, part.action_N)
+        value_N = None if self.critic is None else self.critic(part.observation_NO).squeeze(-1)
+        divergence = self.stage.algorithm.loss_divergence
+        full_kl_N = None
+        if divergence is not None and divergence.estimator == "full" and self.reference is not None:
+            full_kl_N = self.actor.divergence(self.reference, part.observation_NO)
+        return Scores(log_prob_N, entropy_N, value_N, full_kl_N)
+
+    def _update(self, part: Experience, rate: float) -> dict[str, float]:
+        """One optimizer step; none (and no `grad_norm`) where the policy has moved too far."""
+        made = loss(self.stage.algorithm, part, self.scores(part), self.beta)
+        metrics = dict(
+            zip(made.metrics, torch.stack(list(made.metrics.values())).tolist(), strict=True)
+        )
+        stop_unless_finite(metrics)
+        limit = self.stage.target_kl
+        if limit is not None and metrics.get("kl/old", 0.0) > limit:
+            return metrics
+        self.trained.backward(made.total)
+        metrics["grad_norm"] = self.optimizer.step(rate)
+        stop_unless_finite(metrics)
+        return metrics
+
+    @torch.no_grad()
+    def _adapt(self, experience: Experience, metrics: dict[str, float]) -> None:
+        """β for the next iteration, where the row moves it."""
+        divergence = self.stage.algorithm.divergence
+        if divergence is None or divergence.adaptive is None:
+            return
+        rule, old_N = divergence.adaptive, experience.old_log_prob_N
+        assert old_N is not None
+        if rule.rule == "ppo":
+            now_N = self.actor.judge(experience.observation_NO, experience.action_N)[0]
+            kl = metrics["kl/after"] = float(divergences.k3(old_N, now_N).mean())
+            self.beta = divergences.adapt_ppo(self.beta, kl=kl, target=rule.target)
+            return
+        assert experience.reference_log_prob_N is not None
+        k1_N = divergences.k1(old_N, experience.reference_log_prob_N)
+        kl = metrics["kl/sequence"] = float(k1_N.sum()) / experience.sequences
+        self.beta = divergences.adapt_ziegler(
+            self.beta,
+            kl=kl,
+            target=rule.target,
+            horizon=rule.horizon,
+            sequences=experience.sequences,
+        )
+
+    # ---------------------------------------------------------------- state
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights, moments and statistics, by name."""
+        out = self.trained.state() | prefixed("optimizer", self.optimizer.state())
+        if self.reference is not None:
+            out |= prefixed("reference", self.reference.state_dict())
+        for name, moments in (("seen", self.seen), ("earned", self.earned)):
+            out[f"{name}/mean"] = torch.from_numpy(moments.mean)
+            out[f"{name}/variance"] = torch.from_numpy(moments.variance)
+        return out
+
+    def facts(self) -> dict[str, Any]:
+        """What else decides the next iteration."""
+        return {
+            "steps": self.steps,
+            "beta": self.beta,
+            "seen": self.seen.count,
+            "earned": self.earned.count,
+            "earning": [[n, value] for n, value in self.earning.items()],
+        }
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """The state that `tensors` and `facts` gave."""
+        self.trained.restore(tensors)
+        self.optimizer.restore(within("optimizer", tensors))
+        if self.reference is not None:
+            self.reference.load_state_dict(within("reference", tensors))
+        self.seen = _moments(tensors, "seen", facts["seen"])
+        self.earned = _moments(tensors, "earned", facts["earned"])
+        self.steps, self.beta = facts["steps"], facts["beta"]
+        self.earning = {int(n): float(value) for n, value in facts["earning"]}
+
+    # ---------------------------------------------------------------- details
+
+    def _collect(self, draw: Draw) -> Collected:
+        if self.stage.algorithm.bootstraps:
+            return collect_steps(self.environments, draw, self.stage.rollout_steps)
+        return collect_episodes(self.environments, draw, self.stage.episodes)
+
+    def _normal(self, observation: Any) -> Any:
+        choice = self.stage.normalisation
+        return self.seen.normal(observation) if choice.observations else observation
+
+    def _scaled(self, reward_N: Any) -> Any:
+        return self.earned.scaled(reward_N) if self.stage.normalisation.rewards else reward_N
+
+    def _see(self, collected: Collected) -> None:
+        """Bring the running statistics up to date with an iteration."""
+        choice = self.stage.normalisation
+        if choice.observations:
+            self.seen = self.seen.with_(collected.observation_NO)
+        if choice.rewards:
+            gamma = getattr(self.stage.algorithm.advantage, "gamma", 1.0)
+            so_far_N = _discounted(collected, gamma, self.earning)
+            self.earned = self.earned.with_(so_far_N[:, None])
+            last_S = np.cumsum(collected.lengths) - 1
+            on = ~np.isin(collected.episode_S, collected.finished.numbers)
+            pairs = zip(collected.episode_S[on], so_far_N[last_S[on]], strict=True)
+            self.earning = {int(n): float(value) for n, value in pairs}
+
+
+def _discounted(
+    collected: Collected, gamma: float, carried: Mapping[int, float]
+) -> npt.NDArray[np.float64]:
+    """Σ_k γ^k r_{t−k} over each episode so far; `carried` from earlier iterations."""
+    reward_N = collected.reward_N.copy()
+    first_S = np.cumsum(collected.lengths) - np.array(collected.lengths)
+    for at, number in zip(first_S, collected.episode_S, strict=True):
+        reward_N[at] += gamma * carried.get(int(number), 0.0)
+    backward_N = torch.from_numpy(reward_N[::-1].copy())
+    lengths_S = torch.tensor(collected.lengths).flip(0)
+    return gae.returns_to_go(backward_N, lengths_S, gamma=gamma).flip(0).numpy()
+
+
+def _moments(tensors: Mapping[str, Tensor], name: str, count: float) -> Moments:
+    return Moments(tensors[f"{name}/mean"].numpy(), tensors[f"{name}/variance"].numpy(), count)
+
+
+def _of_episodes(collected: Collected) -> dict[str, float]:
+    """Means over the episodes that ended; nothing where none did."""
+    returns = collected.finished.returns
+    out = {"episode/finished": float(len(returns))}
+    if len(returns):
+        out["episode/return"] = float(returns.mean())
+        out["episode/length"] = float(collected.finished.lengths.mean())
+    return out
+
+
+def _of_values(experience: Experience) -> dict[str, float]:
+    """How well the values before the update foretold the returns."""
+    if experience.value_N is None or experience.return_N is None:
+        return {}
+    spread = experience.return_N.var()
+    left = (experience.return_N - experience.value_N).var()
+    return {
+        "value/mean": float(experience.value_N.mean()),
+        "value/explained_variance": float(1 - left / spread) if spread > 0 else 0.0,
+    }

@@ -1,0 +1,218 @@
+"""Deep Q-learning: ε-greedy steps into a memory, and updates towards a target network.
+
+DQN, Mnih et al. 2015; double DQN, arXiv:1509.06461; n-step targets, arXiv:1710.02298.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from keel.config.control import QLearningStage
+from keel.config.seeds import derive
+from keel.control.collect import Draw
+from keel.control.environments import Environments
+from keel.control.named import prefixed, within
+from keel.control.networks import Trained, perceptron
+from keel.control.replay import Replay, Transitions
+from keel.control.spaces import Discrete
+from keel.learn.learner import stop_unless_finite
+from keel.learn.optimizer import AdamW, learning_rate
+from keel.objective import background
+from keel.types import KeelError
+
+LOSSES = {"squared": background.squared_loss, "huber": background.huber}
+
+
+class QLearning:
+    """An online network, its target, and the memory between environments and updates."""
+
+    def __init__(self, stage: QLearningStage, seed: int) -> None:
+        self.stage, self.seed = stage, seed
+        count = stage.environment.count
+        self.environments = Environments(stage.environment, count, derive(seed, "train"))
+        actions, size = self.environments.actions, self.environments.observation_size
+        if not isinstance(actions, Discrete):
+            raise KeelError(
+                f"environment.id = {stage.environment.id!r}: Q-learning takes the best of a list "
+                "of actions, and this environment's are real numbers: use ppo"
+            )
+        self.choices = actions.n
+        self.online = perceptron(size, actions.n, stage.network, 1.0, derive(seed, "network"))
+        self.target = deepcopy(self.online)
+        self.trained = Trained({"online": self.online})
+        self.optimizer = AdamW([("weights", self.trained.vector)], stage.optimizer)
+        self.replay = Replay(stage.replay.capacity, count, size)
+        self.steps = 0
+
+    def iterate(self, number: int) -> dict[str, float]:
+        """The environment steps of one row, and the updates among them."""
+        stage, environments = self.stage, self.environments
+        rng = np.random.default_rng(derive(self.seed, "row", number))
+        if environments.begun == 0:
+            environments.begin(range(environments.count))
+        times = -(-min(stage.row_every, stage.steps - self.steps) // environments.count)
+        uniform_TE = rng.random((times, environments.count))
+        random_TE = rng.integers(0, self.choices, size=(times, environments.count))
+        finished: list[tuple[float, int]] = []
+        sums = np.zeros(3)
+        updates = 0
+        for t in range(times):
+            self._step(uniform_TE[t], random_TE[t], finished)
+            for _ in range(self._updates_due()):
+                sums += self._update(rng)
+                updates += 1
+            if _crosses(self.steps, environments.count, stage.target.every):
+                self._move_target()
+        return {**_of_episodes(finished), **self._of_updates(sums, updates)}
+
+    def greedy(self) -> Draw:
+        """The best actions by the online network as it is."""
+        return lambda observation_EO: self._best(observation_EO)
+
+    # ---------------------------------------------------------------- acting
+
+    def _step(
+        self,
+        uniform_E: npt.NDArray[np.float64],
+        random_E: npt.NDArray[np.int64],
+        finished: list[tuple[float, int]],
+    ) -> None:
+        """One step everywhere, into the memory; the episodes it ended, and the next ones begun."""
+        environments = self.environments
+        explores_E = uniform_E < self._epsilon()
+        # `background.epsilon_greedy` in two draws: a random action needs no network.
+        action_E = random_E
+        if not explores_E.all():
+            best_E = self._best(environments.observation_EO)
+            action_E = np.where(explores_E, random_E, best_E)
+        before_EO = environments.observation_EO.copy()
+        moves = environments.step(action_E)
+        self.replay.add(
+            before_EO,
+            action_E,
+            moves.reward_E,
+            moves.terminated_E,
+            moves.truncated_E,
+            moves.observation_EO,
+        )
+        self.steps += environments.count
+        ended_E = moves.terminated_E | moves.truncated_E
+        if ended_E.any():
+            slots = ended_E.nonzero()[0]
+            finished.extend(environments.tally(slot) for slot in slots.tolist())
+            environments.begin(slots)
+
+    def _epsilon(self) -> float:
+        if self.steps < self.stage.replay.warmup:
+            return 1.0
+        return self.stage.exploration.epsilon(self.steps, self.stage.steps)
+
+    def _best(self, observation_EO: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+        best_E: npt.NDArray[np.int64] = self.online.quick(observation_EO).argmax(-1)
+        return best_E
+
+    # ---------------------------------------------------------------- learning
+
+    def targets(self, drawn: Transitions) -> Tensor:
+        """ŷ of each transition; no gradient."""
+        stage = self.stage
+        with torch.no_grad():
+            next_q_BA = self.target(drawn.behind_BO)
+            next_online_BA = self.online(drawn.behind_BO) if stage.double else next_q_BA
+        if stage.n_step > 1:
+            # The double target is the target network's value of the online network's choice.
+            best_B1 = next_online_BA.argmax(-1, keepdim=True)
+            return background.n_step_target(
+                drawn.reward_BK,
+                drawn.terminated_BK,
+                next_q_BA.gather(-1, best_B1).squeeze(-1),
+                gamma=stage.gamma,
+                steps_B=drawn.steps_B,
+            )
+        reward_B, terminated_B = drawn.reward_BK[:, 0], drawn.terminated_BK[:, 0]
+        if stage.double:
+            return background.double_td_target(
+                reward_B, next_online_BA, next_q_BA, terminated_B, gamma=stage.gamma
+            )
+        return background.td_target(reward_B, next_q_BA, terminated_B, gamma=stage.gamma)
+
+    def _update(self, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+        """One optimizer step; its loss, mean Q of the actions taken, and gradient norm."""
+        stage = self.stage
+        drawn = self.replay.draw(stage.replay.batch_size, stage.n_step, rng)
+        target_B = self.targets(drawn)
+        error_B = background.q_error(self.online(drawn.observation_BO), drawn.action_B, target_B)
+        loss = LOSSES[stage.loss](error_B).mean()
+        self.trained.backward(loss)
+        norm = self.optimizer.step(learning_rate(stage.optimizer, self.steps, stage.steps))
+        with torch.no_grad():
+            q = float((error_B + target_B).mean())
+        stop_unless_finite({"loss": float(loss.detach()), "grad_norm": norm})
+        return np.array([float(loss.detach()), q, norm])
+
+    def _updates_due(self) -> int:
+        stage, count = self.stage, self.environments.count
+        if self.steps < stage.replay.warmup:
+            return 0
+        return stage.updates if _crosses(self.steps, count, stage.update_every) else 0
+
+    @torch.no_grad()
+    def _move_target(self) -> None:
+        rate = self.stage.target.rate
+        pairs = zip(self.target.parameters(), self.online.parameters(), strict=True)
+        for target, online in pairs:
+            target.copy_(background.target_update(target, online, rate=rate))
+
+    def _of_updates(self, sums: npt.NDArray[np.float64], updates: int) -> dict[str, float]:
+        out = {
+            "updates": float(updates),
+            "epsilon": self._epsilon(),
+            "learning_rate": learning_rate(self.stage.optimizer, self.steps, self.stage.steps),
+        }
+        if updates:
+            loss, q, norm = (sums / updates).tolist()
+            out |= {"loss": loss, "q/mean": q, "grad_norm": norm}
+        return out
+
+    # ---------------------------------------------------------------- state
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights, moments and memory, by name."""
+        return (
+            self.trained.state()
+            | prefixed("target", self.target.state_dict())
+            | prefixed("optimizer", self.optimizer.state())
+            | prefixed("replay", self.replay.tensors())
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """What else decides the next row."""
+        return {"steps": self.steps, "written": self.replay.written}
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """The state that `tensors` and `facts` gave."""
+        self.trained.restore(tensors)
+        self.target.load_state_dict(within("target", tensors))
+        self.optimizer.restore(within("optimizer", tensors))
+        self.replay.restore(within("replay", tensors), facts["written"])
+        self.steps = facts["steps"]
+
+
+def _crosses(steps: int, taken: int, every: int) -> bool:
+    """Whether the last `taken` steps reached a multiple of `every`."""
+    return steps // every > (steps - taken) // every
+
+
+def _of_episodes(finished: list[tuple[float, int]]) -> dict[str, float]:
+    out = {"episode/finished": float(len(finished))}
+    if finished:
+        out["episode/return"] = float(np.mean([total for total, _ in finished]))
+        out["episode/length"] = float(np.mean([length for _, length in finished]))
+    return out

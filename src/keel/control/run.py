@@ -1,0 +1,183 @@
+"""A run on environments from its start, or from its newest checkpoint, to its end."""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keel.config.control import ControlRecipe, ControlStage, QLearningStage
+from keel.config.control_load import load_control
+from keel.config.load import to_toml
+from keel.config.seeds import derive
+from keel.control import state
+from keel.control.evaluate import evaluate
+from keel.control.film import film
+from keel.control.policy_gradient import PolicyGradient
+from keel.control.q_learning import QLearning
+from keel.control.state import Learner, Progress
+from keel.insight.plots import return_curve
+from keel.runs import opening
+from keel.runs.interrupt import Interrupted
+from keel.runs.layout import RunFolder
+from keel.runs.read import load
+from keel.runs.record import update_run_json
+from keel.runs.session import Session
+from keel.runs.watch import Silent, Watcher
+from keel.types import KeelError
+
+REPORTED = ("keel-rl", "gymnasium", "torch", "numpy")
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What a run works with."""
+
+    stage: ControlStage
+    learner: Learner
+    session: Session
+    seed: int
+
+
+def control(
+    recipe: ControlRecipe | None,
+    folder: Path | str | None = None,
+    *,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+) -> RunFolder:
+    """Run a recipe into a run folder (the next free one under runs/ unless named).
+
+    With `resume` the folder's newest whole checkpoint is where it goes on, under the folder's own
+    recipe. Raises Interrupted, a checkpoint left, when Ctrl-C or SIGTERM came; KeelError for
+    whatever a user can mend.
+    """
+    if recipe is None and not resume:
+        raise KeelError("there is no recipe to run: name one, or resume a run")
+    text, name = ("", "") if recipe is None else (to_toml(recipe), recipe.name)
+    place = opening.resumed(folder) if resume else opening.created(text, name, folder)
+    recipe = load_control(place.recipe) if resume or recipe is None else recipe
+    with opening.running(place, resume, watcher or Silent()) as (session, start):
+        if recipe.threads is not None:
+            torch.set_num_threads(recipe.threads)
+        learner = build(recipe)
+        try:
+            _run(recipe, learner, session, start, resume)
+        finally:
+            learner.environments.close()
+    return place
+
+
+def build(recipe: ControlRecipe) -> Learner:
+    """The learner that a recipe asks for, at its beginning."""
+    stage, seed = recipe.stage, derive(recipe.seed, recipe.stage.name)
+    return (
+        QLearning(stage, seed) if isinstance(stage, QLearningStage) else PolicyGradient(stage, seed)
+    )
+
+
+def _run(
+    recipe: ControlRecipe, learner: Learner, session: Session, start: Path | None, resume: bool
+) -> None:
+    progress = Progress() if start is None else state.read(start)
+    if start is not None and not state.restore(start, progress, learner):
+        session.note(
+            "the environment did not come back to where it was by its seed and actions: the run "
+            "goes on from where it came to, not bit for bit as if it had never stopped"
+        )
+    stage = recipe.stage
+    session.recorder.event("resumed" if resume else "started", step=progress.step)
+    update_run_json(session.folder, _facts(recipe))
+    session.watcher.stage(stage.name, stage.environment.id, stage.steps, progress.steps)
+    work = Work(stage, learner, session, derive(recipe.seed, stage.name))
+    progress = _loop(work, progress)
+    _leave(recipe, work, progress)
+    if progress.steps < stage.steps:
+        assert session.interrupt.signum is not None
+        session.recorder.event("interrupted", signal=session.interrupt.signum)
+        raise Interrupted(session.interrupt.signum, session.folder.path)
+    if stage.watching.film:
+        _film(work)
+    update_run_json(session.folder, {"finished": True})
+    session.recorder.event("finished")
+
+
+def _loop(work: Work, progress: Progress) -> Progress:
+    """Rows until the steps are taken, or until the run is asked to stop."""
+    stage, learner, session = work.stage, work.learner, work.session
+    while progress.steps < stage.steps and not session.interrupted:
+        start = time.perf_counter()
+        number = progress.step + 1
+        before = progress.steps
+        metrics = learner.iterate(number)
+        metrics["environment_steps"] = float(learner.steps)
+        progress = replace(progress, step=number, steps=learner.steps)
+        progress = _evaluate(work, progress, before, metrics)
+        session.recorded(progress, metrics, [], time.perf_counter() - start)
+        last = number if progress.steps >= stage.steps else -1
+        if session.checkpoint_due(progress, last, stage.checkpoints):
+            _save(work, progress)
+    if session.interrupted and progress.step == 0:
+        _save(work, progress)
+    return progress
+
+
+def _evaluate(work: Work, progress: Progress, before: int, metrics: dict[str, float]) -> Progress:
+    choice, last = work.stage.evaluation, progress.steps >= work.stage.steps
+    due = choice.every > 0 and progress.steps // choice.every > before // choice.every
+    if not choice.episodes or not (due or last):
+        return progress
+    with work.session.clock("evaluation"):
+        draw = work.learner.greedy()
+        result = evaluate(draw, work.stage.environment, choice.episodes, work.seed)
+    metrics["eval/return"] = result["mean"]
+    metrics["eval/return/low"], metrics["eval/return/high"] = result["low"], result["high"]
+    metrics["eval/length"] = result["mean_length"]
+    work.session.evaluated(progress, result, when="after" if last else "during")
+    if progress.best is None or result["mean"] >= progress.best:
+        return replace(progress, best=result["mean"], best_step=progress.step)
+    return progress
+
+
+def _save(work: Work, progress: Progress) -> None:
+    learner = work.learner
+    whole = replace(progress, learner=learner.facts(), environments=learner.environments.state())
+    work.session.checkpoint(
+        progress, lambda folder: state.save(folder, whole, learner), work.stage.checkpoints
+    )
+
+
+def _leave(recipe: ControlRecipe, work: Work, progress: Progress) -> None:
+    """The curve, and what it cost."""
+    folder = work.session.folder
+    run = load(folder.path)
+    rows = run.metrics()
+    if rows:
+        return_curve(folder.curve, rows, title=recipe.name, subtitle=work.stage.environment.id)
+    seconds = sum(row["total"] for row in run.timings())
+    update_run_json(folder, {"environment_steps": progress.steps, "seconds": round(seconds, 3)})
+
+
+def _film(work: Work) -> None:
+    path = work.session.folder.film
+    try:
+        film(path, work.learner.greedy(), work.stage.environment, derive(work.seed, "film"))
+    except KeelError as error:
+        work.session.note(f"no film: {error}")
+
+
+def _facts(recipe: ControlRecipe) -> dict[str, Any]:
+    """What a reader of the run wants to know of where it came from."""
+    return {
+        "name": recipe.name,
+        "seed": recipe.seed,
+        "versions": {"python": platform.python_version()}
+        | {package: version(package) for package in REPORTED},
+        "threads": torch.get_num_threads(),
+        "finished": False,
+    }

@@ -1,0 +1,78 @@
+"""All that decides what comes next in a run on environments, to the disk and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from keel.control.collect import Draw
+from keel.control.environments import Environments
+from keel.runs import checkpoint
+from keel.types import KeelError
+
+STATE, TENSORS = "state.json", "tensors.safetensors"
+
+
+class Learner(Protocol):
+    """What a run is of: Q-learning, or a policy gradient."""
+
+    environments: Environments
+    steps: int
+    """Environment steps taken."""
+
+    def iterate(self, number: int) -> dict[str, float]:
+        """One row of metrics.jsonl: act, and learn."""
+        ...
+
+    def greedy(self) -> Draw:
+        """The best actions as things are."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]: ...
+
+    def facts(self) -> dict[str, Any]: ...
+
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come, beside what its learner knows."""
+
+    stage: int = 0
+    step: int = 0
+    """Rows."""
+    steps: int = 0
+    """Environment steps."""
+    best: float | None = None
+    best_step: int | None = None
+    learner: Mapping[str, Any] = field(default_factory=dict)
+    environments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def save(folder: Path, progress: Progress, learner: Learner) -> None:
+    """Fill a checkpoint folder."""
+    checkpoint.save_tensors(folder / TENSORS, learner.tensors())
+    checkpoint.save_json(folder / STATE, asdict(progress))
+
+
+def read(folder: Path) -> Progress:
+    """The progress that a checkpoint holds."""
+    state = checkpoint.load_json(folder / STATE)
+    known = {f.name for f in fields(Progress)}
+    if set(state) != known:
+        raise KeelError(
+            f"checkpoint {folder} was written by another version of Keel (it holds "
+            f"{', '.join(sorted(set(state) ^ known))} otherwise): resume with that version"
+        )
+    return Progress(**state)
+
+
+def restore(folder: Path, progress: Progress, learner: Learner) -> bool:
+    """Bring a learner and its environments to where they were; whether the latter got there."""
+    learner.restore(checkpoint.load_tensors(folder / TENSORS), progress.learner)
+    return learner.environments.restore(dict(progress.environments))
