@@ -1,6 +1,6 @@
 """Returns on classic control over seeds: a CSV a seed and evaluation, IQM and interval, the curve.
 
-    python benchmarks/control.py ppo CartPole-v1 [key=value ...] [--seeds 10] [--first 0] [--out DIR]
+    python benchmarks/control.py ppo CartPole-v1 [key=value ...] [--seeds 10] [--out DIR]
     python benchmarks/control.py --table docs/algorithms/control
 
 Every seed is a run of `keel control` in a process of its own, on one thread. Returns are those of
@@ -148,10 +148,9 @@ def table(folder: Path) -> str:
         result = summary(rows)
         last = [final(rows, seed) for seed in sorted({int(row["seed"]) for row in rows})]
         steps = int(max(row["environment_steps"] for row in rows))
-        lines.append(
-            f"| {path.stem} | {steps:,} | {result.mean:.1f} | [{result.low:.1f}, {result.high:.1f}] "
-            f"| {min(last):.1f} | {max(last):.1f} |"
-        )
+        interval = f"[{result.low:.1f}, {result.high:.1f}]"
+        cells = (path.stem, f"{steps:,}", f"{result.mean:.1f}", interval)
+        lines.append(f"| {' | '.join(cells)} | {min(last):.1f} | {max(last):.1f} |")
     return "\n".join(lines)
 
 

@@ -59,8 +59,8 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
 def listing() -> str:
     """The README's list: rooms from top to bottom, a line a file."""
     rooms = (
-        *("", "cli", "train", "engines", "rewards", "tasks", "learn", "models", "insight"),
-        *("runs", "config", "algorithms", "objective", "verify"),
+        *("", "cli", "train", "control", "engines", "rewards", "tasks", "learn", "models"),
+        *("insight", "runs", "config", "algorithms", "objective", "verify"),
     )
     every = sources()
     assert {source.room for source in every} == set(rooms)

@@ -8,7 +8,7 @@ import pytest
 
 from keel.config.load import load_recipe, shipped, to_toml
 from keel.config.reference import markdown
-from keel.config.schema import RLStage
+from keel.config.schema import Optimizer, RLStage, SFTStage
 from keel.types import KeelError
 from tests.shared import ROOT
 
@@ -154,3 +154,12 @@ def test_the_page_of_keys_is_current() -> None:
     page = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
     assert page == markdown(), "run: python -m keel.config.reference > docs/recipe.md"
     assert "| `rollout.group_size` | `8` |" in page
+
+
+def test_a_table_given_in_part_keeps_the_rest_of_the_fields_own_default() -> None:
+    """An SFT stage learns at 1e-5, an optimizer by itself at 1e-6."""
+    recipe = load_recipe("quickstart", ["sft.optimizer={warmup_steps=3}"])
+    sft = SFTStage.model_validate({"tasks": [{"name": "addition"}], "optimizer": {"betas": [0, 0]}})
+    assert recipe.stages[0].optimizer.warmup_steps == 3
+    assert sft.optimizer.learning_rate == SFTStage.model_fields["optimizer"].default.learning_rate
+    assert sft.optimizer.learning_rate != Optimizer().learning_rate

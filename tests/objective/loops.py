@@ -131,6 +131,54 @@ def n_step(deltas: Floats, gamma: float, steps: int) -> list[float]:
     ]
 
 
+def n_step_target(
+    rewards: Floats, ends: Sequence[bool], value: float, gamma: float, steps: int
+) -> float:
+    """Walk the window and stop where the episode does."""
+    total = 0.0
+    for k in range(steps):
+        total += gamma**k * rewards[k]
+        if ends[k]:
+            return total
+    return total + gamma**steps * value
+
+
+def gaussian_log_prob(means: Floats, log_stds: Floats, actions: Floats) -> float:
+    """The logarithm of a product of densities, each written out."""
+    density = 1.0
+    for mean, log_std, action in zip(means, log_stds, actions, strict=True):
+        variance = math.exp(log_std) ** 2
+        bell = math.exp(-((action - mean) ** 2) / (2 * variance))
+        density *= bell / math.sqrt(2 * math.pi * variance)
+    return math.log(density)
+
+
+Table = Sequence[Sequence[float]]
+Chances = Sequence[Sequence[Floats]]
+
+
+def bellman(values: Floats, rewards: Table, chances: Chances, gamma: float) -> list[list[float]]:
+    """Q of every state and action, given the values of the states behind."""
+    return [
+        [
+            reward + gamma * sum(p * v for p, v in zip(row, values, strict=True))
+            for reward, row in zip(of_state, rows, strict=True)
+        ]
+        for of_state, rows in zip(rewards, chances, strict=True)
+    ]
+
+
+def values_of(
+    choices: Sequence[int], rewards: Table, chances: Chances, gamma: float, sweeps: int
+) -> list[float]:
+    """V of a policy that takes `choices[state]`, by the expected reward of so many steps."""
+    values = [0.0] * len(choices)
+    for _ in range(sweeps):
+        q = bellman(values, rewards, chances, gamma)
+        values = [of_state[choice] for of_state, choice in zip(q, choices, strict=True)]
+    return values
+
+
 def clip(ratio: float, advantage: float, low: float, high: float, dual: float | None) -> float:
     bounded = min(max(ratio, 1 - low), 1 + high)
     value = min(ratio * advantage, bounded * advantage)

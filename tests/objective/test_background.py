@@ -66,6 +66,65 @@ def test_n_step_target_stops_at_a_termination() -> None:
     loops.close(one, background.td_target(reward[:, 0], value[:, None], ended[:, 0], gamma=0.5))
 
 
+WINDOW = loops.tensor([1.0, 2.0, 4.0])
+
+
+def target_of(reward: torch.Tensor, ends: list[bool], steps: int) -> torch.Tensor:
+    """Of one window, behind which 10 is to come, at γ = 1/2."""
+    return background.n_step_target(
+        reward[None],
+        torch.tensor([ends]),
+        loops.tensor([10.0]),
+        gamma=0.5,
+        steps_B=loops.ints([steps]),
+    )
+
+
+def test_a_window_that_is_cut_off_bootstraps_from_where_it_was_cut() -> None:
+    never = [False] * 3
+    loops.close(target_of(WINDOW, never, 1), [1 + 0.5 * 10])
+    loops.close(target_of(WINDOW, never, 2), [1 + 0.5 * 2 + 0.25 * 10])
+    loops.close(target_of(WINDOW, never, 3), [1 + 0.5 * 2 + 0.25 * 4 + 0.125 * 10])
+    # What lies past the cut is another episode's: neither its rewards nor its end count.
+    other = loops.tensor([1.0, 2.0, -99.0])
+    assert torch.equal(target_of(other, never, 2), target_of(WINDOW, never, 2))
+    assert torch.equal(target_of(other, [False, False, True], 2), target_of(WINDOW, never, 2))
+
+
+def test_a_termination_within_a_window_that_is_cut_off_does_not_bootstrap() -> None:
+    loops.close(target_of(WINDOW, [True, False, False], 1), [1.0])
+    loops.close(target_of(WINDOW, [True, False, False], 2), [1.0])
+    loops.close(target_of(WINDOW, [False, True, False], 2), [1 + 0.5 * 2])
+    loops.close(target_of(WINDOW, [False, True, True], 3), [1 + 0.5 * 2])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 4),
+    horizon=st.integers(1, 6),
+    seed=st.integers(0, 10_000),
+    gamma=st.floats(0.0, 1.0),
+)
+def test_n_step_targets_are_the_loops(rows: int, horizon: int, seed: int, gamma: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    reward_BK = loops.random(rows * horizon, seed).reshape(rows, horizon)
+    ended_BK = torch.rand(rows, horizon, generator=generator) < 0.3
+    value_B = loops.random(rows, seed + 1)
+    steps_B = torch.randint(1, horizon + 1, (rows,), generator=generator)
+    actual = background.n_step_target(reward_BK, ended_BK, value_B, gamma=gamma, steps_B=steps_B)
+    lists = (x.tolist() for x in (reward_BK, ended_BK, value_B, steps_B))
+    expected = [
+        loops.n_step_target(rewards, ends, value, gamma, steps)
+        for rewards, ends, value, steps in zip(*lists, strict=True)
+    ]
+    loops.close(actual, expected)
+    whole_B = torch.full((rows,), horizon)
+    assert torch.equal(
+        background.n_step_target(reward_BK, ended_BK, value_B, gamma=gamma, steps_B=whole_B),
+        background.n_step_target(reward_BK, ended_BK, value_B, gamma=gamma),
+    )
+
+
 def test_error_and_losses() -> None:
     action, target = loops.ints([2, 0]), loops.tensor([0.5, 3.0])
     error = background.q_error(Q, action, target)

@@ -22,11 +22,13 @@ from keel.objective import (
     divergences,
     entropy,
     gae,
+    gaussian,
     group,
     process,
     ratios,
     segments,
     surrogates,
+    tabular,
     value,
     weights,
     whitening,
@@ -114,6 +116,9 @@ CORRECTION = {
 }
 Q = matrix(4, 3, 1)
 ENDS = torch.tensor([True, False, False, True])
+MEAN, LOG_STD = matrix(8, 2, 1), matrix(1, 2, 2)
+# Next states of 4 states and 3 actions; a fifth of the mass is termination.
+LEAKY = 0.8 * loops.random(48, 3).reshape(4, 3, 4).softmax(-1)
 
 EXAMPLES: dict[Function, Example] = {
     segments.segment_sum: example(OWN, x_N=n(1)),
@@ -129,7 +134,8 @@ EXAMPLES: dict[Function, Example] = {
     gae.n_step: example({"continues_N": FLAGS, "gamma": 0.9, "steps": 3}, td_error_N=n(1)),
     gae.returns: example(advantage_N=n(1), value_N=n(2)),
     gae.returns_to_go: example({**OWN, "gamma": 0.9}, reward_N=n(1)),
-    gae.monte_carlo: example({**OWN, "gamma": 0.9, "baseline": "batch_mean"}, reward_N=n(1)),
+    gae.monte_carlo: example(
+        {**OWN, "gamma": 0.9}, reward_N=n(1), value_N=n(2), next_value_N=n(3)),
     group.group_relative: example(
         {"groups_S": GROUPS, "scale": "std", "epsilon": 1e-4}, **REWARDS),
     group.leave_one_out: example({"groups_S": GROUPS}, **REWARDS),
@@ -178,12 +184,22 @@ EXAMPLES: dict[Function, Example] = {
         {"reward_B": Q[:, 0], "next_online_q_BA": Q, "next_target_q_BA": -Q,
          "terminated_B": ENDS, "gamma": 0.9}),
     background.n_step_target: example(
-        {"reward_BK": Q, "terminated_BK": Q > 1, "next_value_B": Q[:, 1], "gamma": 0.9}),
+        {"reward_BK": Q, "terminated_BK": Q > 1, "next_value_B": Q[:, 1], "gamma": 0.9,
+         "steps_B": loops.ints([3, 1, 2, 3])}),
     background.q_error: example(
         {"action_B": loops.ints([0, 2, 1, 0]), "target_B": Q[:, 1]}, q_BA=Q),
     background.squared_loss: example(error_B=n(1)),
     background.huber: example({"threshold": 0.3}, error_B=n(1)),
     background.target_update: example({"target": n(1), "online": n(2), "rate": 0.3}),
+    gaussian.log_prob: example(mean_ND=MEAN, log_std_ND=LOG_STD, action_ND=matrix(8, 2, 3)),
+    gaussian.entropy: example(log_std_ND=LOG_STD),
+    gaussian.full: example(
+        mean_ND=MEAN, log_std_ND=LOG_STD, reference_mean_ND=matrix(8, 2, 3),
+        reference_log_std_ND=-LOG_STD),
+    tabular.bellman_optimal: example({"gamma": 0.9}, q_XA=Q, reward_XA=-Q, transition_XAY=LEAKY),
+    tabular.value_iteration: example({"gamma": 0.5}, reward_XA=Q, transition_XAY=LEAKY),
+    tabular.policy_values: example(
+        {"gamma": 0.9}, probability_XA=Q.softmax(-1), reward_XA=Q, transition_XAY=LEAKY),
 }  # fmt: skip
 # Of lengths alone, of floats alone.
 OTHERS: set[Function] = {

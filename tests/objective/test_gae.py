@@ -147,3 +147,57 @@ def test_monte_carlo_baselines_and_absent_rewards() -> None:
     loops.close(with_value_N, [*(plain_N - value_N)[:5].tolist(), 0.0])
     with pytest.raises(ValueError, match="value_N"):
         gae.monte_carlo(reward_N, lengths_S, gamma=0.5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=RAGGED, gamma=UNIT, seed=st.integers(0, 10_000))
+def test_lambda_1_is_monte_carlo_where_episodes_are_truncated_too(
+    lengths: list[int], gamma: float, seed: int
+) -> None:
+    lengths_S = loops.ints(lengths)
+    reward_N, value_N = loops.random(sum(lengths), seed), loops.random(sum(lengths), seed + 1)
+    # Every other episode is cut off, and V of where it was cut is not 0.
+    behind = [0.0 if i % 2 else 5.0 + i for i in range(len(lengths))]
+    next_N = segments.shift(value_N, lengths_S) + segments.on_last(loops.tensor(behind), lengths_S)
+    delta_N = gae.td_error(reward_N, value_N, next_N, gamma=gamma)
+    full_N = gae.monte_carlo(reward_N, lengths_S, value_N, next_N, gamma=gamma)
+    loops.close(gae.gae(delta_N, segments.continues(lengths_S), gamma=gamma, lam=1.0), full_N)
+    parts = zip(loops.split(reward_N, lengths), loops.split(value_N, lengths), behind, strict=True)
+    # One more reward in the loop: the value behind the last action.
+    expected = [
+        [u - v for u, v in zip(loops.to_go([*rewards, after], gamma), values, strict=False)]
+        for rewards, values, after in parts
+    ]
+    loops.close(full_N, loops.join(expected))
+
+
+def test_monte_carlo_reads_the_value_behind_the_last_action_alone() -> None:
+    lengths_S = loops.ints([2, 0, 3, 1, 2])
+    reward_N, value_N = loops.random(8, 1), loops.random(8, 2)
+    reward_N[6] = float("nan")
+    last_N = ~segments.continues(lengths_S)
+    next_N = loops.random(8, 3)
+    plain_N = gae.monte_carlo(reward_N, lengths_S, value_N, next_N, gamma=0.9)
+    for other in (99.0, float("nan")):
+        changed_N = torch.where(last_N, next_N, torch.full_like(next_N, other))
+        again_N = gae.monte_carlo(reward_N, lengths_S, value_N, changed_N, gamma=0.9)
+        assert torch.equal(again_N, plain_N)
+    # None is an end of its own everywhere.
+    none_N = gae.monte_carlo(reward_N, lengths_S, value_N, gamma=0.9)
+    zero_N = gae.monte_carlo(reward_N, lengths_S, value_N, next_N.masked_fill(last_N, 0), gamma=0.9)
+    assert torch.equal(none_N, zero_N)
+    differs_N = none_N != plain_N
+    # All but the last two: their sequence has a reward that is absent, and so no advantage.
+    assert differs_N.tolist() == [True] * 6 + [False] * 2
+    assert plain_N[6:].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("baseline", ["batch_mean", "none"])
+def test_other_baselines_read_no_values(baseline: str) -> None:
+    lengths_S, reward_N = loops.ints([2, 3]), loops.random(5, 1).requires_grad_()
+
+    def of(reward_N: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+        return gae.monte_carlo(reward_N, lengths_S, *values, gamma=0.9, baseline=baseline)
+
+    assert torch.equal(of(reward_N, loops.random(5, 2), loops.random(5, 3)), of(reward_N))
+    assert torch.autograd.gradcheck(of, (reward_N,))

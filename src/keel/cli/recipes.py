@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 
+from keel.config.control_load import tuned
 from keel.config.load import shipped
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """The recipes of `keel train`, and what `keel control` has tuned settings for."""
     recipes = shipped()
     if arguments.json:
         print(json.dumps(recipes, ensure_ascii=False))
@@ -16,3 +18,6 @@ def run(arguments: argparse.Namespace) -> None:
     width = max(map(len, recipes))
     for name, description in recipes.items():
         print(f"{name:<{width}}  {description}")
+    print("\ntuned, for keel control:")
+    for algorithm, environment in tuned():
+        print(f"  keel control {algorithm} --env {environment}")

@@ -35,7 +35,7 @@ class Environment(Row):
 
 
 class Network(Row):
-    """A multilayer perceptron with orthogonal initialisation."""
+    """A multilayer perceptron, one for the policy and one for its values."""
 
     hidden: Annotated[tuple[Annotated[int, Field(ge=1)], ...], AsTuple] = (64, 64)
     activation: Literal["tanh", "relu"] = "tanh"

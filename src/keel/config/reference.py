@@ -8,6 +8,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from keel.config.control import ControlRecipe, PolicyGradientStage, QLearningStage
 from keel.config.schema import Recipe, RLStage, SFTStage
 
 HEAD = """# Every key of a recipe
@@ -28,13 +29,20 @@ def markdown() -> str:
         ("The recipe", Recipe),
         ('`stage = "rl"`', RLStage),
         ('`stage = "sft"`', SFTStage),
+        ("The recipe of `keel control`", ControlRecipe),
+        ('`stage = "policy_gradient"`', PolicyGradientStage),
+        ('`stage = "q_learning"`', QLearningStage),
     ):
         lines.append(f"\n## {title}\n\n| key | default | what it is |\n|---|---|---|")
         lines += [f"| `{key}` | {default} | {what} |" for key, default, what in _keys(model, "")]
     return "\n".join(lines) + "\n"
 
 
-def _keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:
+def _keys(
+    model: type[BaseModel], prefix: str, values: BaseModel | None = None
+) -> Iterator[tuple[str, str, str]]:
+    """The keys of a model; `values` is the default of the field that holds it, which may differ
+    from the model's own."""
     for name, info in model.model_fields.items():
         key = f"{prefix}{name}"
         inner = _model(info)
@@ -44,12 +52,13 @@ def _keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]
             yield f"{key}.preset", "`grpo`", "the row's defaults; any figure of it may be set"
             continue
         if inner is None:
-            yield key, _default(info), _text(info)
+            yield key, _default(info, values and getattr(values, name)), _text(info)
             continue
         many = "tuple" in str(info.annotation)
         about = (inner.__doc__ or "").split("\n\n")[0]
         yield f"[[{key}]]" if many else key, _default(info), " ".join(about.split())
-        yield from _keys(inner, f"{key}.")
+        own = info.default if isinstance(info.default, inner) else None
+        yield from _keys(inner, f"{key}.", own)
 
 
 def _model(info: FieldInfo) -> type[BaseModel] | None:
@@ -61,14 +70,17 @@ def _model(info: FieldInfo) -> type[BaseModel] | None:
     return found(info.annotation)
 
 
-def _default(info: FieldInfo) -> str:
+def _default(info: FieldInfo, value: Any = None) -> str:
     if info.is_required():
         return "required"
-    value = info.default if info.default_factory is None else {}
+    if value is None:
+        value = info.default if info.default_factory is None else {}
     if value is None:
         return "none"
     if isinstance(value, BaseModel) or value in ((), {}):
         return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
     return f"`{value!r}`".replace("|", "\\|").replace("'", '"')
 
 

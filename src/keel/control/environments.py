@@ -32,8 +32,10 @@ GROWTH = 512
 
 def make(choice: Environment, render: str | None = None) -> gym.Env:
     """One environment, its observations flat. Raises KeelError where Gymnasium cannot make it."""
+    # An environment that draws nothing need not know of render_mode.
+    mode = {} if render is None else {"render_mode": render}
     try:
-        env = gym.make(choice.id, render_mode=render, **choice.options)
+        env = gym.make(choice.id, **{**choice.options, **mode})
     except (gym.error.Error, ImportError, TypeError, ValueError) as error:
         message = " ".join(str(error).split())
         raise KeelError(f"environment {choice.id!r}: {message}") from error
@@ -75,7 +77,7 @@ class Environments:
         dtype = np.int64 if isinstance(self.actions, spaces.Discrete) else np.float32
         self._taken_LE = np.zeros((GROWTH, count, *width), dtype=dtype)
         self._slots = np.arange(count)
-        self._idle = False
+        self._idle = self._reset_once = False
 
     def begin(self, slots: Sequence[int] | Numbers) -> None:
         """Start the next episodes in these copies, in this order."""
@@ -127,6 +129,8 @@ class Environments:
         """Seed the episodes again and replay their actions; whether that led to the same states."""
         self.begun = state["begun"]
         self.episode_E[:] = state["episode"]
+        if self.begun == 0:
+            return True  # no episode had begun, so there is nowhere to lead
         taken = [np.array(actions, dtype=self._taken_LE.dtype) for actions in state["actions"]]
         longest = max(len(actions) for actions in taken)
         self._reset(np.full(self.count, True))
@@ -151,6 +155,9 @@ class Environments:
 
     def _reset(self, mask_E: Flags) -> None:
         self._idle = bool((self.episode_E < 0).any())
+        if not self._reset_once:
+            # A copy that was never reset can neither step nor show anything.
+            mask_E, self._reset_once = np.full(self.count, True), True
         seeds = [
             derive_episode(self.seed, int(n) // self.group) if chosen else None
             for n, chosen in zip(self.episode_E, mask_E, strict=True)

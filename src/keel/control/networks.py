@@ -35,26 +35,33 @@ class Perceptron(nn.Sequential):
 
 
 def perceptron(
-    inputs: int, outputs: int, choice: Network, last_gain: float, seed: int
+    inputs: int, outputs: int, choice: Network, last_gain: float | None, seed: int
 ) -> Perceptron:
-    """Linear layers with activations between them, orthogonal, biases 0.
+    """Linear layers with activations between them.
 
-    Hidden layers have gain √2 and the last one `last_gain`: small for a policy, so that it starts
-    near uniform; 1 for values (Engstrom et al. 2020, arXiv:2005.12729).
+    Orthogonal with gain √2, the last layer with `last_gain`, biases 0: small for a policy, so that
+    it starts near uniform; 1 for its values (Engstrom et al. 2020, arXiv:2005.12729). Without a
+    gain, weights and biases are uniform within ±1/√inputs (LeCun et al. 1998), less than half as
+    large: Q-learning bootstraps on what a network makes of unseen actions, and diverges from more.
     """
     sizes = [inputs, *choice.hidden, outputs]
     generator = torch.Generator().manual_seed(seed)
     layers: list[nn.Module] = []
     for at, (n, m) in enumerate(pairwise(sizes)):
         last = at == len(sizes) - 2
-        layers.append(_linear(n, m, last_gain if last else 2**0.5, generator))
+        gain = last_gain if last or last_gain is None else 2**0.5
+        layers.append(_linear(n, m, gain, generator))
         if not last:
             layers.append(ACTIVATIONS[choice.activation]())
     return Perceptron(*layers)
 
 
-def _linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
+def _linear(inputs: int, outputs: int, gain: float | None, generator: torch.Generator) -> nn.Linear:
     layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)  # type: ignore[no-untyped-call]
+    if gain is None:
+        for parameter in (layer.weight, layer.bias):
+            nn.init.uniform_(parameter, -(inputs**-0.5), inputs**-0.5, generator=generator)
+        return layer
     nn.init.orthogonal_(layer.weight, gain, generator=generator)
     nn.init.zeros_(layer.bias)
     return layer

@@ -91,8 +91,9 @@ class PolicyGradient:
         row, stage = self.stage.algorithm, self.stage
         observation_NO = tensor(self._normal(collected.observation_NO))
         action_N = tensor(collected.action_N)
-        many = stage.epochs * stage.minibatches > 1 or row.divergence is not None
-        log_prob_N = self.actor.judge(observation_NO, action_N)[0] if many else None
+        read = row.divergence is not None or row.correction is not None
+        many = stage.epochs * stage.minibatches > 1
+        log_prob_N = self.actor.judge(observation_NO, action_N)[0] if many or read else None
         experience = Experience(
             observation_NO=observation_NO,
             action_N=action_N,
@@ -195,21 +196,21 @@ class PolicyGradient:
             return
         rule, old_N = divergence.adaptive, experience.old_log_prob_N
         assert old_N is not None
-        if rule.rule == "ppo":
-            now_N = self.actor.judge(experience.observation_NO, experience.action_N)[0]
-            kl = metrics["kl/after"] = float(divergences.k3(old_N, now_N).mean())
-            self.beta = divergences.adapt_ppo(self.beta, kl=kl, target=rule.target)
+        if rule.rule == "ziegler":
+            assert experience.reference_log_prob_N is not None
+            k1_N = divergences.k1(old_N, experience.reference_log_prob_N)
+            kl = metrics["kl/sequence"] = float(k1_N.sum()) / experience.sequences
+            self.beta = divergences.adapt_ziegler(
+                self.beta,
+                kl=kl,
+                target=rule.target,
+                horizon=rule.horizon,
+                sequences=experience.sequences,
+            )
             return
-        assert experience.reference_log_prob_N is not None
-        k1_N = divergences.k1(old_N, experience.reference_log_prob_N)
-        kl = metrics["kl/sequence"] = float(k1_N.sum()) / experience.sequences
-        self.beta = divergences.adapt_ziegler(
-            self.beta,
-            kl=kl,
-            target=rule.target,
-            horizon=rule.horizon,
-            sequences=experience.sequences,
-        )
+        now_N = self.actor.judge(experience.observation_NO, experience.action_N)[0]
+        kl = metrics["kl/after"] = float(divergences.k3(old_N, now_N).mean())
+        self.beta = divergences.adapt_ppo(self.beta, kl=kl, target=rule.target)
 
     # ---------------------------------------------------------------- state
 

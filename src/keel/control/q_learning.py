@@ -44,7 +44,7 @@ class QLearning:
                 "of actions, and this environment's are real numbers: use ppo"
             )
         self.choices = actions.n
-        self.online = perceptron(size, actions.n, stage.network, 1.0, derive(seed, "network"))
+        self.online = perceptron(size, actions.n, stage.network, None, derive(seed, "network"))
         self.target = deepcopy(self.online)
         self.trained = Trained({"online": self.online})
         self.optimizer = AdamW([("weights", self.trained.vector)], stage.optimizer)

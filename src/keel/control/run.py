@@ -166,7 +166,9 @@ def _leave(recipe: ControlRecipe, work: Work, progress: Progress) -> None:
 def _film(work: Work) -> None:
     path = work.session.folder.film
     try:
-        film(path, work.learner.greedy(), work.stage.environment, derive(work.seed, "film"))
+        seed = derive(work.seed, "film")
+        steps = film(path, work.learner.greedy(), work.stage.environment, seed)
+        update_run_json(work.session.folder, {"film": {"steps": steps}})
     except KeelError as error:
         work.session.note(f"no film: {error}")
 

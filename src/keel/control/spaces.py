@@ -48,8 +48,11 @@ def flat(env: gym.Env) -> gym.Env:
     space = env.observation_space
     if isinstance(space, gym.spaces.Box) and len(space.shape) == 1:
         return env
-    wrapped = gym.wrappers.FlattenObservation(env)
-    if not isinstance(wrapped.observation_space, gym.spaces.Box):
+    try:
+        wrapped = gym.wrappers.FlattenObservation(env)
+    except NotImplementedError:  # a kind of space that Gymnasium does not know
+        wrapped = None
+    if wrapped is None or not isinstance(wrapped.observation_space, gym.spaces.Box):
         raise KeelError(f"{_name(env)}: observations of {space} are no vectors of a fixed length")
     return wrapped
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
+from keel.insight.control_metrics import CONTROL
 from keel.insight.metric import Metric
 from keel.insight.sampling_metrics import COMPLETIONS, EVALUATION, SAMPLING
 from keel.insight.training_metrics import POLICY, REWARD, SUPERVISED, VALUE
 
-SECTIONS = (REWARD, COMPLETIONS, POLICY, VALUE, SAMPLING, EVALUATION, SUPERVISED)
+SECTIONS = (REWARD, COMPLETIONS, POLICY, VALUE, SAMPLING, EVALUATION, SUPERVISED, CONTROL)
 
 
 def look_up(name: str) -> Metric | None:

@@ -148,7 +148,13 @@ def return_curve(
 
 
 def compare_curves(
-    path: Path, curves: Sequence[Curve], title: str, *, ylabel: str, subtitle: str = ""
+    path: Path,
+    curves: Sequence[Curve],
+    title: str,
+    *,
+    ylabel: str,
+    xlabel: str = "step",
+    subtitle: str = "",
 ) -> None:
     """Several curves on one pair of axes, each with its band, named in a legend.
 
@@ -173,7 +179,7 @@ def compare_curves(
                 markevery=max(1, len(curve.steps) // 8),
                 label=curve.label,
             )
-        axes.set_xlabel("step")
+        axes.set_xlabel(xlabel)
         axes.set_ylabel(ylabel)
         if curves:
             axes.legend(loc="best")

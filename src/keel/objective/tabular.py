@@ -46,7 +46,7 @@ def value_iteration(
     q_XA = torch.zeros_like(reward_XA)
     for _ in range(sweeps):
         next_XA = bellman_optimal(q_XA, reward_XA, transition_XAY, gamma=gamma)
-        if float((next_XA - q_XA).abs().max()) <= tolerance:
+        if float((next_XA - q_XA).detach().abs().max()) <= tolerance:
             return next_XA
         q_XA = next_XA
     raise ValueError(f"value iteration did not settle in {sweeps} sweeps: is gamma = {gamma} < 1?")

@@ -1,0 +1,310 @@
+"""Copies of environments: transitions, seeds, replays, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+
+from keel.config.control import Environment
+from keel.control import spaces
+from keel.control.collect import Collected, Draw, collect_episodes, collect_steps
+from keel.control.environments import GROWTH, Environments, derive_episode, make
+from keel.types import KeelError
+from tests.control import worlds
+
+SEED = 11
+Rows = npt.NDArray[np.float32]
+
+
+@contextmanager
+def opened(
+    name: str = worlds.COUNTER,
+    count: int = 3,
+    *,
+    seed: int = SEED,
+    group: int = 1,
+    vectorization: Any = "sync",
+    **options: Any,
+) -> Iterator[Environments]:
+    choice = Environment(id=name, count=count, options=options, vectorization=vectorization)
+    environments = Environments(choice, count, seed, group)
+    try:
+        yield environments
+    finally:
+        environments.close()
+
+
+def transitions(collected: Collected) -> tuple[Rows, Rows]:
+    """What the learners make of an iteration: the states before and behind each action."""
+    after_NO = np.roll(collected.observation_NO, -1, axis=0)
+    after_NO[np.cumsum(collected.lengths) - 1] = collected.behind_SO
+    return collected.observation_NO, after_NO
+
+
+def false_ones(before_NO: Rows, after_NO: Rows) -> int:
+    """Transitions of a Counter that no environment made."""
+    other_episode_N = before_NO[:, 0] != after_NO[:, 0]
+    other_step_N = after_NO[:, 1] != before_NO[:, 1] + 1
+    return int((other_episode_N | other_step_N).sum())
+
+
+# ---------------------------------------------------------------- transitions
+
+
+@pytest.mark.parametrize("ending", ["terminated", "truncated", "both", "mixed"])
+def test_no_transition_crosses_a_reset(ending: str) -> None:
+    with opened(ending=ending) as by_steps, opened(ending=ending) as by_episodes:
+        for _ in range(3):
+            some = collect_steps(by_steps, worlds.choose_all, 17)
+            whole = collect_episodes(by_episodes, worlds.choose_all, 7)
+            assert len(some.reward_N) == 17 * 3
+            assert len(some.finished.lengths) > 5  # there are resets to cross
+            assert false_ones(*transitions(some)) == 0
+            assert false_ones(*transitions(whole)) == 0
+
+
+def test_gymnasiums_own_reset_gives_a_false_transition() -> None:
+    """The test above sees what is there to see: the step of NEXT_STEP that acts in no state."""
+    vector = SyncVectorEnv([lambda: gym.make(worlds.COUNTER) for _ in range(3)])
+    now, _ = vector.reset(seed=SEED)
+    before, after, ended_steps = [], [], 0
+    for _ in range(17):
+        behind, _, terminated, truncated, _ = vector.step(worlds.choose_all(now))
+        before.append(now)
+        after.append(behind)
+        now, ended_steps = behind, ended_steps + int((terminated | truncated).sum())
+    vector.close()
+    last = int((terminated | truncated).sum())  # its false step would be the next
+    assert false_ones(np.concatenate(before), np.concatenate(after)) == ended_steps - last > 5
+
+
+# ---------------------------------------------------------------- seeds
+
+
+def marks(count: int, episodes: int, *, seed: int = SEED, group: int = 1) -> list[int]:
+    """The marks of an iteration's episodes, in order of their numbers."""
+    with opened(count=count, seed=seed, group=group) as environments:
+        collected = collect_episodes(environments, worlds.choose_all, episodes)
+    assert collected.episode_S.tolist() == list(range(episodes))
+    first_S = np.cumsum(collected.lengths) - np.array(collected.lengths)
+    return [int(m) for m in collected.observation_NO[first_S, 0]]
+
+
+def test_an_episodes_seed_depends_on_its_number_only() -> None:
+    wanted = [worlds.mark_of(SEED, number) for number in range(12)]
+    assert len(set(wanted)) == 12
+    for count in (1, 2, 5, 12, 20):
+        assert marks(count, 12) == wanted
+    assert not set(marks(5, 12, seed=SEED + 1)) & set(wanted)
+
+
+def test_steps_number_episodes_as_they_begin() -> None:
+    with opened(count=4) as environments:
+        for _ in range(3):
+            collected = collect_steps(environments, worlds.choose_all, 9)
+            shown = collected.observation_NO[np.cumsum(collected.lengths) - 1, 0]
+            assert [int(m) for m in shown] == [
+                worlds.mark_of(SEED, int(number)) for number in collected.episode_S
+            ]
+
+
+def test_groups_share_the_start_state() -> None:
+    shown = marks(5, 12, group=4)
+    assert shown == [worlds.mark_of(SEED, n, 4) for n in range(12)]
+    assert [len(set(shown[at : at + 4])) for at in (0, 4, 8)] == [1, 1, 1]
+    assert len(set(shown)) == 3
+
+
+def test_seeds_are_within_31_bits_and_differ() -> None:
+    seeds = [derive_episode(SEED, n) for n in range(1000)]
+    assert len(set(seeds)) == 1000
+    assert 0 <= min(seeds) <= max(seeds) < 2**31
+
+
+# ---------------------------------------------------------------- replays
+
+
+def there_and_back(state: dict[str, Any]) -> dict[str, Any]:
+    """As a checkpoint holds it."""
+    out: dict[str, Any] = json.loads(json.dumps(state))
+    return out
+
+
+def assert_same(left: Environments, right: Environments, draw: Draw, times: int = 12) -> None:
+    """Both are in one place, and stay so."""
+    assert left.begun == right.begun
+    assert left.episode_E.tolist() == right.episode_E.tolist()
+    slots = range(left.count)
+    assert [left.tally(slot) for slot in slots] == [right.tally(slot) for slot in slots]
+    assert there_and_back(left.state()) == there_and_back(right.state())
+    if left.begun == 0 or (left.episode_E < 0).any():
+        one, two = (collect_episodes(e, draw, 4) for e in (left, right))
+    else:
+        one, two = (collect_steps(e, draw, times) for e in (left, right))
+    for name in ("observation_NO", "action_N", "reward_N", "episode_S", "behind_SO"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
+
+
+def test_restore_leads_to_the_same_place() -> None:
+    """Times chosen so that episodes under way have all kinds of lengths, 0 among them."""
+    ragged: set[tuple[int, ...]] = set()
+    for times in range(1, 25):
+        with opened(longest=9) as first, opened(longest=9) as second:
+            collect_steps(first, worlds.choose_all, times)
+            lengths = tuple(first.tally(slot)[1] for slot in range(3))
+            ragged.add(tuple(sorted(lengths)))
+            assert second.restore(there_and_back(first.state()))
+            assert_same(first, second, worlds.choose_all)
+    assert len(ragged) > 5
+    assert any(0 in lengths and max(lengths) > 4 for lengths in ragged)
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
+def test_restore_of_real_environments(name: str) -> None:
+    def draw(observation_EO: Rows) -> npt.NDArray[Any]:
+        if name == "CartPole-v1":
+            return worlds.choose_all(observation_EO)
+        return np.sin(7 * observation_EO[:, :1]) * 3  # beyond the bounds at times
+
+    with opened(name) as first, opened(name) as second:
+        collect_steps(first, draw, 45)
+        assert second.restore(there_and_back(first.state()))
+        assert_same(first, second, draw, 30)
+
+
+def test_restore_of_copies_at_rest_and_before_the_start() -> None:
+    with opened(count=4) as first, opened(count=4) as second, opened(count=4) as third:
+        assert third.restore(there_and_back(second.state()))
+        assert_same(second, third, worlds.choose_all)
+        collect_episodes(first, worlds.choose_all, 6)
+        assert (first.episode_E < 0).all()
+        assert second.restore(there_and_back(first.state()))
+        assert_same(first, second, worlds.choose_all)
+        # One at work among others at rest, which may end and begin anew meanwhile.
+        first.begin([1])
+        for _ in range(first.vector.envs[1].unwrapped.length - 1):  # type: ignore[attr-defined]
+            first.step(worlds.choose_all(first.observation_EO))
+        assert third.restore(there_and_back(first.state()))
+        assert_same(first, third, worlds.choose_all)
+
+
+def test_restore_of_an_episode_longer_than_the_first_room() -> None:
+    length = 2 * GROWTH + 100
+    with opened(length=length) as first, opened(length=length) as second:
+        collect_steps(first, worlds.choose_all, length - 1)
+        state = there_and_back(first.state())
+        assert [len(actions) for actions in state["actions"]] == [length - 1] * 3
+        assert len({tuple(actions) for actions in state["actions"]}) > 1
+        assert second.restore(state)
+        assert_same(first, second, worlds.choose_all)
+
+
+def test_restore_says_when_it_led_elsewhere() -> None:
+    with opened(worlds.DRIFTER) as first, opened(worlds.DRIFTER) as second:
+        collect_steps(first, worlds.choose_all, 7)
+        assert not second.restore(there_and_back(first.state()))
+
+
+# ---------------------------------------------------------------- vectorization
+
+
+@pytest.mark.parametrize("name", [worlds.COUNTER, "CartPole-v1"])
+def test_processes_give_the_same_episodes(name: str) -> None:
+    with opened(name) as here, opened(name, vectorization="async") as there:
+        assert isinstance(there.vector, AsyncVectorEnv)
+        for _ in range(2):
+            one, two = (collect_episodes(e, worlds.choose_all, 5) for e in (here, there))
+            for field in ("observation_NO", "action_N", "reward_N", "episode_S", "behind_SO"):
+                np.testing.assert_array_equal(getattr(one, field), getattr(two, field))
+            np.testing.assert_array_equal(one.terminated_S, two.terminated_S)
+            assert one.lengths == two.lengths
+            assert one.finished.returns.tolist() == two.finished.returns.tolist()
+        for environments in (here, there):
+            environments.begin(range(3))
+            environments.step(worlds.choose_all(environments.observation_EO))
+        assert there.restore(there_and_back(here.state()))
+
+
+# ---------------------------------------------------------------- spaces
+
+
+def test_discrete_actions_count_from_their_start() -> None:
+    with opened(worlds.SHIFTED) as environments:
+        assert isinstance(environments.actions, spaces.Discrete)
+        assert (environments.actions.n, environments.actions.start) == (3, 5)
+        environments.begin(range(3))
+        moves = environments.step(np.array([0, 1, 2]))
+        assert moves.observation_EO[:, 0].tolist() == [5, 6, 7]
+        assert environments.state()["actions"] == [[0], [1], [2]]
+
+
+def test_real_actions_are_cut_at_the_bounds() -> None:
+    with opened(worlds.REACH) as environments:
+        assert isinstance(environments.actions, spaces.Continuous)
+        environments.begin(range(3))
+        action_E2 = np.array([[3, 3], [-3, -3], [0.5, -0.5]], dtype=np.float32)
+        moves = environments.step(action_E2)
+        wanted = [[1.0, 0.25], [-0.5, -2.0], [0.5, -0.5]]
+        assert moves.observation_EO.tolist() == wanted
+        # The policy is judged by what it drew.
+        assert environments.state()["actions"] == [[row] for row in action_E2.tolist()]
+
+
+def test_dictionaries_and_numbers_become_vectors() -> None:
+    with opened(worlds.PARTS, 2) as environments, opened(worlds.NUMBERED, 1) as numbered:
+        assert environments.observation_size == 6
+        environments.begin([0, 1])
+        assert environments.observation_EO.tolist() == [[1, 0, 0, 0, 0, 0]] * 2
+        moves = environments.step(np.array([0, 0]))
+        assert moves.observation_EO.tolist() == [[0, 1, 0, 0, 0.25, 0.25]] * 2
+        assert numbered.observation_size == 4
+        numbered.begin([0])
+        numbered.step(np.array([0]))
+        assert numbered.observation_EO.tolist() == [[0, 1, 0, 0]]
+
+
+def test_options_reach_gymnasium() -> None:
+    with opened("CartPole-v1", 1, max_episode_steps=4) as environments:
+        assert environments.max_episode_steps == 4
+        collected = collect_episodes(environments, worlds.choose_all, 3)
+    assert collected.lengths == (4, 4, 4)
+    assert not collected.terminated_S.any()
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("NoSuchThing-v0", {}, "NoSuchThing"),
+        ("no_such_module:Thing-v0", {}, "no_such_module"),
+        ("not an id", {}, "not an id"),
+        (worlds.COUNTER, {"speed": 3}, "speed"),
+        (worlds.LEVERS, {}, "MultiDiscrete"),
+        (worlds.SEQUENCES, {}, "Sequence"),
+        (worlds.STRANGE, {}, "Own()"),
+    ],
+)
+def test_what_cannot_be_used_is_said_in_one_line(
+    name: str, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(KeelError) as caught:
+        Environments(Environment(id=name, options=options), 1, SEED)
+    message = str(caught.value)
+    assert says in message
+    assert "\n" not in message
+
+
+def test_make_flattens() -> None:
+    env = make(Environment(id=worlds.PARTS))
+    assert env.observation_space.shape == (6,)
+    env.close()

@@ -1,0 +1,34 @@
+"""Evaluation: the episodes of its own seeds, each once, whatever runs beside them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from keel.config.control import Environment
+from keel.config.seeds import derive
+from keel.control.evaluate import SIDE_BY_SIDE, evaluate, returns_of
+from tests.control import worlds
+
+SEED = 4
+
+
+@pytest.mark.parametrize("episodes", [1, 3, SIDE_BY_SIDE + 9])
+@pytest.mark.parametrize("name", [worlds.COUNTER, "CartPole-v1"])
+def test_returns_are_those_of_a_plain_loop(name: str, episodes: int) -> None:
+    totals, lengths = returns_of(worlds.choose_all, Environment(id=name), episodes, SEED)
+    plain = worlds.plain_episodes(name, derive(SEED, "evaluation"), 0, episodes)
+    assert lengths.tolist() == [len(steps) for steps in plain]
+    # Added in order of time on both sides.
+    assert totals.tolist() == [sum(step.reward for step in steps) for steps in plain]
+    assert episodes < 3 or len(set(lengths.tolist())) > 1
+
+
+def test_the_mean_and_its_interval_are_of_every_episode() -> None:
+    result = evaluate(worlds.choose_all, Environment(id=worlds.COUNTER), 20, SEED)
+    totals, lengths = returns_of(worlds.choose_all, Environment(id=worlds.COUNTER), 20, SEED)
+    assert result["returns"] == totals.tolist()
+    assert result["mean"] == pytest.approx(np.mean(totals), abs=1e-12)
+    assert result["mean_length"] == pytest.approx(np.mean(lengths), abs=1e-12)
+    assert result["low"] < result["mean"] < result["high"]
+    assert result["kind"] == "return"

@@ -1,0 +1,727 @@
+"""Policy gradients: estimates against SB3 and loops, the clip table, the updates, learning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from itertools import chain
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from stable_baselines3.common.buffers import RolloutBuffer
+from torch import Tensor
+
+from keel.algorithms.presets import PRESETS
+from keel.config.control_load import load_control
+from keel.control.collect import Collected, collect_episodes, collect_steps
+from keel.control.experience import Experience
+from keel.control.normalise import Moments
+from keel.control.policy_gradient import FALLBACK_BUDGET, PolicyGradient
+from keel.learn.loss import loss, prepare
+from keel.types import KeelError
+from tests.control import stages, worlds
+from tests.control.worlds import Floats, Step
+
+REFUSED = {"remax", "grpo_process"}
+
+
+@contextmanager
+def learner(
+    algorithm: str = "ppo", *overrides: str, name: str = "CartPole-v1", seed: int = 3
+) -> Iterator[PolicyGradient]:
+    pg = PolicyGradient(stages.policy_gradient(algorithm, name, *overrides), seed)
+    try:
+        yield pg
+    finally:
+        pg.environments.close()
+
+
+def shake(pg: PolicyGradient, seed: int = 1, size: float = 0.5) -> None:
+    """Weights far from where they were, so that no two actions or states are alike."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        pg.trained.vector.add_(torch.randn(pg.trained.vector.shape, generator=generator) * size)
+
+
+def mostly_right(observation: Floats) -> int:
+    """On CartPole: some episodes fall within 10 steps, others are cut off there, some are both."""
+    return int(int(abs(float(observation[2])) * 1e4) % 4 != 0)
+
+
+def all_mostly_right(observation_EO: Floats) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array([mostly_right(row) for row in observation_EO])
+
+
+def iteration(pg: PolicyGradient, number: int = 1) -> tuple[Experience, dict[str, float]]:
+    """What `iterate` does, with the experience it learnt from (and no statistics)."""
+    caught: list[Experience] = []
+    measure = pg.measure
+
+    def spy(collected: Collected) -> Experience:
+        caught.append(measure(collected))
+        return caught[-1]
+
+    pg.measure = spy  # type: ignore[method-assign]
+    metrics = pg.iterate(number)
+    pg.measure = measure  # type: ignore[method-assign]
+    return caught[0], metrics
+
+
+# ---------------------------------------------------------------- estimates
+
+
+def of_sb3(
+    pg: PolicyGradient, rows: list[list[Step]], before: list[Step] | None
+) -> dict[tuple[int, int], tuple[float, float]]:
+    """SB3's advantage and return of each (episode, time) of an iteration's rows."""
+    choice: Any = pg.stage.algorithm.advantage
+    count = len(rows[0])
+    env = gym.make("CartPole-v1")
+    buffer = RolloutBuffer(
+        len(rows), env.observation_space, env.action_space, "cpu", choice.lam, choice.gamma, count
+    )
+    env.close()
+    assert pg.critic is not None
+
+    def values(observations: list[Floats]) -> Tensor:
+        assert pg.critic is not None
+        with torch.no_grad():
+            out: Tensor = pg.critic(torch.from_numpy(np.array(observations))).squeeze(-1)
+        return out
+
+    starts = np.array([before is None or before[e].ended for e in range(count)])
+    for row in rows:
+        after = values([s.after for s in row]).numpy()
+        # Its convention: what lies behind a time limit is part of the reward.
+        cut = np.array([s.truncated and not s.terminated for s in row])
+        reward = np.array([s.reward for s in row]) + choice.gamma * after * cut
+        buffer.add(
+            np.array([s.observation for s in row]),
+            np.array([s.action for s in row]),
+            reward,
+            starts,
+            values([s.observation for s in row]),
+            torch.zeros(count),
+        )
+        starts = np.array([s.ended for s in row])
+    buffer.compute_returns_and_advantage(values([s.after for s in rows[-1]]), starts)
+    return {
+        (step.episode, t): (float(buffer.advantages[t, e]), float(buffer.returns[t, e]))
+        for t, row in enumerate(rows)
+        for e, step in enumerate(row)
+    }
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.8, 1.0])
+def test_advantages_and_returns_are_stable_baselines(lam: float) -> None:
+    settings = (f"algorithm.advantage.lam={lam}", "environment.count=3")
+    iterations, limit = (7, 1, 40), 10
+    rows = worlds.plain_steps(
+        "CartPole-v1", 5, 3, sum(iterations), mostly_right, max_episode_steps=limit
+    )
+    flat = list(chain.from_iterable(rows))
+    assert sum(s.terminated and not s.truncated for s in flat) > 0
+    assert sum(s.truncated and not s.terminated for s in flat) > 3
+    assert sum(s.truncated and s.terminated for s in flat) > 3
+    with learner("ppo", *settings, f"environment.options.max_episode_steps={limit}") as pg:
+        shake(pg)
+        pg.environments.seed = 5
+        done = 0
+        for times in iterations:
+            collected = collect_steps(pg.environments, all_mostly_right, times)
+            experience = pg.measure(collected)
+            wanted = of_sb3(pg, rows[done : done + times], rows[done - 1] if done else None)
+            advantage, returned = zip(*(wanted[key] for key in sorted(wanted)), strict=True)
+            assert np.std(advantage) > 0.1
+            # float32 on both sides, sums of up to 10 numbers up to 10.
+            np.testing.assert_allclose(experience.advantage_N, advantage, rtol=0, atol=2e-5)
+            np.testing.assert_allclose(experience.return_N, returned, rtol=0, atol=2e-5)
+            done += times
+
+
+ADVANTAGES = {
+    "td": ("ppo", "algorithm.advantage={kind='td', gamma=0.9}"),
+    "n_step": ("ppo", "algorithm.advantage={kind='n_step', gamma=0.9, steps=3}"),
+    "monte_carlo": (
+        "reinforce",
+        "algorithm.advantage={kind='monte_carlo', gamma=0.9, baseline='value'}",
+        "algorithm.value.coefficient=1.0",
+    ),
+    "batch_mean": ("reinforce", "algorithm.advantage.gamma=0.9"),
+}
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
+def test_other_advantages_are_those_of_a_loop(kind: str) -> None:
+    algorithm, *settings = ADVANTAGES[kind]
+    short = ("environment.options.max_episode_steps=10", "environment.count=3")
+    with learner(algorithm, *settings, *short) as pg:
+        shake(pg)
+        if kind in ("td", "n_step"):
+            collected = collect_steps(pg.environments, all_mostly_right, 31)
+        else:
+            collected = collect_episodes(pg.environments, all_mostly_right, 12)
+        experience = pg.measure(collected)
+        value_N = experience.value_N
+        critic = pg.critic
+        behind = [0.0] * len(collected.lengths)
+        if critic is not None:
+            with torch.no_grad():
+                behind = critic(torch.from_numpy(collected.behind_SO)).squeeze(-1).tolist()
+    assert collected.terminated_S.any()
+    assert not collected.terminated_S.all()
+    wanted, starts, at = [], [], 0
+    for s, length in enumerate(collected.lengths):
+        reward = collected.reward_N[at : at + length].tolist()
+        value = [0.0] * length if value_N is None else value_N[at : at + length].tolist()
+        value.append(0.0 if collected.terminated_S[s] else behind[s])
+        for t in range(length):
+            steps = {"td": 1, "n_step": 3}.get(kind, length)
+            end = min(t + steps, length)
+            total = sum(0.9 ** (k - t) * reward[k] for k in range(t, end))
+            wanted.append(total + 0.9 ** (end - t) * value[end] - value[t])
+            starts += [total] if t == 0 else []
+        at += length
+    if kind == "batch_mean":
+        wanted = [a - float(np.mean(starts)) for a in wanted]
+    # float32, sums of up to 10 numbers up to 10.
+    np.testing.assert_allclose(experience.advantage_N, wanted, rtol=0, atol=2e-5)
+    if value_N is not None:
+        assert experience.return_N is not None
+        torch.testing.assert_close(experience.return_N, experience.advantage_N + value_N)
+
+
+def test_group_advantages_compare_episodes_of_one_start() -> None:
+    with learner("grpo", "environment.count=4", "group_size=4", "rollout_episodes=8") as pg:
+        collected = collect_episodes(pg.environments, worlds.choose_all, 8)
+        experience = pg.measure(collected)
+        # Actions follow from the observation alone, so that a group's episodes are one and the
+        # same: there is nothing to compare.
+        assert experience.advantage_N is not None
+        assert not experience.advantage_N.any()
+        experience, _ = iteration(pg, 2)
+    assert experience.groups_S.tolist() == [2] * 4 + [3] * 4
+    assert experience.advantage_N is not None
+    first_S = np.cumsum(experience.lengths) - np.array(experience.lengths)
+    starts = experience.observation_NO[first_S]
+    assert torch.equal(starts[:4], starts[:1].expand(4, -1))
+    assert not torch.equal(starts[0], starts[4])
+    advantage_S = experience.advantage_N[first_S].double().numpy()
+    for group in (slice(0, 4), slice(4, 8)):
+        returns = np.array(experience.lengths[group], dtype=float)  # CartPole pays 1 a step
+        wanted = (returns - returns.mean()) / (returns.std(ddof=1) + 1e-4)
+        np.testing.assert_allclose(advantage_S[group], wanted, rtol=1e-5)
+
+
+def test_penalties_are_taken_from_each_reward() -> None:
+    divergence = "algorithm.divergence={to='reference',where='reward',estimator='k1',beta=0.3}"
+    with learner("ppo", divergence) as pg:
+        shake(pg)  # away from the reference
+        assert pg.reference is not None
+        collected = collect_steps(pg.environments, worlds.choose_all, 20)
+        experience = pg.measure(collected)
+        signals = pg.signals(experience, collected)
+        with torch.no_grad():
+            x, action = experience.observation_NO, experience.action_N
+            log_prob = torch.distributions.Categorical(logits=pg.actor(x)).log_prob(action)
+            reference = torch.distributions.Categorical(logits=pg.reference(x)).log_prob(action)
+    wanted = torch.from_numpy(collected.reward_N).float() - 0.3 * (log_prob - reference)
+    assert (log_prob - reference).abs().max() > 0.1
+    torch.testing.assert_close(signals.reward_N, wanted, rtol=0, atol=1e-6)  # float32 around 1
+
+
+# ---------------------------------------------------------------- the clip table
+
+LOW, HIGH, DUAL = 0.2, 0.28, 3.0
+INSIDE = [1 - LOW * 0.99, 1.0, 1 + HIGH * 0.99]
+BELOW, ABOVE = 1 - LOW * 1.01, 1 + HIGH * 1.01
+# Ratio, advantage, value, and d value / d log ρ: ρA where there is a gradient.
+TABLE = [
+    *((ratio, a, ratio * a, ratio * a) for ratio in INSIDE for a in (0.7, -0.7)),
+    (BELOW, 0.7, BELOW * 0.7, BELOW * 0.7),
+    (BELOW, -0.7, (1 - LOW) * -0.7, 0.0),
+    (ABOVE, 0.7, (1 + HIGH) * 0.7, 0.0),
+    (ABOVE, -0.7, ABOVE * -0.7, ABOVE * -0.7),
+    (0.1, 0.7, 0.07, 0.07),
+    (3.2, -0.7, 3.2 * -0.7, 3.2 * -0.7),
+    (1.0, 0.0, 0.0, 0.0),
+]
+DUAL_TABLE = [
+    (2.9, -0.7, 2.9 * -0.7, 2.9 * -0.7),
+    (3.1, -0.7, DUAL * -0.7, 0.0),
+    (3.1, 0.7, (1 + HIGH) * 0.7, 0.0),
+    (BELOW, -0.7, (1 - LOW) * -0.7, 0.0),
+]
+CLIP = (f"algorithm.surrogate.low={LOW}", f"algorithm.surrogate.high={HIGH}")
+# A row without a critic, whose advantages no whitening touches.
+CLIPPED = ("dapo", *CLIP, "environment.count=8")
+Case = tuple[float, float, float, float]
+
+
+def with_ratios(pg: PolicyGradient, cases: list[Case], dtype: torch.dtype) -> Experience:
+    """An action a case; the old log-probabilities are such that the ratio is as the case says."""
+    generator = torch.Generator().manual_seed(4)
+    observation_NO = torch.randn(len(cases), 4, generator=generator, dtype=dtype)
+    action_N = torch.arange(len(cases)) % 2
+    with torch.no_grad():
+        log_prob_N = pg.actor.judge(observation_NO, action_N)[0]
+    old_N = log_prob_N - torch.tensor([c[0] for c in cases], dtype=dtype).log()
+    return Experience(
+        lengths=(1,) * len(cases),
+        groups_S=torch.arange(len(cases)),
+        engine_log_prob_N=old_N,
+        old_log_prob_N=old_N,
+        advantage_N=torch.tensor([c[1] for c in cases], dtype=dtype),
+        observation_NO=observation_NO,
+        action_N=action_N,
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "table"), [((), TABLE), ((f"algorithm.surrogate.dual={DUAL}",), DUAL_TABLE)]
+)
+def test_the_clip_table_on_the_logits(settings: tuple[str, ...], table: list[Case]) -> None:
+    with learner(*CLIPPED, *settings) as pg:
+        shake(pg)
+        pg.actor.double()
+        part = prepare(pg.stage.algorithm, with_ratios(pg, table, torch.float64), 500)
+        logits: list[Tensor] = []
+
+        def keep(module: Any, inputs: Any, output: Tensor) -> None:
+            output.retain_grad()
+            logits.append(output)
+
+        handle = pg.actor.network.register_forward_hook(keep)
+        made = loss(pg.stage.algorithm, part, pg.scores(part), 0.0)
+        handle.remove()
+        made.total.backward()
+    (logits_NA,) = logits
+    assert logits_NA.grad is not None
+    count = len(table)
+    # The loss is the mean of the values, turned; d log π(a) / d logits = [a] − π.
+    values = [case[2] for case in table]
+    assert made.total.item() == pytest.approx(-sum(values) / count, abs=1e-12)
+    probability_NA = torch.softmax(logits_NA.detach(), -1)
+    chosen_NA = torch.nn.functional.one_hot(part.action_N, 2)
+    slope_N1 = torch.tensor([[case[3]] for case in table], dtype=torch.float64)
+    wanted = -slope_N1 * (chosen_NA - probability_NA) / count
+    assert probability_NA.min() > 0.01  # no softmax is so sure that its gradient is 0 anyway
+    torch.testing.assert_close(logits_NA.grad, wanted, rtol=0, atol=1e-12)
+    flat = logits_NA.grad.abs().sum(-1) == 0
+    assert flat.tolist() == [case[3] == 0 for case in table]
+
+
+@pytest.mark.parametrize(
+    ("settings", "case"),
+    [((), case) for case in TABLE]
+    + [((f"algorithm.surrogate.dual={DUAL}",), case) for case in DUAL_TABLE],
+)
+def test_the_clip_table_in_an_update(settings: tuple[str, ...], case: Case) -> None:
+    ratio, advantage, value, slope = case
+    with learner(*CLIPPED, *settings) as pg:
+        shake(pg)
+        part = prepare(pg.stage.algorithm, with_ratios(pg, [case], torch.float32), 500)
+        log_prob = pg.actor.judge(part.observation_NO, part.action_N)[0]
+        gradients = torch.autograd.grad(log_prob.sum(), list(pg.actor.parameters()))
+        norm = float(torch.cat([g.reshape(-1) for g in gradients]).norm())
+        before = pg.trained.vector.detach().clone()
+        metrics = pg._update(part, 1e-3)
+        with torch.no_grad():
+            after = pg.actor.judge(part.observation_NO, part.action_N)[0]
+        # float32: the ratio goes through a logarithm and back.
+        assert metrics["loss/policy"] == pytest.approx(-value, rel=1e-5, abs=1e-7)
+        assert metrics["grad_norm"] == pytest.approx(abs(slope) * norm, rel=1e-4, abs=1e-9)
+        assert metrics["ratio/mean"] == pytest.approx(ratio, rel=1e-5)
+        if slope == 0:
+            assert torch.equal(pg.trained.vector, before)
+        else:
+            assert torch.sign(after - log_prob.detach()).item() == np.sign(advantage)
+        clipped = slope == 0 and advantage != 0 and not (ratio > DUAL and advantage < 0)
+        assert metrics["clip_ratio/region_mean"] == float(clipped)
+
+
+# ---------------------------------------------------------------- updates
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_no_step_is_taken_past_the_target_kl(minibatches: int) -> None:
+    settings = (
+        *("epochs=6", f"minibatches={minibatches}"),
+        *("optimizer.learning_rate=0.01", "optimizer.max_grad_norm=none"),
+    )
+
+    def run(*more: str) -> tuple[list[tuple[float, bool]], dict[str, float]]:
+        """Each update's KL before it, and whether it moved the weights; the metrics."""
+        with learner("ppo", *settings, *more) as pg:
+            seen: list[tuple[float, bool]] = []
+            update = pg._update
+
+            def spy(part: Experience, rate: float) -> dict[str, float]:
+                before = pg.trained.vector.detach().clone()
+                metrics = update(part, rate)
+                moved = not torch.equal(before, pg.trained.vector)
+                seen.append((metrics["kl/old"], moved))
+                return metrics
+
+            pg._update = spy  # type: ignore[method-assign]
+            return seen, pg.iterate(1)
+
+    free, metrics = run()
+    assert len(free) == metrics["updates"] == 6 * minibatches
+    assert all(moved for _, moved in free)
+    limit = 0.003
+    stopped, metrics = run(f"target_kl={limit}")
+    taken = len(stopped) - 1
+    assert 1 <= taken < len(free) - 1
+    assert metrics["updates"] == taken
+    assert all(kl <= limit and moved for kl, moved in stopped[:-1])
+    last, moved = stopped[-1]
+    assert last > limit
+    assert not moved
+    assert stopped[:-1] == free[:taken]  # until then nothing differs
+    assert last == free[taken][0]
+
+
+def test_the_first_update_is_on_policy() -> None:
+    for settings in (("epochs=1", "minibatches=1"), ("epochs=2", "minibatches=1")):
+        with learner("ppo", *settings) as pg:
+            kls: list[float] = []
+            update = pg._update
+
+            def spy(
+                part: Experience, rate: float, update: Any = update, kls: list[float] = kls
+            ) -> dict[str, float]:
+                kls.append(update(part, rate)["kl/old"])
+                return {"grad_norm": 0.0}
+
+            pg._update = spy  # type: ignore[method-assign]
+            pg.iterate(1)
+        assert kls[0] == 0.0  # bitwise: the ratio is 1
+        assert all(kl > 0 for kl in kls[1:])
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce_pp"])
+@pytest.mark.parametrize("minibatches", [1, 4])
+def test_whitening_is_over_each_minibatch(algorithm: str, minibatches: int) -> None:
+    parts: list[Experience] = []
+    with learner(algorithm, f"minibatches={minibatches}", "epochs=2") as pg:
+        update = pg._update
+
+        def spy(part: Experience, rate: float) -> dict[str, float]:
+            parts.append(part)
+            return update(part, rate)
+
+        pg._update = spy  # type: ignore[method-assign]
+        experience, _ = iteration(pg)
+    assert len(parts) == 2 * minibatches
+    places = {row.numpy().tobytes(): n for n, row in enumerate(experience.observation_NO)}
+    assert len(places) == len(experience.action_N)
+    assert experience.advantage_N is not None
+    for part in parts:
+        assert part.advantage_N is not None
+        at = [places[row.numpy().tobytes()] for row in part.observation_NO]
+        raw = experience.advantage_N[at].double()
+        assert abs(float(raw.mean())) + abs(float(raw.std()) - 1) > 1e-2  # not white before
+        wanted = (raw - raw.mean()) / raw.std()
+        # float32, numbers up to 4.
+        torch.testing.assert_close(part.advantage_N.double(), wanted, rtol=0, atol=1e-5)
+        assert part.weight_N is not None
+        assert float(part.weight_N.sum()) == pytest.approx(1.0, abs=1e-5)
+    for epoch in (parts[:minibatches], parts[minibatches:]):
+        assert sum(len(part.action_N) for part in epoch) == len(experience.action_N)
+
+
+def test_constant_weights_have_the_longest_episode_for_budget() -> None:
+    for name, budget in (("CartPole-v1", 500), (worlds.BANDIT, FALLBACK_BUDGET)):
+        with learner("dr_grpo", name=name) as pg:
+            parts: list[Experience] = []
+            update = pg._update
+
+            def spy(
+                part: Experience, rate: float, update: Any = update, parts: Any = parts
+            ) -> dict[str, float]:
+                parts.append(part)
+                out: dict[str, float] = update(part, rate)
+                return out
+
+            pg._update = spy  # type: ignore[method-assign]
+            pg.iterate(1)
+        (part,) = parts
+        assert part.weight_N is not None
+        np.testing.assert_allclose(part.weight_N, 1 / (8 * budget), rtol=1e-6)
+
+
+def test_a_correction_leaves_an_on_policy_step_alone() -> None:
+    """What acts here is what learns: the weight is 1, however few updates there are."""
+    for settings in (("epochs=1", "minibatches=1"), ("epochs=2", "minibatches=2")):
+        ends = []
+        for correction in ("none", "{kind='truncate'}", "{kind='mask'}"):
+            with learner("ppo", *settings, f"algorithm.correction={correction}") as pg:
+                pg.iterate(1)
+                ends.append(pg.trained.vector.detach().clone())
+        assert torch.equal(ends[0], ends[1])
+        assert torch.equal(ends[0], ends[2])
+
+
+# ---------------------------------------------------------------- β that moves
+
+
+def log_probs(actor: Any, experience: Experience) -> Tensor:
+    with torch.no_grad():
+        logits = actor(experience.observation_NO)
+    out: Tensor = torch.distributions.Categorical(logits=logits).log_prob(experience.action_N)
+    return out.double()
+
+
+def test_beta_follows_ppos_rule() -> None:
+    settings = ("optimizer.learning_rate=0.01", "minibatches=2")
+
+    def run(target: float, number: int = 1) -> tuple[float, float]:
+        more = f"algorithm.divergence.adaptive.target={target}"
+        with learner("ppo_kl_penalty", *settings, more) as pg:
+            assert pg.beta == 1.0
+            experience, metrics = iteration(pg)
+            assert experience.old_log_prob_N is not None
+            d = log_probs(pg.actor, experience) - experience.old_log_prob_N
+            kl = float((d.exp() - 1 - d).mean())  # KL(old‖π), from the old policy's actions
+            # float32 log-probabilities, rounded to 1e-7, of a KL of 1e-3.
+            assert metrics["kl/after"] == pytest.approx(kl, rel=1e-2)
+            assert metrics["beta"] == pg.beta
+            assert pg.facts()["beta"] == pg.beta
+            return metrics["kl/after"], pg.beta
+
+    kl, _ = run(0.01)
+    assert kl > 1e-4
+    # Its first iteration does not depend on the target, so that this KL comes again.
+    betas = {share: run(kl / share) for share in (1.6, 1.4, 1 / 1.4, 1 / 1.6)}
+    assert [found for found, _ in betas.values()] == [kl] * 4
+    assert [beta for _, beta in betas.values()] == [2.0, 1.0, 1.0, 0.5]
+
+
+def test_beta_follows_zieglers_rule() -> None:
+    def divergence(target: float) -> str:
+        return (
+            "algorithm.divergence={to='reference',where='loss',estimator='k3',beta=0.1,"
+            f"adaptive={{rule='ziegler',target={target},horizon=50.0}}}}"
+        )
+
+    def run(target: float) -> tuple[float, float, int]:
+        with learner("grpo", divergence(target)) as pg:
+            shake(pg, seed=2)  # away from the reference
+            assert pg.reference is not None
+            actor = {name: p.clone() for name, p in pg.actor.state_dict().items()}
+            experience, metrics = iteration(pg)
+            pg.actor.load_state_dict(actor)  # the KL is of the policy that acted
+            d = log_probs(pg.actor, experience) - log_probs(pg.reference, experience)
+            kl = float(d.sum()) / 8
+            assert metrics["kl/sequence"] == pytest.approx(kl, rel=1e-4)  # float32, sums of 200
+            return kl, pg.beta, experience.sequences
+
+    kl, _, m = run(1.0)
+    assert m == 8
+    assert kl > 0.01
+    for target, error in ((kl / 2, 0.2), (kl / 1.1, 0.1), (kl * 2, -0.2)):
+        _, beta, _ = run(target)
+        assert beta == pytest.approx(0.1 * (1 + error * 8 / 50), rel=1e-5)
+
+
+def test_the_reference_stands_still_until_it_is_reset() -> None:
+    divergence = "algorithm.divergence={to='reference',where='loss',estimator='full',beta=0.1}"
+    with learner("ppo", divergence, "reference.reset_every=3", "epochs=1") as pg:
+        assert pg.reference is not None
+        first = pg.actor.state_dict()["network.0.weight"].clone()
+        for number in (1, 2, 3, 4):
+            metrics = pg.iterate(number)
+            assert (metrics["kl"] > 1e-9) == (number in (2, 3))  # at 1 and 4 they are the same
+            now = pg.reference.state_dict()["network.0.weight"]
+            assert torch.equal(now, first) == (number < 3)
+
+
+# ---------------------------------------------------------------- statistics
+
+
+def test_statistics_are_of_all_iterations_and_normalise_the_next() -> None:
+    on = ("normalisation.observations=true", "normalisation.rewards=true")
+    with learner("ppo", *on, "environment.count=3", name=worlds.COUNTER) as pg:
+        wanted, totals = Moments.of(2), {}
+        collect = pg._collect
+        seen: list[Collected] = []
+
+        def spy(draw: Any) -> Collected:
+            seen.append(collect(draw))
+            return seen[-1]
+
+        pg._collect = spy  # type: ignore[method-assign]
+        shown: list[Floats] = []
+        act = pg.actor.act
+
+        def watched(observation_EO: Floats, noise_EA: Any) -> Any:
+            shown.append(observation_EO.copy())
+            return act(observation_EO, noise_EA)
+
+        pg.actor.act = watched  # type: ignore[method-assign]
+        returns: list[float] = []
+        gamma = pg.stage.algorithm.advantage.gamma  # type: ignore[union-attr]
+        for number in (1, 2, 3):
+            before = pg.seen
+            experience, _ = iteration(pg, number)
+            collected = seen[-1]
+            normal = before.normal(collected.observation_NO)
+            np.testing.assert_array_equal(experience.observation_NO, normal)
+            acted = np.concatenate(shown)  # in order of time, not of episodes
+            np.testing.assert_array_equal(np.sort(acted, axis=0), np.sort(normal, axis=0))
+            shown.clear()
+            signals = pg.signals(experience, collected)  # with the statistics brought up to date
+            reward = pg.earned.scaled(collected.reward_N)
+            np.testing.assert_array_equal(signals.reward_N, reward)
+            # What lies behind is seen in the same way.
+            last_S = np.cumsum(collected.lengths) - 1
+            assert pg.critic is not None
+            assert signals.next_value_N is not None
+            with torch.no_grad():
+                behind_S = pg.critic(torch.from_numpy(pg.seen.normal(collected.behind_SO)))
+            behind_S[torch.from_numpy(collected.terminated_S)] = 0
+            assert torch.equal(signals.next_value_N[last_S], behind_S.squeeze(-1))
+            wanted = wanted.with_(collected.observation_NO)
+            ends = np.cumsum(collected.lengths)
+            for episode, length, end in zip(
+                collected.episode_S.tolist(), collected.lengths, ends, strict=True
+            ):
+                for reward_now in collected.reward_N[end - length : end]:
+                    totals[episode] = reward_now + gamma * totals.get(episode, 0.0)
+                    returns.append(totals[episode])
+    np.testing.assert_array_equal(pg.seen.mean, wanted.mean)
+    # float64, hundreds of numbers up to 20.
+    np.testing.assert_allclose(pg.earned.mean, [np.mean(returns)], rtol=1e-12)
+    np.testing.assert_allclose(pg.earned.variance, [np.var(returns)], rtol=1e-12)
+
+
+# ---------------------------------------------------------------- every preset
+
+
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - REFUSED))
+def test_presets_run_on_cartpole(name: str) -> None:
+    small = ("steps=4000", "rollout_steps=24", "network.hidden=[8]", "minibatches=2")
+    recipe = load_control(name, "CartPole-v1", [*small, "environment.count=8"])
+    pg = PolicyGradient(recipe.stage, 3)  # type: ignore[arg-type]
+    with closing(pg.environments):
+        before = pg.trained.vector.detach().clone()
+        for number in (1, 2):
+            taken = pg.steps
+            metrics = pg.iterate(number)
+            assert pg.steps > taken
+            assert all(np.isfinite(value) for value in metrics.values())
+            assert metrics["updates"] == 2 * pg.stage.epochs
+            assert not torch.equal(pg.trained.vector, before)
+            before = pg.trained.vector.detach().clone()
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_rows_of_completions_are_refused_in_one_line(name: str) -> None:
+    with pytest.raises(KeelError, match="completions") as caught:
+        load_control(name, "CartPole-v1")
+    assert "\n" not in str(caught.value)
+
+
+def test_real_actions() -> None:
+    with learner("ppo", "epochs=2", "minibatches=2", name="Pendulum-v1") as pg:
+        before = pg.trained.state()["actor/log_std"].clone()
+        for number in (1, 2):
+            metrics = pg.iterate(number)
+            assert all(np.isfinite(value) for value in metrics.values())
+        assert not torch.equal(pg.trained.state()["actor/log_std"], before)
+        assert pg.steps == 2 * 24 * pg.stage.environment.count
+
+
+# ---------------------------------------------------------------- it learns
+
+VALUE_BASELINE = ("algorithm.advantage.baseline=value", "algorithm.value.coefficient=1.0")
+GAE_OF_PPO = ("epochs=2", "minibatches=2", "rollout_steps=4")
+
+
+@pytest.mark.parametrize("pay", [1.0, -1.0])
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        ("grpo", ()),
+        ("dr_grpo", ()),
+        ("rloo", ()),
+        ("cispo", ()),
+        ("reinforce", ()),
+        ("reinforce", VALUE_BASELINE),
+        ("ppo", GAE_OF_PPO),
+    ],
+)
+def test_it_learns_which_arm_pays(algorithm: str, settings: tuple[str, ...], pay: float) -> None:
+    """From near one half; `constant` weights divide by the budget, which Adam does not mind."""
+    more = ("environment.count=8", "optimizer.learning_rate=0.03", "optimizer.max_grad_norm=none")
+    with learner(
+        algorithm, *settings, *more, f"environment.options.pay={pay}", name=worlds.BANDIT
+    ) as pg:
+
+        def probability() -> float:
+            with torch.no_grad():
+                return float(torch.softmax(pg.actor(torch.ones(1, 1)), -1)[0, -1])
+
+        assert 0.4 < probability() < 0.6
+        for number in range(1, 21):
+            pg.iterate(number)
+        if pay > 0:
+            assert probability() > 0.9
+        else:
+            assert probability() < 0.1
+
+
+# ---------------------------------------------------------------- to the disk and back
+
+STATEFUL = {
+    "ppo": ("ppo", "normalisation.observations=true", "normalisation.rewards=true"),
+    # A target so high that β is halved each time.
+    "beta": ("ppo_kl_penalty", "minibatches=2", "algorithm.divergence.adaptive.target=1.0"),
+    "reference": (
+        "grpo",
+        "reference.reset_every=2",
+        "algorithm.divergence={to='reference',where='loss',estimator='k3',beta=0.1}",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_what_is_restored_goes_on_bit_for_bit(kind: str) -> None:
+    algorithm, *settings = STATEFUL[kind]
+    with learner(algorithm, *settings) as pg, learner(algorithm, *settings, seed=3) as other:
+        for number in (1, 2, 3):
+            pg.iterate(number)
+        other.restore({name: t.clone() for name, t in pg.tensors().items()}, pg.facts())
+        assert other.environments.restore(pg.environments.state())
+        for number in (4, 5):
+            assert pg.iterate(number) == other.iterate(number)
+        theirs = other.tensors()
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in pg.tensors().items())
+
+
+def test_the_greedy_draw_is_the_likeliest_action_of_what_it_was_taught_to_see() -> None:
+    with learner("ppo", "normalisation.observations=true") as pg:
+        shake(pg)
+        pg.iterate(1)
+        x = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+        with torch.no_grad():
+            seen, raw = (
+                pg.actor(torch.from_numpy(array)).argmax(-1).tolist()
+                for array in (pg.seen.normal(x), x)
+            )
+        assert pg.greedy()(x).tolist() == seen != raw
+
+
+def test_values_are_explained_by_their_returns() -> None:
+    with learner("ppo") as pg:
+        experience, metrics = iteration(pg)
+        assert experience.value_N is not None
+        assert experience.return_N is not None
+        value, returned = experience.value_N.double(), experience.return_N.double()
+        explained = 1 - float((returned - value).var() / returned.var())
+        assert metrics["value/explained_variance"] == pytest.approx(explained, rel=1e-4)
+        assert metrics["value/mean"] == pytest.approx(float(value.mean()), rel=1e-4)

@@ -1,0 +1,240 @@
+"""Runs on environments: the folder they leave, the same curve twice, and after any stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from safetensors.torch import load_file
+
+from keel.config.control import ControlRecipe
+from keel.config.control_load import algorithms, load_control, tuned
+from keel.config.load import to_toml
+from keel.control.run import control
+from keel.insight.glossary import unknown
+from keel.runs.interrupt import Interrupted
+from keel.runs.layout import RunFolder
+from keel.runs.read import load
+from keel.types import KeelError
+from tests.shared import ROOT
+
+SHORT = ("checkpoints.every=2", "checkpoints.keep=9", "watching.film=false", "network.hidden=[8]")
+EVALUATED = ("evaluation.every=200", "evaluation.episodes=3")
+Q = ("steps=600", "row_every=100", "replay.warmup=50", "replay.batch_size=16")
+BY_STEPS = ("steps=480", "rollout_steps=20", "environment.count=4")
+CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "dqn": ("dqn", "CartPole-v1", (*Q, "replay.capacity=200")),
+    "dqn-variants": (
+        "dqn",
+        "CartPole-v1",
+        (*Q, "double=true", "n_step=3", "loss=huber", "target.rate=0.05", "environment.count=2"),
+    ),
+    "ppo": ("ppo", "CartPole-v1", (*BY_STEPS, "minibatches=4", "epochs=2")),
+    "ppo-normalised": (
+        "ppo",
+        "Pendulum-v1",
+        (*BY_STEPS, "normalisation.observations=true", "normalisation.rewards=true"),
+    ),
+    "ppo-penalty": ("ppo_kl_penalty", "CartPole-v1", (*BY_STEPS, "epochs=2", "minibatches=2")),
+    "ppo-reference": (
+        "ppo",
+        "CartPole-v1",
+        (
+            *BY_STEPS,
+            "algorithm.divergence={to='reference', where='reward', estimator='k1', beta=0.1}",
+            "reference.reset_every=2",
+        ),
+    ),
+    "ppo-schedule": (
+        "ppo",
+        "CartPole-v1",
+        (*BY_STEPS, "optimizer.schedule=linear", "target_kl=1e-4"),
+    ),
+    "grpo": ("grpo", "CartPole-v1", ("steps=700", "environment.count=4", "group_size=4")),
+    "reinforce": ("reinforce", "CartPole-v1", ("steps=700", "environment.count=3")),
+}
+
+
+def small(case: str, *overrides: str) -> ControlRecipe:
+    algorithm, environment, own = CASES[case]
+    return load_control(algorithm, environment, (*SHORT, *EVALUATED, *own, *overrides))
+
+
+def same(a: RunFolder, b: RunFolder) -> None:
+    """Rows, and all that the last checkpoint holds, are byte for byte the same."""
+    for name in ("metrics.jsonl", "recipe.toml"):
+        assert (a.path / name).read_bytes() == (b.path / name).read_bytes(), name
+    ends = [load(folder.path).checkpoints()[-1].path for folder in (a, b)]
+    assert ends[0].name == ends[1].name
+    for name in ("state.json", "tensors.safetensors"):
+        assert (ends[0] / name).read_bytes() == (ends[1] / name).read_bytes(), name
+
+
+def tear(folder: RunFolder) -> None:
+    """Damage the newest checkpoint."""
+    path = load(folder.path).checkpoints()[-1].path / "tensors.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_twice_and_after_a_stop_it_is_the_same_run(case: str, tmp_path: Path) -> None:
+    recipe = small(case)
+    whole = control(recipe, tmp_path / "whole")
+    again = control(recipe, tmp_path / "again")
+    same(whole, again)
+    assert len(load(again.path).checkpoints()) > 1
+    tear(again)
+    control(None, again.path, resume=True)
+    same(whole, again)
+    assert not unknown(load(whole.path).names())
+
+
+def test_another_seed_is_another_run(tmp_path: Path) -> None:
+    a, b = (control(small("ppo", f"seed={seed}"), tmp_path / str(seed)) for seed in (0, 1))
+    assert a.metrics.read_bytes() != b.metrics.read_bytes()
+
+
+def test_killed_at_any_instant_it_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """SIGKILL, again and again, wherever the run happens to be; then to the end."""
+    recipe = small("ppo", "steps=8000", "checkpoints.every=1", "checkpoints.keep=2")
+    whole = control(recipe, tmp_path / "whole")
+    file = tmp_path / "recipe.toml"
+    file.write_text(to_toml(recipe))
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-m", "keel", "control"]
+    rng = random.Random(0)
+    kills = 0
+    for attempt in range(20):
+        there = (folder / "recipe.toml").exists()
+        what = ["--resume"] if there else [str(file)]
+        process = subprocess.Popen(
+            [*command, *what, "--run", str(folder), "--quiet"],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+        )
+        if kills < 3 and attempt < 19:
+            more = _rows(folder) + rng.randint(1, 25)
+            while process.poll() is None and _rows(folder) < more:
+                time.sleep(0.001)
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                kills += 1
+        _, error = process.communicate()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, error.decode()
+    assert kills > 0
+    same(whole, RunFolder.open(folder))
+
+
+def _rows(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_asked_to_stop_it_leaves_a_checkpoint(tmp_path: Path) -> None:
+    recipe = small("ppo", "checkpoints.every=999")
+    whole = control(recipe, tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        control(recipe, tmp_path / "stopped", watcher=_Stopper())
+    stopped = RunFolder.open(tmp_path / "stopped")
+    assert len(load(stopped.path).checkpoints()) == 1
+    assert json.loads(stopped.run_json.read_text())["finished"] is False
+    control(None, stopped.path, resume=True)
+    same(whole, stopped)
+
+
+class _Stopper:
+    """Asks the run to stop after its third row."""
+
+    def stage(self, *_: object) -> None: ...
+
+    def step(self, stage: str, step: int, *_: object) -> None:
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    def evaluation(self, *_: object) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def test_what_a_run_leaves(tmp_path: Path) -> None:
+    folder = control(small("dqn", "watching.film=true"), tmp_path / "run")
+    info = json.loads(folder.run_json.read_text())
+    assert info["environment_steps"] == 600
+    assert info["evaluation"]["after"]["n"] == 3
+    assert len(info["evaluation"]["after"]["returns"]) == 3
+    with Image.open(folder.curve) as curve:
+        assert curve.size[0] > 800
+    with Image.open(folder.film) as film:
+        frames = getattr(film, "n_frames", 1)
+    steps = info["film"]["steps"]
+    assert steps / 2 < frames <= steps + 1  # a picture like the one before is not written again
+    state = load(folder.path).checkpoints()[-1].path
+    assert {"online/0.weight", "target/0.weight"} <= load_file(state / "tensors.safetensors").keys()
+
+
+def test_an_environment_that_cannot_be_drawn_is_a_note_and_no_failure(tmp_path: Path) -> None:
+    folder = control(
+        load_control("dqn", "tests.control.blind:Blind-v0", (*SHORT, *Q, "watching.film=true")),
+        tmp_path / "run",
+    )
+    assert not folder.film.exists()
+    assert any("no film" in str(event.get("text")) for event in load(folder.path).events())
+
+
+@pytest.mark.parametrize(("algorithm", "environment"), tuned())
+def test_tuned_settings_load(algorithm: str, environment: str) -> None:
+    recipe = load_control(algorithm, environment)
+    assert recipe.stage.environment.id == environment
+    assert recipe.name == f"{algorithm}-{environment}"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "environment", "overrides", "words"),
+    [
+        ("pop", "CartPole-v1", (), "did you mean 'ppo'"),
+        ("ppo", None, (), "name one with --env"),
+        ("ppo", "CartPole-v1", ("rolout_steps=3",), "did you mean 'rollout_steps'"),
+        ("ppo", "CartPole-v1", ("algorithm.surrogat.low=3",), "did you mean 'surrogate'"),
+        ("dqn", "CartPole-v1", ("gama=0.9",), "did you mean 'gamma'"),
+        ("dqn", "CartPole-v1", ("replay.capacity=1",), "replay.capacity = 1 holds less"),
+        ("grpo", "CartPole-v1", ("group_size=1",), "leaves nothing to compare"),
+        ("grpo", "CartPole-v1", ("group_size=3",), "do not part into groups of 3"),
+        ("remax", "CartPole-v1", (), "of completions, not of environments"),
+        ("grpo_process", "CartPole-v1", (), "of completions, not of environments"),
+        ("missing.toml", None, (), "no such file"),
+    ],
+)
+def test_wrong_recipes(
+    algorithm: str, environment: str | None, overrides: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(KeelError, match=words.replace("(", r"\(")):
+        load_control(algorithm, environment, overrides)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "environment", "words"),
+    [
+        ("ppo", "CartPoll-v1", "CartPole"),
+        ("ppo", "no_such_module:Env-v0", "no_such_module"),
+        ("dqn", "Pendulum-v1", "use ppo"),
+    ],
+)
+def test_wrong_environments(algorithm: str, environment: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(KeelError, match=words):
+        control(load_control(algorithm, environment), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_algorithm_has_a_name() -> None:
+    assert {"dqn", "ppo", "grpo", "reinforce", "ppo_kl_penalty"} <= set(algorithms())

@@ -1,0 +1,107 @@
+"""Diagonal Gaussians against loops, torch.distributions and what defines them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.distributions import Independent, Normal, kl_divergence
+
+from keel.objective import gaussian
+from tests.objective import loops
+
+ROWS, WIDTH = 6, 3
+MEAN = loops.random(ROWS * WIDTH, 1).reshape(ROWS, WIDTH)
+OTHER_MEAN = loops.random(ROWS * WIDTH, 2).reshape(ROWS, WIDTH)
+ACTION = loops.random(ROWS * WIDTH, 3, 2.0).reshape(ROWS, WIDTH)
+# A deviation of its own in each row, and one for all rows.
+LOG_STDS = [loops.random(n * WIDTH, 4, 0.7).reshape(n, WIDTH) for n in (ROWS, 1)]
+OTHER_LOG_STDS = [loops.random(n * WIDTH, 5, 0.7).reshape(n, WIDTH) for n in (ROWS, 1)]
+
+
+def theirs(mean_ND: torch.Tensor, log_std_ND: torch.Tensor) -> Independent:
+    return Independent(Normal(mean_ND, log_std_ND.exp().expand_as(mean_ND)), 1)
+
+
+@pytest.mark.parametrize("log_std", LOG_STDS)
+def test_log_prob(log_std: torch.Tensor) -> None:
+    actual = gaussian.log_prob(MEAN, log_std, ACTION)
+    assert actual.shape == (ROWS,)
+    loops.close(actual, theirs(MEAN, log_std).log_prob(ACTION))
+    rows = zip(MEAN.tolist(), log_std.expand_as(MEAN).tolist(), ACTION.tolist(), strict=True)
+    loops.close(actual, [loops.gaussian_log_prob(*row) for row in rows])
+
+
+@pytest.mark.parametrize("log_std", LOG_STDS)
+def test_entropy(log_std: torch.Tensor) -> None:
+    actual = gaussian.entropy(log_std)
+    assert actual.shape == (len(log_std),)
+    loops.close(actual.expand(ROWS), theirs(MEAN, log_std).entropy())
+
+
+@pytest.mark.parametrize("other_log_std", OTHER_LOG_STDS)
+@pytest.mark.parametrize("log_std", LOG_STDS)
+def test_full(log_std: torch.Tensor, other_log_std: torch.Tensor) -> None:
+    actual = gaussian.full(MEAN, log_std, OTHER_MEAN, other_log_std)
+    assert actual.shape == (ROWS,)
+    loops.close(actual, kl_divergence(theirs(MEAN, log_std), theirs(OTHER_MEAN, other_log_std)))
+    # Not the divergence the other way round.
+    assert not torch.allclose(actual, gaussian.full(OTHER_MEAN, other_log_std, MEAN, log_std))
+    loops.close(gaussian.full(MEAN, log_std, MEAN, log_std), [0.0] * ROWS)
+
+
+def test_the_standard_normal_by_hand() -> None:
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    loops.close(gaussian.log_prob(zero, zero, zero + 2), [-0.5 * math.log(2 * math.pi) - 2])
+    loops.close(gaussian.entropy(zero), [0.5 * math.log(2 * math.pi * math.e)])
+    # One apart, the same deviation: a half. Twice the deviation: log(1/2) + 4/2 - 1/2.
+    loops.close(gaussian.full(zero + 1, zero, zero, zero), [0.5])
+    loops.close(gaussian.full(zero, zero + math.log(2), zero, zero), [1.5 - math.log(2)])
+
+
+def test_entropy_and_divergence_are_means_of_the_log_density() -> None:
+    """H = -E log π and KL = E[log π - log ref], E by quadrature over one action."""
+    mean, log_std = loops.tensor([0.3]), loops.tensor([-0.4])
+    other_mean, other_log_std = loops.tensor([-0.5]), loops.tensor([0.2])
+    # ±12 deviations in steps of 1/100: the trapezoid rule is exact to rounding on a bell.
+    action_ND = torch.arange(-1200, 1201, dtype=torch.float64)[:, None] / 100
+    action_ND = mean + log_std.exp() * action_ND
+    own_N = gaussian.log_prob(mean.expand_as(action_ND), log_std[None], action_ND)
+    other_N = gaussian.log_prob(other_mean.expand_as(action_ND), other_log_std[None], action_ND)
+    weight_N = own_N.exp() * log_std.exp() / 100
+    loops.close(weight_N.sum(), torch.ones((), dtype=torch.float64))
+    loops.close(-(weight_N * own_N).sum()[None], gaussian.entropy(log_std[None]))
+    loops.close(
+        (weight_N * (own_N - other_N)).sum()[None],
+        gaussian.full(mean[None], log_std[None], other_mean[None], other_log_std[None]),
+    )
+
+
+@pytest.mark.parametrize("log_std", LOG_STDS)
+def test_gradients(log_std: torch.Tensor) -> None:
+    inputs = [x.clone().requires_grad_() for x in (MEAN, log_std, OTHER_MEAN, OTHER_LOG_STDS[1])]
+    action = ACTION.clone().requires_grad_()
+    assert torch.autograd.gradcheck(gaussian.log_prob, (*inputs[:2], action))
+    assert torch.autograd.gradcheck(gaussian.entropy, (inputs[1],))
+    assert torch.autograd.gradcheck(gaussian.full, inputs)
+    # Of the mean: (a - μ) / σ², REINFORCE's characteristic eligibility (Williams 1992 §6).
+    (gradient,) = torch.autograd.grad(gaussian.log_prob(*inputs[:2], action).sum(), inputs[0])
+    loops.close(gradient, (ACTION - MEAN) / (2 * log_std).exp())
+
+
+def test_a_narrow_policy_far_from_the_action_stays_finite() -> None:
+    mean, action = torch.zeros(1, 1), torch.full((1, 1), 3.0)
+    log_std = torch.full((1, 1), -20.0)
+    # float32: σ² = e^-40 is a number yet, and so is (3/σ)²; 1e-6 is a few of its roundings.
+    expected = -0.5 * 9 * math.exp(40) + 20 - 0.5 * math.log(2 * math.pi)
+    actual = float(gaussian.log_prob(mean, log_std, action))
+    assert actual == pytest.approx(expected, rel=1e-6)
+    assert torch.isfinite(gaussian.full(mean, log_std, action, log_std)).all()
+
+
+def test_shapes_are_checked() -> None:
+    with pytest.raises(Exception, match="log_prob"):
+        gaussian.log_prob(MEAN, LOG_STDS[0][:2], ACTION)
+    with pytest.raises(Exception, match="full"):
+        gaussian.full(MEAN, LOG_STDS[0], OTHER_MEAN[:1], LOG_STDS[0])

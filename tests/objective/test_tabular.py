@@ -1,0 +1,135 @@
+"""Exact solutions: by hand, by every policy there is, and by the laws of Bellman's operator."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import one_hot
+
+from keel.objective import tabular
+from tests.objective import loops
+
+STATES, ACTIONS = 4, 3
+
+
+def random_process(seed: int, stays: float = 0.9) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rewards and transitions; an action ends the episode with 1 - `stays`."""
+    reward_XA = loops.random(STATES * ACTIONS, seed).reshape(STATES, ACTIONS)
+    logit_XAY = loops.random(STATES * ACTIONS * STATES, seed + 1, 2.0)
+    return reward_XA, stays * logit_XAY.reshape(STATES, ACTIONS, STATES).softmax(-1)
+
+
+def hand() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two states. In both, "stay" stays; "go" leads from 0 to 1, and from 1 out."""
+    reward_XA = torch.tensor([[1.0, 0.0], [2.0, 5.0]], dtype=torch.float64)
+    transition_XAY = torch.zeros(2, 2, 2, dtype=torch.float64)
+    transition_XAY[0, 0, 0] = transition_XAY[0, 1, 1] = transition_XAY[1, 0, 1] = 1.0
+    return reward_XA, transition_XAY
+
+
+def test_two_states_by_hand() -> None:
+    reward_XA, transition_XAY = hand()
+    # γ = 1/2. In 1 going gives 5, more than staying for ever (2 / (1 - γ) = 4). In 0 going gives
+    # 5/2, more than staying for ever (2).
+    near = tabular.value_iteration(reward_XA, transition_XAY, gamma=0.5)
+    loops.close(near, loops.tensor([1 + 0.5 * 2.5, 0.5 * 5, 2 + 0.5 * 5, 5]).reshape(2, 2))
+    # γ = 9/10. In 1 staying for ever gives 20; in 0 going there gives 18, staying for ever 10.
+    far = tabular.value_iteration(reward_XA, transition_XAY, gamma=0.9)
+    loops.close(far, loops.tensor([1 + 0.9 * 18, 0.9 * 20, 2 + 0.9 * 20, 5]).reshape(2, 2))
+
+
+def test_policy_values_of_two_states_by_hand() -> None:
+    reward_XA, transition_XAY = hand()
+    # A coin everywhere: V1 = 1 + 5/2 + γ V1 / 2, V0 = 1/2 + γ (V0 + V1) / 2 at γ = 1/2.
+    coin_XA = torch.full((2, 2), 0.5, dtype=torch.float64)
+    last = 3.5 / 0.75
+    first = (0.5 + 0.25 * last) / 0.75
+    loops.close(tabular.policy_values(coin_XA, reward_XA, transition_XAY, gamma=0.5), [first, last])
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 0.95, 1.0])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_value_iteration_solves_the_greedy_policys_equations(seed: int, gamma: float) -> None:
+    reward_XA, transition_XAY = random_process(seed)
+    q_XA = tabular.value_iteration(reward_XA, transition_XAY, gamma=gamma)
+    greedy_XA = one_hot(q_XA.argmax(-1), ACTIONS).double()
+    v_X = tabular.policy_values(greedy_XA, reward_XA, transition_XAY, gamma=gamma)
+    # Sweeps that move by 1e-12 are 1e-12 · 0.9 / (1 - 0.9) off at most.
+    loops.close(q_XA.max(-1).values, v_X)
+
+
+@pytest.mark.parametrize("gamma", [0.5, 0.95])
+def test_no_policy_is_better_and_one_is_as_good(gamma: float) -> None:
+    """The values of all 81 policies, in loops of their own."""
+    reward_XA, transition_XAY = random_process(7)
+    q_XA = tabular.value_iteration(reward_XA, transition_XAY, gamma=gamma)
+    best = [-float("inf")] * STATES
+    for choices in product(range(ACTIONS), repeat=STATES):
+        # 0.9 of an episode's mass goes on: 0.9^200 of order 1 is below 1e-9.
+        values = loops.values_of(choices, reward_XA.tolist(), transition_XAY.tolist(), gamma, 200)
+        best = [max(pair) for pair in zip(best, values, strict=True)]
+        probability_XA = one_hot(loops.ints(choices), ACTIONS).double()
+        solved_X = tabular.policy_values(probability_XA, reward_XA, transition_XAY, gamma=gamma)
+        loops.close(solved_X, values, tolerance=1e-8)
+    loops.close(q_XA.max(-1).values, best, tolerance=1e-8)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.7, 1.0])
+def test_one_sweep_is_the_loop(gamma: float) -> None:
+    reward_XA, transition_XAY = random_process(4)
+    q_XA = loops.random(STATES * ACTIONS, 9).reshape(STATES, ACTIONS)
+    values = [max(row) for row in q_XA.tolist()]
+    expected = loops.bellman(values, reward_XA.tolist(), transition_XAY.tolist(), gamma)
+    actual = tabular.bellman_optimal(q_XA, reward_XA, transition_XAY, gamma=gamma)
+    loops.close(actual, torch.tensor(expected, dtype=torch.float64))
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), gamma=st.floats(0.0, 1.0))
+def test_a_sweep_is_a_contraction(seed: int, gamma: float) -> None:
+    reward_XA, transition_XAY = random_process(seed, stays=1.0)
+    one_XA, other_XA = (
+        loops.random(STATES * ACTIONS, seed + k, 3.0).reshape(STATES, ACTIONS) for k in (2, 3)
+    )
+
+    def sweep(q_XA: torch.Tensor) -> torch.Tensor:
+        return tabular.bellman_optimal(q_XA, reward_XA, transition_XAY, gamma=gamma)
+
+    apart = float((one_XA - other_XA).abs().max())
+    assert float((sweep(one_XA) - sweep(other_XA)).abs().max()) <= gamma * apart + 1e-12
+    # γ and no less: a constant comes through times γ where no episode ends.
+    loops.close(sweep(one_XA + 2.0), sweep(one_XA) + gamma * 2.0)
+
+
+def test_without_end_or_discount_there_is_no_solution() -> None:
+    reward_XA, transition_XAY = random_process(5, stays=1.0)
+    with pytest.raises(ValueError, match="did not settle in 500 sweeps"):
+        tabular.value_iteration(reward_XA.abs() + 0.1, transition_XAY, gamma=1.0, sweeps=500)
+    # γ = 1 is no fault in itself: a corridor whose steps cost 1 has values that count them.
+    corridor_XAY = torch.zeros(3, 1, 3, dtype=torch.float64)
+    corridor_XAY[0, 0, 1] = corridor_XAY[1, 0, 2] = 1.0
+    cost_XA = -torch.ones(3, 1, dtype=torch.float64)
+    counted = tabular.value_iteration(cost_XA, corridor_XAY, gamma=1.0, sweeps=5)
+    loops.close(counted, loops.tensor([-3.0, -2.0, -1.0])[:, None])
+
+
+def test_the_solution_has_the_gradient_of_its_policys_equations() -> None:
+    """∂V*(s)/∂r: the discounted visits that the greedy policy pays to each state and action."""
+    reward_XA, transition_XAY = random_process(6)
+    reward_XA.requires_grad_()
+    q_XA = tabular.value_iteration(reward_XA, transition_XAY, gamma=0.8)
+    choice_X = q_XA.argmax(-1)
+    (gradient_XA,) = torch.autograd.grad(q_XA.max(-1).values[0], reward_XA)
+    chosen_XY = transition_XAY[torch.arange(STATES), choice_X]
+    visit_X = torch.linalg.inv(torch.eye(STATES, dtype=torch.float64) - 0.8 * chosen_XY)[0]
+    loops.close(gradient_XA, one_hot(choice_X, ACTIONS) * visit_X[:, None])
+
+
+def test_shapes_are_checked() -> None:
+    reward_XA, transition_XAY = random_process(8)
+    with pytest.raises(Exception, match="value_iteration"):
+        tabular.value_iteration(reward_XA, transition_XAY[..., :2], gamma=0.5)
