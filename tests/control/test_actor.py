@@ -67,7 +67,7 @@ def test_quick_is_torchs_forward(
                 p.copy_(torch.randn(p.shape, generator=generator))
         x = observations(50).float()
         wanted = network(x).numpy()
-    found = network.quick(x.numpy())
+    found = network.quick()(x.numpy())
     assert found.dtype == np.float32
     # float32 sums in another order; relative to the largest, since outputs may cancel to 0.
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
@@ -86,12 +86,12 @@ def test_gumbel_draws_have_the_softmax_frequencies() -> None:
     draws = 40_000
     noise = actor.noise(np.random.default_rng(7), (draws,))
     assert noise.shape == (draws, ACTIONS)
-    chosen = actor.act(np.repeat(x.numpy(), draws, 0), noise)
+    chosen = actor.acting()(np.repeat(x.numpy(), draws, 0), noise)
     counts = np.bincount(chosen, minlength=ACTIONS)
     wanted = draws * probability
     # The 0.999 quantile for 3 degrees of freedom.
     assert ((counts - wanted) ** 2 / wanted).sum() < 16.27
-    best = actor.act(x.numpy(), None)
+    best = actor.acting()(x.numpy(), None)
     assert best.tolist() == [int(probability.argmax())]
 
 
@@ -101,7 +101,7 @@ def test_gaussian_draws_have_mean_and_deviation() -> None:
     x = observations(1, 5).float()
     draws = 40_000
     noise = actor.noise(np.random.default_rng(8), (draws,))
-    drawn = actor.act(np.repeat(x.numpy(), draws, 0), noise)
+    drawn = actor.acting()(np.repeat(x.numpy(), draws, 0), noise)
     with torch.no_grad():
         mean, deviation = actor(x)[0].numpy(), actor.log_std.exp().numpy()
     assert np.ptp(deviation) > 0.2
@@ -110,7 +110,7 @@ def test_gaussian_draws_have_mean_and_deviation() -> None:
     assert (np.abs(drawn.std(0) - deviation) < 4 * deviation / (2 * draws) ** 0.5).all()
     correlation = np.corrcoef(drawn.T) - np.eye(ACTIONS)
     assert np.abs(correlation).max() < 4 / draws**0.5
-    np.testing.assert_allclose(actor.act(x.numpy(), None)[0], mean, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(actor.acting()(x.numpy(), None)[0], mean, rtol=0, atol=1e-6)
 
 
 # ---------------------------------------------------------------- likelihoods

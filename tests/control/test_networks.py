@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -77,6 +78,23 @@ def test_the_vectors_gradient_is_the_parameters(
     wanted = [p.grad.reshape(-1) for twin in twins for p in twin.parameters()]  # type: ignore[union-attr]
     assert trained.vector.grad is not None
     assert torch.equal(trained.vector.grad, torch.cat(wanted))
+
+
+def test_a_quick_pass_sees_what_is_done_in_place(
+    pair: tuple[Perceptron, Perceptron, Trained],
+) -> None:
+    first, _, trained = pair
+    forward, x = first.quick(), torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    before = forward(x.numpy())
+    saved = {name: tensor.clone() for name, tensor in trained.state().items()}
+    with torch.no_grad():
+        trained.vector.add_(1.0)
+        wanted = first(x).numpy()
+    # float32 sums of a few numbers up to 10, in another order.
+    np.testing.assert_allclose(forward(x.numpy()), wanted, rtol=0, atol=1e-5)
+    assert np.abs(wanted - before).max() > 1
+    trained.restore(saved)
+    np.testing.assert_array_equal(forward(x.numpy()), before)
 
 
 def test_a_copy_stands_apart_and_the_state_comes_back(

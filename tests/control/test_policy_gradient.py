@@ -16,6 +16,7 @@ from torch import Tensor
 
 from keel.algorithms.presets import PRESETS
 from keel.config.control_load import load_control
+from keel.control.actor import Act
 from keel.control.collect import Collected, collect_episodes, collect_steps
 from keel.control.experience import Experience
 from keel.control.normalise import Moments
@@ -556,13 +557,18 @@ def test_statistics_are_of_all_iterations_and_normalise_the_next() -> None:
 
         pg._collect = spy  # type: ignore[method-assign]
         shown: list[Floats] = []
-        act = pg.actor.act
+        acting = pg.actor.acting
 
-        def watched(observation_EO: Floats, noise_EA: Any) -> Any:
-            shown.append(observation_EO.copy())
-            return act(observation_EO, noise_EA)
+        def watching() -> Act:
+            act = acting()
 
-        pg.actor.act = watched  # type: ignore[method-assign]
+            def watched(observation_EO: Floats, noise_EA: Any) -> Any:
+                shown.append(observation_EO.copy())
+                return act(observation_EO, noise_EA)
+
+            return watched
+
+        pg.actor.acting = watching  # type: ignore[method-assign]
         returns: list[float] = []
         gamma = pg.stage.algorithm.advantage.gamma  # type: ignore[union-attr]
         for number in (1, 2, 3):

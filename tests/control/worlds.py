@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -15,6 +15,7 @@ from keel.control.environments import derive_episode
 COUNTER, DRIFTER, SHIFTED = "Counter-v0", "Drifter-v0", "Shifted-v0"
 REACH, PARTS, LEVERS, BANDIT = "Reach-v0", "Parts-v0", "Levers-v0", "Bandit-v0"
 SEQUENCES, NUMBERED, STRANGE = "Sequences-v0", "Numbered-v0", "Strange-v0"
+DRAWN = "Drawn-v0"
 MARKS = 2**20
 """Marks of episodes are below this: float32 holds them exactly."""
 
@@ -71,6 +72,20 @@ class Counter(gym.Env[Floats, int]):
 
     def _look(self) -> Floats:
         return np.array([self.mark, self.count], dtype=np.float32)
+
+
+class Drawn(Counter):
+    """Its picture is of one colour: its step count in red and green, its mark in blue."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 25}
+
+    def __init__(self, render_mode: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.render_mode = render_mode
+
+    def render(self) -> Any:
+        colour = [self.count // 16 * 4, self.count % 16 * 16, self.mark % 256]
+        return np.full((8, 8, 3), colour, dtype=np.uint8)
 
 
 class Drifter(Counter):
@@ -201,6 +216,7 @@ class Bandit(gym.Env[Floats, int]):
 for name, kind in (
     (COUNTER, Counter),
     (DRIFTER, Drifter),
+    (DRAWN, Drawn),
     (SHIFTED, Shifted),
     (REACH, Reach),
     (PARTS, Parts),

@@ -6,6 +6,7 @@ An action is a function of observation, weights and noise, and the noise is draw
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,10 @@ from keel.objective.entropy import entropy
 Array = npt.NDArray[np.float32]
 Actions = npt.NDArray[Any]
 """Of E environments: numbers from 0, or vectors (E, D)."""
+
+
+Act = Callable[[Array, Array | None], Actions]
+"""Observations (E, O) and noise -> actions."""
 
 
 class Actor(ABC, nn.Module):
@@ -47,8 +52,8 @@ class Actor(ABC, nn.Module):
         """What `act` needs to draw so many actions."""
 
     @abstractmethod
-    def act(self, observation_EO: Array, noise_EA: Array | None) -> Actions:
-        """Actions drawn with this noise; without it the likeliest ones."""
+    def acting(self) -> Act:
+        """Actions in states, drawn with the noise given; without it the likeliest ones."""
 
 
 class Categorical(Actor):
@@ -75,11 +80,16 @@ class Categorical(Actor):
     def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
         return rng.gumbel(size=(*shape, self.actions)).astype(np.float32)
 
-    def act(self, observation_EO: Array, noise_EA: Array | None) -> Actions:
-        logits_EA = self.network.quick(observation_EO)
-        # argmax of logits plus Gumbel noise is a draw from their softmax (Gumbel 1954).
-        chosen: Actions = (logits_EA if noise_EA is None else logits_EA + noise_EA).argmax(-1)
-        return chosen
+    def acting(self) -> Act:
+        forward = self.network.quick()
+
+        def act(observation_EO: Array, noise_EA: Array | None) -> Actions:
+            logits_EA = forward(observation_EO)
+            # argmax of logits plus Gumbel noise is a draw from their softmax (Gumbel 1954).
+            chosen: Actions = (logits_EA if noise_EA is None else logits_EA + noise_EA).argmax(-1)
+            return chosen
+
+        return act
 
 
 class DiagonalGaussian(Actor):
@@ -115,13 +125,14 @@ class DiagonalGaussian(Actor):
     def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
         return rng.standard_normal(size=(*shape, self.actions), dtype=np.float32)
 
-    def act(self, observation_EO: Array, noise_EA: Array | None) -> Actions:
-        mean_ED: Array = self.network.quick(observation_EO)
-        return (
-            mean_ED
-            if noise_EA is None
-            else mean_ED + np.exp(self.log_std.detach().numpy()) * noise_EA
-        )
+    def acting(self) -> Act:
+        forward, std_D = self.network.quick(), np.exp(self.log_std.detach().numpy())
+
+        def act(observation_EO: Array, noise_EA: Array | None) -> Actions:
+            mean_ED = forward(observation_EO)
+            return mean_ED if noise_EA is None else mean_ED + std_D * noise_EA
+
+        return act
 
 
 def build_actor(

@@ -55,7 +55,7 @@ def sampling(
     actor: Actor, normal: Callable[[Any], Any], rng: np.random.Generator, count: int
 ) -> Draw:
     """Draws actions from the policy, the noise a block at a time."""
-    noise = actor.noise(rng, (BLOCK, count))
+    act, noise = actor.acting(), actor.noise(rng, (BLOCK, count))
     used = 0
 
     def draw(observation_EO: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
@@ -63,14 +63,15 @@ def sampling(
         if used == BLOCK:
             noise, used = actor.noise(rng, (BLOCK, count)), 0
         used += 1
-        return actor.act(normal(observation_EO), noise[used - 1])
+        return act(normal(observation_EO), noise[used - 1])
 
     return draw
 
 
 def greedy(actor: Actor, normal: Callable[[Any], Any]) -> Draw:
     """The likeliest actions."""
-    return lambda observation_EO: actor.act(normal(observation_EO), None)
+    act = actor.acting()
+    return lambda observation_EO: act(normal(observation_EO), None)
 
 
 def collect_steps(environments: Environments, draw: Draw, times: int) -> Collected:

@@ -30,6 +30,7 @@ def film(path: Path, draw: Draw, environment: Environment, seed: int) -> int:
     """
     for variable in ("SDL_VIDEODRIVER", "SDL_AUDIODRIVER"):
         os.environ.setdefault(variable, "dummy")  # drawn in memory: there need be no display
+    _check(environment)
     env = make(environment, render="rgb_array")
     try:
         frames, steps = _play(env, draw, derive_episode(seed, 0))
@@ -40,9 +41,16 @@ def film(path: Path, draw: Draw, environment: Environment, seed: int) -> int:
     return steps
 
 
+def _check(environment: Environment) -> None:
+    """Raises KeelError where no pictures can be had; Gymnasium would warn of it, and then fail."""
+    env = make(environment)
+    modes = env.metadata.get("render_modes", [])
+    env.close()
+    if "rgb_array" not in modes:
+        raise KeelError(f"environment {environment.id!r} draws no pictures (rgb_array)")
+
+
 def _play(env: gym.Env[Any, Any], draw: Draw, seed: int) -> tuple[list[npt.NDArray[np.uint8]], int]:
-    if "rgb_array" not in env.metadata.get("render_modes", []):
-        raise KeelError(f"environment {env} draws no pictures (rgb_array)")
     actions = spaces.actions(env)
     observation, _ = env.reset(seed=seed)
     frames, steps, every, ended = [_frame(env)], 0, 1, False

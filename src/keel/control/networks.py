@@ -24,14 +24,28 @@ QUICK: Final[Mapping[type[nn.Module], Callable[[Array], Array]]] = {
 class Perceptron(nn.Sequential):
     """Linear layers with activations between them."""
 
-    def quick(self, x_EI: Array) -> Array:
-        """The outputs for a few inputs, in numpy, which has a tenth of torch's cost per call."""
+    def quick(self) -> Callable[[Array], Array]:
+        """The outputs for a few inputs, in numpy, which costs a fifth of torch per call.
+
+        It reads the weights where they lie: what an optimizer does to them in place, it sees.
+        """
+        layers: list[Callable[[Array], Array]] = []
         for layer in self:
             if isinstance(layer, nn.Linear):
-                x_EI = x_EI @ layer.weight.detach().numpy().T + layer.bias.detach().numpy()
+                layers.append(_affine(layer.weight.detach().numpy().T, layer.bias.detach().numpy()))
             else:
-                x_EI = QUICK[type(layer)](x_EI)
-        return x_EI
+                layers.append(QUICK[type(layer)])
+
+        def forward(x_EI: Array) -> Array:
+            for apply in layers:
+                x_EI = apply(x_EI)
+            return x_EI
+
+        return forward
+
+
+def _affine(weight: Array, bias: Array) -> Callable[[Array], Array]:
+    return lambda x: x @ weight + bias
 
 
 def perceptron(

@@ -47,6 +47,7 @@ class QLearning:
         self.online = perceptron(size, actions.n, stage.network, None, derive(seed, "network"))
         self.target = deepcopy(self.online)
         self.trained = Trained({"online": self.online})
+        self.quick = self.online.quick()
         self.optimizer = AdamW([("weights", self.trained.vector)], stage.optimizer)
         self.replay = Replay(stage.replay.capacity, count, size)
         self.steps = 0
@@ -115,7 +116,7 @@ class QLearning:
         return self.stage.exploration.epsilon(self.steps, self.stage.steps)
 
     def _best(self, observation_EO: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-        best_E: npt.NDArray[np.int64] = self.online.quick(observation_EO).argmax(-1)
+        best_E: npt.NDArray[np.int64] = self.quick(observation_EO).argmax(-1)
         return best_E
 
     # ---------------------------------------------------------------- learning
