@@ -25,6 +25,8 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/quickstart.py
 	$(BIN)/python benchmarks/head_memory.py
 	$(BIN)/python benchmarks/mutations.py
+	$(BIN)/python benchmarks/control_speed.py
+	$(BIN)/python benchmarks/control.py ppo CartPole-v1
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "keel needs Python 3.11 or newer: make PYTHON=python3.11")'

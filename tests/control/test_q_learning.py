@@ -143,9 +143,9 @@ def test_updates_come_when_they_are_due(count: int, every: int, updates: int, wa
         metrics = [q.iterate(number) for number in range(1, 4)]
     wanted = []
     for steps in range(count, q.steps + 1, count):
-        multiple = any(s % every == 0 for s in range(steps - count + 1, steps + 1))
-        if multiple and steps >= warmup:
-            wanted += [steps] * updates
+        multiples = sum(s % every == 0 for s in range(steps - count + 1, steps + 1))
+        if steps >= warmup:
+            wanted += [steps] * updates * multiples
     assert at == wanted
     assert len(at) > 10
     assert sum(m["updates"] for m in metrics) == len(at)

@@ -181,6 +181,7 @@ class _Maker:
         self.choice = choice
 
     def __call__(self) -> gym.Env:
-        if multiprocessing.parent_process() is not None:
+        own = self.choice.vectorization == "async" and multiprocessing.parent_process() is not None
+        if own:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer
         return make(self.choice)

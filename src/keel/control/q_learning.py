@@ -69,7 +69,7 @@ class QLearning:
             for _ in range(self._updates_due()):
                 sums += self._update(rng)
                 updates += 1
-            if _crosses(self.steps, environments.count, stage.target.every):
+            for _ in range(_crossed(self.steps, environments.count, stage.target.every)):
                 self._move_target()
         return {**_of_episodes(finished), **self._of_updates(sums, updates)}
 
@@ -162,7 +162,7 @@ class QLearning:
         stage, count = self.stage, self.environments.count
         if self.steps < stage.replay.warmup:
             return 0
-        return stage.updates if _crosses(self.steps, count, stage.update_every) else 0
+        return stage.updates * _crossed(self.steps, count, stage.update_every)
 
     @torch.no_grad()
     def _move_target(self) -> None:
@@ -206,9 +206,9 @@ class QLearning:
         self.steps = facts["steps"]
 
 
-def _crosses(steps: int, taken: int, every: int) -> bool:
-    """Whether the last `taken` steps reached a multiple of `every`."""
-    return steps // every > (steps - taken) // every
+def _crossed(steps: int, taken: int, every: int) -> int:
+    """How many multiples of `every` the last `taken` steps reached."""
+    return steps // every - (steps - taken) // every
 
 
 def _of_episodes(finished: list[tuple[float, int]]) -> dict[str, float]:
