@@ -142,6 +142,7 @@ def compare(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def keel(setting: Mapping[str, Any], seed: int) -> dict[str, float]:
     """One run of ours."""
+    from keel.config.control import ReturnEvaluation
     from keel.config.control_load import load_control
     from keel.config.seeds import derive
     from keel.control.evaluate import returns_of
@@ -163,8 +164,8 @@ def keel(setting: Mapping[str, Any], seed: int) -> dict[str, float]:
         end = load(run.path).checkpoints()[-1].path
         restore(end, read(end), learner)
         steps = learner.steps
-        environment = recipe.stage.environment
-        totals, _ = returns_of(learner.greedy(), environment, EPISODES, derive(seed, "after"))
+        environment, choice = recipe.stage.environment, ReturnEvaluation(episodes=EPISODES)
+        totals, _ = returns_of(learner.greedy(), environment, choice, derive(seed, "after"))
     return {"speed": steps / seconds, "return": float(totals.mean())}
 
 

@@ -25,7 +25,7 @@ def shown(path: Path) -> list[tuple[int, int]]:
 
 def played(path: Path, length: int) -> tuple[int, list[tuple[int, int]]]:
     choice = Environment(id=worlds.DRAWN, options={"length": length})
-    return film(path, worlds.choose_all, choice, SEED), shown(path)
+    return film(path, worlds.choose_all, choice, SEED, 10_000), shown(path)
 
 
 def test_it_shows_every_state_of_the_episode_of_its_seed(tmp_path: Path) -> None:
@@ -50,6 +50,6 @@ def test_a_long_episode_is_shown_in_part(tmp_path: Path, length: int) -> None:
 def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "film.gif"
     with pytest.raises(KeelError, match=r"Counter-v0.*no pictures") as caught:
-        film(path, worlds.choose_all, Environment(id=worlds.COUNTER), SEED)
+        film(path, worlds.choose_all, Environment(id=worlds.COUNTER), SEED, 10_000)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []

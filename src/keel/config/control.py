@@ -48,6 +48,8 @@ class ReturnEvaluation(Row):
     """In environment steps; 0 evaluates at the end only."""
     episodes: Index = 20
     """0 evaluates never."""
+    longest: Count = 10_000
+    """An episode of so many steps is counted as it is: not every environment has a time limit."""
 
 
 class Watching(Row):

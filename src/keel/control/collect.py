@@ -16,9 +16,12 @@ from torch import Tensor
 
 from keel.control.actor import Actor
 from keel.control.environments import Environments
+from keel.types import KeelError
 
 Draw = Callable[[npt.NDArray[np.float32]], npt.NDArray[Any]]
 """Observations (E, O) -> actions."""
+LONGEST = 100_000
+"""Steps of an episode that has no end, where whole ones are collected."""
 BLOCK = 128
 """Times that there is room and noise for at once."""
 
@@ -95,6 +98,11 @@ def collect_episodes(environments: Environments, draw: Draw, episodes: int) -> C
         environments.rest(first[episodes:])
     tape = _Tape(environments, BLOCK)
     while (environments.episode_E >= 0).any():
+        if environments.length_E.max() > LONGEST:
+            raise KeelError(
+                f"an episode has gone on for {LONGEST} steps, and the advantage needs whole ones: "
+                "limit them with environment.options={max_episode_steps=1000}"
+            )
         ended = tape.step(draw).nonzero()[0]
         if len(ended):
             more = ended[: last - environments.begun]

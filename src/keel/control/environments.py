@@ -72,7 +72,7 @@ class Environments:
         self.episode_E: Numbers = np.full(count, -1, dtype=np.int64)
         self.begun = 0
         self._return_E = np.zeros(count)
-        self._length_E = np.zeros(count, dtype=np.int64)
+        self.length_E = np.zeros(count, dtype=np.int64)
         width = () if isinstance(self.actions, spaces.Discrete) else self.actions.low_D.shape
         dtype = np.int64 if isinstance(self.actions, spaces.Discrete) else np.float32
         self._taken_LE = np.zeros((GROWTH, count, *width), dtype=dtype)
@@ -93,15 +93,15 @@ class Environments:
 
     def step(self, action_E: npt.NDArray[Any]) -> Moves:
         """Take an action in every copy. Whoever sees an episode end begins another, or rests it."""
-        length = int(self._length_E.max())
+        length = int(self.length_E.max())
         if length == len(self._taken_LE):
             self._taken_LE = np.concatenate([self._taken_LE, np.zeros_like(self._taken_LE)])
-        self._taken_LE[self._length_E, self._slots] = action_E
+        self._taken_LE[self.length_E, self._slots] = action_E
         observation, reward_E, terminated_E, truncated_E, _ = self.vector.step(
             self.actions.to_environment(action_E)
         )
         self.observation_EO[:] = observation
-        self._length_E += 1
+        self.length_E += 1
         self._return_E += reward_E
         if self._idle and (resting := (self.episode_E < 0) & (terminated_E | truncated_E)).any():
             self._reset(resting)
@@ -109,7 +109,7 @@ class Environments:
 
     def tally(self, slot: int) -> tuple[float, int]:
         """Return and length so far of the episode in this copy."""
-        return float(self._return_E[slot]), int(self._length_E[slot])
+        return float(self._return_E[slot]), int(self.length_E[slot])
 
     def close(self) -> None:
         self.vector.close()
@@ -120,7 +120,7 @@ class Environments:
             "begun": self.begun,
             "episode": self.episode_E.tolist(),
             "actions": [
-                self._taken_LE[:length, slot].tolist() for slot, length in enumerate(self._length_E)
+                self._taken_LE[:length, slot].tolist() for slot, length in enumerate(self.length_E)
             ],
             "observation": self.observation_EO.tolist(),
         }
@@ -166,7 +166,7 @@ class Environments:
         observation, _ = self.vector.reset(seed=seeds, options=options)
         self.observation_EO[:] = observation
         self._return_E[mask_E] = 0.0
-        self._length_E[mask_E] = 0
+        self.length_E[mask_E] = 0
 
 
 def derive_episode(seed: int, number: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from keel.config.control import Environment
+from keel.config.control import Environment, ReturnEvaluation
 from keel.config.seeds import derive
 from keel.control.collect import Draw
 from keel.control.environments import Environments
@@ -17,9 +17,10 @@ SIDE_BY_SIDE = 16
 
 
 def returns_of(
-    draw: Draw, environment: Environment, episodes: int, seed: int
+    draw: Draw, environment: Environment, choice: ReturnEvaluation, seed: int
 ) -> tuple[np.ndarray[Any, np.dtype[np.float64]], np.ndarray[Any, np.dtype[np.int64]]]:
-    """Return and length of each of so many episodes, in the order of their seeds."""
+    """Return and length of each episode, in the order of their seeds."""
+    episodes = choice.episodes
     count = min(episodes, SIDE_BY_SIDE)
     environments = Environments(environment, count, derive(seed, "evaluation"))
     totals, lengths = np.zeros(episodes), np.zeros(episodes, dtype=np.int64)
@@ -27,7 +28,9 @@ def returns_of(
         environments.begin(range(count))
         while (environments.episode_E >= 0).any():
             moves = environments.step(draw(environments.observation_EO))
-            ended_E = (moves.terminated_E | moves.truncated_E) & (environments.episode_E >= 0)
+            ended_E = moves.terminated_E | moves.truncated_E
+            ended_E |= environments.length_E >= choice.longest
+            ended_E &= environments.episode_E >= 0
             for slot in ended_E.nonzero()[0].tolist():
                 number = int(environments.episode_E[slot])
                 totals[number], lengths[number] = environments.tally(slot)
@@ -40,9 +43,11 @@ def returns_of(
     return totals, lengths
 
 
-def evaluate(draw: Draw, environment: Environment, episodes: int, seed: int) -> dict[str, Any]:
+def evaluate(
+    draw: Draw, environment: Environment, choice: ReturnEvaluation, seed: int
+) -> dict[str, Any]:
     """Mean return with its 95 % bootstrap interval, and every episode's."""
-    totals, lengths = returns_of(draw, environment, episodes, seed)
+    totals, lengths = returns_of(draw, environment, choice, seed)
     interval = bootstrap_interval(totals)
     return {
         **interval.as_dict(),

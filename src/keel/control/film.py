@@ -23,7 +23,7 @@ FASTEST = 33
 """Pictures a second; what a browser shows of a GIF."""
 
 
-def film(path: Path, draw: Draw, environment: Environment, seed: int) -> int:
+def film(path: Path, draw: Draw, environment: Environment, seed: int, longest: int) -> int:
     """Play one episode and write it; its length in steps.
 
     Raises KeelError where the environment cannot be drawn.
@@ -33,7 +33,7 @@ def film(path: Path, draw: Draw, environment: Environment, seed: int) -> int:
     _check(environment)
     env = make(environment, render="rgb_array")
     try:
-        frames, steps = _play(env, draw, derive_episode(seed, 0))
+        frames, steps = _play(env, draw, derive_episode(seed, 0), longest)
         rate = float(env.metadata.get("render_fps", 30))
     finally:
         env.close()
@@ -50,7 +50,9 @@ def _check(environment: Environment) -> None:
         raise KeelError(f"environment {environment.id!r} draws no pictures (rgb_array)")
 
 
-def _play(env: gym.Env[Any, Any], draw: Draw, seed: int) -> tuple[list[npt.NDArray[np.uint8]], int]:
+def _play(
+    env: gym.Env[Any, Any], draw: Draw, seed: int, longest: int
+) -> tuple[list[npt.NDArray[np.uint8]], int]:
     actions = spaces.actions(env)
     observation, _ = env.reset(seed=seed)
     frames, steps, every, ended = [_frame(env)], 0, 1, False
@@ -58,7 +60,7 @@ def _play(env: gym.Env[Any, Any], draw: Draw, seed: int) -> tuple[list[npt.NDArr
         action_E = draw(np.asarray(observation, dtype=np.float32)[None])
         observation, _, terminated, truncated, _ = env.step(actions.to_environment(action_E)[0])
         steps += 1
-        ended = terminated or truncated
+        ended = terminated or truncated or steps == longest
         if steps % every == 0 or ended:
             frames.append(_frame(env))
         if len(frames) > 2 * FRAMES:

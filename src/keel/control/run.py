@@ -134,7 +134,7 @@ def _evaluate(work: Work, progress: Progress, before: int, metrics: dict[str, fl
         return progress
     with work.session.clock("evaluation"):
         draw = work.learner.greedy()
-        result = evaluate(draw, work.stage.environment, choice.episodes, work.seed)
+        result = evaluate(draw, work.stage.environment, choice, work.seed)
     metrics["eval/return"] = result["mean"]
     metrics["eval/return/low"], metrics["eval/return/high"] = result["low"], result["high"]
     metrics["eval/length"] = result["mean_length"]
@@ -166,8 +166,8 @@ def _leave(recipe: ControlRecipe, work: Work, progress: Progress) -> None:
 def _film(work: Work) -> None:
     path = work.session.folder.film
     try:
-        seed = derive(work.seed, "film")
-        steps = film(path, work.learner.greedy(), work.stage.environment, seed)
+        seed, longest = derive(work.seed, "film"), work.stage.evaluation.longest
+        steps = film(path, work.learner.greedy(), work.stage.environment, seed, longest)
         update_run_json(work.session.folder, {"film": {"steps": steps}})
     except KeelError as error:
         work.session.note(f"no film: {error}")
