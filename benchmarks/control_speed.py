@@ -69,7 +69,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     # cleanrl/dqn.py
     "dqn-cleanrl": {
         "algorithm": "dqn",
-        "steps": 100_000,
+        "steps": 250_000,
         "hidden": [120, 84],
         "rate": 2.5e-4,
         "capacity": 10_000,
@@ -146,9 +146,7 @@ def keel(setting: Mapping[str, Any], seed: int) -> dict[str, float]:
     from keel.config.control_load import load_control
     from keel.config.seeds import derive
     from keel.control.evaluate import returns_of
-    from keel.control.run import build, control
-    from keel.control.state import read, restore
-    from keel.runs.read import load
+    from keel.control.run import control, trained
 
     overrides = _ppo(setting) if setting["algorithm"] == "ppo" else _dqn(setting)
     with tempfile.TemporaryDirectory() as folder:
@@ -160,9 +158,7 @@ def keel(setting: Mapping[str, Any], seed: int) -> dict[str, float]:
         clock = _Clock()
         run = control(recipe, Path(folder) / "run", watcher=clock)
         seconds = clock.end - clock.start
-        learner = build(recipe)
-        end = load(run.path).checkpoints()[-1].path
-        restore(end, read(end), learner)
+        learner = trained(run.path)
         steps = learner.steps
         environment, choice = recipe.stage.environment, ReturnEvaluation(episodes=EPISODES)
         totals, _ = returns_of(learner.greedy(), environment, choice, derive(seed, "after"))

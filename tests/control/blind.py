@@ -32,3 +32,24 @@ class Blind(gym.Env[Observation, int]):
 
 
 gym.register("Blind-v0", Blind)
+
+
+class Raises(Blind):
+    """Fails at its third step."""
+
+    def step(self, action: int) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        if self.left == 2:
+            raise ValueError("broken")
+        return super().step(action)
+
+
+class NaN(Blind):
+    """Pays a NaN."""
+
+    def step(self, action: int) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        observation, _, *rest = super().step(action)
+        return observation, float("nan"), *rest
+
+
+gym.register("Raises-v0", Raises)
+gym.register("NaN-v0", NaN)

@@ -15,10 +15,12 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
-from keel.config.control import ControlRecipe
+from keel.config.control import ControlRecipe, PolicyGradientStage
 from keel.config.control_load import algorithms, load_control, tuned
-from keel.config.load import to_toml
-from keel.control.run import control
+from keel.config.load import load_recipe, to_toml
+from keel.config.seeds import derive
+from keel.control.evaluate import evaluate
+from keel.control.run import control, trained
 from keel.insight.glossary import unknown
 from keel.runs.interrupt import Interrupted
 from keel.runs.layout import RunFolder
@@ -238,3 +240,46 @@ def test_wrong_environments(algorithm: str, environment: str, words: str, tmp_pa
 
 def test_every_algorithm_has_a_name() -> None:
     assert {"dqn", "ppo", "grpo", "reinforce", "ppo_kl_penalty"} <= set(algorithms())
+
+
+def test_what_was_learned_acts(tmp_path: Path) -> None:
+    folder = control(small("ppo", "evaluation.every=0"), tmp_path / "run")
+    learner = trained(folder.path)
+    result = evaluate(
+        learner.greedy(),
+        learner.stage.environment,
+        learner.stage.evaluation,
+        derive(0, "policy_gradient"),
+    )
+    said = json.loads(folder.run_json.read_text())["evaluation"]["after"]
+    assert result["returns"] == said["returns"]
+
+
+def test_a_recipe_of_ones_own_starts_from_what_its_algorithm_starts_from(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        "stage = 'policy_gradient'\nalgorithm = 'ppo'\nsteps = 7\n"
+        "environment = {id = 'CartPole-v1'}\n"
+    )
+    stage = load_control(path).stage
+    assert isinstance(stage, PolicyGradientStage)
+    assert stage.algorithm.divergence is None
+    assert stage.algorithm.advantage.gamma == 0.99  # type: ignore[union-attr]
+    assert (stage.steps, stage.environment.count, stage.epochs) == (7, 8, 4)
+    path.write_text("extends = 'ppo.CartPole-v1'\nsteps = 7\n")
+    stage = load_control(path).stage
+    assert isinstance(stage, PolicyGradientStage)
+    assert (stage.steps, stage.rollout_steps, stage.environment.id) == (7, 32, "CartPole-v1")
+    path.write_text("stage = 'rl'\n")
+    with pytest.raises(KeelError, match="a recipe of keel train"):
+        load_control(path)
+    with pytest.raises(KeelError, match="a recipe of keel control"):
+        load_recipe({"stage": "q_learning", "environment": {"id": "CartPole-v1"}})
+
+
+@pytest.mark.filterwarnings("ignore:.*NaN value:UserWarning")
+def test_an_environment_that_fails_is_named(tmp_path: Path) -> None:
+    text = ("steps=64", "rollout_steps=8", "watching.film=false")
+    for name, words in (("Raises-v0", "ValueError: broken"), ("NaN-v0", "not finite")):
+        with pytest.raises(KeelError, match=words):
+            control(load_control("ppo", f"tests.control.blind:{name}", text), tmp_path / name)

@@ -125,6 +125,11 @@ class QLearningStage(Row):
                 f"replay.capacity = {self.replay.capacity} holds less than {self.n_step + 1} steps "
                 f"of each of {self.environment.count} environments: raise it"
             )
+        if self.replay.warmup >= self.steps:
+            raise ValueError(
+                f"replay.warmup = {self.replay.warmup} leaves none of {self.steps} steps to learn "
+                "in: lower it"
+            )
         return self
 
 

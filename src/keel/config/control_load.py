@@ -18,6 +18,7 @@ from keel.config.address import gather, layer
 from keel.config.control import ControlRecipe
 from keel.config.errors import explain_validation
 from keel.config.load import parse_override, parse_toml, read_toml
+from keel.config.presets import DEFAULT_PRESET, merge
 from keel.config.suggest import unknown
 from keel.types import KeelError
 
@@ -43,7 +44,8 @@ def load_control(
 def algorithms() -> list[str]:
     """What `keel control` knows by name."""
     own = {name for name in _shipped() if "." not in name}
-    return sorted(own | set(PRESETS))
+    rows = {name for name, p in PRESETS.items() if not (p.row.needs_greedy or p.row.needs_steps)}
+    return sorted(own | rows)
 
 
 def tuned() -> list[tuple[str, str]]:
@@ -54,19 +56,48 @@ def tuned() -> list[tuple[str, str]]:
 
 def _read(source: str, environment: str | None) -> dict[str, Any]:
     if source.endswith(".toml") or "/" in source:
-        data = gather({"name": Path(source).stem, **read_toml(source)})
-        return data
-    known = algorithms()
-    if source not in known:
-        raise KeelError(unknown("algorithm", source, known))
+        return _read_file(source)
+    if source not in PRESETS and source not in algorithms():
+        raise KeelError(unknown("algorithm", source, algorithms()))
     if environment is None:
         raise KeelError(f"{source} on which environment? name one with --env, as in CartPole-v1")
     name = f"{source}-{environment.rpartition(':')[2]}".replace("/", "-")
-    data = {"name": name, "stages": [{} if source in _shipped() else _of_preset(PRESETS[source])]}
+    data = {"name": name, "stages": [_start(source)]}
     for name in (source, f"{source}.{environment}"):
         if name in _shipped():
             data = layer(data, parse_toml(_text(name), name))
     return data
+
+
+def _read_file(source: str) -> dict[str, Any]:
+    """A recipe of one's own, over what it extends, or over what its algorithm starts from."""
+    own = {"name": Path(source).stem, **read_toml(source)}
+    base = own.pop("extends", None)
+    if base is not None:
+        algorithm, _, environment = str(base).partition(".")
+        if algorithm not in algorithms():
+            raise KeelError(unknown("algorithm to extend", algorithm, algorithms()))
+        below = _read(algorithm, environment or "any")
+        place = {"environment": {"id": environment}} if environment else {}
+        return layer(layer(below, place), own)
+    data = gather(own)
+    stages = data["stages"]
+    first = stages[0] if isinstance(stages, list) and stages else {}
+    if not isinstance(first, dict):
+        return data
+    if first.get("stage", "rl") in ("rl", "sft"):
+        raise KeelError(f"{source} is a recipe of keel train, not of keel control")
+    if first["stage"] != "policy_gradient":
+        return data
+    row = first.get("algorithm", DEFAULT_PRESET)
+    preset = row.get("preset", DEFAULT_PRESET) if isinstance(row, dict) else row
+    if preset not in PRESETS:
+        return data
+    return {**data, "stages": [merge(_of_preset(PRESETS[preset]), first)]}
+
+
+def _start(source: str) -> dict[str, Any]:
+    return {} if source in _shipped() else _of_preset(PRESETS[source])
 
 
 def _of_preset(preset: Preset) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def load_entry(entry: str, what: str) -> Any:
     place, _, name = entry.rpartition(":")
     if not place or not name:
         raise KeelError(f"{what} {entry!r}: write module:function or path/to/file.py:function")
-    module = _file(place, entry, what) if place.endswith(".py") else _module(place, entry, what)
+    module = load_module(place, entry, what)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
@@ -32,6 +32,11 @@ def load_entry(entry: str, what: str) -> Any:
             raise KeelError(f"{what} {entry!r}: {place} has no {part!r}: {mend}")
         found = getattr(found, part)
     return found
+
+
+def load_module(place: str, entry: str, what: str) -> ModuleType:
+    """The module or file `place`, which `entry` names for `what`. Raises KeelError as above."""
+    return _file(place, entry, what) if place.endswith(".py") else _module(place, entry, what)
 
 
 def _file(place: str, entry: str, what: str) -> ModuleType:

@@ -99,7 +99,7 @@ def _tagged(options: list[type[BaseModel]], tag: str) -> type[BaseModel] | None:
 
 def _shorten(parts: list[str], data: Mapping[str, Any]) -> str:
     """`stages.1.steps` as `rl.steps`, or `steps` where there is one stage."""
-    if len(parts) > 2 and parts[0] == "stages" and parts[1].isdigit():
+    if len(parts) > 1 and parts[0] == "stages" and parts[1].isdigit():
         stages = data.get("stages", [])
         at = int(parts[1])
         rest = parts[2:]

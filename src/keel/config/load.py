@@ -29,10 +29,18 @@ def load_recipe(source: Source, overrides: Sequence[str] = ()) -> Recipe:
     data = _read(source)
     for override in overrides:
         data = layer(data, parse_override(override))
+    stages = data.get("stages")
+    if isinstance(stages, list) and any(_of_control(stage) for stage in stages):
+        raise KeelError("this is a recipe of keel control: run it with that")
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
         raise KeelError(explain_validation(error, data)) from None
+
+
+def _of_control(stage: Any) -> bool:
+    kinds = ("policy_gradient", "q_learning")
+    return isinstance(stage, Mapping) and stage.get("stage") in kinds
 
 
 def shipped() -> dict[str, str]:

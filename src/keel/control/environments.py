@@ -7,9 +7,11 @@ cannot be saved in general; its episode's seed and actions can, and lead there a
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ import numpy.typing as npt
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from keel.config.control import Environment
+from keel.config.entry import load_module
 from keel.config.seeds import derive
 from keel.control import spaces
 from keel.types import KeelError
@@ -34,8 +37,11 @@ def make(choice: Environment, render: str | None = None) -> gym.Env:
     """One environment, its observations flat. Raises KeelError where Gymnasium cannot make it."""
     # An environment that draws nothing need not know of render_mode.
     mode = {} if render is None else {"render_mode": render}
+    module, _, name = choice.id.rpartition(":")
+    if module:
+        load_module(module, choice.id, "environment")
     try:
-        env = gym.make(choice.id, **{**choice.options, **mode})
+        env = gym.make(name, **{**choice.options, **mode})
     except (gym.error.Error, ImportError, TypeError, ValueError) as error:
         message = " ".join(str(error).split())
         raise KeelError(f"environment {choice.id!r}: {message}") from error
@@ -59,7 +65,7 @@ class Environments:
     """
 
     def __init__(self, choice: Environment, count: int, seed: int, group: int = 1) -> None:
-        self.count, self.seed, self.group = count, seed, group
+        self.id, self.count, self.seed, self.group = choice.id, count, seed, group
         makers: list[Callable[[], Any]] = [_Maker(choice) for _ in range(count)]
         kind = AsyncVectorEnv if choice.vectorization == "async" else SyncVectorEnv
         sample = make(choice)  # says in this process what is wrong with it
@@ -97,10 +103,16 @@ class Environments:
         if length == len(self._taken_LE):
             self._taken_LE = np.concatenate([self._taken_LE, np.zeros_like(self._taken_LE)])
         self._taken_LE[self.length_E, self._slots] = action_E
-        observation, reward_E, terminated_E, truncated_E, _ = self.vector.step(
-            self.actions.to_environment(action_E)
-        )
+        with self._told("step"):
+            observation, reward_E, terminated_E, truncated_E, _ = self.vector.step(
+                self.actions.to_environment(action_E)
+            )
         self.observation_EO[:] = observation
+        if not math.isfinite(float(reward_E.sum()) + float(self.observation_EO.sum())):
+            raise KeelError(
+                f"environment {self.id!r} gave a reward or an observation that is not finite, "
+                f"{int(self.length_E.max()) + 1} steps into an episode: mend it"
+            )
         self.length_E += 1
         self._return_E += reward_E
         if self._idle and (resting := (self.episode_E < 0) & (terminated_E | truncated_E)).any():
@@ -153,6 +165,15 @@ class Environments:
         wanted = np.array(state["observation"], dtype=np.float32)
         return bool(np.array_equal(self.observation_EO, wanted, equal_nan=True))
 
+    @contextmanager
+    def _told(self, doing: str) -> Iterator[None]:
+        """What an environment raises is named as its own."""
+        try:
+            yield
+        except Exception as error:
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            raise KeelError(f"environment {self.id!r} fails in {doing}: {why}") from error
+
     def _reset(self, mask_E: Flags) -> None:
         self._idle = bool((self.episode_E < 0).any())
         if not self._reset_once:
@@ -163,7 +184,8 @@ class Environments:
             for n, chosen in zip(self.episode_E, mask_E, strict=True)
         ]
         options = None if mask_E.all() else {"reset_mask": mask_E}
-        observation, _ = self.vector.reset(seed=seeds, options=options)
+        with self._told("reset"):
+            observation, _ = self.vector.reset(seed=seeds, options=options)
         self.observation_EO[:] = observation
         self._return_E[mask_E] = 0.0
         self.length_E[mask_E] = 0

@@ -22,7 +22,7 @@ from keel.control.policy_gradient import PolicyGradient
 from keel.control.q_learning import QLearning
 from keel.control.state import Learner, Progress
 from keel.insight.plots import return_curve
-from keel.runs import opening
+from keel.runs import checkpoint, opening
 from keel.runs.interrupt import Interrupted
 from keel.runs.layout import RunFolder
 from keel.runs.read import load
@@ -71,6 +71,20 @@ def control(
         finally:
             learner.environments.close()
     return place
+
+
+def trained(folder: Path | str) -> Learner:
+    """What a run has learned, from its newest whole checkpoint: `greedy()` acts.
+
+    Its environments are at their beginning. Raises KeelError where there is none.
+    """
+    place = RunFolder.open(folder)
+    newest = checkpoint.newest_whole(place)
+    if newest is None:
+        raise KeelError(f"{place.path} holds no whole checkpoint")
+    learner = build(load_control(place.recipe))
+    learner.restore(*state.learned(newest.path))
+    return learner
 
 
 def build(recipe: ControlRecipe) -> Learner:

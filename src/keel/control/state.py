@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from keel.config.control import ControlStage
 from keel.control.collect import Draw
 from keel.control.environments import Environments
 from keel.runs import checkpoint
@@ -19,6 +20,11 @@ STATE, TENSORS = "state.json", "tensors.safetensors"
 
 class Learner(Protocol):
     """What a run is of: Q-learning, or a policy gradient."""
+
+    @property
+    def stage(self) -> ControlStage:
+        """Its settings."""
+        ...
 
     environments: Environments
     steps: int
@@ -72,7 +78,12 @@ def read(folder: Path) -> Progress:
     return Progress(**state)
 
 
+def learned(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+    """A checkpoint's tensors, and the facts of its learner beside them."""
+    return checkpoint.load_tensors(folder / TENSORS), read(folder).learner
+
+
 def restore(folder: Path, progress: Progress, learner: Learner) -> bool:
     """Bring a learner and its environments to where they were; whether the latter got there."""
-    learner.restore(checkpoint.load_tensors(folder / TENSORS), progress.learner)
+    learner.restore(*learned(folder))
     return learner.environments.restore(dict(progress.environments))

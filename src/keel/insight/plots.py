@@ -116,12 +116,13 @@ def return_curve(
     evaluated = column(at, "eval/return", "greedy, held-out episodes")
     with _figure(path, 4.0) as figure:
         axes = figure.subplots()
-        window = max(1, len(training.steps) // 40) * 2 + 1
+        window = max(1, len(training.steps) // 40) * 2 + 1 if len(training.steps) >= 20 else 1
         axes.plot(
             training.steps,
             smooth(training.values, window),
             color=COLOURS[0],
-            label=f"{training.label} (mean of {window} rows)",
+            marker=None if window > 1 else MARKERS[1],
+            label=training.label + (f" (mean of {window} rows)" if window > 1 else ""),
         )
         if len(evaluated.steps):
             errors = None
