@@ -40,11 +40,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--episodes", type=int, default=50)
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--table", type=Path, default=None, help="only print what lies in a folder")
+    parser.add_argument("--table", type=Path, default=None, help="only show what lies in a folder")
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
     if arguments.table is not None:
         print(table(arguments.table))
+        for path in arguments.table.glob("*.csv"):
+            draw(path.with_suffix(".png"), read(path), path.stem)
         return
     name = f"{arguments.algorithm}-{arguments.environment}"
     seeds = range(arguments.first, arguments.first + arguments.seeds)
@@ -170,9 +172,7 @@ def draw(path: Path, rows: Sequence[dict[str, float]], title: str) -> None:
         np.array([interval.low for interval in found]),
         np.array([interval.high for interval in found]),
     )
-    compare_curves(
-        path, [curve], title, ylabel="return, greedy", subtitle="environment steps below"
-    )
+    compare_curves(path, [curve], title, ylabel="return, greedy", xlabel="environment steps")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@ and on the command line a key goes to the stage whose name is in front (`sft.ste
 last. `extends = "NAME"` starts from another recipe. In a file `"none"` unsets a key that may be
 absent; the resolved recipe in a run folder is written so. The keys of an algorithm's terms are in
 [recipe terms](algorithms/README.md) and `keel explain`.
+
+Recipes of `keel control` are of one stage. Their defaults below are those of the bare key; over
+them lies what an algorithm, or a tuned pair, starts from ([control](algorithms/control.md)).
 """
 
 
