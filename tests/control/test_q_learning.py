@@ -101,7 +101,7 @@ def test_actions_have_the_frequencies_of_epsilon_greedy(epsilon: float) -> None:
 
 def test_every_transition_in_memory_is_one_that_an_environment_made() -> None:
     with learner(
-        "replay.warmup=100_000", "replay.capacity=600", "environment.count=3", name=worlds.COUNTER
+        "replay.warmup=599", "replay.capacity=600", "environment.count=3", name=worlds.COUNTER
     ) as q:
         for number in range(1, 4):
             q.iterate(number)
@@ -203,7 +203,7 @@ def played(q: QLearning, rows: int = 4) -> None:
     shake(q.target, 2)
 
 
-SHORT_EPISODES = ("environment.options.max_episode_steps=20", "replay.warmup=1000")
+SHORT_EPISODES = ("environment.options.max_episode_steps=20", "replay.warmup=599")
 
 
 @pytest.mark.parametrize("double", [False, True])

@@ -283,3 +283,30 @@ def test_an_environment_that_fails_is_named(tmp_path: Path) -> None:
     for name, words in (("Raises-v0", "ValueError: broken"), ("NaN-v0", "not finite")):
         with pytest.raises(KeelError, match=words):
             control(load_control("ppo", f"tests.control.blind:{name}", text), tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides", "words"),
+    [
+        ("ppo", ("environment.options.render_mode=human",), "set by Keel"),
+        ("ppo", ("group_size=2",), "compares no episodes"),
+        ("grpo", ("minibatches=17",), "is more than the 16 episodes"),
+        ("dqn", ("steps=500",), "leaves none of 500 steps"),
+        (
+            "ppo",
+            ("algorithm.divergence={to='reference'}", "normalisation.observations=true"),
+            "frozen reference",
+        ),
+    ],
+)
+def test_recipes_that_do_not_hold_together(
+    algorithm: str, overrides: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(KeelError, match=words):
+        load_control(algorithm, "Pendulum-v1" if algorithm == "ppo" else "CartPole-v1", overrides)
+
+
+def test_the_early_stop_works_without_a_ratio_too(tmp_path: Path) -> None:
+    overrides = ("epochs=3", "target_kl=1e-9", "optimizer.learning_rate=0.1")
+    folder = control(small("reinforce", *overrides), tmp_path / "run")
+    assert {row["updates"] for row in load(folder.path).metrics()} == {1.0}

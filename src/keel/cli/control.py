@@ -46,7 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
 def show(console: Console, folder: RunFolder) -> None:
     """The return curve and the last evaluation."""
     run = load(folder.path)
-    returns = [row["episode/return"] for row in run.metrics() if row.get("episode/return")]
+    found = [row.get("episode/return") for row in run.metrics()]
+    returns = [value for value in found if value is not None]
     if len(returns) > 1:
         console.print("\nreturn by row")
         console.print(curve(returns), highlight=False)

@@ -33,6 +33,14 @@ class Environment(Row):
     vectorization: Literal["sync", "async"] = "sync"
     """In this process, or each copy in a process of its own (for environments that are slow)."""
 
+    @model_validator(mode="after")
+    def _no_pictures(self) -> Environment:
+        if "render_mode" in self.options:
+            raise ValueError(
+                "environment.options.render_mode is set by Keel, for the film alone: leave it out"
+            )
+        return self
+
 
 class Network(Row):
     """A multilayer perceptron, one for the policy and one for its values."""
@@ -199,14 +207,33 @@ class PolicyGradientStage(Row):
                 f'advantage "{row.advantage.kind}" compares episodes from one start state: '
                 f"group_size = {self.group_size} leaves nothing to compare"
             )
+        if row.bootstraps and self.group_size > 1:
+            raise ValueError(
+                f'advantage "{row.advantage.kind}" compares no episodes: group_size = '
+                f"{self.group_size} would only give copies one start state, set it to 1"
+            )
         if self.group_size > 1 and self.episodes % self.group_size:
             raise ValueError(
-                f"{self.episodes} episodes an iteration do not part into groups of "
-                f"{self.group_size}: make rollout_episodes a multiple of group_size"
+                f"{self.episodes} episodes an iteration (rollout_episodes) do not part into groups "
+                f"of {self.group_size}: make rollout_episodes a multiple of group_size"
             )
-        if self.minibatches > self.environment.count * self.rollout_steps:
-            raise ValueError(f"minibatches = {self.minibatches} is more than an iteration's steps")
+        if self.minibatches > self.parts:
+            raise ValueError(
+                f"minibatches = {self.minibatches} is more than the {self.parts} "
+                f"{'steps' if row.per_action else 'episodes'} that an iteration is sure to have"
+            )
+        if row.needs_reference and self.normalisation.observations:
+            raise ValueError(
+                "normalisation.observations moves what a frozen reference policy would see: set it "
+                'to false, or algorithm.divergence = "none"'
+            )
         return self
+
+    @property
+    def parts(self) -> int:
+        """Into how many mini-batches an iteration can be sure to part."""
+        steps = self.rollout_steps if self.algorithm.bootstraps and self.algorithm.per_action else 1
+        return steps * (self.environment.count if self.algorithm.bootstraps else self.episodes)
 
     @property
     def episodes(self) -> int:

@@ -7,7 +7,6 @@ cannot be saved in general; its episode's seed and actions can, and lead there a
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -42,10 +41,29 @@ def make(choice: Environment, render: str | None = None) -> gym.Env:
         load_module(module, choice.id, "environment")
     try:
         env = gym.make(name, **{**choice.options, **mode})
-    except (gym.error.Error, ImportError, TypeError, ValueError) as error:
-        message = " ".join(str(error).split())
+    except Exception as error:  # whatever its constructor raises
+        message = " ".join(str(error).split()) or type(error).__name__
         raise KeelError(f"environment {choice.id!r}: {message}") from error
     return spaces.flat(env)
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """What an environment takes and shows, and when it cuts an episode off."""
+
+    actions: spaces.ActionSpace
+    observation_size: int
+    max_episode_steps: int | None
+
+
+def describe(choice: Environment) -> Shape:
+    """The shape of an environment. Raises KeelError where there is no policy for it."""
+    sample = make(choice)
+    try:
+        limit = None if sample.spec is None else sample.spec.max_episode_steps
+        return Shape(spaces.actions(sample), spaces.observation_size(sample), limit)
+    finally:
+        sample.close()
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +86,9 @@ class Environments:
         self.id, self.count, self.seed, self.group = choice.id, count, seed, group
         makers: list[Callable[[], Any]] = [_Maker(choice) for _ in range(count)]
         kind = AsyncVectorEnv if choice.vectorization == "async" else SyncVectorEnv
-        sample = make(choice)  # says in this process what is wrong with it
-        self.actions = spaces.actions(sample)
-        self.observation_size = spaces.observation_size(sample)
-        self.max_episode_steps = None if sample.spec is None else sample.spec.max_episode_steps
-        sample.close()
+        shape = describe(choice)  # says in this process what is wrong with it
+        self.actions, self.observation_size = shape.actions, shape.observation_size
+        self.max_episode_steps = shape.max_episode_steps
         self.vector = kind(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
         self.observation_EO = np.zeros((count, self.observation_size), dtype=np.float32)
         self.episode_E: Numbers = np.full(count, -1, dtype=np.int64)
@@ -108,7 +124,7 @@ class Environments:
                 self.actions.to_environment(action_E)
             )
         self.observation_EO[:] = observation
-        if not math.isfinite(float(reward_E.sum()) + float(self.observation_EO.sum())):
+        if not (np.isfinite(reward_E).all() and np.isfinite(self.observation_EO).all()):
             raise KeelError(
                 f"environment {self.id!r} gave a reward or an observation that is not finite, "
                 f"{int(self.length_E.max()) + 1} steps into an episode: mend it"

@@ -17,7 +17,7 @@ from torch import Tensor
 from keel.config.control import QLearningStage
 from keel.config.seeds import derive
 from keel.control.collect import Draw
-from keel.control.environments import Environments
+from keel.control.environments import Environments, describe
 from keel.control.named import prefixed, within
 from keel.control.networks import Trained, perceptron
 from keel.control.replay import Replay, Transitions
@@ -36,20 +36,28 @@ class QLearning:
     def __init__(self, stage: QLearningStage, seed: int) -> None:
         self.stage, self.seed = stage, seed
         count = stage.environment.count
-        self.environments = Environments(stage.environment, count, derive(seed, "train"))
-        actions, size = self.environments.actions, self.environments.observation_size
+        shape = describe(stage.environment)
+        actions, size = shape.actions, shape.observation_size
         if not isinstance(actions, Discrete):
             raise KeelError(
                 f"environment.id = {stage.environment.id!r}: Q-learning takes the best of a list "
                 "of actions, and this environment's are real numbers: use ppo"
             )
         self.choices = actions.n
+        try:
+            self.replay = Replay(stage.replay.capacity, count, size)
+        except MemoryError:
+            raise KeelError(
+                f"replay.capacity = {stage.replay.capacity} transitions of {2 * size + 3} numbers "
+                "do not fit in memory: lower it"
+            ) from None
         self.online = perceptron(size, actions.n, stage.network, None, derive(seed, "network"))
         self.target = deepcopy(self.online)
         self.trained = Trained({"online": self.online})
         self.quick = self.online.quick()
         self.optimizer = AdamW([("weights", self.trained.vector)], stage.optimizer)
-        self.replay = Replay(stage.replay.capacity, count, size)
+        # Last: processes of their own would be left behind by what fails after them.
+        self.environments = Environments(stage.environment, count, derive(seed, "train"))
         self.steps = 0
 
     def iterate(self, number: int) -> dict[str, float]:

@@ -115,10 +115,10 @@ def _run(
         assert session.interrupt.signum is not None
         session.recorder.event("interrupted", signal=session.interrupt.signum)
         raise Interrupted(session.interrupt.signum, session.folder.path)
-    if stage.watching.film:
-        _film(work)
     update_run_json(session.folder, {"finished": True})
     session.recorder.event("finished")
+    if stage.watching.film:
+        _film(work)
 
 
 def _loop(work: Work, progress: Progress) -> Progress:
@@ -183,8 +183,9 @@ def _film(work: Work) -> None:
         seed, longest = derive(work.seed, "film"), work.stage.evaluation.longest
         steps = film(path, work.learner.greedy(), work.stage.environment, seed, longest)
         update_run_json(work.session.folder, {"film": {"steps": steps}})
-    except KeelError as error:
-        work.session.note(f"no film: {error}")
+    except Exception as error:  # the run is whole without it, whatever an environment raises
+        why = "" if isinstance(error, KeelError) else f"{type(error).__name__}: "
+        work.session.note(f"no film: {why}{error}")
 
 
 def _facts(recipe: ControlRecipe) -> dict[str, Any]:

@@ -320,6 +320,8 @@ def _watch(
         out["entropy"] = mean * scores.entropy_N.sum()
     if divergence_N is not None:
         out["kl"] = mean * divergence_N.sum()
+    if batch.old_log_prob_N is not None or row.ratio != "none":
+        out["kl/old"] = mean * divergences.k3(old_N, scores.log_prob_N).sum()
     if row.ratio == "none":
         return out
     ratio_N = ratios.exponential(log_ratio_N)
@@ -330,7 +332,6 @@ def _watch(
     out["clip_ratio/high_mean"] = mean * above_N.sum()
     out["clip_ratio/region_mean"] = mean * (below_N + above_N).sum()
     out["ratio/mean"] = mean * ratio_N.sum()
-    out["kl/old"] = mean * divergences.k3(old_N, scores.log_prob_N).sum()
     return out
 
 
