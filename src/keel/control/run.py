@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -106,7 +103,9 @@ def _run(
         )
     stage = recipe.stage
     session.recorder.event("resumed" if resume else "started", step=progress.step)
-    update_run_json(session.folder, _facts(recipe))
+    update_run_json(
+        session.folder, opening.facts(recipe.name, recipe.seed, torch.get_num_threads(), REPORTED)
+    )
     session.watcher.stage(stage.name, stage.environment.id, stage.steps, progress.steps)
     work = Work(stage, learner, session, derive(recipe.seed, stage.name))
     progress = _loop(work, progress)
@@ -186,15 +185,3 @@ def _film(work: Work) -> None:
     except Exception as error:  # the run is whole without it, whatever an environment raises
         why = "" if isinstance(error, KeelError) else f"{type(error).__name__}: "
         work.session.note(f"no film: {why}{error}")
-
-
-def _facts(recipe: ControlRecipe) -> dict[str, Any]:
-    """What a reader of the run wants to know of where it came from."""
-    return {
-        "name": recipe.name,
-        "seed": recipe.seed,
-        "versions": {"python": platform.python_version()}
-        | {package: version(package) for package in REPORTED},
-        "threads": torch.get_num_threads(),
-        "finished": False,
-    }

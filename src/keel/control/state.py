@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +13,6 @@ from keel.config.control import ControlStage
 from keel.control.collect import Draw
 from keel.control.environments import Environments
 from keel.runs import checkpoint
-from keel.types import KeelError
 
 STATE, TENSORS = "state.json", "tensors.safetensors"
 
@@ -68,14 +67,7 @@ def save(folder: Path, progress: Progress, learner: Learner) -> None:
 
 def read(folder: Path) -> Progress:
     """The progress that a checkpoint holds."""
-    state = checkpoint.load_json(folder / STATE)
-    known = {f.name for f in fields(Progress)}
-    if set(state) != known:
-        raise KeelError(
-            f"checkpoint {folder} was written by another version of Keel (it holds "
-            f"{', '.join(sorted(set(state) ^ known))} otherwise): resume with that version"
-        )
-    return Progress(**state)
+    return checkpoint.load_record(folder / STATE, Progress)
 
 
 def learned(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:

@@ -7,17 +7,20 @@ import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from keel.runs import encoding, files
 from keel.runs.layout import Entry, RunFolder
 from keel.types import KeelError
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from torch import Tensor
 
 MANIFEST = "manifest.json"
+R = TypeVar("R", bound="DataclassInstance")
 
 
 @contextmanager
@@ -183,3 +186,19 @@ def load_json(path: Path) -> Any:
         return encoding.restore(json.loads(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise KeelError(f"cannot read {path}: {error}: resume from another checkpoint") from error
+
+
+def load_record(path: Path, kind: type[R]) -> R:
+    """The frozen record whose fields `save_json` wrote.
+
+    Raises:
+        KeelError: as `load_json`; or another version of Keel, with other fields, wrote it.
+    """
+    state = load_json(path)
+    known = {f.name for f in fields(kind)}
+    if set(state) != known:
+        raise KeelError(
+            f"checkpoint {path.parent} was written by another version of Keel (it holds "
+            f"{', '.join(sorted(set(state) ^ known))} otherwise): resume with that version"
+        )
+    return kind(**state)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from keel.runs import checkpoint
 from keel.runs.interrupt import catching
@@ -69,3 +72,15 @@ def _leaving_nothing_unbegun(place: RunFolder) -> Iterator[None]:
         if place.metrics.exists() and place.metrics.stat().st_size == 0:
             shutil.rmtree(place.path, ignore_errors=True)
         raise
+
+
+def facts(name: str, seed: int, threads: int, packages: Sequence[str]) -> dict[str, Any]:
+    """What a reader of run.json wants to know of where a run came from."""
+    return {
+        "name": name,
+        "seed": seed,
+        "versions": {"python": platform.python_version()}
+        | {package: version(package) for package in packages},
+        "threads": threads,
+        "finished": False,
+    }

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -60,7 +57,9 @@ def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | Non
     policy = load_policy(recipe.model, recipe.seed)
     if start is not None:
         restore_policy(start, policy)
-    update_run_json(session.folder, _facts(recipe))
+    update_run_json(
+        session.folder, opening.facts(recipe.name, recipe.seed, torch.get_num_threads(), REPORTED)
+    )
     for number in range(progress.stage, len(recipe.stages)):
         stage = recipe.stages[number]
         if number > progress.stage:
@@ -95,15 +94,3 @@ def _stop_if_asked(interrupt: Interrupt, session: Session) -> None:
     if interrupt.signum is not None:
         session.recorder.event("interrupted", signal=interrupt.signum)
         raise Interrupted(interrupt.signum, session.folder.path)
-
-
-def _facts(recipe: Recipe) -> dict[str, Any]:
-    """What a reader of the run wants to know of where it came from."""
-    return {
-        "name": recipe.name,
-        "seed": recipe.seed,
-        "versions": {"python": platform.python_version()}
-        | {package: version(package) for package in REPORTED},
-        "threads": torch.get_num_threads(),
-        "finished": False,
-    }

@@ -6,7 +6,7 @@ Weights, moments and the reference are tensors in files of their own; the rest i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from keel.learn.optimizer import AdamW
 from keel.models.policy import Policy
 from keel.runs import checkpoint
-from keel.types import KeelError
 
 STATE = "state.json"
 POLICY = "policy"
@@ -66,14 +65,7 @@ def save(
 
 def read_progress(folder: Path) -> Progress:
     """The progress that a checkpoint holds."""
-    state = checkpoint.load_json(folder / STATE)
-    known = {f.name for f in fields(Progress)}
-    if set(state) != known:
-        raise KeelError(
-            f"checkpoint {folder} was written by another version of Keel (it holds "
-            f"{', '.join(sorted(set(state) ^ known))} otherwise): resume with that version"
-        )
-    return Progress(**state)
+    return checkpoint.load_record(folder / STATE, Progress)
 
 
 def restore_policy(folder: Path, policy: Policy) -> None:
