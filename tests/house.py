@@ -60,7 +60,7 @@ def listing() -> str:
     """The README's list: rooms from top to bottom, a line a file."""
     rooms = (
         *("", "cli", "train", "control", "engines", "rewards", "tasks", "learn", "models"),
-        *("insight", "runs", "config", "algorithms", "objective", "verify"),
+        *("insight", "preferences", "runs", "config", "algorithms", "objective", "verify"),
     )
     every = sources()
     assert {source.room for source in every} == set(rooms)

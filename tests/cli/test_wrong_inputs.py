@@ -10,7 +10,7 @@ import torch
 
 from keel.cli.main import main
 from keel.config.load import to_toml
-from keel.config.schema import BuildModel
+from keel.config.model import BuildModel
 from keel.models.build import build_model, build_tokenizer
 from tests.train.small import small
 

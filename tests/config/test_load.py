@@ -7,8 +7,9 @@ import tomllib
 import pytest
 
 from keel.config.load import load_recipe, shipped, to_toml
+from keel.config.optimisation import Optimizer
 from keel.config.reference import markdown
-from keel.config.schema import Optimizer, RLStage, SFTStage
+from keel.config.schema import RLStage, SFTStage
 from keel.types import KeelError
 from tests.shared import ROOT
 

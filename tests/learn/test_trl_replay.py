@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from keel.algorithms.spec import Algorithm, Clip, GroupRelative, Weights
-from keel.config.schema import Optimizer
+from keel.config.optimisation import Optimizer
 from keel.learn.batch import Batch, from_groups
 from keel.learn.learner import Learner, update
 from keel.learn.loss import prepare

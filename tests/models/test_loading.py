@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from keel.config.schema import BuildModel, Model
+from keel.config.model import BuildModel, Model
 from keel.models.build import build_config, build_model, build_tokenizer
 from keel.models.families import FAMILIES
 from keel.models.loading import check_pair, load_model, load_tokenizer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from keel.config.schema import Lora
+from keel.config.model import Lora
 from keel.models import lora
 from keel.models.packed import Packed
 from keel.models.policy import Policy, load_policy

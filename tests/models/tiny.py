@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keel.config.schema import BuildModel, Lora, Model
+from keel.config.model import BuildModel, Lora, Model
 from keel.models.build import build_model
 from keel.models.packed import Packed, pack
 from keel.models.policy import Policy, load_policy

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from keel.config.schema import RewardSource
+from keel.config.sources import RewardSource
 from keel.rewards import load_reward
 from keel.rewards.loading import NamedReward, named_reward
 from keel.types import KeelError

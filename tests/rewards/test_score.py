@@ -223,7 +223,7 @@ def test_the_verdict_may_be_one_of_several() -> None:
 
 
 def source_of(function: str, **keys: Any) -> Any:
-    from keel.config.schema import RewardSource
+    from keel.config.sources import RewardSource
 
     return RewardSource.model_validate({"function": function, **keys})
 

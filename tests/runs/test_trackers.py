@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.config.schema import Trackers
+from keel.config.optimisation import Trackers
 from keel.runs.layout import RunFolder
 from keel.runs.trackers import TensorBoard, Tracker, open_trackers
 from keel.types import KeelError

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from keel.config.schema import TaskSource
+from keel.config.sources import TaskSource
 from keel.tasks.base import BaseTask
 from keel.types import Completion, Prompt, Side
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from keel.config.schema import BuildModel
+from keel.config.model import BuildModel
 from keel.tasks import build_task, build_tasks, demonstrations
 from keel.tasks.base import side_of
 from keel.tasks.generated import Generated

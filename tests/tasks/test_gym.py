@@ -69,7 +69,7 @@ def test_prompts_far_on_come_from_other_blocks(process: GymProcess) -> None:
 def test_prompts_do_not_depend_on_the_hash_seed_or_shared_streams(process: GymProcess) -> None:
     name = "isomorphic_strings"  # draws from sets, whose order Python shuffles in each process
     code = (
-        "from keel.tasks import build_task; from keel.config.schema import TaskSource;"
+        "from keel.tasks import build_task; from keel.config.sources import TaskSource;"
         f"t = build_task(TaskSource(name='reasoning_gym:{name}'), 0);"
         "print([t.prompt('train', i).content for i in range(3)])"
     )

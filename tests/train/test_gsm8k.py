@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from keel.cli.main import main
 from keel.config.load import load_recipe
-from keel.config.schema import BuildModel, Model
+from keel.config.model import BuildModel, Model
 from keel.models.policy import load_policy
 from keel.runs.read import load
 from keel.train.evaluation import evaluate

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from keel.algorithms.spec import GAE, Algorithm, Clip, GroupRelative, ValueLoss, Weights
-from keel.config.schema import BuildModel, Model, Rollout
+from keel.config.model import BuildModel, Model
+from keel.config.schema import Rollout
 from keel.engines.scripted import ScriptedEngine
 from keel.learn.batch import from_groups
 from keel.learn.estimate import estimate, outcome

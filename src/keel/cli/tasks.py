@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from keel.config.schema import TaskSource
+from keel.config.sources import TaskSource
 from keel.tasks import build_task, catalogue
 
 SHOWN = 5

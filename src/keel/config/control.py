@@ -10,16 +10,10 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import Field, model_validator
 
 from keel.algorithms.spec import Positive, Row, Unit
+from keel.config.fields import AsTuple, Count, Index
+from keel.config.optimisation import Checkpoints, Optimizer
 from keel.config.presets import resolve_algorithm
-from keel.config.schema import (
-    AsTuple,
-    Checkpoints,
-    Count,
-    Index,
-    NamedAlgorithm,
-    Optimizer,
-    Reference,
-)
+from keel.config.schema import NamedAlgorithm, Reference
 
 
 class Environment(Row):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from keel.config.schema import Optimizer
+from keel.config.optimisation import Optimizer
 
 Named = list[tuple[str, nn.Parameter]]
 

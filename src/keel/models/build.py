@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from keel.config.schema import BuildModel
+from keel.config.model import BuildModel
 from keel.config.suggest import unknown
 from keel.models.families import FAMILIES, check_family
 from keel.models.tokenizers import byte_tokenizer, character_tokenizer

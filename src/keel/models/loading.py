@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from keel.config.schema import Model
+from keel.config.model import Model
 from keel.models.build import build_model, build_tokenizer
 from keel.models.families import check_family
 from keel.types import KeelError

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from keel.config.schema import Lora
+from keel.config.model import Lora
 from keel.config.suggest import unknown
 from keel.types import KeelError
 

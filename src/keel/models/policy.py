@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from keel.config.schema import Model
+from keel.config.model import Model
 from keel.models import lora
 from keel.models.backbone import hidden_states
 from keel.models.families import head_of

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from keel.config.schema import Model
+from keel.config.model import Model
 from keel.models.backbone import hidden_states
 from keel.models.loading import load_model
 from keel.models.lora import plain_copy

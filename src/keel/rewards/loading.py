@@ -8,13 +8,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keel.config.entry import load_entry
-from keel.config.schema import RewardSource
+from keel.config.sources import RewardSource
 from keel.config.suggest import unknown
 from keel.rewards.rule import BUILT_IN
+from keel.rewards.surroundings import Surroundings
 from keel.types import KeelError
 
 TASK = "task"
 """The built-in reward that is the task's own verdict."""
+MADE: Mapping[str, str] = {
+    "math": "keel.rewards.math:math",
+    "code": "keel.rewards.code:code",
+    "language": "keel.rewards.language:language",
+    "judge": "keel.rewards.judge:judge",
+    "outcome": "keel.rewards.outcome:outcome",
+    "process": "keel.rewards.process:process",
+    "step_match": "keel.rewards.steps:step_match",
+}
+"""Built-ins that hold something (a model, processes, a connection), by what makes them.
+
+A maker takes the run's `Surroundings`, and the recipe's options as keyword-only arguments; it
+returns a function with TRL's signature, which may have a `close`.
+"""
 RESERVED = (
     "prompts",
     "completions",
@@ -50,7 +65,7 @@ class NamedReward:
         return self.everything or name in self.required or name in self.optional
 
 
-def load_reward(source: RewardSource) -> NamedReward:
+def load_reward(source: RewardSource, around: Surroundings | None = None) -> NamedReward:
     """The reward of a recipe: a built-in, `module:function`, or `path/to/file.py:function`.
 
     Raises KeelError where there is none of that name, or its options do not fit.
@@ -63,8 +78,10 @@ def load_reward(source: RewardSource) -> NamedReward:
         function = load_entry(source.function, "reward")
     elif source.function in BUILT_IN:
         return _built_in(source)
+    elif source.function in MADE:
+        return _made(source, around or Surroundings())
     else:
-        guess = unknown("reward", source.function, [*BUILT_IN, TASK])
+        guess = unknown("reward", source.function, [*BUILT_IN, *MADE, TASK])
         raise KeelError(f"{guess}; functions of your own are module:function")
     if not callable(function):
         kind = type(function).__name__
@@ -125,6 +142,25 @@ def _built_in(source: RewardSource) -> NamedReward:
     except (KeelError, TypeError, ValueError) as error:
         raise KeelError(f"{where}: {' '.join(str(error).split())}") from None
     return reward
+
+
+def _made(source: RewardSource, around: Surroundings) -> NamedReward:
+    """A built-in that is made from its options; it keeps them to itself."""
+    maker: Callable[..., Any] = load_entry(MADE[source.function], "reward")
+    name = source.name or source.function
+    parameters = inspect.signature(maker).parameters.values()
+    named = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    for option in source.options:
+        if option not in named:
+            raise KeelError(f"reward {name!r}: {_unknown_option(option, named)}")
+    for option, parameter in named.items():
+        if parameter.default is parameter.empty and option not in source.options:
+            raise KeelError(f"reward {name!r}: the option {option!r} is not set: give it")
+    try:
+        made = maker(around, **source.options)
+    except (KeelError, TypeError, ValueError) as error:
+        raise KeelError(f"reward {name!r}: {' '.join(str(error).split())}") from error
+    return named_reward(made, name, source.weight)
 
 
 def _unknown_option(option: str, named: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from keel.config.schema import Checkpoints
+from keel.config.optimisation import Checkpoints
 from keel.runs import checkpoint
 from keel.runs.interrupt import Interrupt
 from keel.runs.layout import RunFolder

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from keel.config.schema import Trackers
+from keel.config.optimisation import Trackers
 from keel.runs import files
 from keel.runs.layout import RunFolder
 from keel.types import KeelError

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from keel.config.schema import TaskSource
+from keel.config.sources import TaskSource
 from keel.config.suggest import unknown
 from keel.tasks.arithmetic import Addition
 from keel.tasks.base import Presentation

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.config.entry import load_entry
-from keel.config.schema import TaskSource
+from keel.config.sources import TaskSource
 from keel.config.suggest import unknown
 from keel.tasks.base import BaseTask, Presentation, position, side_of
 from keel.tasks.generated import take_options

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from keel.config.schema import Model, RLStage
+from keel.config.model import Model
+from keel.config.schema import RLStage
 from keel.learn.learner import Learner
 from keel.learn.loss import check_entries
 from keel.learn.optimizer import AdamW, trainable

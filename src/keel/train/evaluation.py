@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from keel.config.load import load_recipe, parse_override
+from keel.config.model import Model
 from keel.config.presets import merge
-from keel.config.schema import Model, Recipe, RLStage
+from keel.config.schema import Recipe, RLStage
 from keel.engines.native import NativeEngine
 from keel.models.policy import Policy, load_policy
 from keel.rewards import load_reward

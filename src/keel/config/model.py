@@ -1,0 +1,63 @@
+"""The keys that say which model: a folder, a hub name, or one built on the spot. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from keel.algorithms.spec import Positive, Row
+from keel.config.fields import AsTuple, Count
+
+
+class BuildModel(Row):
+    """A small random model from a transformers config, with a tokenizer made on the spot."""
+
+    family: str = "llama"
+    """transformers model type: llama, qwen2, qwen3, gpt2, …"""
+    tokenizer: Literal["characters", "bytes"] = "characters"
+    alphabet: str = (
+        "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ +-*/=()[]<>,.:;!?'\"\n"
+    )
+    """The characters of a `characters` tokenizer."""
+    hidden_size: Count = 128
+    layers: Count = 4
+    heads: Count = 4
+    kv_heads: Count | None = None
+    intermediate_size: Count | None = None
+    """None means four times the hidden size (two and two thirds for gated families)."""
+    context: Count = 256
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further keys of the family's transformers config."""
+
+
+class Lora(Row):
+    """Low-rank adapters (peft); the reference policy is then the base with the adapter off."""
+
+    rank: Count = 16
+    alpha: Positive = 32.0
+    targets: Annotated[tuple[str, ...] | Literal["all-linear"], AsTuple] = "all-linear"
+
+
+class Model(Row):
+    """Which policy: `name` (a local folder or a hub name) or `build`."""
+
+    name: str | None = None
+    revision: str | None = None
+    build: BuildModel | None = None
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Of the master weights. bfloat16 weights hardly move at small learning rates."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    autocast: bool = True
+    """bfloat16 autocast on a GPU; no effect on a CPU."""
+    trust_remote_code: bool = False
+    activation_checkpointing: bool = False
+    lora: Lora | None = None
+    chat_template: str | None = None
+    """A Jinja template, for a tokenizer that has none."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Model:
+        if (self.name is None) == (self.build is None):
+            raise ValueError("set exactly one of model.name (a folder or hub name) and model.build")
+        return self

@@ -1,0 +1,34 @@
+"""The keys of learning, keeping and tracking that every stage has. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from keel.algorithms.spec import Coefficient, Positive, Row, Unit
+from keel.config.fields import AsTuple, Count, Index
+
+
+class Optimizer(Row):
+    """AdamW, and the schedule of its learning rate over the stage's steps."""
+
+    learning_rate: Positive = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    final_share: Unit = 0.1
+    """What is left of the learning rate at the end of a linear or cosine schedule."""
+    warmup_steps: Index = 0
+    betas: Annotated[tuple[float, float], AsTuple] = (0.9, 0.999)
+    epsilon: Positive = 1e-8
+    weight_decay: Coefficient = 0.0
+    max_grad_norm: Positive | None = 1.0
+
+
+class Checkpoints(Row):
+    every: Count = 100
+    keep: Count = 2
+    """How many of the newest are kept, beside the best."""
+
+
+class Trackers(Row):
+    tensorboard: bool = False
+    wandb: bool = False
+    project: str = "keel"

@@ -1,0 +1,76 @@
+"""The keys that say where prompts and their judgement come from. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from keel.algorithms.spec import Positive, Row
+from keel.config.fields import AsTuple, Count
+
+
+class TaskSource(Row):
+    """One task of a mixture; `name` is a built-in, `reasoning_gym:NAME`, `jsonl`, `parquet`,
+    `datasets`, or a Python entry `module:function`."""
+
+    name: str
+    weight: Positive = 1.0
+    path: str | None = None
+    """Data file of the train side (jsonl, parquet), or the `datasets` name."""
+    heldout_path: str | None = None
+    """Data file (or split) of the held-out side; without it a share is split off by content."""
+    heldout_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    prompt: str = "{prompt}"
+    """How a row becomes a prompt: a format string over its columns (or the messages column)."""
+    answer: str | None = None
+    """Column that holds the gold answer."""
+    system: str | None = None
+    """System message; makes the prompt a conversation."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the generator, or of `datasets.load_dataset`."""
+
+
+class RewardSource(Row):
+    """One reward: a function by `module:function` or the name of a built-in (keel rewards)."""
+
+    function: str
+    name: str | None = None
+    weight: float = 1.0
+    """Of its value in the sum; 0 watches a component without learning from it."""
+    clip: Annotated[tuple[float, float], AsTuple] | None = None
+    """Bounds that its value is cut to, before it is normalised and weighed."""
+    normalise: Literal["none", "group", "batch"] = "none"
+    """Less the mean, over the standard deviation, of a prompt's completions or of the step's."""
+    gate: float | None = None
+    """Under this value the gate is closed: `closed` is the completion's whole reward, and the
+    rewards that are no gates are not asked."""
+    closed: float = 0.0
+    """What a completion gets behind a closed gate."""
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> RewardSource:
+        if self.clip is not None and self.clip[0] > self.clip[1]:
+            raise ValueError(f"clip = {list(self.clip)}: give the lower bound first")
+        if self.gate is None and self.closed != 0.0:
+            raise ValueError(f"closed = {self.closed:g} belongs to a gate: set gate, or drop it")
+        return self
+
+
+class Rewards(Row):
+    """How rewards are called. With no functions, the task's own verdict is the reward."""
+
+    functions: Annotated[tuple[RewardSource, ...], AsTuple] = ()
+    timeout: Positive = 60.0
+    """Seconds that one call of one function may take."""
+    on_error: Literal["stop", "skip"] = "stop"
+
+
+class Prompts(Row):
+    """What happens to a prompt before it is sampled."""
+
+    max_tokens: Count | None = None
+    """Longer prompts are left out and counted; None means what the context holds."""
+    chat_template: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the tokenizer's chat template, such as enable_thinking."""

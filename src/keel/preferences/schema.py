@@ -1,0 +1,71 @@
+"""The rows that reward models learn from. Torch-free.
+
+Named as TRL names its columns: `prompt/chosen/rejected`, `prompt/completion/label`,
+`prompt/completions/labels`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keel.types import Content
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two answers to one prompt.
+
+    `probability` is that of `chosen` being the better one: 1 for a plain preference, between for a
+    soft label, ½ for a tie. `margin` is by how much its score is to lie above (Bradley–Terry with
+    margin). `id` names the row; rows of one prompt share a `prompt`.
+    """
+
+    id: str
+    prompt: Content
+    chosen: str
+    rejected: str
+    probability: float = 1.0
+    margin: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """One answer, right (1) or wrong (0); between, a share of judges."""
+
+    id: str
+    prompt: Content
+    completion: str
+    label: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stepwise:
+    """An answer in steps, each right (1) or wrong (0); None where nobody judged it.
+
+    The completion is the steps joined by a separator.
+    """
+
+    id: str
+    prompt: Content
+    steps: tuple[str, ...]
+    labels: tuple[float | None, ...]
+
+    @property
+    def first_error(self) -> int | None:
+        """The index (from 0) of the first wrong step; None where every judged step is right."""
+        wrong = (i for i, label in enumerate(self.labels) if label is not None and label < 0.5)
+        return next(wrong, None)
+
+    @staticmethod
+    def until(
+        id: str, prompt: Content, steps: tuple[str, ...], first_error: int | None
+    ) -> Stepwise:
+        """From the index of the first wrong step: right before it, wrong there, unjudged behind."""
+        if first_error is not None and not 0 <= first_error < len(steps):
+            raise ValueError(f"first wrong step {first_error} is none of the {len(steps)} steps")
+        at = len(steps) if first_error is None else first_error
+        labels: list[float | None] = [1.0] * at
+        if at < len(steps):
+            labels.append(0.0)
+        labels += [None] * (len(steps) - len(labels))
+        return Stepwise(id, prompt, steps, tuple(labels))
