@@ -24,6 +24,7 @@ from keel.objective import (
     gae,
     gaussian,
     group,
+    preference,
     process,
     ratios,
     segments,
@@ -107,6 +108,8 @@ SURROGATE = {"log_ratio_N": n(1), "advantage_N": n(2)}
 CONSTANT_A = {"log_ratio_N": n(1), "advantage_N": s(2).repeat_interleave(LENGTHS)}
 REWARDS = {"reward_S": s(1)}
 PLUS = {"reward_S": s(1), "penalty_N": n(2)}
+SCORES = {"chosen_C": n(1), "rejected_C": n(2)}
+UNIT = n(5).sigmoid()
 OWN = {"lengths_S": LENGTHS}
 CORRECTION = {
     "engine_log_prob_N": n(1),
@@ -149,6 +152,13 @@ EXAMPLES: dict[Function, Example] = {
         {"step_end_K": loops.ints([0, 2, 3, 6]), "step_sequence_K": loops.ints([0, 0, 1, 2]),
          "groups_S": GROUPS, **OWN, "epsilon": 1e-4},
         step_reward_K=loops.random(4, 1)),
+    preference.bradley_terry: example({"probability_C": UNIT, "margin_C": n(3).abs()}, **SCORES),
+    preference.centering: example(**SCORES),
+    preference.label_cross_entropy: example({"label_S": UNIT}, logit_S=n(1)),
+    preference.log_ratio_gap: example(
+        **SCORES, reference_chosen_C=n(3), reference_rejected_C=n(4)),
+    preference.dpo: example({"probability_C": UNIT, "beta": 0.3, "smoothing": 0.1}, gap_C=n(1)),
+    preference.ipo: example({"probability_C": UNIT, "beta": 0.3}, gap_C=n(1)),
     ratios.exponential: example(log_ratio_N=n(1)),
     ratios.none: RATIO,
     ratios.token: RATIO,

@@ -19,7 +19,7 @@ from keel.models.policy import Policy, load_policy
 from keel.rewards.score import Scorer
 from keel.tasks import PromptStream
 from keel.tasks.base import BaseTask
-from keel.tasks.encode import Encoder
+from keel.models.encode import Encoder
 from keel.train.rollout import Sampler, collect
 from keel.types import Completion, Prompt, Side
 

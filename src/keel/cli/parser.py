@@ -41,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     _explain(verbs)
     _export(verbs)
     _control(verbs)
+    _prefs(verbs)
     _lists(verbs)
     return parser
 
@@ -138,6 +139,28 @@ def _control(verbs: Verbs) -> None:
     )
     verb.add_argument("--quiet", action="store_true", help="print nothing but errors")
     _json(verb)
+
+
+def _prefs(verbs: Verbs) -> None:
+    verb = _verb(verbs, "prefs", "Preference data: import published sets, tell what a file holds.")
+    actions = verb.add_subparsers(
+        dest="action", metavar="ACTION", required=True, parser_class=Parser
+    )
+    help = "Write a published data set as JSONL rows of prompt/chosen/rejected."
+    importing = actions.add_parser("import", help=help, description=help)
+    importing.add_argument("kind", choices=("pandalm", "llmbar"), help="which data set it is")
+    importing.add_argument("path", metavar="FILE", help="its file or folder")
+    importing.add_argument("--out", metavar="FILE", required=True, help="must not exist")
+    importing.add_argument(
+        "--keep-empty", action="store_true", help="keep the rows in which an answer is empty"
+    )
+    _json(importing)
+    help = "Counts, lengths, duplicates, how far the judges agree."
+    stats = actions.add_parser("stats", help=help, description=help)
+    stats.add_argument(
+        "files", nargs="+", metavar="FILE", help="rows (JSONL, Parquet), or a data set's folder"
+    )
+    _json(stats)
 
 
 def _lists(verbs: Verbs) -> None:

@@ -131,6 +131,8 @@ def _evaluation(stage: str, step: int, result: Mapping[str, Any]) -> str:
         return (
             f"{stage} row {step}: greedy return {result['mean']:.1f} {interval}, n = {result['n']}"
         )
+    if "accuracy" in result:
+        return _measured(stage, step, result)
     share = f"{result['mean']:.1%} [{result['low']:.1%}, {result['high']:.1%}]"
     line = f"{stage} after {step} steps: held-out greedy {share}, n = {result['n']}"
     if "sampled" in result:
@@ -138,4 +140,18 @@ def _evaluation(stage: str, step: int, result: Mapping[str, Any]) -> str:
     for name, value in result.items():
         if name.startswith("pass@"):
             line += f"; {name} {value['mean']:.1%}"
+    return line
+
+
+def _measured(stage: str, step: int, result: Mapping[str, Any]) -> str:
+    """What held-out rows say of a reward model, or of a policy's preferences."""
+    share = result["accuracy"]
+    line = (
+        f"{stage} after {step} steps: held-out accuracy {share['mean']:.1%} "
+        f"[{share['low']:.1%}, {share['high']:.1%}], n = {result['n']}"
+    )
+    for name, words in (("log_loss", "log loss"), ("ece", "calibration error"), ("f1", "F1")):
+        value = result.get(name)
+        if value is not None:
+            line += f"; {words} {value:.3f}"
     return line

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from keel.config.control import ControlRecipe, PolicyGradientStage, QLearningStage
+from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelStage
 from keel.config.schema import Recipe, RLStage, SFTStage
 
 HEAD = """# Every key of a recipe
@@ -32,6 +33,9 @@ def markdown() -> str:
         ("The recipe", Recipe),
         ('`stage = "rl"`', RLStage),
         ('`stage = "sft"`', SFTStage),
+        ('`stage = "reward_model"`', RewardModelStage),
+        ('`stage = "process_reward_model"`', ProcessRewardModelStage),
+        ('`stage = "dpo"`', DPOStage),
         ("The recipe of `keel control`", ControlRecipe),
         ('`stage = "policy_gradient"`', PolicyGradientStage),
         ('`stage = "q_learning"`', QLearningStage),

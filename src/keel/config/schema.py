@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from keel.algorithms.spec import Algorithm, EntryPoint, Positive, Row, Unit
 from keel.config.fields import AsTuple, Count, Ids, Index, Words
+from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelStage
 from keel.config.model import Model
 from keel.config.optimisation import Checkpoints, Optimizer, Trackers
 from keel.config.presets import DEFAULT_PRESET, resolve_algorithm
@@ -174,7 +175,10 @@ class RLStage(Row):
         return self
 
 
-Stage = Annotated[Union[SFTStage, RLStage], Field(discriminator="stage")]
+Stage = Annotated[
+    Union[SFTStage, RewardModelStage, ProcessRewardModelStage, DPOStage, RLStage],
+    Field(discriminator="stage"),
+]
 
 
 class Recipe(Row):

@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 
 from keel.engines.batch import Batch, Entry
 from keel.engines.sampler import check, draw
-from keel.engines.stopping import REASONS, Stops, budgets, context_length, decode, eos_ids
+from keel.engines.stopping import REASONS, Stops, budgets, context_length, eos_ids
 from keel.engines.store import Places, StepLayout, Store
 from keel.engines.streams import Uniforms
 from keel.models.attention import ATTENTION, PackedLayout, install
 from keel.models.backbone import autocast_for
+from keel.models.encode import decode
 from keel.models.families import head_of
 from keel.models.head import logits
 from keel.types import Completion, Group, KeelError, Prompt, Sampling

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from keel.models.encode import decode
 from keel.types import FinishReason, KeelError, Prompt, Sampling
 
 GOING, EOS, STOP, LENGTH = range(4)
@@ -124,11 +125,3 @@ class Stops:
         for row, text in enumerate(decode(self._tokenizer, tails)):
             if codes[row] in (GOING, LENGTH) and any(stop in text for stop in self._strings):
                 codes[row] = STOP
-
-
-def decode(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
-    """The sequences as text, without special tokens, otherwise exactly as the tokens say."""
-    texts: list[str] = tokenizer.batch_decode(
-        sequences, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    return texts

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keel.engines.stopping import decode
 from keel.engines.streams import occurrences
+from keel.models.encode import decode
 from keel.types import Completion, Engine, Group, KeelError, Prompt, Sampling, Task
 
 

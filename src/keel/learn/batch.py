@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keel.learn.actions import Actions
-from keel.models.packed import Packed
+from keel.models.packed import Packed, spans_within
 from keel.types import Group
 
 
@@ -67,15 +67,9 @@ class Batch(Actions):
 
         A sequence longer than the budget goes alone.
         """
-        parts: list[list[int]] = []
-        used = token_budget
-        for i, length in enumerate(self.input_lengths):
-            if used + length > token_budget or not parts:
-                parts.append([])
-                used = 0
-            parts[-1].append(i)
-            used += length
-        return [self] if len(parts) == 1 else [self.select(part) for part in parts]
+        spans = spans_within(self.input_lengths, token_budget)
+        every = range(len(self.input_lengths))
+        return [self] if len(spans) == 1 else [self.select(every[span]) for span in spans]
 
 
 def from_groups(groups: Sequence[Group], device: torch.device | str = "cpu") -> Batch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -20,10 +20,17 @@ def autocast_for(model: PreTrainedModel, wanted: bool) -> torch.autocast:
 def hidden_states(
     model: PreTrainedModel, packed: Packed, autocast: bool = True
 ) -> Float[Tensor, "N H"]:
-    """The last hidden state that each scored token is predicted from, at `target_N - 1`.
+    """The last hidden state that each scored token is predicted from, at `target_N - 1`."""
+    return states_at(model, packed, packed.target_N - 1, autocast)
 
-    `model` is a causal language model or its backbone, turned to packed attention. No cache is
-    kept: transformers' own would let sequences see each other.
+
+def states_at(
+    model: PreTrainedModel, packed: Packed, at_K: Int[Tensor, " K"], autocast: bool = True
+) -> Float[Tensor, "K H"]:
+    """The last hidden state at these places among the T.
+
+    `model` is a causal language model, one with a classification head, or their backbone, turned to
+    packed attention. No cache is kept: transformers' own would let sequences see each other.
     """
     backbone: nn.Module = model.base_model
     with autocast_for(model, autocast):
@@ -34,4 +41,4 @@ def hidden_states(
             layout=PackedLayout(packed.lengths),
         )
     states: Tensor = out.last_hidden_state[0]
-    return states.index_select(0, packed.target_N - 1)
+    return states.index_select(0, at_K)

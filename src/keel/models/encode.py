@@ -112,3 +112,30 @@ def _unreadable(text: str, name: str, tokenizer: Any, error: Exception | None) -
             "model.build.alphabet, or use another tokenizer"
         )
     return f"{name} cannot be encoded: {' '.join(str(error).split())}"
+
+
+def decode(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
+    """The sequences as text, without special tokens, otherwise exactly as the tokens say."""
+    texts: list[str] = tokenizer.batch_decode(
+        sequences, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return texts
+
+
+def token_ends(tokenizer: Any, ids: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """For each place in the text of `ids` (rising), the token that brings the text up to it.
+
+    What no token reaches belongs to the last. Found by halving, over the decoded beginnings.
+    """
+    found: list[int] = []
+    low = 0
+    for end in ends:
+        high = len(ids) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if len(decode(tokenizer, [ids[: middle + 1]])[0]) >= end:
+                high = middle
+            else:
+                low = middle + 1
+        found.append(low)
+    return found

@@ -51,7 +51,7 @@ def load_model(spec: Model, seed: int) -> PreTrainedModel:
     if spec.build is not None:
         model = build_model(spec.build, seed, DTYPES[spec.dtype])
     else:
-        model = _pretrained(spec)
+        model = load_pretrained(spec)
     silence_dropout(model)
     if model.dtype == torch.float64 and model._can_set_experts_implementation():
         # The grouped matrix product of sparse models knows no float64.
@@ -159,8 +159,13 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _pretrained(spec: Model) -> PreTrainedModel:
-    """A model from a folder or the hub, loaded with dropout off."""
+def load_pretrained(
+    spec: Model, auto: Any = AutoModelForCausalLM, what: str = "a causal language model"
+) -> PreTrainedModel:
+    """A model from a folder or the hub, loaded by a class of transformers' with dropout off.
+
+    `what` names such a model in an error.
+    """
     name = _source(spec)
     options: dict[str, Any] = {
         "revision": spec.revision,
@@ -171,7 +176,7 @@ def _pretrained(spec: Model) -> PreTrainedModel:
     _silence_config(config)
     try:
         with quiet():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = auto.from_pretrained(
                 name,
                 config=config,
                 dtype=DTYPES[spec.dtype],
@@ -181,14 +186,14 @@ def _pretrained(spec: Model) -> PreTrainedModel:
             )
     except Exception as error:  # transformers, safetensors and the hub raise of many kinds
         raise KeelError(
-            f"model.name = {spec.name!r} does not load ({_line(error)}): it must hold a causal "
-            "language model saved with save_pretrained, in safetensors"
+            f"model.name = {spec.name!r} does not load ({_line(error)}): it must hold {what} "
+            "saved with save_pretrained, in safetensors"
         ) from error
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise KeelError(
             f"model.name = {spec.name!r} lacks {len(missing)} weights, {missing[0]} among them: "
-            "it is not a whole causal language model; save it again with save_pretrained"
+            f"it is not whole as {what}; save it again with save_pretrained"
         )
     loaded: PreTrainedModel = model
     return loaded

@@ -38,15 +38,18 @@ def _peft() -> Any:
     return peft
 
 
-def add_lora(model: PreTrainedModel, spec: Lora, seed: int) -> None:
+def add_lora(
+    model: PreTrainedModel, spec: Lora, seed: int, output: nn.Module | None = None
+) -> None:
     """Put a trainable adapter on the targeted linear layers and freeze all else.
 
     A starts uniform in ±1/√(inputs), drawn from `seed`, and B at zero, so that the model says what
-    it said before. The adapter is float32 at least, also on bfloat16 weights. Raises KeelError for
-    a target that is no linear layer, or the output layer.
+    it said before. `output` is the layer that makes the model's answer and gets no adapter (None: a
+    causal language model's). The adapter is float32 at least, also on bfloat16 weights. Raises
+    KeelError for a target that is no linear layer, or the output layer.
     """
     peft = _peft()
-    targets = _targets(model, spec.targets)
+    targets = _targets(model, spec.targets, output or model.get_output_embeddings())
     config = peft.LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,
@@ -79,9 +82,10 @@ def _inject(model: PreTrainedModel, config: Any, adapter: str) -> None:
             half.to(torch.promote_types(half.weight.dtype, torch.float32))
 
 
-def _targets(model: PreTrainedModel, wanted: tuple[str, ...] | str) -> list[str]:
+def _targets(
+    model: PreTrainedModel, wanted: tuple[str, ...] | str, output: nn.Module | None
+) -> list[str]:
     """Full names of the targeted layers; a target names a layer by the end of its path."""
-    output = model.get_output_embeddings()
     linear = {
         name: module
         for name, module in model.named_modules()

@@ -74,6 +74,18 @@ def pack(
     )
 
 
+def spans_within(lengths: Sequence[int], token_budget: int) -> list[slice]:
+    """Runs of neighbours whose lengths keep to the budget; one longer than it goes alone."""
+    cuts: list[int] = []
+    used = 0
+    for i, length in enumerate(lengths):
+        if not cuts or used + length > token_budget:
+            cuts.append(i)
+            used = 0
+        used += length
+    return [slice(a, b) for a, b in zip(cuts, [*cuts[1:], len(lengths)], strict=True)]
+
+
 def _indices(target: Tensor, length: int, number: int) -> Tensor:
     """The scored positions of one sequence, checked."""
     if length == 0:

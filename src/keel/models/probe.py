@@ -7,12 +7,14 @@ packed path and the chunked head's rules; a model whose logits differ is refused
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from keel.models.attention import install
-from keel.models.backbone import autocast_for, hidden_states
+from keel.models.backbone import autocast_for, states_at
 from keel.models.families import head_of
 from keel.models.head import logits
 from keel.models.packed import pack
@@ -31,30 +33,47 @@ only the coarse faults.
 """
 
 
+Speak = Callable[[PreTrainedModel, list[Tensor], bool], Tensor]
+"""What a model says of sequences, at every position of each."""
+
+
 def prepare(model: PreTrainedModel, autocast: bool) -> None:
-    """Turn a stock model to packed attention, and refuse it if that changes what it says.
+    """Turn a stock model to packed attention, and refuse it if that changes its logits.
 
     Raises KeelError with the family's name and the largest difference.
     """
+    _prepare(model, autocast, _stock_logits, _packed_logits, "logits")
+
+
+def prepare_backbone(model: PreTrainedModel, autocast: bool) -> None:
+    """`prepare` for a model without a language head: its hidden states are compared."""
+    _prepare(model, autocast, _stock_states, _packed_states, "hidden states")
+
+
+def _prepare(
+    model: PreTrainedModel, autocast: bool, alone: Speak, together: Speak, what: str
+) -> None:
     family = model.config.model_type
     sequences = probe_sequences(model)
-    stock = _stock_logits(model.eval(), sequences, autocast)
+    stock = alone(model.eval(), sequences, autocast)
     install(model)
     try:
         # In training mode, in which it will be used: what that mode changes is a fault too.
-        difference = _difference(model.train(), sequences, stock, autocast)
+        ours = together(model.train(), sequences, autocast)
     except (ValueError, TypeError, RuntimeError) as error:
         raise KeelError(
             f"model family {family!r} cannot run packed sequences "
             f"({str(error).splitlines()[0]}): choose a model of a supported family"
         ) from error
+    stock = stock.to(ours.dtype)
+    difference = float((ours - stock).abs().max() / stock.abs().max().clamp_min(1e-12))
     dtype = torch.bfloat16 if _casts(model, autocast) else model.dtype
     tolerance = TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16])
     # Not `>`, which a NaN would pass.
     if not difference <= tolerance:
         raise KeelError(
-            f"model family {family!r} fails the packing probe: the logits of "
-            f"packed sequences differ from separate ones by {difference:.2g} of the largest logit "
+            f"model family {family!r} fails the packing probe: the {what} of "
+            f"packed sequences differ from separate ones by {difference:.2g} of the largest "
             f"(allowed {tolerance:.0e} in {str(dtype).removeprefix('torch.')}); "
             "this model would train on wrong probabilities: choose another"
         )
@@ -78,23 +97,24 @@ def _casts(model: PreTrainedModel, autocast: bool) -> bool:
 @torch.no_grad()
 def _stock_logits(model: PreTrainedModel, sequences: list[Tensor], autocast: bool) -> Tensor:
     with autocast_for(model, autocast):
-        outputs = [model(input_ids=tokens[None], use_cache=False).logits[0] for tokens in sequences]
-    return torch.cat(outputs)
+        return torch.cat([model(input_ids=t[None], use_cache=False).logits[0] for t in sequences])
 
 
 @torch.no_grad()
-def _difference(
-    model: PreTrainedModel, sequences: list[Tensor], stock: Tensor, autocast: bool
-) -> float:
-    """max |packed − stock| / max |stock| over all logits of all positions."""
-    everywhere = [torch.ones(len(tokens), dtype=torch.bool) for tokens in sequences]
-    for mask in everywhere:
-        mask[0] = False
-    packed = pack(sequences, everywhere, model.device)
-    ours = logits(hidden_states(model, packed, autocast), head_of(model))
-    # Packed states are read one position before each target: drop each sequence's last.
-    ends = torch.tensor(packed.lengths).cumsum(0) - 1
-    kept = torch.ones(len(stock), dtype=torch.bool)
-    kept[ends] = False
-    stock = stock[kept.to(stock.device)].to(ours.dtype)
-    return float((ours - stock).abs().max() / stock.abs().max().clamp_min(1e-12))
+def _packed_logits(model: PreTrainedModel, sequences: list[Tensor], autocast: bool) -> Tensor:
+    return logits(_packed_states(model, sequences, autocast), head_of(model))
+
+
+@torch.no_grad()
+def _stock_states(model: PreTrainedModel, sequences: list[Tensor], autocast: bool) -> Tensor:
+    backbone = model.base_model
+    with autocast_for(model, autocast):
+        outputs = [backbone(input_ids=tokens[None], use_cache=False) for tokens in sequences]
+    return torch.cat([out.last_hidden_state[0] for out in outputs])
+
+
+@torch.no_grad()
+def _packed_states(model: PreTrainedModel, sequences: list[Tensor], autocast: bool) -> Tensor:
+    packed = pack(sequences, [torch.zeros(0, dtype=torch.long)] * len(sequences), model.device)
+    everywhere = torch.arange(len(packed.tokens_T), device=model.device)
+    return states_at(model, packed, everywhere, autocast)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from keel.config.entry import load_entry
 from keel.config.sources import RewardSource
@@ -46,7 +46,8 @@ class NamedReward:
     """A reward function, its weight, and the keyword arguments that the recipe binds.
 
     `function` None is the task's own verdict. `required` and `optional` are the arguments that it
-    names and that are not bound; `everything` says that it takes all there are.
+    names and that are not bound; `everything` says that it takes all there are. `clip`,
+    `normalise`, `gate` and `closed` are the recipe's (`RewardSource`).
     """
 
     name: str
@@ -57,6 +58,10 @@ class NamedReward:
     optional: tuple[str, ...] = ()
     everything: bool = False
     is_async: bool = False
+    clip: tuple[float, float] | None = None
+    normalise: Literal["none", "group", "batch"] = "none"
+    gate: float | None = None
+    closed: float = 0.0
 
     def wants(self, name: str) -> bool:
         """Whether the function is handed an argument of this name."""
@@ -70,6 +75,16 @@ def load_reward(source: RewardSource, around: Surroundings | None = None) -> Nam
 
     Raises KeelError where there is none of that name, or its options do not fit.
     """
+    return replace(
+        _load(source, around or Surroundings()),
+        clip=source.clip,
+        normalise=source.normalise,
+        gate=source.gate,
+        closed=source.closed,
+    )
+
+
+def _load(source: RewardSource, around: Surroundings) -> NamedReward:
     if source.function == TASK:
         if source.options:
             raise KeelError(f"reward {TASK!r}: unknown option {next(iter(source.options))!r}")
@@ -79,7 +94,7 @@ def load_reward(source: RewardSource, around: Surroundings | None = None) -> Nam
     elif source.function in BUILT_IN:
         return _built_in(source)
     elif source.function in MADE:
-        return _made(source, around or Surroundings())
+        return _made(source, around)
     else:
         guess = unknown("reward", source.function, [*BUILT_IN, *MADE, TASK])
         raise KeelError(f"{guess}; functions of your own are module:function")

@@ -6,17 +6,18 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 
 from keel.config.suggest import unknown
+from keel.rewards.batch import Batch, Log, Logged, arguments, columns
 from keel.rewards.calling import AsyncCalls, LoopThread, Outcome, call, call_each
 from keel.rewards.checking import BadReturn, Said, read_rewards
+from keel.rewards.compose import Composed, compose, shut
 from keel.rewards.loading import RESERVED, TASK, NamedReward
 from keel.rewards.overlong import soft_overlong
-from keel.types import Completion, Group, KeelError, Prompt, Step, Task, Verdict
+from keel.types import Completion, Group, KeelError, Prompt, Task, Verdict
 
 OVERLONG = "overlong"
 """The component of soft overlong punishment."""
@@ -35,34 +36,6 @@ class Scored:
     metrics: Mapping[str, float] = field(default_factory=dict)
     extras: Mapping[str, list[Any]] = field(default_factory=dict)
     failures: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The completions of a step one after the other, with the prompt of each."""
-
-    prompts: tuple[Prompt, ...]
-    completions: tuple[Completion, ...]
-    step: int
-
-    def __len__(self) -> int:
-        return len(self.completions)
-
-
-class Log:
-    """What one call logs; kept apart, so that a call left behind writes nowhere."""
-
-    def __init__(self) -> None:
-        self.extras: dict[str, list[Any]] = {}
-        self.metrics: dict[str, list[float]] = {}
-
-    def extra(self, name: str, values: Sequence[Any]) -> None:
-        """A value for each completion."""
-        self.extras[name] = list(values)
-
-    def metric(self, name: str, value: float) -> None:
-        """A number for the step; the mean where it comes several times."""
-        self.metrics.setdefault(name, []).append(float(value))
 
 
 class Scorer:
@@ -97,6 +70,11 @@ class Scorer:
         for name in names:
             if names.count(name) > 1 or name == OVERLONG:
                 raise KeelError(f"two rewards are named {name!r}: give one another `name`")
+        if not any(f.weight for f in self.functions):
+            raise KeelError(
+                f"every reward has weight 0 ({', '.join(names)}), so nothing is learned from: "
+                "give one a weight"
+            )
 
     def __call__(self, groups: Sequence[Group], step: int) -> Scored:
         """Score the groups of a step."""
@@ -105,23 +83,42 @@ class Scorer:
             tuple(completion for group in groups for completion in group.completions),
             step,
         )
-        columns = _columns(batch)
+        found = columns(batch)
         for function in self.functions:
-            self._check_columns(function, columns, batch)
-        logs = {f.name: Log() for f in self.functions}
-        said, failures = self._said(batch, columns, logs) if len(batch) else ({}, {})
-        flat = [self._verdict(said, at, c) for at, c in enumerate(batch.completions)]
+            self._check_columns(function, found, batch)
+        said, logged = self._said(batch)
+        groups_S = [g for g, group in enumerate(groups) for _ in group.completions]
+        flat = [
+            self._verdict(said, composed, at, completion)
+            for at, (completion, composed) in enumerate(
+                zip(batch.completions, compose(self.functions, said, groups_S), strict=True)
+            )
+        ]
         ends = np.cumsum([0, *(len(group.completions) for group in groups)])
         names = [f.name for f in self.functions] + [OVERLONG] * bool(self.soft_overlong)
-        extras: dict[str, list[Any]] = {}
-        for name, log in logs.items():
-            extras |= _checked_extras(name, log, len(batch))
+        gates = [f for f in self.functions if f.gate is not None]
+        shares = {
+            f"rewards/{f.name}/shut": float(np.mean([shut(f, one) for one in said[f.name]]))
+            for f in gates
+            if len(batch)
+        }
         return Scored(
             verdicts=tuple(tuple(flat[a:b]) for a, b in itertools.pairwise(ends)),
-            metrics={**_logged(logs), **_spread(flat, names)},
-            extras=extras,
-            failures=failures,
+            metrics={**logged.metrics, **_spread(flat, names), **shares},
+            extras=logged.extras,
+            failures={
+                name: count
+                for name, ones in said.items()
+                if (count := sum(one.wrong is not None for one in ones))
+            },
         )
+
+    def close(self) -> None:
+        """Let go of what the rewards hold: processes, connections, models."""
+        for function in self.functions:
+            close = getattr(function.function, "close", None)
+            if close is not None:
+                close()
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Whether every column that a function requires is there. Raises KeelError, calls nothing.
@@ -130,34 +127,64 @@ class Scorer:
         """
         batch = Batch(tuple(prompts), (), 0)
         for function in self.functions:
-            self._check_columns(function, _columns(batch), batch)
+            self._check_columns(function, columns(batch), batch)
 
     def _check_columns(
-        self, function: NamedReward, columns: Mapping[str, list[Any]], batch: Batch
+        self, function: NamedReward, found: Mapping[str, list[Any]], batch: Batch
     ) -> None:
         if len({p.task for p in batch.prompts}) < len(self.tasks):
             return  # the column may be that of a task that this step did not draw from
         for name in function.required:
-            if name not in RESERVED and name not in columns and batch.prompts:
-                known = unknown("column", name, columns) if columns else "the prompts have none"
+            if name not in RESERVED and name not in found and batch.prompts:
+                known = unknown("column", name, found) if found else "the prompts have none"
                 raise KeelError(
                     f"reward {function.name!r} needs the column {name!r}: {known} "
                     "(task.answer names the gold answer's column)"
                 )
 
-    def _said(
-        self, batch: Batch, columns: Mapping[str, list[Any]], logs: Mapping[str, Log]
-    ) -> tuple[dict[str, list[Said]], dict[str, int]]:
-        """What each function says of each completion, and how many it failed on."""
+    def _said(self, batch: Batch) -> tuple[dict[str, list[Said]], Logged]:
+        """What each function says of each completion, and what all of them logged.
+
+        Gates come first; what one of them shuts out, the others are not asked about.
+        """
+        logged = Logged()
+        said = {f.name: [Said()] * len(batch) for f in self.functions}
+        gates = [f for f in self.functions if f.gate is not None]
+        rest = [f for f in self.functions if f.gate is None]
+        open_places = list(range(len(batch)))
+        for functions in (gates, rest):
+            if not functions or not open_places:
+                continue
+            for name, ones in self._ask(
+                functions, batch.select(open_places), logged, open_places, len(batch)
+            ).items():
+                for at, one in zip(open_places, ones, strict=True):
+                    said[name][at] = one
+            open_places = [
+                at for at in open_places if not any(shut(f, said[f.name][at]) for f in gates)
+            ]
+        return said, logged
+
+    def _ask(
+        self,
+        functions: Sequence[NamedReward],
+        batch: Batch,
+        logged: Logged,
+        places: Sequence[int],
+        size: int,
+    ) -> dict[str, list[Said]]:
+        """What these functions say of each completion of a batch, side by side."""
+        logs = {f.name: Log() for f in functions}
+        found = columns(batch)
         calls = {
-            f.name: functools.partial(f.function, **_arguments(f, batch, columns, logs[f.name]))
-            for f in self.functions
+            f.name: functools.partial(f.function, **arguments(f, batch, found, logs[f.name]))
+            for f in functions
             if f.function is not None
         }
-        waiting = {f.name: calls[f.name] for f in self.functions if f.is_async}
+        waiting = {f.name: calls[f.name] for f in functions if f.is_async}
         running = AsyncCalls(waiting, self.timeout, self._loop)
         said: dict[str, list[Said]] = {}
-        for function in self.functions:
+        for function in functions:
             if function.function is None:
                 said[function.name] = self._task_verdicts(function.name, batch)
             elif not function.is_async:
@@ -165,12 +192,9 @@ class Scorer:
                 said[function.name] = self._read(function.name, outcome, batch)
         for name, outcome in running.outcomes().items():
             said[name] = self._read(name, outcome, batch)
-        failures = {
-            f.name: count
-            for f in self.functions
-            if (count := sum(s.wrong is not None for s in said[f.name]))
-        }
-        return said, failures
+        for name, log in logs.items():
+            logged.take(name, log, places, size)
+        return said
 
     def _read(self, name: str, outcome: Outcome, batch: Batch) -> list[Said]:
         """The values of one call; a failure stops, or marks the completions."""
@@ -223,63 +247,22 @@ class Scorer:
             return message
         return f"raised {type(outcome.error).__name__}: {message}{_line(outcome.error)}"
 
-    def _verdict(self, said: Mapping[str, list[Said]], at: int, completion: Completion) -> Verdict:
-        """The weighted sum of what was said of one completion."""
+    def _verdict(
+        self,
+        said: Mapping[str, list[Said]],
+        composed: Composed,
+        at: int,
+        completion: Completion,
+    ) -> Verdict:
+        """What is kept of one completion: its reward, and each component as it was said."""
         components = {f.name: said[f.name][at].value for f in self.functions}
-        weights = {f.name: f.weight for f in self.functions}
-        spoke = any(value is not None for value in components.values())
+        reward = composed.reward
         if self.soft_overlong:
             # Length alone is no verdict: where nothing else applies, neither does this.
             punishment = soft_overlong(len(completion), self.max_tokens, self.soft_overlong)
-            components[OVERLONG] = punishment if spoke else None
-            weights[OVERLONG] = 1.0
-        total = sum(weights[n] * value for n, value in components.items() if value is not None)
-        steps: dict[int, float] = {}
-        for function in self.functions:
-            for step in said[function.name][at].steps:
-                steps[step.end] = steps.get(step.end, 0.0) + function.weight * step.reward
-        return Verdict(
-            reward=float(total) if spoke else None,
-            components=components,
-            steps=tuple(Step(end, steps[end]) for end in sorted(steps)),
-        )
-
-
-def _columns(batch: Batch) -> dict[str, list[Any]]:
-    """Every column that some prompt has, a value for each completion; None where there is none."""
-    names = dict.fromkeys(name for prompt in batch.prompts for name in prompt.columns)
-    return {
-        name: [prompt.columns.get(name) for prompt in batch.prompts]
-        for name in names
-        if name not in RESERVED
-    }
-
-
-def _arguments(
-    function: NamedReward, batch: Batch, columns: Mapping[str, list[Any]], log: Log
-) -> dict[str, Any]:
-    """The keyword arguments of a call: what is bound, and what the function wants."""
-    there: dict[str, Any] = {
-        **dict.fromkeys(function.required, [None] * len(batch)),
-        **columns,
-        "prompts": [p.content if isinstance(p.content, str) else _turns(p) for p in batch.prompts],
-        "completions": [
-            c.text if isinstance(p.content, str) else [{"role": "assistant", "content": c.text}]
-            for p, c in zip(batch.prompts, batch.completions, strict=True)
-        ],
-        "completion_ids": [c.tokens.tolist() for c in batch.completions],
-        "trainer_state": SimpleNamespace(global_step=batch.step),
-        "log_extra": log.extra,
-        "log_metric": log.metric,
-    }
-    # Copies of the lists: what one function does to its arguments, no other sees.
-    wanted = {k: v for k, v in there.items() if function.wants(k)}
-    copies = {k: list(v) if isinstance(v, list) else v for k, v in wanted.items()}
-    return {**function.options, **copies}
-
-
-def _turns(prompt: Prompt) -> list[dict[str, Any]]:
-    return [dict(turn) for turn in prompt.content]  # type: ignore[arg-type]
+            components[OVERLONG] = None if reward is None else punishment
+            reward = None if reward is None else reward + punishment
+        return Verdict(reward=reward, components=components, steps=composed.steps)
 
 
 def _someone_spoke(batch: Batch, said: Sequence[Said]) -> None:
@@ -293,23 +276,6 @@ def _someone_spoke(batch: Batch, said: Sequence[Said]) -> None:
                 f"task {task!r} cannot tell what an answer is worth: set rewards.functions, or "
                 "task.answer for exact match with a column"
             )
-
-
-def _checked_extras(name: str, log: Log, n: int) -> dict[str, list[Any]]:
-    for extra, values in log.extras.items():
-        if len(values) != n:
-            raise KeelError(
-                f"reward {name!r}: log_extra({extra!r}) got {len(values)} values for {n} "
-                "completions: give one for each"
-            )
-    return log.extras
-
-
-def _logged(logs: Mapping[str, Log]) -> dict[str, float]:
-    means: dict[str, float] = {}
-    for log in logs.values():
-        means |= {name: float(np.mean(values)) for name, values in log.metrics.items()}
-    return means
 
 
 def _spread(verdicts: Sequence[Verdict], names: Sequence[str]) -> dict[str, float]:

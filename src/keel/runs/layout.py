@@ -2,6 +2,7 @@
 
     recipe.toml  run.json  metrics.jsonl  timings.jsonl  events.jsonl  curve.png  film.gif
     rollouts/[STAGE-]step-000012.parquet  checkpoints/[STAGE-]step-000100/  trackers/
+    rows/STAGE-train.jsonl  models/STAGE/  pictures/STAGE-*.png  rewards/
 
 Steps count from 1 within a stage. Where a recipe has several stages, rollouts and checkpoints carry
 the stage's name; rows of the .jsonl files always do. All but timings.jsonl, events.jsonl and
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.runs import files
-from keel.types import KeelError
+from keel.types import KeelError, Side
 
 STEP_DIGITS = 6
 RECIPE = "recipe.toml"
@@ -143,6 +144,24 @@ class RunFolder:
     def trackers(self) -> Path:
         """What third-party trackers write; holds times and host names."""
         return self.path / "trackers"
+
+    @property
+    def pictures(self) -> Path:
+        """What stages draw beside the curve."""
+        return self.path / "pictures"
+
+    @property
+    def rewards(self) -> Path:
+        """What rewards keep, such as a judge's paid answers."""
+        return self.path / "rewards"
+
+    def model(self, stage: str) -> Path:
+        """The reward model that a stage made, as a plain model folder."""
+        return self.path / "models" / stage
+
+    def rows(self, stage: str, side: Side) -> Path:
+        """The rows that a stage sampled to learn from."""
+        return self.path / "rows" / f"{stage}-{side}.jsonl"
 
     @property
     def lock(self) -> Path:

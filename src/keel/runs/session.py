@@ -101,6 +101,22 @@ class Session:
             news["examples"] = {**known.get("examples", {}), when: result["examples"]}
         update_run_json(self.folder, news)
 
+    def measured(
+        self,
+        progress: Progress,
+        result: Mapping[str, Any],
+        when: Literal["before", "during", "after"],
+    ) -> None:
+        """Tell of what held-out rows say of a model; the first and the last go into run.json."""
+        name = self.folder.stages[progress.stage]
+        self.watcher.evaluation(name, progress.step, result)
+        self.recorder.event("evaluation", stage=name, step=progress.step, n=result["n"])
+        if when == "during":
+            return
+        known = update_run_json(self.folder, {}).get("measured", {})
+        own = {**known.get(name, {}), when: dict(result)}
+        update_run_json(self.folder, {"measured": {**known, name: own}})
+
     def recorded(
         self,
         progress: Progress,

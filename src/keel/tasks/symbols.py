@@ -11,7 +11,7 @@ from keel.tasks.generated import Generated, check_range
 
 
 class SortDigits(Generated):
-    """Sort the digits: `7301>` asks for `0137`."""
+    """Sort the digits: `7301>` asks for `0137`, with `separator` between them where one is set."""
 
     def __init__(
         self,
@@ -21,8 +21,10 @@ class SortDigits(Generated):
         *,
         min_digits: int = 4,
         max_digits: int = 8,
+        separator: str = "",
     ) -> None:
         super().__init__(name, seed, presentation)
+        self.separator = separator
         check_range(f"task {name!r}", min_digits=min_digits, max_digits=max_digits)
         self.min_digits = min_digits
         self.max_digits = max_digits
@@ -32,7 +34,7 @@ class SortDigits(Generated):
         length = int(rng.integers(self.min_digits, self.max_digits, endpoint=True))
         # Floats in one call: an order of magnitude cheaper here than `integers` of a size.
         digits = "".join(str(int(10 * u)) for u in rng.random(length).tolist())
-        return f"{digits}>", "".join(sorted(digits))
+        return f"{digits}>", self.separator.join(sorted(digits))
 
 
 class Reverse(Generated):

@@ -11,17 +11,17 @@ from keel.config.model import Model
 from keel.config.presets import merge
 from keel.config.schema import Recipe, RLStage
 from keel.engines.native import NativeEngine
+from keel.models.encode import Encoder
 from keel.models.policy import Policy, load_policy
 from keel.rewards import load_reward
 from keel.rewards.score import Scorer
 from keel.runs.layout import RECIPE, RunFolder
 from keel.tasks import PromptStream, build_tasks, heldout
-from keel.tasks.encode import Encoder
 from keel.train.evaluate import Evaluator
 from keel.train.export import pick_checkpoint
 from keel.train.rollout import Sampler
-from keel.train.stages import longest_prompt
 from keel.train.state import POLICY
+from keel.train.work import longest_prompt
 from keel.types import KeelError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from keel.config.load import load_recipe, to_toml
-from keel.config.schema import Recipe, SFTStage
+from keel.config.schema import Recipe
 from keel.models.policy import load_policy
 from keel.runs import opening
 from keel.runs.interrupt import Interrupt, Interrupted
@@ -18,8 +18,9 @@ from keel.runs.record import update_run_json
 from keel.runs.session import Session
 from keel.runs.trackers import open_trackers
 from keel.runs.watch import Silent, Watcher
-from keel.train.stages import Work, imitate, reinforce
+from keel.train.stages import run_stage
 from keel.train.state import Progress, read_progress, restore_policy
+from keel.train.work import Work
 from keel.types import KeelError
 
 REPORTED = ("keel-rl", "torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -74,10 +75,7 @@ def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | Non
         work = Work(recipe, replace(session, trackers=trackers), policy, start)
         session.watcher.stage(stage.name, stage.stage, stage.steps, progress.step)
         try:
-            if isinstance(stage, SFTStage):
-                progress = imitate(work, stage, progress)
-            else:
-                progress = reinforce(work, stage, progress)
+            progress = run_stage(work, stage, progress)
         finally:
             for tracker in trackers:
                 tracker.close()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,13 +11,13 @@ import torch
 from keel.config.schema import SFTStage
 from keel.config.seeds import derive
 from keel.learn.batch import Batch, from_groups
-from keel.learn.optimizer import AdamW, learning_rate
+from keel.learn.optimizer import AdamW
+from keel.models.encode import encode_text
 from keel.models.policy import Policy
 from keel.objective import weights
 from keel.runs.session import Session
-from keel.tasks.encode import encode_text
 from keel.tasks.mixture import PromptStream
-from keel.train import state
+from keel.train import fit, state
 from keel.train.state import Progress
 from keel.types import Completion, Group, KeelError, Prompt, Task
 
@@ -43,37 +41,22 @@ class Imitation:
 
 def run(work: Imitation, progress: Progress) -> Progress:
     """From `progress` to the last step of the stage, or until the run is asked to stop."""
-    stage, session = work.stage, work.session
-    if session.interrupted:
-        save(work, progress)
-    while progress.step < stage.steps and not session.interrupted:
-        start = time.perf_counter()
-        number = progress.step + 1
-        with session.clock("data"):
-            batch = demonstrations(work, number)
-        with session.clock("update"):
-            metrics = update(work, batch, number)
-        progress = replace(
-            progress,
-            step=number,
-            stream=work.stream.state(),
-            tokens=progress.tokens + sum(batch.input_lengths),
-        )
-        metrics["num_tokens"] = float(progress.tokens)
-        seconds = time.perf_counter() - start
-        session.recorded(progress, metrics, [], seconds)
-        if session.checkpoint_due(progress, stage.steps, stage.checkpoints):
-            save(work, progress)
-    return progress
-
-
-def save(work: Imitation, progress: Progress) -> None:
-    """Leave a checkpoint."""
-
-    def fill(folder: Path) -> None:
-        state.save(folder, progress, work.policy, {"optimizer": work.optimizer}, {}, {})
-
-    work.session.checkpoint(progress, fill, work.stage.checkpoints)
+    return fit.run(
+        fit.Fit(
+            steps=work.stage.steps,
+            optimizer=work.optimizer,
+            choice=work.stage.optimizer,
+            checkpoints=work.stage.checkpoints,
+            session=work.session,
+            draw=lambda number: demonstrations(work, number),
+            learn=lambda batch: learn(work, batch),
+            fill=lambda folder, now: state.save(
+                folder, now, work.policy, {"optimizer": work.optimizer}, {}, {}
+            ),
+            stream=work.stream.state,
+        ),
+        progress,
+    )
 
 
 def demonstrations(work: Imitation, number: int) -> Batch:
@@ -91,8 +74,8 @@ def demonstrations(work: Imitation, number: int) -> Batch:
     return from_groups(groups, work.policy.device)
 
 
-def update(work: Imitation, batch: Batch, number: int) -> dict[str, float]:
-    """One optimizer step on the mean cross-entropy of the demonstrations' tokens."""
+def learn(work: Imitation, batch: Batch) -> fit.Learned:
+    """The gradient of the mean cross-entropy of the demonstrations' tokens."""
     weight_N = weights.token_mean(batch.lengths_S).to(torch.float32)
     batch = replace(batch, weight_N=weight_N)
     total, right = 0.0, 0.0
@@ -103,20 +86,12 @@ def update(work: Imitation, batch: Batch, number: int) -> dict[str, float]:
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
         right += float((micro.weight_N * scores.log_prob_N.detach().exp()).sum())
-    rate = learning_rate(work.stage.optimizer, number - 1, work.stage.steps)
-    norm = work.optimizer.step(rate)
-    if not np.isfinite(total) or not np.isfinite(norm):
-        raise KeelError(
-            f"stage {work.stage.name!r}, step {number}: the loss came out non-finite; "
-            "lower optimizer.learning_rate"
-        )
-    return {
+    metrics = {
         "loss": total,
         "mean_token_probability": right,
-        "grad_norm": norm,
-        "learning_rate": rate,
         "completions/mean_length": float(np.mean(batch.lengths)),
     }
+    return fit.Learned(metrics, sum(batch.input_lengths))
 
 
 def _demonstration(

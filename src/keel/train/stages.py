@@ -2,55 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
 
 from keel.config.entry import load_entry
+from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelStage
 from keel.config.objective import explain_stage
-from keel.config.schema import Recipe, RLStage, SFTStage, Stage
+from keel.config.schema import RLStage, SFTStage, Stage
 from keel.config.seeds import derive
 from keel.engines.native import NativeEngine
 from keel.insight.plots import reward_curve
 from keel.learn.optimizer import AdamW, trainable
-from keel.models.policy import Policy
-from keel.rewards import load_reward
-from keel.rewards.score import Scorer
 from keel.runs.read import load
 from keel.runs.record import update_run_json
 from keel.runs.session import Session
-from keel.tasks import PromptStream, build_tasks, heldout
-from keel.tasks.encode import Encoder
 from keel.train import rl, sft
 from keel.train.build import build_learner
 from keel.train.evaluate import Evaluator
 from keel.train.evaluate import metrics as evaluation_metrics
+from keel.train.judging import judge_answers, judge_steps, prefer
+from keel.train.rewarding import load_rewards, scorer, surroundings
 from keel.train.rollout import Sampler
 from keel.train.state import Progress, restore_optimizers
-from keel.types import KeelError, Prompt, Task
+from keel.train.work import Work, open_source
 
 
-@dataclass(frozen=True, eq=False)
-class Work:
-    """What a stage gets: the recipe, the hand that writes, the policy, and where to resume from."""
-
-    recipe: Recipe
-    session: Session
-    policy: Policy
-    resume_from: Path | None
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """A stage's tasks, and the streams of encoded prompts over them."""
-
-    tasks: dict[str, Task]
-    weights: list[float]
-    encoder: Encoder
-    stream: PromptStream
-
-    def heldout(self, n: int) -> list[Prompt]:
-        return heldout(list(self.tasks.values()), self.weights, n, self.encoder)
+def run_stage(work: Work, stage: Stage, progress: Progress) -> Progress:
+    """A stage of whatever kind, from `progress` on."""
+    if isinstance(stage, SFTStage):
+        return imitate(work, stage, progress)
+    if isinstance(stage, RewardModelStage):
+        return judge_answers(work, stage, progress)
+    if isinstance(stage, ProcessRewardModelStage):
+        return judge_steps(work, stage, progress)
+    if isinstance(stage, DPOStage):
+        return prefer(work, stage, progress)
+    return reinforce(work, stage, progress)
 
 
 def imitate(work: Work, stage: SFTStage, progress: Progress) -> Progress:
@@ -59,7 +47,7 @@ def imitate(work: Work, stage: SFTStage, progress: Progress) -> Progress:
     optimizer = AdamW(trainable(work.policy), stage.optimizer)
     if work.resume_from is not None:
         restore_optimizers(work.resume_from, {"optimizer": optimizer})
-    source = open_source(work, stage, seed, progress, room=1)
+    source = open_source(work, stage.tasks, stage.prompts, seed, room=1, state=progress.stream)
     parts = sft.Imitation(
         stage=stage,
         policy=work.policy,
@@ -83,7 +71,8 @@ def reinforce(work: Work, stage: RLStage, progress: Progress) -> Progress:
     objective = explain_stage(stage, lora=recipe.model.lora is not None)
     update_run_json(session.folder, {"objective": objective.unicode()})
     loop = make_loop(work, stage, learner, progress, seed)
-    progress = rl.run(loop, progress)
+    with closing(loop.sampler.scorer):
+        progress = rl.run(loop, progress)
     draw(session, stage, progress, title=recipe.name)
     return progress
 
@@ -105,13 +94,11 @@ def make_loop(
 ) -> rl.Loop:
     """Tasks, rewards and engine of a stage, round its learner."""
     policy, rollout = work.policy, stage.rollout
-    source = open_source(work, stage, seed, progress, room=rollout.max_tokens)
-    rewards = [load_reward(reward) for reward in stage.rewards.functions]
-    options: dict[str, Any] = {
-        "timeout": stage.rewards.timeout,
-        "on_error": stage.rewards.on_error,
-        "max_tokens": rollout.max_tokens,
-    }
+    source = open_source(
+        work, stage.tasks, stage.prompts, seed, room=rollout.max_tokens, state=progress.stream
+    )
+    functions = load_rewards(stage.rewards, surroundings(work.recipe, work.session.folder, policy))
+    scored = partial(scorer, stage.rewards, functions, source.tasks, max_tokens=rollout.max_tokens)
     sampler = Sampler(
         engine=NativeEngine(
             policy.model, policy.tokenizer, max_rows=rollout.max_rows, autocast=policy.autocast
@@ -119,44 +106,12 @@ def make_loop(
         tokenizer=policy.tokenizer,
         tasks=source.tasks,
         stream=source.stream,
-        scorer=Scorer(rewards, source.tasks, soft_overlong=rollout.soft_overlong, **options),
+        scorer=scored(soft_overlong=rollout.soft_overlong),
         choice=rollout,
         seed=seed,
     )
-    judge = Scorer(rewards, source.tasks, soft_overlong=0, **options)
+    judge = scored()
     prompts = source.heldout(stage.evaluation.prompts)
     judge.check(prompts)
     evaluator = Evaluator(sampler, judge, prompts, stage.evaluation) if prompts else None
     return rl.Loop(stage, learner, sampler, evaluator, work.session, seed)
-
-
-def open_source(work: Work, stage: Stage, seed: int, progress: Progress, room: int) -> Source:
-    """The stage's prompts, encoded, those left out that leave no room for an answer."""
-    tasks = {task.name: task for task in build_tasks(stage.tasks, work.recipe.seed)}
-    weights = [source.weight for source in stage.tasks]
-    encoder = Encoder(
-        work.policy.tokenizer,
-        longest_prompt(stage.prompts.max_tokens, work.policy.context, room),
-        stage.prompts.chat_template,
-    )
-    stream = PromptStream(list(tasks.values()), weights, derive(seed, "prompts"), encoder)
-    if progress.stream:
-        stream.restore(progress.stream)
-    return Source(tasks, weights, encoder, stream)
-
-
-def longest_prompt(wanted: int | None, context: int | None, room: int) -> int | None:
-    """How long a prompt may be, so that an answer of `room` tokens still fits the context."""
-    if context is None:
-        return wanted
-    if context <= room:
-        raise KeelError(
-            f"rollout.max_tokens = {room} leaves no room for a prompt in the model's context of "
-            f"{context} tokens: lower it"
-        )
-    if wanted is not None and wanted + room > context:
-        raise KeelError(
-            f"prompts.max_tokens = {wanted} and rollout.max_tokens = {room} are more than the "
-            f"model's context of {context} tokens: lower one of them"
-        )
-    return context - room if wanted is None else wanted

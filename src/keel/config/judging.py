@@ -1,0 +1,140 @@
+"""The stages that learn from preferences and labels: reward models, and DPO. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from keel.algorithms.spec import Coefficient, Positive, Row, Unit
+from keel.config.fields import AsTuple, Count, Index
+from keel.config.model import Lora
+from keel.config.optimisation import Checkpoints, Optimizer, Trackers
+from keel.config.preference_data import PreferenceData
+from keel.config.sources import Prompts, Rewards, TaskSource
+
+
+class Sampled(Row):
+    """Rows made on the spot: answers of the policy before the stage, judged by rewards."""
+
+    tasks: Annotated[tuple[TaskSource, ...], AsTuple, Field(min_length=1)]
+    prompts: Prompts = Prompts()
+    rewards: Rewards = Rewards()
+    """What judges the answers; the task's own verdict where there is no other."""
+    train: Count = 512
+    """How many train prompts are answered."""
+    heldout: Count = 128
+    """How many held-out prompts are answered, to evaluate on."""
+    group_size: Annotated[int, Field(ge=1)] = 4
+    """Answers to each."""
+    max_tokens: Count = 256
+    temperature: Positive = 1.0
+    pairs: Count = 2
+    """At most so many pairs of answers with different rewards are made of a prompt's answers."""
+    noise: Unit = 0.0
+    """Share of the labels that are turned round, as careless people would."""
+
+
+class BaseModelChoice(Row):
+    """What a reward model's backbone starts from."""
+
+    name: str | None = None
+    """Folder or hub name of a causal language model; None starts from the policy before the
+    stage."""
+    lora: Lora | None = None
+    """Adapters on a frozen backbone; the head always learns."""
+
+
+class JudgedEvaluation(Row):
+    """Evaluation on the held-out rows."""
+
+    every: Index = 0
+    """In steps; 0 evaluates before and after only."""
+    rows: Index = 1000
+    """How many held-out rows at the most; 0 evaluates never."""
+
+
+class JudgingStage(Row):
+    """What these stages have in common: rows, how often they are gone through, and how."""
+
+    name: str = "judging"
+    data: PreferenceData | None = None
+    sampled: Sampled | None = None
+    max_tokens: Count | None = None
+    """Rows longer than this, prompt and answer, are left out and counted; None: the context."""
+    steps: Count = 100
+    batch_size: Count = 32
+    """Rows of a step."""
+    token_budget: Count = 16_384
+    optimizer: Optimizer = Optimizer(learning_rate=1e-5)
+    evaluation: JudgedEvaluation = JudgedEvaluation()
+    checkpoints: Checkpoints = Checkpoints()
+    trackers: Trackers = Trackers()
+
+    @model_validator(mode="after")
+    def _one_source(self) -> JudgingStage:
+        if (self.data is None) == (self.sampled is None):
+            raise ValueError(
+                "set exactly one of data (rows from a file) and sampled (rows made on the spot)"
+            )
+        return self
+
+
+class RewardModelStage(JudgingStage):
+    """An outcome reward model: one score for a whole answer."""
+
+    stage: Literal["reward_model"] = "reward_model"
+    name: str = "reward_model"
+    learns: Literal["pairs", "labels"] = "pairs"
+    """Bradley–Terry on prompt/chosen/rejected, or cross-entropy on prompt/completion/label."""
+    centering: Coefficient = 0.0
+    """Of the squared sum of a pair's scores, which holds them around 0."""
+    base: BaseModelChoice = BaseModelChoice()
+
+    @model_validator(mode="after")
+    def _comparisons(self) -> RewardModelStage:
+        if self.learns == "labels" and self.centering:
+            raise ValueError(
+                f"centering = {self.centering:g} is of pairs, and labels fix the score's zero: "
+                "drop it"
+            )
+        if self.sampled is not None and self.learns == "pairs" and self.sampled.group_size < 2:
+            raise ValueError(
+                "sampled.group_size = 1 gives no two answers to compare: set 2 or more"
+            )
+        return self
+
+
+class ProcessRewardModelStage(JudgingStage):
+    """A process reward model: a judgement at the last token of each step."""
+
+    stage: Literal["process_reward_model"] = "process_reward_model"
+    name: str = "process_reward_model"
+    separator: str = "\n"
+    """What stands between two steps of an answer."""
+    threshold: Unit = 0.5
+    """The first step whose probability of being right is under it is the predicted mistake."""
+    base: BaseModelChoice = BaseModelChoice()
+
+
+class DPOStage(JudgingStage):
+    """Direct preference optimisation: the policy learns from pairs without a reward model."""
+
+    stage: Literal["dpo"] = "dpo"
+    name: str = "dpo"
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    beta: Positive = 0.1
+    """How dear it is to leave the reference, which is the policy before the stage."""
+    smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of the labels held to be turned round (sigmoid)."""
+    optimizer: Optimizer = Optimizer(learning_rate=1e-6)
+
+    @model_validator(mode="after")
+    def _smooths(self) -> DPOStage:
+        if self.loss == "ipo" and self.smoothing:
+            raise ValueError(f'smoothing = {self.smoothing:g} is of loss = "sigmoid": drop it')
+        if self.sampled is not None and self.sampled.group_size < 2:
+            raise ValueError(
+                "sampled.group_size = 1 gives no two answers to compare: set 2 or more"
+            )
+        return self

@@ -1,0 +1,29 @@
+"""The keys that say where preference data comes from. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from keel.algorithms.spec import Row
+
+
+class PreferenceData(Row):
+    """Rows that people, models or rules judged; `name` is `jsonl`, `parquet`, `datasets`, or a
+    Python entry `module:function` that returns rows."""
+
+    name: str
+    path: str | None = None
+    """Data file of the train side (jsonl, parquet), or the `datasets` name."""
+    heldout_path: str | None = None
+    """Data file (or split) of the held-out side; without it a share is split off by content."""
+    heldout_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    group: str | None = None
+    """Column whose equal values stay on one side; the prompt unless set."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """The file's own names of columns, as in {prompt = "question"}."""
+    empty: Literal["refuse", "drop", "keep"] = "refuse"
+    """What becomes of a row with an empty answer; dropped ones are counted."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function, or of `datasets.load_dataset`."""

@@ -1,0 +1,192 @@
+"""Reward models: a backbone with a linear head, which judges an answer or each of its steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from keel.config.model import Lora, Model
+from keel.models import lora
+from keel.models.backbone import states_at
+from keel.models.loading import (
+    choose_device,
+    load_pretrained,
+    load_tokenizer,
+    quiet,
+    silence_dropout,
+)
+from keel.models.packed import spans_within
+from keel.models.policy import Policy
+from keel.models.probe import prepare_backbone
+from keel.models.reading import Answered, Reading, lay
+from keel.types import KeelError
+
+Kind = Literal["outcome", "process"]
+STOCK: dict[Kind, Any] = {
+    "outcome": AutoModelForSequenceClassification,
+    "process": AutoModelForTokenClassification,
+}
+WHAT: dict[Kind, str] = {
+    "outcome": "an outcome reward model (sequence classification with one label)",
+    "process": "a process reward model (token classification with two labels, wrong and right)",
+}
+LABELS: dict[Kind, int] = {"outcome": 1, "process": 2}
+
+
+class RewardModel(nn.Module):
+    """transformers' own classification model, turned to packed attention, and its tokenizer.
+
+    An outcome model has one score an answer; a process model two logits a step, of which only the
+    difference counts: right less wrong, as the log-odds that the step is right.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        kind: Kind,
+        *,
+        autocast: bool = True,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.kind: Kind = kind
+        self.autocast = autocast
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def head(self) -> nn.Linear:
+        """The linear layer that makes scores of hidden states."""
+        return head_of_classifier(self.model)
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that the model's positions reach; None where nothing bounds them."""
+        reach = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return None if reach is None else int(reach)
+
+    def logits(self, reading: Reading) -> Float[Tensor, " K"]:
+        """The score, or the log-odds of right, at each judged token; float32 at least."""
+        states_KH = states_at(self.model, reading.packed, reading.at_K, self.autocast)
+        head = self.head
+        dtype = torch.promote_types(head.weight.dtype, torch.float32)
+        with torch.autocast(states_KH.device.type, enabled=False):
+            bias = None if head.bias is None else head.bias.to(dtype)
+            out_KL = F.linear(states_KH.to(dtype), head.weight.to(dtype), bias)
+        return out_KL[:, 0] if self.kind == "outcome" else out_KL[:, 1] - out_KL[:, 0]
+
+    @torch.no_grad()
+    def judge(self, answers: Sequence[Answered], token_budget: int) -> list[list[float]]:
+        """What it says of each answer, at each of its ends; at most so many tokens at a time."""
+        found: list[list[float]] = []
+        for span in spans_within([len(answer.tokens) for answer in answers], token_budget):
+            part = answers[span]
+            logits = self.logits(lay(part, self.device)).tolist()
+            for answer in part:
+                found.append(logits[: len(answer.ends)])
+                logits = logits[len(answer.ends) :]
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Write model and tokenizer, to load with plain transformers; LoRA merged.
+
+        `AutoModelForSequenceClassification` (outcome) or `AutoModelForTokenClassification`
+        (process) then says the same of an answer.
+        """
+        with quiet():
+            self.model.save_pretrained(folder, state_dict=lora.plain_weights(self.model))
+        self.tokenizer.save_pretrained(folder)
+        if lora.lora_layers(self.model):
+            lora.save_adapter(self.model, folder / "adapter")
+
+
+def reward_model_from(
+    policy: Policy, kind: Kind, seed: int, adapter: Lora | None = None
+) -> RewardModel:
+    """A reward model whose backbone starts as the policy's is now; the head starts at zero.
+
+    With `adapter` the backbone is frozen under LoRA; the head always learns. Raises KeelError for a
+    family that has no classification class in transformers.
+    """
+    config = _classifier_config(policy, kind)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model: PreTrainedModel = STOCK[kind].from_config(config, dtype=policy.model.dtype)
+    except ValueError as error:
+        name = "sequence" if kind == "outcome" else "token"
+        raise KeelError(
+            f"model family {config.model_type!r} has no {name} classification class in "
+            "transformers, so no reward model can be made of it: start the reward model from "
+            "another family (llama, qwen2, qwen3, gpt2, …) by base.name"
+        ) from error
+    silence_dropout(model)
+    model.base_model.load_state_dict(lora.plain_copy(policy.model).base_model.state_dict())
+    head = head_of_classifier(model)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    model = model.to(policy.device)
+    prepare_backbone(model, policy.autocast)
+    if adapter is not None:
+        lora.add_lora(model, adapter, seed, output=head)
+        head.requires_grad_(True)
+    policy.set_checkpointing(model)
+    return RewardModel(model, policy.tokenizer, kind, autocast=policy.autocast)
+
+
+def load_reward_model(spec: Model, kind: Kind) -> RewardModel:
+    """A reward model from a folder or the hub, frozen.
+
+    Raises KeelError where it does not load, or is not of this kind.
+    """
+    model = load_pretrained(spec, STOCK[kind], WHAT[kind])
+    labels = int(model.config.num_labels)
+    if labels != LABELS[kind]:
+        raise KeelError(
+            f"model {spec.name!r} has {labels} labels, so it is not {WHAT[kind]}: "
+            "name another model"
+        )
+    silence_dropout(model)
+    model = model.to(choose_device(spec.device)).requires_grad_(False)
+    prepare_backbone(model, spec.autocast)
+    return RewardModel(model.eval(), load_tokenizer(spec), kind, autocast=spec.autocast)
+
+
+def head_of_classifier(model: PreTrainedModel) -> nn.Linear:
+    """The classification layer, which stands beside the backbone."""
+    backbone = model.base_model
+    for module in model.children():
+        if isinstance(module, nn.Linear) and module is not backbone:
+            return module
+    raise KeelError(f"{type(model).__name__} has no linear classification layer: choose another")
+
+
+def _classifier_config(policy: Policy, kind: Kind) -> PreTrainedConfig:
+    config: PreTrainedConfig = copy.deepcopy(policy.model.config)
+    names = ("score",) if kind == "outcome" else ("wrong", "right")
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: number for number, name in enumerate(names)}
+    # The stock class finds the last token by it.
+    config.pad_token_id = policy.tokenizer.pad_token_id
+    config.architectures = None
+    # transformers' own attention first, so that the probe can compare ours with it.
+    config._attn_implementation = None
+    return config

@@ -1,0 +1,142 @@
+"""The reward of code that passes its unit tests, run in a sandbox."""
+
+from __future__ import annotations
+
+import inspect
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from keel.rewards.rule import texts
+from keel.rewards.surroundings import Surroundings
+from keel.types import KeelError
+from keel.verify.sandbox import Limits, Sandbox
+from keel.verify.unit_tests import Checked, python_code, read_tests, run_tests
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+def code(
+    around: Surroundings,
+    *,
+    tests: str = "tests",
+    entry_point: str | None = None,
+    prepend: str | None = None,
+    partial: bool = False,
+    timeout: float = 10.0,
+    memory_mb: int = 512,
+    processes: int = 8,
+    output_kb: int = 64,
+    workers: int = 2,
+    trusted: bool = False,
+) -> CodeReward:
+    """Make the reward. `tests`, `entry_point` and `prepend` name data columns.
+
+    `tests` holds Python that raises where it fails, as one text or as a list (MBPP's `test_list`);
+    HumanEval's `test`, which defines `check(candidate)`, needs the function's name from
+    `entry_point`. `prepend` is put before the completion's code (HumanEval's `prompt`). With
+    `partial` the reward is the share of a list's tests that pass. The limits are those of one
+    completion; `workers` completions run at a time. `trusted` runs them without a sandbox.
+    Raises KeelError where there is no bubblewrap, or it can make no sandbox.
+    """
+    if workers < 1:
+        raise KeelError(f"workers = {workers}: give at least 1")
+    limits = Limits(timeout, memory_mb, processes, output_kb)
+    columns = {"tests": tests, "entry_point": entry_point, "prepend": prepend}
+    named = {option: column for option, column in columns.items() if column is not None}
+    return CodeReward(Sandbox(limits, trusted=trusted), named, partial, workers)
+
+
+class CodeReward:
+    """1 where the completion's code passes all its tests, else 0; None where the column is empty.
+
+    The code is what stands in the last Python fence, or the whole text where there is none. The
+    cause of each failure goes into the rollouts as `code/cause`, and the share of completions that
+    ended in each way into the metrics, `code/STATUS`.
+    """
+
+    def __init__(
+        self, sandbox: Sandbox, columns: dict[str, str], partial: bool, workers: int
+    ) -> None:
+        self._sandbox, self._columns, self._partial = sandbox, columns, partial
+        self._workers = workers
+        # The columns are known only now: the scorer asks the signature for them.
+        names = dict.fromkeys(("completions", *columns.values(), "log_extra", "log_metric"))
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        self.__signature__ = inspect.Signature([inspect.Parameter(n, keyword) for n in names])
+
+    def __call__(
+        self,
+        *,
+        completions: Sequence[Any],
+        log_extra: Callable[[str, Sequence[Any]], None],
+        log_metric: Callable[[str, float], None],
+        **columns: Sequence[Any],
+    ) -> list[float | None]:
+        rows = [
+            {option: columns[column][at] for option, column in self._columns.items()}
+            for at in range(len(completions))
+        ]
+        for at, row in enumerate(rows):
+            try:
+                row["tests"] is None or read_tests(row["tests"], row.get("entry_point"))
+            except KeelError as error:
+                raise KeelError(f"sample {at}: {error}") from None
+        pairs = list(zip(texts(completions), rows, strict=True))
+        tested = in_threads(self._judge, pairs, self._workers)
+        log_extra("code/cause", ["" if one is None else one.cause for one in tested])
+        counts = Counter(one.status for one in tested if one is not None)
+        for status, count in sorted(counts.items()):
+            log_metric(f"code/{status}", count / counts.total())
+        return [None if one is None else self._worth(one) for one in tested]
+
+    def _judge(self, pair: tuple[str, dict[str, Any]]) -> Checked | None:
+        text, row = pair
+        if row["tests"] is None:
+            return None
+        code = python_code(text)
+        before = row.get("prepend") or ""
+        if before and code != text and not before.endswith("\n"):
+            before += "\n"  # a fence begins a line; a text goes on where the prompt ends
+        return run_tests(self._sandbox, before + code, row["tests"], row.get("entry_point"))
+
+    def _worth(self, tested: Checked) -> float:
+        return tested.share if self._partial else float(tested.status == "passed")
+
+
+def in_threads(function: Callable[[In], Out], items: Sequence[In], workers: int) -> list[Out]:
+    """Each item's value, by some threads at a time; the first error, once all have stopped.
+
+    The threads are daemons: a call that is left behind does not hold up the end of the process.
+    """
+    waiting: queue.SimpleQueue[tuple[int, In]] = queue.SimpleQueue()
+    values: dict[int, Out] = {}
+    errors: list[BaseException] = []
+    for item in enumerate(items):
+        waiting.put(item)
+
+    def work() -> None:
+        while not errors:
+            try:
+                at, item = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                values[at] = function(item)
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [
+        threading.Thread(target=work, name="keel-code", daemon=True)
+        for _ in range(min(workers, len(items)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [values[at] for at in range(len(items))]

@@ -1,0 +1,109 @@
+"""From what each reward said of a completion to its one reward: clip, normalise, weigh, gate.
+
+R_i = closed_g                                  where a gate g is shut: x_g < gate_g
+    = Σ_k weight_k · normalise(clip(x_k))_i     else, over the components that spoke
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from keel.rewards.checking import Said
+from keel.rewards.loading import NamedReward
+from keel.types import KeelError, Step
+
+EPSILON = 1e-4
+"""Beside the standard deviation, as in group-relative advantages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """The reward of one completion; None where no component of any weight spoke."""
+
+    reward: float | None
+    steps: tuple[Step, ...] = ()
+
+
+def shut(gate: NamedReward, said: Said) -> bool:
+    """Whether a gate lets a completion no further; one that says nothing is open."""
+    return gate.gate is not None and said.value is not None and said.value < gate.gate
+
+
+def compose(
+    functions: Sequence[NamedReward], said: Mapping[str, Sequence[Said]], groups: Sequence[int]
+) -> list[Composed]:
+    """The rewards of a step's completions; `groups` says which prompt each answers."""
+    values = {f.name: _values(f, said[f.name], groups) for f in functions}
+    return [_one(functions, said, values, at) for at in range(len(groups))]
+
+
+def _one(
+    functions: Sequence[NamedReward],
+    said: Mapping[str, Sequence[Said]],
+    values: Mapping[str, Sequence[float | None]],
+    at: int,
+) -> Composed:
+    for function in functions:
+        if shut(function, said[function.name][at]):
+            return Composed(function.closed)
+    weighed = [
+        function.weight * value
+        for function in functions
+        if function.weight and (value := values[function.name][at]) is not None
+    ]
+    if not weighed:
+        return Composed(None)
+    steps: dict[int, float] = {}
+    for function in functions:
+        if not function.weight:
+            continue
+        for step in said[function.name][at].steps:
+            value = function.weight * _clipped(function, step.reward)
+            steps[step.end] = steps.get(step.end, 0.0) + value
+    return Composed(float(sum(weighed)), tuple(Step(end, steps[end]) for end in sorted(steps)))
+
+
+def _values(
+    function: NamedReward, said: Sequence[Said], groups: Sequence[int]
+) -> list[float | None]:
+    """What a component's values are when they are weighed."""
+    if function.normalise == "none":
+        return [_clipped_said(function, one) for one in said]
+    if any(one.steps for one in said):
+        raise KeelError(
+            f'reward {function.name!r} speaks of steps, and normalise = "{function.normalise}" '
+            "is of whole answers: drop it (process_group_relative normalises steps itself)"
+        )
+    clipped = [_clipped_said(function, one) for one in said]
+    keys = list(groups) if function.normalise == "group" else [0] * len(said)
+    found: list[float | None] = [None] * len(said)
+    for key in dict.fromkeys(keys):
+        places = [i for i, k in enumerate(keys) if k == key and clipped[i] is not None]
+        for place, value in zip(places, _standard([clipped[i] for i in places]), strict=True):
+            found[place] = value
+    return found
+
+
+def _standard(values: Sequence[float | None]) -> list[float]:
+    """Less the mean, over the unbiased standard deviation; 0 where all are equal."""
+    x = np.array(values, dtype=np.float64)
+    if len(x) < 2 or x.max() == x.min():
+        return [0.0] * len(x)
+    scaled: list[float] = ((x - x.mean()) / (x.std(ddof=1) + EPSILON)).tolist()
+    return scaled
+
+
+def _clipped_said(function: NamedReward, said: Said) -> float | None:
+    """A clipped value; of steps, the sum of the clipped ones, so that they add up to it."""
+    if said.steps:
+        return sum(_clipped(function, step.reward) for step in said.steps)
+    return None if said.value is None else _clipped(function, said.value)
+
+
+def _clipped(function: NamedReward, value: float) -> float:
+    if function.clip is None:
+        return value
+    return min(max(value, function.clip[0]), function.clip[1])

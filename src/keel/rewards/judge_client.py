@@ -1,0 +1,249 @@
+"""One request to an OpenAI-compatible server: what came of it, and what may have been paid."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import math
+import os
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from keel.types import KeelError
+
+OPENAI = "https://api.openai.com/v1"
+OPENAI_KEY = "OPENAI_API_KEY"
+GATEWAY = (408, 502, 504)
+"""Somebody between here and the model gave up; the model may have worked all the same."""
+AGAIN = (408, 409, 425, 429)
+"""Statuses under 500 after which the same request may succeed."""
+REFUSALS = (
+    "content_filter",
+    "content_policy_violation",
+    "context_length_exceeded",
+    "string_above_max_length",
+)
+"""Error codes that are about this one text."""
+LONGEST_WAIT = 120.0
+"""Seconds beyond which a server's `Retry-After` ends the run."""
+SHOWN = 200
+"""Characters of a server's own words that an error repeats."""
+
+
+class Failure(Exception):
+    """A request that brought nothing, and may be repeated.
+
+    `billed` says that it may have been billed all the same, `answered` that the server's answer
+    was there and useless, `wait` for how many seconds it asks.
+    """
+
+    def __init__(
+        self, why: str, *, billed: bool = False, answered: bool = False, wait: float = 0.0
+    ) -> None:
+        super().__init__(why)
+        self.billed = billed
+        self.answered = answered
+        self.wait = wait
+
+
+class Refused(Exception):
+    """The server will not judge this text; unbilled. The message is its error code."""
+
+
+class Unstructured(Exception):
+    """The server does not know the `response_format`; unbilled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a chat completion says. `usage` is prompt and completion tokens, None where not told."""
+
+    text: str
+    finish: str
+    refusal: str
+    usage: tuple[int, int] | None
+
+
+class Client:
+    """Sends single requests; neither retries nor counts. One connection pool an event loop.
+
+    The library's own retries are off: each of its attempts may cost money, and none of them shows.
+    `key_from` names the environment variable of the API key, which is held in memory alone and cut
+    out of whatever the server says. Raises KeelError where the library or the key is missing.
+    """
+
+    def __init__(self, url: str | None, key_from: str | None, timeout: float) -> None:
+        try:
+            import openai
+        except ImportError:
+            raise KeelError("an LLM judge needs openai: pip install 'keel-rl[judge]'") from None
+        self._openai = openai
+        self.url = url or OPENAI
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise KeelError(f"url = {self.url!r} is no address: write http://HOST:PORT/v1")
+        if parts.username or parts.password:
+            raise KeelError("url holds a password: name its environment variable in api_key_env")
+        # A key of OpenAI's is for OpenAI: no other server is sent one that was not named for it.
+        self.key_from = key_from or (OPENAI_KEY if url is None else None)
+        self._key = os.environ.get(self.key_from, "").strip() if self.key_from else ""
+        if self.key_from and not self._key:
+            raise KeelError(
+                f"the environment variable {self.key_from} holds no API key: set it, or name "
+                "another in api_key_env"
+            )
+        self.timeout = timeout
+        # Nor does it hear the rest of what the library reads from the environment.
+        omitted = [] if url is None else ["OpenAI-Organization", "OpenAI-Project"]
+        omitted += [] if self._key else ["Authorization"]
+        self._left_out: dict[str, Any] = {header: openai.Omit() for header in omitted}
+        self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    async def post(self, body: Mapping[str, Any], name: str) -> Reply:
+        """Send a chat completion request under an idempotency key.
+
+        Raises Failure where it may be repeated, Refused and Unstructured, and KeelError where
+        repeating will not help.
+        """
+        try:
+            async with asyncio.timeout(self.timeout):
+                text = await self._client().post(
+                    "/chat/completions",
+                    cast_to=str,
+                    body=dict(body),
+                    options={"headers": {"Idempotency-Key": name, **self._left_out}},
+                )
+        except (TimeoutError, self._openai.APITimeoutError):
+            raise Failure(f"no answer within {self.timeout:g} s", billed=True) from None
+        except self._openai.APIConnectionError as error:
+            # The cause is httpx's; where no connection stood, nothing was asked.
+            cause = type(error.__cause__).__name__
+            sent = cause not in ("ConnectError", "ConnectTimeout", "PoolTimeout")
+            raise Failure(f"the connection failed ({cause})", billed=sent) from None
+        except self._openai.APIStatusError as error:
+            raise self._status(error, body) from None
+        return self._read(text)
+
+    def close(self) -> None:
+        """Close the connections; from any thread but an event loop's own."""
+        for loop, client in list(self._clients.items()):
+            if loop.is_running():
+                asyncio.run_coroutine_threadsafe(client.close(), loop).result(self.timeout)
+        self._clients.clear()
+
+    async def leave(self) -> None:
+        """Close the connections of the event loop that runs, which is about to end."""
+        client = self._clients.pop(asyncio.get_running_loop(), None)
+        if client is not None:
+            await client.close()
+
+    def _client(self) -> Any:
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            self._clients[loop] = self._openai.AsyncOpenAI(
+                api_key=self._key or "none",
+                base_url=self.url,
+                timeout=self.timeout,
+                max_retries=0,
+            )
+        return self._clients[loop]
+
+    def _status(self, error: Any, body: Mapping[str, Any]) -> Exception:
+        """What to raise for an HTTP status that is none of the good ones."""
+        status = int(error.status_code)
+        said = self._clean(_message(error.body))
+        why = f"HTTP {status}: {said}" if said else f"HTTP {status}"
+        if error.code in REFUSALS:
+            return Refused(str(error.code))
+        if status == 429 and error.code == "insufficient_quota":
+            return KeelError(f"the account at {self.url} has no money left ({why}): fill it")
+        if status in AGAIN or status >= 500:
+            wait = _retry_after(error.response.headers)
+            if wait > LONGEST_WAIT:
+                return KeelError(
+                    f"the judge at {self.url} wants {wait:.0f} s of rest ({why}): resume then"
+                )
+            return Failure(why, billed=status in GATEWAY, wait=wait)
+        if "response_format" in body and ("response_format" in said or "json_" in said):
+            return Unstructured(why)
+        mend = {
+            401: f"check the key in {self.key_from}" if self.key_from else "set api_key_env",
+            403: f"check the key in {self.key_from}" if self.key_from else "set api_key_env",
+            404: "check the options url and model",
+        }.get(status, "check the options model, extra and without")
+        return KeelError(f"the judge at {self.url} refuses the request ({why}): {mend}")
+
+    def _read(self, text: str) -> Reply:
+        """The reply in a body. A body that is none was probably billed."""
+        text = text.replace(self._key, "[key]") if self._key else text
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            raise Failure(
+                f"a malformed answer: {text[:60]!r}", billed=True, answered=True
+            ) from None
+        try:
+            choice = found["choices"][0]
+            message = choice["message"]
+            said, refusal = message.get("content"), message.get("refusal")
+            finish = choice.get("finish_reason")
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise Failure(
+                f"an answer that is no chat completion: {text[:60]!r}", billed=True, answered=True
+            ) from None
+        if finish == "content_filter":
+            refusal = refusal or finish
+        return Reply(
+            text=said if isinstance(said, str) else "",
+            finish=finish if isinstance(finish, str) else "",
+            refusal=refusal if isinstance(refusal, str) else "",
+            usage=_usage(found.get("usage")),
+        )
+
+    def _clean(self, text: str) -> str:
+        text = text.replace(self._key, "[key]") if self._key else text
+        return " ".join(text.split())[:SHOWN]
+
+
+def _message(body: Any) -> str:
+    """A server's own words in the body of an error."""
+    if isinstance(body, Mapping):
+        for key in ("message", "detail", "error"):
+            if isinstance(body.get(key), str):
+                return str(body[key])
+    return body if isinstance(body, str) else ("" if body is None else json.dumps(body))
+
+
+def _usage(usage: Any) -> tuple[int, int] | None:
+    if not isinstance(usage, Mapping):
+        return None
+    tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    if all(type(n) is int and n >= 0 for n in tokens):
+        return tokens  # type: ignore[return-value]
+    return None
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Seconds that a server asks to wait: a number of them, or a date. 0 where it does not."""
+    for name, unit in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        told = headers.get(name)
+        if told is None:
+            continue
+        try:
+            seconds = float(told) * unit
+        except ValueError:
+            try:
+                date = email.utils.parsedate_to_datetime(told)
+            except ValueError:
+                continue
+            seconds = date.timestamp() - time.time()
+        if not math.isnan(seconds):
+            return max(0.0, seconds)
+    return 0.0

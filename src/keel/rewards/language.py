@@ -1,0 +1,65 @@
+"""The reward of a text in the language that was asked for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from keel.rewards.rule import texts
+from keel.rewards.surroundings import Surroundings
+from keel.types import KeelError
+from keel.verify.languages import check_language, language_of, language_share
+
+
+def language(
+    around: Surroundings,
+    *,
+    wanted: str | None = None,
+    column: str | None = None,
+    share: bool = False,
+) -> LanguageReward:
+    """Make the reward: `wanted` is an ISO 639-1 code such as "en", `column` a column of them.
+
+    With `share` the reward is the share of the text's letters in sentences of that language.
+    Raises KeelError unless exactly one of the first two is given, and where lingua is missing.
+    """
+    if (wanted is None) == (column is None):
+        raise KeelError("set exactly one of the options wanted and column")
+    check_language(wanted or "en")
+    return LanguageReward(wanted, column, share)
+
+
+class LanguageReward:
+    """1 where the text is most likely in the wanted language, else 0; its code and formulas aside.
+
+    None where the text shows no language, such as a number, and where the column is empty.
+    """
+
+    def __init__(self, wanted: str | None, column: str | None, share: bool) -> None:
+        self._wanted, self._column, self._share = wanted, column, share
+        # The column is known only now: the scorer asks the signature for it.
+        names = ["completions", *([] if column is None else [column])]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        self.__signature__ = inspect.Signature([inspect.Parameter(n, keyword) for n in names])
+
+    def __call__(
+        self, *, completions: Sequence[Any], **columns: Sequence[Any]
+    ) -> list[float | None]:
+        said = texts(completions)
+        wanted = [self._wanted] * len(said) if self._column is None else columns[self._column]
+        rewards: list[float | None] = []
+        for at, (text, code) in enumerate(zip(said, wanted, strict=True)):
+            if code is None:
+                rewards.append(None)
+                continue
+            try:
+                check_language(code)
+            except KeelError as error:
+                raise KeelError(f"sample {at}: {error}") from None
+            if self._share:
+                rewards.append(language_share(text, code))
+            else:
+                found = language_of(text)
+                rewards.append(None if found is None else float(found == code))
+        return rewards

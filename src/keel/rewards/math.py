@@ -1,0 +1,70 @@
+"""The reward of a mathematically right answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keel.rewards.rule import texts
+from keel.rewards.surroundings import Surroundings
+from keel.types import KeelError
+from keel.verify.formats import tag_content
+from keel.verify.mathematics import Mathematics, boxed
+
+
+def math(
+    around: Surroundings, *, timeout: float = 5.0, workers: int = 2, tag: str | None = None
+) -> MathReward:
+    """Make the reward; `timeout` seconds for a completion, `workers` processes at a time.
+
+    `tag` takes as the text what stands in the last `<tag>…</tag>` (without one, 0).
+    """
+    return MathReward(Mathematics(timeout=timeout, workers=workers), tag)
+
+
+class MathReward:
+    """1 where the text ends on what is mathematically the `answer` column's answer, else 0.
+
+    None where the column is empty. What cannot be read, or not compared within its time, is 0; how
+    many ran out of time or brought their process down is logged. Raises KeelError where the
+    column's answer cannot be read.
+    """
+
+    def __init__(self, mathematics: Mathematics, tag: str | None) -> None:
+        self._mathematics = mathematics
+        self._tag = tag
+
+    def __call__(
+        self,
+        *,
+        completions: Sequence[Any],
+        answer: Sequence[Any],
+        log_metric: Callable[[str, float], None] | None = None,
+    ) -> list[float | None]:
+        said = [self._said(text) for text in texts(completions)]
+        asked = [at for at, gold in enumerate(answer) if gold is not None]
+        # Nothing said is compared too: an answer column that cannot be read is always an error.
+        pairs = [(str(answer[at]), said[at]) for at in asked]
+        found = self._mathematics.compare(pairs)
+        rewards: list[float | None] = [None] * len(said)
+        for at, (gold, _), finding in zip(asked, pairs, found, strict=True):
+            if finding == "unreadable gold":
+                raise KeelError(
+                    f"the answer column holds {gold[:60]!r} (sample {at}), which math-verify "
+                    "cannot read: use exact_match, or name another column in task.answer"
+                )
+            rewards[at] = float(finding == "same")
+        if log_metric is not None:
+            log_metric("math/timed_out", found.count("timed out"))
+            log_metric("math/died", found.count("died"))
+        return rewards
+
+    def _said(self, text: str) -> str:
+        if self._tag is None:
+            return text
+        content = tag_content(text, self._tag)
+        return "" if content is None else boxed(content)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._mathematics.close()

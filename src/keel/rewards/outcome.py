@@ -1,0 +1,50 @@
+"""A learned reward: what an outcome reward model says of a completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from keel.rewards.rule import texts
+from keel.rewards.scoring import Elsewhere, Here, Judging, Spec, which_model
+from keel.rewards.surroundings import Surroundings
+
+
+class Outcome:
+    """The score of each completion, as one forward pass over packed answers gives it."""
+
+    def __init__(self, judging: Judging) -> None:
+        self.judging = judging
+
+    def __call__(self, *, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+        """A score for each completion; Bradley–Terry scores have no zero of their own."""
+        return [said[0] for said in self.judging.judge(prompts, texts(completions))]
+
+    def close(self) -> None:
+        """Let the model go."""
+        self.judging.close()
+
+
+def outcome(
+    around: Surroundings,
+    *,
+    model: str | None = None,
+    stage: str | None = None,
+    device: str | None = None,
+    dtype: str = "float32",
+    token_budget: int = 16_384,
+    process: bool = False,
+    timeout: float = 300.0,
+    memory_mb: int = 0,
+    trust_remote_code: bool = False,
+) -> Outcome:
+    """The score of an outcome reward model: a folder or hub name, or what a stage before trained.
+
+    `device` is the policy's unless given; at most `token_budget` tokens are in one forward pass.
+    With `process` the model lives in a process of its own (`memory_mb` bounds it, 0 does not), and
+    a call may take `timeout` seconds.
+    """
+    name = which_model(around, model, stage)
+    where = around.device.split(":")[0] if device is None else device
+    spec = Spec(name, "outcome", where, dtype, token_budget, trust_remote_code=trust_remote_code)
+    return Outcome(Elsewhere(spec, timeout, memory_mb) if process else Here(spec))

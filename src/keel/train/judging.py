@@ -1,0 +1,210 @@
+"""The stages that learn from preferences and labels, put together from the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any, TypeVar
+
+from keel.config.judging import (
+    BaseModelChoice,
+    DPOStage,
+    JudgingStage,
+    ProcessRewardModelStage,
+    RewardModelStage,
+)
+from keel.config.preference_data import PreferenceData
+from keel.config.schema import Rollout
+from keel.config.seeds import derive
+from keel.engines.native import NativeEngine
+from keel.insight.calibration import PairReport
+from keel.insight.reward_plots import margin_picture, reliability_picture
+from keel.learn.optimizer import AdamW, trainable
+from keel.models.encode import decode
+from keel.models.policy import Policy, load_policy
+from keel.models.reading import Reader
+from keel.models.reference import reference_for
+from keel.models.reward import Kind, RewardModel, reward_model_from
+from keel.preferences.schema import Labelled, Preference, Stepwise
+from keel.runs import checkpoint
+from keel.tasks import preferences
+from keel.tasks.split import Sides
+from keel.train import dpo, reward_model, rows_sampled
+from keel.train.measuring import Measured, measure_labels, measure_pairs, measure_steps
+from keel.train.rewarding import load_rewards, scorer, surroundings
+from keel.train.rollout import Sampler
+from keel.train.rows_judged import Ready, label_encoder, pair_encoder, ready, step_encoder
+from keel.train.state import Progress, read_reference, restore_modules, restore_optimizers
+from keel.train.work import Work, open_source
+
+R = TypeVar("R", Preference, Labelled, Stepwise)
+
+
+def judge_answers(work: Work, stage: RewardModelStage, progress: Progress) -> Progress:
+    """An outcome reward model, left in the run folder; the policy stays as it was."""
+    model = _new_model(work, stage.base, "outcome", stage.name)
+    reader = Reader(model.tokenizer, model.context)
+    rows: Ready[Any]
+    learn: Callable[[Sequence[Any]], Any]
+    measure: Callable[[Sequence[Any]], Measured]
+    judge = partial(model.judge, token_budget=stage.token_budget)
+    if stage.learns == "pairs":
+        pairs = _rows(work, stage, preferences.read_pairs, rows_sampled.pairs)
+        rows = _ready(pairs, pair_encoder(reader), stage, model.context)
+        learn = partial(reward_model.learn_pairs, model, stage)
+        measure = partial(measure_pairs, judge=judge)
+    else:
+        labelled = _rows(work, stage, preferences.read_labelled, rows_sampled.labels)
+        rows = _ready(labelled, label_encoder(reader), stage, model.context)
+        learn = partial(reward_model.learn_marks, model, stage.token_budget)
+        measure = partial(measure_labels, judge=judge)
+    return _judging(work, stage, model, rows, learn, measure, progress)
+
+
+def judge_steps(work: Work, stage: ProcessRewardModelStage, progress: Progress) -> Progress:
+    """A process reward model, left in the run folder; the policy stays as it was."""
+    model = _new_model(work, stage.base, "process", stage.name)
+    tokenizer = work.policy.tokenizer
+    make = rows_sampled.steps(stage.separator, lambda ids: decode(tokenizer, [ids])[0])
+    stepwise = _rows(work, stage, preferences.read_steps, make)
+    encode = step_encoder(Reader(model.tokenizer, model.context), stage.separator)
+    rows = _ready(stepwise, encode, stage, model.context)
+    judge = partial(model.judge, token_budget=stage.token_budget)
+    learn = partial(reward_model.learn_marks, model, stage.token_budget)
+    measure = partial(measure_steps, judge=judge, threshold=stage.threshold)
+    return _judging(work, stage, model, rows, learn, measure, progress)
+
+
+def prefer(work: Work, stage: DPOStage, progress: Progress) -> Progress:
+    """DPO of the policy."""
+    policy, start = work.policy, work.resume_from
+    pairs = _rows(work, stage, preferences.read_pairs, rows_sampled.pairs)
+    optimizer = AdamW(trainable(policy), stage.optimizer)
+    reference = reference_for(policy, None if start is None else read_reference(start))
+    if start is not None:
+        restore_optimizers(start, {"optimizer": optimizer})
+    parts = dpo.Preferring(
+        stage=stage,
+        policy=policy,
+        reference=reference,
+        optimizer=optimizer,
+        rows=_ready(pairs, pair_encoder(Reader(policy.tokenizer, policy.context)), stage, policy.context),
+        show=partial(_draw, work, stage),
+        session=work.session,
+        seed=derive(work.recipe.seed, stage.name, "rows"),
+    )
+    return dpo.run(parts, progress)
+
+
+def _judging(
+    work: Work,
+    stage: JudgingStage,
+    model: RewardModel,
+    rows: Ready[Any],
+    learn: Callable[[Sequence[Any]], Any],
+    measure: Callable[[Sequence[Any]], Measured],
+    progress: Progress,
+) -> Progress:
+    optimizer = AdamW(trainable(model), stage.optimizer)
+    if work.resume_from is not None:
+        restore_modules(work.resume_from, {"reward_model": model})
+        restore_optimizers(work.resume_from, {"optimizer": optimizer})
+    parts = reward_model.Judging(
+        stage=stage,
+        policy=work.policy,
+        model=model,
+        optimizer=optimizer,
+        rows=rows,
+        learn=learn,
+        measure=measure,
+        show=partial(_draw, work, stage),
+        session=work.session,
+        seed=derive(work.recipe.seed, stage.name, "rows"),
+    )
+    progress = reward_model.run(parts, progress)
+    target = work.session.folder.model(stage.name)
+    if progress.step == stage.steps and not target.exists():
+        with checkpoint.writing(target) as aside:
+            model.save(aside)
+    return progress
+
+
+def _new_model(work: Work, base: BaseModelChoice, kind: Kind, stage: str) -> RewardModel:
+    seed = derive(work.recipe.seed, stage, "model")
+    return reward_model_from(_base(work, base), kind, seed, base.lora)
+
+
+def _base(work: Work, base: BaseModelChoice) -> Policy:
+    """The language model that a reward model starts from."""
+    if base.name is None:
+        return work.policy
+    own = {"name": base.name, "build": None, "revision": None, "lora": None}
+    return load_policy(work.recipe.model.model_copy(update=own), work.recipe.seed)
+
+
+def _rows(
+    work: Work,
+    stage: JudgingStage,
+    read: Callable[[PreferenceData], Sides[R]],
+    make: rows_sampled.Make,
+) -> Sides[R]:
+    """The stage's rows: from its data, or sampled into the run folder and read from there."""
+    if stage.data is not None:
+        return read(stage.data)
+    folder = work.session.folder
+    said = _sample(work, stage, make)
+    if said:
+        work.session.note(f"{stage.name}: {said}")
+    train, held = folder.rows(stage.name, "train"), folder.rows(stage.name, "heldout")
+    return read(PreferenceData(name="jsonl", path=str(train), heldout_path=str(held), empty="keep"))
+
+
+def _sample(work: Work, stage: JudgingStage, make: rows_sampled.Make) -> str:
+    choice, policy = stage.sampled, work.policy
+    assert choice is not None
+    folder = work.session.folder
+    if folder.rows(stage.name, "train").exists() and folder.rows(stage.name, "heldout").exists():
+        return ""
+    seed = derive(work.recipe.seed, stage.name, "sampled")
+    source = open_source(work, choice.tasks, choice.prompts, seed, room=choice.max_tokens)
+    functions = load_rewards(choice.rewards, surroundings(work.recipe, folder, policy))
+    judge = scorer(choice.rewards, functions, source.tasks, max_tokens=choice.max_tokens)
+    with closing(judge):
+        sampler = Sampler(
+            engine=NativeEngine(policy.model, policy.tokenizer, autocast=policy.autocast),
+            tokenizer=policy.tokenizer,
+            tasks=source.tasks,
+            stream=source.stream,
+            scorer=judge,
+            choice=Rollout(
+                group_size=choice.group_size,
+                max_tokens=choice.max_tokens,
+                temperature=choice.temperature,
+            ),
+            seed=seed,
+        )
+        held = source.heldout(choice.heldout)
+        judge.check(held)
+        parts = rows_sampled.Judge(sampler, judge, held, choice, seed)
+        return rows_sampled.write_rows(parts, folder, stage.name, make)
+
+
+def _ready(
+    sides: Sides[R], encode: Callable[[R], Any], stage: JudgingStage, context: int | None
+) -> Ready[Any]:
+    limits = [limit for limit in (stage.max_tokens, context) if limit is not None]
+    limit = min(limits) if limits else None
+    return ready(sides, encode, limit, stage.evaluation.rows, stage.name)
+
+
+def _draw(work: Work, stage: JudgingStage, measured: Measured) -> None:
+    """Reliability and, of pairs, margins on the held-out rows, as pictures."""
+    folder = work.session.folder
+    title = f"{work.recipe.name}: {stage.name}"
+    folder.pictures.mkdir(exist_ok=True)
+    reliability_picture(
+        measured.calibrated, folder.pictures / f"{stage.name}-reliability.png", title
+    )
+    if isinstance(measured.report, PairReport):
+        margin_picture(measured.report, folder.pictures / f"{stage.name}-margins.png", title)

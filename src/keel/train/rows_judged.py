@@ -1,0 +1,143 @@
+"""Rows of judged answers, ready for a model: encoded, too long ones left out, in epochs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from keel.models.reading import Answered, Reader, joined
+from keel.preferences.schema import Labelled, Preference, Stepwise
+from keel.tasks.split import Sides
+from keel.types import Content, KeelError
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one prompt, in tokens. `cluster` is the same for rows of one prompt."""
+
+    chosen: Answered
+    rejected: Answered
+    probability: float
+    margin: float
+    cluster: str
+
+    @property
+    def length(self) -> int:
+        return len(self.chosen.tokens) + len(self.rejected.tokens)
+
+    @property
+    def longest(self) -> int:
+        return max(len(self.chosen.tokens), len(self.rejected.tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """One answer in tokens, and a label (0 to 1) for each of its ends; None where nobody judged."""
+
+    answer: Answered
+    labels: tuple[float | None, ...]
+    cluster: str
+
+    @property
+    def length(self) -> int:
+        return len(self.answer.tokens)
+
+    @property
+    def longest(self) -> int:
+        return self.length
+
+
+R = TypeVar("R", Preference, Labelled, Stepwise)
+E = TypeVar("E", Pair, Marked)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Generic[E]):
+    """Both sides, encoded; `left_out` counts the rows that were too long."""
+
+    train: tuple[E, ...]
+    heldout: tuple[E, ...]
+    left_out: int
+
+
+def ready(
+    sides: Sides[R],
+    encode: Callable[[R], E],
+    limit: int | None,
+    heldout_rows: int,
+    stage: str,
+) -> Ready[E]:
+    """The rows that are no longer than `limit` tokens. Raises KeelError where none is left."""
+    train, long = _fitting(map(encode, sides.train), limit)
+    held, _ = _fitting(map(encode, sides.heldout), limit)
+    if not train:
+        raise KeelError(
+            f"stage {stage!r}: each of the {len(sides.train)} train rows is longer than "
+            f"{limit} tokens: raise {stage}.max_tokens, or use a model with a longer context"
+        )
+    return Ready(train, held[:heldout_rows], long)
+
+
+def pair_encoder(reader: Reader) -> Callable[[Preference], Pair]:
+    """Preferences as pairs of answers."""
+
+    def encode(row: Preference) -> Pair:
+        return Pair(
+            reader.answer(row.prompt, row.chosen, row.id),
+            reader.answer(row.prompt, row.rejected, row.id),
+            row.probability,
+            row.margin,
+            cluster_of(row.prompt),
+        )
+
+    return encode
+
+
+def label_encoder(reader: Reader) -> Callable[[Labelled], Marked]:
+    """Labelled answers, judged at their end."""
+
+    def encode(row: Labelled) -> Marked:
+        answer = reader.answer(row.prompt, row.completion, row.id)
+        return Marked(answer, (row.label,), cluster_of(row.prompt))
+
+    return encode
+
+
+def step_encoder(reader: Reader, separator: str) -> Callable[[Stepwise], Marked]:
+    """Answers in steps, judged at the end of each."""
+
+    def encode(row: Stepwise) -> Marked:
+        answer = reader.steps(row.prompt, joined(row.steps, separator), row.id)
+        return Marked(answer, row.labels, cluster_of(row.prompt))
+
+    return encode
+
+
+def cluster_of(prompt: Content) -> str:
+    """What rows of one prompt have in common."""
+    return prompt if isinstance(prompt, str) else json.dumps(list(prompt), sort_keys=True)
+
+
+def of_step(rows: Sequence[E], size: int, number: int, seed: int) -> list[E]:
+    """The rows of step `number` (from 1): epochs end to end, each a permutation of all rows.
+
+    The permutation of epoch e is seeded by `SeedSequence([seed, e])`, so that the rows are a
+    function of seed and step.
+    """
+    n = len(rows)
+    places = range((number - 1) * size, number * size)
+    orders = {
+        epoch: np.random.default_rng(np.random.SeedSequence([seed, epoch])).permutation(n)
+        for epoch in {place // n for place in places}
+    }
+    return [rows[int(orders[place // n][place % n])] for place in places]
+
+
+def _fitting(rows: Iterable[E], limit: int | None) -> tuple[tuple[E, ...], int]:
+    every = list(rows)
+    kept = [row for row in every if limit is None or row.longest <= limit]
+    return tuple(kept), len(every) - len(kept)

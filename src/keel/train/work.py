@@ -1,0 +1,83 @@
+"""What every stage is put together from: the run around it, and prompts from its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.config.schema import Recipe
+from keel.config.seeds import derive
+from keel.config.sources import Prompts, TaskSource
+from keel.models.encode import Encoder
+from keel.models.policy import Policy
+from keel.runs.session import Session
+from keel.tasks import PromptStream, build_tasks, heldout
+from keel.types import KeelError, Prompt, Task
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What a stage gets: the recipe, the hand that writes, the policy, and where to resume from."""
+
+    recipe: Recipe
+    session: Session
+    policy: Policy
+    resume_from: Path | None
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A stage's tasks, and the streams of encoded prompts over them."""
+
+    tasks: dict[str, Task]
+    weights: list[float]
+    encoder: Encoder
+    stream: PromptStream
+
+    def heldout(self, n: int) -> list[Prompt]:
+        return heldout(list(self.tasks.values()), self.weights, n, self.encoder)
+
+
+def open_source(
+    work: Work,
+    sources: Sequence[TaskSource],
+    prompts: Prompts,
+    seed: int,
+    *,
+    room: int,
+    state: Mapping[str, Any] | None = None,
+) -> Source:
+    """The prompts of tasks, encoded, those left out that leave no room for an answer.
+
+    `state` is that of the stream to go on from.
+    """
+    tasks = {task.name: task for task in build_tasks(sources, work.recipe.seed)}
+    weights = [source.weight for source in sources]
+    encoder = Encoder(
+        work.policy.tokenizer,
+        longest_prompt(prompts.max_tokens, work.policy.context, room),
+        prompts.chat_template,
+    )
+    stream = PromptStream(list(tasks.values()), weights, derive(seed, "prompts"), encoder)
+    if state:
+        stream.restore(state)
+    return Source(tasks, weights, encoder, stream)
+
+
+def longest_prompt(wanted: int | None, context: int | None, room: int) -> int | None:
+    """How long a prompt may be, so that an answer of `room` tokens still fits the context."""
+    if context is None:
+        return wanted
+    if context <= room:
+        raise KeelError(
+            f"rollout.max_tokens = {room} leaves no room for a prompt in the model's context of "
+            f"{context} tokens: lower it"
+        )
+    if wanted is not None and wanted + room > context:
+        raise KeelError(
+            f"prompts.max_tokens = {wanted} and rollout.max_tokens = {room} are more than the "
+            f"model's context of {context} tokens: lower one of them"
+        )
+    return context - room if wanted is None else wanted

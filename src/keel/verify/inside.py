@@ -1,0 +1,121 @@
+"""What runs inside the sandbox: it limits itself, then runs a command, or code and its tests.
+
+Handed to the interpreter as text (`-c`), with its orders on standard input; standard library only.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import random
+import resource
+import sys
+import types
+from typing import Any
+
+CODE = "completion"
+"""The module that the code under test becomes; not `__main__`, so that no main block runs."""
+
+
+def main() -> None:
+    """Read the orders to their end, and carry them out."""
+    if "first" in sys.argv:
+        _stand_first()
+    orders = json.loads(sys.stdin.buffer.read())
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.close(null)
+    _confine(orders["uid"], orders["limits"])
+    os.set_inheritable(orders["report"], False)
+    os.write(orders["report"], (orders.pop("started") + "\n").encode())
+    if "argv" in orders:
+        os.execvp(orders["argv"][0], orders["argv"])
+    _test(orders)
+
+
+def _stand_first() -> None:
+    """Fork; the child goes on, and this process waits for it, as a process space's first must.
+
+    The first one keeps its user, so that bubblewrap's end is its end, and with it that of all.
+    """
+    child = os.fork()
+    if child == 0:
+        return
+    while True:
+        ended, status = os.wait()
+        if ended == child:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+
+
+def _confine(uid: int | None, limits: dict[str, int]) -> None:
+    """Become nobody in particular (where root's sandbox asks for it), and set the limits."""
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    for name, value in limits.items():
+        resource.setrlimit(getattr(resource, name), (value, value))
+
+
+def _test(orders: dict[str, Any]) -> None:
+    """Run the code, then each test; a test that passes has its own secret told, and no other.
+
+    What is needed after the code has run is held in variables here, out of reach of code that puts
+    something else in the place of a function of a module or a builtin; the tests see the builtins
+    as they were.
+    """
+    report, secrets = orders["report"], orders["secrets"]
+    write, leave, process, out = os.write, os._exit, os.getpid, sys.stdout
+    trace, profile, this = sys.settrace, sys.setprofile, os.getpid()
+    run, read, numbered = exec, compile, list(enumerate(orders["tests"]))
+    pristine = dict(vars(builtins))
+
+    def say(line: str) -> None:
+        if process() == this:  # a fork of the code under test is no judge of it
+            write(report, line.replace("\n", " ").encode(errors="replace")[:500] + b"\n")
+
+    module = types.ModuleType(CODE)
+    sys.modules[CODE] = module
+    random.seed(0)
+    try:
+        run(read(orders["code"], f"{CODE}.py", "exec"), vars(module))
+    except BaseException as error:
+        say(f"code {_told(error)}")
+        leave(1)
+    trace(None)
+    profile(None)
+    entry = orders["entry_point"]
+    names = {name: value for name, value in module.__dict__.items() if not name.startswith("__")}
+    if entry is not None:
+        names = {n: value for n, value in names.items() if n == entry or n not in pristine}
+        if entry not in names:
+            say(f"code no function {entry!r}")
+            leave(1)
+    space = {**names, "__builtins__": pristine, "__name__": "tests"}
+    for at, test in numbered:
+        try:
+            run(read(test, f"test {at}", "exec"), space)
+            if orders["check"]:
+                space["check"](names[entry])
+        except BaseException as error:
+            say(f"test {at}: {_told(error)}")
+        else:
+            say(secrets[at])
+    try:
+        out.flush()
+    finally:
+        leave(0)
+
+
+def _told(error: BaseException) -> str:
+    """An error in a line; its own words are those of the code under test, and may fail."""
+    try:
+        return f"{type(error).__name__}: {error}".rstrip(": ")
+    except BaseException:
+        return "an error that cannot be told"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""A sandbox for code that nobody has read: bubblewrap's namespaces, and limits on everything.
+
+No network, nothing of the host but the system's libraries and this interpreter, read-only; a small
+private folder; an own process space that ends with its first process. Linux 5.14 or later.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from keel.types import KeelError
+from keel.verify.watching import Pipes, Watched, watch
+
+Status = Literal["ended", "timeout", "output", "died"]
+"""How a run ended: by itself, out of its time, with too much to say, or by a signal."""
+
+PASSED_ON = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+DYNAMIC_UIDS = range(61184, 65520)
+"""User ids that systemd keeps for passing users: no one's files and no one's processes."""
+_numbers = itertools.count(os.getpid())
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a run may take.
+
+    `timeout` is in seconds of wall time, from when the sandbox stands; processor time has the same
+    limit, in each process. `memory_mb` is the address space of a process, so that all of them
+    together can have `processes · memory_mb`, threads counting as processes. `output_kb` is what
+    may be printed, `file_mb` the size of a file, `disk_mb` that of the private folder.
+    """
+
+    timeout: float = 10.0
+    memory_mb: int = 512
+    processes: int = 8
+    output_kb: int = 64
+    file_mb: int = 16
+    disk_mb: int = 64
+
+    def __post_init__(self) -> None:
+        least = {"timeout": 0.01, "memory_mb": 64, "processes": 1, "output_kb": 1}
+        for name, floor in least.items():
+            if getattr(self, name) < floor:
+                raise KeelError(f"{name} = {getattr(self, name):g}: give at least {floor:g}")
+
+    def resources(self, processes: int | None) -> dict[str, int]:
+        """The same as the kernel's limits of a process, by name."""
+        limits = {
+            "RLIMIT_CPU": math.ceil(self.timeout) + 1,
+            "RLIMIT_AS": self.memory_mb * 2**20,
+            "RLIMIT_FSIZE": self.file_mb * 2**20,
+            "RLIMIT_NOFILE": 64,
+            "RLIMIT_CORE": 0,
+        }
+        if processes is not None:
+            limits["RLIMIT_NPROC"] = processes
+        return limits
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A run: how it ended, its exit status, the end of what it printed, and what it reported.
+
+    `reported` are the lines of the report that orders other than a command write.
+    """
+
+    status: Status
+    exit_status: int
+    stdout: str
+    stderr: str
+    reported: tuple[str, ...] = ()
+
+    @property
+    def cause(self) -> str:
+        """How it ended, in a few words."""
+        if self.status == "ended":
+            return f"exit status {self.exit_status}"
+        return {
+            "timeout": "out of time",
+            "output": "too much output",
+            "died": f"killed by signal {abs(self.exit_status)}",
+        }[self.status]
+
+
+class Sandbox:
+    """Runs commands, each in a sandbox of its own; from any thread, several at a time.
+
+    With `trusted` there is no sandbox: a plain process group in a passing folder, with the limits
+    (but that on processes) and a time. Raises KeelError where bubblewrap is missing or can make no
+    sandbox here, and says how that is mended.
+    """
+
+    def __init__(self, limits: Limits | None = None, *, trusted: bool = False) -> None:
+        self.limits = limits or Limits()
+        self.trusted = trusted
+        if trusted:
+            return
+        self._bubblewrap = _bubblewrap()
+        fork = "import os; os._exit(os.fork() and 0)" if self.limits.processes > 1 else ""
+        trial = self.run([sys.executable, "-c", fork])
+        if trial.exit_status != 0:
+            said = trial.stderr.strip().rpartition("\n")[2] or trial.cause
+            raise KeelError(f"nothing runs in the sandbox under these limits: {said}")
+
+    def run(self, argv: Sequence[str]) -> Ran:
+        """Run a command; its standard input is empty."""
+        return self.carry_out({"argv": list(argv)})
+
+    def carry_out(self, orders: Mapping[str, Any]) -> Ran:
+        """Run what `keel.verify.inside` makes of the orders."""
+        started = secrets.token_hex(16)
+        uid = None
+        if not self.trusted and os.geteuid() == 0:
+            uid = DYNAMIC_UIDS[next(_numbers) % len(DYNAMIC_UIDS)]
+        folder = tempfile.TemporaryDirectory(prefix="keel-code-") if self.trusted else None
+        # In a user namespace the first process counts too.
+        processes = self.limits.processes + (uid is None)
+        pipes = Pipes.open(sandboxed=not self.trusted)
+        try:
+            given = {
+                **orders,
+                "started": started,
+                "report": pipes.report,
+                "uid": uid,
+                "limits": self.limits.resources(None if self.trusted else processes),
+            }
+            command = [sys.executable, "-P", "-s", "-c", _inside()]
+            watched = watch(
+                command
+                if self.trusted
+                else [*self._walls(uid is not None, pipes.told), *command, "first"],
+                json.dumps(given).encode(),
+                pipes,
+                started.encode(),
+                timeout=self.limits.timeout,
+                output=self.limits.output_kb * 1024,
+                environment=_environment("/tmp" if folder is None else folder.name),
+                folder=None if folder is None else folder.name,
+            )
+        finally:
+            if folder is not None:
+                folder.cleanup()
+        return self._read(watched)
+
+    def _read(self, watched: Watched) -> Ran:
+        words = watched.stderr.decode(errors="replace")
+        if not watched.started:
+            said = " ".join(words.split())[-200:] or f"exit status {watched.exit_status}"
+            if self.trusted:
+                raise KeelError(f"the code's process does not start: {said}")
+            raise KeelError(
+                f"bubblewrap cannot make a sandbox here ({said}): allow user namespaces (in a "
+                "container: run it with --privileged, or not as root), or set trusted = true to "
+                "run the code without a sandbox"
+            )
+        status: Status = watched.ended
+        code = watched.exit_status
+        if status == "ended" and (code < 0 or code > 128):
+            # What runs inside ends on 128 and the signal that ended the command.
+            status, code = "died", code if code < 0 else 128 - code
+            if code == -signal.SIGXCPU:
+                status = "timeout"
+        return Ran(
+            status,
+            code,
+            watched.stdout.decode(errors="replace")[-2000:],
+            words[-2000:],
+            tuple(watched.report.decode(errors="replace").splitlines()),
+        )
+
+    def _walls(self, as_root: bool, told: int) -> list[str]:
+        """bubblewrap and its options, up to the command."""
+        # The process space's first process is ours: bubblewrap leaves its own to the host's init
+        # to bury, and where that is no init (in containers), they would pile up.
+        walls = [self._bubblewrap, "--die-with-parent", "--new-session", "--as-pid-1"]
+        walls += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+        walls += ["--unshare-cgroup-try", "--hostname", "sandbox", "--info-fd", str(told)]
+        if as_root:
+            # The limit on processes does not bind root, nor a user namespace of root's. So root's
+            # sandbox has no user namespace; its first process becomes a passing user instead.
+            walls += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        else:
+            walls += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+        made: set[Path] = set()
+        for path in map(Path, (*PASSED_ON, *_interpreter())):
+            if path.is_symlink():
+                walls += ["--symlink", os.readlink(path), str(path)]
+            elif path.exists():
+                for parent in reversed(path.parents):
+                    if parent not in made and parent != parent.parent:
+                        walls += ["--perms", "0755", "--dir", str(parent)]
+                        made.add(parent)
+                walls += ["--ro-bind", str(path), str(path)]
+                made.add(path)
+        size = str(self.limits.disk_mb * 2**20)
+        walls += ["--proc", "/proc", "--dev", "/dev"]
+        for folder in ("/tmp", "/dev/shm"):
+            walls += ["--perms", "1777", "--size", size, "--tmpfs", folder]
+        return [*walls, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
+
+
+def _bubblewrap() -> str:
+    if not sys.platform.startswith("linux"):
+        raise KeelError("the sandbox needs Linux; set trusted = true to run the code without one")
+    found = shutil.which("bwrap")
+    if found is None:
+        raise KeelError(
+            "bubblewrap is not installed, and code is not run without a sandbox: install the "
+            "package bubblewrap (apt install bubblewrap, dnf install bubblewrap), or set "
+            "trusted = true if all the code is trusted"
+        )
+    return found
+
+
+def _interpreter() -> list[str]:
+    """The folders of this interpreter that the system's do not hold: a venv's, and its base's."""
+    found: list[Path] = []
+    for prefix in (sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix):
+        path = Path(prefix).resolve()
+        if not any(path.is_relative_to(one) for one in (*map(Path, PASSED_ON), *found)):
+            found.append(path)
+    return [str(path) for path in found]
+
+
+def _environment(home: str) -> dict[str, str]:
+    """Nothing of the environment of this process; hashes, and so sets, in the same order always."""
+    one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    python = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+    places = {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"}
+    return {**places, **python, **one}
+
+
+@cache
+def _inside() -> str:
+    return Path(__file__).with_name("inside.py").read_text(encoding="utf-8")

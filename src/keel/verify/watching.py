@@ -1,0 +1,212 @@
+"""One process under watch: its input fed, its output read up to a limit, its time kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+START_SECONDS = 120.0
+"""A process that has not reported its start by then is given up; a busy machine takes a while."""
+REPORT_BYTES = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """How a process ended, and what came of it; nothing else counts where it has not `started`."""
+
+    ended: Literal["ended", "timeout", "output"]
+    started: bool
+    exit_status: int
+    stdout: bytes
+    stderr: bytes
+    report: bytes
+
+
+@dataclass(slots=True)
+class Pipes:
+    """The pipes beside the standard ones: what the command reports, and bubblewrap's own word.
+
+    `told` is where bubblewrap says which process it watches over (−1 without bubblewrap). The
+    process is given the ends `report` and `told`.
+    """
+
+    reading: int
+    report: int
+    listening: int = -1
+    told: int = -1
+
+    @classmethod
+    def open(cls, *, sandboxed: bool) -> Pipes:
+        """New pipes."""
+        return cls(*os.pipe(), *(os.pipe() if sandboxed else ()))
+
+    def given(self) -> tuple[int, ...]:
+        """The ends that the process is given."""
+        return (self.report,) if self.told < 0 else (self.report, self.told)
+
+    def give(self) -> None:
+        """Close the ends that the process was given."""
+        for end in self.given():
+            os.close(end)
+
+    def close(self) -> None:
+        """Close the ends that were kept."""
+        os.close(self.reading)
+        if self.listening >= 0:
+            os.close(self.listening)
+
+
+def watch(
+    command: Sequence[str],
+    given: bytes,
+    pipes: Pipes,
+    started: bytes,
+    *,
+    timeout: float,
+    output: int,
+    environment: Mapping[str, str],
+    folder: str | None,
+) -> Watched:
+    """Run a command, feed it `given`, and wait for its end; kill all of it at a limit.
+
+    The line `started` on the pipe of the report begins its time of `timeout` seconds; more than
+    `output` bytes on standard output and error together end it. The pipes are closed here.
+    """
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=pipes.given(),
+            env=dict(environment),
+            cwd=folder,
+            start_new_session=True,
+            bufsize=0,
+        )
+    except BaseException:
+        pipes.close()
+        raise
+    finally:
+        pipes.give()
+    watcher = _Watcher(process, given, pipes, started, timeout, output)
+    try:
+        return watcher.wait()
+    finally:
+        watcher.end()
+
+
+class _Watcher:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        given: bytes,
+        pipes: Pipes,
+        started: bytes,
+        timeout: float,
+        output: int,
+    ) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self.process, self.given = process, memoryview(given)
+        self.started, self.timeout, self.output = started + b"\n", timeout, output
+        self.out, self.err = process.stdout.fileno(), process.stderr.fileno()
+        self.into, self.inner, self.pipes = process.stdin.fileno(), pipes.reading, pipes
+        self.read = {self.out: b"", self.err: b"", self.inner: b""}
+
+    def wait(self) -> Watched:
+        """Serve the pipes until all are closed, or a limit is passed."""
+        ended: Literal["ended", "timeout", "output"] = "ended"
+        has_started = False
+        deadline = time.monotonic() + START_SECONDS
+        with selectors.DefaultSelector() as selector:
+            for pipe in self.read:
+                selector.register(pipe, selectors.EVENT_READ)
+            os.set_blocking(self.into, False)
+            selector.register(self.into, selectors.EVENT_WRITE)
+            while len(selector.get_map()) > 0:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    ended = "timeout"
+                    break
+                ready = selector.select(min(left, 0.2))
+                for key, _ in ready:
+                    if not self._serve(key.fd):
+                        selector.unregister(key.fd)
+                if not has_started and self.read[self.inner].startswith(self.started):
+                    has_started = True
+                    deadline = time.monotonic() + self.timeout
+                if len(self.read[self.out]) + len(self.read[self.err]) > self.output:
+                    ended = "output"
+                    break
+                if not ready and self._has_ended():
+                    break  # what it left behind holds the pipes
+        self._kill()
+        return Watched(
+            ended,
+            has_started,
+            self.process.wait(),
+            self.read[self.out],
+            self.read[self.err],
+            self.read[self.inner][len(self.started) :],
+        )
+
+    def end(self) -> None:
+        """Kill what is left, and close the pipes."""
+        self._kill()
+        self.process.wait()
+        self.pipes.close()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+    def _serve(self, pipe: int) -> bool:
+        """Read or write what can be; false where the pipe is done with."""
+        if pipe == self.into:
+            with contextlib.suppress(BrokenPipeError):
+                self.given = self.given[os.write(pipe, self.given[:65536]) :]
+                if self.given:
+                    return True
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            return False
+        some = os.read(pipe, 65536)
+        self.read[pipe] += some
+        return bool(some) and len(self.read[self.inner]) <= REPORT_BYTES
+
+    def _has_ended(self) -> bool:
+        """Whether the process itself has; it is left unreaped, so that its group keeps its id."""
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.process.pid, flags) is not None
+
+    def _kill(self) -> None:
+        """End the process and what it started."""
+        if self.process.returncode is not None:
+            return
+        if self.pipes.listening >= 0 and self._kill_inside():
+            # bubblewrap ends with what it watches over, and buries it.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=5.0)
+                return
+        os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _kill_inside(self) -> bool:
+        """End the sandbox's first process, and so all of them; false where there is none yet."""
+        os.set_blocking(self.pipes.listening, False)
+        try:
+            told = json.loads(os.read(self.pipes.listening, 4096))
+        except (BlockingIOError, ValueError):
+            return False
+        if not self._has_ended():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(told["child-pid"], signal.SIGKILL)
+        return True

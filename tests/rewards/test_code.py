@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.config.sources import RewardSource
+from keel.rewards.code import in_threads
+from keel.rewards.loading import load_reward
+from keel.types import KeelError
+from tests.verify.processes import children, needs_bubblewrap, resident_mb
+
+ASSERTS = ["assert double(1) == 2", "assert double(2) == 4", "assert double(0) == 0"]
+RIGHT = "def double(x):\n    return 2 * x\n"
+
+
+class Asked:
+    """A code reward, and what it logged."""
+
+    def __init__(self, **options: Any) -> None:
+        options = {"timeout": 60.0, **options}
+        self.reward = load_reward(RewardSource(function="code", options=options))
+        self.metrics: dict[str, float] = {}
+        self.extras: dict[str, Any] = {}
+
+    def __call__(self, completions: list[Any], **columns: list[Any]) -> list[float | None]:
+        assert self.reward.function is not None
+        self.metrics.clear()
+        said: list[float | None] = self.reward.function(
+            completions=completions,
+            log_extra=self.extras.__setitem__,
+            log_metric=self.metrics.__setitem__,
+            **columns,
+        )
+        return said
+
+    @property
+    def causes(self) -> list[str]:
+        causes: list[str] = self.extras["code/cause"]
+        return causes
+
+
+@needs_bubblewrap
+def test_the_reward() -> None:
+    asked = Asked()
+    assert asked.reward.required == ("completions", "tests", "log_extra", "log_metric")
+    said = [
+        f"So:\n```python\n{RIGHT}```\n",
+        [{"role": "assistant", "content": RIGHT}],
+        "def double(x): return x * x",
+        RIGHT,
+    ]
+    assert asked(said, tests=[ASSERTS, "\n".join(ASSERTS), ASSERTS, None]) == [1, 1, 0, None]
+    assert asked.causes == ["", "", "test 0: AssertionError", ""]
+    assert asked.metrics == {"code/passed": 2 / 3, "code/failed": 1 / 3}
+    assert asked([], tests=[]) == []
+
+
+@needs_bubblewrap
+def test_a_share_of_the_tests() -> None:
+    asked = Asked(partial=True, tests="list")
+    said = ["def double(x): return x * x", RIGHT, "1 / 0"]
+    assert asked(said, list=[ASSERTS] * 3) == [2 / 3, 1, 0]
+
+
+@needs_bubblewrap
+def test_humanevals_columns() -> None:
+    asked = Asked(tests="test", entry_point="entry_point", prepend="prompt")
+    assert asked.reward.required[1:4] == ("test", "entry_point", "prompt")
+    prompt = 'import math\n\n\ndef double(x):\n    """Twice x."""'
+    row = {
+        "prompt": f"{prompt}\n",
+        "entry_point": "double",
+        "test": "def check(candidate):\n    assert candidate(2) == 4",
+    }
+    said = ["    return math.ceil(2 * x)\n", f"```python\n{RIGHT}```", "    return x\n", "\nreturn"]
+    assert asked(said, **{name: [value] * 4 for name, value in row.items()}) == [1, 1, 0, 0]
+    row["prompt"] = prompt
+    assert asked(said[1:2], **{name: [value] for name, value in row.items()}) == [1]
+    row["prompt"] = prompt + "\n    return"
+    assert asked([" 2 * x"], **{name: [value] for name, value in row.items()}) == [1]
+
+
+@needs_bubblewrap
+def test_what_is_thrown_at_it_scores_0_with_its_cause_and_the_trainer_does_not_notice() -> None:
+    home = Path.home() / "keel-was-here"
+    thrown = {
+        "import os\nwhile True: os.fork()": "BlockingIOError",
+        "while True: pass": "out of time",
+        "x = bytearray(10 * 10**9)": "MemoryError",
+        f"open({str(home)!r}, 'w')": f"'{home}'",
+        "import socket\nsocket.create_connection(('9.9.9.9', 80))": "Network is unreachable",
+        "for _ in range(10**6): print('x' * 1000)": "too much output",
+        "print('x' * 10**9)": "MemoryError",
+    }
+    asked = Asked(timeout=5.0)
+    before = children(), threading.active_count(), resident_mb()
+    assert asked([*thrown, RIGHT], tests=[ASSERTS] * 8) == [0] * 7 + [1]
+    for cause, expected in zip(asked.causes, thrown.values(), strict=False):
+        assert expected in cause
+    assert (children(), threading.active_count()) == before[:2]
+    assert resident_mb() - before[2] < 50
+    assert not home.exists()
+
+
+@needs_bubblewrap
+def test_tests_that_are_none_stop_before_anything_runs() -> None:
+    asked = Asked()
+    with pytest.raises(KeelError, match="sample 1: the test 'assert ' is not Python"):
+        asked([RIGHT, RIGHT], tests=[ASSERTS, "assert "])
+    assert asked.extras == {}
+    with pytest.raises(KeelError, match="workers = 0"):
+        Asked(workers=0)
+    with pytest.raises(KeelError, match="memory_mb = 1:"):
+        Asked(memory_mb=1)
+
+
+def test_trusted_code_needs_no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(KeelError, match="reward 'code': bubblewrap is not installed"):
+        Asked()
+    asked = Asked(trusted=True)
+    assert asked([RIGHT, "1 / 0"], tests=[ASSERTS, ASSERTS]) == [1, 0]
+    assert asked.causes[1] == "code: ZeroDivisionError: division by zero"
+
+
+def test_threads_keep_the_order_and_stop_at_an_error() -> None:
+    assert in_threads(lambda n: n * n, range(50), 4) == [n * n for n in range(50)]
+    assert in_threads(str, [], 4) == []
+    here = threading.Barrier(3, timeout=60.0)  # passes only if three run at a time
+    assert len(in_threads(lambda n: here.wait(), range(3), 3)) == 3
+    done: list[int] = []
+
+    def work(n: int) -> None:
+        done.append(n)
+        if n == 2:
+            raise KeelError("two")
+
+    with pytest.raises(KeelError, match="two"):
+        in_threads(work, range(1000), 1)
+    assert done == [0, 1, 2]

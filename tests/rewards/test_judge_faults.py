@@ -1,0 +1,449 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.rewards.judge_client import Client, _retry_after
+from keel.types import KeelError
+from tests.rewards.judge_made import call, group, made, rewards, scored
+from tests.rewards.judge_server import Asked, Fault, JudgeServer
+
+FIVE = {"low": 0, "high": 10}
+BILLED_AND_LOST = {
+    "cut off in the middle": Fault(cut=True),
+    "hung up": Fault(drop=True),
+    "no JSON": Fault(body='{"choices": ['),
+    "an empty body": Fault(body=""),
+    "another shape": Fault(body='{"choices": []}'),
+    "a list": Fault(body="[1, 2]"),
+    "no message": Fault(body='{"choices": [{"index": 0}]}'),
+    "an error in a good answer": Fault(body='{"error": {"message": "overloaded"}}'),
+    "a gateway that gave up": Fault(status=504),
+    "another gateway": Fault(status=502),
+    "a request timeout": Fault(status=408),
+}
+FREE = {
+    "too many": Fault(status=429),
+    "too many, with a wait": Fault(status=429, headers={"Retry-After": "0"}),
+    "a conflict": Fault(status=409),
+    "broken": Fault(status=500),
+    "unavailable": Fault(status=503),
+    "overloaded": Fault(status=529),
+}
+SILENT = {
+    "prose": Fault(text="I like it."),
+    "a word": Fault(text='"7"'),
+    "another type": Fault(text='{"score": "7"}'),
+    "a truth value": Fault(text='{"score": true}'),
+    "off the scale": Fault(text='{"score": 11}'),
+    "between": Fault(text='{"score": 7.5}'),
+    "none": Fault(text='{"score": null}'),
+    "another key": Fault(text='{"verdict": 7}'),
+    "two at once": Fault(text='{"score": 7, "score": 3}'),
+    "two objects": Fault(text='{"score": 7} {"score": 3}'),
+    "not a number": Fault(text='{"score": NaN}'),
+    "cut off by the limit": Fault(text='{"score": 7}', choice={"finish_reason": "length"}),
+    "nothing": Fault(message={"content": None}),
+    "parts": Fault(message={"content": [{"type": "text", "text": '{"score": 7}'}]}),
+    "deep": Fault(text="[" * 100_000),
+}
+
+
+@pytest.fixture
+def server() -> Iterator[JudgeServer]:
+    with JudgeServer() as running:
+        yield running
+
+
+@pytest.mark.parametrize("fault", BILLED_AND_LOST.values(), ids=BILLED_AND_LOST)
+def test_what_may_have_been_billed_is_counted_and_asked_again(
+    server: JudgeServer, fault: Fault, tmp_path: Path
+) -> None:
+    server.faults = [None, fault, fault]
+    found = scored(server.url, tmp_path, [group(["a", "bb", "ccc"])], concurrency=1, **FIVE)
+    assert rewards(found) == [0.1, 0.2, 0.3]
+    assert len(server.log) == 5
+    reward = made(server.url, tmp_path)
+    account = reward.account()
+    reward.close()
+    assert (account.answers, account.lost, account.open) == (3, 2, 0)
+    assert account.lost_cost.tokens > 0
+    total = account.spent + account.lost_cost
+    assert total.tokens_in >= server.billed[0]
+    assert total.tokens_out >= server.billed[1]
+
+
+@pytest.mark.parametrize("fault", FREE.values(), ids=FREE)
+def test_what_was_not_billed_costs_nothing(
+    server: JudgeServer, fault: Fault, tmp_path: Path
+) -> None:
+    server.faults = [fault, None, fault, fault]
+    found = scored(server.url, tmp_path, [group(["a", "bb"])], concurrency=1, **FIVE)
+    assert rewards(found) == [0.1, 0.2]
+    assert len(server.log) == 5
+    reward = made(server.url, tmp_path)
+    account = reward.account()
+    reward.close()
+    assert (account.answers, account.lost, account.open) == (2, 0, 0)
+    assert (account.spent.tokens_in, account.spent.tokens_out) == server.billed
+
+
+def test_a_server_that_is_slow_is_given_up_and_asked_again(tmp_path: Path) -> None:
+    with JudgeServer(faults=[Fault(slow=True)]) as server:
+        found = scored(server.url, tmp_path, [group(["aaaa"])], timeout=1.0, **FIVE)
+        assert rewards(found) == [0.4]
+        # It may be at work still: the same name, so that it need not bill twice. (More than two
+        # where this machine is slow too.)
+        assert len(server.log) >= 2
+        assert len(set(server.names)) == 1
+        reward = made(server.url, tmp_path)
+        assert reward.account().lost == len(server.log) - 1
+        reward.close()
+
+
+def test_requests_without_an_answer_keep_their_name_and_useless_answers_change_it(
+    server: JudgeServer,
+) -> None:
+    server.faults = [Fault(drop=True), Fault(status=500), Fault(body="{"), Fault(cut=True)]
+    reward = made(server.url, **FIVE)
+    assert call(reward, ["aa"]) == [0.2]
+    reward.close()
+    first, *others = server.names
+    key = first.removesuffix("-0")
+    assert len(key) == 64
+    assert others == [f"{key}-0", f"{key}-0", f"{key}-1", f"{key}-1"]
+
+
+def test_a_server_that_is_not_there_ends_in_one_line(tmp_path: Path) -> None:
+    with JudgeServer() as gone:
+        url = gone.url
+    with pytest.raises(KeelError, match=r"gave no answer in 3 attempts, last the connection"):
+        scored(url, tmp_path, [group(["a"])], retries=2)
+    reward = made(url, tmp_path)
+    assert reward.account().lost == 0  # nothing was asked
+    reward.close()
+
+
+def test_retries_end_and_name_what_came_last(server: JudgeServer) -> None:
+    server.fault_of = lambda asked: Fault(status=500, error={"message": "out of\nmemory"})
+    with pytest.raises(KeelError) as caught:
+        scored(server.url, None, [group(["a"])], retries=2)
+    assert "in 3 attempts, last HTTP 500: out of memory: " in str(caught.value)
+    assert "raise retries" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(server.log) == 3
+
+
+def test_skipped_where_the_recipe_says_so(server: JudgeServer) -> None:
+    server.fault_of = lambda asked: Fault(status=503)
+    found = scored(server.url, None, [group(["a", "b"])], retries=0, on_error="skip")
+    assert rewards(found) == [None, None]
+    assert found.failures == {"judge": 2}
+
+
+def test_waits_grow_and_are_the_same_each_time(server: JudgeServer) -> None:
+    server.fault_of = lambda asked: Fault(status=500)
+    seen: list[list[float]] = []
+    for _ in range(2):
+        reward = made(server.url, backoff=2.0, retries=5)
+        waits: list[float] = []
+
+        async def sleep(seconds: float, into: list[float] = waits) -> None:
+            into.append(seconds)
+
+        reward.asker.sleep = sleep
+        with pytest.raises(KeelError):
+            call(reward, ["a"])
+        reward.close()
+        seen.append(waits)
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == 5
+    for wait, whole in zip(seen[0], (2, 4, 8, 16, 32), strict=True):
+        assert whole / 2 <= wait < whole
+    assert len({wait / whole for wait, whole in zip(seen[0], (2, 4, 8, 16, 32), strict=True)}) == 5
+
+
+@pytest.mark.parametrize(
+    ("headers", "least"),
+    [({"Retry-After": "7"}, 7.0), ({"retry-after-ms": "2500"}, 2.5)],
+)
+def test_the_server_says_how_long_to_wait(
+    server: JudgeServer, headers: dict[str, str], least: float
+) -> None:
+    server.faults = [Fault(status=429, headers=headers)]
+    reward = made(server.url, backoff=0.5)
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    reward.asker.sleep = sleep
+    call(reward, ["a"])
+    reward.close()
+    assert len(waits) == 1
+    assert least <= waits[0] < least + 0.25
+
+
+def test_waits_as_dates_and_as_nonsense() -> None:
+    assert _retry_after({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0.0
+    assert _retry_after({"retry-after": "Wed, 21 Oct 2115 07:28:00 GMT"}) > 1e9
+    assert _retry_after({"retry-after": "soon"}) == 0.0
+    assert _retry_after({"retry-after": "nan"}) == 0.0
+    assert _retry_after({"retry-after": "-3"}) == 0.0
+    assert _retry_after({}) == 0.0
+
+
+def test_a_server_that_wants_rest_for_an_hour_ends_the_run(server: JudgeServer) -> None:
+    server.faults = [Fault(status=429, headers={"Retry-After": "3600"})]
+    with pytest.raises(KeelError, match="wants 3600 s of rest"):
+        scored(server.url, None, [group(["a"])])
+    assert len(server.log) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (400, None, r"refuses the request \(HTTP 400: no\): check the options model, extra"),
+        (401, None, r"HTTP 401: no\): set api_key_env"),
+        (403, None, r"HTTP 403: no\): set api_key_env"),
+        (404, "model_not_found", r"HTTP 404: no\): check the options url and model"),
+        (422, None, r"HTTP 422: no\): check"),
+        (429, "insufficient_quota", r"has no money left \(HTTP 429: no\)"),
+    ],
+)
+def test_what_repeating_cannot_mend_ends_at_once(
+    server: JudgeServer, status: int, code: str | None, words: str, tmp_path: Path
+) -> None:
+    server.fault_of = lambda asked: Fault(status=status, error={"message": "no", "code": code})
+    with pytest.raises(KeelError, match=words):
+        scored(server.url, tmp_path, [group(["a"])])
+    assert len(server.log) == 1
+    reward = made(server.url, tmp_path)
+    assert (reward.account().open, reward.account().lost) == (0, 0)
+    reward.close()
+
+
+@pytest.mark.parametrize("fault", SILENT.values(), ids=SILENT)
+def test_an_answer_that_says_nothing_is_no_verdict(
+    server: JudgeServer, fault: Fault, tmp_path: Path
+) -> None:
+    server.fault_of = lambda asked: fault if asked.material["answer"] == "bb" else None
+    found = scored(server.url, tmp_path, [group(["a", "bb"])], **FIVE)
+    assert rewards(found) == [0.1, None]
+    assert found.metrics["judge/unparsed"] == 0.5
+    assert found.extras["judge_unparsed"][0] == ""
+    assert found.extras["judge_unparsed"][1] != ""
+    assert found.metrics["judge/asked"] == 3  # the second draw of bb is counted
+    assert found.metrics["judge/tokens"] == sum(server.billed)
+    again = scored(server.url, tmp_path, [group(["a", "bb"])], **FIVE)
+    assert rewards(again) == [0.1, None]
+    assert len(server.log) == 3  # nothing is paid for twice
+
+
+def test_a_second_draw_may_say_something(server: JudgeServer) -> None:
+    server.faults = [Fault(text="hm"), Fault(text='```json\n{"score": 7.0}\n```')]
+    found = scored(server.url, None, [group(["a"])], attempts=3, seed=5, **FIVE)
+    assert rewards(found) == [0.7]
+    assert [asked.body["seed"] for asked in server.log] == [5, 6]
+    assert found.metrics["judge/unparsed"] == 0.0
+
+
+def test_thoughts_before_the_answer_are_passed_over(server: JudgeServer) -> None:
+    server.faults = [Fault(text='<think>{"score": 1}</think>\n{"score": 9}')]
+    assert rewards(scored(server.url, None, [group(["a"])], **FIVE)) == [0.9]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(message={"content": None, "refusal": "I will not."}),
+        Fault(choice={"finish_reason": "content_filter"}),
+        Fault(status=400, error={"message": "filtered", "code": "content_filter"}),
+        Fault(status=400, error={"message": "long", "code": "context_length_exceeded"}),
+    ],
+)
+def test_refusals_are_no_verdict_and_are_not_asked_again(
+    server: JudgeServer, fault: Fault, tmp_path: Path
+) -> None:
+    server.fault_of = lambda asked: fault if asked.material["answer"] == "bb" else None
+    for _ in range(2):
+        found = scored(server.url, tmp_path, [group(["a", "bb"])], attempts=5, **FIVE)
+        assert rewards(found) == [0.1, None]
+        assert found.extras["judge_unparsed"][1].startswith("refused: ")
+    assert len(server.log) == 2
+
+
+def test_servers_that_know_no_schema_are_asked_in_words(
+    server: JudgeServer, tmp_path: Path
+) -> None:
+    def plain(asked: Asked) -> Fault | None:
+        if "response_format" not in asked.body:
+            return None
+        return Fault(status=400, error={"message": "response_format is not supported"})
+
+    server.fault_of = plain
+    found = scored(server.url, tmp_path, [group(["a", "bb", "ccc"])], concurrency=1, **FIVE)
+    assert rewards(found) == [0.1, 0.2, 0.3]
+    assert ["response_format" in a.body for a in server.log] == [True, False, False, False]
+    scored(server.url, tmp_path, [group(["a", "bb", "ccc"])], **FIVE)
+    assert len(server.log) == 4  # found, though the server is not asked what it knows
+
+
+def test_how_json_is_asked_for(server: JudgeServer) -> None:
+    for structured in ("json_schema", "json_object", "text"):
+        scored(server.url, None, [group(["a"])], structured=structured, **FIVE)
+    schema, word, nothing = (asked.body.get("response_format") for asked in server.log)
+    inside = schema["json_schema"]["schema"]
+    assert schema["type"] == "json_schema"
+    assert inside["properties"]["score"] == {"type": "integer", "enum": list(range(11))}
+    assert inside["required"] == ["reason", "score"]
+    assert word == {"type": "json_object"}
+    assert nothing is None
+
+
+@pytest.mark.parametrize(
+    "usage", [None, {}, {"prompt_tokens": "9", "completion_tokens": 1}, {"prompt_tokens": -1}, [1]]
+)
+def test_without_usage_the_worst_case_is_paid(server: JudgeServer, usage: Any) -> None:
+    server.faults = [Fault(usage=usage)]
+    found = scored(server.url, None, [group(["a"])], max_tokens=100, **FIVE)
+    sent = sum(len(m["content"].encode()) for m in server.log[0].body["messages"])
+    assert rewards(found) == [0.1]
+    assert found.metrics["judge/tokens"] > sent + 100
+
+
+def test_a_call_that_runs_out_of_time_keeps_what_was_on_its_way(tmp_path: Path) -> None:
+    """The reward is given up, its requests are not: their answers come and are kept."""
+    with JudgeServer() as server:
+        server.holds = lambda number: True
+        reward = made(server.url, tmp_path, concurrency=2, **FIVE)
+
+        async def run() -> None:
+            asking = asyncio.create_task(
+                reward(prompts=["q"] * 5, completions=["a", "bb", "ccc", "dddd", "eeeee"])
+            )
+            await asyncio.to_thread(server.wait_for, lambda: server.active == 2)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            server.let_go.set()
+            await reward.asker.drain()
+            await reward.asker.client.leave()
+
+        asyncio.run(run())
+        assert len(server.log) == 2  # the other three were not sent
+        assert reward.account().answers == 2
+        assert (reward.account().lost, reward.account().open) == (0, 0)
+        assert call(reward, ["a", "bb", "ccc", "dddd", "eeeee"]) == [0.1, 0.2, 0.3, 0.4, 0.5]
+        assert len(server.log) == 5
+        reward.close()
+
+
+def test_one_that_fails_stops_the_rest_and_loses_none(tmp_path: Path) -> None:
+    """A fatal error comes while another request is on its way: that one's answer is kept."""
+    with JudgeServer() as server:
+        server.holds = lambda number: number == 0
+
+        def fatal(asked: Asked) -> Fault | None:
+            return Fault(status=404) if len(server.log) > 1 else None
+
+        def let_go_after(number: int) -> None:
+            server.wait_for(lambda: len(server.log) > 1 and server.active == 1)
+            server.let_go.set()
+
+        threading.Thread(target=let_go_after, args=(1,), daemon=True).start()
+        server.fault_of = fatal
+        groups = [group(["a", "bb", "ccc", "dddd"])]
+        with pytest.raises(KeelError, match="HTTP 404"):
+            scored(server.url, tmp_path, groups, concurrency=2, **FIVE)
+        reward = made(server.url, tmp_path)
+        account = reward.account()
+        reward.close()
+        assert account.answers == 1
+        assert (account.lost, account.open) == (0, 0)
+        assert len(server.log) <= 3
+
+
+def test_a_loop_that_ends_leaves_its_requests_as_lost(tmp_path: Path) -> None:
+    with JudgeServer() as server:
+        server.holds = lambda number: number == 0
+        reward = made(server.url, tmp_path, **FIVE)
+
+        async def run() -> None:
+            asking = asyncio.create_task(reward(prompts=["q"], completions=["a"]))
+            await asyncio.to_thread(server.wait_for, lambda: server.active == 1)
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            await reward.asker.client.leave()
+
+        asyncio.run(run())
+        assert (reward.account().lost, reward.account().open) == (1, 0)
+        server.let_go.set()
+        assert call(reward, ["a"]) == [0.1]  # and it can be asked again
+        assert server.names[0] == server.names[1]
+        reward.close()
+
+
+# ---------------------------------------------------------------- the key
+
+
+def test_the_key_is_sent_and_stands_nowhere(
+    server: JudgeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    caplog.set_level("DEBUG")
+    key = "sk-very-secret-1234567890"
+    monkeypatch.setenv("MY_KEY", key)
+
+    def tell(asked: Asked) -> str:
+        return json.dumps({"reason": f"you said {asked.headers['authorization']}", "score": 3})
+
+    server.verdict = tell
+    found = scored(server.url, tmp_path, [group(["a"])], api_key_env="MY_KEY", **FIVE)
+    assert server.log[0].headers["authorization"] == f"Bearer {key}"
+    assert found.extras["judge_reason"] == ["you said Bearer [key]"]
+    words = {"message": f"wrong key {key}"}
+    server.faults = [Fault(status=401, error=words)]
+    with pytest.raises(KeelError, match=r"wrong key \[key\]\): check the key in MY_KEY") as caught:
+        scored(server.url, tmp_path, [group(["b"])], api_key_env="MY_KEY", **FIVE)
+    assert key not in repr(caught.value)
+    assert key not in caplog.text
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        assert key.encode() not in path.read_bytes()
+
+
+def test_a_key_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with pytest.raises(KeelError, match="NO_SUCH_KEY holds no API key: set it"):
+        made("http://127.0.0.1:9/v1", api_key_env="NO_SUCH_KEY")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(KeelError, match="OPENAI_API_KEY holds no API key"):
+        Client(None, None, 1.0)
+
+
+def test_a_key_of_openai_is_sent_to_no_other_server(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-theirs")
+    monkeypatch.setenv("OPENAI_ORG_ID", "org-theirs")
+    scored(server.url, None, [group(["a"])], **FIVE)
+    assert "theirs" not in str(server.log[0].headers)
+    assert "authorization" not in server.log[0].headers
+
+
+def test_addresses_that_are_none() -> None:
+    with pytest.raises(KeelError, match="url = 'localhost:8000' is no address"):
+        made("localhost:8000")
+    with pytest.raises(KeelError, match="holds a password") as caught:
+        made("http://me:secret@localhost/v1")
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,378 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.rewards.judge_budget import Budget, Cost, Prices
+from keel.rewards.judge_store import Account, Answer, Store, Ticket
+from keel.types import KeelError
+from tests.rewards.judge_made import call, group, made, rewards, scored
+from tests.rewards.judge_server import Fault, JudgeServer
+from tests.shared import ROOT
+
+SCALE = {"low": 0, "high": 10}
+WORST = Cost(100, 10, 1.0)
+
+
+def account_of(folder: Path) -> Account:
+    store = Store(folder / "judge.sqlite")
+    found = store.account()
+    store.close()
+    return found
+
+
+def keys_in(folder: Path) -> set[str]:
+    """The answers in a file, read without Keel."""
+    with sqlite3.connect(f"file:{folder / 'judge.sqlite'}?mode=ro", uri=True) as db:
+        rows = {row[0] for row in db.execute("SELECT key FROM answers")}
+    db.close()
+    return rows
+
+
+def child(url: str, folder: Path, **options: Any) -> subprocess.Popen[str]:
+    """Another process that scores the forty answers."""
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tests.rewards.judge_made"),
+            *(url, str(folder), json.dumps({**SCALE, "concurrency": 4, **options})),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+# ---------------------------------------------------------------- kills
+
+
+@pytest.mark.parametrize("at", [0, 12, 36])
+def test_a_kill_loses_nothing_and_pays_nothing_twice(at: int, tmp_path: Path) -> None:
+    whole = [n / 10 for _ in range(10) for n in range(4)]
+    with JudgeServer() as server:
+        # The four beyond `at` hang; that they came says that each of the `at` has been kept, for
+        # only then is its slot free.
+        server.holds = lambda number: number >= at
+        killed = child(server.url, tmp_path)
+        server.wait_for(lambda: len(server.log) == at + 4)
+        killed.send_signal(signal.SIGKILL)
+        killed.communicate()
+        arrived = keys_in(tmp_path)
+        assert arrived == {name.removesuffix("-0") for name in server.names[:at]}
+        account = account_of(tmp_path)
+        assert (account.answers, account.lost, account.open) == (at, 4, 0)
+        lost = set(server.names[at:])
+
+        server.holds = lambda number: False
+        server.let_go.set()
+        found = ended(child(server.url, tmp_path))
+        assert found["rewards"] == whole
+        again = server.names[at + 4 :]
+        # The empty answer stands under ten different prompts: forty questions in all.
+        assert len(again) == len(set(again)) == 40 - at
+        assert not {name.removesuffix("-0") for name in again} & arrived
+        # What was on its way is asked under the name that it had, and reported.
+        assert lost <= set(again)
+        account = account_of(tmp_path)
+        assert (account.answers, account.lost, account.open) == (40, 4, 0)
+        server.wait_for(lambda: server.active == 0)
+        total = account.spent + account.lost_cost
+        assert (total.tokens_in, total.tokens_out) >= server.billed
+
+        before = len(server.log)
+        assert ended(child(server.url, tmp_path)) == found
+        assert len(server.log) == before
+
+
+def test_an_unbroken_run_says_the_same_as_one_that_was_killed(tmp_path: Path) -> None:
+    with JudgeServer() as server:
+        server.holds = lambda number: number >= 8
+        killed = child(server.url, tmp_path / "killed")
+        server.wait_for(lambda: len(server.log) == 12)
+        killed.send_signal(signal.SIGKILL)
+        killed.communicate()
+        server.holds = lambda number: False
+        server.let_go.set()
+        resumed = ended(child(server.url, tmp_path / "killed"))
+        assert resumed == ended(child(server.url, tmp_path / "whole"))
+
+
+def test_two_processes_share_a_file_and_ask_nothing_twice(tmp_path: Path) -> None:
+    with JudgeServer() as server:
+        # From both ends, and held until both have started: they ask at the same time, and meet.
+        server.holds = lambda number: number < 8
+        both = [child(server.url, tmp_path), child(server.url, tmp_path, backwards=True)]
+        server.wait_for(lambda: server.active == 8)
+        server.let_go.set()
+        one, other = (ended(process) for process in both)
+        assert one["rewards"] == other["rewards"] == [n / 10 for _ in range(10) for n in range(4)]
+        assert one["metrics"] == other["metrics"]
+        assert Counter(Counter(server.names).values()) == {1: 40}
+        assert account_of(tmp_path).spent.tokens == sum(server.billed)
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def test_equal_answers_are_asked_once(tmp_path: Path) -> None:
+    with JudgeServer() as server:
+        found = scored(server.url, tmp_path, [group(["aa", "aa", "b", "aa"])], **SCALE)
+        assert rewards(found) == [0.2, 0.2, 0.1, 0.2]
+        assert len(server.log) == 2
+        assert found.metrics["judge/asked"] == 2
+        assert found.metrics["judge/tokens"] == sum(server.billed)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "judge-2"},
+        {"rubric": "is it short"},
+        {"temperature": 0.5},
+        {"max_tokens": 99},
+        {"seed": 1},
+        {"extra": {"top_p": 0.9}},
+        {"structured": "json_object"},
+        {"high": 9},
+        {"limit_name": "max_completion_tokens"},
+        {"without": ["seed"]},
+    ],
+)
+def test_what_the_answer_depends_on_is_in_the_key(other: dict[str, Any], tmp_path: Path) -> None:
+    with JudgeServer() as server:
+        for options in ({}, other, {}, other):
+            scored(server.url, tmp_path, [group(["a"])], **{**SCALE, **options})
+        assert len(server.log) == 2
+
+
+@pytest.mark.parametrize(
+    "other", [{"concurrency": 2}, {"retries": 1}, {"attempts": 3}, {"price_in": 1.0}]
+)
+def test_what_it_does_not_depend_on_is_not(other: dict[str, Any], tmp_path: Path) -> None:
+    with JudgeServer() as server:
+        scored(server.url, tmp_path, [group(["a"])], **SCALE)
+        scored(server.url, tmp_path, [group(["a"])], **SCALE, **other)
+        assert len(server.log) == 1
+
+
+def test_what_is_sent(tmp_path: Path) -> None:
+    with JudgeServer() as server:
+        keys = {"extra": {"top_p": 0.9}, "without": ["temperature"], "max_tokens": 77, "seed": 3}
+        scored(server.url, tmp_path, [group(["a"])], **SCALE, **keys)
+        body = server.log[0].body
+        del body["messages"], body["response_format"]
+        assert body == {"model": "judge-1", "top_p": 0.9, "max_tokens": 77, "seed": 3}
+
+
+def test_a_cache_may_be_anywhere_and_without_one_all_is_asked_again(tmp_path: Path) -> None:
+    with JudgeServer() as server:
+        for _ in range(2):
+            scored(server.url, None, [group(["a"])], **SCALE)
+        assert len(server.log) == 2
+        for _ in range(2):
+            path = tmp_path / "far" / "paid.db"
+            scored(server.url, None, [group(["a"])], cache=str(path), **SCALE)
+        assert len(server.log) == 3
+        assert path.exists()
+
+
+@pytest.mark.parametrize("holds", [b"no database at all, but long enough to be one" * 40, None])
+def test_files_that_are_something_else(holds: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "other.db"
+    if holds is not None:
+        path.write_bytes(holds)
+    else:
+        with sqlite3.connect(path) as db:
+            db.execute("CREATE TABLE mine (a)")
+        db.close()
+    before = path.read_bytes()
+    with pytest.raises(KeelError, match=r"cache = '.*other.db' cannot be used: .*: name another"):
+        made("http://127.0.0.1:9/v1", cache=str(path))
+    if holds is not None:
+        assert path.read_bytes() == before
+
+
+# ---------------------------------------------------------------- how many at a time
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_so_many_at_a_time_and_no_more(concurrency: int) -> None:
+    with JudgeServer() as server:
+        server.holds = lambda number: number < concurrency
+        answers = [group(["a" * n for n in range(10)])]
+        done: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: done.append(
+                scored(server.url, None, answers, concurrency=concurrency, **SCALE)
+            )
+        )
+        thread.start()
+        server.wait_for(lambda: server.active == concurrency)
+        server.let_go.set()
+        thread.join()
+        assert rewards(done[0]) == [n / 10 for n in range(10)]
+        assert server.peak == concurrency
+
+
+# ---------------------------------------------------------------- the budget
+
+
+def test_the_budget_is_hard(tmp_path: Path) -> None:
+    """However it ends, the server has not been owed more than the budget; and it is used."""
+    prices = {"price_in": 2.0, "price_out": 8.0, "max_tokens": 60}
+    with JudgeServer() as server:
+        server.fault_of = lambda asked: Fault(drop=True) if len(server.log) % 5 == 0 else None
+        groups = [group(["a" * n for n in range(10)], at) for at in range(8)]
+        with pytest.raises(
+            KeelError, match=r"budget = 0.05 dollars is used up: \$0.0\d+ \(\d+ tok"
+        ):
+            scored(server.url, tmp_path, groups, budget=0.05, **prices, **SCALE)
+        tokens_in, tokens_out = server.billed
+        owed = (tokens_in * 2.0 + tokens_out * 8.0) / 1e6
+        assert 0.01 < owed <= 0.05
+        account = account_of(tmp_path)
+        assert account.open == 0
+        assert owed <= (account.spent + account.lost_cost).dollars <= 0.05
+        asked = len(server.log)
+        # Restarted, it is remembered: what is kept is free, and nothing more is asked.
+        with pytest.raises(KeelError, match="is used up"):
+            scored(server.url, tmp_path, groups, budget=0.05, **prices, **SCALE)
+        assert len(server.log) == asked
+        found = scored(server.url, tmp_path, groups, budget=5.0, **prices, **SCALE)
+        assert None not in rewards(found)
+
+
+def test_a_budget_that_will_do_is_not_refused_for_what_is_on_its_way() -> None:
+    """Worst cases of requests under way are waited for, not refused."""
+    with JudgeServer() as server:
+        keys = {"max_tokens": 1000, "concurrency": 8, **SCALE}
+        answers = ["a" * n for n in range(8)]
+        call_once = made(server.url, **keys)
+        call(call_once, answers)
+        spent = call_once.account().spent.tokens
+        call_once.close()
+        body = server.log[0].body
+        one = Prices().worst(body, 1000).tokens
+        assert 8 * one > spent + one + 64  # or there would be nothing to wait for
+        reward = made(server.url, budget_tokens=spent + one + 64, **keys)
+        assert call(reward, answers) == [n / 10 for n in range(8)]
+        reward.close()
+
+
+def test_the_budget_in_tokens(tmp_path: Path) -> None:
+    with JudgeServer() as server:
+        words = r"budget_tokens = 50 is used up: \$0 \(0 tokens\) spent, .* may need .*: raise"
+        with pytest.raises(KeelError, match=words):
+            scored(server.url, tmp_path, [group(["a"])], budget_tokens=50, **SCALE)
+        assert server.log == []
+
+
+def test_dollars_are_tokens_at_their_prices(tmp_path: Path) -> None:
+    with JudgeServer() as server:
+        keys = {"price_in": 2.5, "price_out": 10.0, **SCALE}
+        found = scored(server.url, tmp_path, [group(["a", "bb"])], **keys)
+        tokens_in, tokens_out = server.billed
+        owed = (tokens_in * 2.5 + tokens_out * 10.0) / 1e6
+        assert found.metrics["judge/dollars"] == pytest.approx(owed, rel=1e-12)
+        assert account_of(tmp_path).spent.dollars == pytest.approx(owed, rel=1e-12)
+
+
+def test_the_worst_case_is_one() -> None:
+    """A token a byte, the schema with it, and the frame of the chat template."""
+    body = {"messages": [{"role": "user", "content": "žluťoučký"}], "response_format": None}
+    worst = Prices(1.0, 2.0).worst(body, 10)
+    assert worst.tokens_in >= len("žluťoučký".encode()) + 64
+    assert worst.tokens_out == 10
+    assert worst.dollars == pytest.approx((worst.tokens_in + 20) / 1e6)
+    shaped = {**body, "response_format": {"type": "json_object"}}
+    assert Prices().worst(shaped, 10).tokens_in > worst.tokens_in
+
+
+# ---------------------------------------------------------------- the file
+
+
+def answer(text: str = "said") -> Answer:
+    return Answer(text, "stop", "", Cost(7, 3, 0.25))
+
+
+def test_a_question_is_open_lost_or_answered(tmp_path: Path) -> None:
+    store = Store(tmp_path / "a.db")
+    first = store.reserve("k", WORST, Budget())
+    assert isinstance(first, Ticket)
+    assert store.reserve("k", WORST, Budget()) is None  # somebody asks it
+    store.lose(first, answered=False)
+    second = store.reserve("k", WORST, Budget())
+    assert isinstance(second, Ticket)
+    assert second.name == first.name
+    store.lose(second, answered=True)
+    third = store.reserve("k", WORST, Budget())
+    assert isinstance(third, Ticket)
+    assert third.name == "k-1"
+    store.settle(third, answer(), "m")
+    assert store.reserve("k", WORST, Budget()) == store.find("k") == answer()
+    assert store.account() == Account(1, Cost(7, 3, 0.25), 2, Cost(200, 20, 2.0), 0)
+    store.close()
+
+
+def test_the_first_of_two_answers_stays_and_both_are_paid(tmp_path: Path) -> None:
+    store = Store(tmp_path / "a.db")
+    first = store.reserve("k", WORST, Budget())
+    assert isinstance(first, Ticket)
+    store.lose(first, answered=False)
+    second = store.reserve("k", WORST, Budget())
+    assert isinstance(second, Ticket)
+    assert store.settle(second, answer("one"), "m").text == "one"
+    assert store.settle(first, answer("other"), "m").text == "one"
+    assert store.account().spent == Cost(14, 6, 0.5)
+    assert store.account().lost == 0
+    store.close()
+
+
+def test_reservations_of_all_who_share_a_file_count(tmp_path: Path) -> None:
+    one, other = Store(tmp_path / "a.db"), Store(tmp_path / "a.db")
+    budget = Budget(dollars=1.5)
+    ticket = one.reserve("k", WORST, budget)
+    assert isinstance(ticket, Ticket)
+    assert other.reserve("l", WORST, budget) is None  # it may yet do
+    one.settle(ticket, answer(), "m")
+    taken = other.reserve("l", WORST, budget)
+    assert isinstance(taken, Ticket)
+    other.lose(taken, answered=False)
+    with pytest.raises(KeelError, match=r"\$0.25 \(10 tokens\) spent, \$1 \(110 tokens\) on req"):
+        one.reserve("m", WORST, budget)
+    assert Budget(dollars=2.25).covers(Cost(0, 0, 2.25))
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize("owner", ["1:0:x", "999999999:5:x"])
+def test_requests_of_processes_that_are_no_more_are_lost(owner: str, tmp_path: Path) -> None:
+    """Also where another process has the number by now."""
+    store = Store(tmp_path / "a.db")
+    store.reserve("k", WORST, Budget())
+    store.close()
+    with sqlite3.connect(tmp_path / "a.db") as db:
+        db.execute("UPDATE requests SET owner = ?", (owner,))
+    db.close()
+    store = Store(tmp_path / "a.db")
+    assert isinstance(store.reserve("k", WORST, Budget()), Ticket)
+    assert (store.account().lost, store.account().open) == (1, 1)
+    store.close()

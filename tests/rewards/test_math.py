@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from keel.config.sources import RewardSource
+from keel.rewards.loading import load_reward
+from keel.types import KeelError
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed"
+)
+
+
+def test_the_reward() -> None:
+    reward = load_reward(RewardSource(function="math", options={"timeout": 300.0}))
+    assert (reward.required, reward.optional) == (("completions", "answer"), ("log_metric",))
+    logged: dict[str, float] = {}
+    texts = ["it is $1/2$", "0.25", "1/2", "what?"]
+    said = [[{"role": "assistant", "content": text}] for text in texts]
+    gold = [r"\frac{1}{2}", 0.5, None, "0.5"]
+    assert reward.function is not None
+    for completions in (texts, said):
+        values = reward.function(
+            completions=completions, answer=gold, log_metric=logged.__setitem__
+        )
+        assert values == [1, 0, None, 0]
+    assert logged == {"math/timed_out": 0, "math/died": 0}
+    assert reward.function(completions=["1"], answer=["1"]) == [1]
+    reward.function.close()  # type: ignore[attr-defined]
+
+
+def test_tags_timeouts_and_gold_that_cannot_be_read() -> None:
+    reward = load_reward(RewardSource(function="math", options={"timeout": 5, "tag": "answer"}))
+    assert reward.function is not None
+    logged: dict[str, float] = {}
+    texts = [
+        "<answer>p - q</answer> 7",
+        "p - q",
+        r"<answer>$9^{9^{9^{9}}}$</answer>",
+        r"<answer>\boxed{p-q}</answer>",
+    ]
+    values = reward.function(completions=texts, answer=["p - q"] * 4, log_metric=logged.__setitem__)
+    assert values == [1, 0, 0, 1]
+    assert logged == {"math/timed_out": 1, "math/died": 0}
+    with pytest.raises(KeelError, match=r"holds '\)\(' \(sample 1\), which math-verify cannot"):
+        reward.function(completions=["1", "1"], answer=["1", ")("])
+    reward.function.close()  # type: ignore[attr-defined]

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keel.config.sources import RewardSource
+from keel.rewards.loading import load_reward
+from keel.rewards.texture import repetition
+from keel.types import KeelError
+from keel.verify import languages
+from keel.verify.languages import language_of, language_share, prose
+from keel.verify.repetition import repeated_share, units
+
+ENGLISH = "First we add the two numbers, and then we look at what is left of them."
+GERMAN = "Zuerst zählen wir die beiden Zahlen zusammen und sehen dann, was übrig bleibt."
+CHINESE = "首先我们把两个数字加起来，然后看看还剩下什么。"
+
+
+def test_repetition() -> None:
+    text = "a b c A  b\nC d"  # abc bca cab abc bcd: one of five has been said before
+    said = [text, [{"role": "assistant", "content": text}], "a b", "", "x x x x", "a b c d"]
+    rewards = repetition(completions=said)
+    assert rewards == pytest.approx([-0.2, -0.2, 0, 0, -0.5, 0], abs=1e-12)
+    assert str(rewards[2]) == "0.0"
+    assert repetition(completions=["x x x x"], n=1, max_penalty=2.0) == [-1.5]
+    assert units("我们 ab，cd我") == ["我", "们", "ab，cd", "我"]
+    assert repetition(completions=["我们我们我们"], n=2) == pytest.approx([-0.6], abs=1e-12)
+    for options in ({"n": 0}, {"max_penalty": -1.0}):
+        with pytest.raises(KeelError, match="give at least"):
+            repetition(completions=[], **options)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=30), st.integers(1, 4))
+def test_repetition_counts_what_came_before(words: list[str], n: int) -> None:
+    grams = [words[at : at + n] for at in range(max(0, len(words) - n + 1))]
+    again = sum(gram in grams[:at] for at, gram in enumerate(grams))
+    expected = again / len(grams) if grams else 0.0
+    assert repeated_share(" ".join(words), n) == pytest.approx(expected, abs=1e-12)
+
+
+def test_languages() -> None:
+    pytest.importorskip("lingua")
+    for text, code in ((ENGLISH, "en"), (GERMAN, "de"), (CHINESE, "zh")):
+        assert [language_of(text) for _ in range(3)] == [code] * 3
+    for text in ("", "12 + 5 = 17", "ok", r"\boxed{12}", "```python\nprint('hello world')\n```"):
+        assert language_of(text) is None
+        assert language_share(text, "en") is None
+    from_few = "Wir sehen es nun doch."  # 17 letters
+    assert language_of(from_few) is None
+    assert language_of(f"{from_few} Also ja.") == "de"
+    assert language_of(f"```python\n{ENGLISH * 9}\n```\n{GERMAN}") == "de"
+    assert language_share(ENGLISH, "en") == 1.0
+    assert language_share(ENGLISH, "de") == 0.0
+    letters = [sum(map(str.isalpha, text)) for text in (ENGLISH, GERMAN)]
+    mixed = f"{ENGLISH} {GERMAN}"
+    assert language_share(mixed, "de") == pytest.approx(letters[1] / sum(letters), abs=1e-12)
+    # A Chinese character is worth three letters, and its sentences stand apart without a blank.
+    characters = sum(map(str.isalpha, CHINESE)) * 3
+    expected = characters / (characters + letters[0])
+    assert language_share(ENGLISH + CHINESE, "zh") == pytest.approx(expected, abs=1e-12)
+
+
+def test_prose() -> None:
+    text = (
+        "We see $x + 1$ and \\[y\\] <b>as</b> `z` \\cdot 12 in \\begin{align*}a b\\end{align*} x ."
+    )
+    assert prose(text).split() == ["We", "see", "and", "as", "in", "."]
+
+
+def test_the_reward_of_a_language() -> None:
+    pytest.importorskip("lingua")
+
+    def ask(completions: list[Any], columns: dict[str, Any], **options: Any) -> Any:
+        reward = load_reward(RewardSource(function="language", options=options))
+        assert reward.required == ("completions", *columns)
+        assert reward.function is not None
+        return reward.function(completions=completions, **columns)
+
+    said = [ENGLISH, [{"role": "assistant", "content": GERMAN}], "12"]
+    assert ask(said, {}, wanted="en") == [1, 0, None]
+    assert ask(said, {"tongue": ["de", "de", "de"]}, column="tongue") == [0, 1, None]
+    assert ask(said[:1], {"tongue": [None]}, column="tongue") == [None]
+    assert 0.4 < ask([f"{ENGLISH} {GERMAN}"], {}, wanted="en", share=True)[0] < 0.6
+    with pytest.raises(KeelError, match="exactly one of the options wanted and column"):
+        ask(said, {})
+    with pytest.raises(KeelError, match="exactly one"):
+        ask(said, {}, wanted="en", column="tongue")
+    with pytest.raises(KeelError, match=r"no language 'english': .*ISO 639-1.* en "):
+        ask(said, {}, wanted="english")
+    with pytest.raises(KeelError, match="sample 0: no language 'xx'"):
+        ask(said[:1], {"tongue": ["xx"]}, column="tongue")
+
+
+def test_without_lingua_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "lingua":
+            raise ImportError(name)
+        return loaded(name, *rest, **more)
+
+    languages._codes.cache_clear()
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(KeelError, match=r"reward 'language': .*pip install 'keel-rl\[language\]'"):
+        load_reward(RewardSource(function="language", options={"wanted": "en"}))

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from keel.types import KeelError
+from keel.verify.mathematics import Finding, Mathematics, boxed
+from tests.shared import shared_path
+
+pytest.importorskip("math_verify")
+LONG = 300.0
+
+
+@pytest.fixture(scope="module")
+def mathematics() -> Iterator[Mathematics]:
+    made = Mathematics(timeout=LONG)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def problems() -> list[dict[str, Any]]:
+    text = shared_path("data/math/math500.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("gold", "said"),
+    [
+        (r"\frac{1}{2}", "0.5"),
+        (r"\frac{1}{2}", r"so it is $\frac{2}{4}$."),
+        (r"\frac{1}{2}", r"\frac12"),
+        (r"$\frac{1}{2}$", r"x = \frac{1}{2}"),
+        (r"\frac{1}{2}", "work: 3\n#### 1/2\nDone in 7 steps."),
+        (r"we see that \boxed{\frac{1}{2}}", r"\(0.5\)"),
+        ("a + b\n#### 1,234", "1234"),
+        ("18", "she pays $18"),
+        ("$18", r"\boxed{18}"),
+        (r"\$18", r"\$18"),
+        ("(x+1)^2", r"$x^2 + 2x + 1$"),
+        ("p - q", "p - q"),
+        (r"\sqrt{8}", r"$2\sqrt{2}$"),
+        (r"\{1, 2\}", r"$\{2, 1\}$"),
+        ("(3, 4]", r"\boxed{(3,4]}"),
+        ("1", "$x = 1$"),
+    ],
+)
+def test_the_same(mathematics: Mathematics, gold: str, said: str) -> None:
+    assert mathematics.compare([(gold, said)]) == ["same"]
+
+
+@pytest.mark.parametrize(
+    ("gold", "said"),
+    [
+        (r"\frac{1}{2}", r"\boxed{2}"),
+        (r"\frac{1}{2}", r"\boxed{3} or \boxed{1/2}"),
+        (r"\frac{1}{2}", r"\boxed{1/2} or \boxed{3}"),
+        (r"\frac{1}{2}", "#### 3\n"),
+        (r"\frac{1}{2}", "I do not know."),
+        (r"\frac{1}{2}", ""),
+        (r"\frac{1}{2}", r"\boxed{\frac{1}{"),
+        ("2x + z = 1", "1"),
+        (r"\{1, 2\}", r"$\{1, 2, 3\}$"),
+        ("(3, 4]", r"\boxed{(3,4)}"),
+        ("(x+1)^2", r"$x^2 + 1$"),
+    ],
+)
+def test_different(mathematics: Mathematics, gold: str, said: str) -> None:
+    assert mathematics.compare([(gold, said)]) == ["different"]
+
+
+@pytest.mark.parametrize("gold", ["", "  ", ")(", r"\frac{1}{"])
+def test_gold_that_cannot_be_read(mathematics: Mathematics, gold: str) -> None:
+    assert mathematics.compare([(gold, "1"), ("1", "1")]) == ["unreadable gold", "same"]
+
+
+def test_every_answer_of_math500_is_itself(
+    mathematics: Mathematics, problems: list[dict[str, Any]]
+) -> None:
+    gold = [problem["answer"] for problem in problems]
+    assert len(gold) == 500
+    for said in (
+        [boxed(answer) for answer in gold],
+        gold,
+        [f"Therefore the answer is ${answer}$." for answer in gold],
+        [problem["solution"] for problem in problems],
+    ):
+        assert set(mathematics.compare(list(zip(gold, said, strict=True)))) == {"same"}
+
+
+def test_and_no_other_problems(mathematics: Mathematics, problems: list[dict[str, Any]]) -> None:
+    gold = [problem["answer"] for problem in problems]
+    other = [*gold[1:], gold[0]]
+    found = mathematics.compare([(a, boxed(b)) for a, b in zip(gold, other, strict=True)])
+    same = [(a, b) for a, b, one in zip(gold, other, found, strict=True) if one == "same"]
+    # Neighbours in the file whose answers are equal; of the rest not one passes.
+    assert same == [("5", "x=5"), ("7", "7"), ("3", "3")]
+
+
+def test_expressions_that_hang_are_given_up_and_the_next_is_still_judged() -> None:
+    """From a thread that is not the main one, where alarms fail."""
+    towers = [r"$10^{10^{10^{10}}}$", r"$9^{9^{9^{9}}}$", r"$((((3!)!)!)!)!$"]
+    found: list[Finding] = []
+
+    def work() -> None:
+        mathematics = Mathematics(timeout=3.0)
+        # Two workers start, and pairs that are judged in time show that they have.
+        mathematics.compare([("1", "1"), ("2", "2")])
+        pairs = [("1", tower) for tower in towers]
+        found.extend(mathematics.compare([*pairs, ("1", "1"), (towers[1], "1"), ("2", "2")]))
+        mathematics.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert [found[3], found[5]] == ["same", "same"]
+    assert found[1] == found[4] == "timed out"
+    # Some towers are seen through, or are too large for the limit on memory.
+    assert set(found[:3]) <= {"timed out", "different", "died"}
+
+
+def test_without_the_library_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(KeelError, match=r"pip install 'keel-rl\[math\]'"):
+        Mathematics()
+
+
+def test_a_timeout_is_some_time() -> None:
+    with pytest.raises(KeelError, match="timeout = 0"):
+        Mathematics(timeout=0)
+
+
+def test_this_process_does_not_load_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = builtins.__import__
+
+    def watch(name: str, *rest: Any, **more: Any) -> Any:
+        assert not name.startswith(("sympy", "math_verify"))
+        return loaded(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", watch)
+    mathematics = Mathematics()
+    assert mathematics.compare([("1", "1")]) == ["same"]
+    mathematics.close()

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+
+from keel.types import KeelError
+from keel.verify.sandbox import Limits, Ran, Sandbox
+from tests.verify.processes import (
+    children,
+    eventually,
+    needs_bubblewrap,
+    processes_with,
+    resident_mb,
+)
+
+LONG = 300.0
+"""Seconds that no test waits for."""
+
+
+def python(code: str, sandbox: Sandbox | None = None, **limits: float) -> Ran:
+    """What Python makes of code inside."""
+    sandbox = sandbox or Sandbox(Limits(**{"timeout": LONG, **limits}))  # type: ignore[arg-type]
+    return sandbox.run([sys.executable, "-c", code])
+
+
+def last(ran: Ran) -> str:
+    return ran.stderr.strip().rpartition("\n")[2]
+
+
+@needs_bubblewrap
+def test_a_command_runs_and_its_word_is_kept() -> None:
+    ran = python("import sys, numpy; print(1 + 1); sys.stderr.write('e'); sys.exit(3)")
+    assert ran == Ran("ended", 3, "2\n", "e")
+    assert ran.cause == "exit status 3"
+    assert python("import sys; print(repr(sys.stdin.read()))").stdout == "''\n"
+
+
+@needs_bubblewrap
+def test_what_is_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "sesame")
+    code = (
+        "import os; print(os.getcwd(), os.listdir('.'), os.path.exists('/etc/passwd'))\n"
+        "print(os.environ.get('SECRET_TOKEN'), os.getuid() not in (0, %d))\n"
+        "print(len([p for p in os.listdir('/proc') if p.isdigit()]), sorted(os.listdir('/')))\n"
+        "print(hash('a'))"
+    )
+    lines = python(code % os.getuid()).stdout.splitlines()
+    assert lines[:2] == ["/tmp [] False", "None True"]
+    count, _, root = lines[2].partition(" ")
+    assert count == "2"  # the process space's first, and the command
+    assert not {"'home'", "'var'", "'sys'", "'run'"} & set(root.strip("[]").split(", "))
+    assert python("print(hash('a'))").stdout.strip() == lines[3]
+
+
+@needs_bubblewrap
+def test_nothing_of_the_host_can_be_written() -> None:
+    name = f"keel-was-here-{uuid.uuid4().hex}"
+    folders = (Path.home(), Path.cwd(), Path(sys.prefix), Path("/usr"), Path("/dev"), Path("/"))
+    for folder in folders:
+        ran = python(f"open({str(folder / name)!r}, 'w')")
+        assert ran.exit_status == 1
+        assert "OSError" in last(ran) or "NotFoundError" in last(ran) or "Permission" in last(ran)
+        assert not (folder / name).exists()
+    ran = python(f"open('/tmp/{name}', 'w').write('x'); print(open('/tmp/{name}').read())")
+    assert ran.stdout == "x\n"
+    assert not Path("/tmp", name).exists()
+
+
+@needs_bubblewrap
+def test_there_is_no_network() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code = f"import socket; socket.create_connection(('127.0.0.1', {port}))"
+        subprocess.run([sys.executable, "-c", code], check=True)
+        assert last(python(code)).startswith("ConnectionRefusedError")
+    code = "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(('9.9.9.9', 9))"
+    assert "unreachable" in last(python(code))
+
+
+@needs_bubblewrap
+def test_an_endless_loop() -> None:
+    ran = python("while True: pass", timeout=0.5)
+    assert (ran.status, ran.cause) == ("timeout", "out of time")
+
+
+@needs_bubblewrap
+def test_processor_time_is_limited_too() -> None:
+    code = "import resource; print(resource.getrlimit(resource.RLIMIT_CPU))"
+    assert python(code, timeout=7.5).stdout == "(9, 9)\n"
+
+
+@needs_bubblewrap
+def test_a_large_allocation() -> None:
+    before = resident_mb()
+    assert last(python("bytearray(10**10)")) == "MemoryError"
+    assert last(python("bytearray(200 * 10**6)", memory_mb=128)) == "MemoryError"
+    assert python("bytearray(200 * 10**6)", memory_mb=512).exit_status == 0
+    assert resident_mb() - before < 50
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_large_print_is_cut_off(stream: str) -> None:
+    before = resident_mb()
+    code = f"import sys\nfor _ in range(10**6): sys.{stream}.write('x' * 1000)"
+    ran = python(code, output_kb=16)
+    assert (ran.status, ran.cause) == ("output", "too much output")
+    assert len(ran.stdout) + len(ran.stderr) == 2000
+    assert resident_mb() - before < 50
+    assert python("print('x' * 15_000)", output_kb=16).status == "ended"
+
+
+@needs_bubblewrap
+def test_files_are_small_and_few() -> None:
+    assert "File too large" in last(python("open('x', 'wb').write(bytes(17 * 2**20))"))
+    fill = "for n in range(40): open(f'{}{n}', 'wb').write(bytes(4 * 2**20))"
+    for folder in ("/tmp/", "/dev/shm/"):
+        assert "No space left" in last(python(fill.replace("{}", folder, 1)))
+
+
+@needs_bubblewrap
+def test_processes_are_few_and_end_with_the_first() -> None:
+    mark = uuid.uuid4().hex
+    count = (
+        f"import os, time  # {mark}\n"
+        "made = 0\n"
+        "try:\n"
+        "    while made < 100:\n"
+        "        if os.fork() == 0: time.sleep(600)\n"
+        "        made += 1\n"
+        "except BlockingIOError: print(made)"
+    )
+    # The command itself is one of those that may be.
+    assert python(count, processes=5).stdout == "4\n"
+    assert python(count, processes=1).stdout == "0\n"
+    assert eventually(lambda: not processes_with(mark))
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "import os\nwhile True: os.fork()",
+        "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
+        "import os\nwhile True:\n  try: os.fork() or os.setsid()\n  except OSError: pass",
+    ],
+)
+def test_a_fork_bomb(bomb: str) -> None:
+    mark = uuid.uuid4().hex
+    before = children(), threading.active_count()
+    ran = python(f"{bomb}  # {mark}", timeout=1.0)
+    assert ran.status == "timeout" or "BlockingIOError" in last(ran)
+    assert (children(), threading.active_count()) == before
+    assert eventually(lambda: not processes_with(mark))
+
+
+@needs_bubblewrap
+def test_it_dies_by_signals_and_cannot_end_the_first() -> None:
+    ran = python("import ctypes; ctypes.string_at(0)")
+    assert (ran.status, ran.exit_status, ran.cause) == ("died", -11, "killed by signal 11")
+    ran = python("import os; os.kill(os.getpid(), 9)")
+    assert (ran.status, ran.cause) == ("died", "killed by signal 9")
+    ran = python("import os\ntry: os.kill(1, 9)\nexcept OSError: pass\nprint('on')")
+    assert ran.stdout == "on\n"
+
+
+@needs_bubblewrap
+def test_no_sandbox_outlives_a_parent_that_is_killed() -> None:
+    mark = uuid.uuid4().hex
+    code = (
+        "import sys\n"
+        "from keel.verify.sandbox import Limits, Sandbox\n"
+        "sandbox = Sandbox(Limits(timeout=600))\n"
+        f"sandbox.run([sys.executable, '-c', 'import time; time.sleep(600)  # {mark}'])\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    inside = f"time.sleep(600)  # {mark}'"
+    assert eventually(lambda: len(processes_with(mark)) > 1), inside
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    assert eventually(lambda: not processes_with(mark))
+
+
+def test_without_bubblewrap_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(KeelError, match=r"apt install bubblewrap.*trusted = true") as raised:
+        Sandbox()
+    assert "\n" not in str(raised.value)
+
+
+def test_where_bubblewrap_can_do_nothing_it_refuses_with_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What bubblewrap does in a container that forbids namespaces.
+    stand_in = tmp_path / "bwrap"
+    words = "bwrap: No permissions to create a new namespace"
+    stand_in.write_text(f"#!/bin/sh\necho '{words}' >&2\nexit 1\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(KeelError, match=rf"cannot make a sandbox here \({words}\).*trusted"):
+        Sandbox()
+
+
+@needs_bubblewrap
+def test_limits_under_which_nothing_runs_are_refused() -> None:
+    with pytest.raises(KeelError, match="memory_mb = 1: give at least 64"):
+        Limits(memory_mb=1)
+    with pytest.raises(KeelError, match="processes = 0"):
+        Limits(processes=0)
+    with pytest.raises(KeelError, match="timeout = 0:"):
+        Limits(timeout=0)
+
+
+def test_trusted_code_runs_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("SECRET_TOKEN", "sesame")
+    mark = uuid.uuid4().hex
+    sandbox = Sandbox(Limits(timeout=LONG), trusted=True)
+    code = "import os; print(os.environ.get('SECRET_TOKEN'), os.listdir('.')); print(os.getcwd())"
+    words, folder = python(code, sandbox).stdout.splitlines()
+    assert words == "None []"
+    assert not Path(folder).exists()
+    assert last(python("bytearray(10**10)", sandbox)) == "MemoryError"
+    quick = Sandbox(Limits(timeout=0.5), trusted=True)
+    loop = f"import os\nos.fork()\nwhile True: pass  # {mark}"
+    assert python(loop, quick).status == "timeout"
+    assert eventually(lambda: not processes_with(mark))
+    leave = f"import os, time\nif os.fork() == 0: time.sleep(600)  # {mark}\nprint('end')"
+    assert python(leave, sandbox).stdout.startswith("end")
+    assert eventually(lambda: not processes_with(mark))
+    ran = python("import os; os.kill(os.getpid(), 9)", sandbox)
+    assert (ran.status, ran.exit_status) == ("died", -9)
