@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -342,6 +343,56 @@ def test_a_call_that_runs_out_of_time_keeps_what_was_on_its_way(tmp_path: Path) 
         assert (reward.account().lost, reward.account().open) == (0, 0)
         assert call(reward, ["a", "bb", "ccc", "dddd", "eeeee"]) == [0.1, 0.2, 0.3, 0.4, 0.5]
         assert len(server.log) == 5
+        reward.close()
+
+
+def test_a_request_that_nobody_waits_for_keeps_its_slot(tmp_path: Path) -> None:
+    """The limit is on what the server sees, whoever asked."""
+    with JudgeServer() as server:
+        server.holds = lambda number: number == 0
+        reward = made(server.url, tmp_path, concurrency=1, **FIVE)
+
+        async def run() -> list[float | None]:
+            first = asyncio.create_task(reward(prompts=["q"], completions=["a"]))
+            await asyncio.to_thread(server.wait_for, lambda: server.active == 1)
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            second = asyncio.create_task(reward(prompts=["q"], completions=["bb"]))
+            # Long enough to be sent, were it let; where it is not, time does not matter.
+            await asyncio.wait([second], timeout=0.5)
+            server.let_go.set()
+            found = await second
+            await reward.asker.client.leave()
+            return found
+
+        assert asyncio.run(run()) == [0.2]
+        assert server.peak == 1
+        assert reward.account().answers == 2
+        reward.close()
+
+
+def test_what_is_given_up_before_it_is_sent_is_not_sent(tmp_path: Path) -> None:
+    with JudgeServer() as server:
+        reward = made(server.url, tmp_path, **FIVE)
+        other = sqlite3.connect(tmp_path / "judge.sqlite", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")  # the reservation has to wait
+
+        async def run() -> None:
+            asking = asyncio.create_task(reward(prompts=["q"], completions=["a"]))
+            while not reward.asker.on_its_way():
+                await asyncio.sleep(0)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            other.execute("ROLLBACK")
+            await reward.asker.drain()
+            await reward.asker.client.leave()
+
+        asyncio.run(run())
+        other.close()
+        assert server.log == []
+        assert (reward.account().lost, reward.account().open) == (0, 0)
         reward.close()
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from keel.types import KeelError
 from keel.verify.sandbox import Limits, Ran, Sandbox
+from tests.house import ROOT
 from tests.verify.processes import (
     children,
     eventually,
@@ -69,6 +70,15 @@ def test_nothing_of_the_host_can_be_written() -> None:
         assert ran.exit_status == 1
         assert "OSError" in last(ran) or "NotFoundError" in last(ran) or "Permission" in last(ran)
         assert not (folder / name).exists()
+    # Root's sandbox could not write there anyway, being another user; anyone else's could.
+    mounts = [
+        line.split() for line in python("print(open('/proc/mounts').read())").stdout.split("\n")
+    ]
+    options = {mount[1]: mount[3].split(",")[0] for mount in mounts if mount}
+    assert [options.pop(path) for path in ("/tmp", "/dev/shm", "/proc")] == ["rw"] * 3
+    own = {path: how for path, how in options.items() if not path.startswith("/dev/")}
+    assert {"/", "/dev", "/usr"} <= own.keys()
+    assert set(own.values()) == {"ro"}
     ran = python(f"open('/tmp/{name}', 'w').write('x'); print(open('/tmp/{name}').read())")
     assert ran.stdout == "x\n"
     assert not Path("/tmp", name).exists()
@@ -115,7 +125,9 @@ def test_a_large_print_is_cut_off(stream: str) -> None:
     assert (ran.status, ran.cause) == ("output", "too much output")
     assert len(ran.stdout) + len(ran.stderr) == 2000
     assert resident_mb() - before < 50
-    assert python("print('x' * 15_000)", output_kb=16).status == "ended"
+    exactly = f"sys.{stream}.write('x' * 16 * 1024"
+    assert python(f"import sys; {exactly})", output_kb=16).status == "ended"
+    assert python(f"import sys; {exactly} + 'y')", output_kb=16).status == "output"
 
 
 @needs_bubblewrap
@@ -187,6 +199,24 @@ def test_no_sandbox_outlives_a_parent_that_is_killed() -> None:
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     assert eventually(lambda: not processes_with(mark))
+
+
+@needs_bubblewrap
+def test_it_buries_its_dead() -> None:
+    """No process is left for the host's init, which in a container may bury none."""
+    code = (
+        "import ctypes, sys\n"
+        "from keel.verify.sandbox import Limits, Sandbox\n"
+        "from tests.verify.processes import children\n"
+        "ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # orphans come to this process\n"
+        "for limits, inside in ((Limits(), ''), (Limits(timeout=0.5), 'while True: pass')):\n"
+        "    Sandbox(limits).run([sys.executable, '-c', inside])\n"
+        "    print(children())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "set()\n" * 2
 
 
 def test_without_bubblewrap_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

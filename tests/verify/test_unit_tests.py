@@ -109,6 +109,8 @@ def test_what_passed_before_the_time_was_up_counts() -> None:
         "def double(x): return 0",
         # A child that is told to go on, while the parent ends.
         "import os\nif os.fork(): os._exit(0)\ndef double(x): return 2 * x",
+        "import os\nchild = os.fork()\nif child: os.waitpid(child, 0)\n"
+        "def double(x): return 0 if child else 2 * x",
         # What came by the standard input is gone, and no file of it is open.
         "import os\nfor n in os.listdir('/proc/self/fd'):\n"
         "  try: print(open(f'/proc/self/fd/{n}', 'rb').read(0))\n  except OSError: pass\n"
@@ -121,6 +123,12 @@ def test_cheap_cheats_do_not_pass(sandbox: Sandbox, code: str) -> None:
     assert tested.status != "passed"
     assert not all(tested.passed)
     assert tested.cause
+
+
+@needs_bubblewrap
+def test_tests_that_pass_with_too_much_said_do_not_count(sandbox: Sandbox) -> None:
+    code = "def double(x):\n    print('x' * 70_000 * (x == 0))\n    return 2 * x"
+    assert run_tests(sandbox, code, ASSERTS) == Checked((False,) * 3, "output", "too much output")
 
 
 @needs_bubblewrap

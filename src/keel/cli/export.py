@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 
-from keel.train.export import export
+from keel.train.export import class_of, export
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write a run's policy as a plain model folder."""
-    result = export(arguments.run, arguments.folder, checkpoint=arguments.checkpoint)
+    """Write a run's policy, or the reward model of a stage, as a plain model folder."""
+    result = export(
+        arguments.run, arguments.folder, checkpoint=arguments.checkpoint, stage=arguments.stage
+    )
     if arguments.json:
         print(json.dumps({"folder": str(result)}))
     else:
-        print(f"{result}: load it with AutoModelForCausalLM.from_pretrained({str(result)!r})")
+        kind = class_of(result)
+        print(f"{result}: load it with {kind}.from_pretrained({str(result)!r})")

@@ -101,6 +101,15 @@ def _eval(verbs: Verbs) -> None:
     verb.add_argument("--min-p", type=float, default=None)
     verb.add_argument("--max-tokens", type=_positive, default=None)
     verb.add_argument("--seed", type=int, default=None)
+    judged = verb.add_argument_group("a reward model, on judged rows (JSONL or Parquet)")
+    judged.add_argument("--pairs", metavar="FILE", help="rows of prompt/chosen/rejected")
+    judged.add_argument("--labels", metavar="FILE", help="rows of prompt/completion/label")
+    judged.add_argument("--steps", metavar="FILE", help="rows of prompt/completions/labels")
+    judged.add_argument("--stage", metavar="NAME", help="the run's stage that made the model")
+    judged.add_argument(
+        "--separator", default="\n", help="what stands between two steps (default a newline)"
+    )
+    judged.add_argument("--pictures", metavar="DIR", help="draw reliability and margins there")
     _json(verb)
 
 
@@ -114,10 +123,15 @@ def _explain(verbs: Verbs) -> None:
 
 
 def _export(verbs: Verbs) -> None:
-    verb = _verb(verbs, "export", "Write a run's policy as a plain model folder, LoRA merged.")
+    verb = _verb(
+        verbs,
+        "export",
+        "Write a run's policy or reward model as a plain model folder, LoRA merged.",
+    )
     verb.add_argument("run", metavar="RUN", help="a run folder")
     verb.add_argument("folder", metavar="FOLDER", help="where to; must not exist")
     verb.add_argument("--checkpoint", default="last", help="last (default), best, or a name")
+    verb.add_argument("--stage", metavar="NAME", help="the reward model that this stage made")
     _json(verb)
 
 

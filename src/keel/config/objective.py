@@ -6,6 +6,9 @@ from keel.algorithms.explain import Explanation, explain_row
 from keel.algorithms.terms import Setting
 from keel.config.schema import Recipe, RLStage
 
+LEARNED = ("outcome", "process")
+"""Rewards that are models in memory."""
+
 
 def explain_recipe(recipe: Recipe) -> list[Explanation]:
     """One explanation for each reinforcement-learning stage, in order."""
@@ -22,7 +25,7 @@ def explain_stage(stage: RLStage, lora: bool) -> Explanation:
         max_tokens=rollout.max_tokens,
         epochs=stage.epochs,
         minibatches=stage.minibatches,
-        reward="rule",
+        reward="model" if any(f.function in LEARNED for f in stage.rewards.functions) else "rule",
         value=stage.value.kind,
         lora=lora,
         temperature=rollout.temperature,

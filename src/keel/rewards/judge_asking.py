@@ -130,6 +130,10 @@ class Asker:
             except Unstructured:
                 continue
 
+    def on_its_way(self) -> int:
+        """How many requests of this event loop are being reserved, or have been sent."""
+        return len(self._mine().sends)
+
     async def drain(self) -> None:
         """Wait for requests that are on their way, whoever asked."""
         if sends := list(self._mine().sends):

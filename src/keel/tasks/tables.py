@@ -32,7 +32,7 @@ def read_table(kind: str, path: str, options: Mapping[str, Any], split: str) -> 
     if kind == "datasets":
         return read_dataset(path, split, options)
     if options:
-        raise KeelError(f"task {kind!r}: unknown option {next(iter(options))!r}: it has no options")
+        raise KeelError(f"{kind}: unknown option {next(iter(options))!r}: it has no options")
     return read_jsonl(_existing(path)) if kind == "jsonl" else read_parquet(_existing(path))
 
 
@@ -97,7 +97,7 @@ def _existing(path: str) -> Path:
         raise KeelError(f"{path}: is a folder: name a file in it")
     siblings = [p.name for p in found.parent.iterdir()] if found.parent.is_dir() else []
     guess = nearest(found.name, siblings)
-    mend = f"did you mean {str(found.parent / guess)!r}?" if guess else "mend task.path"
+    mend = f"did you mean {str(found.parent / guess)!r}?" if guess else "mend the path"
     raise KeelError(f"{path}: there is no such file (looked from {Path.cwd()}): {mend}")
 
 

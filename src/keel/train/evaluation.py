@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from keel.config.schema import Recipe, RLStage
 from keel.engines.native import NativeEngine
 from keel.models.encode import Encoder
 from keel.models.policy import Policy, load_policy
-from keel.rewards import load_reward
-from keel.rewards.score import Scorer
+from keel.rewards.surroundings import Surroundings
 from keel.runs.layout import RECIPE, RunFolder
 from keel.tasks import PromptStream, build_tasks, heldout
 from keel.train.evaluate import Evaluator
 from keel.train.export import pick_checkpoint
+from keel.train.rewarding import load_rewards, scorer, surroundings
 from keel.train.rollout import Sampler
 from keel.train.state import POLICY
 from keel.train.work import longest_prompt
@@ -61,7 +62,9 @@ def evaluate(
         budget = min(stage.rollout.max_tokens, policy.context // 2)
         rollout = stage.rollout.model_copy(update={"max_tokens": budget})
         stage = stage.model_copy(update={"rollout": rollout})
-    return _run(stage, policy, own_seed if seed is None else seed)
+    folder = RunFolder.open(model) if recipe is not None else None
+    around = surroundings(recipe, folder, policy)
+    return _run(stage, policy, own_seed if seed is None else seed, around)
 
 
 def _what(model: Path | str, checkpoint: str) -> tuple[Recipe | None, Model]:
@@ -97,7 +100,7 @@ def _stage_data(
     return data
 
 
-def _run(stage: RLStage, policy: Policy, seed: int) -> dict[str, Any]:
+def _run(stage: RLStage, policy: Policy, seed: int, around: Surroundings) -> dict[str, Any]:
     rollout, choice, prompts = stage.rollout, stage.evaluation, stage.prompts
     tasks = {task.name: task for task in build_tasks(stage.tasks, seed)}
     weights = [source.weight for source in stage.tasks]
@@ -106,18 +109,14 @@ def _run(stage: RLStage, policy: Policy, seed: int) -> dict[str, Any]:
         longest_prompt(prompts.max_tokens, policy.context, rollout.max_tokens),
         prompts.chat_template,
     )
-    scorer = Scorer(
-        [load_reward(source) for source in stage.rewards.functions],
-        tasks,
-        timeout=stage.rewards.timeout,
-        on_error=stage.rewards.on_error,
-        max_tokens=rollout.max_tokens,
+    judge = scorer(
+        stage.rewards, load_rewards(stage.rewards, around), tasks, max_tokens=rollout.max_tokens
     )
     ordered = list(tasks.values())
     if choice.prompts == 0:
         raise KeelError("evaluation.prompts = 0 leaves nothing to evaluate on: set --prompts")
     chosen = heldout(ordered, weights, choice.prompts, encoder)
-    scorer.check(chosen)
+    judge.check(chosen)
     sampler = Sampler(
         engine=NativeEngine(
             policy.model, policy.tokenizer, max_rows=rollout.max_rows, autocast=policy.autocast
@@ -125,8 +124,9 @@ def _run(stage: RLStage, policy: Policy, seed: int) -> dict[str, Any]:
         tokenizer=policy.tokenizer,
         tasks=tasks,
         stream=PromptStream(ordered, weights, seed, encoder),
-        scorer=scorer,
+        scorer=judge,
         choice=rollout,
         seed=seed,
     )
-    return Evaluator(sampler, scorer, chosen, choice)(0)
+    with closing(judge):
+        return Evaluator(sampler, judge, chosen, choice)(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe
 from keel.runs import checkpoint
+from keel.runs.checkpoint import MANIFEST
 from keel.runs.layout import Entry, RunFolder
+from keel.train.reward_evaluation import model_of
 from keel.train.state import POLICY, read_progress
 from keel.types import KeelError
 
@@ -34,20 +37,39 @@ def pick_checkpoint(folder: RunFolder, which: str = "last") -> Path:
     return named[0]
 
 
-def export(run: Path | str, folder: Path | str, *, checkpoint: str = "last") -> Path:
-    """Copy a checkpoint's policy, LoRA merged, to a new folder that plain transformers loads."""
+def export(
+    run: Path | str, folder: Path | str, *, checkpoint: str = "last", stage: str | None = None
+) -> Path:
+    """Copy a checkpoint's policy, LoRA merged, to a new folder that plain transformers loads.
+
+    With `stage`, the reward model that this stage made.
+    """
     target = Path(folder)
     if target.exists():
         raise KeelError(f"{target} exists: export into a new folder")
-    source = pick_checkpoint(RunFolder.open(run), checkpoint) / POLICY
+    if stage is None:
+        source = pick_checkpoint(RunFolder.open(run), checkpoint) / POLICY
+    elif checkpoint == "last":
+        source = Path(model_of(run, stage))
+    else:
+        raise KeelError("--stage exports the model at the stage's end: drop --checkpoint")
     aside = target.with_name(f".{target.name}.tmp")
     try:
-        shutil.copytree(source, aside, ignore=shutil.ignore_patterns("adapter"))
+        shutil.copytree(source, aside, ignore=shutil.ignore_patterns("adapter", MANIFEST))
         aside.rename(target)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise KeelError(f"cannot write {target}: {error.strerror or error}") from error
     return target
+
+
+def class_of(folder: Path) -> str:
+    """The class of transformers that loads an exported model."""
+    made = json.loads((folder / "config.json").read_text("utf-8")).get("architectures") or [""]
+    for name in ("SequenceClassification", "TokenClassification"):
+        if made[0].endswith(name):
+            return f"AutoModelFor{name}"
+    return "AutoModelForCausalLM"
 
 
 def recipe_of(folder: RunFolder) -> Recipe:

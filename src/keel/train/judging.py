@@ -18,8 +18,6 @@ from keel.config.preference_data import PreferenceData
 from keel.config.schema import Rollout
 from keel.config.seeds import derive
 from keel.engines.native import NativeEngine
-from keel.insight.calibration import PairReport
-from keel.insight.reward_plots import margin_picture, reliability_picture
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.encode import decode
 from keel.models.policy import Policy, load_policy
@@ -32,6 +30,7 @@ from keel.tasks import preferences
 from keel.tasks.split import Sides
 from keel.train import dpo, reward_model, rows_sampled
 from keel.train.measuring import Measured, measure_labels, measure_pairs, measure_steps
+from keel.train.reward_evaluation import draw
 from keel.train.rewarding import load_rewards, scorer, surroundings
 from keel.train.rollout import Sampler
 from keel.train.rows_judged import Ready, label_encoder, pair_encoder, ready, step_encoder
@@ -82,6 +81,7 @@ def prefer(work: Work, stage: DPOStage, progress: Progress) -> Progress:
     pairs = _rows(work, stage, preferences.read_pairs, rows_sampled.pairs)
     optimizer = AdamW(trainable(policy), stage.optimizer)
     reference = reference_for(policy, None if start is None else read_reference(start))
+    reader = Reader(policy.tokenizer, policy.context)
     if start is not None:
         restore_optimizers(start, {"optimizer": optimizer})
     parts = dpo.Preferring(
@@ -89,8 +89,13 @@ def prefer(work: Work, stage: DPOStage, progress: Progress) -> Progress:
         policy=policy,
         reference=reference,
         optimizer=optimizer,
-        rows=_ready(pairs, pair_encoder(Reader(policy.tokenizer, policy.context)), stage, policy.context),
-        show=partial(_draw, work, stage),
+        rows=_ready(pairs, pair_encoder(reader), stage, policy.context),
+        show=partial(
+            draw,
+            folder=work.session.folder.pictures,
+            name=stage.name,
+            title=f"{work.recipe.name}: {stage.name}",
+        ),
         session=work.session,
         seed=derive(work.recipe.seed, stage.name, "rows"),
     )
@@ -118,7 +123,12 @@ def _judging(
         rows=rows,
         learn=learn,
         measure=measure,
-        show=partial(_draw, work, stage),
+        show=partial(
+            draw,
+            folder=work.session.folder.pictures,
+            name=stage.name,
+            title=f"{work.recipe.name}: {stage.name}",
+        ),
         session=work.session,
         seed=derive(work.recipe.seed, stage.name, "rows"),
     )
@@ -196,15 +206,3 @@ def _ready(
     limits = [limit for limit in (stage.max_tokens, context) if limit is not None]
     limit = min(limits) if limits else None
     return ready(sides, encode, limit, stage.evaluation.rows, stage.name)
-
-
-def _draw(work: Work, stage: JudgingStage, measured: Measured) -> None:
-    """Reliability and, of pairs, margins on the held-out rows, as pictures."""
-    folder = work.session.folder
-    title = f"{work.recipe.name}: {stage.name}"
-    folder.pictures.mkdir(exist_ok=True)
-    reliability_picture(
-        measured.calibrated, folder.pictures / f"{stage.name}-reliability.png", title
-    )
-    if isinstance(measured.report, PairReport):
-        margin_picture(measured.report, folder.pictures / f"{stage.name}-margins.png", title)

@@ -16,16 +16,17 @@ from keel.runs.layout import RunFolder
 from keel.types import Task
 
 
-def surroundings(recipe: Recipe, folder: RunFolder | None, policy: Policy) -> Surroundings:
+def surroundings(recipe: Recipe | None, folder: RunFolder | None, policy: Policy) -> Surroundings:
     """What a run's rewards may know of it; without a folder they keep nothing."""
     judging = (RewardModelStage, ProcessRewardModelStage)
-    names = [stage.name for stage in recipe.stages if isinstance(stage, judging)]
+    stages = () if recipe is None else recipe.stages
+    names = [stage.name for stage in stages if isinstance(stage, judging)]
     return Surroundings(
         tokenizer=policy.tokenizer,
         models={} if folder is None else {name: folder.model(name) for name in names},
         folder=None if folder is None else folder.rewards,
         device=str(policy.device),
-        seed=recipe.seed,
+        seed=0 if recipe is None else recipe.seed,
     )
 
 

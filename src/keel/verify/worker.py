@@ -20,11 +20,12 @@ def serve(answer: Callable[[Any], Any]) -> None:
     """Answer items from standard input until it closes: `[true, value]` or `[false, why]`.
 
     The arguments of the process are the lifeline's file descriptor and the limit of its address
-    space in MB. Whatever `answer` prints goes to standard error.
+    space in MB (0: none). Whatever `answer` prints goes to standard error.
     """
     _hold(int(sys.argv[1]))
     limit = int(sys.argv[2]) * 1_000_000
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    if limit:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.CRITICAL)
     replies = os.fdopen(os.dup(1), "w", encoding="ascii")

@@ -1,0 +1,326 @@
+"""Losses of comparisons: float64 loops written apart, laws, closed gradients, TRL's numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from keel.objective import preference
+from tests.objective import loops
+
+C = 6
+CHOSEN, REJECTED = loops.random(C, 1, 2.0), loops.random(C, 2, 2.0)
+MARGIN = loops.random(C, 3).abs()
+SHARE = loops.tensor([1.0, 0.0, 0.5, 0.8, 0.3, 1.0])
+GAP = loops.random(C, 4, 3.0)
+ONE, NONE = torch.ones(C, dtype=torch.float64), torch.zeros(C, dtype=torch.float64)
+TRL = json.loads((Path(__file__).parent / "trl_preferences.json").read_text(encoding="utf-8"))
+TRL_TOLERANCE = 1e-12
+"""Both sides work in float64 on the same numbers; losses are of order 10."""
+
+shares = st.floats(0.0, 1.0)
+reals = st.floats(-30.0, 30.0)
+
+
+# ---------------------------------------------------------------- loops
+
+
+def log_sigmoid(x: float) -> float:
+    """log of 1 / (1 + e^−x), for moderate x."""
+    return math.log(1.0 / (1.0 + math.exp(-x)))
+
+
+def bradley_terry_loop(
+    chosen: list[float], rejected: list[float], share: list[float], margin: list[float]
+) -> list[float]:
+    out = []
+    for r_c, r_r, p, m in zip(chosen, rejected, share, margin, strict=True):
+        won, lost = r_c - r_r - m, r_r - r_c - m
+        out.append(-p * log_sigmoid(won) - (1 - p) * log_sigmoid(lost))
+    return out
+
+
+def dpo_loop(gap: list[float], share: list[float], beta: float, epsilon: float) -> list[float]:
+    out = []
+    for h, p in zip(gap, share, strict=True):
+        believed = p * (1 - epsilon) + (1 - p) * epsilon
+        right = 1.0 / (1.0 + math.exp(-beta * h))
+        out.append(-(believed * math.log(right) + (1 - believed) * math.log(1 - right)))
+    return out
+
+
+def ipo_loop(gap: list[float], share: list[float], beta: float) -> list[float]:
+    out = []
+    for h, p in zip(gap, share, strict=True):
+        above, below = h - 0.5 / beta, h + 0.5 / beta
+        out.append(p * above * above + (1 - p) * below * below)
+    return out
+
+
+def test_bradley_terry_is_the_loop() -> None:
+    found = preference.bradley_terry(CHOSEN, REJECTED, SHARE, MARGIN)
+    lists = (x.tolist() for x in (CHOSEN, REJECTED, SHARE, MARGIN))
+    loops.close(found, bradley_terry_loop(*lists))
+
+
+def test_centering_is_the_loop() -> None:
+    expected = [(a + b) ** 2 for a, b in zip(CHOSEN.tolist(), REJECTED.tolist(), strict=True)]
+    loops.close(preference.centering(CHOSEN, REJECTED), expected)
+
+
+def test_log_ratio_gap_is_the_loop() -> None:
+    other_chosen, other_rejected = loops.random(C, 5), loops.random(C, 6)
+    expected = [
+        (a - ra) - (b - rb)
+        for a, b, ra, rb in zip(
+            CHOSEN.tolist(),
+            REJECTED.tolist(),
+            other_chosen.tolist(),
+            other_rejected.tolist(),
+            strict=True,
+        )
+    ]
+    loops.close(preference.log_ratio_gap(CHOSEN, REJECTED, other_chosen, other_rejected), expected)
+
+
+@pytest.mark.parametrize("beta", [0.1, 1.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
+def test_dpo_is_the_loop(beta: float, smoothing: float) -> None:
+    found = preference.dpo(GAP, SHARE, beta=beta, smoothing=smoothing)
+    loops.close(found, dpo_loop(GAP.tolist(), SHARE.tolist(), beta, smoothing))
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.7])
+def test_ipo_is_the_loop(beta: float) -> None:
+    loops.close(preference.ipo(GAP, SHARE, beta=beta), ipo_loop(GAP.tolist(), SHARE.tolist(), beta))
+
+
+def test_label_cross_entropy_is_the_softmax_of_two_classes() -> None:
+    """Of the logits (0, z) against the distribution (1 − y, y)."""
+    two = torch.stack([NONE, GAP], dim=1)
+    target = torch.stack([1 - SHARE, SHARE], dim=1)
+    expected = torch.nn.functional.cross_entropy(two, target, reduction="none")
+    loops.close(preference.label_cross_entropy(GAP, SHARE), expected)
+    # Only the difference of a step's two logits counts.
+    shifted = torch.stack([GAP + 3, CHOSEN], dim=1)
+    expected = torch.nn.functional.cross_entropy(shifted, target, reduction="none")
+    loops.close(preference.label_cross_entropy(CHOSEN - GAP - 3, SHARE), expected)
+
+
+# ---------------------------------------------------------------- laws
+
+
+def exchanged(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """Exchanging the two answers, with p and 1 − p, changes nothing."""
+    loops.close(loss(CHOSEN, REJECTED, SHARE), loss(REJECTED, CHOSEN, 1 - SHARE))
+
+
+def test_exchanging_the_answers_changes_nothing() -> None:
+    exchanged(lambda a, b, p: preference.bradley_terry(a, b, p, MARGIN))
+    exchanged(lambda a, b, p: preference.dpo(a - b, p, beta=0.4, smoothing=0.2))
+    exchanged(lambda a, b, p: preference.ipo(a - b, p, beta=0.4))
+    loops.close(preference.centering(CHOSEN, REJECTED), preference.centering(REJECTED, CHOSEN))
+    loops.close(
+        preference.label_cross_entropy(GAP, SHARE), preference.label_cross_entropy(-GAP, 1 - SHARE)
+    )
+    reference = (loops.random(C, 5), loops.random(C, 6))
+    gap = preference.log_ratio_gap(CHOSEN, REJECTED, *reference)
+    loops.close(gap, -preference.log_ratio_gap(REJECTED, CHOSEN, *reference[::-1]))
+
+
+@given(reals, reals, shares, st.floats(0.0, 5.0))
+def test_bradley_terry_exchanges_for_all_numbers(r: float, s: float, p: float, m: float) -> None:
+    one = preference.bradley_terry(*(loops.tensor([x]) for x in (r, s, p, m)))
+    other = preference.bradley_terry(*(loops.tensor([x]) for x in (s, r, 1 - p, m)))
+    assert float(one) == pytest.approx(float(other), rel=1e-12, abs=1e-12)
+    assert float(one) >= 0
+
+
+def test_a_tie_is_least_where_the_scores_are_equal() -> None:
+    tie = ONE / 2
+    level = preference.bradley_terry(CHOSEN, CHOSEN, tie, NONE)
+    loops.close(level, math.log(2) * ONE)
+    for move in (-1e-3, 1e-3):
+        assert bool((preference.bradley_terry(CHOSEN + move, CHOSEN, tie, NONE) > level).all())
+    assert preference.dpo(NONE, tie, beta=0.1, smoothing=0.0).tolist() == [math.log(2)] * C
+
+
+def test_a_margin_asks_for_more() -> None:
+    """A preferred answer that leads by the margin is believed no more than one half."""
+    led = preference.bradley_terry(REJECTED + MARGIN, REJECTED, ONE, MARGIN)
+    loops.close(led, math.log(2) * ONE)
+    without = preference.bradley_terry(CHOSEN, REJECTED, SHARE, NONE)
+    assert bool((preference.bradley_terry(CHOSEN, REJECTED, SHARE, MARGIN) > without).all())
+
+
+def test_scores_are_free_up_to_a_constant_and_centering_is_not() -> None:
+    moved = preference.bradley_terry(CHOSEN + 7, REJECTED + 7, SHARE, MARGIN)
+    loops.close(moved, preference.bradley_terry(CHOSEN, REJECTED, SHARE, MARGIN))
+    loops.close(preference.centering(CHOSEN, -CHOSEN), NONE)
+    loops.close(preference.centering(CHOSEN + 7, 7 - CHOSEN), 196 * ONE)
+
+
+def test_plain_dpo_is_the_log_sigmoid() -> None:
+    loops.close(
+        preference.dpo(GAP, ONE, beta=0.3, smoothing=0.0),
+        [-log_sigmoid(0.3 * h) for h in GAP.tolist()],
+    )
+
+
+def test_dpo_is_bradley_terry_on_the_implied_reward() -> None:
+    loops.close(
+        preference.dpo(GAP, SHARE, beta=0.3, smoothing=0.0),
+        preference.bradley_terry(0.3 * GAP, NONE, SHARE, NONE),
+    )
+
+
+def test_smoothing_turns_labels_towards_a_tie() -> None:
+    tie = preference.dpo(GAP, ONE / 2, beta=0.3, smoothing=0.0)
+    loops.close(preference.dpo(GAP, SHARE, beta=0.3, smoothing=0.5), tie)
+    loops.close(preference.dpo(GAP, ONE / 2, beta=0.3, smoothing=0.2), tie)
+    turned = preference.dpo(GAP, NONE, beta=0.3, smoothing=0.0)
+    loops.close(preference.dpo(GAP, ONE, beta=0.3, smoothing=1.0), turned)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 2.0])
+def test_ipo_is_least_at_the_gap_that_is_asked_for(beta: float) -> None:
+    at = loops.tensor([1 / (2 * beta)])
+    one, half = loops.tensor([1.0]), loops.tensor([0.5])
+    assert preference.ipo(at, one, beta=beta).tolist() == [0.0]
+    loops.close(preference.ipo(-at, 1 - one, beta=beta), [0.0])
+    for move in (-0.01, 0.01):
+        loops.close(preference.ipo(at + move, one, beta=beta), [1e-4])
+    # A tie asks for no gap.
+    level = preference.ipo(0 * at, half, beta=beta)
+    assert float(preference.ipo(0 * at + 0.1, half, beta=beta)) > float(level)
+    assert float(preference.ipo(0 * at - 0.1, half, beta=beta)) > float(level)
+
+
+# ---------------------------------------------------------------- far out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("far", [500.0, -500.0])
+def test_far_scores_stay_finite_in_loss_and_gradient(far: float, dtype: torch.dtype) -> None:
+    score = torch.full((3,), far, dtype=dtype, requires_grad=True)
+    share = torch.tensor([1.0, 0.5, 0.0], dtype=dtype)
+    none = torch.zeros(3, dtype=dtype)
+    losses = [
+        preference.bradley_terry(score, none, share, none),
+        preference.bradley_terry(none, score, share, none),
+        preference.label_cross_entropy(score, share),
+        preference.dpo(score, share, beta=1.0, smoothing=0.0),
+        preference.ipo(score, share, beta=0.1),
+        preference.centering(score, none),
+    ]
+    for loss in losses:
+        (gradient,) = torch.autograd.grad(loss.sum(), score)
+        assert bool(loss.isfinite().all())
+        assert bool(gradient.isfinite().all())
+    # Wrong by 500 costs 500, whichever way round; right costs nothing that float can say.
+    right, wrong = (0, 2) if far > 0 else (2, 0)
+    for loss in (losses[0], losses[2], losses[3]):
+        assert loss[wrong].item() == pytest.approx(500.0)
+        assert loss[right].item() == pytest.approx(0.0, abs=1e-30)
+        assert loss[1].item() == pytest.approx(250.0)
+
+
+# ---------------------------------------------------------------- gradients in closed form
+
+
+def gradient(loss: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+    at = at.clone().requires_grad_()
+    (found,) = torch.autograd.grad(loss(at).sum(), at)
+    return found
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + (-x).exp())
+
+
+def test_gradients_are_the_known_ones() -> None:
+    """∂L/∂h = (1 − p) σ(h + m) − p σ(m − h), and as much the other way for the rejected one."""
+    h = CHOSEN - REJECTED
+    slope = (1 - SHARE) * sigmoid(h + MARGIN) - SHARE * sigmoid(MARGIN - h)
+    up = gradient(lambda x: preference.bradley_terry(x, REJECTED, SHARE, MARGIN), CHOSEN)
+    down = gradient(lambda x: preference.bradley_terry(CHOSEN, x, SHARE, MARGIN), REJECTED)
+    loops.close(up, slope)
+    loops.close(down, -slope)
+    both = gradient(lambda x: preference.centering(x, REJECTED), CHOSEN)
+    loops.close(both, 2 * (CHOSEN + REJECTED))
+    of_label = gradient(lambda x: preference.label_cross_entropy(x, SHARE), GAP)
+    loops.close(of_label, sigmoid(GAP) - SHARE)
+    believed = SHARE * 0.9 + (1 - SHARE) * 0.1
+    of_dpo = gradient(lambda x: preference.dpo(x, SHARE, beta=0.3, smoothing=0.1), GAP)
+    loops.close(of_dpo, 0.3 * (sigmoid(0.3 * GAP) - believed))
+    of_ipo = gradient(lambda x: preference.ipo(x, SHARE, beta=0.3), GAP)
+    loops.close(of_ipo, 2 * (GAP - (2 * SHARE - 1) / 0.6))
+
+
+def test_the_reference_is_the_only_part_of_the_gap_that_policies_share() -> None:
+    """Moving both references together moves nothing; the gap follows each policy's own."""
+    reference = (loops.random(C, 5), loops.random(C, 6))
+    gap = preference.log_ratio_gap(CHOSEN, REJECTED, *reference)
+    loops.close(preference.log_ratio_gap(CHOSEN, REJECTED, *(r + 3 for r in reference)), gap)
+    loops.close(preference.log_ratio_gap(CHOSEN + 2, REJECTED, *reference), gap + 2)
+
+
+# ---------------------------------------------------------------- TRL's own trainers
+
+
+def leaf(values: list[float]) -> Tensor:
+    return loops.tensor(values).requires_grad_()
+
+
+def same_as_trl(case: dict[str, Any], loss: Tensor, chosen: Tensor, rejected: Tensor) -> None:
+    loss.backward()
+    assert loss.item() == pytest.approx(case["loss"], abs=TRL_TOLERANCE)
+    assert chosen.grad is not None
+    assert rejected.grad is not None
+    loops.close(chosen.grad, case["chosen_gradient"], TRL_TOLERANCE)
+    loops.close(rejected.grad, case["rejected_gradient"], TRL_TOLERANCE)
+
+
+@pytest.mark.parametrize("case", TRL["reward"])
+def test_reward_losses_are_trls(case: dict[str, Any]) -> None:
+    chosen, rejected = leaf(case["chosen"]), leaf(case["rejected"])
+    one = torch.ones_like(chosen)
+    loss = preference.bradley_terry(chosen, rejected, one, loops.tensor(case["margins"])).mean()
+    if case["centering"] is not None:
+        loss = loss + case["centering"] * preference.centering(chosen, rejected).mean()
+    same_as_trl(case, loss, chosen, rejected)
+
+
+@pytest.mark.parametrize("case", TRL["dpo"])
+def test_dpo_losses_are_trls(case: dict[str, Any]) -> None:
+    chosen, rejected = leaf(case["chosen"]), leaf(case["rejected"])
+    others = loops.tensor(case["reference_chosen"]), loops.tensor(case["reference_rejected"])
+    one = torch.ones_like(chosen)
+    if case["loss_type"] == "ipo":
+        n, m = loops.tensor(case["chosen_lengths"]), loops.tensor(case["rejected_lengths"])
+        gap = preference.log_ratio_gap(chosen / n, rejected / m, others[0] / n, others[1] / m)
+        loss = preference.ipo(gap, one, beta=case["beta"])
+    else:
+        gap = preference.log_ratio_gap(chosen, rejected, *others)
+        loss = preference.dpo(gap, one, beta=case["beta"], smoothing=case["label_smoothing"])
+    same_as_trl(case, loss.mean(), chosen, rejected)
+
+
+def test_what_trl_wrote_down_tells_the_losses_apart() -> None:
+    """Ragged lengths, gaps of both signs, margins and smoothing: no case is met by accident."""
+    assert {case["loss_type"] for case in TRL["dpo"]} == {"sigmoid", "ipo", "aot"}
+    assert {case["label_smoothing"] for case in TRL["dpo"]} == {0.0, 0.1, 0.4}
+    assert len({case["loss"] for case in TRL["dpo"] + TRL["reward"]}) == 16
+    for case in TRL["dpo"]:
+        assert case["chosen_lengths"] != case["rejected_lengths"]
+        assert case["label_smoothing"] == 0.0 or len(case["chosen"]) == 1
+    assert {max(case["margins"]) for case in TRL["reward"]} == {0.0, 2.25}
