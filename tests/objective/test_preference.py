@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -137,6 +137,7 @@ def test_exchanging_the_answers_changes_nothing() -> None:
     loops.close(gap, -preference.log_ratio_gap(REJECTED, CHOSEN, *reference[::-1]))
 
 
+@settings(deadline=None)
 @given(reals, reals, shares, st.floats(0.0, 5.0))
 def test_bradley_terry_exchanges_for_all_numbers(r: float, s: float, p: float, m: float) -> None:
     one = preference.bradley_terry(*(loops.tensor([x]) for x in (r, s, p, m)))

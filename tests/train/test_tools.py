@@ -15,11 +15,11 @@ from keel.engines.scripted import ScriptedEngine
 from keel.learn.batch import from_groups
 from keel.learn.estimate import estimate, outcome
 from keel.learn.loss import loss, prepare
+from keel.models.encode import Encoder
 from keel.models.policy import Policy, load_policy
 from keel.rewards.score import Scorer
 from keel.tasks import PromptStream
 from keel.tasks.base import BaseTask
-from keel.models.encode import Encoder
 from keel.train.rollout import Sampler, collect
 from keel.types import Completion, Prompt, Side
 

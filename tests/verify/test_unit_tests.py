@@ -126,8 +126,10 @@ def test_cheap_cheats_do_not_pass(sandbox: Sandbox, code: str) -> None:
 
 
 @needs_bubblewrap
-def test_tests_that_pass_with_too_much_said_do_not_count(sandbox: Sandbox) -> None:
-    code = "def double(x):\n    print('x' * 70_000 * (x == 0))\n    return 2 * x"
+def test_tests_that_pass_with_too_much_said_do_not_count() -> None:
+    # Little enough to lie in Python's own buffer until the tests are over.
+    sandbox = Sandbox(Limits(timeout=60.0, output_kb=1))
+    code = "def double(x):\n    print('x' * 1000)\n    return 2 * x"
     assert run_tests(sandbox, code, ASSERTS) == Checked((False,) * 3, "output", "too much output")
 
 

@@ -22,7 +22,7 @@ LONG = 600.0
 
 @pytest.fixture(autouse=True)
 def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "src"))))
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_from_threads_at_the_same_time(pool: Pool) -> None:
     said: dict[int, list[Judged]] = {}
 
     def work(n: int) -> None:
-        said[n] = pool.map([["echo", n]] * 5, LONG)
+        said[n] = pool.map([["sleep", n / 100]] * 20, LONG)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
     for thread in threads:
@@ -76,7 +76,7 @@ def test_from_threads_at_the_same_time(pool: Pool) -> None:
     for thread in threads:
         thread.join()
     assert {n: {one.value for one in answers} for n, answers in said.items()} == {
-        n: {n} for n in range(4)
+        n: {n / 100} for n in range(4)
     }
 
 

@@ -10,11 +10,15 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from keel.insight.control_metrics import CONTROL
+from keel.insight.judging_metrics import JUDGE, JUDGING
 from keel.insight.metric import Metric
 from keel.insight.sampling_metrics import COMPLETIONS, EVALUATION, SAMPLING
 from keel.insight.training_metrics import POLICY, REWARD, SUPERVISED, VALUE
 
-SECTIONS = (REWARD, COMPLETIONS, POLICY, VALUE, SAMPLING, EVALUATION, SUPERVISED, CONTROL)
+SECTIONS = (
+    *(REWARD, COMPLETIONS, POLICY, VALUE, SAMPLING, EVALUATION, SUPERVISED),
+    *(JUDGING, JUDGE, CONTROL),
+)
 
 
 def look_up(name: str) -> Metric | None:

@@ -10,12 +10,15 @@ from typing import Any, Literal
 from keel.config.entry import load_entry
 from keel.config.sources import RewardSource
 from keel.config.suggest import unknown
-from keel.rewards.rule import BUILT_IN
+from keel.rewards.rule import BUILT_IN as RULES
 from keel.rewards.surroundings import Surroundings
+from keel.rewards.texture import repetition
 from keel.types import KeelError
 
 TASK = "task"
 """The built-in reward that is the task's own verdict."""
+BUILT_IN = {**RULES, "repetition": repetition}
+"""Built-ins that are plain functions."""
 MADE: Mapping[str, str] = {
     "math": "keel.rewards.math:math",
     "code": "keel.rewards.code:code",

@@ -21,7 +21,6 @@ Finding = Literal["same", "different", "unreadable gold", "timed out", "died"]
 
 
 _MARKED = re.compile(r"\\boxed|(?<!\\)\$|\\\(|\\\[")
-_DOLLARS = re.compile(r"^\$+|(?<!\\)\$+$")
 _PROSE = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{2,}\s")
 
 
@@ -79,9 +78,7 @@ def same_mathematics(gold: str, said: str) -> bool | None:
 
 def boxed(answer: str) -> str:
     """A text that is an answer and nothing else, marked as such."""
-    # Dollars around an answer mark mathematics, and one before it money; neither is part of it.
-    bare = _DOLLARS.sub("", answer.strip())
-    return answer if _MARKED.search(bare) else f"\\boxed{{{bare}}}"
+    return answer if _MARKED.search(answer) else f"\\boxed{{{answer.strip()}}}"
 
 
 def _final(said: str) -> str:

@@ -144,10 +144,10 @@ class Pool:
                     worker.send(at, items[at], timeout)
                     busy.append(worker)
                 starting = sum(not w.ready for w in self._workers)
-                if len(waiting) > starting and len(self._workers) < self.size:
-                    worker = Worker(self.module, self.memory_mb)
-                    self._workers.append(worker)
-                    busy.append(worker)
+                while len(waiting) > starting and len(self._workers) < self.size:
+                    self._workers.append(Worker(self.module, self.memory_mb))
+                    busy.append(self._workers[-1])
+                    starting += 1
                 self._listen(busy, judged)
         return [judged[at] for at in range(len(items))]
 

@@ -1,0 +1,268 @@
+"""What a reward model reads: places of answers and steps, end of sequence, prompts, the cache."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keel.models.encode import decode, token_ends
+from keel.models.packed import spans_within
+from keel.models.reading import Answered, Reader, joined, lay
+from keel.models.tokenizers import byte_tokenizer, character_tokenizer
+from keel.types import KeelError
+from keel.verify.steps import split_steps
+from tests.models.test_encode import TEMPLATE
+from tests.models.test_encode import tokenizer as word_tokenizer
+
+LETTERS = character_tokenizer("ab:\n", 64)
+PAD, EOS, A, B, COLON, NEWLINE = range(6)
+BYTES = byte_tokenizer(256)
+same = settings(deadline=None, derandomize=True)
+# Characters of one, two, three and four bytes.
+wide = st.text(alphabet="a\nß→😀", max_size=12)
+
+
+def pad_is_eos() -> Any:
+    """The letters, padded with the end-of-sequence token, as many published models are."""
+    made = copy.deepcopy(LETTERS)
+    made.pad_token = made.eos_token
+    return made
+
+
+class Counting:
+    """A tokenizer that counts its calls."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.calls = inner, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.inner(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_an_answer_stands_behind_its_prompt_and_is_judged_at_the_end() -> None:
+    read = Reader(LETTERS).answer("a:", "ba", "row 0")
+    assert read == Answered((A, COLON, B, A, EOS), begins=2, ends=(4,))
+
+
+def test_an_answer_of_nothing_is_its_end() -> None:
+    assert Reader(LETTERS).answer("a:", "", "row 0") == Answered((A, COLON, EOS), 2, (2,))
+
+
+def test_where_padding_is_the_end_the_last_other_token_is_judged() -> None:
+    """As the stock classes look for it: from the right, past every padding token."""
+    read = Reader(pad_is_eos()).answer("a:", "ba", "row 0")
+    assert read == Answered((A, COLON, B, A, EOS), begins=2, ends=(3,))
+    closed = Reader(pad_is_eos()).answer("a:", "ba<eos>", "row 0")
+    assert closed == Answered((A, COLON, B, A, EOS, EOS), begins=2, ends=(3,))
+    assert Reader(pad_is_eos()).answer("a:", "", "row 0").ends == (1,)
+
+
+def test_a_full_context_leaves_no_room_for_the_end() -> None:
+    reader = Reader(LETTERS, context=4)
+    assert reader.answer("a:", "b", "row 0").tokens == (A, COLON, B, EOS)
+    assert reader.answer("a:", "ba", "row 0") == Answered((A, COLON, B, A), 2, (3,))
+    assert reader.steps("a:", ["b\n"], "row 0") == Answered((A, COLON, B, NEWLINE), 2, (3,))
+    # Longer ones are whole: the caller refuses them with their length.
+    assert len(reader.answer("a:", "baa", "row 0").tokens) == 6
+
+
+def test_a_tokenizer_without_an_end_adds_none() -> None:
+    made = copy.deepcopy(LETTERS)
+    made.eos_token = None
+    assert Reader(made).answer("a:", "ba", "row 0") == Answered((A, COLON, B, A), 2, (3,))
+
+
+def test_a_character_that_is_unknown_names_the_row() -> None:
+    with pytest.raises(KeelError, match=r"the answer of row 7 holds 'x', which the tokenizer"):
+        Reader(LETTERS).answer("a:", "bxa", "row 7")
+    with pytest.raises(KeelError, match=r"prompt 'row 7' holds 'x', which the tokenizer"):
+        Reader(LETTERS).answer("x:", "a", "row 7")
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def test_prompts_are_encoded_once() -> None:
+    counting = Counting(LETTERS)
+    reader = Reader(counting)
+    for _ in range(3):
+        assert reader.answer("ab:", "a", "row").begins == 3
+    for_prompts = counting.calls - 3  # an answer is one call
+    reader.answer("ba:", "a", "row")
+    assert counting.calls - 4 == 2 * for_prompts
+    assert reader.answer("ba:", "a", "row").tokens[:3] == (B, A, COLON)
+
+
+def test_a_full_cache_of_prompts_begins_anew() -> None:
+    reader = Reader(LETTERS)
+    names = [format(n, "013b").replace("0", "a").replace("1", "b") for n in range(4099)]
+    for name in names:
+        reader.answer(name, "", "row")
+        assert len(reader._prompts) <= 4096
+    for name in (names[0], names[-1]):
+        assert decode(LETTERS, [reader.answer(name, "", "row").tokens]) == [name]
+
+
+def test_conversations_go_through_the_template() -> None:
+    turns = ({"role": "system", "content": "you"}, {"role": "user", "content": "hi"})
+    reader = Reader(word_tokenizer("<s> $A", TEMPLATE))
+    # system you user hi assistant | slow </s>: what frames plain text frames no answer.
+    assert reader.answer(turns, "slow", "row") == Answered((4, 8, 5, 7, 6, 9, 2), 5, (6,))
+    assert reader.steps(turns, ["slow", "hi you"], "row").ends == (5, 8)
+    other = ({"role": "system", "content": "hi"}, {"role": "user", "content": "you"})
+    assert reader.answer(other, "slow", "row").tokens[:5] == (4, 7, 5, 8, 6)
+    with pytest.raises(KeelError, match=r"prompt 'row 3' is a conversation.*no chat template"):
+        Reader(LETTERS).answer(turns, "a", "row 3")
+
+
+def test_a_text_and_a_conversation_of_the_same_repr_are_two_prompts() -> None:
+    reader = Reader(word_tokenizer("<s> $A", TEMPLATE))
+    assert reader.answer("hi", "you", "row").tokens == (1, 7, 8, 2)
+    turns = [{"role": "user", "content": "hi"}]
+    assert reader.answer(turns, "you", "row").tokens == (5, 7, 6, 8, 2)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- steps
+
+
+def test_each_step_is_judged_at_its_last_token_and_the_last_at_the_end() -> None:
+    read = Reader(LETTERS).steps("a:", ["ab\n", "b\n", "a"], "row 0")
+    assert read.tokens == (A, COLON, A, B, NEWLINE, B, NEWLINE, A, EOS)
+    assert (read.begins, read.ends) == (2, (4, 6, 8))
+    assert Reader(LETTERS).split("a:", "ab\nb\na", "\n", "row 0") == read
+    assert Reader(LETTERS).steps("a:", joined(["ab", "b", "a"], "\n"), "row 0") == read
+
+
+def test_steps_are_judged_at_the_end_also_where_it_is_the_padding_token() -> None:
+    """Token classification speaks at every token, so no token has to be looked for."""
+    assert Reader(pad_is_eos()).steps("a:", ["b\n", "a"], "row 0").ends == (3, 5)
+
+
+def test_an_answer_without_steps_is_its_prompt() -> None:
+    assert Reader(LETTERS).split("a:", "", "\n", "row 0") == Answered((A, COLON), 2, ())
+
+
+@pytest.mark.parametrize("steps", [["a", "", "b"], ["a\n", "", ""]])
+def test_a_step_without_tokens_is_refused(steps: list[str]) -> None:
+    with pytest.raises(KeelError, match="row 4: a step without tokens: leave the empty step out"):
+        Reader(LETTERS).steps("a:", steps, "row 4")
+
+
+def test_joined_closes_all_but_the_last() -> None:
+    assert joined(["a", "b", "c"], "; ") == ["a; ", "b; ", "c"]
+    assert joined(["a"], "; ") == ["a"]
+    assert joined([], "; ") == []
+
+
+@same
+@given(wide, st.sampled_from(["\n", "→", "😀", "\n\n"]))
+def test_the_steps_of_any_text_end_where_they_end(text: str, separator: str) -> None:
+    read = Reader(BYTES).split("q", text, separator, "row")
+    spans = split_steps(text, separator)
+    assert len(read.ends) == len(spans)
+    if spans:
+        assert decode(BYTES, [read.tokens]) == ["q" + text]
+    for end, (_, stop) in zip(read.ends[:-1], spans[:-1], strict=True):
+        assert bytes(read.tokens[1 : end + 1]).decode() == text[:stop]
+    if spans:
+        assert read.ends[-1] == len(read.tokens) - 1
+        assert read.tokens[-1] == BYTES.eos_token_id
+
+
+# ---------------------------------------------------------------- end to end
+
+
+def test_answers_lie_end_to_end() -> None:
+    reader = Reader(LETTERS)
+    answers = [
+        reader.split("a:", "ab\nb", "\n", "row 0"),
+        reader.answer("b:", "a", "row 1"),
+        reader.split("a:", "", "\n", "row 2"),
+        reader.split("a:", "b\na\n", "\n", "row 3"),
+    ]
+    reading = lay(answers)
+    assert reading.packed.lengths == tuple(len(a.tokens) for a in answers) == (7, 4, 2, 7)
+    assert reading.packed.tokens_T.tolist() == [t for a in answers for t in a.tokens]
+    assert reading.at_K.tolist() == [4, 6, 10, 16, 19]
+    assert reading.packed.target_N.numel() == 0
+    assert reading.at_K.dtype == reading.packed.tokens_T.dtype == torch.long
+
+
+@same
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 20))
+def test_runs_of_neighbours_keep_to_the_budget(lengths: list[int], budget: int) -> None:
+    spans = spans_within(lengths, budget)
+    assert [n for span in spans for n in lengths[span]] == lengths
+    for number, span in enumerate(spans):
+        assert len(lengths[span]) >= 1
+        assert sum(lengths[span]) <= budget or len(lengths[span]) == 1
+        if number:  # and are as long as they may be
+            assert sum(lengths[spans[number - 1]]) + lengths[span.start] > budget
+
+
+def test_runs_of_neighbours_by_hand() -> None:
+    assert spans_within([3, 2, 1], 5) == [slice(0, 2), slice(2, 3)]
+    assert spans_within([9, 1, 9], 5) == [slice(0, 1), slice(1, 2), slice(2, 3)]
+
+
+# ---------------------------------------------------------------- places among a policy's tokens
+
+
+def scan(ids: list[int], ends: list[int]) -> list[int]:
+    """The first token with which the decoded beginning is as long; the last where none is."""
+    found = []
+    for end in ends:
+        long_enough = [
+            at for at in range(len(ids)) if len(decode(BYTES, [ids[: at + 1]])[0]) >= end
+        ]
+        found.append(long_enough[0] if long_enough else len(ids) - 1)
+    return found
+
+
+@same
+@given(st.text(alphabet="a\nbc", min_size=1, max_size=20), st.data())
+def test_token_ends_are_those_of_a_scan(text: str, data: st.DataObject) -> None:
+    ids = list(text.encode())
+    places = data.draw(st.lists(st.integers(0, len(text) + 3), unique=True, max_size=6))
+    assert token_ends(BYTES, ids, sorted(places)) == scan(ids, sorted(places))
+
+
+@same
+@given(wide.filter(bool), st.integers(1, 3))
+def test_token_ends_of_wide_characters(text: str, every: int) -> None:
+    """A place behind whole characters is reached by a byte of the last of them."""
+    ids = list(text.encode())
+    places = list(range(every, len(text) + 1, every))
+    for end, at in zip(places, token_ends(BYTES, ids, places), strict=True):
+        first = len(text[: end - 1].encode())
+        assert first <= at < len(text[:end].encode())
+
+
+def test_token_ends_by_hand() -> None:
+    assert token_ends(BYTES, list(b"ab\ncd"), [3, 5]) == [2, 4]
+    assert token_ends(BYTES, [*b"ab", BYTES.eos_token_id], [2, 9]) == [1, 2]
+    assert token_ends(BYTES, list(b"ab"), []) == []
+    words = word_tokenizer()
+    assert token_ends(words, [7, 8, 9], [2, 6, 11]) == [0, 1, 2]  # hi you slow
+
+
+def test_text_is_decoded_as_the_tokens_say() -> None:
+    """No blank is tidied away, and special tokens leave no trace."""
+    words = word_tokenizer()
+    assert decode(words, [[7, 2, 8], [0]]) == ["hi you", ""]
+    assert decode(BYTES, [list(b"a , b ."), list("→".encode())]) == ["a , b .", "→"]
+    tidy = copy.deepcopy(BYTES)
+    tidy.clean_up_tokenization_spaces = True
+    assert decode(tidy, [list(b"a , b .")]) == ["a , b ."]

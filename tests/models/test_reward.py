@@ -1,0 +1,511 @@
+"""Reward models: what plain transformers says of a saved one is what this one says, packed."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from keel.config.model import Lora, Model
+from keel.models import lora, probe
+from keel.models.families import FAMILIES
+from keel.models.loading import quiet
+from keel.models.packed import pack
+from keel.models.policy import Policy, load_policy
+from keel.models.probe import prepare_backbone
+from keel.models.reading import Answered, Reader, lay
+from keel.models.reward import (
+    RewardModel,
+    head_of_classifier,
+    load_reward_model,
+    reward_model_from,
+)
+from keel.types import KeelError
+from tests.models.tiny import build, stir
+
+Kind = Literal["outcome", "process"]
+STOCK: dict[str, Any] = {
+    "outcome": AutoModelForSequenceClassification,
+    "process": AutoModelForTokenClassification,
+}
+NO_SEQUENCE = ("cohere", "cohere2", "ernie4_5", "granite", "olmoe")
+NO_TOKEN = (*NO_SEQUENCE, "gemma3_text", "hunyuan_v1_dense", "olmo", "olmo2", "olmo3", "opt")
+"""Families without the class in transformers 5."""
+PAIRS = [(kind, family) for kind in ("outcome", "process") for family in FAMILIES]
+HAVE = [
+    (kind, family)
+    for kind, family in PAIRS
+    if family not in (NO_SEQUENCE if kind == "outcome" else NO_TOKEN)
+]
+ROWS = (
+    ("1+1=", "2"),
+    ("a = b\n", "12+12+12=\n= 36\nab"),
+    ("3", ""),
+    ("aa bb ", "a\nb\n\n  \n0\n"),
+)
+"""Ragged, one answer empty, and longer than the windows that the tests set."""
+SAME = {"atol": 1e-5, "rtol": 1e-5}
+"""What is promised: float32 rounds at 1e-7, in another order in packed attention."""
+
+
+def policy(
+    family: str = "llama", *, pad_is_eos: bool = False, rank: int = 0, dtype: str = "float32"
+) -> Policy:
+    """A policy whose alphabet has newlines, with weights far from the start."""
+    adapter = Lora(rank=rank, alpha=2.0 * rank) if rank else None
+    made = load_policy(
+        Model(
+            build=build(family, alphabet="0123456789+= ab\n"),
+            device="cpu",
+            lora=adapter,
+            dtype=dtype,  # type: ignore[arg-type]
+        ),
+        0,
+    )
+    stir(made.model)
+    if pad_is_eos:
+        made.tokenizer.pad_token = made.tokenizer.eos_token
+    return made
+
+
+def learn(model: torch.nn.Module, seed: int = 5) -> None:
+    """Random weights for whatever the optimizer may move: the head, the adapter's zero half."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".lora_B." in name or name.split(".")[0] in ("score", "classifier"):
+                drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+                weight.copy_(drawn * 0.3)
+
+
+def made(kind: Kind, family: str = "llama", **keys: Any) -> RewardModel:
+    reward = reward_model_from(policy(family, **keys), kind, 0)
+    learn(reward.model)
+    return reward
+
+
+def answers(reward: RewardModel) -> list[Answered]:
+    reader = Reader(reward.tokenizer, reward.context)
+    if reward.kind == "outcome":
+        return [reader.answer(p, c, "row") for p, c in ROWS]
+    return [reader.split(p, c, "\n", "row") for p, c in ROWS]
+
+
+def stock(folder: Path, kind: Kind) -> Any:
+    with quiet():
+        return STOCK[kind].from_pretrained(folder).eval()
+
+
+@torch.no_grad()
+def alone(model: Any, kind: Kind, rows: list[Answered]) -> list[list[float]]:
+    """What the stock model says, each answer in a call of its own."""
+    found = []
+    for row in rows:
+        out = model(input_ids=torch.tensor([row.tokens])).logits[0]
+        found.append([float(out)] if kind == "outcome" else odds(out, row))
+    return found
+
+
+@torch.no_grad()
+def padded(model: Any, kind: Kind, rows: list[Answered]) -> list[list[float]]:
+    """What it says of all of them in one call, padded on the right with the config's token."""
+    pad = model.config.pad_token_id
+    width = max(len(row.tokens) for row in rows) + 2
+    ids = torch.full((len(rows), width), pad)
+    mask = torch.zeros_like(ids)
+    for number, row in enumerate(rows):
+        ids[number, : len(row.tokens)] = torch.tensor(row.tokens)
+        mask[number, : len(row.tokens)] = 1
+    out = model(input_ids=ids, attention_mask=mask).logits
+    if kind == "outcome":
+        return out.tolist()  # type: ignore[no-any-return]
+    return [odds(one, row) for one, row in zip(out, rows, strict=True)]
+
+
+def odds(logits: Tensor, row: Answered) -> list[float]:
+    return [float(logits[end, 1] - logits[end, 0]) for end in row.ends]
+
+
+def close(found: list[list[float]], expected: list[list[float]]) -> None:
+    assert [len(x) for x in found] == [len(x) for x in expected]
+    flat = (torch.tensor([v for row in rows for v in row]) for rows in (found, expected))
+    torch.testing.assert_close(*flat, **SAME)
+
+
+# ---------------------------------------------------------------- the same with plain transformers
+
+
+@pytest.mark.parametrize(("kind", "family"), HAVE)
+def test_plain_transformers_says_the_same(kind: Kind, family: str, tmp_path: Path) -> None:
+    ours = made(kind, family)
+    rows = answers(ours)
+    said = ours.judge(rows, 1000)
+    assert len({round(v, 4) for row in said for v in row}) >= 4  # not one constant
+    ours.save(tmp_path)
+    theirs = stock(tmp_path, kind)
+    close(said, alone(theirs, kind, rows))
+    close(said, padded(theirs, kind, rows))
+
+
+@pytest.mark.parametrize(("kind", "family"), [p for p in PAIRS if p not in HAVE])
+def test_a_family_without_the_class_is_refused(kind: Kind, family: str) -> None:
+    name = "sequence" if kind == "outcome" else "token"
+    says = f"model family '{family}' has no {name} classification class in transformers.*base.name"
+    with pytest.raises(KeelError, match=says):
+        reward_model_from(policy(family), kind, 0)
+
+
+@pytest.mark.parametrize("kind", ["outcome", "process"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_the_same_where_padding_is_the_end_of_sequence(
+    kind: Kind, family: str, tmp_path: Path
+) -> None:
+    ours = made(kind, family, pad_is_eos=True)
+    rows = answers(ours)
+    assert rows[0].tokens[-1] == ours.tokenizer.eos_token_id == ours.tokenizer.pad_token_id
+    ours.save(tmp_path)
+    theirs = stock(tmp_path, kind)
+    assert theirs.config.pad_token_id == ours.tokenizer.eos_token_id
+    said = ours.judge(rows, 1000)
+    close(said, alone(theirs, kind, rows))
+    close(said, padded(theirs, kind, rows))
+
+
+@pytest.mark.parametrize("kind", ["outcome", "process"])
+def test_an_answer_that_fills_the_context(kind: Kind, tmp_path: Path) -> None:
+    ours = made(kind)
+    reader = Reader(ours.tokenizer, ours.context)
+    read = reader.answer if kind == "outcome" else lambda p, c, n: reader.split(p, c, "\n", n)
+    full = read("1+1=", "a\nb1" * 15, "row")
+    assert len(full.tokens) == ours.context == 64
+    assert full.tokens[-1] != ours.tokenizer.eos_token_id
+    ours.save(tmp_path)
+    close(ours.judge([full], 1000), alone(stock(tmp_path, kind), kind, [full]))
+
+
+# ---------------------------------------------------------------- where it starts
+
+
+@pytest.mark.parametrize("kind", ["outcome", "process"])
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_backbone_starts_as_the_policy_is_now(kind: Kind, rank: int, family: str) -> None:
+    """Also where the policy learned by an adapter: it is merged."""
+    parent = policy(family, rank=rank, dtype="float64")
+    base = states(parent, parent.model)
+    learn(parent.model)
+    assert bool(((states(parent, parent.model) - base).abs() > 1e-3).any()) == bool(rank)
+    before = {name: p.clone() for name, p in parent.model.state_dict().items()}
+    reward = reward_model_from(parent, kind, 0)
+    # float64; merging adds W + BA once instead of at every product.
+    found, expected = states(parent, reward.model), states(parent, parent.model)
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
+    assert reward.judge(answers(reward), 1000)[0] == [0.0]  # the head starts at zero
+    assert not any("lora" in name for name, _ in reward.model.named_parameters())
+    assert all(p.requires_grad for p in reward.model.parameters())
+    assert reward.model.dtype == torch.float64
+    # The policy goes its own way.
+    learn(reward.model)
+    stir(reward.model)
+    after = parent.model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(states(parent, parent.model), expected)
+
+
+def states(parent: Policy, model: Any) -> Tensor:
+    """The last hidden states of the rows under the policy's own tokenizer."""
+    from keel.models.backbone import states_at
+
+    reader = Reader(parent.tokenizer)
+    tokens = [torch.tensor(reader.answer(p, c, "row").tokens) for p, c in ROWS]
+    packed = pack(tokens, [torch.zeros(0, dtype=torch.long)] * len(tokens))
+    with torch.no_grad():
+        return states_at(model, packed, torch.arange(len(packed.tokens_T)))
+
+
+def test_the_head_learns_and_the_random_state_stays() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    for kind in ("outcome", "process"):
+        reward = reward_model_from(policy(), kind, 0, Lora(rank=2))  # type: ignore[arg-type]
+        assert all(not p.any() for p in reward.head.parameters())
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_checkpointing_is_the_policys_and_changes_no_gradient() -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        spec = Model(
+            build=build(alphabet="0123456789+= ab\n"),
+            device="cpu",
+            dtype="float64",
+            activation_checkpointing=checkpointing,
+        )
+        reward = reward_model_from(load_policy(spec, 0), "outcome", 0)
+        learn(reward.model)
+        runs: list[int] = []
+        layer = reward.model.model.layers[0].self_attn
+        layer.register_forward_hook(lambda *_, into=runs: into.append(1))
+        reward.logits(lay(answers(reward))).sum().backward()
+        assert len(runs) == 1 + checkpointing
+        gradients.append(reward.model.model.layers[0].mlp.up_proj.weight.grad.clone())
+    assert gradients[0].abs().max() > 1e-4
+    torch.testing.assert_close(*gradients, atol=1e-14, rtol=1e-12)
+
+
+# ---------------------------------------------------------------- LoRA
+
+
+@pytest.mark.parametrize("kind", ["outcome", "process"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_lora_is_merged_where_it_is_saved(kind: Kind, family: str, tmp_path: Path) -> None:
+    if family in NO_TOKEN and kind == "process":
+        family = "mistral"
+    reward = reward_model_from(policy(family), kind, 0, Lora(rank=4, alpha=8.0))
+    rows = answers(reward)
+    before = reward.judge(rows, 1000)
+    learn(reward.model)
+    said = reward.judge(rows, 1000)
+    assert said != before
+    kept = {name: p.clone() for name, p in reward.model.state_dict().items()}
+    reward.save(tmp_path)
+    assert all(torch.equal(kept[n], p) for n, p in reward.model.state_dict().items())
+    close(said, alone(stock(tmp_path, kind), kind, rows))
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    # Without what the adapter learned the scores are others.
+    with lora.adapter_off(reward.model):
+        bare = reward.judge(rows, 1000)
+    assert abs(bare[0][0] - said[0][0]) > 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["outcome", "process"])
+def test_under_lora_the_base_is_frozen_and_the_head_learns(kind: Kind, family: str) -> None:
+    reward = reward_model_from(policy(family), kind, 0, Lora(rank=4))
+    head = {name for name, p in reward.model.named_parameters() if any(p is q for q in
+            reward.head.parameters())}  # fmt: skip
+    trains = {name for name, p in reward.model.named_parameters() if p.requires_grad}
+    assert head <= trains
+    assert trains - head == {n for n, _ in reward.model.named_parameters() if ".lora_" in n}
+    assert trains > head
+    assert not any("lora" in name for name in head)
+    learn(reward.model)
+    reward.logits(lay(answers(reward))).square().sum().backward()
+    for name, parameter in reward.model.named_parameters():
+        assert (parameter.grad is not None) == (name in trains), name
+        # The bias of a difference of two logits and each adapter half has a gradient, too.
+        assert name not in trains or bool(parameter.grad.abs().sum() > 0), name
+
+
+def test_full_training_moves_every_layer_and_the_head() -> None:
+    reward = made("process")
+    reward.logits(lay(answers(reward))).square().sum().backward()
+    for name, parameter in reward.model.named_parameters():
+        assert parameter.grad is not None, name
+        assert bool(parameter.grad.abs().sum() > 0), name
+
+
+# ---------------------------------------------------------------- packing
+
+
+@pytest.mark.parametrize(("kind", "family"), [("outcome", "gemma2"), ("process", "mistral")])
+def test_packed_is_one_by_one_and_no_budget_matters(kind: Kind, family: str) -> None:
+    reward = made(kind, family, dtype="float64")
+    rows = answers(reward)
+    expected = reward.judge(rows, 10_000)
+    assert [len(x) for x in expected] == [len(row.ends) for row in rows]
+    one_by_one = [reward.judge([row], 10_000)[0] for row in rows]
+    for said in (
+        one_by_one,
+        *(reward.judge(rows, budget) for budget in (1, 12, 25)),
+        reward.judge(rows[::-1], 30)[::-1],
+    ):
+        for found, wanted in zip(said, expected, strict=True):
+            # float64 in another order of sums.
+            assert found == pytest.approx(wanted, abs=1e-10)
+
+
+def test_judging_keeps_no_graph_and_changes_nothing() -> None:
+    reward = made("outcome")
+    before = {name: p.clone() for name, p in reward.model.state_dict().items()}
+    reward.judge(answers(reward), 1000)
+    assert all(p.grad is None for p in reward.parameters())
+    assert all(torch.equal(before[n], p) for n, p in reward.model.state_dict().items())
+
+
+def test_a_bfloat16_model_scores_in_float32() -> None:
+    reward = made("outcome", dtype="bfloat16")
+    logits = reward.logits(lay(answers(reward)))
+    assert logits.dtype == torch.float32
+    # bfloat16 itself would put every score on a grid of 1/256 of its size.
+    assert not torch.equal(logits, logits.bfloat16().float())
+
+
+# ---------------------------------------------------------------- round trip and refusals
+
+
+def model_spec(folder: Path, **keys: Any) -> Model:
+    return Model(name=str(folder), device="cpu", **keys)
+
+
+@pytest.mark.parametrize("kind", ["outcome", "process"])
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+def test_a_round_trip(kind: Kind, pad_is_eos: bool, tmp_path: Path) -> None:
+    ours = made(kind, "qwen2", pad_is_eos=pad_is_eos)
+    rows = answers(ours)
+    ours.save(tmp_path)
+    again = load_reward_model(model_spec(tmp_path), kind)
+    close(again.judge(rows, 1000), ours.judge(rows, 1000))
+    assert (again.kind, again.context) == (kind, 64)
+    assert answers(again) == rows  # the tokenizer came with it
+    assert not any(p.requires_grad for p in again.parameters())
+    assert not again.model.training
+    names = {"outcome": ["score"], "process": ["wrong", "right"]}[kind]
+    assert [again.model.config.id2label[n] for n in range(len(names))] == names
+
+
+def test_dropout_of_a_loaded_model_is_off(tmp_path: Path) -> None:
+    ours = made("process", "gpt2")
+    ours.save(tmp_path)
+    config = tmp_path / "config.json"
+    for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        text = config.read_text()
+        assert f'"{key}": 0.0' in text
+        config.write_text(text.replace(f'"{key}": 0.0', f'"{key}": 0.5'))
+    again = load_reward_model(model_spec(tmp_path), "process")
+    again.train()
+    close(again.judge(answers(ours), 1000), ours.judge(answers(ours), 1000))
+
+
+def refused(folder: Path, kind: Kind) -> str:
+    with pytest.raises(KeelError) as error:
+        load_reward_model(model_spec(folder), kind)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["outcome", "process"])
+def test_a_policys_folder_is_no_reward_model(kind: Kind, tmp_path: Path) -> None:
+    parent = policy()
+    # Two labels, or transformers' own default would be the first complaint.
+    parent.model.config.num_labels = 1 if kind == "outcome" else 2
+    parent.save(tmp_path)
+    said = refused(tmp_path, kind)
+    assert "lacks" in said
+    assert "score.weight among them" in said.replace("score.bias", "score.weight")
+    assert "reward model" in said
+
+
+def test_the_wrong_number_of_labels(tmp_path: Path) -> None:
+    for kind, labels in (("outcome", 1), ("process", 2)):
+        made(kind).save(tmp_path / kind)  # type: ignore[arg-type]
+        config = copy.deepcopy(made(kind).model.config)  # type: ignore[arg-type]
+        config.num_labels = labels + 1
+        config._attn_implementation = None
+        other = STOCK[kind].from_config(config)
+        with quiet():
+            other.save_pretrained(tmp_path / "other")
+        shutil.copy(tmp_path / kind / "tokenizer.json", tmp_path / "other")
+        said = refused(tmp_path / "other", kind)  # type: ignore[arg-type]
+        assert f"has {labels + 1} labels, so it is not" in said
+    assert "2 labels, so it is not an outcome reward model" in refused(
+        tmp_path / "process", "outcome"
+    )
+    # The token class has a bias that a sequence class has not.
+    assert "not whole as a process reward model" in refused(tmp_path / "outcome", "process")
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    ours = made("outcome")
+    ours.save(tmp_path)
+    torch.save(ours.model.state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    assert "holds pickled weights only" in refused(tmp_path, "outcome")
+
+
+def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    made("outcome").save(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert "lacks 1 weights, score.weight among them" in refused(tmp_path, "outcome")
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(KeelError):
+        load_reward_model(model_spec(tmp_path / "nothing"), "outcome")
+
+
+# ---------------------------------------------------------------- the probe
+
+
+def stock_model(family: str = "llama") -> Any:
+    """A classification model as transformers makes it."""
+    config = copy.deepcopy(policy(family).model.config)
+    config._attn_implementation = None
+    config.num_labels = 1
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForSequenceClassification.from_config(config)
+    return stir(model)
+
+
+def test_the_probe_refuses_a_model_whose_states_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With positions that go on from one sequence to the next, states differ."""
+    model, other = stock_model("gpt2"), stock_model("gpt2")
+    prepare_backbone(model, True)
+
+    def running(packed: Any) -> Tensor:
+        return torch.arange(len(packed.tokens_T))
+
+    monkeypatch.setattr("keel.models.packed.Packed.positions", running)
+    with pytest.raises(KeelError, match="family 'gpt2' fails the packing probe: the hidden states"):
+        prepare_backbone(other, True)
+
+
+def test_the_probe_refuses_states_that_are_no_numbers() -> None:
+    model = stock_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.fill_(float("nan"))
+    with pytest.raises(KeelError, match="differ from separate ones by nan"):
+        prepare_backbone(model, True)
+
+
+def test_the_probe_allows_what_rounding_moves_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packed states are moved by a share of the largest."""
+    real = probe._packed_states
+    for share, fits in ((3e-5, True), (3e-4, False)):
+
+        def moved(*args: Any, share: float = share) -> Tensor:
+            found = real(*args)
+            return found + share * found.abs().max()
+
+        monkeypatch.setattr("keel.models.probe._packed_states", moved)
+        if fits:
+            prepare_backbone(stock_model(), True)
+        else:
+            with pytest.raises(KeelError, match=r"allowed 1e-04 in float32"):
+                prepare_backbone(stock_model(), True)
+
+
+def test_the_head_is_the_linear_layer_beside_the_backbone() -> None:
+    for kind, family, name in (
+        ("outcome", "llama", "score"),
+        ("process", "llama", "score"),
+        ("process", "gpt2", "classifier"),
+        ("outcome", "opt", "score"),
+    ):
+        reward = reward_model_from(policy(family), kind, 0)  # type: ignore[arg-type]
+        assert reward.head is getattr(reward.model, name)
+        assert reward.head.out_features == {"outcome": 1, "process": 2}[kind]
+    with pytest.raises(KeelError, match="has no linear classification layer"):
+        head_of_classifier(stock_model().model)

@@ -1,0 +1,306 @@
+"""One reward from many: clips, normalisation, weights, gates, and who is asked at all."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from keel.config.sources import RewardSource
+from keel.rewards import Scorer, load_reward
+from keel.rewards.checking import Said
+from keel.rewards.compose import Composed, compose, shut
+from keel.rewards.loading import NamedReward, named_reward
+from keel.rewards.score import Scored
+from keel.types import Completion, Group, KeelError, Prompt, Step
+from tests.tasks.made import completion
+
+ABOUT = {"rel": 1e-12, "abs": 1e-12}
+
+
+def component(name: str = "f", **keys: Any) -> NamedReward:
+    return NamedReward(name, None, **keys)
+
+
+def numbers(*values: float | None) -> list[Said]:
+    return [Said(value) for value in values]
+
+
+def rewards(composed: Sequence[Composed]) -> list[float | None]:
+    return [one.reward for one in composed]
+
+
+def one(said: Sequence[Said], groups: Sequence[int] | None = None, **keys: Any) -> Any:
+    return rewards(compose([component(**keys)], {"f": said}, groups or [0] * len(said)))
+
+
+def standard(values: Sequence[float]) -> list[float]:
+    mean, spread = statistics.fmean(values), statistics.stdev(values)
+    return [(x - mean) / (spread + 1e-4) for x in values]
+
+
+# ---------------------------------------------------------------- weighing, clipping, normalising
+
+
+def test_weights_make_a_sum_of_those_that_spoke() -> None:
+    functions = [component("a", weight=2.0), component("b", weight=-1.0)]
+    said = {"a": numbers(1, 2, None, None), "b": numbers(3, None, 5, None)}
+    assert rewards(compose(functions, said, [0, 0, 0, 0])) == [-1.0, 4.0, -5.0, None]
+
+
+def test_weight_zero_watches() -> None:
+    functions = [component("a", weight=0.0), component("b")]
+    steps = Said(3.0, (Step(0, 1.0), Step(1, 2.0)))
+    composed = compose(functions, {"a": [steps, steps], "b": numbers(5, None)}, [0, 0])
+    assert composed == [Composed(5.0), Composed(None)]
+
+
+def test_a_clip_comes_before_the_weight() -> None:
+    assert one(numbers(-9, 0.5, 9), clip=(-1.0, 2.0), weight=3.0) == [-3.0, 1.5, 6.0]
+    assert one(numbers(-9, None), clip=(-1.0, 2.0)) == [-1.0, None]
+
+
+def test_normalising_by_group_and_by_batch() -> None:
+    said, groups = numbers(1, 5, 2, 4, 9), [0, 1, 0, 1, 1]
+    first, second = standard([1, 2]), standard([5, 4, 9])
+    expected = [first[0], second[0], first[1], second[1], second[2]]
+    assert one(said, groups, normalise="group", weight=2.0) == pytest.approx(
+        [2 * x for x in expected], **ABOUT
+    )
+    assert one(said, groups, normalise="batch") == pytest.approx(standard([1, 5, 2, 4, 9]), **ABOUT)
+
+
+def test_a_clip_comes_before_the_normalisation() -> None:
+    found = one(numbers(0, 1, 100), normalise="batch", clip=(0.0, 3.0))
+    assert found == pytest.approx(standard([0, 1, 3]), **ABOUT)
+
+
+def test_those_that_said_nothing_are_no_part_of_the_mean() -> None:
+    found = one(numbers(1, None, 4), normalise="group")
+    assert found[1] is None
+    assert [found[0], found[2]] == pytest.approx(standard([1, 4]), **ABOUT)
+
+
+@pytest.mark.parametrize("how", ["group", "batch"])
+def test_where_all_are_equal_or_alone_there_is_nothing_to_tell(how: str) -> None:
+    # Thrice 0.1 has a mean that is not 0.1, and so a spread of rounding.
+    assert one(numbers(0.1, 0.1, 0.1), normalise=how) == [0.0, 0.0, 0.0]
+    assert one(numbers(7), normalise=how) == [0.0]
+    assert one(numbers(None, 7), normalise=how) == [None, 0.0]
+    assert one(numbers(None, None), normalise=how) == [None, None]
+
+
+def test_one_component_does_not_move_another() -> None:
+    functions = [component("a", normalise="batch"), component("b", clip=(0.0, 1.0))]
+    said = {"a": numbers(1, 3), "b": numbers(9, -9)}
+    low, high = standard([1, 3])
+    assert rewards(compose(functions, said, [0, 0])) == pytest.approx([low + 1, high], **ABOUT)
+
+
+# ---------------------------------------------------------------- steps
+
+
+def test_steps_are_clipped_one_by_one_and_add_up_to_the_reward() -> None:
+    steps = Said(5.5, (Step(1, 4.0), Step(3, -0.5), Step(4, 2.0)))
+    (found,) = compose([component(clip=(-0.25, 1.0), weight=2.0)], {"f": [steps]}, [0])
+    assert found.steps == (Step(1, 2.0), Step(3, -0.5), Step(4, 2.0))
+    assert found.reward == sum(step.reward for step in found.steps) == 3.5
+
+
+def test_steps_of_two_components_meet_at_their_ends_in_order() -> None:
+    said = {
+        "a": [Said(3.0, (Step(2, 1.0), Step(5, 2.0)))],
+        "b": [Said(7.0, (Step(1, 3.0), Step(5, 4.0)))],
+        "c": numbers(0.5),
+    }
+    functions = [component("a"), component("b", weight=0.5), component("c")]
+    (found,) = compose(functions, said, [0])
+    assert found.steps == (Step(1, 1.5), Step(2, 1.0), Step(5, 4.0))
+    assert found.reward == 7.0
+
+
+@pytest.mark.parametrize("how", ["group", "batch"])
+def test_steps_are_not_normalised_as_whole_answers(how: str) -> None:
+    said = [Said(1.0), Said(1.0, (Step(0, 1.0),))]
+    with pytest.raises(KeelError, match=f"reward 'f' speaks of steps, and normalise = \"{how}\""):
+        one(said, normalise=how)
+
+
+# ---------------------------------------------------------------- gates
+
+
+def test_a_gate_is_shut_under_its_value_alone() -> None:
+    gate = component(gate=0.5)
+    assert [shut(gate, said) for said in numbers(0.4, 0.5, 0.6, None)] == [
+        True, False, False, False,
+    ]  # fmt: skip
+    assert not shut(component(), Said(-9.0))
+
+
+def test_behind_a_closed_gate_there_is_its_reward_and_no_step() -> None:
+    functions = [component("a"), component("g", gate=1.0, closed=-2.0, weight=0.0)]
+    steps = Said(3.0, (Step(0, 3.0),))
+    found = compose(functions, {"a": [steps, steps], "g": numbers(0, 1)}, [0, 0])
+    assert found == [Composed(-2.0), Composed(3.0, (Step(0, 3.0),))]
+
+
+def test_the_first_closed_gate_tells() -> None:
+    functions = [component("g", gate=1.0, closed=-1.0), component("h", gate=1.0, closed=-5.0)]
+    said = {"g": numbers(0, 0, 1, 1), "h": numbers(0, 1, 0, 1)}
+    assert rewards(compose(functions, said, [0] * 4)) == [-1.0, -1.0, -5.0, 2.0]
+
+
+def test_what_is_shut_out_is_no_part_of_the_others_mean() -> None:
+    functions = [component("g", gate=1.0, weight=0.0), component("f", normalise="group")]
+    said = {"g": numbers(1, 0, 1), "f": numbers(2, None, 6)}
+    low, high = standard([2, 6])
+    assert rewards(compose(functions, said, [0] * 3)) == pytest.approx([low, 0.0, high], **ABOUT)
+
+
+# ---------------------------------------------------------------- through the scorer
+
+
+class Asked:
+    """Functions that remember which completions they were asked about."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[str]]] = []
+
+    def named(self, name: str, value: Callable[[str], Any], **keys: Any) -> NamedReward:
+        def function(completions: list[str], log_extra: Any) -> list[Any]:
+            self.calls.append((name, list(completions)))
+            log_extra(f"{name}_saw", [text.upper() for text in completions])
+            return [value(text) for text in completions]
+
+        made = named_reward(function, name)
+        return NamedReward(name, made.function, required=made.required, **keys)
+
+
+def groups(*texts: Sequence[str]) -> list[Group]:
+    return [
+        Group(Prompt(f"p{n}", "say"), tuple(completion(text) for text in some))
+        for n, some in enumerate(texts)
+    ]
+
+
+def flat(scored: Scored) -> list[float | None]:
+    return [verdict.reward for verdicts in scored.verdicts for verdict in verdicts]
+
+
+def starts_with_x(text: str) -> float:
+    return float(text.startswith("x"))
+
+
+def test_gates_are_asked_first_and_the_others_of_what_is_open() -> None:
+    asked = Asked()
+    scorer = Scorer(
+        [
+            asked.named("content", lambda text: float(len(text))),
+            asked.named("gate", starts_with_x, gate=1.0, closed=-3.0),
+            asked.named("watch", lambda _: 9.0, weight=0.0),
+        ]
+    )
+    scored = scorer(groups(["xa", "b"], ["c", "xddd"]), 0)
+    assert asked.calls == [
+        ("gate", ["xa", "b", "c", "xddd"]),
+        ("content", ["xa", "xddd"]),
+        ("watch", ["xa", "xddd"]),
+    ]
+    assert flat(scored) == [3.0, -3.0, -3.0, 5.0]
+    assert scored.verdicts[0][1].components == {"content": None, "gate": 0.0, "watch": None}
+    assert scored.verdicts[1][1].components == {"content": 4.0, "gate": 1.0, "watch": 9.0}
+    assert scored.metrics["rewards/gate/shut"] == 0.5
+    assert scored.metrics["rewards/gate/mean"] == 0.5
+    assert scored.metrics["rewards/content/mean"] == 3.0
+    assert scored.metrics["rewards/watch/mean"] == 9.0
+    assert "rewards/content/shut" not in scored.metrics
+    assert scored.extras["content_saw"] == ["XA", None, None, "XDDD"]
+    assert scored.extras["gate_saw"] == ["XA", "B", "C", "XDDD"]
+    assert scored.failures == {}
+
+
+def test_where_all_is_shut_the_others_are_not_asked_at_all() -> None:
+    asked = Asked()
+    scorer = Scorer(
+        [
+            asked.named("gate", starts_with_x, gate=1.0, weight=0.0),
+            asked.named("other", starts_with_x, gate=1.0, weight=0.0, closed=-1.0),
+            asked.named("content", lambda text: float(len(text))),
+        ]
+    )
+    scored = scorer(groups(["a", "b"]), 0)
+    assert asked.calls == [("gate", ["a", "b"]), ("other", ["a", "b"])]  # gates side by side
+    assert flat(scored) == [0.0, 0.0]
+    assert scored.metrics["rewards/gate/shut"] == scored.metrics["rewards/other/shut"] == 1.0
+    assert "rewards/content/mean" not in scored.metrics
+
+
+def test_a_gate_that_says_nothing_or_fails_is_open() -> None:
+    asked = Asked()
+
+    def unsure(text: str) -> Any:
+        return {"a": None, "b": float("nan")}.get(text, 0.0)
+
+    functions = [
+        asked.named("gate", unsure, gate=1.0, weight=0.0),
+        asked.named("content", lambda _: 2.0),
+    ]
+    scored = Scorer(functions, on_error="skip")(groups(["a", "b", "c"]), 0)
+    assert flat(scored) == [2.0, 2.0, 0.0]
+    assert asked.calls[1] == ("content", ["a", "b"])
+    assert scored.failures == {"gate": 1}
+    with pytest.raises(KeelError, match="reward 'gate' at step 4: sample 1"):
+        Scorer(functions)(groups(["a", "b", "c"]), 4)
+
+
+def test_normalisation_by_group_follows_the_prompts() -> None:
+    asked = Asked()
+    scorer = Scorer([asked.named("length", lambda t: float(len(t)), normalise="group")])
+    scored = scorer(groups(["a", "bb", "ccc"], ["aaaa", "aaaa"], ["bb"]), 0)
+    assert flat(scored) == pytest.approx([*standard([1, 2, 3]), 0.0, 0.0, 0.0], **ABOUT)
+    # What is logged, and kept of each completion, is what was said.
+    assert scored.verdicts[0][1].components == {"length": 2.0}
+    assert scored.metrics["rewards/length/mean"] == pytest.approx(16 / 6)
+
+
+def test_a_recipes_keys_reach_the_reward() -> None:
+    keys = {"clip": [-1.0, 2.0], "normalise": "batch", "gate": 0.5, "closed": -1.0, "weight": 3.0}
+    for function in ("exact_match", "tests.rewards.functions:by_length", "step_match", "task"):
+        from keel.rewards.surroundings import Surroundings
+
+        source = RewardSource.model_validate({"function": function, **keys})
+        made = load_reward(source, Surroundings(tokenizer=object()))
+        assert (made.clip, made.normalise, made.gate, made.closed, made.weight) == (
+            (-1.0, 2.0), "batch", 0.5, -1.0, 3.0,
+        )  # fmt: skip
+    assert load_reward(RewardSource(function="exact_match")).gate is None
+
+
+def test_closing_lets_go_of_what_rewards_hold() -> None:
+    class Holds:
+        open = True
+
+        def __call__(self, *, completions: list[str]) -> list[float]:
+            return [1.0] * len(completions)
+
+        def close(self) -> None:
+            self.open = False
+
+    holds = Holds()
+    scorer = Scorer([named_reward(holds), named_reward(lambda completions: [0.0], "plain")])
+    assert flat(scorer(groups(["a"]), 0)) == [1.0]
+    scorer.close()
+    assert not holds.open
+    Scorer().close()  # the task's own verdict holds nothing
+
+
+def test_no_completions_are_no_calls() -> None:
+    asked = Asked()
+    gate = asked.named("gate", starts_with_x, gate=1.0)
+    scored = Scorer([gate, asked.named("content", lambda _: 1.0)])([], 0)
+    assert scored.verdicts == ()
+    assert asked.calls == []
+    empty: tuple[Completion, ...] = ()
+    assert Scorer([gate])([Group(Prompt("p", "say"), empty)], 0).verdicts == ((),)
