@@ -37,7 +37,7 @@ def save_model(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.head.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=generator))
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
     model.save(folder)
     return model
 

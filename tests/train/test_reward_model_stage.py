@@ -262,7 +262,6 @@ def test_rows_that_are_too_long_are_left_out(tmp_path: Path) -> None:
     assert rows(folder)[0]["num_tokens"] == read
 
 
-@pytest.mark.xfail(strict=True, reason="Ready.left_out, Sides.overlap and .dropped are never told")
 def test_how_many_rows_were_left_out_is_told(tmp_path: Path) -> None:
     folder = train(recipe(pairs(tmp_path, max_tokens=12)), tmp_path / "run")
     long = sum(max(len(row["chosen"]), len(row["rejected"])) > 5 for row in ones(48, 1))

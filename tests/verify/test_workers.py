@@ -42,6 +42,7 @@ def test_answers_come_in_order(pool: Pool) -> None:
 def test_workers_stay_and_there_are_no_more_than_asked(pool: Pool) -> None:
     said = [pool.map([["print", "noise\n[true, 1]"]] * 6, LONG) for _ in range(2)]
     pids = {one.value for answers in said for one in answers}
+    assert len(pool._workers) == 2
     assert 1 <= len(pids) <= 2
     assert pids <= children()
 

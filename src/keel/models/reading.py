@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,12 +41,18 @@ class Reader:
 
     The answer stands behind the prompt as a policy would have written it, with an end-of-sequence
     token behind it, whether or not the policy came to write one; but one that fills the whole
-    `context` goes without.
+    `context` goes without. `template` are keywords for the chat template.
     """
 
-    def __init__(self, tokenizer: Any, context: int | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        context: int | None = None,
+        template: Mapping[str, Any] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.context = context
+        self._template = dict(template or {})
         self._prompts: dict[Any, tuple[int, ...]] = {}
 
     def answer(self, prompt: Content, completion: str, name: str) -> Answered:
@@ -86,7 +92,9 @@ class Reader:
         if key not in self._prompts:
             if len(self._prompts) >= 4096:
                 self._prompts.clear()
-            self._prompts[key] = encode(Prompt(name, content), self.tokenizer, {}).tokens
+            self._prompts[key] = encode(
+                Prompt(name, content), self.tokenizer, self._template
+            ).tokens
         return self._prompts[key]
 
     def _text(self, text: str, name: str) -> list[int]:

@@ -50,12 +50,12 @@ def judge_answers(work: Work, stage: RewardModelStage, progress: Progress) -> Pr
     judge = partial(model.judge, token_budget=stage.token_budget)
     if stage.learns == "pairs":
         pairs = _rows(work, stage, preferences.read_pairs, rows_sampled.pairs)
-        rows = _ready(pairs, pair_encoder(reader), stage, model.context)
+        rows = _ready(work, pairs, pair_encoder(reader), stage, model.context)
         learn = partial(reward_model.learn_pairs, model, stage)
         measure = partial(measure_pairs, judge=judge)
     else:
         labelled = _rows(work, stage, preferences.read_labelled, rows_sampled.labels)
-        rows = _ready(labelled, label_encoder(reader), stage, model.context)
+        rows = _ready(work, labelled, label_encoder(reader), stage, model.context)
         learn = partial(reward_model.learn_marks, model, stage.token_budget)
         measure = partial(measure_labels, judge=judge)
     return _judging(work, stage, model, rows, learn, measure, progress)
@@ -68,7 +68,7 @@ def judge_steps(work: Work, stage: ProcessRewardModelStage, progress: Progress) 
     make = rows_sampled.steps(stage.separator, lambda ids: decode(tokenizer, [ids])[0])
     stepwise = _rows(work, stage, preferences.read_steps, make)
     encode = step_encoder(Reader(model.tokenizer, model.context), stage.separator)
-    rows = _ready(stepwise, encode, stage, model.context)
+    rows = _ready(work, stepwise, encode, stage, model.context)
     judge = partial(model.judge, token_budget=stage.token_budget)
     learn = partial(reward_model.learn_marks, model, stage.token_budget)
     measure = partial(measure_steps, judge=judge, threshold=stage.threshold)
@@ -81,7 +81,8 @@ def prefer(work: Work, stage: DPOStage, progress: Progress) -> Progress:
     pairs = _rows(work, stage, preferences.read_pairs, rows_sampled.pairs)
     optimizer = AdamW(trainable(policy), stage.optimizer)
     reference = reference_for(policy, None if start is None else read_reference(start))
-    reader = Reader(policy.tokenizer, policy.context)
+    template = {} if stage.sampled is None else stage.sampled.prompts.chat_template
+    reader = Reader(policy.tokenizer, policy.context, template)
     if start is not None:
         restore_optimizers(start, {"optimizer": optimizer})
     parts = dpo.Preferring(
@@ -89,7 +90,7 @@ def prefer(work: Work, stage: DPOStage, progress: Progress) -> Progress:
         policy=policy,
         reference=reference,
         optimizer=optimizer,
-        rows=_ready(pairs, pair_encoder(reader), stage, policy.context),
+        rows=_ready(work, pairs, pair_encoder(reader), stage, policy.context),
         show=partial(
             draw,
             folder=work.session.folder.pictures,
@@ -156,18 +157,19 @@ def _base(work: Work, base: BaseModelChoice) -> Policy:
 def _rows(
     work: Work,
     stage: JudgingStage,
-    read: Callable[[PreferenceData], Sides[R]],
+    read: Callable[[PreferenceData, int], Sides[R]],
     make: rows_sampled.Make,
 ) -> Sides[R]:
     """The stage's rows: from its data, or sampled into the run folder and read from there."""
     if stage.data is not None:
-        return read(stage.data)
+        return read(stage.data, work.recipe.seed)
     folder = work.session.folder
     said = _sample(work, stage, make)
     if said:
         work.session.note(f"{stage.name}: {said}")
     train, held = folder.rows(stage.name, "train"), folder.rows(stage.name, "heldout")
-    return read(PreferenceData(name="jsonl", path=str(train), heldout_path=str(held), empty="keep"))
+    made = PreferenceData(name="jsonl", path=str(train), heldout_path=str(held), empty="keep")
+    return read(made, work.recipe.seed)
 
 
 def _sample(work: Work, stage: JudgingStage, make: rows_sampled.Make) -> str:
@@ -201,8 +203,22 @@ def _sample(work: Work, stage: JudgingStage, make: rows_sampled.Make) -> str:
 
 
 def _ready(
-    sides: Sides[R], encode: Callable[[R], Any], stage: JudgingStage, context: int | None
+    work: Work,
+    sides: Sides[R],
+    encode: Callable[[R], Any],
+    stage: JudgingStage,
+    context: int | None,
 ) -> Ready[Any]:
+    """The rows in tokens; what was left out on the way is noted where the stage begins."""
     limits = [limit for limit in (stage.max_tokens, context) if limit is not None]
     limit = min(limits) if limits else None
-    return ready(sides, encode, limit, stage.evaluation.rows, stage.name)
+    rows = ready(sides, encode, limit, stage.evaluation.rows, stage.name)
+    left = (
+        (rows.left_out, f"longer than {limit} tokens"),
+        (sides.overlap, "with a prompt or group that is also held out"),
+        (sides.dropped, "with an empty answer"),
+    )
+    said = [f"{n} {why}" for n, why in left if n]
+    if said and work.resume_from is None:
+        work.session.note(f"{stage.name}: rows left out: {', '.join(said)}")
+    return rows

@@ -101,7 +101,7 @@ def measure_steps(rows: Sequence[Marked], judge: Judge, threshold: float) -> Mea
 
 def first_under(logits: Sequence[float], threshold: float) -> int | None:
     """The first step whose probability σ(z) is under the threshold; None where there is none."""
-    return next((i for i, z in enumerate(logits) if 1 / (1 + np.exp(-z)) < threshold), None)
+    return next((i for i, z in enumerate(logits) if (1 + np.tanh(z / 2)) / 2 < threshold), None)
 
 
 def _first_wrong(labels: Sequence[float | None]) -> int | None:

@@ -112,7 +112,7 @@ def steps(separator: str, decode: Callable[[Sequence[int]], str]) -> Make:
             if verdict.steps:
                 texts, marks = _cut(completion, verdict, decode, group)
                 turned = [1 - m if rng.random() < choice.noise else m for m in marks]
-                texts = [text.removesuffix(separator) for text in texts]
+                texts[:-1] = [text.removesuffix(separator) for text in texts[:-1]]
                 rows[completion.text] = {
                     "prompt": _content(group),
                     "completions": texts,

@@ -28,6 +28,8 @@ def main() -> None:
     os.close(null)
     _confine(orders["uid"], orders["limits"])
     os.set_inheritable(orders["report"], False)
+    os.closerange(3, orders["report"])
+    os.closerange(orders["report"] + 1, 1024)
     os.write(orders["report"], (orders.pop("started") + "\n").encode())
     if "argv" in orders:
         os.execvp(orders["argv"][0], orders["argv"])

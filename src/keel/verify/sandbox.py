@@ -194,7 +194,12 @@ class Sandbox:
             walls += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         else:
             walls += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
-        made: set[Path] = set()
+        # These come first: an interpreter may lie in a folder under /tmp.
+        walls += ["--proc", "/proc", "--dev", "/dev"]
+        size = str(self.limits.disk_mb * 2**20)
+        for folder in ("/tmp", "/dev/shm"):
+            walls += ["--perms", "1777", "--size", size, "--tmpfs", folder]
+        made = {Path("/tmp"), Path("/dev")}
         for path in map(Path, (*PASSED_ON, *_interpreter())):
             if path.is_symlink():
                 walls += ["--symlink", os.readlink(path), str(path)]
@@ -205,10 +210,6 @@ class Sandbox:
                         made.add(parent)
                 walls += ["--ro-bind", str(path), str(path)]
                 made.add(path)
-        size = str(self.limits.disk_mb * 2**20)
-        walls += ["--proc", "/proc", "--dev", "/dev"]
-        for folder in ("/tmp", "/dev/shm"):
-            walls += ["--perms", "1777", "--size", size, "--tmpfs", folder]
         return [*walls, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 

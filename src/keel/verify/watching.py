@@ -49,13 +49,18 @@ class Pipes:
         return cls(*os.pipe(), *(os.pipe() if sandboxed else ()))
 
     def given(self) -> tuple[int, ...]:
-        """The ends that the process is given."""
-        return (self.report,) if self.told < 0 else (self.report, self.told)
+        """The ends that the process is given.
+
+        bubblewrap has the other end of its own pipe too: should this process end before it has
+        told, it would end of that, and leave behind a process that waits for it for good.
+        """
+        return (self.report,) if self.told < 0 else (self.report, self.told, self.listening)
 
     def give(self) -> None:
         """Close the ends that the process was given."""
-        for end in self.given():
-            os.close(end)
+        for end in (self.report, self.told):
+            if end >= 0:
+                os.close(end)
 
     def close(self) -> None:
         """Close the ends that were kept."""

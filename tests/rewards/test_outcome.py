@@ -1,0 +1,360 @@
+"""Scores of a learned outcome model as a reward: the model's own, in order, here or elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from keel.models.loading import quiet
+from keel.models.reading import Answered
+from keel.rewards import Scorer
+from keel.rewards.loading import NamedReward
+from keel.rewards.surroundings import Surroundings
+from keel.types import Group, KeelError
+from tests.house import ROOT
+from tests.rewards.learned import group, policy, reward, save_model, values
+from tests.verify.processes import eventually
+
+SAME = 1e-5
+"""Float32 in packed attention and in transformers' own."""
+TEXTS = ["2", "aa bb", "", "2", "12+12=24\nab", "0"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("outcome")
+    save_model(made, "outcome")
+    return made
+
+
+@pytest.fixture
+def around() -> Surroundings:
+    return Surroundings(tokenizer=policy().tokenizer)
+
+
+@pytest.fixture
+def two_groups(around: Surroundings) -> list[Group]:
+    return [
+        group(around.tokenizer, "1+1=", TEXTS),
+        group(around.tokenizer, "a:", ["2", "b"], "t/train/1"),
+    ]
+
+
+def outcome(folder: Path, around: Surroundings, **options: Any) -> NamedReward:
+    return reward("outcome", around, options={"model": str(folder), **options})
+
+
+def plain_scores(folder: Path, rows: list[tuple[str, str]]) -> list[float]:
+    """Prompt, answer and end of sequence through plain transformers, one by one."""
+    tokenizer = policy().tokenizer
+    with quiet():
+        model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    found = []
+    for prompt, text in rows:
+        ids = [*tokenizer(prompt + text)["input_ids"], tokenizer.eos_token_id]
+        with torch.no_grad():
+            found.append(model(input_ids=torch.tensor([ids])).logits.item())
+    return found
+
+
+def spied(named: NamedReward) -> list[list[Answered]]:
+    """What the model of a reward is asked to judge, call by call."""
+    judging: Any = named.function.judging  # type: ignore[union-attr]
+    real, seen = judging.model.judge, []
+
+    def judge(answers: list[Answered], budget: int) -> Any:
+        seen.append(list(answers))
+        return real(answers, budget)
+
+    judging.model.judge = judge
+    return seen
+
+
+def test_scores_are_those_of_plain_transformers_in_order(
+    folder: Path, around: Surroundings, two_groups: list[Group]
+) -> None:
+    expected = plain_scores(folder, [*(("1+1=", t) for t in TEXTS), ("a:", "2"), ("a:", "b")])
+    scored = Scorer([outcome(folder, around)])(two_groups, 0)
+    assert values(scored) == pytest.approx(expected, abs=SAME)
+    assert len({round(x, 3) for x in expected}) == 7  # only the two equal ones agree
+    assert scored.verdicts[0][0].components == {"outcome": values(scored)[0]}
+    assert scored.verdicts[0][0].steps == ()
+
+
+def test_equal_answers_to_equal_prompts_are_judged_once(
+    folder: Path, around: Surroundings, two_groups: list[Group]
+) -> None:
+    named = outcome(folder, around)
+    seen = spied(named)
+    scored = Scorer([named])(two_groups, 0)
+    (asked,) = seen
+    assert len(asked) == 7  # "2" came twice for one prompt, and once for another
+    lengths = [len(answer.tokens) for answer in asked]
+    assert lengths == sorted(lengths)
+    assert values(scored)[0] == values(scored)[3] != values(scored)[6]
+
+
+@pytest.mark.parametrize("budget", [1, 16, 40])
+def test_the_token_budget_bounds_a_pass_and_changes_nothing(
+    budget: int, folder: Path, around: Surroundings, two_groups: list[Group]
+) -> None:
+    named = outcome(folder, around, token_budget=budget)
+    model = named.function.judging.model.model  # type: ignore[union-attr]
+    passes: list[int] = []
+    model.base_model.register_forward_pre_hook(
+        lambda _, args, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    found = values(Scorer([named])(two_groups, 0))
+    assert found == pytest.approx(
+        values(Scorer([outcome(folder, around)])(two_groups, 0)), abs=SAME
+    )
+    assert sum(passes) == 6 + 10 + 5 + 16 + 6 + 4 + 4
+    assert len(passes) == {1: 7, 16: 4, 40: 2}[budget]
+    assert all(n <= budget for n in passes) or budget == 1
+
+
+def test_the_model_reads_with_its_own_tokenizer(folder: Path, around: Surroundings) -> None:
+    """A policy of bytes writes other tokens of the same text."""
+    bytewise = policy(tokenizer="bytes").tokenizer
+    found = values(Scorer([outcome(folder, around)])([group(bytewise, "1+1=", TEXTS)], 0))
+    assert found == pytest.approx(plain_scores(folder, [("1+1=", t) for t in TEXTS]), abs=SAME)
+
+
+def test_a_text_that_its_tokenizer_does_not_know_is_named(folder: Path) -> None:
+    bytewise = policy(tokenizer="bytes").tokenizer
+    named = outcome(folder, Surroundings(tokenizer=bytewise))
+    with pytest.raises(
+        KeelError, match=r"reward 'outcome' at step 3 .*answer of completion 1 holds 'ß'"
+    ):
+        Scorer([named])([group(bytewise, "1+1=", ["2", "ß"])], 3)
+
+
+def test_conversations_are_read_through_the_models_template(
+    tmp_path: Path, around: Surroundings
+) -> None:
+    model = save_model(tmp_path, "outcome")
+    model.tokenizer.chat_template = "{{ messages[0]['content'] }}="
+    model.tokenizer.save_pretrained(tmp_path)
+    turns = [{"role": "user", "content": "1+1"}]
+    scorer = Scorer([outcome(tmp_path, around)])
+    found = values(scorer([group(around.tokenizer, turns, ["2", "aa"])], 0))  # type: ignore[arg-type]
+    assert found == pytest.approx(plain_scores(tmp_path, [("1+1=", "2"), ("1+1=", "aa")]), abs=SAME)
+
+
+def test_an_answer_beyond_the_models_context_is_refused(
+    tmp_path: Path, around: Surroundings
+) -> None:
+    save_model(tmp_path, "outcome", context=16)
+    scorer = Scorer([outcome(tmp_path, around)])
+    fits, filled = "a" * 11, "a" * 12
+    assert None not in values(scorer([group(around.tokenizer, "1+1=", [fits, filled])], 0))
+    says = r"completion 1 is 18 tokens with its prompt.*context of 16: lower rollout.max_tokens"
+    with pytest.raises(KeelError, match=says):
+        scorer([group(around.tokenizer, "1+1=", [fits, "a" * 13])], 0)
+
+
+# ---------------------------------------------------------------- beside other rewards
+
+
+def test_a_gate_spares_the_model(folder: Path, around: Surroundings) -> None:
+    gate = reward(
+        "format_match", around, options={"regex": "^[0-9]+$"}, gate=1.0, closed=-7.0, weight=0.0
+    )
+    named = outcome(folder, around, token_budget=64)
+    seen = spied(named)
+    scorer = Scorer([named, gate])
+    scored = scorer([group(around.tokenizer, "1+1=", ["2", "a", "24", "b1"])], 0)
+    two, four = plain_scores(folder, [("1+1=", "2"), ("1+1=", "24")])
+    assert values(scored) == pytest.approx([two, -7.0, four, -7.0], abs=SAME)
+    assert [len(asked) for asked in seen] == [2]
+    assert scored.metrics["rewards/format_match/shut"] == 0.5
+    assert values(scorer([group(around.tokenizer, "1+1=", ["a", "b"])], 1)) == [-7.0, -7.0]
+    assert len(seen) == 1  # nothing open, nothing asked
+
+
+def test_normalised_scores_beside_a_rule(folder: Path, around: Surroundings) -> None:
+    named = reward("outcome", around, options={"model": str(folder)}, normalise="group", weight=0.5)
+    rule = reward("exact_match", around)
+    groups = [
+        group(around.tokenizer, "1+1=", ["2", "aa", "b"], answer="2"),
+        group(around.tokenizer, "a:", ["2", "b"], "t/train/1", answer="b"),
+    ]
+    raw = plain_scores(folder, [("1+1=", t) for t in ("2", "aa", "b")])
+    other = plain_scores(folder, [("a:", "2"), ("a:", "b")])
+    expected = []
+    for scores, right in ((raw, [1, 0, 0]), (other, [0, 1])):
+        x = torch.tensor(scores, dtype=torch.float64)
+        scaled = (x - x.mean()) / (x.std() + 1e-4)
+        expected += (0.5 * scaled + torch.tensor(right)).tolist()
+    # The scores' rounding is divided by their spread, some tenths here.
+    assert values(Scorer([named, rule])(groups, 0)) == pytest.approx(expected, abs=1e-3)
+
+
+# ---------------------------------------------------------------- which model
+
+
+def test_the_model_of_a_stage_before(folder: Path, two_groups: list[Group]) -> None:
+    around = Surroundings(tokenizer=policy().tokenizer, models={"judge": folder})
+    named = reward("outcome", around, options={"stage": "judge"})
+    expected = values(Scorer([outcome(folder, around)])(two_groups, 0))
+    assert values(Scorer([named])(two_groups, 0)) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "set exactly one of the options model .* and stage"),
+        ({"model": "x", "stage": "judge"}, "set exactly one of the options model .* and stage"),
+        ({"stage": "jugde"}, "stage = 'jugde': no stage .* of that name \\(those that do: judge"),
+        ({"stage": "judge"}, "stage 'judge' has not made its reward model yet: put it before"),
+        ({"model": "nowhere/at-all"}, "model.name = 'nowhere/at-all' is neither a folder here nor"),
+        ({"model": "x", "modle": "y"}, "unknown option 'modle'"),
+    ],
+)
+def test_wrong_models_are_named(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    around = Surroundings(tokenizer=policy().tokenizer, models={"judge": tmp_path / "later"})
+    with pytest.raises(KeelError, match=f"reward 'outcome': .*{says}"):
+        reward("outcome", around, options=options)
+
+
+def test_a_stage_without_models_to_choose_from_says_so() -> None:
+    with pytest.raises(KeelError, match=r"\(those that do: none\)"):
+        reward("outcome", Surroundings(), options={"stage": "judge"})
+
+
+def test_a_process_model_is_no_outcome_model(tmp_path: Path, around: Surroundings) -> None:
+    save_model(tmp_path, "process")
+    with pytest.raises(KeelError, match="2 labels, so it is not an outcome reward model"):
+        outcome(tmp_path, around)
+
+
+# ---------------------------------------------------------------- in a process of its own
+
+
+@pytest.fixture
+def elsewhere(folder: Path, around: Surroundings) -> Iterator[NamedReward]:
+    named = outcome(folder, around, process=True)
+    yield named
+    named.function.close()  # type: ignore[union-attr]
+
+
+def worker_of(named: NamedReward) -> int:
+    """The process that a reward started."""
+    (worker,) = named.function.judging.pool._workers  # type: ignore[union-attr]
+    return int(worker.process.pid)
+
+
+def lives(pid: int) -> bool:
+    """Whether there is such a process, which is no zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def address_space(pid: int) -> str:
+    """The soft limit of a process."""
+    for line in Path(f"/proc/{pid}/limits").read_text().splitlines():
+        if line.startswith("Max address space"):
+            return line.split()[3]
+    raise AssertionError("no such limit")
+
+
+def test_a_process_of_its_own_says_the_same_and_ends(
+    folder: Path, around: Surroundings, two_groups: list[Group], elsewhere: NamedReward
+) -> None:
+    assert not elsewhere.function.judging.pool._workers  # type: ignore[union-attr]
+    scorer = Scorer([elsewhere], timeout=600.0)
+    here = values(Scorer([outcome(folder, around)])(two_groups, 0))
+    assert values(scorer(two_groups, 0)) == pytest.approx(here, abs=SAME)
+    pid = worker_of(elsewhere)
+    turned = values(scorer(two_groups[::-1], 1))
+    assert turned == pytest.approx([*here[6:], *here[:6]], abs=SAME)
+    assert worker_of(elsewhere) == pid != os.getpid()  # and keeps the model
+    assert address_space(pid) == "unlimited"  # memory_mb is 0 unless given
+    assert lives(pid)
+    scorer.close()
+    assert eventually(lambda: not lives(pid))
+    with pytest.raises(KeelError, match="the pool of workers is closed"):
+        scorer(two_groups, 2)
+
+
+def test_what_goes_wrong_there_is_told_here(tmp_path: Path, around: Surroundings) -> None:
+    save_model(tmp_path, "process")
+    named = outcome(tmp_path, around, process=True, memory_mb=20_000)
+    scorer = Scorer([named], timeout=600.0)
+    groups = [group(around.tokenizer, "1+1=", ["2", "a"])]
+    with pytest.raises(KeelError, match="2 labels, so it is not an outcome reward model"):
+        scorer(groups, 0)
+    pid = worker_of(named)
+    assert address_space(pid) == "20000000000"
+    shutil.rmtree(tmp_path)
+    save_model(tmp_path, "outcome", context=16)
+    assert None not in values(scorer(groups, 1))
+    with pytest.raises(KeelError, match="completion 1 is 25 tokens with its prompt") as error:
+        scorer([group(around.tokenizer, "1+1=", ["2", "a" * 20])], 2)
+    assert "\n" not in str(error.value)
+    assert worker_of(named) == pid  # a refusal costs no process
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(KeelError, match=r"the process of reward model '.*': died: "):
+        scorer(groups, 3)
+    assert None not in values(scorer(groups, 4))  # in a new one
+    scorer.close()
+
+
+def test_one_that_takes_too_long_is_ended(
+    folder: Path, around: Surroundings, two_groups: list[Group]
+) -> None:
+    """Loading alone takes longer than a hundredth of a second."""
+    named = outcome(folder, around, process=True, timeout=0.01)
+    scorer = Scorer([named], timeout=600.0)
+    with pytest.raises(KeelError, match=r"the process of reward model '.*': timed out: "):
+        scorer(two_groups, 0)
+    assert not named.function.judging.pool._workers  # type: ignore[union-attr]
+    scorer.close()
+
+
+PARENT = """
+import sys, time
+from keel.rewards import Scorer
+from tests.rewards.learned import group, policy, reward, values
+from tests.rewards.test_outcome import worker_of
+from keel.rewards.surroundings import Surroundings
+
+if __name__ == "__main__":
+    around = Surroundings(tokenizer=policy().tokenizer)
+    named = reward("outcome", around, options={"model": sys.argv[1], "process": True})
+    Scorer([named], timeout=600.0)([group(around.tokenizer, "1+1=", ["2"])], 0)
+    print(worker_of(named), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_the_process_ends_with_its_parent_however_that_ends(folder: Path) -> None:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert parent.stdout is not None
+    try:
+        pid = int(parent.stdout.readline())
+        assert lives(pid)
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    assert eventually(lambda: not lives(pid))

@@ -1,0 +1,286 @@
+"""Judgements of single steps by a learned model: places, probabilities, aggregates, advantages."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForTokenClassification
+
+from keel.algorithms.presets import PRESETS
+from keel.learn.batch import from_groups
+from keel.learn.estimate import estimate, outcome
+from keel.models.loading import quiet
+from keel.rewards import Scorer
+from keel.rewards.loading import NamedReward
+from keel.rewards.process import _sigmoid
+from keel.rewards.step_texts import on_tokens
+from keel.rewards.surroundings import Surroundings
+from keel.types import Completion, Group, KeelError, Prompt
+from keel.verify.steps import aggregate, split_steps
+from tests.models.test_encode import tokenizer as words
+from tests.rewards.learned import completion, group, policy, reward, save_model, values
+
+SAME = 1e-5
+"""Float32 in packed attention and in transformers' own."""
+TEXTS = ["1+1\n=2\n2", "", "aa bb", "a\n\nb\n", "\n1+1\n=2"]
+STEPS = [["1+1\n", "=2\n", "2"], [], ["aa bb"], ["a\n\n", "b\n"], ["\n1+1\n", "=2"]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("process")
+    save_model(made, "process")
+    return made
+
+
+@pytest.fixture
+def around() -> Surroundings:
+    return Surroundings(tokenizer=policy().tokenizer)
+
+
+def process(folder: Path, around: Surroundings, **options: Any) -> NamedReward:
+    return reward("process", around, options={"model": str(folder), **options})
+
+
+def plain_steps(folder: Path, prompt: str, steps: list[str]) -> list[float]:
+    """P(right) at the last token of each step by plain transformers; the last is the end."""
+    tokenizer = policy().tokenizer
+    with quiet():
+        model = AutoModelForTokenClassification.from_pretrained(folder).eval()
+    ids = tokenizer(prompt)["input_ids"]
+    ends = []
+    for step in steps:
+        ids = [*ids, *tokenizer(step)["input_ids"]]
+        ends.append(len(ids) - 1)
+    ids.append(tokenizer.eos_token_id)
+    ends[-1] += 1
+    with torch.no_grad():
+        right = model(input_ids=torch.tensor([ids])).logits[0].softmax(-1)[:, 1]
+    return [float(right[end]) for end in ends]
+
+
+def test_each_step_gets_its_probability_where_it_ends(folder: Path, around: Surroundings) -> None:
+    scored = Scorer([process(folder, around)])([group(around.tokenizer, "1+1=", TEXTS)], 0)
+    # Of letters, and an end of sequence: "1+1\n=2\n2" is nine tokens.
+    ends = [[3, 6, 8], [0], [5], [2, 5], [4, 7]]
+    for verdict, steps, places in zip(scored.verdicts[0], STEPS, ends, strict=True):
+        assert [step.end for step in verdict.steps] == places
+        right = plain_steps(folder, "1+1=", steps) if steps else [0.0]
+        assert [step.reward for step in verdict.steps] == pytest.approx(right, abs=SAME)
+        assert verdict.reward == pytest.approx(sum(right), abs=SAME)
+    spread = [step.reward for verdict in scored.verdicts[0] for step in verdict.steps]
+    assert len({round(x, 3) for x in spread}) == 9  # the model tells all of them apart
+
+
+@pytest.mark.parametrize("how", ["min", "last", "product", "mean"])
+def test_an_aggregate_is_one_number(how: Any, folder: Path, around: Surroundings) -> None:
+    named = process(folder, Surroundings(), aggregate=how)  # no tokens of a policy needed
+    scored = Scorer([named])([group(around.tokenizer, "1+1=", TEXTS)], 0)
+    expected = [aggregate(plain_steps(folder, "1+1=", s), how) if s else 0.0 for s in STEPS]
+    assert values(scored) == pytest.approx(expected, abs=SAME)
+    assert all(verdict.steps == () for verdict in scored.verdicts[0])
+
+
+def test_the_policys_tokens_need_not_be_the_models(folder: Path) -> None:
+    """Steps end where the policy's tokens do: here bytes, with no end of sequence behind."""
+    bytewise = policy(tokenizer="bytes").tokenizer
+    named = process(folder, Surroundings(tokenizer=bytewise))
+    made = Group(Prompt("p", "1+1="), (completion(bytewise, "1+1\n=2\n2", end=False),))
+    (verdict,) = Scorer([named])([made], 0).verdicts[0]
+    assert [step.end for step in verdict.steps] == [3, 6, 7]
+    assert [step.reward for step in verdict.steps] == pytest.approx(
+        plain_steps(folder, "1+1=", STEPS[0]), abs=SAME
+    )
+
+
+def test_another_separator(folder: Path, around: Surroundings) -> None:
+    named = process(folder, around, separator=";")
+    (verdict,) = Scorer([named])([group(around.tokenizer, "1+1=", ["1\n;2;3"])], 0).verdicts[0]
+    assert [step.end for step in verdict.steps] == [2, 4, 6]
+    assert [step.reward for step in verdict.steps] == pytest.approx(
+        plain_steps(folder, "1+1=", ["1\n;", "2;", "3"]), abs=SAME
+    )
+
+
+def test_equal_answers_are_judged_once(folder: Path, around: Surroundings) -> None:
+    named = process(folder, around)
+    judging: Any = named.function.judging  # type: ignore[union-attr]
+    real, sizes = judging.model.judge, []
+    judging.model.judge = lambda answers, budget: (
+        sizes.append(sum(len(a.tokens) for a in answers)) or real(answers, budget)  # type: ignore[func-returns-value]
+    )
+    made = [group(around.tokenizer, "1+1=", ["a\nb", "2", "a\nb"])]
+    first, _, third = Scorer([named])(made, 0).verdicts[0]
+    assert sizes == [8 + 6]
+    assert first.steps == third.steps
+
+
+def test_a_process_of_its_own_says_the_same(folder: Path, around: Surroundings) -> None:
+    groups = [group(around.tokenizer, "1+1=", TEXTS)]
+    here = Scorer([process(folder, around)])(groups, 0)
+    scorer = Scorer([process(folder, around, process=True)], timeout=600.0)
+    there = scorer(groups, 0)
+    scorer.close()
+    for one, other in zip(here.verdicts[0], there.verdicts[0], strict=True):
+        assert [step.end for step in one.steps] == [step.end for step in other.steps]
+        assert [step.reward for step in one.steps] == pytest.approx(
+            [step.reward for step in other.steps], abs=SAME
+        )
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_an_unknown_aggregate_and_a_missing_policy(folder: Path, around: Surroundings) -> None:
+    says = "reward 'process': aggregate = 'max': give steps, min, last, product, mean"
+    with pytest.raises(KeelError, match=says):
+        process(folder, around, aggregate="max")
+    with pytest.raises(KeelError, match="no policy whose tokens these would be"):
+        process(folder, Surroundings())
+    with pytest.raises(KeelError, match='separator = "" divides nothing'):
+        Scorer([process(folder, around, separator="")])([group(around.tokenizer, "1+1=", ["2"])], 0)
+
+
+def test_steps_are_not_normalised_here(folder: Path, around: Surroundings) -> None:
+    named = reward("process", around, options={"model": str(folder)}, normalise="group")
+    with pytest.raises(KeelError, match="process_group_relative normalises steps itself"):
+        Scorer([named])([group(around.tokenizer, "1+1=", TEXTS)], 0)
+    # One number an answer may be.
+    options = {"model": str(folder), "aggregate": "min"}
+    named = reward("process", around, options=options, normalise="group")
+    scored = values(Scorer([named])([group(around.tokenizer, "1+1=", TEXTS)], 0))
+    assert sum(x for x in scored if x is not None) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_an_outcome_model_is_no_process_model(tmp_path: Path, around: Surroundings) -> None:
+    save_model(tmp_path, "outcome")
+    with pytest.raises(KeelError, match=r"reward 'process': .*a process reward model"):
+        process(tmp_path, around)
+
+
+# ---------------------------------------------------------------- places
+
+
+def test_steps_on_tokens() -> None:
+    letters = policy().tokenizer
+    ids = letters("a\n\nb\n")["input_ids"]
+    assert on_tokens(letters, [*ids, 1], "a\n\nb\n", "\n", [0.25, 0.75]) == [(2, 0.25), (5, 0.75)]
+    assert on_tokens(letters, ids, "a\n\nb\n", "\n", [0.25, 0.75]) == [(2, 0.25), (4, 0.75)]
+    assert on_tokens(letters, [1], "", "\n", []) == [(0, 0.0)]
+
+
+def test_two_steps_in_one_token_are_refused() -> None:
+    """Tokens here are words, and the blank before a word comes with the word."""
+    made = words()
+    text = "hi you slow hi"
+    assert on_tokens(made, [7, 8, 9, 7], text, "you ", [0.5, 0.75]) == [(2, 0.5), (3, 0.75)]
+    with pytest.raises(KeelError, match=r"two steps of 'hi you slow hi' end in one token.*'slow '"):
+        on_tokens(made, [7, 8, 9, 7], text, "slow ", [0.5, 0.75])
+
+
+@pytest.mark.parametrize("z", [0.0, 1.5, -1.5, 800.0, -800.0])
+def test_a_sigmoid_of_any_size(z: float) -> None:
+    expected = 0.0 if z < -700 else 1 / (1 + math.exp(-z))
+    # Two ways of writing it differ in the last bit.
+    assert _sigmoid(z) == pytest.approx(expected, rel=1e-15)
+
+
+# ---------------------------------------------------------------- into advantages
+
+
+def with_tool_output(tokenizer: Any, before: str, tool: str, after: str) -> Completion:
+    """An answer with something in the middle that the policy did not write."""
+    made = completion(tokenizer, before + tool + after)
+    written = np.ones(len(made), dtype=np.bool_)
+    written[len(before) : len(before) + len(tool)] = False
+    return Completion(
+        tokens=made.tokens,
+        log_probs=np.where(written, np.float32(-1.0), np.float32(0.0)),
+        written=written,
+        finish=made.finish,
+        text=made.text,
+    )
+
+
+def test_verdicts_become_the_advantages_of_process_supervision(
+    folder: Path, around: Surroundings
+) -> None:
+    """arXiv:2402.03300 §4.1.3 by hand: steps normalised in their group, summed to go."""
+    letters = around.tokenizer
+    one = group(letters, "1+1=", ["1\n2", "a\n=b\n0", ""])
+    tool = with_tool_output(letters, "a\n", "12", "b")
+    two = Group(Prompt("t/train/1", "b:", {}, "t"), (tool, completion(letters, "9", end=False)))
+    groups = [
+        Group(Prompt(g.prompt.id, g.prompt.content, {}, "t", (5, 6)), g.completions)
+        for g in (one, two)
+    ]
+    scored = Scorer([process(folder, around)])(groups, 0)
+    judged = outcome(groups, scored.verdicts, None, torch.float64)
+    assert judged.step_end_K is not None
+    assert judged.step_sequence_K is not None
+    # The tool's two tokens are none of the policy's: "a\n12b" and its end are four written ones.
+    assert judged.step_end_K.tolist() == [1, 3, 1, 4, 6, 0, 1, 3, 0]
+    assert judged.step_sequence_K.tolist() == [0, 0, 1, 1, 1, 2, 3, 3, 4]
+    row = PRESETS["grpo_process"].row.model_copy(update={"divergence": None})
+    found = estimate(row, from_groups(groups), judged, 0.0).advantage_N
+    assert found is not None
+    expected: list[float] = []
+    for verdicts, sizes in zip(scored.verdicts, ((4, 7, 1), (4, 1)), strict=True):
+        steps = [step.reward for verdict in verdicts for step in verdict.steps]
+        mean, spread = float(np.mean(steps)), float(np.std(steps, ddof=1))
+        for verdict, size in zip(verdicts, sizes, strict=True):
+            ends = [step.end - 2 * (size == 4 and step.end > 2 and sizes == (4, 1))
+                    for step in verdict.steps]  # fmt: skip
+            expected += [
+                sum(
+                    (step.reward - mean) / (spread + row.advantage.epsilon)  # type: ignore[union-attr]
+                    for step, end in zip(verdict.steps, ends, strict=True)
+                    if end >= t
+                )
+                for t in range(size)
+            ]
+    assert found.tolist() == pytest.approx(expected, abs=1e-6)
+    assert max(abs(x) for x in expected) > 0.5
+
+
+def test_an_outcome_beside_the_steps_ends_with_the_answer(
+    folder: Path, around: Surroundings
+) -> None:
+    letters = around.tokenizer
+    groups = [group(letters, "1+1=", ["1\n2", "a\nb"], answer="1\n2")]
+    rule = reward("exact_match", around, weight=2.0)
+    half = reward("process", around, options={"model": str(folder)}, weight=0.5)
+    scored = Scorer([half, rule])(groups, 0)
+    judged = outcome(groups, scored.verdicts, None, torch.float64)
+    rows = zip(
+        judged.step_sequence_K.tolist(),  # type: ignore[union-attr]
+        judged.step_end_K.tolist(),  # type: ignore[union-attr]
+        judged.step_reward_K.tolist(),  # type: ignore[union-attr]
+        strict=True,
+    )
+    first = plain_steps(folder, "1+1=", ["1\n", "2"])
+    second = plain_steps(folder, "1+1=", ["a\n", "b"])
+    expected = [
+        (0, 1, first[0] / 2), (0, 3, first[1] / 2), (0, 3, 2.0),
+        (1, 1, second[0] / 2), (1, 3, second[1] / 2),
+    ]  # fmt: skip
+    found = sorted(rows)
+    assert [row[:2] for row in found] == [row[:2] for row in expected]
+    assert [row[2] for row in found] == pytest.approx([row[2] for row in expected], abs=SAME)
+    assert values(scored) == pytest.approx([sum(first) / 2 + 2.0, sum(second) / 2], abs=SAME)
+
+
+def test_steps_of_a_text_and_steps_of_its_tokens_are_the_same_steps(
+    folder: Path, around: Surroundings
+) -> None:
+    made = [group(around.tokenizer, "1+1=", ["a\n\n\nb\n12\n", "\n\n", " \n1", "2\n \n"])]
+    for verdict, one in zip(
+        Scorer([process(folder, around)])(made, 0).verdicts[0], made[0].completions, strict=True
+    ):
+        ends = [b for _, b in split_steps(one.text, "\n")]
+        assert [step.end for step in verdict.steps] == [*(b - 1 for b in ends[:-1]), len(one) - 1]

@@ -1,0 +1,92 @@
+"""The rule that judges step by step against the gold answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from keel.rewards import Scorer
+from keel.rewards.surroundings import Surroundings
+from keel.types import KeelError
+from tests.rewards.learned import group, policy, reward, values
+
+LETTERS = policy().tokenizer
+GOLD = "1+1\n=2\n2"
+
+
+def marks(text: str, gold: str | None = GOLD, **options: Any) -> Any:
+    """Each step's (index of its last token, reward); None where nothing is said."""
+    named = reward("step_match", Surroundings(tokenizer=LETTERS), options=options)
+    (verdict,) = Scorer([named])([group(LETTERS, "a:", [text], answer=gold)], 0).verdicts[0]
+    if verdict.reward is None:
+        return None
+    assert verdict.reward == sum(step.reward for step in verdict.steps)
+    return [(step.end, step.reward) for step in verdict.steps]
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "loose"),
+    [
+        ("1+1\n=2\n2", [1, 1, 1], [1, 1, 1]),
+        (" 1+1 \n=2\n\n2\n", [1, 1, 1], [1, 1, 1]),  # blanks and blank lines do not count
+        ("1+1\n=3\n2", [1, 0, 0], [1, 0, 1]),
+        ("1+2\n=2\n2", [0, 0, 0], [0, 1, 1]),
+        # One that stops short is wrong at its end.
+        ("1+1\n=2", [1, 0], [1, 0]),
+        ("1+1", [0], [0]),
+        # What goes on is wrong from there.
+        ("1+1\n=2\n2\n2", [1, 1, 1, 0], [1, 1, 1, 0]),
+        # A step in another's place is wrong.
+        ("=2\n1+1\n2", [0, 0, 0], [0, 0, 1]),
+        ("", [0], [0]),
+    ],
+)
+def test_marks(text: str, strict: list[int], loose: list[int]) -> None:
+    assert [reward for _, reward in marks(text)] == strict
+    assert [reward for _, reward in marks(text, strict=False)] == loose
+
+
+def test_marks_stand_at_the_tokens_that_close_the_steps() -> None:
+    assert marks("1+1\n=2\n2") == [(3, 1.0), (6, 1.0), (8, 1.0)]
+    assert marks("1+1\n\n=3") == [(4, 1.0), (7, 0.0)]
+    assert marks("") == [(0, 0.0)]
+
+
+def test_another_separator() -> None:
+    assert marks("a;b", "a;b", separator=";") == [(1, 1.0), (3, 1.0)]
+    assert marks("a\n;b", "a; b", separator=";") == [(2, 1.0), (4, 1.0)]
+    assert marks("a\nb", "a;b", separator=";") == [(3, 0.0)]
+
+
+def test_without_a_gold_answer_nothing_is_said() -> None:
+    assert marks("1", None) is None
+
+
+def test_an_empty_gold_answer_has_no_right_step() -> None:
+    assert marks("1\n2", "") == [(1, 0.0), (3, 0.0)]
+
+
+def test_a_gold_answer_may_be_a_number() -> None:
+    named = reward("step_match", Surroundings(tokenizer=LETTERS))
+    made = group(LETTERS, "a:", ["12", "1", ""], answer=12)
+    assert values(Scorer([named])([made], 0)) == [1.0, 0.0, 0.0]
+
+
+def test_answers_of_several_prompts_keep_their_order() -> None:
+    named = reward("step_match", Surroundings(tokenizer=LETTERS), weight=2.0)
+    groups = [
+        group(LETTERS, "a:", ["1\n2", "1\n3"], answer="1\n2"),
+        group(LETTERS, "b:", ["1\n3"], "t/train/1", answer="1\n3"),
+    ]
+    scored = Scorer([named])(groups, 0)
+    assert values(scored) == [4.0, 2.0, 4.0]
+    assert scored.metrics["rewards/step_match/mean"] == pytest.approx(5 / 3)
+
+
+def test_it_needs_a_column_and_a_policy() -> None:
+    named = reward("step_match", Surroundings(tokenizer=LETTERS))
+    with pytest.raises(KeelError, match="reward 'step_match' needs the column 'answer'"):
+        Scorer([named])([group(LETTERS, "a:", ["1"])], 0)
+    with pytest.raises(KeelError, match="no policy whose tokens these would be"):
+        reward("step_match", Surroundings())
