@@ -20,7 +20,8 @@ class PreferenceData(Row):
     """Data file (or split) of the held-out side; without it a share is split off by content."""
     heldout_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
     group: str | None = None
-    """Column whose equal values stay on one side; the prompt unless set."""
+    """Column whose equal values stay on one side, and are one cluster in an interval; the prompt
+    unless set."""
     columns: dict[str, str] = Field(default_factory=dict)
     """The file's own names of columns, as in {prompt = "question"}."""
     empty: Literal["refuse", "drop", "keep"] = "refuse"

@@ -199,3 +199,16 @@ class Recipe(Row):
             if names.count(name) > 1:
                 raise ValueError(f'two stages are named "{name}": give each a name of its own')
         return self
+
+    @model_validator(mode="after")
+    def _bases_exist(self) -> Recipe:
+        """A reward model learns on only where a stage before has made one of its kind."""
+        for at, stage in enumerate(self.stages):
+            if isinstance(stage, RewardModelStage | ProcessRewardModelStage) and stage.base.stage:
+                before = [other.name for other in self.stages[:at] if type(other) is type(stage)]
+                if stage.base.stage not in before:
+                    raise ValueError(
+                        f'{stage.name}.base.stage = "{stage.base.stage}" is no {stage.stage} stage '
+                        f"before this one ({', '.join(before) or 'there is none'})"
+                    )
+        return self

@@ -145,11 +145,23 @@ def reward_model_from(
         nn.init.zeros_(parameter)
     model = model.to(policy.device)
     prepare_backbone(model, policy.autocast)
-    if adapter is not None:
-        lora.add_lora(model, adapter, seed, output=head)
-        head.requires_grad_(True)
+    _add_adapter(model, adapter, seed)
     policy.set_checkpointing(model)
     return RewardModel(model, policy.tokenizer, kind, autocast=policy.autocast)
+
+
+def continued_reward_model(
+    spec: Model, kind: Kind, policy: Policy, seed: int, adapter: Lora | None = None
+) -> RewardModel:
+    """A reward model as it was saved, head and all, to learn on beside a policy.
+
+    Raises KeelError as `load_reward_model` does.
+    """
+    found = load_reward_model(spec, kind)
+    found.model.requires_grad_(True).to(policy.device)
+    _add_adapter(found.model, adapter, seed)
+    policy.set_checkpointing(found.model)
+    return found
 
 
 def load_reward_model(spec: Model, kind: Kind) -> RewardModel:
@@ -177,6 +189,13 @@ def head_of_classifier(model: PreTrainedModel) -> nn.Linear:
         if isinstance(module, nn.Linear) and module is not backbone:
             return module
     raise KeelError(f"{type(model).__name__} has no linear classification layer: choose another")
+
+
+def _add_adapter(model: PreTrainedModel, adapter: Lora | None, seed: int) -> None:
+    if adapter is not None:
+        head = head_of_classifier(model)
+        lora.add_lora(model, adapter, seed, output=head)
+        head.requires_grad_(True)
 
 
 def _classifier_config(policy: Policy, kind: Kind) -> PreTrainedConfig:

@@ -1,7 +1,8 @@
 """The rows that reward models learn from. Torch-free.
 
 Named as TRL names its columns: `prompt/chosen/rejected`, `prompt/completion/label`,
-`prompt/completions/labels`.
+`prompt/completions/labels`. Rows with the same `group` hang together, by a column that the data
+names; where it names none (None), rows of one prompt do.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Preference:
     rejected: str
     probability: float = 1.0
     margin: float = 0.0
+    group: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Labelled:
     prompt: Content
     completion: str
     label: float
+    group: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class Stepwise:
     prompt: Content
     steps: tuple[str, ...]
     labels: tuple[float | None, ...]
+    group: str | None = None
 
     @property
     def first_error(self) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -93,7 +93,12 @@ class _Reader(Generic[T]):
             item = self.make(fields, _id(fields, f"{name}/{number}"))
             if self._is_kept(item, fields):
                 prompt = position(item.prompt)
-                found.append(_Placed(item, prompt, self._group(fields, prompt)))
+                group = self._group(fields)
+                if group is None:
+                    found.append(_Placed(item, prompt, prompt))
+                else:
+                    item = replace(item, group=group)
+                    found.append(_Placed(item, prompt, position(group)))
         if not found:
             raise KeelError(f"{name}: no rows are left: every one has an empty answer")
         return found
@@ -108,13 +113,13 @@ class _Reader(Generic[T]):
             raise fields.wrong(name, mend)
         return False
 
-    def _group(self, fields: Fields, prompt: float) -> float:
+    def _group(self, fields: Fields) -> str | None:
         if self.source.group is None:
-            return prompt
+            return None
         value = fields.value(self.source.group)
         if value is None:
             raise fields.wrong(self.source.group, "the group is empty: name the row's group")
-        return position(json.dumps(value, sort_keys=True, default=str))
+        return json.dumps(value, sort_keys=True, default=str)
 
     def _check_names(self, table: Table) -> None:
         """A mistaken name for a column that may be absent would otherwise pass in silence."""

@@ -14,6 +14,7 @@ from keel.config.judging import (
     ProcessRewardModelStage,
     RewardModelStage,
 )
+from keel.config.model import Model
 from keel.config.preference_data import PreferenceData
 from keel.config.schema import Rollout
 from keel.config.seeds import derive
@@ -23,7 +24,7 @@ from keel.models.encode import decode
 from keel.models.policy import Policy, load_policy
 from keel.models.reading import Reader
 from keel.models.reference import reference_for
-from keel.models.reward import Kind, RewardModel, reward_model_from
+from keel.models.reward import Kind, RewardModel, continued_reward_model, reward_model_from
 from keel.preferences.schema import Labelled, Preference, Stepwise
 from keel.runs import checkpoint
 from keel.tasks import preferences
@@ -143,15 +144,23 @@ def _judging(
 
 def _new_model(work: Work, base: BaseModelChoice, kind: Kind, stage: str) -> RewardModel:
     seed = derive(work.recipe.seed, stage, "model")
-    return reward_model_from(_base(work, base), kind, seed, base.lora)
+    if base.stage is None:
+        return reward_model_from(_base(work, base), kind, seed, base.lora)
+    before = _named(work, str(work.session.folder.model(base.stage)))
+    return continued_reward_model(before, kind, work.policy, seed, base.lora)
 
 
 def _base(work: Work, base: BaseModelChoice) -> Policy:
     """The language model that a reward model starts from."""
     if base.name is None:
         return work.policy
-    own = {"name": base.name, "build": None, "revision": None, "lora": None}
-    return load_policy(work.recipe.model.model_copy(update=own), work.recipe.seed)
+    return load_policy(_named(work, base.name), work.recipe.seed)
+
+
+def _named(work: Work, name: str) -> Model:
+    """The recipe's model settings with another model in them."""
+    own = {"name": name, "build": None, "revision": None, "lora": None}
+    return work.recipe.model.model_copy(update=own)
 
 
 def _rows(

@@ -12,12 +12,12 @@ import numpy as np
 from keel.models.reading import Answered, Reader, joined
 from keel.preferences.schema import Labelled, Preference, Stepwise
 from keel.tasks.split import Sides
-from keel.types import Content, KeelError
+from keel.types import KeelError
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers to one prompt, in tokens. `cluster` is the same for rows of one prompt."""
+    """Two answers to one prompt, in tokens. `cluster` is the same for rows that hang together."""
 
     chosen: Answered
     rejected: Answered
@@ -91,7 +91,7 @@ def pair_encoder(reader: Reader) -> Callable[[Preference], Pair]:
             reader.answer(row.prompt, row.rejected, row.id),
             row.probability,
             row.margin,
-            cluster_of(row.prompt),
+            cluster_of(row),
         )
 
     return encode
@@ -102,7 +102,7 @@ def label_encoder(reader: Reader) -> Callable[[Labelled], Marked]:
 
     def encode(row: Labelled) -> Marked:
         answer = reader.answer(row.prompt, row.completion, row.id)
-        return Marked(answer, (row.label,), cluster_of(row.prompt))
+        return Marked(answer, (row.label,), cluster_of(row))
 
     return encode
 
@@ -112,13 +112,16 @@ def step_encoder(reader: Reader, separator: str) -> Callable[[Stepwise], Marked]
 
     def encode(row: Stepwise) -> Marked:
         answer = reader.steps(row.prompt, joined(row.steps, separator), row.id)
-        return Marked(answer, row.labels, cluster_of(row.prompt))
+        return Marked(answer, row.labels, cluster_of(row))
 
     return encode
 
 
-def cluster_of(prompt: Content) -> str:
-    """What rows of one prompt have in common."""
+def cluster_of(row: Preference | Labelled | Stepwise) -> str:
+    """What rows that hang together have in common: their group, or else their prompt."""
+    if row.group is not None:
+        return row.group
+    prompt = row.prompt
     return prompt if isinstance(prompt, str) else json.dumps(list(prompt), sort_keys=True)
 
 
