@@ -2,6 +2,7 @@
 
     python benchmarks/quickstart.py                          # GRPO, PPO, GSPO, wrong-sign twin
     python benchmarks/quickstart.py --preset dapo --seeds 0  # any preset on the same task
+    python benchmarks/quickstart.py --preset rm-ppo --preset rm-grpo --preset rm-process
 
 Each run is a whole `keel train` in a process of its own, one after the other.
 """
@@ -20,6 +21,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TWIN = "twin"
+LEARNED_REWARD: dict[str, list[str]] = {
+    "rm-ppo": ["reward-model-quickstart"],
+    "rm-grpo": ["reward-model-quickstart-grpo"],
+    "rm-process": ["reward-model-quickstart-process"],
+}
 CASES: dict[str, list[str]] = {
     "grpo": ["quickstart"],
     "ppo": ["quickstart-ppo"],
@@ -34,7 +40,7 @@ CASES: dict[str, list[str]] = {
 
 def run_case(name: str, seed: int, folder: Path, extra: list[str]) -> dict[str, Any]:
     """One run: accuracy before and after on the held-out side, and seconds of wall time."""
-    words = CASES.get(name, ["quickstart", f"algorithm.preset={name}"])
+    words = {**CASES, **LEARNED_REWARD}.get(name, ["quickstart", f"algorithm.preset={name}"])
     target = folder / f"{name}-{seed}"
     command = [sys.executable, "-m", "keel", "train", *words, f"seed={seed}", *extra]
     start = time.perf_counter()

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.insight.overoptimisation import OverOptimisation, distance, fit_overoptimisation
+from keel.insight.overoptimisation import (
+    OverOptimisation,
+    distance,
+    fit_overoptimisation,
+    optimisation_of,
+)
 
 
 def law(d: float, start: float, alpha: float, beta: float) -> float:
@@ -96,3 +101,19 @@ def test_nonsense_is_refused() -> None:
 
 def test_distance_is_the_root_of_kl() -> None:
     assert distance([0, 4, 2.25, -0.01]).tolist() == [0, 2, 1.5, 0]
+
+
+def test_a_run_becomes_points() -> None:
+    """Two proxies by their weights; a row that lacks one of the values is no point."""
+    rows: list[dict[str, float]] = [
+        {"kl/sequence": 0.0, "rewards/a/mean": 1.0, "rewards/b/mean": 3.0, "rewards/g/mean": 0.5},
+        {"kl/sequence": 1.0, "rewards/a/mean": 2.0, "rewards/g/mean": 0.6},
+        {"kl/sequence": 4.0, "rewards/a/mean": 2.0, "rewards/b/mean": 5.0, "rewards/g/mean": 0.7},
+    ]
+    found = optimisation_of(rows, {"a": 2.0, "b": 0.5}, "g", "name")
+    assert found is not None
+    assert found.label == "name"
+    assert found.divergence_P.tolist() == [0.0, 4.0]
+    assert found.proxy_P.tolist() == [3.5, 6.5]
+    assert found.gold_P.tolist() == [0.5, 0.7]
+    assert optimisation_of(rows, {"absent": 1.0}, "g", "name") is None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +43,42 @@ class OverOptimisation:
     def as_dict(self) -> dict[str, float | int | None]:
         names = ("start", "alpha", "beta", "error", "n", "peak")
         return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Optimisation:
+    """One run against a proxy: its points in order of training.
+
+    `divergence` is KL(π‖π_ref) in nats, the mean over sequences of the summed divergence.
+    """
+
+    label: str
+    divergence_P: Array
+    proxy_P: Array
+    gold_P: Array
+
+    def __post_init__(self) -> None:
+        for name in ("proxy_P", "gold_P"):
+            found, wanted = len(getattr(self, name)), len(self.divergence_P)
+            if found != wanted:
+                raise ValueError(f"{name} has {found} entries for {wanted} divergences")
+
+
+def optimisation_of(
+    rows: Sequence[Mapping[str, Any]], proxies: Mapping[str, float], gold: str, label: str
+) -> Optimisation | None:
+    """A stage of reinforcement learning (its metrics.jsonl rows) as points of the picture.
+
+    `proxies` are the rewards that were learned from, with their weights; `gold` is the one that
+    watched. None where no row has all of them and the divergence to the reference.
+    """
+    names = ("kl/sequence", f"rewards/{gold}/mean", *(f"rewards/{name}/mean" for name in proxies))
+    kept = [row for row in rows if all(row.get(name) is not None for name in names)]
+    if not kept:
+        return None
+    values_NP = np.array([[row[name] for row in kept] for name in names], dtype=np.float64)
+    weight_N = np.array(list(proxies.values()), dtype=np.float64)
+    return Optimisation(label, values_NP[0], weight_N @ values_NP[2:], values_NP[1])
 
 
 def distance(divergence_P: npt.ArrayLike) -> Array:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from keel.insight.calibration import LabelReport, PairReport
-from keel.insight.overoptimisation import distance, fit_overoptimisation
+from keel.insight.overoptimisation import Optimisation, distance, fit_overoptimisation
 from keel.insight.plots import COLOURS, FAINT, INK, MARKERS, _figure, _titles, smooth
 from keel.insight.statistics import Array
 
@@ -18,25 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PERCENT = ([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Optimisation:
-    """One run against a proxy: its points in order of training.
-
-    `divergence` is KL(π‖π_ref) in nats, the mean over sequences of the summed divergence.
-    """
-
-    label: str
-    divergence_P: Array
-    proxy_P: Array
-    gold_P: Array
-
-    def __post_init__(self) -> None:
-        for name in ("proxy_P", "gold_P"):
-            found, wanted = len(getattr(self, name)), len(self.divergence_P)
-            if found != wanted:
-                raise ValueError(f"{name} has {found} entries for {wanted} divergences")
 
 
 def reliability_picture(

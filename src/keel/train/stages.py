@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
 from keel.config.entry import load_entry
 from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelStage
-from keel.config.objective import explain_stage
+from keel.config.objective import LEARNED, explain_stage
 from keel.config.schema import RLStage, SFTStage, Stage
 from keel.config.seeds import derive
 from keel.engines.native import NativeEngine
+from keel.insight.overoptimisation import optimisation_of
 from keel.insight.plots import reward_curve
+from keel.insight.reward_plots import over_optimisation_picture
 from keel.learn.optimizer import AdamW, trainable
 from keel.runs.read import load
 from keel.runs.record import update_run_json
@@ -74,6 +77,8 @@ def reinforce(work: Work, stage: RLStage, progress: Progress) -> Progress:
     with closing(loop.sampler.scorer):
         progress = rl.run(loop, progress)
     draw(session, stage, progress, title=recipe.name)
+    names = [function.name for function in loop.sampler.scorer.functions]
+    draw_optimisation(session, stage, names, title=recipe.name)
     return progress
 
 
@@ -87,6 +92,25 @@ def draw(session: Session, stage: RLStage, progress: Progress, title: str) -> No
         reward_curve(
             session.folder.curve, [{"step": 0, **first}, *rows], title=title, subtitle=subtitle
         )
+
+
+def draw_optimisation(session: Session, stage: RLStage, names: Sequence[str], title: str) -> None:
+    """Learned rewards and one that watched (weight 0) against KL, where a stage has both."""
+    sources = list(zip(names, stage.rewards.functions, strict=False))
+    proxies = {n: s.weight for n, s in sources if s.function in LEARNED and s.weight}
+    watching = [n for n, s in sources if not s.weight]
+    if not proxies or not watching:
+        return
+    divergence = stage.algorithm.divergence
+    held = "" if divergence is None else f", β = {divergence.beta:g}"
+    label = f"{stage.algorithm.preset}{held}"
+    rows = load(session.folder.path).metrics(stage.name)
+    found = optimisation_of(rows, proxies, watching[0], label)
+    if found is not None:
+        target = session.folder.pictures / f"{stage.name}-over-optimisation.png"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        subtitle = f"learned from: {', '.join(proxies)}; watching: {watching[0]}"
+        over_optimisation_picture([found], target, title, subtitle)
 
 
 def make_loop(
