@@ -11,8 +11,8 @@ def models(row: Algorithm, setting: Setting) -> tuple[ModelUse, ...]:
     """Policy, reference, reward, value: those that the row has a part for."""
     trained = "trained; adapters on a frozen base (LoRA)" if setting.lora else "trained"
     uses = [ModelUse("policy", trained, loaded=True)]
-    if row.needs_reference:
-        uses.append(_reference(setting))
+    if row.needs_reference or setting.reference_measured:
+        uses.append(_reference(row, setting))
     if setting.reward == "model":
         uses.append(ModelUse("reward", "a reward model, frozen", loaded=True))
     else:
@@ -26,9 +26,11 @@ def models(row: Algorithm, setting: Setting) -> tuple[ModelUse, ...]:
     return tuple(uses)
 
 
-def _reference(setting: Setting) -> ModelUse:
+def _reference(row: Algorithm, setting: Setting) -> ModelUse:
     every = setting.reference_reset_every
     reset = "" if every is None else f", re-set to the policy every {every} steps"
+    if not row.needs_reference:
+        reset += ", to measure by"
     if not setting.lora:
         return ModelUse("reference", f"a frozen copy of the policy{reset}", loaded=True)
     if every is None:

@@ -44,6 +44,7 @@ class Setting:
     mask_truncated: bool = False
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     reference_reset_every: int | None = None
+    reference_measured: bool = False
 
     @property
     def step_sequences(self) -> int | None:

@@ -34,5 +34,6 @@ def explain_stage(stage: RLStage, lora: bool) -> Explanation:
         mask_truncated=rollout.mask_truncated,
         old_log_probs=rollout.old_log_probs,
         reference_reset_every=stage.reference.reset_every,
+        reference_measured=stage.reference.measured,
     )
     return explain_row(stage.algorithm, preset=stage.algorithm.preset, context=setting)

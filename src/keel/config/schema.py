@@ -88,6 +88,11 @@ class Reference(Row):
     """Re-set the reference policy to the current one every so many steps; None never."""
 
 
+class MeasuredReference(Reference):
+    measured: bool = False
+    """Measure the divergence to the reference also where nothing holds the policy to it (β = 0)."""
+
+
 class Evaluation(Row):
     """Greedy pass@1 and sampled pass@k on the held-out side."""
 
@@ -132,7 +137,7 @@ class RLStage(Row):
     """Model-input tokens of a micro-batch; a longer sequence goes alone."""
     optimizer: Optimizer = Optimizer()
     value: Value = Value()
-    reference: Reference = Reference()
+    reference: MeasuredReference = MeasuredReference()
     evaluation: Evaluation = Evaluation()
     checkpoints: Checkpoints = Checkpoints()
     trackers: Trackers = Trackers()
@@ -173,6 +178,11 @@ class RLStage(Row):
                 f"{r.prompts_per_step * r.group_size} completions of a step"
             )
         return self
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether a frozen reference policy is in memory."""
+        return self.algorithm.needs_reference or self.reference.measured
 
 
 Stage = Annotated[

@@ -36,7 +36,7 @@ def build_learner(
     if value_head is not None:
         parameters += trainable(value_head, "value_head.")
     state = None if resume_from is None else read_reference(resume_from)
-    reference = reference_for(policy, state) if row.needs_reference else None
+    reference = reference_for(policy, state) if stage.keeps_reference else None
     learner = Learner(
         policy=policy,
         optimizer=AdamW(parameters, stage.optimizer),

@@ -118,8 +118,9 @@ def measure(loop: Loop, rollouts: Rollouts, beta: float) -> Batch:
     adaptive = row.divergence is not None and row.divergence.adaptive is not None
     batch = learner.measure(
         batch,
-        old=not on_engine and (many or adaptive or row.reward_divergence is not None),
-        reference=row.needs_reference,
+        old=not on_engine
+        and (many or adaptive or row.reward_divergence is not None or stage.reference.measured),
+        reference=stage.keeps_reference,
     )
     judged = outcome(rollouts.groups, rollouts.verdicts, rollouts.greedy)
     return estimate(row, batch, judged, beta)
