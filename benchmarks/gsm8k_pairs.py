@@ -208,7 +208,7 @@ def _final(last: str) -> str:
 
 
 def _value(term: str) -> str | None:
-    """What a term of numbers and + - * / comes to, to two places; None where it comes to nothing."""
+    """What a term of numbers and + - * / comes to, to two places; None where to nothing."""
     try:
         value = _evaluated(ast.parse(term.replace(",", "").replace("x", "*"), mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, OverflowError):

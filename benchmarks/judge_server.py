@@ -31,7 +31,7 @@ class Verdicts(BaseHTTPRequestHandler):
         said = json.loads(body["messages"][-1]["content"])["answer"]
         text = json.dumps({"reason": "by length", "score": len(said) % 10 + 1})
         message = {"role": "assistant", "content": text}
-        told = {
+        told: dict[str, Any] = {
             "id": "1",
             "object": "chat.completion",
             "created": 0,

@@ -56,7 +56,19 @@ from keel.models.reward import load_reward_model  # noqa: E402
 CONTEXT = 1024
 BROKEN_HELDOUT = 300
 """Problems of train.jsonl whose broken solutions are not learned from."""
-NUMBER_WORDS = "two three four five six seven eight nine ten eleven twelve".split()
+NUMBER_WORDS = (
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+)
 NOTHING, WORDS, LOGS, BROKEN, REAL = (
     "chance",
     "bag of words (counts)",

@@ -18,7 +18,7 @@ from keel.config.judging import RewardModelStage
 from keel.config.optimisation import Optimizer
 from keel.config.preference_data import PreferenceData
 from keel.learn.optimizer import AdamW, trainable
-from keel.models.reading import Reader
+from keel.models.reading import Answered, Reader
 from keel.models.reward import RewardModel, reward_model_from
 from keel.preferences.schema import Labelled, Preference, Stepwise
 from keel.tasks.split import Sides
@@ -398,3 +398,14 @@ def test_a_step_at_the_threshold_is_right() -> None:
 
 def test_a_step_that_is_surely_wrong() -> None:
     assert first_under([1.0, -1000.0], 0.5) == 1
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_scores_that_are_not_finite_are_one_line(wrong: float) -> None:
+    rows = [pair_encoder(Reader(tiny.policy().tokenizer))(row) for row in PAIRS]
+
+    def judge(answers: Sequence[Answered]) -> list[list[float]]:
+        return [[wrong if at == 3 else 0.0] for at in range(len(answers))]
+
+    with pytest.raises(KeelError, match=r"scores of 1 of 12 held-out answers are not finite"):
+        measure_pairs(rows, judge)

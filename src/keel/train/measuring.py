@@ -19,6 +19,7 @@ from keel.insight.calibration import (
 )
 from keel.models.reading import Answered
 from keel.train.rows_judged import Marked, Pair
+from keel.types import KeelError
 
 HEADLINE = ("accuracy", "auc", "log_loss", "brier", "ece", "f1")
 Judge = Callable[[Sequence[Answered]], list[list[float]]]
@@ -51,7 +52,7 @@ class Measured:
 def measure_pairs(rows: Sequence[Pair], judge: Judge) -> Measured:
     """Of pairs: accuracy, log loss, Brier, calibration, margins, and scores against lengths."""
     answers = [answer for row in rows for answer in (row.chosen, row.rejected)]
-    score_S = np.array([said[0] for said in judge(answers)])
+    score_S = np.array([said[0] for said in _finite(judge(answers))])
     length_S = np.array([len(answer.tokens) for answer in answers], dtype=np.float64)
     report = pair_report(
         score_S[0::2] - score_S[1::2],
@@ -67,7 +68,7 @@ def measure_pairs(rows: Sequence[Pair], judge: Judge) -> Measured:
 def measure_labels(rows: Sequence[Marked], judge: Judge) -> Measured:
     """Of labelled answers: accuracy, AUC, log loss, Brier, calibration, scores against lengths."""
     answers = [row.answer for row in rows]
-    logit_S = np.array([said[0] for said in judge(answers)])
+    logit_S = np.array([said[0] for said in _finite(judge(answers))])
     report = label_report(
         logit_S, [float(row.labels[0] or 0) for row in rows], [row.cluster for row in rows]
     )
@@ -80,7 +81,7 @@ def measure_steps(rows: Sequence[Marked], judge: Judge, threshold: float) -> Mea
 
     The first step whose probability of being right is under `threshold` is the predicted mistake.
     """
-    logits = judge([row.answer for row in rows])
+    logits = _finite(judge([row.answer for row in rows]))
     found = first_error_report(
         [first_under(said, threshold) for said in logits],
         [_first_wrong(row.labels) for row in rows],
@@ -102,6 +103,16 @@ def measure_steps(rows: Sequence[Marked], judge: Judge, threshold: float) -> Mea
 def first_under(logits: Sequence[float], threshold: float) -> int | None:
     """The first step whose probability σ(z) is under the threshold; None where there is none."""
     return next((i for i, z in enumerate(logits) if (1 + np.tanh(z / 2)) / 2 < threshold), None)
+
+
+def _finite(said: list[list[float]]) -> list[list[float]]:
+    wrong = sum(not np.isfinite(one).all() for one in said)
+    if wrong:
+        raise KeelError(
+            f"the reward model's scores of {wrong} of {len(said)} held-out answers are not finite: "
+            "lower optimizer.learning_rate, or go on from an earlier checkpoint"
+        )
+    return said
 
 
 def _first_wrong(labels: Sequence[float | None]) -> int | None:
