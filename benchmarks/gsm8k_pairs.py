@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -79,7 +80,7 @@ def share_of(problem: str, salt: str, shares: int) -> int:
     return int(hashlib.sha256(f"{salt}:{problem}".encode()).hexdigest(), 16) % shares
 
 
-def _rows(path: Path) -> Iterator[dict[str, object]]:
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.strip():
             yield json.loads(line)
@@ -111,23 +112,35 @@ def laid_out(problem: str, solution: str, layout: str) -> tuple[str, str]:
 def broken(problem: str, solution: str, rng: random.Random) -> str | None:
     """The solution with one mistake of reasoning whose arithmetic is right again; None if it fails.
 
-    It stops early (0.35), leaves out a step (0.15), takes another operator (0.3), or another number
-    of the problem or of an earlier step (0.2); what follows is computed anew.
+    It stops early (0.25), leaves out a step (0.15), takes another operator (0.35), or another
+    number of the problem or of an earlier step (0.25); what follows is computed anew. Three in four
+    mistakes that a fraction or a negative number would give away are made again.
     """
     *lines, last = solution.split("\n")
     if not CALCULATION.search(solution):
         return None
     for _ in range(10):
         kind = rng.random()
-        if kind < 0.35:
+        if kind < 0.25:
             made = _stopped(lines, last, rng)
-        elif kind < 0.5:
+        elif kind < 0.4:
             made = _skipped(lines, last, rng)
         else:
-            made = _slipped(problem, lines, last, rng, operators=kind < 0.8)
-        if made is not None and made != solution:
+            made = _slipped(problem, lines, last, rng, operators=kind < 0.75)
+        if made is None or made == solution:
+            continue
+        if not _given_away(made, solution) or rng.random() < 0.25:
             return made
     return None
+
+
+def _given_away(made: str, solution: str) -> bool:
+    """Whether it has results that are fractions or below zero where the solution has none."""
+    new, old = (
+        any(not result.isdigit() for _, result in CALCULATION.findall(text))
+        for text in (made, solution)
+    )
+    return new and not old
 
 
 def _stopped(lines: Sequence[str], last: str, rng: random.Random) -> str | None:
@@ -174,11 +187,19 @@ def _slipped(
     if value is None or value == result:
         return None
     line = lines[at].replace(match.group(0) + result, f"<<{changed}={value}>>{value}")
-    line = line.replace(match.group(0), f"<<{changed}={value}>>").replace(term, changed)
+    line = line.replace(match.group(0), f"<<{changed}={value}>>")
+    line = _as_written(term).sub(changed, line)
     moved = {result: value}
     rest = [_carried(later, moved) for later in lines[at + 1 :]]
     answer = moved.get(_final(last), _final(last))
     return "\n".join([*lines[:at], line, *rest, f"A: {answer}"])
+
+
+def _as_written(term: str) -> re.Pattern[str]:
+    """The term as the text around a calculation may have it: with blanks, dollars, and x for *."""
+    signs = {"*": "[*x×]", "/": "[/÷]", "-": "[-−–]"}
+    parts = [signs.get(part, re.escape(part)) for part in re.findall(r"[\d.]+|\S", term)]
+    return re.compile(r"(?<![\d.])" + r"\s*\$?".join(parts) + r"(?![\d])")
 
 
 def _carried(line: str, moved: dict[str, str]) -> str:
@@ -243,12 +264,12 @@ def bag_of_words(
     problems.
     """
     penalties = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
-    words, _ = _vocabulary(train)
+    words = _vocabulary(train)
     rows = _differences(train, words, logarithm)
     share = np.array([share_of(pair.problem, "penalty", shares) for pair in train])
     right = [
         sum(
-            float(_credit(rows[share == k] @ _fitted(rows[share != k], penalty)).sum())
+            float(in_order(rows[share == k] @ _fitted(rows[share != k], penalty)).sum())
             for k in range(shares)
         )
         for penalty in penalties
@@ -258,7 +279,8 @@ def bag_of_words(
     return found
 
 
-def _credit(difference: Array) -> Array:
+def in_order(difference: Array) -> Array:
+    """Of differences, right less wrong: 1 where right is above wrong, ½ where they are equal."""
     found: Array = (difference > 0) + 0.5 * (difference == 0)
     return found
 
@@ -267,11 +289,11 @@ def _words(text: str) -> list[str]:
     return re.findall(r"[a-z']+|\d+\.?\d*|[^\sa-z\d]", text.lower())
 
 
-def _vocabulary(pairs: Sequence[Pair], least: int = 3) -> tuple[dict[str, int], int]:
+def _vocabulary(pairs: Sequence[Pair], least: int = 3) -> dict[str, int]:
     texts = dict.fromkeys(text for pair in pairs for text in (pair.right, pair.wrong))
     counts = Counter(word for text in texts for word in set(_words(text)))
     kept = [word for word, count in counts.items() if count >= least]
-    return {word: number for number, word in enumerate(kept)}, len(texts)
+    return {word: number for number, word in enumerate(kept)}
 
 
 def _differences(pairs: Sequence[Pair], words: dict[str, int], logarithm: bool) -> Array:
@@ -299,6 +321,6 @@ def _fitted(rows: Array, penalty: float) -> Array:
         value.backward()  # type: ignore[no-untyped-call]
         return value
 
-    solver.step(loss)
+    solver.step(loss)  # type: ignore[no-untyped-call]
     found: Array = weight.detach().numpy().astype(np.float64)
     return found

@@ -278,7 +278,7 @@ def cases(
     if learned := wanted("outcome", "process"):
         folders = bench.models()
         for name in learned:
-            options = {"model": str(folders[name])}
+            options: dict[str, Any] = {"model": str(folders[name])}
             yield Case(name, name, worked, options)
             if name == "outcome":
                 yield Case(name, name, worked, options, equal=True)

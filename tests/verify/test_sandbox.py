@@ -54,10 +54,13 @@ def test_what_is_inside(monkeypatch: pytest.MonkeyPatch) -> None:
         "print(hash('a'))"
     )
     lines = python(code % os.getuid()).stdout.splitlines()
-    assert lines[:2] == ["/tmp [] False", "None True"]
+    # The folders on the way to this interpreter are there, wherever that lies.
+    way = [Path(prefix).resolve().parts[1:3] for prefix in (sys.prefix, sys.base_prefix)]
+    assert lines[:2] == [f"/tmp {[p[1] for p in way if p[0] == 'tmp'][:1]} False", "None True"]
     count, _, root = lines[2].partition(" ")
     assert count == "2"  # the process space's first, and the command
-    assert not {"'home'", "'var'", "'sys'", "'run'"} & set(root.strip("[]").split(", "))
+    hidden = {"home", "var", "sys", "run"} - {p[0] for p in way}
+    assert not hidden & {name.strip("'") for name in root.strip("[]").split(", ")}
     assert python("print(hash('a'))").stdout.strip() == lines[3]
 
 

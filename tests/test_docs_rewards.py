@@ -1,0 +1,155 @@
+"""docs/rewards.md: its recipes load, and its tables of options are those of the rewards."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.config.entry import load_entry
+from keel.config.load import load_recipe
+from keel.config.schema import RLStage
+from keel.models.reward import reward_model_from
+from keel.rewards.loading import BUILT_IN, MADE, RESERVED, TASK, load_reward
+from keel.rewards.score import Scorer
+from keel.rewards.surroundings import Surroundings
+from keel.types import Prompt
+from keel.verify.unit_tests import Status
+from tests.rewards.learned import policy
+from tests.shared import ROOT
+from tests.verify.processes import needs_bubblewrap
+
+PAGE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+BASE = "[model.build]\nhidden_size = 32\nlayers = 1\nheads = 2\n"
+REST = '[[tasks]]\nname = "addition"\n'
+MODELS = {"my-reward-model": "outcome", "my-process-model": "process", "reward_model": "outcome"}
+"""The folders that the page names, and the stage."""
+COLUMNS = ("answer", "tests", "test", "entry_point", "prompt")
+
+
+def snippets() -> Iterator[Any]:
+    """Every TOML of the page; those that start a sandbox need bubblewrap."""
+    for number, text in enumerate(re.findall(r"^```toml\n(.*?)^```", PAGE, re.DOTALL | re.M)):
+        sandboxed = 'function = "code"' in text and "trusted = true" not in text
+        marks = [needs_bubblewrap] if sandboxed else []
+        yield pytest.param(text, marks=marks, id=f"{number}-{text.split()[0]}")
+
+
+def section(name: str) -> str:
+    """What the page says of a reward."""
+    found = re.search(rf"^### `{name}`\n(.*?)(?=^##|\Z)", PAGE, re.DOTALL | re.M)
+    assert found is not None, f"docs/rewards.md has no ### `{name}`"
+    return found[1]
+
+
+def table(text: str) -> dict[str, Any]:
+    """The options of a section's table, by name, with the defaults it tells."""
+    rows = re.findall(r"^\| `(\w+)` \| (?:`(.*?)`|required) \|", text, re.M)
+    found = {name: tomllib.loads(f"x = {told}")["x"] if told else ... for name, told in rows}
+    return {name: None if value == "none" else value for name, value in found.items()}
+
+
+def options(name: str) -> dict[str, Any]:
+    """The options of a reward, by name, with their defaults."""
+    made = load_entry(MADE[name], "reward") if name in MADE else BUILT_IN[name]
+    # Of a maker the options are keyword-only; of a rule, they are not what the run hands over.
+    given = (*RESERVED, "answer", "around")
+    parameters = inspect.signature(made).parameters.values()
+    return {
+        p.name: ... if p.default is p.empty else p.default
+        for p in parameters
+        if p.name not in given
+    }
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder with the models that the page names."""
+    folder = tmp_path_factory.mktemp("page")
+    for name, kind in MODELS.items():
+        reward_model_from(policy(), kind, 0).save(folder / name)  # type: ignore[arg-type]
+    return folder
+
+
+@pytest.mark.parametrize("snippet", snippets())
+def test_a_recipe_of_the_page_loads_and_so_do_its_rewards(
+    snippet: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = "[[stages]]" in snippet
+    # Keys of the recipe stand before its tables; the snippets begin with a table each.
+    recipe = load_recipe(tomllib.loads(BASE + ("" if whole else REST) + snippet))
+    stage = recipe.stages[-1]
+    assert isinstance(stage, RLStage)
+    assert stage.rewards.functions
+    monkeypatch.chdir(models)
+    around = Surroundings(
+        tokenizer=policy().tokenizer,
+        models={"reward_model": models / "reward_model"},
+        folder=tmp_path,
+    )
+    # No GPU where the tests run: which device a model is on is no matter of its options.
+    sources = [
+        s.model_copy(update={"options": {**s.options, "device": "cpu"}})
+        if "device" in s.options
+        else s
+        for s in stage.rewards.functions
+    ]
+    functions = [load_reward(source, around) for source in sources]
+    scorer = Scorer(functions, timeout=stage.rewards.timeout, on_error=stage.rewards.on_error)
+    try:
+        scorer.check([Prompt("t/train/0", "?", dict.fromkeys(COLUMNS, ""), "t")])
+    finally:
+        scorer.close()
+
+
+def test_the_page_has_every_built_in() -> None:
+    assert re.findall(r"^### `(\w+)`$", PAGE, re.M)[0] == TASK
+    for name in (TASK, *BUILT_IN, *MADE):
+        assert f'function = "{name}"' in section(name)
+    assert {s["function"] for s in _functions()} == {TASK, *BUILT_IN, *MADE}
+
+
+@pytest.mark.parametrize("name", [n for n in (*BUILT_IN, *MADE) if n not in ("judge", "process")])
+def test_a_table_tells_every_option_and_its_default(name: str) -> None:
+    assert table(section(name)) == options(name)
+
+
+def test_process_has_its_own_options_and_those_of_outcome() -> None:
+    own = table(section("process"))
+    assert set(own) == {"aggregate", "separator"}
+    assert table(section("outcome")) | own == options("process")
+
+
+def test_the_statuses_of_code_are_all_told() -> None:
+    told = re.findall(r"^\| `(\w+)` \| [^|`]*(?:`\w+`)?[^|`]* \|$", section("code"), re.M)
+    assert tuple(told) == Status.__args__  # type: ignore[attr-defined]
+
+
+def test_its_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]*)(?:#([\w-]+))?\)", PAGE)
+    assert links
+    for path, heading in links:
+        target = ROOT / "docs" / path if path else ROOT / "docs" / "rewards.md"
+        assert target.is_file(), path
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.M)
+            assert heading in [_anchor(title) for title in titles], heading
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def _functions() -> list[dict[str, Any]]:
+    """Every reward of every snippet."""
+    found: list[dict[str, Any]] = []
+    for text in re.findall(r"^```toml\n(.*?)^```", PAGE, re.DOTALL | re.M):
+        data = tomllib.loads(text)
+        for place in (data, *data.get("stages", [])):
+            found += place.get("rewards", {}).get("functions", [])
+    return found
