@@ -86,7 +86,7 @@ def reward_curve(
     names |= {name: f"sampled, {name.removeprefix('eval/')}" for name in sampled}
     accuracies = [column(rows, name, label) for name, label in names.items()]
     accuracies = [curve for curve in accuracies if len(curve.steps)]
-    with _figure(path, 6.0 if accuracies else 4.0) as figure:
+    with drawing(path, 6.0 if accuracies else 4.0) as figure:
         panels = figure.subplots(
             2 if accuracies else 1,
             1,
@@ -98,7 +98,7 @@ def reward_curve(
         if accuracies:
             _draw_accuracy(panels[1], accuracies)
         panels[-1].set_xlabel("step")
-        _titles(figure, title, subtitle)
+        set_titles(figure, title, subtitle)
 
 
 def return_curve(
@@ -114,7 +114,7 @@ def return_curve(
     at = [{**row, "step": row["environment_steps"]} for row in rows]
     training = column(at, "episode/return", "training episodes, with exploration")
     evaluated = column(at, "eval/return", "greedy, held-out episodes")
-    with _figure(path, 4.0) as figure:
+    with drawing(path, 4.0) as figure:
         axes = figure.subplots()
         window = max(1, len(training.steps) // 40) * 2 + 1 if len(training.steps) >= 20 else 1
         axes.plot(
@@ -145,7 +145,7 @@ def return_curve(
         axes.set_xlabel("environment steps")
         axes.set_ylabel("return")
         axes.legend(loc="best")
-        _titles(figure, title, subtitle)
+        set_titles(figure, title, subtitle)
 
 
 def compare_curves(
@@ -164,7 +164,7 @@ def compare_curves(
     Raises:
         KeelError: matplotlib is not installed, or the file cannot be written.
     """
-    with _figure(path, 4.5) as figure:
+    with drawing(path, 4.5) as figure:
         axes = figure.subplots()
         for index, curve in enumerate(curves):
             colour = COLOURS[index % len(COLOURS)]
@@ -184,7 +184,7 @@ def compare_curves(
         axes.set_ylabel(ylabel)
         if curves:
             axes.legend(loc="best")
-        _titles(figure, title, subtitle)
+        set_titles(figure, title, subtitle)
 
 
 def _draw_reward(axes: Axes, reward: Curve, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -268,7 +268,7 @@ def _is_pass_at(name: str) -> bool:
     return name.startswith("eval/pass@") and name.removeprefix("eval/pass@").isdigit()
 
 
-def _titles(figure: Figure, title: str, subtitle: str) -> None:
+def set_titles(figure: Figure, title: str, subtitle: str) -> None:
     axes = figure.axes[0]
     axes.set_title(title, loc="left", pad=24 if subtitle else 10, fontweight="bold", fontsize=13)
     if subtitle:
@@ -283,7 +283,7 @@ def _titles(figure: Figure, title: str, subtitle: str) -> None:
 
 
 @contextmanager
-def _figure(path: Path, height: float) -> Iterator[Figure]:
+def drawing(path: Path, height: float) -> Iterator[Figure]:
     """A figure with our style and no state of pyplot's, written when the block ends."""
     try:
         import matplotlib

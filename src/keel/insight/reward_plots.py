@@ -10,7 +10,7 @@ import numpy as np
 
 from keel.insight.calibration import LabelReport, PairReport
 from keel.insight.overoptimisation import Optimisation, distance, fit_overoptimisation
-from keel.insight.plots import COLOURS, FAINT, INK, MARKERS, _figure, _titles, smooth
+from keel.insight.plots import COLOURS, FAINT, INK, MARKERS, drawing, set_titles, smooth
 from keel.insight.statistics import Array
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def reliability_picture(
     pairs = isinstance(report, PairReport)
     full = [b for b in report.bins if b.n]
     low = report.bins[0].low
-    with _figure(path, 6.0) as figure:
+    with drawing(path, 6.0) as figure:
         above, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 1]})
         above.plot([low, 1], [low, 1], color=FAINT, linestyle="--", label="perfectly calibrated")
         if full:
@@ -72,7 +72,7 @@ def reliability_picture(
             if pairs
             else "probability the model gives that the answer is right"
         )
-        _titles(figure, title, subtitle or _figures(report))
+        set_titles(figure, title, subtitle or _figures(report))
 
 
 def margin_picture(report: PairReport, path: Path, title: str, subtitle: str = "") -> None:
@@ -83,7 +83,7 @@ def margin_picture(report: PairReport, path: Path, title: str, subtitle: str = "
     """
     margins, decided = report.margins, report.n - report.ties
     edges, counts = np.array(margins.edges), np.array(margins.counts)
-    with _figure(path, 4.5) as figure:
+    with drawing(path, 4.5) as figure:
         axes = figure.subplots()
         wrong = edges[:-1] < 0
         sides = (
@@ -115,7 +115,7 @@ def margin_picture(report: PairReport, path: Path, title: str, subtitle: str = "
         axes.set_xlabel("score of the better answer minus that of the other" + beyond)
         axes.set_ylabel("pairs")
         axes.legend(loc="best")
-        _titles(figure, title, subtitle or _figures(report))
+        set_titles(figure, title, subtitle or _figures(report))
 
 
 def over_optimisation_picture(
@@ -138,7 +138,7 @@ def over_optimisation_picture(
     Raises:
         KeelError: matplotlib is not installed, or the file cannot be written.
     """
-    with _figure(path, 5.0) as figure:
+    with drawing(path, 5.0) as figure:
         axes = figure.subplots()
         right = axes if same_unit else axes.twinx()
         if right is not axes:
@@ -160,7 +160,7 @@ def over_optimisation_picture(
         axes.set_xlabel("distance from the reference, √KL (√nats per completion)")
         axes.set_ylabel("reward" if same_unit else "gold reward (solid)")
         _over_optimisation_legend(axes, [curve.label for curve in curves], fitted)
-        _titles(figure, title, subtitle)
+        set_titles(figure, title, subtitle)
 
 
 def _draw_path(axes: Axes, at: Array, values: Array, colour: str, marker: str, style: str) -> None:
