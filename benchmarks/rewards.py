@@ -42,6 +42,15 @@ SERVER = Path(__file__).with_name("judge_server.py")
 GROUP = 8
 """Completions of a prompt."""
 CONCURRENCY = 16
+RULES: dict[str, dict[str, Any]] = {
+    "exact_match": {},
+    "format_match": {"tags": ["think", "answer"]},
+    "repetition": {},
+    "language": {"wanted": "en", "share": True},
+    "step_match": {},
+}
+"""Rewards of the text alone, and their options."""
+KINDS = ("task", *RULES, "math", "code", "outcome", "process", "judge")
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
 """Each is a token."""
 ADDITION = "addition"
@@ -257,19 +266,12 @@ def cases(
         gold = int(str(addition.gold(prompt)))
         return prompt, [str(gold + k) for k in range(GROUP)]
 
-    rules: dict[str, dict[str, Any]] = {
-        "exact_match": {},
-        "format_match": {"tags": ["think", "answer"]},
-        "repetition": {},
-        "language": {"wanted": "en", "share": True},
-        "step_match": {},
-    }
     if wanted("task"):
         yield Case("task (exact)", None, added)
-    for name in wanted(*rules):
+    for name in wanted(*RULES):
         # The texts are all in English: what is right or wrong of them is in the share alone.
         make = mixed if name in ("language", "repetition", "format_match") else worked
-        yield Case(name, name, make, rules[name])
+        yield Case(name, name, make, RULES[name])
     if wanted("math"):
         for equal in (False, True):
             yield Case("math", "math", fraction, singles=8 * slow, equal=equal)
@@ -332,7 +334,7 @@ def line(figures: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="task, math, outcome, …")
+    parser.add_argument("--kinds", nargs="+", metavar="KIND", choices=KINDS, help=", ".join(KINDS))
     parser.add_argument("--completions", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--slow", type=int, default=64, help="how many slow ones go one by one")
@@ -342,6 +344,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.completions < GROUP or arguments.completions % GROUP:
+        parser.error(f"--completions {arguments.completions}: give a multiple of {GROUP}")
     spec = BuildModel(
         alphabet=CHARACTERS,
         hidden_size=arguments.hidden,
@@ -364,6 +368,7 @@ def main() -> None:
                 figures["kind"] += f", {GROUP} equal"
             rows.append(figures)
             print(line(figures), flush=True)
+    print(f"\nload average {os.getloadavg()[0]:.1f} at the end")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

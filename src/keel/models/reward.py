@@ -36,6 +36,8 @@ from keel.models.reading import Answered, Reading, lay
 from keel.types import KeelError
 
 Kind = Literal["outcome", "process"]
+CPU_TOKENS = 2048
+"""More in one pass gain a CPU nothing, and every pass maps its larger activations anew."""
 STOCK: dict[Kind, Any] = {
     "outcome": AutoModelForSequenceClassification,
     "process": AutoModelForTokenClassification,
@@ -98,6 +100,8 @@ class RewardModel(nn.Module):
     def judge(self, answers: Sequence[Answered], token_budget: int) -> list[list[float]]:
         """What it says of each answer, at each of its ends; at most so many tokens at a time."""
         found: list[list[float]] = []
+        if self.device.type == "cpu":
+            token_budget = min(token_budget, CPU_TOKENS)
         for span in spans_within([len(answer.tokens) for answer in answers], token_budget):
             part = answers[span]
             logits = self.logits(lay(part, self.device)).tolist()

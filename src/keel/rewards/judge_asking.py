@@ -8,13 +8,13 @@ import json
 import random
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from keel.rewards.judge_budget import Budget, Cost, Prices
 from keel.rewards.judge_client import Client, Failure, Refused, Reply, Unstructured
+from keel.rewards.judge_disk import Disk
 from keel.rewards.judge_parse import Parsed, parse
 from keel.rewards.judge_prompts import Question, Structured
 from keel.rewards.judge_store import Answer, Store, Ticket
@@ -89,8 +89,7 @@ class Asker:
         self.plan = plan
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self._structured = plan.structured
-        # Commits wait for the disk: not in the event loop.
-        self._disk = ThreadPoolExecutor(1, "keel-judge-store")
+        self._disk = Disk(store)
         self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Loop] = (
             weakref.WeakKeyDictionary()
         )
@@ -141,7 +140,7 @@ class Asker:
 
     def close(self) -> None:
         """Let go of the cache."""
-        self._disk.shutdown()
+        self._disk.close()
         self.store.close()
 
     async def _shared(self, key: str, body: Mapping[str, Any]) -> Answer:
@@ -257,8 +256,7 @@ class Asker:
         return self._loops[loop]
 
     async def _run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        done = partial(work, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._disk, done)
+        return await self._disk.run(partial(work, *args, **kwargs))
 
 
 def key_of(body: Mapping[str, Any], draw: int) -> str:

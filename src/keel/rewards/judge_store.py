@@ -6,10 +6,11 @@ import os
 import sqlite3
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from keel.rewards.judge_budget import Budget, Cost
 from keel.types import KeelError
@@ -31,6 +32,8 @@ CREATE TABLE IF NOT EXISTS spent (
 );
 INSERT OR IGNORE INTO spent VALUES (0, 0, 0, 0);
 """
+_OUTER = ("BEGIN IMMEDIATE", ("ROLLBACK",), "COMMIT")
+_INNER = ("SAVEPOINT part", ("ROLLBACK TO part", "RELEASE part"), "RELEASE part")
 SUM = "COALESCE(SUM(tokens_in), 0), COALESCE(SUM(tokens_out), 0), COALESCE(SUM(dollars), 0.0)"
 
 
@@ -84,7 +87,7 @@ class Store:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._mine = f"{os.getpid()}:{_started(os.getpid())}:{uuid.uuid4().hex}"
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         try:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,6 +102,23 @@ class Store:
             raise KeelError(
                 f"cache = {str(path)!r} cannot be used: {error}: name another file"
             ) from None
+
+    def together(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Call methods of this store in one transaction; what each returns, or its exception.
+
+        One that raises leaves nothing of its own behind. Raises, with nothing of any kept, where
+        the whole cannot be written.
+        """
+        if not works:
+            return []
+        ends: list[Any] = []
+        with self._transaction():
+            for work in works:
+                try:
+                    ends.append(work())
+                except Exception as error:
+                    ends.append(error)
+        return ends
 
     def find(self, key: str) -> Answer | None:
         """The answer to a question, if there is one."""
@@ -206,15 +226,20 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """All or nothing, and nobody else meanwhile."""
+        """All or nothing, and nobody else meanwhile; within another, a part of that."""
         with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
+            inner = self._db.in_transaction
+            begin, undo, keep = _INNER if inner else _OUTER
+            self._db.execute(begin)
             try:
                 yield
+                self._db.execute(keep)
             except BaseException:
-                self._db.execute("ROLLBACK")
+                # A full disk may have undone it all by itself.
+                if self._db.in_transaction:
+                    for statement in undo:
+                        self._db.execute(statement)
                 raise
-            self._db.execute("COMMIT")
 
     def _find(self, key: str) -> Answer | None:
         row = self._db.execute(

@@ -23,7 +23,8 @@ _NOT_PROSE = re.compile(
     r"|\\[A-Za-z]+"
     r"|</?[A-Za-z][^<>\n]*>"  # tags
     r"|https?://\S+"
-    r"|[^\s。，、]*[\d=+^_\\{}][^\s。，、]*"
+    # A formula or a number; a full stop behind it ends the sentence.
+    r"|[^\s。，、]*[\d=+^_\\{}](?:[^\s。，、]*[^\s。，、.!?;:])?"
     r"|(?<![^\W\d_])[A-Za-z](?![^\W\d_])",  # the names of quantities
     re.DOTALL,
 )
