@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import sys
 from pathlib import Path
 
@@ -13,9 +15,11 @@ from keel.config.model import Lora
 from keel.models import lora
 from keel.models.packed import Packed
 from keel.models.policy import Policy, load_policy
+from keel.models.reading import Answered
 from keel.models.reference import AdapterOff, reference_for
+from keel.models.reward import LABELS, STOCK, Kind, reward_model_from
 from keel.types import KeelError
-from tests.models.tiny import batch, policy, separate_log_probs, spec, stock
+from tests.models.tiny import batch, policy, separate_log_probs, sequences, spec, stock
 
 
 @pytest.fixture
@@ -127,6 +131,65 @@ def test_the_saved_adapter_goes_onto_the_base_with_peft(learnt: Policy, tmp_path
         expected = separate_log_probs(loaded, tokens, 1.0)
     found = learnt.scores(packed).log_prob_N
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+HEADS: list[tuple[str, Kind, bool]] = [
+    # Whether the head has a bias, which must go along.
+    ("llama", "outcome", False),
+    ("llama", "process", True),
+    ("gpt2", "outcome", False),
+    ("gpt2", "process", True),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft's own
+@pytest.mark.parametrize(("family", "kind", "bias"), HEADS)
+def test_a_reward_models_adapter_brings_its_head(
+    family: str, kind: Kind, bias: bool, tmp_path: Path
+) -> None:
+    """The saved language model as a classifier (its head drawn anew) and the adapter on it."""
+    base = policy(family)
+    base.save(tmp_path / "base")
+    made = reward_model_from(base, kind, 0, Lora(rank=4, alpha=8.0))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    made.save(tmp_path / "made")
+    assert (made.head.bias is not None) == bias
+
+    auto, labels = STOCK[kind], LABELS[kind]
+    fresh = auto.from_pretrained(tmp_path / "base", num_labels=labels)
+    loaded = PeftModel.from_pretrained(fresh, str(tmp_path / "made" / "adapter")).eval()
+    task = {"outcome": "SEQ_CLS", "process": "TOKEN_CLS"}[kind]
+    assert loaded.peft_config["default"].task_type == task
+    merged = auto.from_pretrained(tmp_path / "made").eval()
+    answers = [Answered(tuple(t.tolist()), 2, (len(t) - 1,)) for t in sequences(15)]
+    for answer, said in zip(answers, made.judge(answers, 1000), strict=True):
+        ids = torch.tensor([answer.tokens])
+        with torch.no_grad():
+            found, stock_says = (m(input_ids=ids).logits.flatten(0, -2) for m in (loaded, merged))
+        # W + BA against W and BA on their own, in float32.
+        torch.testing.assert_close(found, stock_says, rtol=0, atol=1e-5)
+        last = found[-1]
+        score = last[0] if kind == "outcome" else last[1] - last[0]
+        assert float(score) == pytest.approx(said[0], abs=1e-5)
+        assert abs(float(score)) > 1e-3
+
+
+def test_saving_an_adapter_leaves_the_model_and_is_the_same_bytes(
+    learnt: Policy, tmp_path: Path
+) -> None:
+    before = copy.deepcopy(learnt.model.peft_config[lora.POLICY].to_dict())
+    lora.save_adapter(learnt.model, tmp_path)
+    assert learnt.model.peft_config[lora.POLICY].to_dict() == before
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["task_type"] == "CAUSAL_LM"
+    assert config["modules_to_save"] is None
+    # In a set's order, which changes with the process, two runs would differ.
+    assert config["target_modules"] == sorted(config["target_modules"])
+    assert len(config["target_modules"]) == 14
 
 
 def test_the_adapter_is_a_function_of_the_seed_and_leaves_the_random_state() -> None:

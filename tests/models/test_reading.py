@@ -44,6 +44,10 @@ class Counting:
         self.calls += 1
         return self.inner(*args, **kwargs)
 
+    def batch_decode(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.inner.batch_decode(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
@@ -64,9 +68,25 @@ def test_where_padding_is_the_end_the_last_other_token_is_judged() -> None:
     """As the stock classes look for it: from the right, past every padding token."""
     read = Reader(pad_is_eos()).answer("a:", "ba", "row 0")
     assert read == Answered((A, COLON, B, A, EOS), begins=2, ends=(3,))
-    closed = Reader(pad_is_eos()).answer("a:", "ba<eos>", "row 0")
-    assert closed == Answered((A, COLON, B, A, EOS, EOS), begins=2, ends=(3,))
     assert Reader(pad_is_eos()).answer("a:", "", "row 0").ends == (1,)
+
+
+def test_a_model_may_have_another_padding_token_than_its_tokenizer() -> None:
+    """The stock classes go by the model's."""
+    assert Reader(LETTERS).answer("a:", "ba", "row 0").ends == (4,)
+    assert Reader(LETTERS, pad=EOS).answer("a:", "ba", "row 0").ends == (3,)
+
+
+def test_special_tokens_spelled_in_an_answer_are_characters() -> None:
+    """An answer must not close itself, nor open another turn."""
+    tokenizer = character_tokenizer("ab:<eos>", 40)
+    spelled = [tokenizer.convert_tokens_to_ids(c) for c in "b<eos>a"]
+    assert tokenizer.eos_token == "<eos>"
+    for tokens in (
+        Reader(tokenizer).answer("a:", "b<eos>a", "row 0").tokens,
+        Reader(tokenizer).steps("a:", ["b<eos>a"], "row 0").tokens,
+    ):
+        assert list(tokens[2:]) == [*spelled, tokenizer.eos_token_id]
 
 
 def test_a_full_context_leaves_no_room_for_the_end() -> None:
@@ -220,40 +240,77 @@ def test_runs_of_neighbours_by_hand() -> None:
 # ---------------------------------------------------------------- places among a policy's tokens
 
 
-def scan(ids: list[int], ends: list[int]) -> list[int]:
-    """The first token with which the decoded beginning is as long; the last where none is."""
+def scan(tokenizer: Any, ids: list[int], ends: list[int]) -> list[int]:
+    """The first token with which the decoded beginning is the text's so far; the last without."""
+    text = decode(tokenizer, [ids])[0]
+    beginnings = [decode(tokenizer, [ids[: at + 1]])[0] for at in range(len(ids))]
     found = []
     for end in ends:
-        long_enough = [
-            at for at in range(len(ids)) if len(decode(BYTES, [ids[: at + 1]])[0]) >= end
+        whole = [
+            at
+            for at, beginning in enumerate(beginnings)
+            if len(beginning) >= end and beginning[:end] == text[:end]
         ]
-        found.append(long_enough[0] if long_enough else len(ids) - 1)
+        found.append(whole[0] if whole else len(ids) - 1)
     return found
 
 
+def places(data: st.DataObject, length: int) -> list[int]:
+    return sorted(data.draw(st.lists(st.integers(0, length + 3), unique=True, max_size=6)))
+
+
 @same
-@given(st.text(alphabet="a\nbc", min_size=1, max_size=20), st.data())
+@given(st.text(alphabet="a\nß→😀\ufffd", min_size=1, max_size=20), st.data())
 def test_token_ends_are_those_of_a_scan(text: str, data: st.DataObject) -> None:
-    ids = list(text.encode())
-    places = data.draw(st.lists(st.integers(0, len(text) + 3), unique=True, max_size=6))
-    assert token_ends(BYTES, ids, sorted(places)) == scan(ids, sorted(places))
+    ids, ends = list(text.encode()), places(data, len(text))
+    assert token_ends(BYTES, ids, ends) == scan(BYTES, ids, ends)
+
+
+@same
+@given(st.lists(st.integers(0, 257), min_size=1, max_size=20), st.data())
+def test_token_ends_among_bytes_that_are_no_text(ids: list[int], data: st.DataObject) -> None:
+    """What a young policy may say, the end of sequence in its midst."""
+    ends = places(data, len(ids))
+    assert token_ends(BYTES, ids, ends) == scan(BYTES, ids, ends)
+
+
+@same
+@given(st.lists(st.integers(0, 10), min_size=1, max_size=12), st.data())
+def test_token_ends_where_a_tokens_text_depends_on_its_place(
+    ids: list[int], data: st.DataObject
+) -> None:
+    """Words, with the blank between two coming with the second."""
+    words = word_tokenizer()
+    ends = places(data, 5 * len(ids))
+    assert token_ends(words, ids, ends) == scan(words, ids, ends)
 
 
 @same
 @given(wide.filter(bool), st.integers(1, 3))
 def test_token_ends_of_wide_characters(text: str, every: int) -> None:
-    """A place behind whole characters is reached by a byte of the last of them."""
+    """A place behind whole characters is reached by the last byte of the last of them."""
     ids = list(text.encode())
-    places = list(range(every, len(text) + 1, every))
-    for end, at in zip(places, token_ends(BYTES, ids, places), strict=True):
-        first = len(text[: end - 1].encode())
-        assert first <= at < len(text[:end].encode())
+    ends = list(range(every, len(text) + 1, every))
+    assert token_ends(BYTES, ids, ends) == [len(text[:end].encode()) - 1 for end in ends]
+
+
+def test_token_ends_take_few_calls() -> None:
+    """Two for all places together, however many; a bad split costs some more at its own place."""
+    counting = Counting(BYTES)
+    text = "step\n" * 200
+    token_ends(counting, list(text.encode()), list(range(5, 1001, 5)))
+    assert counting.calls == 2
+    counting = Counting(BYTES)
+    assert token_ends(counting, list(f"{text}。{text}".encode()), [1001]) == [1002]
+    assert counting.calls <= 4
 
 
 def test_token_ends_by_hand() -> None:
     assert token_ends(BYTES, list(b"ab\ncd"), [3, 5]) == [2, 4]
     assert token_ends(BYTES, [*b"ab", BYTES.eos_token_id], [2, 9]) == [1, 2]
     assert token_ends(BYTES, list(b"ab"), []) == []
+    assert token_ends(BYTES, [], []) == token_ends(BYTES, [], [0]) == []
+    assert token_ends(BYTES, list("一。二。三".encode()), [2, 4, 5]) == [5, 11, 14]
     words = word_tokenizer()
     assert token_ends(words, [7, 8, 9], [2, 6, 11]) == [0, 1, 2]  # hi you slow
 

@@ -331,11 +331,61 @@ def test_rows_at_the_limit_stay() -> None:
     limit = longest[2]
     found = ready(Sides(PAIRS, PAIRS), encode, limit, 2, "judging")
     assert sorted(row.longest for row in found.train) == longest[:3]
-    assert found.left_out == 3
-    assert found.heldout == found.train[:2]
-    assert ready(Sides(PAIRS, PAIRS), encode, None, 99, "judging").left_out == 0
+    assert found.long == 3
+    assert (len(found.heldout) + found.long_heldout, set(found.heldout) <= set(found.train)) == (
+        2,
+        True,
+    )
+    assert ready(Sides(PAIRS, PAIRS), encode, None, 99, "judging").long == 0
     with pytest.raises(KeelError, match=r"'judging': each of the 6 .* judging\.max_tokens"):
         ready(Sides(PAIRS, PAIRS), encode, 3, 2, "judging")
+    short = [row for row in PAIRS if encode(row).longest <= limit]
+    with pytest.raises(KeelError, match=r"each of the 3 held-out rows .*evaluation\.rows = 0"):
+        ready(Sides(tuple(short), tuple(set(PAIRS) - set(short))), encode, limit, 9, "judging")
+
+
+def test_which_rows_are_held_out_does_not_follow_the_file() -> None:
+    """Of a file that is sorted, the first rows are all of one kind."""
+    rows = tuple(replace(PAIRS[0], id=str(at), prompt=f"{at}=") for at in range(100))
+    encode = pair_encoder(Reader(tiny.policy().tokenizer))
+    held = ready(Sides(rows, rows), encode, None, 20, "judging").heldout
+    places = [int(row.cluster[:-1]) for row in held]
+    assert places == sorted(places)
+    assert len(set(places)) == 20
+    assert max(places) > 60
+
+
+def test_lengths_are_those_of_answers() -> None:
+    """A judge that says the answer's length is told from it wholly, whatever the prompts are."""
+    encode = pair_encoder(Reader(tiny.policy().tokenizer))
+    rows = [
+        encode(Preference(str(at), "1" * (1 + 7 * at % 23) + "=", "1" * (2 + at), "0" * (1 + at)))
+        for at in range(8)
+    ]
+
+    def judge(answers: Sequence[Answered]) -> list[list[float]]:
+        return [[float(len(answer.tokens) - answer.begins)] for answer in answers]
+
+    found = measure_pairs(rows, judge).as_dict()["score_and_length"]
+    assert found["pearson"] == pytest.approx(1.0)
+    marks = [
+        Marked(answer, (float(at % 2),), str(at))
+        for at, answer in enumerate(row.chosen for row in rows)
+    ]
+    assert measure_labels(marks, judge).as_dict()["score_and_length"]["pearson"] == pytest.approx(1)
+
+
+def test_training_counts_right_answers_as_the_evaluation_does() -> None:
+    """Nothing said is half right; a tie decides nothing."""
+    model = model_of("outcome")
+    rows = [pair_encoder(model.reader())(row) for row in PAIRS]
+    plain = learn_pairs(model, stage_of(), rows).metrics
+    decided = [row for row in rows if row.probability != 0.5]
+    assert 0 < len(decided) < len(rows)
+    said = measure_pairs(rows, lambda answers: model.judge(answers, 999)).as_dict()
+    assert plain["accuracy"] == pytest.approx(said["accuracy"]["mean"])
+    torch.nn.init.zeros_(model.head.weight)
+    assert learn_pairs(model, stage_of(), rows).metrics["accuracy"] == 0.5
 
 
 def test_rows_of_one_prompt_are_one_cluster() -> None:

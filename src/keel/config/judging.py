@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -135,10 +135,15 @@ class DPOStage(JudgingStage):
     """How dear it is to leave the reference, which is the policy before the stage."""
     smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of the labels held to be turned round (sigmoid)."""
+    chat_template: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the chat template for the prompts of `data`, as in a stage's
+    prompts.chat_template."""
     optimizer: Optimizer = Optimizer(learning_rate=1e-6)
 
     @model_validator(mode="after")
     def _smooths(self) -> DPOStage:
+        if self.sampled is not None and self.chat_template:
+            raise ValueError("chat_template is of data: set sampled.prompts.chat_template instead")
         if self.loss == "ipo" and self.smoothing:
             raise ValueError(f'smoothing = {self.smoothing:g} is of loss = "sigmoid": drop it')
         if self.sampled is not None and self.sampled.group_size < 2:

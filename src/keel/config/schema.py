@@ -11,11 +11,16 @@ from pydantic import Field, model_validator
 
 from keel.algorithms.spec import Algorithm, EntryPoint, Positive, Row, Unit
 from keel.config.fields import AsTuple, Count, Ids, Index, Words
-from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelStage
+from keel.config.judging import (
+    DPOStage,
+    JudgingStage,
+    ProcessRewardModelStage,
+    RewardModelStage,
+)
 from keel.config.model import Model
 from keel.config.optimisation import Checkpoints, Optimizer, Trackers
 from keel.config.presets import DEFAULT_PRESET, resolve_algorithm
-from keel.config.sources import Prompts, Rewards, TaskSource
+from keel.config.sources import Prompts, Rewards, RewardSource, TaskSource
 
 
 class SFTStage(Row):
@@ -221,4 +226,46 @@ class Recipe(Row):
                         f'{stage.name}.base.stage = "{stage.base.stage}" is no {stage.stage} stage '
                         f"before this one ({', '.join(before) or 'there is none'})"
                     )
+                base = next(other for other in self.stages if other.name == stage.base.stage)
+                assert isinstance(base, RewardModelStage | ProcessRewardModelStage)
+                _one_split(base, stage)
         return self
+
+    @model_validator(mode="after")
+    def _learned_rewards_exist(self) -> Recipe:
+        """A learned reward by its stage is made by one before, before anything is paid for."""
+        kinds = {"outcome": RewardModelStage, "process": ProcessRewardModelStage}
+        for at, stage in enumerate(self.stages):
+            for function in _rewards_of(stage):
+                name = function.options.get("stage")
+                kind = kinds.get(function.function)
+                if kind is None or name is None:
+                    continue
+                before = [other.name for other in self.stages[:at] if isinstance(other, kind)]
+                if name not in before:
+                    raise ValueError(
+                        f'{stage.name}: the reward "{function.function}" is of stage = "{name}", '
+                        "which is no stage before this one that makes such a model "
+                        f"({', '.join(before) or 'there is none'})"
+                    )
+        return self
+
+
+def _rewards_of(stage: Stage) -> tuple[RewardSource, ...]:
+    if isinstance(stage, RLStage):
+        return stage.rewards.functions
+    sampled = None if isinstance(stage, SFTStage) else stage.sampled
+    return () if sampled is None else sampled.rewards.functions
+
+
+def _one_split(base: JudgingStage, stage: JudgingStage) -> None:
+    """Rows that a base has learned from must not be held out by the stage that learns on."""
+    one, other = base.data, stage.data
+    if one is None or other is None or (one.name, one.path) != (other.name, other.path):
+        return
+    for key in ("group", "heldout_share", "heldout_path", "columns", "options"):
+        if getattr(one, key) != getattr(other, key):
+            raise ValueError(
+                f"{base.name} and {stage.name} split the same data otherwise (data.{key}), so that "
+                f"rows which {stage.name} holds out were learned from: give both the same"
+            )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keel.types import KeelError, Prompt
@@ -49,13 +51,18 @@ class Encoder:
         return None if long else encoded
 
 
-def encode_text(text: str, name: str, tokenizer: Any) -> list[int]:
+def encode_text(
+    text: str, name: str, tokenizer: Any, *, split_special_tokens: bool = False
+) -> list[int]:
     """The text's own tokens, nothing added; `name` says in an error what the text is.
 
-    Raises KeelError that names the character which the tokenizer does not know.
+    With `split_special_tokens` a special token that is spelled out in the text is ordinary
+    characters: somebody wrote them. Raises KeelError that names the character which the tokenizer
+    does not know.
     """
     try:
-        bare: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        found = tokenizer(text, add_special_tokens=False, split_special_tokens=split_special_tokens)
+        bare: list[int] = list(found["input_ids"])
     except Exception as error:  # tokenizers raises bare Exception
         raise KeelError(_unreadable(text, name, tokenizer, error)) from None
     unknown = getattr(tokenizer, "unk_token_id", None)
@@ -123,19 +130,53 @@ def decode(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
 
 
 def token_ends(tokenizer: Any, ids: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """For each place in the text of `ids` (rising), the token that brings the text up to it.
+    """For each place in the text of `ids` (rising), the token that completes the text up to it.
 
-    What no token reaches belongs to the last. Found by halving, over the decoded beginnings.
+    What no token reaches belongs to the last; where there are no tokens there are no places.
     """
+    if not ids:
+        return []
+    runs = _runs(tokenizer, ids)
+    starts = list(itertools.accumulate((len(run) for run, _ in runs), initial=0))
+    reach = list(itertools.accumulate((len(text) for _, text in runs), initial=0))
     found: list[int] = []
-    low = 0
     for end in ends:
-        high = len(ids) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if len(decode(tokenizer, [ids[: middle + 1]])[0]) >= end:
-                high = middle
-            else:
-                low = middle + 1
-        found.append(low)
+        # The first run that reaches so far.
+        at = bisect.bisect_left(reach, end, lo=1) - 1
+        if at == len(runs):
+            found.append(len(ids) - 1)
+        else:
+            found.append(starts[at] + _token_of_run(tokenizer, *runs[at], end - reach[at]))
     return found
+
+
+def _runs(tokenizer: Any, ids: Sequence[int]) -> list[tuple[list[int], str]]:
+    """The tokens in runs whose texts, one behind the other, are the text of every beginning.
+
+    Tokens that hold but some bytes of a character stand in one run with their neighbours; where a
+    token's text depends on more than that, all are one run.
+    """
+    distinct = list(dict.fromkeys(ids))
+    alone = dict(zip(distinct, decode(tokenizer, [[one] for one in distinct]), strict=True))
+    runs: list[list[int]] = []
+    for broken, neighbours in itertools.groupby(ids, lambda one: "\ufffd" in alone[one]):
+        tokens = list(neighbours)
+        runs += [tokens] if broken else [[one] for one in tokens]
+    *texts, whole = decode(tokenizer, [*(run for run in runs if len(run) > 1), ids])
+    rest = iter(texts)
+    said = [next(rest) if len(run) > 1 else alone[run[0]] for run in runs]
+    return list(zip(runs, said, strict=True)) if "".join(said) == whole else [(list(ids), whole)]
+
+
+def _token_of_run(tokenizer: Any, run: Sequence[int], text: str, end: int) -> int:
+    """The first token of a run with which its text up to `end` stands there, by halving."""
+    low, high = 0, len(run) - 1
+    while low < high:
+        middle = (low + high) // 2
+        # Half a character shows as another one, so that its length alone says nothing.
+        beginning = decode(tokenizer, [run[: middle + 1]])[0]
+        if len(beginning) >= end and beginning[:end] == text[:end]:
+            high = middle
+        else:
+            low = middle + 1
+    return low

@@ -149,12 +149,15 @@ def _is_dropout(key: str, value: object) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers without progress bars, which are no use in a log of one line per step."""
-    shown = logging.is_progress_bar_enabled()
+    """transformers without progress bars and its reports: a log has one line a step, and an error
+    is one line that is ours."""
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
 
@@ -191,6 +194,12 @@ def load_pretrained(
         ) from error
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
+        made = " ".join(config.architectures or ())
+        if "Classification" in made and auto is AutoModelForCausalLM:
+            raise KeelError(
+                f"model.name = {spec.name!r} is a {made}, no {what.removeprefix('a ')}: name "
+                "another model (a reward model of this recipe learns on by base.stage)"
+            )
         raise KeelError(
             f"model.name = {spec.name!r} lacks {len(missing)} weights, {missing[0]} among them: "
             f"it is not whole as {what}; save it again with save_pretrained"

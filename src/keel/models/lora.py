@@ -58,7 +58,7 @@ def add_lora(
         target_modules=targets,
         # GPT-2's layers keep their weights transposed.
         fan_in_fan_out=all(isinstance(model.get_submodule(name), Conv1D) for name in targets),
-        task_type="CAUSAL_LM",
+        task_type=_task(model),
         base_model_name_or_path=model.config.name_or_path or None,
     )
     _inject(model, config, POLICY)
@@ -203,12 +203,32 @@ def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
     return twin.requires_grad_(True)
 
 
-def save_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write the learning adapter as peft does, to be put on the same base again."""
+def save_adapter(model: PreTrainedModel, folder: Path, head: nn.Module | None = None) -> None:
+    """Write the learning adapter as peft does, to be put on the same base again.
+
+    `head` is a classification model's layer that learned whole, beside the adapter: it goes along,
+    and peft puts it in the place of the base's own.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"base_model.model.{name.replace(f'.{POLICY}.', '.')}": tensor.cpu().contiguous()
         for name, tensor in adapter_weights(model, POLICY).items()
     }
+    config = copy.deepcopy(model.peft_config[POLICY])
+    # A set would be written in another order each time.
+    config.target_modules = sorted(config.target_modules)
+    if head is not None:
+        name = next(name for name, module in model.named_modules() if module is head)
+        config.modules_to_save = [name]
+        for leaf, tensor in head.state_dict().items():
+            tensors[f"base_model.model.{name}.{leaf}"] = tensor.cpu().contiguous()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    model.peft_config[POLICY].save_pretrained(str(folder))
+    config.save_pretrained(str(folder))
+
+
+def _task(model: PreTrainedModel) -> str:
+    """What peft calls the class of model that the adapter goes onto."""
+    name = type(model).__name__
+    if name.endswith("ForSequenceClassification"):
+        return "SEQ_CLS"
+    return "TOKEN_CLS" if name.endswith("ForTokenClassification") else "CAUSAL_LM"

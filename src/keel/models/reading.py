@@ -41,7 +41,8 @@ class Reader:
 
     The answer stands behind the prompt as a policy would have written it, with an end-of-sequence
     token behind it, whether or not the policy came to write one; but one that fills the whole
-    `context` goes without. `template` are keywords for the chat template.
+    `context` goes without. `template` are keywords for the chat template. The last token that is
+    not `pad` (the tokenizer's padding token unless given) is where an outcome is judged.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class Reader:
         tokenizer: Any,
         context: int | None = None,
         template: Mapping[str, Any] | None = None,
+        pad: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.context = context
         self._template = dict(template or {})
+        self._pad = tokenizer.pad_token_id if pad is None else pad
         self._prompts: dict[Any, tuple[int, ...]] = {}
 
     def answer(self, prompt: Content, completion: str, name: str) -> Answered:
@@ -64,7 +67,7 @@ class Reader:
         before = self._prompt(prompt, name)
         tokens = self._closed([*before, *self._text(completion, name)])
         last = len(tokens) - 1
-        while last > 0 and tokens[last] == self.tokenizer.pad_token_id:
+        while last > 0 and tokens[last] == self._pad:
             last -= 1
         return Answered(tuple(tokens), len(before), (last,))
 
@@ -98,7 +101,7 @@ class Reader:
         return self._prompts[key]
 
     def _text(self, text: str, name: str) -> list[int]:
-        return encode_text(text, f"the answer of {name}", self.tokenizer)
+        return encode_text(text, f"the answer of {name}", self.tokenizer, split_special_tokens=True)
 
     def _closed(self, tokens: list[int]) -> list[int]:
         eos = self.tokenizer.eos_token_id

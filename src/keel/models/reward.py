@@ -32,7 +32,7 @@ from keel.models.loading import (
 from keel.models.packed import spans_within
 from keel.models.policy import Policy
 from keel.models.probe import prepare_backbone
-from keel.models.reading import Answered, Reading, lay
+from keel.models.reading import Answered, Reader, Reading, lay
 from keel.types import KeelError
 
 Kind = Literal["outcome", "process"]
@@ -86,6 +86,11 @@ class RewardModel(nn.Module):
         reach = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return None if reach is None else int(reach)
 
+    def reader(self) -> Reader:
+        """What makes tokens of the answers that it judges, as the stock classes read them."""
+        pad = self.model.config.get_text_config().pad_token_id
+        return Reader(self.tokenizer, self.context, pad=pad)
+
     def logits(self, reading: Reading) -> Float[Tensor, " K"]:
         """The score, or the log-odds of right, at each judged token; float32 at least."""
         states_KH = states_at(self.model, reading.packed, reading.at_K, self.autocast)
@@ -120,7 +125,7 @@ class RewardModel(nn.Module):
             self.model.save_pretrained(folder, state_dict=lora.plain_weights(self.model))
         self.tokenizer.save_pretrained(folder)
         if lora.lora_layers(self.model):
-            lora.save_adapter(self.model, folder / "adapter")
+            lora.save_adapter(self.model, folder / "adapter", self.head)
 
 
 def reward_model_from(
@@ -132,18 +137,16 @@ def reward_model_from(
     family that has no classification class in transformers.
     """
     config = _classifier_config(policy, kind)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            model: PreTrainedModel = STOCK[kind].from_config(config, dtype=policy.model.dtype)
-    except ValueError as error:
-        name = "sequence" if kind == "outcome" else "token"
-        raise KeelError(
-            f"model family {config.model_type!r} has no {name} classification class in "
-            "transformers, so no reward model can be made of it: start the reward model from "
-            "another family (llama, qwen2, qwen3, gpt2, …) by base.name"
-        ) from error
+    check_classifier(config, kind)
+    with torch.random.fork_rng(devices=[]):
+        model: PreTrainedModel = STOCK[kind].from_config(config, dtype=policy.model.dtype)
     silence_dropout(model)
-    model.base_model.load_state_dict(lora.plain_copy(policy.model).base_model.state_dict())
+    # Not a copy of the policy, which may be the larger part of the memory.
+    prefix = f"{policy.model.base_model_prefix}."
+    weights = lora.plain_weights(policy.model)
+    model.base_model.load_state_dict(
+        {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+    )
     head = head_of_classifier(model)
     for parameter in head.parameters():
         nn.init.zeros_(parameter)
@@ -184,6 +187,17 @@ def load_reward_model(spec: Model, kind: Kind) -> RewardModel:
     model = model.to(choose_device(spec.device)).requires_grad_(False)
     prepare_backbone(model, spec.autocast)
     return RewardModel(model.eval(), load_tokenizer(spec), kind, autocast=spec.autocast)
+
+
+def check_classifier(config: PreTrainedConfig, kind: Kind) -> None:
+    """Raise KeelError for a family that has no classification class in transformers."""
+    if type(config) not in STOCK[kind]._model_mapping:
+        name = "sequence" if kind == "outcome" else "token"
+        raise KeelError(
+            f"model family {config.model_type!r} has no {name} classification class in "
+            "transformers, so no reward model can be made of it: start the reward model from "
+            "another family (llama, qwen2, qwen3, gpt2, …) by base.name"
+        )
 
 
 def head_of_classifier(model: PreTrainedModel) -> nn.Linear:

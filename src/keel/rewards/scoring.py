@@ -44,7 +44,6 @@ class Here:
 
     def __init__(self, spec: Spec) -> None:
         from keel.config.model import Model
-        from keel.models.reading import Reader
         from keel.models.reward import load_reward_model
 
         self.spec = spec
@@ -57,7 +56,7 @@ class Here:
             ),
             spec.kind,
         )
-        self.reader = Reader(self.model.tokenizer, self.model.context)
+        self.reader = self.model.reader()
 
     def judge(self, prompts: Sequence[Content], completions: Sequence[str]) -> list[list[float]]:
         """What the model says of each answer, in order."""

@@ -56,9 +56,9 @@ def run(fit: Fit[Any], progress: Progress) -> Progress:
     if session.interrupted:
         save(fit, progress)
     if progress.before is None and fit.evaluate is not None and not session.interrupted:
-        result = fit.evaluate()
-        session.measured(progress, result.as_dict(), "before")
-        progress = replace(progress, before=result.headline())
+        before = fit.evaluate()
+        session.measured(progress, before.as_dict(), "before")
+        progress = replace(progress, before=before.headline())
     while progress.step < fit.steps and not session.interrupted:
         start = time.perf_counter()
         number = progress.step + 1
@@ -68,16 +68,17 @@ def run(fit: Fit[Any], progress: Progress) -> Progress:
         )
         metrics["num_tokens"] = float(progress.tokens)
         last = number == fit.steps
+        result: Measured | None = None
         if fit.evaluate is not None and (last or due(fit.evaluate_every, number)):
             with session.clock("evaluate"):
                 result = fit.evaluate()
             metrics |= {f"eval/{name}": value for name, value in result.headline().items()}
             session.measured(progress, result.as_dict(), "after" if last else "during")
-            if last and fit.show is not None:
-                fit.show(result)
         session.recorded(progress, metrics, [], time.perf_counter() - start)
         if session.checkpoint_due(progress, fit.steps, fit.checkpoints):
             save(fit, progress)
+        if last and result is not None and fit.show is not None:
+            fit.show(result)
     return progress
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,6 +37,7 @@ from keel.train.rollout import Sampler
 from keel.train.rows_judged import Ready, label_encoder, pair_encoder, ready, step_encoder
 from keel.train.state import Progress, read_reference, restore_modules, restore_optimizers
 from keel.train.work import Work, open_source
+from keel.types import KeelError
 
 R = TypeVar("R", Preference, Labelled, Stepwise)
 
@@ -44,7 +45,7 @@ R = TypeVar("R", Preference, Labelled, Stepwise)
 def judge_answers(work: Work, stage: RewardModelStage, progress: Progress) -> Progress:
     """An outcome reward model, left in the run folder; the policy stays as it was."""
     model = _new_model(work, stage.base, "outcome", stage.name)
-    reader = Reader(model.tokenizer, model.context)
+    reader = model.reader()
     rows: Ready[Any]
     learn: Callable[[Sequence[Any]], Any]
     measure: Callable[[Sequence[Any]], Measured]
@@ -68,7 +69,7 @@ def judge_steps(work: Work, stage: ProcessRewardModelStage, progress: Progress) 
     tokenizer = work.policy.tokenizer
     make = rows_sampled.steps(stage.separator, lambda ids: decode(tokenizer, [ids])[0])
     stepwise = _rows(work, stage, preferences.read_steps, make)
-    encode = step_encoder(Reader(model.tokenizer, model.context), stage.separator)
+    encode = step_encoder(model.reader(), stage.separator)
     rows = _ready(work, stepwise, encode, stage, model.context)
     judge = partial(model.judge, token_budget=stage.token_budget)
     learn = partial(reward_model.learn_marks, model, stage.token_budget)
@@ -82,7 +83,8 @@ def prefer(work: Work, stage: DPOStage, progress: Progress) -> Progress:
     pairs = _rows(work, stage, preferences.read_pairs, rows_sampled.pairs)
     optimizer = AdamW(trainable(policy), stage.optimizer)
     reference = reference_for(policy, None if start is None else read_reference(start))
-    template = {} if stage.sampled is None else stage.sampled.prompts.chat_template
+    sampled = stage.sampled
+    template = stage.chat_template if sampled is None else sampled.prompts.chat_template
     reader = Reader(policy.tokenizer, policy.context, template)
     if start is not None:
         restore_optimizers(start, {"optimizer": optimizer})
@@ -144,22 +146,38 @@ def _judging(
 
 def _new_model(work: Work, base: BaseModelChoice, kind: Kind, stage: str) -> RewardModel:
     seed = derive(work.recipe.seed, stage, "model")
-    if base.stage is None:
-        return reward_model_from(_base(work, base), kind, seed, base.lora)
-    before = _named(work, str(work.session.folder.model(base.stage)))
-    return continued_reward_model(before, kind, work.policy, seed, base.lora)
+    with _keys_of(f"{stage}.base"):
+        if base.stage is None:
+            return reward_model_from(_base(work, base), kind, seed, base.lora)
+        before = _named(work, str(work.session.folder.model(base.stage)))
+        return continued_reward_model(before, kind, work.policy, seed, base.lora)
+
+
+@contextmanager
+def _keys_of(base: str) -> Iterator[None]:
+    """Errors of loading name the keys of a base model, which are not those of `model`."""
+    try:
+        yield
+    except KeelError as error:
+        said = str(error)
+        for key in ("name", "lora"):
+            said = said.replace(f"model.{key}", f"{base}.{key}")
+        raise KeelError(said) from error
 
 
 def _base(work: Work, base: BaseModelChoice) -> Policy:
     """The language model that a reward model starts from."""
     if base.name is None:
         return work.policy
-    return load_policy(_named(work, base.name), work.recipe.seed)
+    policy = load_policy(_named(work, base.name), work.recipe.seed)
+    if policy.tokenizer.chat_template is None:
+        policy.tokenizer.chat_template = work.recipe.model.chat_template
+    return policy
 
 
 def _named(work: Work, name: str) -> Model:
-    """The recipe's model settings with another model in them."""
-    own = {"name": name, "build": None, "revision": None, "lora": None}
+    """The recipe's model settings with another model in them, which has a chat template itself."""
+    own = {"name": name, "build": None, "revision": None, "lora": None, "chat_template": None}
     return work.recipe.model.model_copy(update=own)
 
 
@@ -223,7 +241,8 @@ def _ready(
     limit = min(limits) if limits else None
     rows = ready(sides, encode, limit, stage.evaluation.rows, stage.name)
     left = (
-        (rows.left_out, f"longer than {limit} tokens"),
+        (rows.long, f"longer than {limit} tokens"),
+        (rows.long_heldout, f"held out and longer than {limit} tokens"),
         (sides.overlap, "with a prompt or group that is also held out"),
         (sides.dropped, "with an empty answer"),
     )

@@ -53,7 +53,7 @@ def measure_pairs(rows: Sequence[Pair], judge: Judge) -> Measured:
     """Of pairs: accuracy, log loss, Brier, calibration, margins, and scores against lengths."""
     answers = [answer for row in rows for answer in (row.chosen, row.rejected)]
     score_S = np.array([said[0] for said in _finite(judge(answers))])
-    length_S = np.array([len(answer.tokens) for answer in answers], dtype=np.float64)
+    length_S = np.array([_length(answer) for answer in answers], dtype=np.float64)
     report = pair_report(
         score_S[0::2] - score_S[1::2],
         [row.probability for row in rows],
@@ -72,7 +72,7 @@ def measure_labels(rows: Sequence[Marked], judge: Judge) -> Measured:
     report = label_report(
         logit_S, [float(row.labels[0] or 0) for row in rows], [row.cluster for row in rows]
     )
-    lengths = length_correlation(logit_S, [len(answer.tokens) for answer in answers]).as_dict()
+    lengths = length_correlation(logit_S, [_length(answer) for answer in answers]).as_dict()
     return Measured("labels", report, report, {"score_and_length": lengths})
 
 
@@ -103,6 +103,11 @@ def measure_steps(rows: Sequence[Marked], judge: Judge, threshold: float) -> Mea
 def first_under(logits: Sequence[float], threshold: float) -> int | None:
     """The first step whose probability σ(z) is under the threshold; None where there is none."""
     return next((i for i, z in enumerate(logits) if (1 + np.tanh(z / 2)) / 2 < threshold), None)
+
+
+def _length(answer: Answered) -> int:
+    """Tokens of the answer alone: prompts of many lengths would drown it."""
+    return len(answer.tokens) - answer.begins
 
 
 def _finite(said: list[list[float]]) -> list[list[float]]:

@@ -69,6 +69,7 @@ def run(work: Judging, progress: Progress) -> Progress:
 def learn_pairs(model: RewardModel, stage: RewardModelStage, rows: Sequence[Pair]) -> fit.Learned:
     """The gradient of the mean Bradley–Terry loss over pairs, and of the centring."""
     sums: dict[str, float] = {}
+    decided = sum(row.probability != 0.5 for row in rows)
     for span in spans_within([row.length for row in rows], stage.token_budget):
         part = rows[span]
         logit_K = model.logits(
@@ -82,22 +83,22 @@ def learn_pairs(model: RewardModel, stage: RewardModelStage, rows: Sequence[Pair
         ((loss_C + stage.centering * centre_C).sum() / len(rows)).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             gap_C = chosen_C - rejected_C
-            right_C = torch.where(probability_C >= 0.5, gap_C, -gap_C) > 0
             _add(
                 sums,
                 len(rows),
                 loss=loss_C + stage.centering * centre_C,
-                accuracy=right_C,
                 margin=gap_C,
                 mean_reward=(chosen_C + rejected_C) / 2,
             )
+            _add(sums, decided, accuracy=_right(gap_C, probability_C))
     return fit.Learned(sums, sum(row.length for row in rows))
 
 
 def learn_marks(model: RewardModel, token_budget: int, rows: Sequence[Marked]) -> fit.Learned:
     """The gradient of the mean cross-entropy over all judged ends of the step's rows."""
     sums: dict[str, float] = {}
-    judged = sum(label is not None for row in rows for label in row.labels)
+    every = [label for row in rows for label in row.labels if label is not None]
+    judged, decided = len(every), sum(label != 0.5 for label in every)
     for span in spans_within([row.length for row in rows], token_budget):
         part = rows[span]
         logit_K = model.logits(lay([row.answer for row in part], model.device))
@@ -108,9 +109,15 @@ def learn_marks(model: RewardModel, token_budget: int, rows: Sequence[Marked]) -
         loss_K = label_cross_entropy(logit_K, label_K)
         (loss_K.sum() / max(judged, 1)).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            right_K = (logit_K > 0) == (label_K > 0.5)
-            _add(sums, judged, loss=loss_K, accuracy=right_K, mean_reward=logit_K)
+            _add(sums, judged, loss=loss_K, mean_reward=logit_K)
+            _add(sums, decided, accuracy=_right(logit_K, label_K))
     return fit.Learned(sums, sum(row.length for row in rows))
+
+
+def _right(logit_K: Tensor, label_K: Tensor) -> Tensor:
+    """1 where the sign is that of the label, ½ at a logit of 0; 0 where nothing was decided."""
+    toward_K = torch.where(label_K > 0.5, logit_K, -logit_K).sign()
+    return torch.where(label_K == 0.5, torch.zeros_like(toward_K), (toward_K + 1) / 2)
 
 
 def _add(sums: dict[str, float], total: int, **values: Tensor) -> None:

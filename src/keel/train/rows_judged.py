@@ -57,11 +57,12 @@ E = TypeVar("E", Pair, Marked)
 
 @dataclass(frozen=True, slots=True)
 class Ready(Generic[E]):
-    """Both sides, encoded; `left_out` counts the rows that were too long."""
+    """Both sides, encoded; how many rows of each were left out for being too long."""
 
     train: tuple[E, ...]
     heldout: tuple[E, ...]
-    left_out: int
+    long: int
+    long_heldout: int
 
 
 def ready(
@@ -71,15 +72,24 @@ def ready(
     heldout_rows: int,
     stage: str,
 ) -> Ready[E]:
-    """The rows that are no longer than `limit` tokens. Raises KeelError where none is left."""
+    """The rows that are no longer than `limit` tokens, at most `heldout_rows` of them held out.
+
+    Which ones these are does not depend on the order of a file that may be sorted. Raises KeelError
+    where no train row is left, or none of the held-out ones that there were.
+    """
     train, long = _fitting(map(encode, sides.train), limit)
-    held, _ = _fitting(map(encode, sides.heldout), limit)
+    held, long_heldout = _fitting(map(encode, _some(sides.heldout, heldout_rows)), limit)
     if not train:
         raise KeelError(
             f"stage {stage!r}: each of the {len(sides.train)} train rows is longer than "
             f"{limit} tokens: raise {stage}.max_tokens, or use a model with a longer context"
         )
-    return Ready(train, held[:heldout_rows], long)
+    if long_heldout and not held:
+        raise KeelError(
+            f"stage {stage!r}: each of the {long_heldout} held-out rows is longer than {limit} "
+            f"tokens: raise {stage}.max_tokens, or set {stage}.evaluation.rows = 0"
+        )
+    return Ready(train, held, long, long_heldout)
 
 
 def pair_encoder(reader: Reader) -> Callable[[Preference], Pair]:
@@ -138,6 +148,12 @@ def of_step(rows: Sequence[E], size: int, number: int, seed: int) -> list[E]:
         for epoch in {place // n for place in places}
     }
     return [rows[int(orders[place // n][place % n])] for place in places]
+
+
+def _some(rows: Sequence[R], n: int) -> Sequence[R]:
+    if len(rows) <= n:
+        return rows
+    return [rows[at] for at in sorted(np.random.default_rng(0).permutation(len(rows))[:n].tolist())]
 
 
 def _fitting(rows: Iterable[E], limit: int | None) -> tuple[tuple[E, ...], int]:

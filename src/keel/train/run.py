@@ -18,6 +18,7 @@ from keel.runs.record import update_run_json
 from keel.runs.session import Session
 from keel.runs.trackers import open_trackers
 from keel.runs.watch import Silent, Watcher
+from keel.train.ahead import look_ahead
 from keel.train.stages import run_stage
 from keel.train.state import Progress, read_progress, restore_policy
 from keel.train.work import Work
@@ -61,6 +62,7 @@ def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | Non
     update_run_json(
         session.folder, opening.facts(recipe.name, recipe.seed, torch.get_num_threads(), REPORTED)
     )
+    look_ahead(recipe, policy, progress.stage)
     for number in range(progress.stage, len(recipe.stages)):
         stage = recipe.stages[number]
         if number > progress.stage:
