@@ -100,6 +100,17 @@ def test_what_import_refuses(tmp_path: Path, capsys: Capture) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_import_to_where_nothing_can_be_written(tmp_path: Path, capsys: Capture) -> None:
+    folder = panda(tmp_path / "panda")
+    # The second name leaves no room for that of the file beside it, which is renamed.
+    for out in ("/proc/rows.jsonl", str(tmp_path / ("x" * 252))):
+        line = tried(["prefs", "import", "pandalm", str(folder), "--out", out], capsys)
+        assert line.startswith(f"keel: error: cannot write {out}: ")
+        assert line.endswith(": give another --out")
+        assert "--resume" not in line
+    assert [path.name for path in tmp_path.iterdir()] == ["panda"]
+
+
 def test_stats_of_rows(tmp_path: Path, capsys: Capture) -> None:
     rows = [*PAIRS, {**PAIRS[0], "rejected": ""}]
     path = jsonl(tmp_path / "rows.jsonl", rows)
@@ -112,7 +123,8 @@ def test_stats_of_rows(tmp_path: Path, capsys: Capture) -> None:
     assert "people" not in found[0]
     assert main(["prefs", "stats", path, path]) == 0
     text = capsys.readouterr().out
-    assert text.count("longer preferred     1.000   [0.566, 1.000]   n = 5") == 2
+    # Four prompts that all say 1: 4 / (4 + t²) with Student's t of three degrees, 3.182.
+    assert text.count("longer preferred     1.000   [0.283, 1.000]   n = 5") == 2
     assert "read_as_text" not in text
 
 
@@ -123,10 +135,12 @@ def test_stats_of_votes(tmp_path: Path, capsys: Capture) -> None:
     assert (found["people"]["judges"], found["people"]["unanimous"]) == (3, 3)
     # By hand: P̄ = 10/12, P̄_e = (8/12)² + (4/12)² = 5/9.
     assert found["people"]["fleiss_kappa"]["value"] == pytest.approx(0.625, abs=1e-12)
-    # Drawn over prompts: the rows of one prompt alone give no width.
+    # Drawn over prompts: the rows of one prompt alone give no interval.
     alone = jsonl(tmp_path / "one.jsonl", [{**row, "prompt": "p"} for row in rows])
     kappa = told(["prefs", "stats", alone], capsys)[0]["people"]["fleiss_kappa"]
-    assert kappa["low"] == kappa["high"] == kappa["value"]
+    assert kappa == {"value": pytest.approx(0.625, abs=1e-12), "low": None, "high": None, "n": 4}
+    assert main(["prefs", "stats", alone]) == 0
+    assert "Fleiss' κ            0.625   –   n = 4" in capsys.readouterr().out
     same = [{**row, "votes": ["tie", "tie"]} for row in PAIRS]
     path = jsonl(tmp_path / "b.jsonl", same)
     (found,) = told(["prefs", "stats", path], capsys)

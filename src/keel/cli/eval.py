@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from keel.runs.encoding import plain
+from keel.runs.layout import RECIPE
 from keel.types import KeelError
 
 OPTIONS = ("prompts", "samples", "temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
-
-
+OF_TASKS = ("task", "set", "reward", "checkpoint", *OPTIONS)
 JUDGED = ("pairs", "labels", "steps")
+OF_STEPS = ("separator", "threshold")
+OF_JUDGED = ("stage", *OF_STEPS, "pictures")
+FIGURES = ("log_loss", "brier", "ece", "f1")
+"""Of judged rows; where they cannot tell one, the table says so."""
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Evaluate and print the table."""
+    """Evaluate and print the table. Raises KeelError for options that would have no effect."""
     files = {rows: path for rows in JUDGED if (path := getattr(arguments, rows)) is not None}
     if files:
         _judged(arguments, files)
         return
-    if arguments.stage is not None:
+    strange = _given(arguments, OF_JUDGED)
+    if strange:
+        verb = "is" if len(strange) == 1 else "are"
         raise KeelError(
-            "--stage names a reward model, which judged rows evaluate: give --pairs, "
-            "--labels or --steps"
+            f"{_names(strange)} {verb} of judged rows: give --pairs, --labels or --steps"
+        )
+    if arguments.checkpoint is not None and not (Path(arguments.model) / RECIPE).is_file():
+        raise KeelError(
+            f"{arguments.model} is no run folder, so it has no checkpoint "
+            f"{arguments.checkpoint!r}: drop --checkpoint"
         )
     from keel.train.evaluation import evaluate
 
@@ -34,11 +47,11 @@ def run(arguments: argparse.Namespace) -> None:
         task=arguments.task,
         task_keys=arguments.set,
         rewards=arguments.reward,
-        checkpoint=arguments.checkpoint,
+        checkpoint="last" if arguments.checkpoint is None else arguments.checkpoint,
         **{name: value for name, value in given.items() if value is not None},
     )
     if arguments.json:
-        print(json.dumps(result, ensure_ascii=False))
+        print(json.dumps(plain(result), ensure_ascii=False))
         return
     _table(result)
 
@@ -46,16 +59,30 @@ def run(arguments: argparse.Namespace) -> None:
 def _judged(arguments: argparse.Namespace, files: dict[str, str]) -> None:
     """A reward model on a file of judged rows."""
     if len(files) > 1:
-        raise KeelError(f"{' and '.join('--' + name for name in files)}: give one file of rows")
+        raise KeelError(f"{_names(list(files))}: give one file of rows")
+    rows, path = next(iter(files.items()))
+    strange = _given(arguments, OF_TASKS)
+    if strange:
+        raise KeelError(
+            f"{_names(strange)} {_say(strange)} nothing of judged rows (--{rows}): "
+            f"drop {_them(strange)}"
+        )
+    strange = [] if rows == "steps" else _given(arguments, OF_STEPS)
+    if strange:
+        raise KeelError(
+            f"{_names(strange)} {_say(strange)} how answers in steps are read: "
+            f"drop {_them(strange)}, or give --steps"
+        )
     from keel.train.reward_evaluation import evaluate_reward_model
 
-    rows, path = next(iter(files.items()))
+    separator = arguments.separator
     measured = evaluate_reward_model(
         arguments.model,
         rows,  # type: ignore[arg-type]
         path,
         stage=arguments.stage,
-        separator=arguments.separator.replace("\\n", "\n"),
+        separator=None if separator is None else separator.replace("\\n", "\n"),
+        threshold=arguments.threshold,
         pictures=None if arguments.pictures is None else Path(arguments.pictures),
     )
     result = measured.as_dict()
@@ -63,22 +90,54 @@ def _judged(arguments: argparse.Namespace, files: dict[str, str]) -> None:
         print(json.dumps(result, ensure_ascii=False))
         return
     intervals = {k: v for k, v in result.items() if isinstance(v, dict) and "low" in v}
-    print(f"{'':<16}{'mean':>8}   95 % interval        n")
+    _head()
     for name, value in intervals.items():
         _row(name, value)
     for name, value in result.items():
         if isinstance(value, int | float):
             print(f"{name:<20}{value:.4g}")
+        elif value is None and name in FIGURES:
+            print(f"{name:<20}undefined")
+
+
+def _given(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Which of these options stand on the command line."""
+    return [name for name in names if getattr(arguments, name) not in (None, [])]
+
+
+def _names(options: Sequence[str]) -> str:
+    words = [f"--{name.replace('_', '-')}" for name in options]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _say(options: Sequence[str]) -> str:
+    return "says" if len(options) == 1 else "say"
+
+
+def _them(options: Sequence[str]) -> str:
+    return "it" if len(options) == 1 else "them"
 
 
 def _table(result: dict[str, Any]) -> None:
-    print(f"{'':<16}{'mean':>8}   95 % interval        n")
+    _head()
     _row("greedy", result)
     for name, value in result.items():
         if isinstance(value, dict) and "mean" in value:
             _row(name, value)
 
 
+def _head() -> None:
+    print(f"{'':<15}{'mean':>9}   95 % interval        n")
+
+
 def _row(name: str, value: dict[str, Any]) -> None:
-    interval = f"[{value['low']:.3f}, {value['high']:.3f}]"
-    print(f"{name:<16}{value['mean']:>8.3f}   {interval:<18}{value['n']:>4}")
+    """A line; None, NaN and the infinities are what the rows cannot tell."""
+    mean, low, high = (value[key] for key in ("mean", "low", "high"))
+    known = _known(mean)
+    shown = f"{mean:.3f}" if known else "undefined"
+    interval = f"[{low:.3f}, {high:.3f}]" if known and _known(low) and _known(high) else "–"
+    print(f"{name:<15}{shown:>9}   {interval:<18}{value['n']:>4}")
+
+
+def _known(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)

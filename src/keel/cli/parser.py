@@ -92,7 +92,7 @@ def _eval(verbs: Verbs) -> None:
         help="a key of the task, as in path=test.jsonl or answer=answer",
     )
     verb.add_argument("--reward", action="append", default=[], help="reward, as module:function")
-    verb.add_argument("--checkpoint", default="last", help="last (default), best, or a name")
+    verb.add_argument("--checkpoint", help="of a run: last (default), best, or a name")
     verb.add_argument("--prompts", type=_positive, default=None, help="how many (default 200)")
     verb.add_argument("--samples", type=int, default=None, help="k of pass@k (default 0: none)")
     verb.add_argument("--temperature", type=float, default=None)
@@ -107,7 +107,13 @@ def _eval(verbs: Verbs) -> None:
     judged.add_argument("--steps", metavar="FILE", help="rows of prompt/completions/labels")
     judged.add_argument("--stage", metavar="NAME", help="the run's stage that made the model")
     judged.add_argument(
-        "--separator", default="\n", help="what stands between two steps (default a newline)"
+        "--separator", help="what stands between two steps (default: the stage's, or a newline)"
+    )
+    judged.add_argument(
+        "--threshold",
+        type=_probability,
+        metavar="P",
+        help="a step less probably right is a mistake (default: the stage's, or 0.5)",
     )
     judged.add_argument("--pictures", metavar="DIR", help="draw reliability and margins there")
     _json(verb)
@@ -188,4 +194,11 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def _probability(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
     return value

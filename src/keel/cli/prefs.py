@@ -58,7 +58,7 @@ def _import(arguments: argparse.Namespace) -> None:
         raise KeelError(f"{out}: there is no folder {str(out.parent)!r}: make it, or mend --out")
     found = _reader(arguments.kind)(Path(arguments.path))
     kept = [row for row in found.rows if arguments.keep_empty or not row.is_empty]
-    write_bytes(out, b"".join(line(row.row(), {}) for row in kept))
+    _write(out, b"".join(line(row.row(), {}) for row in kept))
     shares = [row.preference().probability for row in kept]
     result = {
         "out": str(out),
@@ -76,6 +76,16 @@ def _import(arguments: argparse.Namespace) -> None:
         print(f"left out: {result['left_out_empty']} rows with an empty answer (--keep-empty)")
     if found.mended:
         print(f"read as text: {found.mended} answers that were a JSON true or false")
+
+
+def _write(out: Path, content: bytes) -> None:
+    try:
+        write_bytes(out, content)
+    except KeelError as error:
+        # The mend that it names is a run's: there is nothing to resume here.
+        cause = error.__cause__
+        why = getattr(cause, "strerror", None) or cause or error
+        raise KeelError(f"cannot write {out}: {why}: give another --out") from error
 
 
 def _reader(kind: str) -> Any:
@@ -185,5 +195,7 @@ def _table(result: dict[str, Any]) -> list[str]:
 def _share(name: str, value: dict[str, Any], key: str = "value") -> str:
     if math.isnan(value[key]):
         return f"  {name:<18}undefined   n = {value['n']}"
-    interval = f"[{value['low']:.3f}, {value['high']:.3f}]"
+    low, high = value["low"], value["high"]
+    # Of rows that tell no interval, such as those of one prompt, the ends are NaN.
+    interval = "–" if math.isnan(low) or math.isnan(high) else f"[{low:.3f}, {high:.3f}]"
     return f"  {name:<18}{value[key]:>8.3f}   {interval}   n = {value['n']}"

@@ -146,10 +146,11 @@ def _evaluation(stage: str, step: int, result: Mapping[str, Any]) -> str:
 def _measured(stage: str, step: int, result: Mapping[str, Any]) -> str:
     """What held-out rows say of a reward model, or of a policy's preferences."""
     share = result["accuracy"]
-    line = (
-        f"{stage} after {step} steps: held-out accuracy {share['mean']:.1%} "
-        f"[{share['low']:.1%}, {share['high']:.1%}], n = {result['n']}"
-    )
+    if share["mean"] is None:
+        accuracy = "undefined (no decided row)"
+    else:
+        accuracy = f"{share['mean']:.1%} [{share['low']:.1%}, {share['high']:.1%}]"
+    line = f"{stage} after {step} steps: held-out accuracy {accuracy}, n = {result['n']}"
     for name, words in (("log_loss", "log loss"), ("ece", "calibration error"), ("f1", "F1")):
         value = result.get(name)
         if value is not None:
