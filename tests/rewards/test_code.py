@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import pytest
 
 from keel.config.sources import RewardSource
+from keel.rewards import Scorer
 from keel.rewards.code import in_threads
 from keel.rewards.loading import load_reward
 from keel.types import KeelError
-from tests.verify.processes import children, needs_bubblewrap, resident_mb
+from tests.verify.processes import children, eventually, needs_bubblewrap, resident_mb
 
 ASSERTS = ["assert double(1) == 2", "assert double(2) == 4", "assert double(0) == 0"]
 RIGHT = "def double(x):\n    return 2 * x\n"
@@ -113,8 +115,45 @@ def test_tests_that_are_none_stop_before_anything_runs() -> None:
     assert asked.extras == {}
     with pytest.raises(KeelError, match="workers = 0"):
         Asked(workers=0)
-    with pytest.raises(KeelError, match="memory_mb = 1:"):
-        Asked(memory_mb=1)
+    with pytest.raises(KeelError, match="sample 1: the test 5 is not text"):
+        asked([RIGHT, RIGHT], tests=[ASSERTS, 5])
+    with pytest.raises(KeelError, match=r"sample 0: .* defines test_it but never calls it"):
+        asked([RIGHT], tests=["def test_it(): assert double(1) == 2"])
+    for options, words in (
+        ({"memory_mb": 1}, "memory_mb = 1:"),
+        ({"timeout": math.inf}, "timeout = inf: give at most"),
+        ({"timeout": "5"}, "timeout = '5' is not a number"),
+        ({"workers": "2"}, "workers = '2': give a whole number"),
+        ({"trusted": "false"}, "trusted = 'false': give true or false"),
+        ({"partial": 1}, "partial = 1: give true or false"),
+        ({"tests": 5}, "tests = 5: name a column"),
+        ({"entry_point": "my name"}, "entry_point = 'my name' cannot be an argument's name"),
+    ):
+        with pytest.raises(KeelError, match=f"reward 'code': {words}"):
+            Asked(**options)
+
+
+@needs_bubblewrap
+def test_a_call_that_is_abandoned_ends_with_all_it_runs() -> None:
+    asked = Asked(timeout=600.0)
+    before, ended = children(), []
+
+    def call() -> None:
+        try:
+            asked(["while True: pass"] * 9, tests=[ASSERTS] * 9)
+        except KeelError as error:
+            ended.append(str(error))
+
+    calling = threading.Thread(target=call, daemon=True)
+    calling.start()
+    assert eventually(lambda: len(children() - before) == 2)
+    # Whoever gave it up says so, as the scorer does at its end.
+    Scorer([asked.reward]).close()
+    calling.join(60.0)
+    assert ended == ["stopped before its end"]
+    assert children() == before
+    assert asked.extras == {}
+    assert asked([RIGHT], tests=[ASSERTS]) == [1]
 
 
 def test_trusted_code_needs_no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,4 +179,18 @@ def test_threads_keep_the_order_and_stop_at_an_error() -> None:
 
     with pytest.raises(KeelError, match="two"):
         in_threads(work, range(1000), 1)
+    assert done == [0, 1, 2]
+
+
+def test_threads_that_are_stopped_begin_no_further_item() -> None:
+    done: list[int] = []
+    stop = threading.Event()
+
+    def work(n: int) -> None:
+        done.append(n)
+        if n == 2:
+            stop.set()
+
+    with pytest.raises(KeelError, match="stopped"):
+        in_threads(work, range(1000), 1, stop)
     assert done == [0, 1, 2]

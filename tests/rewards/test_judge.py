@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,8 @@ def test_ties_and_silence_of_people_and_judge() -> None:
         ({"model": "m", "extra": {"seed": 1}}, "extra.seed: it is an option of its own"),
         ({"model": "m", "extra": {"n": 2}}, "extra.n: it is an option"),
         ({"model": "m", "extra": {"max_completion_tokens": 2}}, "extra.max_completion_tokens"),
+        ({"model": "m", "extra": {"top": date(2026, 1, 1)}}, "extra.top = datetime.date(2026, 1"),
+        ({"model": "m", "extra": {"top_p": float("nan")}}, "extra.top_p = nan: JSON has no such"),
         ({"model": "m", "without": ["max_tokens"]}, "only seed and temperature"),
         ({"model": "m", "concurrency": 0}, "concurrency = 0: input should be greater"),
         ({"model": "m", "label": "a/b"}, "label = 'a/b'"),

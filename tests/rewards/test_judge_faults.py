@@ -195,6 +195,7 @@ def test_waits_as_dates_and_as_nonsense() -> None:
     assert _retry_after({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0.0
     assert _retry_after({"retry-after": "Wed, 21 Oct 2115 07:28:00 GMT"}) > 1e9
     assert _retry_after({"retry-after": "soon"}) == 0.0
+    assert _retry_after({"retry-after": "Mon, 01 Jan 0001 00:00:00 -0000"}) == 0.0
     assert _retry_after({"retry-after": "nan"}) == 0.0
     assert _retry_after({"retry-after": "-3"}) == 0.0
     assert _retry_after({}) == 0.0
@@ -210,7 +211,11 @@ def test_a_server_that_wants_rest_for_an_hour_ends_the_run(server: JudgeServer) 
 @pytest.mark.parametrize(
     ("status", "code", "words"),
     [
-        (400, None, r"refuses the request \(HTTP 400: no\): check the options model, extra"),
+        (
+            400,
+            None,
+            r"refuses the request \(HTTP 400: no\): check the options model, max_tokens, extra",
+        ),
         (401, None, r"HTTP 401: no\): set api_key_env"),
         (403, None, r"HTTP 403: no\): set api_key_env"),
         (404, "model_not_found", r"HTTP 404: no\): check the options url and model"),
@@ -260,6 +265,60 @@ def test_thoughts_before_the_answer_are_passed_over(server: JudgeServer) -> None
     assert rewards(scored(server.url, None, [group(["a"])], **FIVE)) == [0.9]
 
 
+@pytest.mark.parametrize("frame", ["{}", "```json\n{}\n```", "<think>hm {{</think>\n{}"])
+def test_a_reason_may_hold_the_mark_of_thoughts(server: JudgeServer, frame: str) -> None:
+    reason = "no mark here" if "think" in frame else "it ends on </think>, badly"
+    said = json.dumps({"reason": reason, "score": 3})
+    server.faults = [Fault(text=frame.format(said))]
+    found = scored(server.url, None, [group(["a"])], attempts=1, **FIVE)
+    assert rewards(found) == [0.3]
+    assert found.extras["judge_reason"] == [reason]
+
+
+def test_halves_of_characters_are_kept_as_question_marks(
+    server: JudgeServer, tmp_path: Path
+) -> None:
+    half = "x\ud83d"
+    server.faults = [
+        Fault(text=json.dumps({"reason": half, "score": 3}, ensure_ascii=False)),
+        Fault(message={"content": None, "refusal": half}),
+        Fault(choice={"finish_reason": half}),
+    ]
+    found = scored(server.url, tmp_path, [group(["a", "bb", "ccc"])], concurrency=1, **FIVE)
+    assert rewards(found) == [0.3, None, 0.3]
+    assert found.extras["judge_reason"][0] == "x?"
+    assert found.extras["judge_unparsed"][1] == "refused: x?"
+    reward = made(server.url, tmp_path)
+    assert (reward.account().answers, reward.account().open) == (3, 0)
+    reward.close()
+
+
+def test_an_answer_that_cannot_be_kept_is_lost_not_open(tmp_path: Path) -> None:
+    with JudgeServer() as server:
+        server.holds = lambda number: number == 0
+        reward = made(server.url, tmp_path, **FIVE)
+        path = tmp_path / "judge.sqlite"
+        other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+
+        def spoil() -> None:
+            server.wait_for(lambda: server.active == 1)
+            other.execute("ALTER TABLE answers RENAME TO away")
+            server.let_go.set()
+
+        thread = threading.Thread(target=spoil)
+        thread.start()
+        with pytest.raises(sqlite3.OperationalError, match="no such table"):
+            call(reward, ["a"])
+        thread.join()
+        other.execute("ALTER TABLE away RENAME TO answers")
+        other.close()
+        account = reward.account()
+        assert (account.answers, account.lost, account.open) == (0, 1, 0)
+        assert call(reward, ["a"]) == [0.1]
+        assert server.names[1] == server.names[0].removesuffix("-0") + "-1"
+        reward.close()
+
+
 @pytest.mark.parametrize(
     "fault",
     [
@@ -278,6 +337,44 @@ def test_refusals_are_no_verdict_and_are_not_asked_again(
         assert rewards(found) == [0.1, None]
         assert found.extras["judge_unparsed"][1].startswith("refused: ")
     assert len(server.log) == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "This model's maximum context length is 8192 tokens. However, you requested 9000 tokens",
+        "The input (61709 tokens) is longer than the model's context length (40960 tokens).",
+        "the request exceeds the available context size, try increasing it",
+        "Requested tokens (2285) exceed context window of 2048",
+        "prompt is too long: 208310 tokens > 200000 maximum",
+        "'max_tokens' is too large: 512. This model's maximum context length is 8192 tokens and "
+        "your request has 8000 input tokens",
+    ],
+)
+def test_too_long_a_prompt_is_known_by_its_words(
+    server: JudgeServer, words: str, tmp_path: Path
+) -> None:
+    error = {"message": words, "type": "BadRequestError", "param": None, "code": 400}
+    fault = Fault(status=400, error=error)
+    server.fault_of = lambda asked: fault if asked.material["answer"] == "bb" else None
+    found = scored(server.url, tmp_path, [group(["a", "bb"])], **FIVE)
+    assert rewards(found) == [0.1, None]
+    assert found.extras["judge_unparsed"][1] == "refused: context_length_exceeded"
+    assert len(server.log) == 2
+
+
+def test_too_high_a_limit_is_no_matter_of_one_text(server: JudgeServer) -> None:
+    words = "'max_tokens' is too large: 8000. This model's maximum context length is 4096 tokens"
+    server.fault_of = lambda asked: Fault(status=400, error={"message": words})
+    for name in ("max_tokens", "max_completion_tokens"):
+        with pytest.raises(KeelError, match="check the options model, max_tokens"):
+            scored(server.url, None, [group(["a"])], max_tokens=4096, limit_name=name)
+
+
+def test_such_words_with_another_status_say_nothing_of_the_text(server: JudgeServer) -> None:
+    server.fault_of = lambda asked: Fault(status=404, error={"message": "too long a name"})
+    with pytest.raises(KeelError, match="HTTP 404"):
+        scored(server.url, None, [group(["a"])])
 
 
 def test_servers_that_know_no_schema_are_asked_in_words(
@@ -309,7 +406,14 @@ def test_how_json_is_asked_for(server: JudgeServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "usage", [None, {}, {"prompt_tokens": "9", "completion_tokens": 1}, {"prompt_tokens": -1}, [1]]
+    "usage",
+    [
+        *(None, {}, [1]),
+        {"prompt_tokens": "9", "completion_tokens": 1},
+        {"prompt_tokens": -1},
+        {"prompt_tokens": 9, "completion_tokens": 2**53},
+        {"prompt_tokens": 2**70, "completion_tokens": 1},
+    ],
 )
 def test_without_usage_the_worst_case_is_paid(server: JudgeServer, usage: Any) -> None:
     server.faults = [Fault(usage=usage)]
@@ -374,13 +478,18 @@ def test_a_request_that_nobody_waits_for_keeps_its_slot(tmp_path: Path) -> None:
 
 def test_what_is_given_up_before_it_is_sent_is_not_sent(tmp_path: Path) -> None:
     with JudgeServer() as server:
-        reward = made(server.url, tmp_path, **FIVE)
+        reward = made(server.url, tmp_path, concurrency=1, **FIVE)
         other = sqlite3.connect(tmp_path / "judge.sqlite", isolation_level=None)
-        other.execute("BEGIN IMMEDIATE")  # the reservation has to wait
 
         async def run() -> None:
+            mine = reward.asker._mine()
+            await mine.slots.acquire()
             asking = asyncio.create_task(reward(prompts=["q"], completions=["a"]))
-            while not reward.asker.on_its_way():
+            while not mine.pending:  # there is no answer: it wants the slot
+                await asyncio.sleep(0)
+            other.execute("BEGIN IMMEDIATE")  # the reservation has to wait
+            mine.slots.release()
+            while not mine.sends:
                 await asyncio.sleep(0)
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -482,6 +591,52 @@ def test_a_key_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> N
         Client(None, None, 1.0)
 
 
+def test_a_key_is_no_name_and_is_not_repeated() -> None:
+    for slip in (
+        "sk-proj-SECRET123",
+        "SECRET 123",
+        "9SECRET",
+        "sk_SECRET1",
+        "SECRET" * 6,
+        "ŽSECRET",
+    ):
+        with pytest.raises(KeelError, match="the NAME of a") as caught:
+            made("http://127.0.0.1:9/v1", api_key_env=slip)
+        assert "SECRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["sk-1\nsk-SECRET", "sk-SECRET…"])
+def test_a_key_that_no_header_can_carry(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", key)
+    with pytest.raises(KeelError, match="MY_KEY holds characters that no header") as caught:
+        made("http://127.0.0.1:9/v1", api_key_env="MY_KEY")
+    assert "SECRET" not in str(caught.value)
+
+
+def test_a_key_that_is_a_word_of_the_answer_leaves_it_whole(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "score")
+    assert rewards(scored(server.url, None, [group(["a"])], api_key_env="MY_KEY", **FIVE)) == [0.1]
+    monkeypatch.setenv("MY_KEY", "finish_reason")  # a key of the envelope, not of the answer
+    found = scored(server.url, None, [group(["bb"])], api_key_env="MY_KEY", **FIVE)
+    assert rewards(found) == [0.2]
+
+
+def test_malformed_answers_do_not_tell_the_key_either(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "12345678")  # the shortest that is cut out
+    for body in ("{12345678", '{"12345678": 1}'):
+        server.faults = [Fault(body=body)]
+        with pytest.raises(KeelError, match=r"\[key\]") as caught:
+            scored(server.url, None, [group(["a"])], api_key_env="MY_KEY", retries=0)
+        assert "1234" not in str(caught.value)
+    server.faults = [Fault(message={"content": None, "refusal": "no, 12345678"})]
+    found = scored(server.url, None, [group(["a"])], api_key_env="MY_KEY", **FIVE)
+    assert found.extras["judge_unparsed"] == ["refused: no, [key]"]
+
+
 def test_a_key_of_openai_is_sent_to_no_other_server(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,6 +650,20 @@ def test_a_key_of_openai_is_sent_to_no_other_server(
 def test_addresses_that_are_none() -> None:
     with pytest.raises(KeelError, match="url = 'localhost:8000' is no address"):
         made("localhost:8000")
-    with pytest.raises(KeelError, match="holds a password") as caught:
-        made("http://me:secret@localhost/v1")
+    for url in ("http://[::1/v1", "http://localhost:port/v1", "ftp://localhost", ""):
+        with pytest.raises(KeelError, match="is no address"):
+            made(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://me:secret@localhost/v1", "http://secret@localhost/v1", "me:secret@localhost"),
+        *("http://localhost/v1?api-key=secret", "localhost?secret", "http://localhost/v1#secret"),
+        "http://me:secret@[::1/v1",
+    ],
+)
+def test_addresses_hold_no_secrets(url: str) -> None:
+    with pytest.raises(KeelError, match="url may hold no user, password, query") as caught:
+        made(url)
     assert "secret" not in str(caught.value)

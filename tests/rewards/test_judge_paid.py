@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -8,13 +9,19 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from keel.config.sources import RewardSource
+from keel.rewards import Scorer, load_reward
+from keel.rewards.judge import Judge
 from keel.rewards.judge_budget import Budget, Cost, Prices
 from keel.rewards.judge_store import Account, Answer, Store, Ticket
+from keel.rewards.loading import named_reward
+from keel.rewards.surroundings import Surroundings
 from keel.types import KeelError
 from tests.rewards.judge_made import call, group, made, rewards, scored
 from tests.rewards.judge_server import Fault, JudgeServer
@@ -129,6 +136,112 @@ def test_two_processes_share_a_file_and_ask_nothing_twice(tmp_path: Path) -> Non
         assert account_of(tmp_path).spent.tokens == sum(server.billed)
 
 
+# ---------------------------------------------------------------- the end
+
+
+def side_by_side(url: str, folder: Path, timeout: float, *others: Any) -> tuple[Scorer, Judge]:
+    """A scorer with a judge whose twenty answers are all different, after other rewards."""
+    keys = {"model": "judge-1", "url": url, "backoff": 0.0, "low": 0, "high": 20}
+    reward = load_reward(RewardSource(function="judge", options=keys), Surroundings(folder=folder))
+    assert isinstance(reward.function, Judge)
+    scorer = Scorer([*map(named_reward, others), reward], timeout=timeout)
+    return scorer, reward.function
+
+
+def close_late(scorer: Scorer, judge: Judge, server: JudgeServer) -> None:
+    """Close while the server holds what was sent; that must wait until it is let go."""
+    closing = threading.Thread(target=scorer.close)
+    closing.start()
+    while closing.is_alive() and not judge.asker._ending:
+        closing.join(0.01)
+    closing.join(0.3)
+    assert closing.is_alive()
+    server.let_go.set()
+    closing.join()
+
+
+TWENTY = [group(["a" * n for n in range(20)])]
+
+
+def test_closing_keeps_what_was_sent_when_another_reward_failed(tmp_path: Path) -> None:
+    with JudgeServer() as server:
+        server.holds = lambda number: True
+
+        def broken(*, completions: list[str]) -> list[float]:
+            server.wait_for(lambda: server.active == 8)
+            raise ValueError("boom")
+
+        scorer, judge = side_by_side(server.url, tmp_path, 60.0, broken)
+        with pytest.raises(KeelError, match="boom"):
+            scorer(TWENTY, 1)
+        close_late(scorer, judge, server)
+        assert len(server.log) == 8
+        account = account_of(tmp_path)
+        assert (account.answers, account.lost, account.open) == (8, 0, 0)
+        scorer.close()  # once more does nothing
+
+
+def test_closing_keeps_what_was_sent_when_time_ran_out(tmp_path: Path) -> None:
+    with JudgeServer() as server:
+        server.holds = lambda number: True
+        scorer, judge = side_by_side(server.url, tmp_path, 2.0)
+        with pytest.raises(KeelError, match="hangs"):
+            scorer(TWENTY, 1)
+        if server.log:  # or the machine was too slow to send any
+            close_late(scorer, judge, server)
+        asked = len(server.log)
+        account = account_of(tmp_path)
+        assert (account.answers, account.lost, account.open) == (asked, 0, 0)
+        # The process goes on and asks again: for the rest alone.
+        server.let_go.set()
+        scorer, judge = side_by_side(server.url, tmp_path, 60.0)
+        assert rewards(scorer(TWENTY, 1)) == [n / 20 for n in range(20)]
+        scorer.close()
+        assert len(server.log) == 20
+
+
+def test_a_loop_that_something_blocks_does_not_block_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keel.rewards.judge_asking.IN_HAND", 0.0)
+    monkeypatch.setattr("keel.rewards.judge_client.CLOSING", 0.1)
+    gate, loop = threading.Event(), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    with JudgeServer() as server:
+        server.holds = lambda number: True
+        reward = made(server.url, tmp_path, **SCALE)
+        asking = reward(prompts=["q"], completions=["a"])
+        asked = asyncio.run_coroutine_threadsafe(asking, loop)
+        server.wait_for(lambda: server.active == 1)
+        loop.call_soon_threadsafe(gate.wait)
+        reward.asker.client.timeout = 0.2
+        reward.close()
+        assert (account_of(tmp_path).lost, account_of(tmp_path).open) == (1, 0)
+        gate.set()
+        with pytest.raises(CancelledError):
+            asked.result()
+        server.let_go.set()
+        asyncio.run_coroutine_threadsafe(reward.asker.drain(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_a_store_that_closes_loses_its_own_open_requests(tmp_path: Path) -> None:
+    one, other = Store(tmp_path / "judge.sqlite"), Store(tmp_path / "judge.sqlite")
+    first = one.reserve("k", WORST, Budget())
+    assert isinstance(first, Ticket)
+    assert isinstance(other.reserve("l", WORST, Budget()), Ticket)
+    one.close()
+    one.close()
+    assert (other.account().lost, other.account().open) == (1, 1)
+    again = other.reserve("k", WORST, Budget())
+    assert isinstance(again, Ticket)
+    assert again.name == first.name
+    other.close()
+
+
 # ---------------------------------------------------------------- the cache
 
 
@@ -203,11 +316,38 @@ def test_files_that_are_something_else(holds: bytes | None, tmp_path: Path) -> N
         with sqlite3.connect(path) as db:
             db.execute("CREATE TABLE mine (a)")
         db.close()
+    refused(path)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_of_other_programs_with_a_version(version: int, tmp_path: Path) -> None:
+    """Also where that is the number of ours."""
+    path = tmp_path / "other.db"
+    with sqlite3.connect(path) as db:
+        db.execute("CREATE TABLE answers (a)")
+        db.execute(f"PRAGMA user_version = {version}")
+    db.close()
+    refused(path)
+
+
+def test_files_of_another_version(tmp_path: Path) -> None:
+    Store(tmp_path / "other.db").close()
+    with sqlite3.connect(tmp_path / "other.db") as db:
+        db.execute("PRAGMA user_version = 2")
+        db.execute("PRAGMA journal_mode = DELETE")
+    db.close()
+    refused(tmp_path / "other.db")
+
+
+def refused(path: Path) -> None:
+    """And left as it was, and let go of."""
     before = path.read_bytes()
     with pytest.raises(KeelError, match=r"cache = '.*other.db' cannot be used: .*: name another"):
         made("http://127.0.0.1:9/v1", cache=str(path))
-    if holds is not None:
-        assert path.read_bytes() == before
+    assert path.read_bytes() == before
+    assert [found.name for found in path.parent.iterdir()] == [path.name]
+    held = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+    assert str(path) not in held
 
 
 # ---------------------------------------------------------------- how many at a time

@@ -69,6 +69,8 @@ def test_signatures_say_what_is_asked_for() -> None:
         ("length", {"target": "many"}, "reward 'length': "),
         ("format_match", {}, "exactly one of the options regex and tags"),
         ("format_match", {"regex": "("}, "is no regular expression"),
+        ("format_match", {"tags": "answer"}, 'tags = "answer": give a list, ["answer"]'),
+        ("numeric_match", {"tolerance": float("nan")}, "'numeric_match': tolerance = nan: give"),
         ("exact_match", {"normalized": True}, "did you mean 'normalised'?"),
         ("task", {"x": 1}, "unknown option 'x'"),
         (":f", {}, "write module:function"),

@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 
 from keel.config.sources import RewardSource
+from keel.rewards.checking import Wrong
 from keel.rewards.loading import load_reward
-from keel.types import KeelError
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed"
@@ -44,6 +44,10 @@ def test_tags_timeouts_and_gold_that_cannot_be_read() -> None:
     values = reward.function(completions=texts, answer=["p - q"] * 4, log_metric=logged.__setitem__)
     assert values == [1, 0, 0, 1]
     assert logged == {"math/timed_out": 1, "math/died": 0}
-    with pytest.raises(KeelError, match=r"holds '\)\(' \(sample 1\), which math-verify cannot"):
-        reward.function(completions=["1", "1"], answer=["1", ")("])
+    texts = ["<answer>Answer: **3**</answer>", "<answer>it is 3</answer>", "<answer></answer>"]
+    assert reward.function(completions=texts, answer=["3"] * 3) == [1, 1, 0]
+    right, wrong = reward.function(completions=["<answer>1</answer>"] * 2, answer=["1", ")("])
+    assert right == 1
+    assert isinstance(wrong, Wrong)
+    assert wrong.why.startswith("the answer column holds ')(', which math-verify cannot read: use")
     reward.function.close()  # type: ignore[attr-defined]

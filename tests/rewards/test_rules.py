@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keel.rewards.checking import Wrong
 from keel.rewards.overlong import soft_overlong
 from keel.rewards.rule import exact_match, format_match, length, numeric_match, place_match
 from keel.types import KeelError
@@ -35,8 +36,13 @@ def test_numeric_match(wrap: Any) -> None:
     assert numeric_match(completions=texts, answer=gold, tolerance=1e-3) == [1, 1, 1, 0, None]
     tagged = [wrap("<answer>5</answer> or 6"), wrap("5")]
     assert numeric_match(completions=tagged, answer=["5", 5], tag="answer") == [1, 0]
-    with pytest.raises(KeelError, match="holds 'Paris', in which there is no number"):
-        numeric_match(completions=[wrap("5")], answer=["Paris"])
+    paris, five = numeric_match(completions=[wrap("5")] * 2, answer=["Paris", "5"])
+    assert isinstance(paris, Wrong)
+    assert "holds 'Paris', in which there is no number: use exact_match" in paris.why
+    assert five == 1
+    for tolerance in (-0.5, float("nan"), float("inf")):
+        with pytest.raises(KeelError, match=f"tolerance = {tolerance:g}: give a number of at le"):
+            numeric_match(completions=[], answer=[], tolerance=tolerance)
 
 
 @pytest.mark.parametrize("wrap", [str, said])
@@ -49,6 +55,10 @@ def test_format_match(wrap: Any) -> None:
             format_match(completions=texts, **options)  # type: ignore[arg-type]
     with pytest.raises(KeelError, match="is no regular expression"):
         format_match(completions=texts, regex="(")
+    with pytest.raises(KeelError, match=r'tags = "answer": give a list, \["answer"\]'):
+        format_match(completions=texts, tags="answer")
+    with pytest.raises(KeelError, match=r"tags = \[\]: name at least one"):
+        format_match(completions=texts, tags=[])
 
 
 def test_length() -> None:
@@ -58,6 +68,8 @@ def test_length() -> None:
     assert length(completion_ids=ids, target=10, both=True) == [-1, -0.5, 0, -0.2, -0.5, -1, -1]
     with pytest.raises(KeelError, match="width = 0"):
         length(completion_ids=ids, target=10, width=0)
+    with pytest.raises(KeelError, match="target = nan"):
+        length(completion_ids=ids, target=float("nan"))  # type: ignore[arg-type]
 
 
 @given(st.integers(0, 300), st.integers(1, 200), st.integers(0, 200))
@@ -104,4 +116,5 @@ def test_place_match_counts_characters_at_their_places() -> None:
     expected = [1.0, 1 / 3, 1 / 3, 3 / 5, 0.0, 1.0]
     found = place_match(completions=said, answer=["123"] * len(said))
     assert found == pytest.approx(expected)
+    assert place_match(completions=["abc", " abc"], answer=[" abc\n", "ab "]) == [1.0, 2 / 3]
     assert place_match(completions=["x", ""], answer=[None, ""]) == [None, 0.0]

@@ -98,6 +98,20 @@ def test_what_one_function_does_to_its_arguments_no_other_sees() -> None:
     scored = Scorer([named_reward(spoils), reward("needs_gold")])(two_groups(), 0)
     assert values(scored) == [[1, 0, 0], [1]]
 
+    def deeper(completions: Any, prompts: Any, tests: Any) -> list[float]:
+        said = [len(tests[0]["in"]), len(tests[1]["in"]), len(prompts[0]), len(completions[0])]
+        tests[0]["in"].append("more")
+        prompts[0].append("more")
+        completions[0].append("more")
+        return [float(n) for n in said[:2]] if said[2:] == [1, 1] else [9.0, 9.0]
+
+    turns = ({"role": "user", "content": "say"},)
+    prompt = Prompt("p", turns, {"tests": {"in": ["a"]}})  # type: ignore[arg-type]
+    scorer = Scorer([named_reward(deeper, name) for name in ("first", "second")])
+    for step in range(2):
+        assert values(scorer([group(["a", "b"], prompt)], step)) == [[2.0, 2.0]]
+    assert prompt.columns == {"tests": {"in": ["a"]}}
+
 
 # ---------------------------------------------------------------- what comes out
 
@@ -186,8 +200,28 @@ def test_what_functions_log() -> None:
         log_extra("text", ["x"])
         return [0.0] * len(completions)
 
-    with pytest.raises(KeelError, match=r"log_extra\('text'\) got 1 values for 4 completions"):
+    with pytest.raises(
+        KeelError, match=r"'short' at step 0 .*: log_extra\('text'\) got 1 values for 4 completions"
+    ):
         Scorer([named_reward(short)])(two_groups(), 0)
+    skipped = Scorer([named_reward(short), named_reward(logs)], on_error="skip")(two_groups(), 0)
+    assert skipped.extras == scored.extras
+    assert skipped.failures == {"short": 4}
+    assert values(skipped) == [[0.0, 0.0, 0.0], [0.0]]
+
+
+def test_what_two_functions_log_under_one_name() -> None:
+    def logs(completions: list[str], word: str, log_extra: Any, log_metric: Any) -> list[float]:
+        log_extra("why", [word] * len(completions))
+        log_metric("share", float(len(word)))
+        return [0.0] * len(completions)
+
+    words = {"first": "a", "second": "bb", "third": "ccc"}
+    rewards = [named_reward(logs, name, options={"word": word}) for name, word in words.items()]
+    scored = Scorer(rewards)([group(["x"])], 0)
+    assert scored.extras == {"why": ["a"], "second/why": ["bb"], "third/why": ["ccc"]}
+    shares = {k: v for k, v in scored.metrics.items() if k.endswith("share")}
+    assert shares == {"share": 1.0, "second/share": 2.0, "third/share": 3.0}
 
 
 def test_async_functions_wait_together() -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from keel.models.tokenizers import byte_tokenizer
 from keel.rewards import Scorer
+from keel.rewards.step_texts import on_tokens
 from keel.rewards.surroundings import Surroundings
 from keel.types import KeelError
 from tests.rewards.learned import group, policy, reward, values
@@ -59,6 +61,17 @@ def test_another_separator() -> None:
     assert marks("a\nb", "a;b", separator=";") == [(3, 0.0)]
 
 
+def test_a_separator_of_several_bytes() -> None:
+    """Tokens are bytes here, and half a character is no separator."""
+    text = "一。二。三"
+    made = on_tokens(byte_tokenizer(64), list(text.encode()), text, "。", [1.0, 0.5, 0.0])
+    assert made == [(5, 1.0), (11, 0.5), (14, 0.0)]
+
+
+def test_an_answer_without_a_token_has_no_step() -> None:
+    assert on_tokens(LETTERS, [], "", "\n", []) == []
+
+
 def test_without_a_gold_answer_nothing_is_said() -> None:
     assert marks("1", None) is None
 
@@ -90,3 +103,5 @@ def test_it_needs_a_column_and_a_policy() -> None:
         Scorer([named])([group(LETTERS, "a:", ["1"])], 0)
     with pytest.raises(KeelError, match="no policy whose tokens these would be"):
         reward("step_match", Surroundings())
+    with pytest.raises(KeelError, match=r"reward 'step_match': separator = \"\" divides nothing"):
+        reward("step_match", Surroundings(tokenizer=LETTERS), options={"separator": ""})

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.config.sources import RewardSource
+from keel.rewards.checking import Wrong
 from keel.rewards.loading import load_reward
 from keel.rewards.texture import repetition
 from keel.types import KeelError
@@ -29,7 +30,7 @@ def test_repetition() -> None:
     assert repetition(completions=["x x x x"], n=1, max_penalty=2.0) == [-1.5]
     assert units("我们 ab，cd我") == ["我", "们", "ab，cd", "我"]
     assert repetition(completions=["我们我们我们"], n=2) == pytest.approx([-0.6], abs=1e-12)
-    for options in ({"n": 0}, {"max_penalty": -1.0}):
+    for options in ({"n": 0}, {"max_penalty": -1.0}, {"max_penalty": float("nan")}):
         with pytest.raises(KeelError, match="give at least"):
             repetition(completions=[], **options)  # type: ignore[arg-type]
 
@@ -71,6 +72,68 @@ def test_prose() -> None:
     assert prose(text).split() == ["We", "see", "and", "as", "in", "."]
 
 
+def test_prose_ends_its_sentences() -> None:
+    """A full stop behind a number or a formula is one; what else stands there goes with it."""
+    text = "It makes 579. Und x_1=3; also (y+1), 3.5! Ja 2。 Nein."
+    assert prose(text).split() == [
+        "It", "makes", ".", "Und", ";", "also", "!", "Ja", "。", "Nein.",
+    ]  # fmt: skip
+    pytest.importorskip("lingua")
+    both = f"{ENGLISH[:-1]}: it makes 579. {GERMAN}"
+    assert language_share(both, "en") == pytest.approx(0.5, abs=0.1)  # of about as many letters
+
+
+def test_prose_reads_dollars_as_they_open_and_close() -> None:
+    assert prose(r"at $\$1$, so $3\cdot\$1=\$3$ from it and \$5 more").split() == [
+        "at", ",", "so", "from", "it", "and", "more",
+    ]  # fmt: skip
+    assert prose("pay 10*$3 for one and x=$4 for two").split() == [
+        "pay", "for", "one", "and", "for", "two",
+    ]  # fmt: skip
+    assert prose("we have $$x$$so $$\ny$$then $ is money").split() == [
+        "we", "have", "so", "then", "$", "is", "money",
+    ]  # fmt: skip
+
+
+def test_prose_of_what_does_not_close() -> None:
+    assert prose(r"see \( one \( two \) and \[ three").split() == ["see", "one", "and", "three"]
+    assert prose(r"\begin{a} one \begin{b} two \end{b} and \end{c} ten").split() == [
+        "one", "and", "ten",
+    ]  # fmt: skip
+    assert prose(r"\begin{a} one \begin{a} two \end{a} and \end{a} ten").split() == ["and", "ten"]
+    assert prose("one `two\nthree` <b four\n five> ```six").split() == [
+        "one", "`two", "three`", "<", "four", "five>",
+    ]  # fmt: skip
+
+
+HOSTILE = [
+    "a", r"\( ", r"\[ ", r"\begin{a}", "`\n", "```", "$ ", "$$ ", r"$\\", r"\$", "<a ", "<",
+    "https://", "，a", "我。", "我，", "{", "\\", "1.", "1", ".", " .,", "é", "_a",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("unit", HOSTILE)
+def test_a_long_text_takes_no_long_time(unit: str) -> None:
+    """Half a million characters, at which time to the square would be hours."""
+    for text in ("abc." + unit * (500_000 // len(unit)), unit * (500_000 // len(unit)) + "b"):
+        assert len(prose(text)) <= len(text) + 1
+        assert sum(map(len, languages._passages(text))) <= len(text)
+
+
+def test_a_long_word_takes_no_long_time() -> None:
+    pytest.importorskip("lingua")
+    for letters in ("a" * 200_000, "ab\u00e9" * 70_000, "\u0e01\u0e32" * 100_000):
+        language_of(letters)
+        language_share(letters, "en")
+
+
+def test_many_environments_take_no_long_time() -> None:
+    names = [f"a{n}" for n in range(30_000)]
+    begins = "".join(f"\\begin{{{name}}}" for name in names)
+    assert prose(begins + "".join(f"\\end{{{name}}}" for name in names)).strip() == ""
+    assert prose(begins + "one").strip() == ""
+
+
 def test_the_reward_of_a_language() -> None:
     pytest.importorskip("lingua")
 
@@ -91,8 +154,18 @@ def test_the_reward_of_a_language() -> None:
         ask(said, {}, wanted="en", column="tongue")
     with pytest.raises(KeelError, match=r"no language 'english': .*ISO 639-1.* en "):
         ask(said, {}, wanted="english")
-    with pytest.raises(KeelError, match="sample 0: no language 'xx'"):
-        ask(said[:1], {"tongue": ["xx"]}, column="tongue")
+    wrong, right = ask(said[:1] * 2, {"tongue": ["xx", "en"]}, column="tongue")
+    assert isinstance(wrong, Wrong)
+    assert wrong.why.startswith("no language 'xx'")
+    assert right == 1
+    with pytest.raises(
+        KeelError, match=r"'language': column = 'my tongue' cannot .*: rename the c"
+    ):
+        ask(said, {}, column="my tongue")
+    with pytest.raises(KeelError, match="column = 'class' cannot be an argument's name"):
+        ask(said, {}, column="class")
+    with pytest.raises(KeelError, match="column = 'completions' comes from the run"):
+        ask(said, {}, column="completions")
 
 
 def test_without_lingua_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

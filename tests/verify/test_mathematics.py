@@ -49,6 +49,29 @@ def problems() -> list[dict[str, Any]]:
         (r"\{1, 2\}", r"$\{2, 1\}$"),
         ("(3, 4]", r"\boxed{(3,4]}"),
         ("1", "$x = 1$"),
+        ("3", "Answer: 3"),
+        ("3", "**Answer:** 3."),
+        ("3", "the final answer is: 3"),
+        ("3", "The answer is: it must be 3"),
+        (r"\frac{1}{2}", r"Answer: \frac12"),
+        ("42", "Result:42"),
+        ("42", "#### Answer: 42"),
+        ("2:3", "2:3"),
+        ("3", "**3**"),
+        ("3", "_3_"),
+        ("12", "12."),
+        ("12.", "**12.**"),
+        ("12", "**12**."),
+        (".5", ".5"),
+        ("(1, 2)", "(1, 2)."),
+        ("42", "#### 42."),
+        ("42", "#### **42**"),
+        ("42", "#### **42.**\nThat took 3 steps."),
+        ("#### **42**", "42"),
+        ("42", "#### Conclusion\nThe answer is 42"),
+        ("42", "#### **Answer:**\n42"),
+        ("7", "\\boxed{7}\n#### Check\nIt holds."),
+        ("p - q", "5\n#### p - q\n"),
     ],
 )
 def test_the_same(mathematics: Mathematics, gold: str, said: str) -> None:
@@ -63,6 +86,12 @@ def test_the_same(mathematics: Mathematics, gold: str, said: str) -> None:
         (r"\frac{1}{2}", r"\boxed{1/2} or \boxed{3}"),
         (r"\frac{1}{2}", "#### 3\n"),
         (r"\frac{1}{2}", "I do not know."),
+        ("3", "Answer: 4"),
+        ("42", "42!"),
+        ("42", "#### Conclusion\nThe answer is 41"),
+        ("42", "#### 41\nNo, it is 42."),
+        ("east", "#### west\n"),
+        ("2:3", "3:2"),
         (r"\frac{1}{2}", ""),
         (r"\frac{1}{2}", r"\boxed{\frac{1}{"),
         ("2x + z = 1", "1"),
@@ -131,9 +160,10 @@ def test_without_the_library_it_names_the_extra(monkeypatch: pytest.MonkeyPatch)
         Mathematics()
 
 
-def test_a_timeout_is_some_time() -> None:
-    with pytest.raises(KeelError, match="timeout = 0"):
-        Mathematics(timeout=0)
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_timeout_is_some_time(timeout: float) -> None:
+    with pytest.raises(KeelError, match=f"timeout = {timeout:g}: give some seconds"):
+        Mathematics(timeout=timeout)
 
 
 def test_this_process_does_not_load_it(monkeypatch: pytest.MonkeyPatch) -> None:

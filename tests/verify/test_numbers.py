@@ -30,13 +30,19 @@ from tests.shared import shared_path
         (".5", Fraction(1, 2)),
         ("50%", 50),
         ("1{,}000", 1000),
+        (r"2\frac{1}{2}", Fraction(5, 2)),
+        (r"-2 \frac12", Fraction(-5, 2)),
+        ("1 1/2", Fraction(3, 2)),
+        ("-$1,234 3/4", Fraction(-4939, 4)),
     ],
 )
 def test_one_number(text: str, value: Fraction) -> None:
     assert parse_number(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "x", "1 2", "1,23", "3 + 4", "1/0", "--3"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "1 2", "1,23", "3 + 4", "1/0", "--3", "1 5/2", "1.5 1/2"]
+)
 def test_not_one_number(text: str) -> None:
     assert parse_number(text) is None
 
@@ -53,9 +59,19 @@ def test_not_one_number(text: str) -> None:
         ("1,2,3", 3),
         ("no number", None),
         ("The total is $18.", 18),
+        ("it takes 3 1/2 cups", Fraction(7, 2)),
+        ("in 2024 5/2", Fraction(5, 2)),  # not a mixed number, but two
+        ("on -7 4/4", 1),
+        ("3 1/2,000", Fraction(1, 2000)),
+        ("3\n1/2", Fraction(1, 2)),
+        ("3 - 1/2", Fraction(1, 2)),
+        ("x^2 1/2", Fraction(1, 2)),
+        (r"x^2\frac{1}{2}", Fraction(1, 2)),
+        (r"0.5\frac{1}{2}", Fraction(1, 2)),
+        (r"\frac{3}{4}\frac{1}{2}", Fraction(1, 2)),
     ],
 )
-def test_last_number(text: str, value: int | None) -> None:
+def test_last_number(text: str, value: Fraction | None) -> None:
     assert last_number(text) == value
 
 
@@ -64,10 +80,20 @@ def test_a_marked_answer_comes_before_what_follows_it() -> None:
     assert final_number(r"first \boxed{5}, no: \boxed{\frac{1}{2}} (see page 9)") == Fraction(1, 2)
     assert final_number("#### 1\nthen \\boxed{2}") == 2
     assert final_number("\\boxed{2}\n#### 1") == 1
-    assert final_number("#### none\n5") is None
+    assert final_number(r"1 + 1 \boxed{2\frac{1}{2}}") == Fraction(5, 2)
+    assert final_number(r"\boxed{none} 5") is None
     assert marked_answer(r"\boxed{\text{a {b} c}}") == r"\text{a {b} c}"
     assert marked_answer(r"\boxed{1") is None
     assert marked_answer("plain 5") is None
+
+
+def test_a_heading_is_no_answer() -> None:
+    assert final_number("#### Conclusion\nThe answer is 42.") == 42
+    assert final_number("#### 42\n#### Check\nin 3 steps") == 42
+    assert final_number("#### 41\n#### 42\n5") == 42
+    assert final_number("\\boxed{7}\n#### Check\nin 3 steps") == 7
+    assert final_number("#### 7\n\\boxed{none}\n#### Check\nin 3 steps") is None
+    assert final_number("#### none") is None
 
 
 def test_equality_has_a_tolerance_only_if_asked() -> None:
@@ -91,7 +117,18 @@ def test_fractions_are_exact(value: Fraction) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["9" * 100_000, "1e999999999", "1," * 50_000, "-" * 100_000, "\\boxed{" * 20_000]
+    "text",
+    [
+        "9" * 100_000,
+        "1e999999999",
+        "1," * 50_000,
+        "-" * 100_000,
+        "\\boxed{" * 20_000,
+        "1 1/" + "9" * 100_000 + ",5",
+        "1 1/2 " * 50_000,
+        "1 " * 100_000,
+        "#### x\n" * 50_000,
+    ],
 )
 def test_hostile_text_costs_little(text: str) -> None:
     start = time.perf_counter()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -118,6 +119,26 @@ def test_a_worker_that_does_not_start_says_why() -> None:
     with pytest.raises(KeelError, match=r"no_such_worker does not start \(died\): .*No module"):
         pool.map([["echo", 1]], LONG)
     assert pool._workers == []
+
+
+def test_after_a_call_that_fails_no_answer_of_its_items_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Pool(MODULE, workers=2)
+    pool.map([["echo", 0]], LONG)
+    module = pool.module
+    pool.module = "tests.verify.no_such_worker"  # a second one does not start
+    with pytest.raises(KeelError, match="does not start"):
+        pool.map([["wait", str(tmp_path / "go")], ["wait", str(tmp_path / "go")]], LONG)
+    pool.module = module
+    (tmp_path / "go").touch()
+    assert [one.value for one in pool.map([["echo", 1]] * 3, LONG)] == [1, 1, 1]
+    # Nor after one whose item cannot be sent: the worker would wait for it.
+    with pytest.raises(TypeError):
+        pool.map([["echo", 2], ["echo", object()]], LONG)
+    assert pool._workers == []
+    assert [one.value for one in pool.map([["echo", 3]] * 3, LONG)] == [3, 3, 3]
+    pool.close()
 
 
 def test_workers_do_not_shadow_modules_with_files_of_the_folder(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from keel.rewards.loading import RESERVED, NamedReward
-from keel.types import Completion, KeelError, Prompt
+from keel.types import Completion, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Batch:
 
 
 class Log:
-    """What one call logs; kept apart, so that a call left behind writes nowhere."""
+    """What one call logs; kept apart, so that what a call left behind goes on to log is lost."""
 
     def __init__(self) -> None:
         self.extras: dict[str, list[Any]] = {}
@@ -48,6 +48,16 @@ class Log:
         """A number for the step; the mean where it comes several times."""
         self.metrics.setdefault(name, []).append(float(value))
 
+    def wrong(self, size: int) -> str | None:
+        """What is wrong with it, as the log of a call with `size` completions."""
+        for extra, values in dict(self.extras).items():
+            if len(values) != size:
+                return (
+                    f"log_extra({extra!r}) got {len(values)} values for {size} completions: give "
+                    "one for each"
+                )
+        return None
+
 
 class Logged:
     """What the functions of a step logged, all of them together."""
@@ -57,18 +67,22 @@ class Logged:
         self.metrics: dict[str, float] = {}
 
     def take(self, name: str, log: Log, places: Sequence[int], size: int) -> None:
-        """Put down what function `name` logged of the completions at these places, of `size`."""
-        for extra, values in log.extras.items():
-            if len(values) != len(places):
-                raise KeelError(
-                    f"reward {name!r}: log_extra({extra!r}) got {len(values)} values for "
-                    f"{len(places)} completions: give one for each"
-                )
+        """Put down what function `name` logged of the completions at these places, of `size`.
+
+        What a function before it logged under the same name stays, and its own goes by
+        `NAME/…`. Nothing must be `wrong` with the log.
+        """
+        for extra, values in dict(log.extras).items():
             row = [None] * size
             for at, value in zip(places, values, strict=True):
                 row[at] = value
-            self.extras[extra] = row
-        self.metrics |= {name: float(np.mean(values)) for name, values in log.metrics.items()}
+            self.extras[_free(extra, name, self.extras)] = row
+        for metric, numbers in dict(log.metrics).items():
+            self.metrics[_free(metric, name, self.metrics)] = float(np.mean(numbers))
+
+
+def _free(logged: str, function: str, taken: Collection[str]) -> str:
+    return f"{function}/{logged}" if logged in taken else logged
 
 
 def columns(batch: Batch) -> dict[str, list[Any]]:
@@ -98,10 +112,20 @@ def arguments(
         "log_extra": log.extra,
         "log_metric": log.metric,
     }
-    # Copies of the lists: what one function does to its arguments, no other sees.
-    wanted = {k: v for k, v in there.items() if function.wants(k)}
-    copies = {k: list(v) if isinstance(v, list) else v for k, v in wanted.items()}
-    return {**function.options, **copies}
+    # Copies: what one function does to its arguments, no other sees, and no later step.
+    return {
+        **function.options,
+        **{name: _copy(value) for name, value in there.items() if function.wants(name)},
+    }
+
+
+def _copy(value: Any) -> Any:
+    """Lists and dicts copied all the way down; what else there is stays the same object."""
+    if isinstance(value, list):
+        return [_copy(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _copy(one) for key, one in value.items()}
+    return value
 
 
 def _turns(prompt: Prompt) -> list[dict[str, Any]]:

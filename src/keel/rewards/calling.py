@@ -80,23 +80,36 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
 
     def submit(self, work: Coroutine[Any, Any, None]) -> None:
         """Let the loop run a coroutine."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            serve = threading.Thread(
+            self._thread = threading.Thread(
                 target=_serve, args=(self._loop,), name="keel-async-rewards", daemon=True
             )
-            serve.start()
+            self._thread.start()
             weakref.finalize(self, _stop, self._loop)
         asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def soon(self, function: Callable[[], Any]) -> None:
+        """Call a function in the loop, behind what was submitted to it."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(function)
 
     def abandon(self) -> None:
         """Leave a blocked loop; it stops when, and if, what blocks it returns."""
         if self._loop is not None:
             _stop(self._loop)
-        self._loop = None
+        self._loop = self._thread = None
+
+    def close(self) -> None:
+        """End the loop and its thread; one that is blocked is left behind after a second."""
+        thread = self._thread
+        self.abandon()
+        if thread is not None:
+            thread.join(1.0)
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
@@ -126,6 +139,9 @@ class AsyncCalls:
         self._functions = dict(functions)
         self._outcomes: dict[str, Outcome] = {}
         self._ended = threading.Event()
+        self._gone = threading.Event()
+        self._over = False
+        self._task: asyncio.Task[None] | None = None
         self._started = time.monotonic()
         if self._functions:
             loop.submit(self._gather())
@@ -138,26 +154,49 @@ class AsyncCalls:
         left = self._started + self.timeout + 1.0 - time.monotonic()
         if not self._ended.wait(max(0.0, left)):
             self._loop.abandon()
+            self._gone.set()
         ended = dict(self._outcomes)
         return {name: ended.get(name, Outcome(timed_out=True)) for name in self._functions}
 
+    def cancel(self) -> None:
+        """Give the calls up, so that none goes on behind an error of another."""
+        if self._functions and not self._gone.is_set():
+            self._loop.soon(self._drop)
+            if not self._gone.wait(1.0):
+                self._loop.abandon()
+
+    def _drop(self) -> None:
+        self._over = True
+        if self._task is not None:
+            self._task.cancel()
+
     async def _gather(self) -> None:
+        if self._over:  # before it began
+            self._gone.set()
+            return
+        self._task = asyncio.current_task()
         tasks = {
             asyncio.create_task(self._one(name, function))
             for name, function in self._functions.items()
         }
-        # Not wait_for, which waits for a coroutine that will not be cancelled.
-        _, pending = await asyncio.wait(tasks, timeout=self.timeout)
-        for task in pending:
-            task.cancel()
-        self._ended.set()
-        if pending:
-            await asyncio.wait(pending, timeout=0.1)
+        try:
+            # Not wait_for, which waits for a coroutine that will not be cancelled.
+            await asyncio.wait(tasks, timeout=self.timeout)
+        finally:
+            self._over = True
+            pending = [task for task in tasks if not task.done()]
+            for task in pending:
+                task.cancel()
+            self._ended.set()
+            if pending:
+                await asyncio.wait(pending, timeout=0.1)
+            self._gone.set()
 
     async def _one(self, name: str, function: Callable[[], Any]) -> None:
         try:
             self._outcomes[name] = Outcome(value=await function())
-        except asyncio.CancelledError:
-            raise
         except BaseException as error:
+            if self._over and isinstance(error, asyncio.CancelledError):
+                raise
+            # A CancelledError before that the function raised itself.
             self._outcomes[name] = Outcome(error=error)

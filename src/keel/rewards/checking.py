@@ -11,6 +11,16 @@ from typing import Any
 from keel.types import Step
 
 
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """What a reward returns in the place of a number where one completion cannot be judged.
+
+    Such as for a row of data that it cannot read: the others of the step keep their rewards.
+    """
+
+    why: str
+
+
 class BadReturn(Exception):
     """What is wrong with all that a function returned."""
 
@@ -45,6 +55,8 @@ def read_rewards(returned: Any, lengths: Sequence[int]) -> list[Said]:
 def _read(value: Any, length: int) -> Said:
     if value is None:
         return Said()
+    if isinstance(value, Wrong):
+        return Said(wrong=value.why)
     if isinstance(value, list | tuple):
         return _read_steps(value, length)
     number = _number(value)
@@ -78,4 +90,9 @@ def _number(value: Any) -> float | None:
             value = value.item()
         except (ValueError, RuntimeError):
             return None
-    return float(value) if isinstance(value, Real) else None
+    if not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from keel.rewards.loading import check_column
 from keel.rewards.rule import texts
 from keel.rewards.surroundings import Surroundings
 from keel.types import KeelError
 from keel.verify.sandbox import Limits, Sandbox
-from keel.verify.unit_tests import Checked, python_code, read_tests, run_tests
+from keel.verify.unit_tests import Checked, UnitTests, python_code, read_tests, run_tests
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -42,11 +43,18 @@ def code(
     completion; `workers` completions run at a time. `trusted` runs them without a sandbox.
     Raises KeelError where there is no bubblewrap, or it can make no sandbox.
     """
-    if workers < 1:
-        raise KeelError(f"workers = {workers}: give at least 1")
+    if not isinstance(workers, int) or workers < 1:
+        raise KeelError(f"workers = {workers!r}: give a whole number of at least 1")
+    for option, value in {"trusted": trusted, "partial": partial}.items():
+        if not isinstance(value, bool):  # "false" would be true
+            raise KeelError(f"{option} = {value!r}: give true or false")
     limits = Limits(timeout, memory_mb, processes, output_kb)
     columns = {"tests": tests, "entry_point": entry_point, "prepend": prepend}
     named = {option: column for option, column in columns.items() if column is not None}
+    for option, column in named.items():
+        if not isinstance(column, str):
+            raise KeelError(f"{option} = {column!r}: name a column of the data")
+        check_column(option, column)
     return CodeReward(Sandbox(limits, trusted=trusted), named, partial, workers)
 
 
@@ -55,7 +63,8 @@ class CodeReward:
 
     The code is what stands in the last Python fence, or the whole text where there is none. The
     cause of each failure goes into the rollouts as `code/cause`, and the share of completions that
-    ended in each way into the metrics, `code/STATUS`.
+    ended in each way into the metrics, `code/STATUS`. A call that nobody waits for any more goes
+    on until `abandon`, which ends it and all that it runs; the reward can be called again after.
     """
 
     def __init__(
@@ -63,6 +72,7 @@ class CodeReward:
     ) -> None:
         self._sandbox, self._columns, self._partial = sandbox, columns, partial
         self._workers = workers
+        self._running: set[threading.Event] = set()
         # The columns are known only now: the scorer asks the signature for them.
         names = dict.fromkeys(("completions", *columns.values(), "log_extra", "log_metric"))
         keyword = inspect.Parameter.KEYWORD_ONLY
@@ -80,38 +90,64 @@ class CodeReward:
             {option: columns[column][at] for option, column in self._columns.items()}
             for at in range(len(completions))
         ]
+        tests: list[UnitTests | None] = []
         for at, row in enumerate(rows):
             try:
-                row["tests"] is None or read_tests(row["tests"], row.get("entry_point"))
+                none = row["tests"] is None
+                tests.append(None if none else read_tests(row["tests"], row.get("entry_point")))
             except KeelError as error:
                 raise KeelError(f"sample {at}: {error}") from None
-        pairs = list(zip(texts(completions), rows, strict=True))
-        tested = in_threads(self._judge, pairs, self._workers)
+        before = [row.get("prepend") or "" for row in rows]
+        stop = threading.Event()
+        self._running.add(stop)
+        try:
+            tested = in_threads(
+                lambda item: self._judge(*item, stop),
+                list(zip(texts(completions), before, tests, strict=True)),
+                self._workers,
+                stop,
+            )
+        finally:
+            self._running.discard(stop)
         log_extra("code/cause", ["" if one is None else one.cause for one in tested])
         counts = Counter(one.status for one in tested if one is not None)
         for status, count in sorted(counts.items()):
             log_metric(f"code/{status}", count / counts.total())
         return [None if one is None else self._worth(one) for one in tested]
 
-    def _judge(self, pair: tuple[str, dict[str, Any]]) -> Checked | None:
-        text, row = pair
-        if row["tests"] is None:
+    def abandon(self) -> None:
+        """Stop the calls that still run: their sandboxes are killed, and no further one starts."""
+        for stop in self._running.copy():
+            stop.set()
+
+    close = abandon
+
+    def _judge(
+        self, text: str, before: str, tests: UnitTests | None, stop: threading.Event
+    ) -> Checked | None:
+        if tests is None:
             return None
         code = python_code(text)
-        before = row.get("prepend") or ""
         if before and code != text and not before.endswith("\n"):
             before += "\n"  # a fence begins a line; a text goes on where the prompt ends
-        return run_tests(self._sandbox, before + code, row["tests"], row.get("entry_point"))
+        return run_tests(self._sandbox, before + code, tests, stop=stop)
 
     def _worth(self, tested: Checked) -> float:
         return tested.share if self._partial else float(tested.status == "passed")
 
 
-def in_threads(function: Callable[[In], Out], items: Sequence[In], workers: int) -> list[Out]:
+def in_threads(
+    function: Callable[[In], Out],
+    items: Sequence[In],
+    workers: int,
+    stop: threading.Event | None = None,
+) -> list[Out]:
     """Each item's value, by some threads at a time; the first error, once all have stopped.
 
-    The threads are daemons: a call that is left behind does not hold up the end of the process.
+    Once `stop` is set no further item is begun, and the call ends in a KeelError. The threads are
+    daemons: a call that is left behind does not hold up the end of the process.
     """
+    stop = stop or threading.Event()
     waiting: queue.SimpleQueue[tuple[int, In]] = queue.SimpleQueue()
     values: dict[int, Out] = {}
     errors: list[BaseException] = []
@@ -119,7 +155,7 @@ def in_threads(function: Callable[[In], Out], items: Sequence[In], workers: int)
         waiting.put(item)
 
     def work() -> None:
-        while not errors:
+        while not errors and not stop.is_set():
             try:
                 at, item = waiting.get_nowait()
             except queue.Empty:
@@ -139,4 +175,6 @@ def in_threads(function: Callable[[In], Out], items: Sequence[In], workers: int)
         thread.join()
     if errors:
         raise errors[0]
+    if stop.is_set():
+        raise KeelError("stopped before its end")
     return [values[at] for at in range(len(items))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -95,6 +96,7 @@ class JudgeOptions(Row):
         for key in self.extra:
             if key in (*OURS, *LIMITS, "temperature"):
                 raise ValueError(f"extra.{key}: it is an option of its own, or would not be read")
+            _check_json(key, self.extra[key])
         for key in self.without:
             if key not in ("seed", "temperature"):
                 raise ValueError(f"without = {key!r}: only seed and temperature can be left out")
@@ -179,9 +181,16 @@ class Judge:
         return self.asker.store.account()
 
     def close(self) -> None:
-        """Let go of the connections and the cache."""
-        self.asker.client.close()
-        self.asker.close()
+        """Let go of the connections and the cache, once what was sent has been answered.
+
+        From any thread but an event loop's own. What is not there when a request's time is over is
+        counted as lost.
+        """
+        try:
+            self.asker.finish()
+            self.asker.client.close()
+        finally:
+            self.asker.close()
 
     async def _scores(
         self, prompts: Sequence[Any], answers: Sequence[str], references: Sequence[str | None]
@@ -279,6 +288,17 @@ judge.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         for name, info in JudgeOptions.model_fields.items()
     ]
 )
+
+
+def _check_json(key: str, value: Any) -> None:
+    """Raise ValueError where a request cannot carry a value."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError(
+            f"extra.{key} = {value!r:.60}: JSON has no such value: write a string, a finite number "
+            "or the like"
+        ) from None
 
 
 def _pair_metrics(found: Sequence[PairVerdict]) -> dict[str, float]:

@@ -6,8 +6,10 @@ import asyncio
 import hashlib
 import json
 import random
+import sqlite3
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -23,6 +25,8 @@ from keel.types import KeelError
 POLL = 0.05
 """Seconds between looks at a question that another process is asking."""
 LONGEST_BACKOFF = 60.0
+IN_HAND = 5.0
+"""Seconds beyond a request's own that its answer may take to be on record."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -90,6 +94,7 @@ class Asker:
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self._structured = plan.structured
         self._disk = Disk(store)
+        self._ending = False
         self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Loop] = (
             weakref.WeakKeyDictionary()
         )
@@ -129,22 +134,38 @@ class Asker:
             except Unstructured:
                 continue
 
-    def on_its_way(self) -> int:
-        """How many requests of this event loop are being reserved, or have been sent."""
-        return len(self._mine().sends)
-
     async def drain(self) -> None:
         """Wait for requests that are on their way, whoever asked."""
         if sends := list(self._mine().sends):
             await asyncio.wait(sends)
+
+    def finish(self) -> None:
+        """Send nothing more, give up what waits, and wait for what was sent: it is paid for.
+
+        At most as long as a request may take; not to be called in an event loop's own thread.
+        """
+        self._ending = True
+        for loop in list(self._loops):
+            if loop.is_running():
+                ended = asyncio.run_coroutine_threadsafe(self._give_up(), loop)
+                with suppress(TimeoutError):  # something blocks the loop
+                    ended.result(self.client.timeout + IN_HAND)
 
     def close(self) -> None:
         """Let go of the cache."""
         self._disk.close()
         self.store.close()
 
+    async def _give_up(self) -> None:
+        for entry in self._mine().pending.values():
+            if entry.task is not None:
+                entry.task.cancel()
+        await self.drain()
+
     async def _shared(self, key: str, body: Mapping[str, Any]) -> Answer:
         """Ask once, however many in this event loop ask the same."""
+        if self._ending:
+            raise asyncio.CancelledError
         pending = self._mine().pending
         entry = pending.get(key)
         if entry is None:
@@ -206,7 +227,7 @@ class Asker:
         got = await self._run(self.store.reserve, key, worst, self.plan.budget)
         if not isinstance(got, Ticket):
             return got
-        if entry.waiters == 0:
+        if entry.waiters == 0 or self._ending:
             await self._run(self.store.release, got)
             return None
         return await self._send(got, body, worst)
@@ -234,7 +255,18 @@ class Asker:
             raise
         else:
             answer = Answer(reply.text, reply.finish, reply.refusal, self._cost(reply, worst))
-        return await self._run(self.store.settle, ticket, answer, self.plan.model)
+        return await self._settle(ticket, answer)
+
+    async def _settle(self, ticket: Ticket, answer: Answer) -> Answer:
+        """Put an answer on record; where that fails, that it was paid for and is lost."""
+        try:
+            return await self._run(self.store.settle, ticket, answer, self.plan.model)
+        except BaseException:
+            # Not in the other thread: the loop may be ending. What was settled all the same, and
+            # a disk that takes nothing, leave nothing to do.
+            with suppress(sqlite3.Error):
+                self.store.lose(ticket, answered=True)
+            raise
 
     def _cost(self, reply: Reply, worst: Cost) -> Cost:
         """What an answer cost; the worst case where the server does not tell."""

@@ -7,9 +7,11 @@ import email.utils
 import json
 import math
 import os
+import re
 import time
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +31,18 @@ REFUSALS = (
     "string_above_max_length",
 )
 """Error codes that are about this one text."""
+TOO_LONG = re.compile(r"context (length|window|size)|too (long|many tokens)", re.IGNORECASE)
+"""What servers without such codes say of too long a prompt: vLLM, SGLang, llama.cpp."""
+CONTEXT = re.compile(r"context length is (\d+)", re.IGNORECASE)
+MOST_TOKENS = 2**53
+"""No count of tokens; what is beyond it is nonsense, and no file of answers could hold it."""
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+LONGEST_NAME = 30
+"""Characters beyond which what should name a variable may be the key itself."""
+SHORTEST_KEY = 8
+"""Characters of a key below which it may be a word of the answers; such a key is no secret."""
+CLOSING = 5.0
+"""Seconds in which an event loop that nothing blocks has closed its connections."""
 LONGEST_WAIT = 120.0
 """Seconds beyond which a server's `Retry-After` ends the run."""
 SHOWN = 200
@@ -83,20 +97,11 @@ class Client:
         except ImportError:
             raise KeelError("an LLM judge needs openai: pip install 'keel-rl[judge]'") from None
         self._openai = openai
-        self.url = url or OPENAI
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise KeelError(f"url = {self.url!r} is no address: write http://HOST:PORT/v1")
-        if parts.username or parts.password:
-            raise KeelError("url holds a password: name its environment variable in api_key_env")
+        self.url = OPENAI if url is None else url
+        _check_address(self.url)
         # A key of OpenAI's is for OpenAI: no other server is sent one that was not named for it.
         self.key_from = key_from or (OPENAI_KEY if url is None else None)
-        self._key = os.environ.get(self.key_from, "").strip() if self.key_from else ""
-        if self.key_from and not self._key:
-            raise KeelError(
-                f"the environment variable {self.key_from} holds no API key: set it, or name "
-                "another in api_key_env"
-            )
+        self._key = _key_in(self.key_from) if self.key_from else ""
         self.timeout = timeout
         # Nor does it hear the rest of what the library reads from the environment.
         omitted = [] if url is None else ["OpenAI-Organization", "OpenAI-Project"]
@@ -135,7 +140,9 @@ class Client:
         """Close the connections; from any thread but an event loop's own."""
         for loop, client in list(self._clients.items()):
             if loop.is_running():
-                asyncio.run_coroutine_threadsafe(client.close(), loop).result(self.timeout)
+                closed = asyncio.run_coroutine_threadsafe(client.close(), loop)
+                with suppress(TimeoutError):  # something blocks the loop
+                    closed.result(CLOSING)
         self._clients.clear()
 
     async def leave(self) -> None:
@@ -162,6 +169,8 @@ class Client:
         why = f"HTTP {status}: {said}" if said else f"HTTP {status}"
         if error.code in REFUSALS:
             return Refused(str(error.code))
+        if status == 400 and _too_long(said, body):
+            return Refused("context_length_exceeded")
         if status == 429 and error.code == "insufficient_quota":
             return KeelError(f"the account at {self.url} has no money left ({why}): fill it")
         if status in AGAIN or status >= 500:
@@ -177,18 +186,16 @@ class Client:
             401: f"check the key in {self.key_from}" if self.key_from else "set api_key_env",
             403: f"check the key in {self.key_from}" if self.key_from else "set api_key_env",
             404: "check the options url and model",
-        }.get(status, "check the options model, extra and without")
+        }.get(status, "check the options model, max_tokens, extra and without")
         return KeelError(f"the judge at {self.url} refuses the request ({why}): {mend}")
 
     def _read(self, text: str) -> Reply:
         """The reply in a body. A body that is none was probably billed."""
-        text = text.replace(self._key, "[key]") if self._key else text
+        start = self._hide(text)[:60]
         try:
             found = json.loads(text)
         except (ValueError, RecursionError):
-            raise Failure(
-                f"a malformed answer: {text[:60]!r}", billed=True, answered=True
-            ) from None
+            raise Failure(f"a malformed answer: {start!r}", billed=True, answered=True) from None
         try:
             choice = found["choices"][0]
             message = choice["message"]
@@ -196,20 +203,75 @@ class Client:
             finish = choice.get("finish_reason")
         except (KeyError, IndexError, TypeError, AttributeError):
             raise Failure(
-                f"an answer that is no chat completion: {text[:60]!r}", billed=True, answered=True
+                f"an answer that is no chat completion: {start!r}", billed=True, answered=True
             ) from None
         if finish == "content_filter":
             refusal = refusal or finish
         return Reply(
-            text=said if isinstance(said, str) else "",
-            finish=finish if isinstance(finish, str) else "",
-            refusal=refusal if isinstance(refusal, str) else "",
+            text=self._text(said),
+            finish=self._text(finish),
+            refusal=self._text(refusal),
             usage=_usage(found.get("usage")),
         )
 
+    def _text(self, said: Any) -> str:
+        """A string of an answer without the key, and as a file can hold it; of no string, none."""
+        if not isinstance(said, str):
+            return ""
+        return self._hide(said).encode("utf-8", "replace").decode("utf-8")
+
     def _clean(self, text: str) -> str:
-        text = text.replace(self._key, "[key]") if self._key else text
-        return " ".join(text.split())[:SHOWN]
+        return " ".join(self._hide(text).split())[:SHOWN]
+
+    def _hide(self, text: str) -> str:
+        return text.replace(self._key, "[key]") if len(self._key) >= SHORTEST_KEY else text
+
+
+def _check_address(url: str) -> None:
+    """Raise KeelError where a server cannot be asked at `url`, or where that may hold a secret."""
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        parts, fits = None, False
+    if "?" in url or "#" in url or "@" in (parts.netloc if fits and parts else url):
+        raise KeelError(
+            "url may hold no user, password, query or fragment: write http://HOST:PORT/v1, and "
+            "name the environment variable of the key in api_key_env"
+        )
+    if not fits:
+        raise KeelError(f"url = {url!r} is no address: write http://HOST:PORT/v1")
+
+
+def _key_in(name: str) -> str:
+    """The API key in an environment variable. No error repeats what may be a key itself."""
+    if name not in os.environ:
+        if not NAME.fullmatch(name):
+            raise KeelError("api_key_env wants the NAME of an environment variable, not its value")
+        if len(name) > LONGEST_NAME or name.lower().startswith("sk"):
+            raise KeelError(
+                "no environment variable has the name in api_key_env: set it, or, where that is "
+                "the key itself, write the NAME of a variable that holds it"
+            )
+    key = os.environ.get(name, "").strip()
+    if not key:
+        raise KeelError(
+            f"the environment variable {name} holds no API key: set it, or name another in "
+            "api_key_env"
+        )
+    if not (key.isascii() and key.isprintable()):
+        raise KeelError(
+            f"the environment variable {name} holds characters that no header can carry: set it "
+            "to the key alone"
+        )
+    return key
+
+
+def _too_long(said: str, body: Mapping[str, Any]) -> bool:
+    """Whether a text is too long for the model; not where the limit on answers alone is."""
+    limit = body.get("max_tokens", body.get("max_completion_tokens", 0))
+    context = CONTEXT.search(said)
+    return bool(TOO_LONG.search(said)) and not (context and int(context[1]) <= limit)
 
 
 def _message(body: Any) -> str:
@@ -225,7 +287,7 @@ def _usage(usage: Any) -> tuple[int, int] | None:
     if not isinstance(usage, Mapping):
         return None
     tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    if all(type(n) is int and n >= 0 for n in tokens):
+    if all(type(n) is int and 0 <= n < MOST_TOKENS for n in tokens):
         return tokens  # type: ignore[return-value]
     return None
 
@@ -240,10 +302,9 @@ def _retry_after(headers: Mapping[str, str]) -> float:
             seconds = float(told) * unit
         except ValueError:
             try:
-                date = email.utils.parsedate_to_datetime(told)
-            except ValueError:
+                seconds = email.utils.parsedate_to_datetime(told).timestamp() - time.time()
+            except (ValueError, OverflowError):
                 continue
-            seconds = date.timestamp() - time.time()
         if not math.isnan(seconds):
             return max(0.0, seconds)
     return 0.0

@@ -33,7 +33,9 @@ def parse(answer: Answer, question: Question) -> Parsed:
         return Parsed(wrong=f"refused: {answer.refusal}")
     if answer.finish == "length":
         return Parsed(wrong="cut off at max_tokens")
-    text = answer.text.rpartition(THOUGHT)[2].strip()
+    text = answer.text.strip()
+    if not text.startswith(("{", "```")):  # or the mark may stand in the reason
+        text = text.rpartition(THOUGHT)[2].strip()
     fenced = FENCE.fullmatch(text)
     try:
         found = json.loads(

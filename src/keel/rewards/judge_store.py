@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,11 @@ class Store:
                 isolation_level=None,
                 check_same_thread=False,
             )
-            self._open()
+            try:
+                self._open()
+            except BaseException:
+                self._db.close()
+                raise
         except (OSError, sqlite3.Error) as error:
             raise KeelError(
                 f"cache = {str(path)!r} cannot be used: {error}: name another file"
@@ -117,6 +121,8 @@ class Store:
                 try:
                     ends.append(work())
                 except Exception as error:
+                    if not self._db.in_transaction:
+                        raise  # a full disk has undone it all
                     ends.append(error)
         return ends
 
@@ -207,22 +213,34 @@ class Store:
             )
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Let go of the file. Requests of this store that are still open are lost from now on."""
         with self._lock:
+            # Nobody else can tell: their owner, this process, may go on. A file that cannot be
+            # written, or that was closed before, is let go of all the same.
+            with suppress(sqlite3.Error), self._transaction():
+                self._lose_all(self._mine)
             self._db.close()
 
     def _open(self) -> None:
+        self._check()
         self._db.execute("PRAGMA journal_mode = WAL")
         # FULL: a commit is on the disk when it returns, whatever happens to the machine.
         self._db.execute("PRAGMA synchronous = FULL")
         with self._transaction():
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            tables = self._db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
-            if version not in (0, VERSION) or (version == 0 and tables):
-                raise sqlite3.DatabaseError("it is another program's, or another version's")
             for statement in TABLES.split(";"):
                 self._db.execute(statement)
             self._db.execute(f"PRAGMA user_version = {VERSION}")
+
+    def _check(self) -> None:
+        """Raise DatabaseError where a file is neither new nor of this version."""
+        # In one statement, so that no other process comes between; and it alters nothing.
+        version, names = self._db.execute(
+            "SELECT (SELECT user_version FROM pragma_user_version),"
+            " (SELECT COALESCE(GROUP_CONCAT(name), '') FROM sqlite_master)"
+        ).fetchone()
+        ours = version == VERSION and {"answers", "requests", "spent"} <= set(names.split(","))
+        if not ours and (version or names):
+            raise sqlite3.DatabaseError("it is another program's, or another version's")
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -262,7 +280,10 @@ class Store:
         owners = self._db.execute("SELECT DISTINCT owner FROM requests WHERE NOT lost").fetchall()
         for (owner,) in owners:
             if owner != self._mine and not _alive(owner):
-                self._db.execute("UPDATE requests SET lost = 1 WHERE owner = ?", (owner,))
+                self._lose_all(owner)
+
+    def _lose_all(self, owner: str) -> None:
+        self._db.execute("UPDATE requests SET lost = 1 WHERE owner = ? AND NOT lost", (owner,))
 
 
 def _alive(owner: str) -> bool:

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from keel.rewards.checking import Wrong
+from keel.rewards.loading import check_column
 from keel.rewards.rule import texts
 from keel.rewards.surroundings import Surroundings
 from keel.types import KeelError
@@ -26,6 +28,8 @@ def language(
     """
     if (wanted is None) == (column is None):
         raise KeelError("set exactly one of the options wanted and column")
+    if column is not None:
+        check_column("column", column)
     check_language(wanted or "en")
     return LanguageReward(wanted, column, share)
 
@@ -33,7 +37,8 @@ def language(
 class LanguageReward:
     """1 where the text is most likely in the wanted language, else 0; its code and formulas aside.
 
-    None where the text shows no language, such as a number, and where the column is empty.
+    None where the text shows no language, such as a number, and where the column is empty; `Wrong`
+    where the column names no language.
     """
 
     def __init__(self, wanted: str | None, column: str | None, share: bool) -> None:
@@ -45,18 +50,19 @@ class LanguageReward:
 
     def __call__(
         self, *, completions: Sequence[Any], **columns: Sequence[Any]
-    ) -> list[float | None]:
+    ) -> list[float | Wrong | None]:
         said = texts(completions)
         wanted = [self._wanted] * len(said) if self._column is None else columns[self._column]
-        rewards: list[float | None] = []
-        for at, (text, code) in enumerate(zip(said, wanted, strict=True)):
+        rewards: list[float | Wrong | None] = []
+        for text, code in zip(said, wanted, strict=True):
             if code is None:
                 rewards.append(None)
                 continue
             try:
                 check_language(code)
             except KeelError as error:
-                raise KeelError(f"sample {at}: {error}") from None
+                rewards.append(Wrong(str(error)))
+                continue
             if self._share:
                 rewards.append(language_share(text, code))
             else:

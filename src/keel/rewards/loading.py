@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import keyword
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -71,6 +72,17 @@ class NamedReward:
         if name in self.options:
             return False
         return self.everything or name in self.required or name in self.optional
+
+
+def check_column(option: str, column: str) -> None:
+    """Raise KeelError for a column that a reward's option names and that no argument can be."""
+    if column in RESERVED:
+        raise KeelError(f"{option} = {column!r} comes from the run: name a column of the data")
+    if not column.isidentifier() or keyword.iskeyword(column):
+        raise KeelError(
+            f"{option} = {column!r} cannot be an argument's name: rename the column in the data, "
+            "to letters, digits and _"
+        )
 
 
 def load_reward(source: RewardSource, around: Surroundings | None = None) -> NamedReward:

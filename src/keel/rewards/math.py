@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from keel.rewards.checking import Wrong
 from keel.rewards.rule import texts
 from keel.rewards.surroundings import Surroundings
-from keel.types import KeelError
 from keel.verify.formats import tag_content
-from keel.verify.mathematics import Mathematics, boxed
+from keel.verify.mathematics import Mathematics
 
 
 def math(
@@ -26,8 +26,8 @@ class MathReward:
     """1 where the text ends on what is mathematically the `answer` column's answer, else 0.
 
     None where the column is empty. What cannot be read, or not compared within its time, is 0; how
-    many ran out of time or brought their process down is logged. Raises KeelError where the
-    column's answer cannot be read.
+    many ran out of time or brought their process down is logged. `Wrong` where the column's answer
+    cannot be read.
     """
 
     def __init__(self, mathematics: Mathematics, tag: str | None) -> None:
@@ -40,20 +40,21 @@ class MathReward:
         completions: Sequence[Any],
         answer: Sequence[Any],
         log_metric: Callable[[str, float], None] | None = None,
-    ) -> list[float | None]:
+    ) -> list[float | Wrong | None]:
         said = [self._said(text) for text in texts(completions)]
         asked = [at for at, gold in enumerate(answer) if gold is not None]
-        # Nothing said is compared too: an answer column that cannot be read is always an error.
+        # Nothing said is compared too: an answer column that cannot be read is always wrong.
         pairs = [(str(answer[at]), said[at]) for at in asked]
         found = self._mathematics.compare(pairs)
-        rewards: list[float | None] = [None] * len(said)
+        rewards: list[float | Wrong | None] = [None] * len(said)
         for at, (gold, _), finding in zip(asked, pairs, found, strict=True):
             if finding == "unreadable gold":
-                raise KeelError(
-                    f"the answer column holds {gold[:60]!r} (sample {at}), which math-verify "
-                    "cannot read: use exact_match, or name another column in task.answer"
+                rewards[at] = Wrong(
+                    f"the answer column holds {gold[:60]!r}, which math-verify cannot read: use "
+                    "exact_match, or name another column in task.answer"
                 )
-            rewards[at] = float(finding == "same")
+            else:
+                rewards[at] = float(finding == "same")
         if log_metric is not None:
             log_metric("math/timed_out", found.count("timed out"))
             log_metric("math/died", found.count("died"))
@@ -63,7 +64,7 @@ class MathReward:
         if self._tag is None:
             return text
         content = tag_content(text, self._tag)
-        return "" if content is None else boxed(content)
+        return content or ""
 
     def close(self) -> None:
         """End the worker processes."""

@@ -6,10 +6,12 @@ completion; None where a rule has nothing to judge by.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from keel.rewards.checking import Wrong
 from keel.types import KeelError
 from keel.verify.formats import has_tags, matches, tag_content
 from keel.verify.numbers import final_number, same_number
@@ -42,24 +44,29 @@ def numeric_match(
     answer: Sequence[Any],
     tolerance: float = 0.0,
     tag: str | None = None,
-) -> list[float | None]:
+) -> list[float | Wrong | None]:
     r"""1 where the text ends on the number that the `answer` column ends on, else 0.
 
     That is the number of the last `#### …` or `\boxed{…}`, else the last number of all; two are
     the same where they differ by at most `tolerance · max(1, |gold|)`. `tag` as for `exact_match`.
-    None where the column is empty. Raises KeelError where it holds no number.
+    None where the column is empty, and `Wrong` where it holds no number. Raises KeelError for a
+    tolerance that is not a number of at least 0.
     """
-    rewards: list[float | None] = []
+    if not 0 <= tolerance < math.inf:
+        raise KeelError(f"tolerance = {tolerance:g}: give a number of at least 0")
+    rewards: list[float | Wrong | None] = []
     for said, gold in zip(_said(completions, tag), answer, strict=True):
         if gold is None:
             rewards.append(None)
             continue
         wanted = final_number(str(gold))
         if wanted is None:
-            raise KeelError(
+            wrong = (
                 f"the answer column holds {str(gold)[:60]!r}, in which there is no number: use "
                 "exact_match, or name another column in task.answer"
             )
+            rewards.append(Wrong(wrong))
+            continue
         given = None if said is None else final_number(said)
         rewards.append(float(given is not None and same_number(given, wanted, tolerance)))
     return rewards
@@ -68,17 +75,19 @@ def numeric_match(
 def place_match(*, completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     """The share of characters that stand where the `answer` column has them, in [0, 1].
 
-    Counted over the longer of the two texts, so that neither rambling nor stopping short pays. A
-    dense stand-in for `exact_match` where a policy gets nothing right yet. None where the column
-    is empty.
+    Less the blanks around either text; counted over the longer of the two, so that neither rambling
+    nor stopping short pays. A dense stand-in for `exact_match` where a policy gets nothing right
+    yet. None where the column is empty.
     """
+    pairs = zip(texts(completions), answer, strict=True)
     return [
-        None
-        if gold is None
-        else sum(a == b for a, b in zip(said.strip(), str(gold), strict=False))
-        / max(len(said.strip()), len(str(gold)), 1)
-        for said, gold in zip(texts(completions), answer, strict=True)
+        None if gold is None else _agreeing(said.strip(), str(gold).strip()) for said, gold in pairs
     ]
+
+
+def _agreeing(said: str, gold: str) -> float:
+    agreeing = sum(a == b for a, b in zip(said, gold, strict=False))
+    return agreeing / max(len(said), len(gold), 1)
 
 
 def format_match(
@@ -91,12 +100,16 @@ def format_match(
 
     `^` and `$` are the ends of the text (blanks around it aside), `.` matches newlines too.
     `tags = ["think", "answer"]` asks for `<think>…</think> <answer>…</answer>` and nothing else.
-    Raises KeelError unless exactly one of the two is given.
+    Raises KeelError unless exactly one of the two is given, and can be used.
     """
     if (regex is None) == (tags is None):
         raise KeelError("set exactly one of the options regex and tags")
     if regex is None:
         assert tags is not None
+        if isinstance(tags, str):
+            raise KeelError(f'tags = "{tags}": give a list, ["{tags}"]')
+        if not tags:
+            raise KeelError("tags = []: name at least one")
         return [float(has_tags(text, tags)) for text in texts(completions)]
     try:
         pattern = re.compile(regex, re.DOTALL)
@@ -119,7 +132,7 @@ def length(
     """
     reach = target if width is None else width
     for name, value in (("target", target), ("width", reach)):
-        if value < 1:
+        if not 1 <= value < math.inf:
             raise KeelError(f"{name} = {value}: give at least 1")
     over = [len(ids) - target for ids in completion_ids]
     return [0.0 - min(1.0, (abs(n) if both else max(0, n)) / reach) for n in over]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -114,11 +115,16 @@ class Scorer:
         )
 
     def close(self) -> None:
-        """Let go of what the rewards hold: processes, connections, models."""
-        for function in self.functions:
-            close = getattr(function.function, "close", None)
-            if close is not None:
-                close()
+        """Let go of what the rewards hold: processes, connections, models; all of it, if some fail.
+
+        The event loop goes last: some have work in it to end.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._loop.close)
+            for function in reversed(self.functions):
+                close = getattr(function.function, "close", None)
+                if close is not None:
+                    stack.callback(close)
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Whether every column that a function requires is there. Raises KeelError, calls nothing.
@@ -184,22 +190,36 @@ class Scorer:
         waiting = {f.name: calls[f.name] for f in functions if f.is_async}
         running = AsyncCalls(waiting, self.timeout, self._loop)
         said: dict[str, list[Said]] = {}
-        for function in functions:
-            if function.function is None:
-                said[function.name] = self._task_verdicts(function.name, batch)
-            elif not function.is_async:
-                outcome = call(calls[function.name], self.timeout)
-                said[function.name] = self._read(function.name, outcome, batch)
-        for name, outcome in running.outcomes().items():
-            said[name] = self._read(name, outcome, batch)
+        try:
+            for function in functions:
+                if function.function is None:
+                    said[function.name] = self._task_verdicts(function.name, batch, places)
+                elif not function.is_async:
+                    outcome = call(calls[function.name], self.timeout)
+                    if outcome.timed_out:
+                        # What it started outside of this process would go on.
+                        getattr(function.function, "abandon", lambda: None)()
+                    said[function.name] = self._read(function.name, outcome, batch, places, logs)
+            for name, outcome in running.outcomes().items():
+                said[name] = self._read(name, outcome, batch, places, logs)
+        except BaseException:
+            running.cancel()
+            raise
         for name, log in logs.items():
             logged.take(name, log, places, size)
         return said
 
-    def _read(self, name: str, outcome: Outcome, batch: Batch) -> list[Said]:
-        """The values of one call; a failure stops, or marks the completions."""
+    def _read(
+        self,
+        name: str,
+        outcome: Outcome,
+        batch: Batch,
+        places: Sequence[int],
+        logs: dict[str, Log],
+    ) -> list[Said]:
+        """The values of one call; a failure stops, or marks the completions and drops the log."""
         where = f"reward {name!r} at step {batch.step}"
-        wrong = self._failure(outcome)
+        wrong = self._failure(outcome) or logs[name].wrong(len(batch))
         if wrong is None:
             try:
                 said = read_rewards(outcome.value, [len(c) for c in batch.completions])
@@ -208,13 +228,14 @@ class Scorer:
             else:
                 for at, one in enumerate(said):
                     if one.wrong is not None and self.on_error == "stop":
-                        raise KeelError(f"{where}: {_sample(batch, at)}: {one.wrong}")
+                        raise KeelError(f"{where}: {_sample(batch, at, places)}: {one.wrong}")
                 return said
         if self.on_error == "stop":
             raise KeelError(f"{where} ({_range(batch)}): {wrong}") from outcome.error
+        del logs[name]
         return [Said(wrong=wrong)] * len(batch)
 
-    def _task_verdicts(self, name: str, batch: Batch) -> list[Said]:
+    def _task_verdicts(self, name: str, batch: Batch, places: Sequence[int]) -> list[Said]:
         """The tasks' own verdicts; each is a call with its own timeout."""
         calls = []
         for prompt, completion in zip(batch.prompts, batch.completions, strict=True):
@@ -230,7 +251,7 @@ class Scorer:
                 else read_rewards([outcome.value], [len(batch.completions[len(said)])])[0]
             )
             if one.wrong is not None and self.on_error == "stop":
-                where = f"reward {name!r} at step {batch.step}: {_sample(batch, len(said))}"
+                where = f"reward {name!r} at step {batch.step}: {_sample(batch, len(said), places)}"
                 raise KeelError(f"{where}: {one.wrong}") from outcome.error
             said.append(one)
         if self.by_task_alone:
@@ -289,8 +310,9 @@ def _spread(verdicts: Sequence[Verdict], names: Sequence[str]) -> dict[str, floa
     return metrics
 
 
-def _sample(batch: Batch, at: int) -> str:
-    return f"sample {at} (prompt {batch.prompts[at].id!r})"
+def _sample(batch: Batch, at: int, places: Sequence[int]) -> str:
+    """A completion by its place among all of the step, those behind a shut gate counted."""
+    return f"sample {places[at]} (prompt {batch.prompts[at].id!r})"
 
 
 def _range(batch: Batch) -> str:

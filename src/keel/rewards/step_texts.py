@@ -18,8 +18,10 @@ def on_tokens(
 ) -> Judged:
     """The steps' rewards at the tokens that close them; the last step closes with the answer.
 
-    An answer without any step is one step, with reward 0.
+    An answer without any step is one step, with reward 0; one without any token has none.
     """
+    if not ids:
+        return []
     last = len(ids) - 1
     spans = split_steps(text, separator)
     if not spans:

@@ -20,6 +20,7 @@ def step_match(
     a first wrong step. Steps stand between `separator`s. None where the column is empty.
     """
     tokenizer = needs_tokenizer(around.tokenizer)
+    split_steps("", separator)  # refuses a separator that divides nothing, before the run
 
     def step_match(
         *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,6 @@ def repetition(*, completions: Sequence[Any], n: int = 3, max_penalty: float = 1
     """
     if n < 1:
         raise KeelError(f"n = {n}: give at least 1")
-    if max_penalty < 0:
+    if not 0 <= max_penalty < math.inf:
         raise KeelError(f"max_penalty = {max_penalty:g}: give at least 0; it is taken off")
     return [0.0 - max_penalty * repeated_share(text, n) for text in texts(completions)]

@@ -7,6 +7,7 @@ the other mode does the same, and for shorter ones it takes a gigabyte.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from functools import cache
 from typing import Any
 
@@ -15,19 +16,26 @@ from keel.types import KeelError
 LEAST = 20
 """Texts of fewer letters show no language."""
 
-_NOT_PROSE = re.compile(
-    r"```.*?(?:```|\Z)"  # code
-    r"|`[^`\n]*`"
-    r"|\\begin\{(\w+\*?)\}.*?\\end\{\1\}"  # mathematics
-    r"|\$\$[^$]*\$\$|\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]"
-    r"|\\[A-Za-z]+"
+# Each of these takes time in line with the text's length, whatever the text: a span that does not
+# close is given up at the next that opens, and nothing is looked for from every place to the end.
+_CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
+_ENVIRONMENT = re.compile(r"\\(begin|end)\{(\w++\*?)\}")
+_SPANS = re.compile(
+    r"\$\$(?:[^$\\]|\\.)*+\$\$|\$(?:[^$\\]|\\.)*+\$"  # mathematics
+    r"|\\\((?:(?!\\\().)*?\\\)|\\\[(?:(?!\\\[).)*?\\\]"
     r"|</?[A-Za-z][^<>\n]*>"  # tags
     r"|https?://\S+"
-    # A formula or a number; a full stop behind it ends the sentence.
-    r"|[^\s。，、]*[\d=+^_\\{}](?:[^\s。，、]*[^\s。，、.!?;:])?"
-    r"|(?<![^\W\d_])[A-Za-z](?![^\W\d_])",  # the names of quantities
+    # A formula or a number, from where it begins: a $ within it opens nothing.
+    r"|(?<![^\s。，、])[^\s。，、\d=+^_\\{}]*+[\d=+^_\\{}](?:[^\s。，、]*[^\s。，、.!?;:])?"
+    r"|\\(?:[A-Za-z]+|\$)",
     re.DOTALL,
 )
+# What is left of one behind a span; a full stop behind it ends the sentence.
+_TOKEN = re.compile(r"[^\s。，、]+")
+_FORMULA = re.compile(r"[\d=+^_\\{}]")
+_NAME = re.compile(r"(?<![^\W\d_])[A-Za-z](?![^\W\d_])")  # the names of quantities
+# lingua takes time to the square of a word's length.
+_LONG = re.compile(r"\S{200}")
 # A character of these scripts is worth three letters.
 _DENSE = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _DENSE_LETTER = re.compile(f"[{_DENSE}]")
@@ -66,14 +74,17 @@ def language_share(text: str, code: str) -> float | None:
 
 
 def _passages(text: str) -> list[str]:
-    passages: list[str] = []
+    passages: list[list[str]] = []
+    last = 0  # letters of the last one
     for sentence in _SENTENCE.findall(text):
-        last = passages[-1] if passages else ""
-        if last and _letters(last) < 2 * LEAST and _dense(last) == _dense(sentence):
-            passages[-1] += sentence
-        elif _letters(sentence):
-            passages.append(sentence)
-    return passages
+        letters = _letters(sentence)
+        if passages and last < 2 * LEAST and _dense(passages[-1][0]) == _dense(sentence):
+            passages[-1].append(sentence)
+            last += letters
+        elif letters:
+            passages.append([sentence])
+            last = letters
+    return ["".join(sentences) for sentences in passages]
 
 
 def _letters(text: str) -> int:
@@ -87,13 +98,40 @@ def _dense(text: str) -> bool:
 
 def prose(text: str) -> str:
     """A text without its code, mathematics, tags and links."""
-    return _NOT_PROSE.sub(" ", text)
+    text = _SPANS.sub(" ", _outside_environments(_CODE.sub(" ", text)))
+    return _NAME.sub(" ", _TOKEN.sub(_word, text))
+
+
+def _outside_environments(text: str) -> str:
+    """A text without its `\\begin{…} … \\end{…}`; those that do not close stay."""
+    ends: dict[str, list[int]] = {}
+    begins: list[tuple[int, str]] = []
+    for found in _ENVIRONMENT.finditer(text):
+        if found[1] == "end":
+            ends.setdefault(found[2], []).append(found.end())
+        else:
+            begins.append((found.start(), found[2]))
+    kept, at = [], 0
+    for start, name in begins:
+        closing = ends.get(name, [])
+        next_end = bisect_left(closing, start)
+        if start >= at and next_end < len(closing):
+            kept.append(text[at:start])
+            at = closing[next_end]
+    return " ".join([*kept, text[at:]])
+
+
+def _word(token: re.Match[str]) -> str:
+    """A token that is no formula or number; of one that is, what ends the sentence behind it."""
+    if not _FORMULA.search(token[0]):
+        return token[0]
+    return " " + token[0][len(token[0].rstrip(".!?;:")) :]
 
 
 def _detect(text: str) -> str | None:
     if _letters(text) < LEAST:
         return None
-    found = _detector().detect_language_of(text)
+    found = _detector().detect_language_of(_LONG.sub(r"\g<0> ", text))
     return None if found is None else str(found.iso_code_639_1.name).lower()
 
 

@@ -7,6 +7,7 @@ hang for good; so they are off, and a worker that takes too long is killed from 
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -21,7 +22,11 @@ Finding = Literal["same", "different", "unreadable gold", "timed out", "died"]
 
 
 _MARKED = re.compile(r"\\boxed|(?<!\\)\$|\\\(|\\\[")
-_PROSE = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{2,}\s")
+_PROSE = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{2,}[\s:]")
+# `Answer:`, `**So:**`; two letters at least, since a:b is a ratio.
+_LABEL = re.compile(r"[*_]*[A-Za-z][A-Za-z ]*[A-Za-z][*_]*:[*_]*\s*")
+_HEADING = re.compile(r"[*_]*[A-Za-z][A-Za-z ]+:?[*_]*")
+_EMPHASIS = re.compile(r"(\*{1,3}|_{1,3})(.+)\1")
 
 
 class Mathematics:
@@ -31,8 +36,8 @@ class Mathematics:
     """
 
     def __init__(self, *, timeout: float = 5.0, workers: int = 2) -> None:
-        if timeout <= 0:
-            raise KeelError(f"timeout = {timeout:g}: give more than 0 seconds")
+        if not 0 < timeout < math.inf:
+            raise KeelError(f"timeout = {timeout:g}: give some seconds, more than 0")
         if importlib.util.find_spec("math_verify") is None:
             raise KeelError("math-verify is not installed: pip install 'keel-rl[math]'")
         self.timeout = timeout
@@ -77,17 +82,28 @@ def same_mathematics(gold: str, said: str) -> bool | None:
 
 
 def boxed(answer: str) -> str:
-    """A text that is an answer and nothing else, marked as such."""
-    return answer if _MARKED.search(answer) else f"\\boxed{{{answer.strip()}}}"
+    """A text that is an answer and nothing else, marked as such, less emphasis and a full stop."""
+    if _MARKED.search(answer):
+        return answer
+    bare = answer.strip().removesuffix(".")
+    emphasised = _EMPHASIS.fullmatch(bare)
+    return f"\\boxed{{{(emphasised[2] if emphasised else bare).strip().removesuffix('.')}}}"
 
 
 def _final(said: str) -> str:
     """A text as math-verify reads it: it knows boxes and dollars, but not `####` or bare LaTeX."""
-    hashes = said.rfind("####")
-    if hashes > said.rfind("\\boxed"):
-        return boxed(said[hashes + 4 :].strip().partition("\n")[0])
-    bare = "\n" not in said.strip() and not _MARKED.search(said) and not _PROSE.search(said)
-    return boxed(said) if bare else said
+    hashes, box = said.rfind("####"), said.rfind("\\boxed")
+    if hashes > box:
+        line, _, below = said[hashes + 4 :].strip().partition("\n")
+        if not _HEADING.fullmatch(line.strip()) or (box < 0 and not below.strip()):
+            said = line
+        elif box < 0:
+            said = below
+    if "\n" in said.strip() or _MARKED.search(said):
+        return said
+    label = _LABEL.match(said.strip())
+    bare = said.strip()[label.end() :] if label else said
+    return said if _PROSE.search(bare) else boxed(bare)
 
 
 def _answer(item: Any) -> Finding:

@@ -12,11 +12,13 @@ MAX_DIGITS = 400
 """Longer numerals are not read: no answer has them, and big integers cost time to the square."""
 MAX_EXPONENT = 400
 
-_UNSIGNED = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_WHOLE = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+_UNSIGNED = rf"{_WHOLE}(?:\.\d+)?|\.\d+"
 # A minus after a digit, a letter or a closing bracket, or before a blank, is a subtraction.
 _SIGN = r"(?:(?<![\w)\]%])[-+](?=[$\d.]))?"
 NUMBER = re.compile(
-    rf"(?P<sign>{_SIGN})\$?\s?(?P<value>{_UNSIGNED})"
+    rf"(?P<sign>{_SIGN})\$?\s?"
+    rf"(?:(?<![\d.,^_])(?P<whole>{_WHOLE}) (?=\d++/\d++(?![.,]\d)))?(?P<value>{_UNSIGNED})"
     rf"(?:[eE](?P<exponent>[-+]?\d+)|\s?/\s?(?P<under>{_UNSIGNED}))?"
 )
 _LATEX_FRACTION = re.compile(
@@ -26,14 +28,16 @@ _HASHES = re.compile(r"####[ \t]*([^\n]*)")
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number that the whole text is, such as `1,234`, `-3.5`, `$7`, `2/3` or `1e-3`.
+    """The number that the whole text is: `1,234`, `-3.5`, `$7`, `2/3`, `1 1/2`, `1e-3` and such.
 
     A `%` or a full stop behind it is allowed and changes nothing. None where the text is not one
     number.
     """
     cleaned = _plain(text).strip().rstrip(".").rstrip("%").rstrip()
     found = NUMBER.fullmatch(cleaned)
-    return _value(found) if found else None
+    value = _value(found) if found else None
+    two = found is not None and value is not None and found["whole"] and not _proper(found)
+    return None if two else value
 
 
 def last_number(text: str) -> Fraction | None:
@@ -58,9 +62,17 @@ def marked_answer(text: str) -> str | None:
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number a solution ends on: that of its marked answer, else the last in the text."""
-    marked = marked_answer(text)
-    return last_number(text if marked is None else marked)
+    """The number a solution ends on: that of its marked answer, else the last in the text.
+
+    A line `####` without a number is a heading, and does not count as marked.
+    """
+    box = text.rfind("\\boxed{")
+    lines = [found.group(1) for found in _HASHES.finditer(text, max(box, 0))]
+    values = [value for line in lines if (value := last_number(line)) is not None]
+    if values:
+        return values[-1]
+    boxed = None if box < 0 else _braced(text, box + len("\\boxed{"))
+    return last_number(text if boxed is None else boxed)
 
 
 def same_number(a: Fraction, b: Fraction, tolerance: float = 0.0) -> bool:
@@ -82,14 +94,29 @@ def _value(found: re.Match[str]) -> Fraction | None:
         if under == 0:
             return None
         value /= under
+    if found["whole"]:
+        if not _proper(found):
+            return value  # `2024 5/2` are two numbers
+        value += int(found["whole"].replace(",", ""))
     return -value if found["sign"] == "-" else value
+
+
+def _proper(found: re.Match[str]) -> bool:
+    return int(found["value"]) < int(found["under"])
 
 
 def _plain(text: str) -> str:
     """LaTeX fractions, spacing and the typographic minus as plain characters."""
     text = text.replace("−", "-").replace("{,}", ",")
     text = text.replace("\\,", "").replace("\\!", "").replace("\\$", "$").replace("\\%", "%")
-    return _LATEX_FRACTION.sub(lambda m: f"{m[1] or m[3]}/{m[2] or m[4]}", text)
+    return _LATEX_FRACTION.sub(_fraction, text)
+
+
+def _fraction(found: re.Match[str]) -> str:
+    """A LaTeX fraction as `1/2`, with a blank behind a digit or a brace: `2\\frac12` is 2 1/2."""
+    before = found.string[found.start() - 1] if found.start() else ""
+    apart = " " if before.isdigit() or before == "}" else ""
+    return f"{apart}{found[1] or found[3]}/{found[2] or found[4]}"
 
 
 def _braced(text: str, start: int) -> str | None:

@@ -6,6 +6,7 @@ killed from anywhere. Items and answers are JSON lines over pipes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -132,29 +133,38 @@ class Pool:
         Raises KeelError where a worker does not start, or the pool is closed.
         """
         judged: dict[int, Judged] = {}
-        waiting = list(range(len(items)))[::-1]
         with self._lock:
-            while len(judged) < len(items):
-                if self._closed:
-                    raise KeelError("the pool of workers is closed")
-                busy = [w for w in self._workers if w.item is not None or not w.ready]
-                idle = [w for w in self._workers if w.item is None and w.ready]
-                for worker in idle[: len(waiting)]:
-                    at = waiting.pop()
-                    worker.send(at, items[at], timeout)
-                    busy.append(worker)
-                starting = sum(not w.ready for w in self._workers)
-                while len(waiting) > starting and len(self._workers) < self.size:
-                    self._workers.append(Worker(self.module, self.memory_mb))
-                    busy.append(self._workers[-1])
-                    starting += 1
-                self._listen(busy, judged)
+            try:
+                self._judge(items, timeout, judged)
+            except BaseException:
+                # Those at work would answer the next call, about items of this one.
+                _kill_all(self._workers, os.getpid())
+                raise
         return [judged[at] for at in range(len(items))]
 
     def close(self) -> None:
         """End the workers. A call under way in another thread ends with a KeelError."""
         self._closed = True
         self._finalizer()
+
+    def _judge(self, items: Sequence[Any], timeout: float, judged: dict[int, Judged]) -> None:
+        """Hand the items out, and hear until each is judged."""
+        waiting = list(range(len(items)))[::-1]
+        while len(judged) < len(items):
+            if self._closed:
+                raise KeelError("the pool of workers is closed")
+            busy = [w for w in self._workers if w.item is not None or not w.ready]
+            idle = [w for w in self._workers if w.item is None and w.ready]
+            for worker in idle[: len(waiting)]:
+                at = waiting.pop()
+                worker.send(at, items[at], timeout)
+                busy.append(worker)
+            starting = sum(not w.ready for w in self._workers)
+            while len(waiting) > starting and len(self._workers) < self.size:
+                self._workers.append(Worker(self.module, self.memory_mb))
+                busy.append(self._workers[-1])
+                starting += 1
+            self._listen(busy, judged)
 
     def _listen(self, busy: Sequence[Worker], judged: dict[int, Judged]) -> None:
         """Wait until some worker says something, dies, or is out of time."""
@@ -204,5 +214,6 @@ class Pool:
 
 def _kill_all(workers: list[Worker], owner: int) -> None:
     if os.getpid() == owner:  # a fork of this process owns nothing
-        while workers:
-            workers.pop().kill()
+        with contextlib.suppress(IndexError):  # another thread may take the last one
+            while True:
+                workers.pop().kill()

@@ -1,0 +1,183 @@
+"""What is left behind, and said, where a reward function fails."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from keel.rewards import Scorer
+from keel.rewards.checking import Wrong
+from keel.rewards.loading import NamedReward, named_reward
+from keel.types import KeelError
+from tests.rewards import functions
+from tests.rewards.test_score import BadTask, group, reward, two_groups, values
+
+
+@pytest.fixture(autouse=True)
+def _let_go() -> Iterator[None]:
+    """Functions that were left behind end with the test."""
+    functions.RELEASE.clear()
+    yield
+    functions.RELEASE.set()
+    time.sleep(0.12)  # the stubborn one looks every 0.05 s
+
+
+def async_threads() -> set[threading.Thread]:
+    return {one for one in threading.enumerate() if one.name == "keel-async-rewards"}
+
+
+def test_what_a_call_that_failed_logged_is_lost() -> None:
+    """One that was left behind may go on logging while the next step is scored."""
+    going = threading.Event()
+
+    def leaves(completions: list[str], log_extra: Any, log_metric: Any) -> list[float]:
+        number = 0
+        while not functions.RELEASE.is_set():
+            log_extra(f"x{number}", [1] * len(completions))
+            log_metric(f"x{number}", 1.0)
+            number += 1
+            going.set()
+        return [1.0] * len(completions)
+
+    def raises(completions: list[str], log_extra: Any) -> list[float]:
+        assert going.wait(60)
+        log_extra("raises", [1] * len(completions))
+        raise ValueError("no")
+
+    rewards = [named_reward(leaves), named_reward(raises), reward("by_length")]
+    scorer = Scorer(rewards, timeout=0.3, on_error="skip")
+    for step in range(2):
+        scored = scorer(two_groups(), step)
+        assert scored.extras == {}
+        assert set(scored.metrics) == {"rewards/by_length/mean", "rewards/by_length/std"}
+        assert scored.failures == {"leaves": 4, "raises": 4}
+
+
+def test_one_that_cancels_itself_is_no_hang() -> None:
+    async def cancels(completions: Any) -> list[float]:
+        raise asyncio.CancelledError("by itself")
+
+    with pytest.raises(KeelError, match=r"'cancels' .* raised CancelledError: by itself \(test_f"):
+        Scorer([named_reward(cancels)], timeout=60)(two_groups(), 0)
+
+
+def test_one_completion_may_be_wrong_by_the_functions_own_word() -> None:
+    def picky(completions: list[str]) -> list[Any]:
+        return [Wrong("three is too many") if len(c) == 3 else 1.0 for c in completions]
+
+    says = r"'picky' at step 5: sample 2 \(prompt 't/train/0'\): three is too many$"
+    with pytest.raises(KeelError, match=says):
+        Scorer([named_reward(picky)])(two_groups(), 5)
+    skipped = Scorer([named_reward(picky)], on_error="skip")(two_groups(), 5)
+    assert values(skipped) == [[1.0, 1.0, None], [1.0]]
+    assert skipped.failures == {"picky": 1}
+
+
+def test_numbers_too_large_for_a_float_are_not_finite() -> None:
+    for value in (10**400, [(0, 10**400)]):
+
+        def huge(completions: list[str], value: Any = value) -> list[Any]:
+            return [1.0, value]
+
+        with pytest.raises(KeelError, match=r"sample 1 .* not (a )?finite"):
+            Scorer([named_reward(huge)])([group(["a", "b"])], 0)
+
+
+def test_a_sample_keeps_its_number_behind_a_gate() -> None:
+    def fmt(completions: list[str]) -> list[float]:
+        return [float(c != "a") for c in completions]
+
+    def bad(completions: list[str]) -> list[float]:
+        return [float("nan") if c == "c" else 1.0 for c in completions]
+
+    gate = dataclasses.replace(named_reward(fmt), gate=1.0)
+    with pytest.raises(KeelError, match=r"'bad' at step 0: sample 2 .*nan is not finite"):
+        Scorer([gate, named_reward(bad)])([group(["a", "b", "c"])], 0)
+    task = NamedReward("task", None)
+    with pytest.raises(KeelError, match=r"'task' at step 0: sample 3 .*RuntimeError: oh"):
+        Scorer([gate, task], {"t": BadTask("raises")})([group(["a", "a", "b", "ccc"])], 0)
+
+
+def test_a_sync_error_leaves_no_async_call_waiting() -> None:
+    before = async_threads()
+    ended: list[str] = []
+    began = threading.Event()
+
+    async def waits(completions: Any) -> list[float]:
+        began.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.append("waits")
+        return []
+
+    def raises(completions: Any) -> list[float]:
+        assert began.wait(60)
+        raise ValueError("no")
+
+    scorer = Scorer([named_reward(waits), named_reward(raises)], timeout=600)
+    with pytest.raises(KeelError, match=r"'raises' at step 0 .* ValueError: no"):
+        scorer(two_groups(), 0)
+    assert ended == ["waits"]
+    # Nor one that had not begun.
+    began.set()
+    for _ in range(20):
+        with pytest.raises(KeelError, match="'raises'"):
+            scorer(two_groups(), 0)
+    assert len(async_threads() - before) == 1
+    scorer.close()
+    assert async_threads() <= before
+
+
+def test_close_ends_the_event_loop_behind_the_functions() -> None:
+    before = async_threads()
+    closed: list[int] = []
+
+    class Judge:
+        def __init__(self, wrong: bool) -> None:
+            self.wrong = wrong
+
+        async def __call__(self, completions: list[str]) -> list[float]:
+            return [1.0] * len(completions)
+
+        def close(self) -> None:
+            closed.append(len(async_threads() - before))
+            if self.wrong:
+                raise ValueError("cannot close")
+
+    judges = [named_reward(Judge(wrong), str(wrong)) for wrong in (True, False)]
+    scorer = Scorer(judges)
+    scorer(two_groups(), 0)
+    with pytest.raises(ValueError, match="cannot close"):
+        scorer.close()
+    assert closed == [1, 1]
+    assert async_threads() <= before
+
+
+def test_a_call_that_is_left_behind_is_told_to_abandon_what_it_started() -> None:
+    class Starts:
+        def __init__(self) -> None:
+            self.abandoned = threading.Event()
+            self.calls = 0
+
+        def __call__(self, completions: list[str]) -> list[float]:
+            self.calls += 1
+            if self.calls == 2:
+                self.abandoned.wait(600)
+            return [1.0] * len(completions)
+
+        def abandon(self) -> None:
+            self.abandoned.set()
+
+    starts = Starts()
+    scorer = Scorer([named_reward(starts)], timeout=0.5, on_error="skip")
+    for step in range(3):
+        failed = scorer(two_groups(), step).failures
+        assert failed == ({"Starts": 4} if step == 1 else {})
+        assert starts.abandoned.is_set() == (step > 0)
