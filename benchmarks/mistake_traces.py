@@ -1,11 +1,11 @@
 """BIG-Bench Mistake as rows for Keel: traces in words, renamed, and with mistakes put in.
 
 A trace is a prompt, steps, and the index of the first wrong step (none: all are right). All traces,
-held-out ones too, are written in few words: of brackets only these and what parts them from the
-stack, of shuffled objects who is named, and who holds what as one word. These two are read without
-their prompt, which the steps repeat but for the rare one that does not follow it. Train traces
-become more: one of the right steps is changed and is then the first wrong one, and names without
-meaning (kinds of brackets, people with what they hold at the start) are exchanged for others.
+held-out ones too, are written in few words: of brackets only these, those of the stack with their
+height in it as one word; of shuffled objects who is named, and who holds what as one word. These
+two are read without their prompt, which the steps repeat but for the rare one that does not follow
+it. Train traces become more: one of the right steps is changed and is then the first wrong one, and
+names without meaning (kinds of brackets, people with what they hold at the start) are exchanged.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ WORD = re.compile(r"[A-Za-z']+|\d|[^\s]")
 UNKNOWN = "<unk>"
 BRACKETS = ("()", "[]", "{}", "<>")
 OPENING = tuple(pair[0] for pair in BRACKETS)
+HIGHEST = 30
 PEOPLE = ("Alice", "Bob", "Claire", "Dave", "Eve")
 THINGS = tuple(f"thing{letter}" for letter in "ABCDEFG")
 Words = tuple[str, ...]
@@ -37,7 +38,8 @@ Words = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A solution in steps of words; `key` says which input it is of."""
+    """A solution in steps of words. `key` is its input, or that of the first trace with the very
+    same words: names aside, two inputs may be the same."""
 
     key: str
     prompt: Words
@@ -58,6 +60,7 @@ class Trace:
 def read_traces(folder: Path, task: str) -> list[Trace]:
     """All traces of a task, in the file's order."""
     traces = []
+    same: dict[tuple[Words, ...], str] = {}
     with (folder / f"{task}.jsonl").open(encoding="utf-8") as file:
         for line in file:
             row = json.loads(line)
@@ -69,18 +72,30 @@ def read_traces(folder: Path, task: str) -> list[Trace]:
                 things = _things(row["input"])
                 prompt, steps = [], [_holdings(step, things) for step in steps]
             words = tuple(map(tuple, steps))
-            traces.append(Trace(row["input"], tuple(prompt), words, row["mistake_index"]))
+            key = same.setdefault((tuple(prompt), *words), row["input"])
+            traces.append(Trace(key, tuple(prompt), words, row["mistake_index"]))
     return traces
 
 
 def fold_of(key: str, folds: int, shuffle: int) -> int:
-    """The fold of an input, by its hash."""
+    """The fold of a key, by its hash."""
     return int(hashlib.sha256(f"{shuffle} {key}".encode()).hexdigest(), 16) % folds
 
 
 def _brackets(words: Sequence[str]) -> list[str]:
-    """The brackets of a step, the sign before the stack, and "empty"."""
-    return [word for word in words if word in "()[]{}<>;" or word == "empty"]
+    """The brackets of a step, the sign before the stack, and "empty"; see `numbered`."""
+    return numbered([word for word in words if word in "()[]{}<>;" or word == "empty"])
+
+
+def numbered(words: Sequence[str]) -> list[str]:
+    """Each bracket that a stack may hold with its height in it, "[:3"; from the last height on
+    all are alike."""
+    begins = words.index(";") + 1 if ";" in words else 0
+    stack = [
+        f"{word}:{min(height, HIGHEST)}" if word in OPENING else word
+        for height, word in enumerate(words[begins:], start=1)
+    ]
+    return [*words[:begins], *stack]
 
 
 def _things(prompt: str) -> dict[str, str]:
@@ -177,26 +192,24 @@ def with_mistake(task: str, trace: Trace, rng: random.Random) -> Trace | None:
 
 
 def _change_brackets(trace: Trace, k: int, rng: random.Random) -> Words | None:
-    """A bracket of the stack left out, put in, or exchanged for another."""
-    words = list(trace.steps[k])
-    after = words.index(";") if ";" in words else -1
-    places = [i for i, word in enumerate(words) if i > after and word in "()[]{}<>"]
-    if not places:
-        return None
-    i, chance = rng.choice(places), rng.random()
-    if chance < 0.3:
-        del words[i]
-    elif chance < 0.6:
-        words.insert(i, rng.choice(OPENING))
-    elif chance < 0.75:
-        words[i] = rng.choice(OPENING)
-    elif chance < 0.9 or after < 0:
-        del words[places[-1]]
-    else:
-        words.append(rng.choice(OPENING))
-    if words and words[-1] == ";":
-        words.append("empty")
-    return tuple(words)
+    """Brackets of the stack left out, put in, or exchanged, mostly at its end; or the bracket that
+    is read is another."""
+    words = [word.split(":")[0] for word in trace.steps[k]]
+    begins = words.index(";") + 1 if ";" in words else 0
+    stack = [word for word in words[begins:] if word != "empty"]
+    count, chance = rng.choice((1, 1, 2, 2, 3)), rng.random()
+    at = len(stack) if rng.random() < 0.6 else rng.randrange(len(stack) + 1)
+    if chance < 0.2 and begins:
+        words[0] = rng.choice("()[]{}<>")
+        return tuple(numbered(words))
+    if chance < 0.6:
+        at = max(min(at, len(stack) - count), 0)
+        del stack[at : at + count]
+    elif chance < 0.85:
+        stack[at:at] = [rng.choice(OPENING) for _ in range(min(count, 2))]
+    elif stack:
+        stack[min(at, len(stack) - 1)] = rng.choice(OPENING)
+    return tuple(numbered([*words[:begins], *(stack or ["empty"])]))
 
 
 def _change_things(trace: Trace, k: int, rng: random.Random) -> Words | None:

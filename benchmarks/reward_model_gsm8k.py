@@ -78,9 +78,10 @@ class Settings:
     language_steps: int = 800
     language_rows: int = 16
     language_rate: float = 3e-3
-    broken_steps: int = 300
+    broken_steps: int = 600
     broken_rows: int = 16
     broken_rate: float = 1e-3
+    broken_probability: float = 0.9
     real_rows: int = 32
     real_rate: float = 3e-4
 
@@ -168,15 +169,17 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     return str(path)
 
 
-def pair_rows(pairs: Sequence[Pair], layout: str) -> list[dict[str, str]]:
-    """Rows for a reward_model stage, with the problem as their group."""
+def pair_rows(pairs: Sequence[Pair], layout: str, probability: float) -> list[dict[str, Any]]:
+    """Rows for a reward_model stage, with the problem as their group.
+
+    A probability below 1 keeps the scores apart by no more than it says.
+    """
     rows = []
     for pair in pairs:
         prompt, chosen = laid_out(pair.problem, pair.right, layout)
         _, rejected = laid_out(pair.problem, pair.wrong, layout)
-        rows.append(
-            {"prompt": prompt, "chosen": chosen, "rejected": rejected, "problem": pair.problem}
-        )
+        texts = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        rows.append({**texts, "probability": probability, "problem": pair.problem})
     return rows
 
 
@@ -209,10 +212,11 @@ def write_recipe(
     }
     for fold in folds:
         made[fold.name], made[f"{fold.name}-heldout"] = list(fold.train), list(fold.heldout)
-    files = {
-        name: write_rows(folder / f"{name}.jsonl", pair_rows(pairs, choice.layout))
-        for name, pairs in made.items()
-    }
+    files = {}
+    for name, pairs in made.items():
+        probability = choice.broken_probability if name == "broken" else 1.0
+        rows = pair_rows(pairs, choice.layout, probability)
+        files[name] = write_rows(folder / f"{name}.jsonl", rows)
     path = write_rows(folder / "language.jsonl", language)
     save_base(folder / "base", gold, seed, choice)
     parts = [
@@ -371,6 +375,8 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.folds < 2:
         parser.error("--folds: 2 or more")
+    if chosen.folder is not None and any(chosen.folder.glob("seed*")):
+        parser.error(f"--folder: {chosen.folder} holds runs already: name another")
     torch.set_num_threads(1)
     choice = Settings()
     pairs, gold = real_pairs(chosen.data), gold_solutions(chosen.data)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import signal
 import socket
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from keel.types import KeelError
-from keel.verify.sandbox import Limits, Ran, Sandbox
+from keel.verify.sandbox import DYNAMIC_UIDS, Limits, Ran, Sandbox, _passing_uid
 from tests.house import ROOT
 from tests.verify.processes import (
     children,
@@ -178,6 +180,67 @@ def test_a_fork_bomb(bomb: str) -> None:
 
 
 @needs_bubblewrap
+def test_an_interpreter_behind_links(tmp_path: Path) -> None:
+    """Links to a virtual environment, and to what is in its way, relative ones too."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "venv").symlink_to(sys.prefix)
+    (tmp_path / "a" / "b" / "once").symlink_to("../venv")
+    (tmp_path / "twice").symlink_to("a/b")
+    code = (
+        "import sys\n"
+        "from keel.verify.sandbox import Sandbox\n"
+        "print(Sandbox().run([sys.executable, '-c', 'import sys, numpy; print(sys.executable)']))"
+    )
+    for name in ("a/venv", "a/b/once", "twice/once"):
+        interpreter = f"{tmp_path}/{name}/bin/{Path(sys.executable).name}"
+        done = subprocess.run(
+            [interpreter, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"'{interpreter}\\n'" in done.stdout
+
+
+@needs_bubblewrap
+def test_a_run_can_be_stopped() -> None:
+    mark, stop = uuid.uuid4().hex, threading.Event()
+    sandbox = Sandbox(Limits(timeout=LONG))
+    ran: list[Ran] = []
+    orders = {"argv": [sys.executable, "-c", f"while True: pass  # {mark}"]}
+    run = threading.Thread(target=lambda: ran.append(sandbox.carry_out(orders, stop=stop)))
+    run.start()
+    assert eventually(lambda: len(processes_with(mark)) == 1)
+    stop.set()
+    run.join(60.0)
+    assert [one.status for one in ran] == ["timeout"]
+    assert eventually(lambda: not processes_with(mark))
+
+
+@needs_bubblewrap
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's sandbox has a passing user")
+def test_no_two_runs_share_a_user() -> None:
+    code = "import os, time; print(os.getuid(), flush=True); time.sleep(0.5)"
+    parent = (
+        "import os, sys, threading\n"
+        "from keel.verify.sandbox import Sandbox\n"
+        "sandbox, seen = Sandbox(), []\n"
+        "child = os.fork()\n"
+        f"run = lambda: seen.append(sandbox.run([sys.executable, '-c', {code!r}]).stdout)\n"
+        "threads = [threading.Thread(target=run) for _ in range(3)]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]\n"
+        "print(''.join(seen), end='', flush=True)\n"
+        "if child: os.wait()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", parent], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert len(set(done.stdout.split())) == len(done.stdout.split()) == 6
+    with contextlib.ExitStack() as held:
+        uids = [held.enter_context(_passing_uid()) for _ in range(200)]
+    assert len(set(uids)) == 200
+    assert set(uids) <= set(DYNAMIC_UIDS)
+
+
+@needs_bubblewrap
 def test_it_dies_by_signals_and_cannot_end_the_first() -> None:
     ran = python("import ctypes; ctypes.string_at(0)")
     assert (ran.status, ran.exit_status, ran.cause) == ("died", -11, "killed by signal 11")
@@ -271,16 +334,32 @@ def test_where_bubblewrap_can_do_nothing_it_refuses_with_its_words(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(KeelError, match=rf"cannot make a sandbox here \({words}\).*trusted"):
         Sandbox()
+    # And where an interpreter needs what is not shown; user namespaces would not mend that.
+    stand_in.write_text(
+        "#!/bin/sh\necho 'bwrap: execvp /x: No such file or directory' >&2\nexit 1\n"
+    )
+    with pytest.raises(KeelError, match=r"the interpreter .* cannot be started .*/usr") as raised:
+        Sandbox()
+    assert "namespaces" not in str(raised.value)
 
 
 @needs_bubblewrap
 def test_limits_under_which_nothing_runs_are_refused() -> None:
-    with pytest.raises(KeelError, match="memory_mb = 1: give at least 64"):
-        Limits(memory_mb=1)
-    with pytest.raises(KeelError, match="processes = 0"):
-        Limits(processes=0)
-    with pytest.raises(KeelError, match="timeout = 0:"):
-        Limits(timeout=0)
+    for limits, words in (
+        ({"memory_mb": 1}, "memory_mb = 1: give at least 64"),
+        ({"processes": 0}, "processes = 0: give at least 1"),
+        ({"timeout": 0}, "timeout = 0: give at least 0.01"),
+        ({"timeout": math.inf}, "timeout = inf: give at most 1,000,000,000"),
+        ({"timeout": math.nan}, "timeout = nan: give at least 0.01"),
+        ({"timeout": "5"}, "timeout = '5' is not a number: give at least 0.01"),
+        ({"timeout": True}, "timeout = True is not a number"),
+        ({"memory_mb": 512.5}, "memory_mb = 512.5 is not a whole number: give at least 64"),
+        ({"memory_mb": 10**18}, "memory_mb = 1e\\+18: give at most"),
+        ({"disk_mb": 0}, "disk_mb = 0: give at least 1"),
+    ):
+        with pytest.raises(KeelError, match=f"^{words}"):
+            Limits(**limits)  # type: ignore[arg-type]
+    assert Limits(timeout=5).resources(3)["RLIMIT_CPU"] == 6
 
 
 def test_trusted_code_runs_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:

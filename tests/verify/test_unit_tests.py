@@ -8,7 +8,7 @@ import pytest
 
 from keel.types import KeelError
 from keel.verify.sandbox import Limits, Sandbox
-from keel.verify.unit_tests import Checked, python_code, read_tests, run_tests
+from keel.verify.unit_tests import Checked, UnitTests, python_code, read_tests, run_tests
 from tests.shared import shared_path
 from tests.verify.processes import needs_bubblewrap
 
@@ -125,6 +125,96 @@ def test_cheap_cheats_do_not_pass(sandbox: Sandbox, code: str) -> None:
     assert tested.cause
 
 
+MODULES = "import math, unittest\nassert math.isclose(double(2), 4)\n" + (
+    "unittest.TestCase().assertEqual(double(3), 6)"
+)
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import math\nmath.isclose = lambda *a, **k: True",
+        "import sys, types\nsys.modules['math'] = types.SimpleNamespace(isclose=lambda *a: True)",
+        "import sys\ndel sys.modules['math']\nimport math\nmath.isclose = lambda *a: True",
+        "import math\nclass Odd(type(math)):\n"
+        "  def __getattribute__(self, name): return lambda *a: True\nmath.__class__ = Odd",
+        "import __main__, math, builtins\nmath.isclose = lambda *a: True\n"
+        "for name in ('vars', 'object', 'type', 'sys', '_keep', 'dict'):\n"
+        "  setattr(__main__, name, print)",
+    ],
+)
+def test_modules_that_the_tests_import_are_as_they_were(sandbox: Sandbox, code: str) -> None:
+    wrong = "\nimport unittest\nunittest.TestCase.assertEqual = lambda *a: None\n"
+    wrong += "def double(x): return 0"
+    tests = ["import math\nassert math.isclose(double(2), 4)", MODULES]
+    assert not any(run_tests(sandbox, code + wrong, tests).passed)
+
+
+@needs_bubblewrap
+def test_what_modules_are_made_of_is_put_back_too(sandbox: Sandbox) -> None:
+    tests = "import unittest, fractions\nunittest.TestCase().assertEqual(double(3), 6)"
+    for code in (
+        # A class's attribute, one that it did not have, and a module's own name for a builtin.
+        "unittest.TestCase.assertEqual = lambda *a: None",
+        "unittest.TestCase.__getattribute__ = lambda *a: print",
+        "unittest.case.type = lambda one: dict\n"
+        "unittest.case.getattr = lambda *a: lambda *b, **more: None",
+        "unittest.case.TestCase._getAssertEqualityFunc = lambda *a: print",
+    ):
+        tested = run_tests(sandbox, f"import unittest\n{code}\ndef double(x): return 0", tests)
+        assert tested.cause == "test 0: AssertionError: 0 != 6", code
+    # What a right answer does to them is no hindrance.
+    code = "import fractions, xml.etree.ElementTree\nfractions.mine = 2\n"
+    code += "def double(x): return fractions.mine * x + 0 * len(xml.etree.ElementTree.__name__)"
+    tests = "import xml, random\n" + tests
+    assert run_tests(sandbox, code, tests).cause == ""
+
+
+@needs_bubblewrap
+def test_a_builtin_is_the_codes_only_where_nothing_else_can_be(sandbox: Sandbox) -> None:
+    wrong = "set = lambda *a: 0\ndef double(x): return 0"
+    assert run_tests(sandbox, wrong, "assert set([double(1)]) == set([2])").status == "failed"
+    # Names that the tests make themselves are not the code's.
+    own = "import math\ndef same(a, *b):\n    for n in b: assert n == a, math.e\nsame(4, sum(1, 3))"
+    assert run_tests(sandbox, "def sum(a, b): return a + b", own).cause == ""
+
+
+@needs_bubblewrap
+def test_what_the_tests_of_other_programs_become(sandbox: Sandbox) -> None:
+    case = (
+        "import unittest\nclass T(unittest.TestCase):\n"
+        "    def test(self): self.assertEqual(double(1), 2)\n"
+    )
+    suite = "unittest.defaultTestLoader.loadTestsFromTestCase(T)"
+    run = f"{case}assert unittest.TextTestRunner().run({suite}).wasSuccessful()"
+    pytests = "import asyncio\nasync def test_it(): assert double(1) == 2\nasyncio.run(test_it())"
+    debug = f"{case}T('test').debug()"
+    looked_up = "def test_it(): assert double(1) == 2\nfor n in [*globals()]:\n"
+    looked_up += "    if n.startswith('test'): globals()[n]()"
+    for tests in (run, pytests, debug, looked_up):
+        assert run_tests(sandbox, RIGHT, tests).cause == "", tests
+        assert run_tests(sandbox, "def double(x): return 0", tests).status == "failed", tests
+
+
+@needs_bubblewrap
+def test_a_list_may_hold_tests_of_both_kinds(sandbox: Sandbox) -> None:
+    check = "def check(candidate):\n    assert candidate(3) == 6"
+    assert (
+        run_tests(sandbox, RIGHT, [ASSERTS[0], check, ASSERTS[1]], "double").passed == (True,) * 3
+    )
+    wrong = "def double(x): return 6"
+    assert run_tests(sandbox, wrong, [ASSERTS[0], check], "double").passed == (False, True)
+    wrong = "def double(x): return 2"
+    assert run_tests(sandbox, wrong, [ASSERTS[0], check], "double").passed == (True, False)
+    assert run_tests(sandbox, wrong, f"from completion import double\n{ASSERTS[0]}").passed == (
+        True,
+    )
+    wrong = "def double(x): return 6"
+    assert run_tests(sandbox, wrong, [f"{check}\ncheck(double)"]).passed == (True,)
+    assert run_tests(sandbox, RIGHT + "assert 0", [f"{check}\ncheck(double)"]).passed == (False,)
+
+
 @needs_bubblewrap
 def test_tests_that_pass_with_too_much_said_do_not_count() -> None:
     # Little enough to lie in Python's own buffer until the tests are over.
@@ -178,6 +268,8 @@ def test_humaneval() -> None:
         ("```Python title\na\n", "a\n"),
         ("```bash\nls\n```", "```bash\nls\n```"),
         ("s = '```'", "s = '```'"),
+        ("```python\na\n```\nOutput:\n```\n5\n```", "a\n"),
+        ("```\na\n```\nthen\n```\nb\n```\n```text\nc\n```", "b\n"),
     ],
 )
 def test_the_code_of_a_text(text: str, code: str) -> None:
@@ -185,6 +277,7 @@ def test_the_code_of_a_text(text: str, code: str) -> None:
 
 
 def test_what_are_no_tests() -> None:
+    case = "class T(TestCase):\n    def test(self): assert f()\n"
     for tests, words in (
         ([], "empty list"),
         ("", "tests nothing"),
@@ -192,8 +285,51 @@ def test_what_are_no_tests() -> None:
         ("assert (", "is not Python"),
         (["assert f(1)", "def g(): pass"], "'def g.* tests nothing"),
         ("def check(f): assert f()", "entry_point"),
+        ("def check(f): return 1", "tests nothing"),
+        # Asserts and calls that do not run.
+        ("def g(): assert f()", "tests nothing"),
+        ("g = lambda: f()", "tests nothing"),
+        ("if __name__ == '__main__': f()", "tests nothing"),
+        ("class A:\n    def g(self): assert f()", "tests nothing"),
+        ("async def g(): assert f()\ng()", r"does not await it: use asyncio.run\(g\(\)\)"),
+        ("async def test_g(): assert f()\ntest_g()", "does not await it"),
+        ("def test_f(): assert f()", "defines test_f but never calls it: add the call"),
+        ("assert f()\ndef test_f(): assert f(1)", "defines test_f but never calls it"),
+        ("class TestF:\n    def test_f(self): assert f()", "defines TestF but never calls it"),
+        ("async def test_f(): assert f()", "defines test_f but never calls it"),
+        ("def check(f): assert f()\nif __name__ == '__main__': check(f)", "entry_point"),
+        (case, "defines the TestCase T, but raises nothing.*TestCase.T..*wasSuccessful"),
+        (f"{case}TextTestRunner().run(T('test'))", "raises nothing"),
+        (f"{case}if __name__ == '__main__': unittest.main()", "raises nothing"),
+        (f"{case}assert f()\nunittest.main(exit=False)", "calls unittest.main, which"),
+        (None, "the test None is not text"),
+        ([None], "the test None is not text"),
+        (5, "the test 5 is not text"),
+        ({"a": 1}, "is not text"),
+        (b"assert f()", "is not text"),
     ):
-        with pytest.raises(KeelError, match=words):
-            read_tests(tests, None)
-    assert read_tests("def check(f): assert f()", "f") == (("def check(f): assert f()",), True)
-    assert read_tests(["assert f()", "g()"], None) == (("assert f()", "g()"), False)
+        with pytest.raises(KeelError, match=words) as raised:
+            read_tests(tests, None)  # type: ignore[arg-type]
+        assert "\n" not in str(raised.value)
+
+
+def test_what_is_read_of_tests() -> None:
+    check = "def check(f): assert f()"
+    assert read_tests(check, "f") == UnitTests((check,), (True,), (), False, "f")
+    assert read_tests(["assert f()", "g()"], None).checks == (False, False)
+    assert read_tests(f"{check}\ncheck(f)", None).checks == (False,)
+    assert read_tests("if __name__ == 'main': f()\nelse: g()", None).checks == (False,)
+    many = "import a.b as c, d\nfrom e.f import g\nfrom . import h\nassert c(d)"
+    assert read_tests(many, None).imports == ("a.b", "d", "e.f", "e.f.g")
+    for tests, shadow in (
+        ("assert sum(1, 2) == 3", True),
+        ("import math\nassert math.ceil(sum(1.5, 1)) == 3", True),
+        ("for n in range(3): assert sum(n, 1) == n + 1", True),
+        ("try: sum(1)\nexcept TypeError as e: assert str(e)", True),
+        ("assert sum(f(1), 2) == 3", False),
+        (["assert sum(1, 2) == 3", "f()"], False),
+    ):
+        assert read_tests(tests, None).shadow is shadow, tests
+        assert not read_tests(tests, "sum").shadow
+    # Deep nesting is no error of its own.
+    assert read_tests("assert f() == " + "+".join("1" * 1500), None).checks == (False,)

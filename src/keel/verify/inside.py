@@ -6,12 +6,15 @@ Handed to the interpreter as text (`-c`), with its orders on standard input; sta
 from __future__ import annotations
 
 import builtins
+import contextlib
+import importlib
 import json
 import os
 import random
 import resource
 import sys
 import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 CODE = "completion"
@@ -65,10 +68,10 @@ def _test(orders: dict[str, Any]) -> None:
     """Run the code, then each test; a test that passes has its own secret told, and no other.
 
     What is needed after the code has run is held in variables here, out of reach of code that puts
-    something else in the place of a function of a module or a builtin; the tests see the builtins
-    as they were.
+    something else in the place of a function of a module or a builtin; the tests see the builtins,
+    and the modules that they import, as they were.
     """
-    report, secrets = orders["report"], orders["secrets"]
+    report, secrets, checks = orders["report"], orders["secrets"], orders["checks"]
     write, leave, process, out = os.write, os._exit, os.getpid, sys.stdout
     trace, profile, this = sys.settrace, sys.setprofile, os.getpid()
     run, read, numbered = exec, compile, list(enumerate(orders["tests"]))
@@ -78,6 +81,7 @@ def _test(orders: dict[str, Any]) -> None:
         if process() == this:  # a fork of the code under test is no judge of it
             write(report, line.replace("\n", " ").encode(errors="replace")[:500] + b"\n")
 
+    put_back = _keep(orders["imports"])
     module = types.ModuleType(CODE)
     sys.modules[CODE] = module
     random.seed(0)
@@ -88,18 +92,19 @@ def _test(orders: dict[str, Any]) -> None:
         leave(1)
     trace(None)
     profile(None)
+    put_back()
     entry = orders["entry_point"]
     names = {name: value for name, value in module.__dict__.items() if not name.startswith("__")}
-    if entry is not None:
+    if not orders["shadow"]:
         names = {n: value for n, value in names.items() if n == entry or n not in pristine}
-        if entry not in names:
-            say(f"code no function {entry!r}")
-            leave(1)
+    if entry is not None and entry not in names:
+        say(f"code no function {entry!r}")
+        leave(1)
     space = {**names, "__builtins__": pristine, "__name__": "tests"}
     for at, test in numbered:
         try:
             run(read(test, f"test {at}", "exec"), space)
-            if orders["check"]:
+            if checks[at]:
                 space["check"](names[entry])
         except BaseException as error:
             say(f"test {at}: {_told(error)}")
@@ -109,6 +114,50 @@ def _test(orders: dict[str, Any]) -> None:
         out.flush()
     finally:
         leave(0)
+
+
+def _keep(imports: Sequence[str]) -> Callable[[], None]:
+    """Import what the tests will; what puts that and the builtins back as they are now.
+
+    All of a package counts, its modules' names and the attributes of their classes. What is put
+    back with uses no name that the code could have put something else in the place of.
+    """
+    for name in imports:
+        with contextlib.suppress(BaseException):  # the test that imports it tells of it
+            importlib.import_module(name)
+    roots = {name.partition(".")[0] for name in imports}
+    entries = {n: m for n, m in sys.modules.items() if n.partition(".")[0] in roots and n != CODE}
+    kept = [(m, type(m), vars(m), dict(vars(m))) for m in (*entries.values(), builtins)]
+    classes = {
+        id(value): (value, dict(vars(value)))
+        for *_, was in kept
+        for value in was.values()
+        if isinstance(value, type) and str(value.__module__).partition(".")[0] in roots
+    }
+    owners = list(classes.values())
+    modules, pristine, immutable = sys.modules, dict(vars(builtins)), (TypeError, AttributeError)
+    be, assign, delete, attributes = object.__setattr__, type.__setattr__, type.__delattr__, vars
+
+    def put_back() -> None:
+        for module, kind, names, was in kept:
+            be(module, "__class__", kind)
+            for name in [*names]:
+                if name not in was and name in pristine:
+                    del names[name]  # it would stand before the builtin of that name
+            names.update(was)
+        for owner, was in owners:
+            try:
+                for name in [*attributes(owner)]:
+                    if name not in was:
+                        delete(owner, name)
+                for name in was:
+                    if attributes(owner).get(name) is not was[name]:
+                        assign(owner, name, was[name])
+            except immutable:
+                continue
+        modules.update(entries)
+
+    return put_back
 
 
 def _told(error: BaseException) -> str:

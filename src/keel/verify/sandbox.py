@@ -1,27 +1,33 @@
 """A sandbox for code that nobody has read: bubblewrap's namespaces, and limits on everything.
 
 No network, nothing of the host but the system's libraries and this interpreter, read-only; a small
-private folder; an own process space that ends with its first process. Linux 5.14 or later.
+private folder; an own process space that ends with its first process; none of the kernel's keyrings
+and no namespaces of one's own. Linux 5.14 or later. The last two, and the bound on what all the
+processes hold together, are the work of a filter of system calls, which there is for x86_64 and
+aarch64; on other machines they do not hold.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import math
 import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from keel.types import KeelError
+from keel.verify.seccomp import seccomp_filter
 from keel.verify.watching import Pipes, Watched, watch
 
 Status = Literal["ended", "timeout", "output", "died"]
@@ -30,7 +36,8 @@ Status = Literal["ended", "timeout", "output", "died"]
 PASSED_ON = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
 DYNAMIC_UIDS = range(61184, 65520)
 """User ids that systemd keeps for passing users: no one's files and no one's processes."""
-_numbers = itertools.count(os.getpid())
+MOST = 10**9
+"""No limit may be larger: not what a machine has, but what the kernel's own numbers hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +46,11 @@ class Limits:
 
     `timeout` is in seconds of wall time, from when the sandbox stands; processor time has the same
     limit, in each process. `memory_mb` is the address space of a process, so that all of them
-    together can have `processes · memory_mb`, threads counting as processes. `output_kb` is what
-    may be printed, `file_mb` the size of a file, `disk_mb` that of the private folder.
+    together can have `processes · memory_mb` (threads count as processes), `disk_mb` in each of the
+    private folders, `/tmp` and `/dev/shm`, which lie in memory too, and some tens of MB in pipes
+    and sockets. That nothing else holds memory is due to the filter of system calls; where there
+    is none (see above), `memory_mb` bounds each process and not all together. `output_kb` is what
+    may be printed, `file_mb` the size of a file. Raises KeelError for what is no such limit.
     """
 
     timeout: float = 10.0
@@ -52,9 +62,15 @@ class Limits:
 
     def __post_init__(self) -> None:
         least = {"timeout": 0.01, "memory_mb": 64, "processes": 1, "output_kb": 1}
-        for name, floor in least.items():
-            if getattr(self, name) < floor:
-                raise KeelError(f"{name} = {getattr(self, name):g}: give at least {floor:g}")
+        for name, floor in {**least, "file_mb": 1, "disk_mb": 1}.items():
+            value = getattr(self, name)
+            kind, what = (float, "a number") if name == "timeout" else (int, "a whole number")
+            if not isinstance(value, int | kind) or isinstance(value, bool):
+                raise KeelError(f"{name} = {value!r} is not {what}: give at least {floor:g}")
+            if not value >= floor:
+                raise KeelError(f"{name} = {value:g}: give at least {floor:g}")
+            if value > MOST:
+                raise KeelError(f"{name} = {value:g}: give at most {MOST:,}")
 
     def resources(self, processes: int | None) -> dict[str, int]:
         """The same as the kernel's limits of a process, by name."""
@@ -106,6 +122,7 @@ class Sandbox:
     def __init__(self, limits: Limits | None = None, *, trusted: bool = False) -> None:
         self.limits = limits or Limits()
         self.trusted = trusted
+        self._filter = None if trusted else seccomp_filter()
         if trusted:
             return
         self._bubblewrap = _bubblewrap()
@@ -119,17 +136,21 @@ class Sandbox:
         """Run a command; its standard input is empty."""
         return self.carry_out({"argv": list(argv)})
 
-    def carry_out(self, orders: Mapping[str, Any]) -> Ran:
-        """Run what `keel.verify.inside` makes of the orders."""
+    def carry_out(self, orders: Mapping[str, Any], *, stop: threading.Event | None = None) -> Ran:
+        """Run what `keel.verify.inside` makes of the orders.
+
+        Once `stop` is set, the run is killed, and ends as if its time were up.
+        """
         started = secrets.token_hex(16)
-        uid = None
-        if not self.trusted and os.geteuid() == 0:
-            uid = DYNAMIC_UIDS[next(_numbers) % len(DYNAMIC_UIDS)]
-        folder = tempfile.TemporaryDirectory(prefix="keel-code-") if self.trusted else None
-        # In a user namespace the first process counts too.
-        processes = self.limits.processes + (uid is None)
-        pipes = Pipes.open(sandboxed=not self.trusted)
-        try:
+        with contextlib.ExitStack() as held:
+            uid, folder = None, None
+            if self.trusted:
+                folder = held.enter_context(tempfile.TemporaryDirectory(prefix="keel-code-"))
+            elif os.geteuid() == 0:
+                uid = held.enter_context(_passing_uid())
+            # In a user namespace the first process counts too.
+            processes = self.limits.processes + (uid is None)
+            pipes = Pipes.open(sandboxed=not self.trusted, filter=self._filter)
             given = {
                 **orders,
                 "started": started,
@@ -141,18 +162,16 @@ class Sandbox:
             watched = watch(
                 command
                 if self.trusted
-                else [*self._walls(uid is not None, pipes.told), *command, "first"],
+                else [*self._walls(uid is not None, pipes), *command, "first"],
                 json.dumps(given).encode(),
                 pipes,
                 started.encode(),
                 timeout=self.limits.timeout,
                 output=self.limits.output_kb * 1024,
-                environment=_environment("/tmp" if folder is None else folder.name),
-                folder=None if folder is None else folder.name,
+                environment=_environment(folder or "/tmp"),
+                folder=folder,
+                stop=stop,
             )
-        finally:
-            if folder is not None:
-                folder.cleanup()
         return self._read(watched)
 
     def _read(self, watched: Watched) -> Ran:
@@ -161,6 +180,13 @@ class Sandbox:
             said = " ".join(words.split())[-200:] or f"exit status {watched.exit_status}"
             if self.trusted:
                 raise KeelError(f"the code's process does not start: {said}")
+            if "execvp" in said:
+                shown = ", ".join(map(str, _shown()))
+                raise KeelError(
+                    f"the interpreter {sys.executable} cannot be started in the sandbox ({said}), "
+                    f"which shows {shown} and nothing else of this system: use a Python that needs "
+                    "no other folder, or set trusted = true to run the code without a sandbox"
+                )
             raise KeelError(
                 f"bubblewrap cannot make a sandbox here ({said}): allow user namespaces (in a "
                 "container: run it with --privileged, or not as root), or set trusted = true to "
@@ -181,13 +207,15 @@ class Sandbox:
             tuple(watched.report.decode(errors="replace").splitlines()),
         )
 
-    def _walls(self, as_root: bool, told: int) -> list[str]:
+    def _walls(self, as_root: bool, pipes: Pipes) -> list[str]:
         """bubblewrap and its options, up to the command."""
         # The process space's first process is ours: bubblewrap leaves its own to the host's init
         # to bury, and where that is no init (in containers), they would pile up.
         walls = [self._bubblewrap, "--die-with-parent", "--new-session", "--as-pid-1"]
         walls += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-        walls += ["--unshare-cgroup-try", "--hostname", "sandbox", "--info-fd", str(told)]
+        walls += ["--unshare-cgroup-try", "--hostname", "sandbox", "--info-fd", str(pipes.told)]
+        if pipes.filter >= 0:
+            walls += ["--seccomp", str(pipes.filter)]
         if as_root:
             # The limit on processes does not bind root, nor a user namespace of root's. So root's
             # sandbox has no user namespace; its first process becomes a passing user instead.
@@ -200,16 +228,16 @@ class Sandbox:
         for folder in ("/tmp", "/dev/shm"):
             walls += ["--perms", "1777", "--size", size, "--tmpfs", folder]
         made = {Path("/tmp"), Path("/dev")}
-        for path in map(Path, (*PASSED_ON, *_interpreter())):
+        for path in _shown():
+            for parent in reversed(path.parents):
+                if parent not in made and parent != parent.parent:
+                    walls += ["--perms", "0755", "--dir", str(parent)]
+                    made.add(parent)
             if path.is_symlink():
                 walls += ["--symlink", os.readlink(path), str(path)]
-            elif path.exists():
-                for parent in reversed(path.parents):
-                    if parent not in made and parent != parent.parent:
-                        walls += ["--perms", "0755", "--dir", str(parent)]
-                        made.add(parent)
+            else:
                 walls += ["--ro-bind", str(path), str(path)]
-                made.add(path)
+            made.add(path)
         return [*walls, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 
@@ -226,14 +254,56 @@ def _bubblewrap() -> str:
     return found
 
 
-def _interpreter() -> list[str]:
-    """The folders of this interpreter that the system's do not hold: a venv's, and its base's."""
-    found: list[Path] = []
-    for prefix in (sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix):
-        path = Path(prefix).resolve()
-        if not any(path.is_relative_to(one) for one in (*map(Path, PASSED_ON), *found)):
-            found.append(path)
-    return [str(path) for path in found]
+def _shown() -> list[Path]:
+    """What of the host is seen inside: folders and files, and the links that lead to them.
+
+    The system's folders; this interpreter's, where those do not hold them (a venv's, and its
+    base's); and each link on the way from the names by which Python knows them.
+    """
+    prefixes = (sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix)
+    names = [Path(name).absolute() for name in (*prefixes, sys.executable)]
+    shown = [path for path in map(Path, PASSED_ON) if path.exists() or path.is_symlink()]
+    for path in (name.resolve() for name in names):
+        if not any(path.is_relative_to(one) for one in shown):
+            shown.append(path)
+    for link in (link for name in names for link in _links(name)):
+        # In a folder that is shown, the link is there already.
+        if not any(link.is_relative_to(one) for one in shown):
+            shown.append(link)
+    return shown
+
+
+def _links(path: Path) -> Iterator[Path]:
+    """The symbolic links on the way to what a path names, each by a path without any."""
+    at, left, followed = Path("/"), list(path.parts[1:]), 0
+    while left:
+        step = left.pop(0)
+        at = at.parent if step == ".." else at / step
+        if at.is_symlink() and followed < 40:  # as many as the kernel follows
+            yield at
+            followed += 1
+            target = Path(os.readlink(at))
+            at = Path("/") if target.is_absolute() else at.parent
+            left = [*(part for part in target.parts if part != "/"), *left]
+
+
+@contextlib.contextmanager
+def _passing_uid() -> Iterator[int]:
+    """A user id of no one's, for one run: processes of one user share the limit on their number.
+
+    It is held by an address that only one process of the system can have, as long as it is open.
+    """
+    start, count = secrets.randbelow(len(DYNAMIC_UIDS)), len(DYNAMIC_UIDS)
+    for step in range(count):
+        uid = DYNAMIC_UIDS[(start + step) % count]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
+            try:
+                held.bind(f"\0keel-uid-{uid}")
+            except OSError:
+                continue
+            yield uid
+            return
+    raise KeelError(f"{count} sandboxes run here at once, as many as there are users for them")
 
 
 def _environment(home: str) -> dict[str, str]:

@@ -2,18 +2,23 @@
 
 The verdict rests on secrets, one for each test, that are told only once the test has passed: no
 printed word, exit status or early end stands for a pass. The tests run in the interpreter that ran
-the code, since they call it; so code written to attack this very harness, which searches the
-interpreter's frames for the secrets, or whose objects say that they equal everything, can still
-pass. It cannot leave the sandbox.
+the code, since they call it. They see the builtins and the packages that they import themselves as
+they were before the code; yet code written to attack this very harness can still pass: it searches
+the interpreter's frames for the secrets, changes functions in place or while a test calls it,
+leaves something of its own under a name that the tests use and do not import, or makes objects
+that say they equal everything. It cannot leave the sandbox.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import secrets
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from keel.types import KeelError
@@ -30,6 +35,11 @@ memory, of processes, of the output it may print; a signal ended it.
 _FENCE = re.compile(
     r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
 )
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_DEFINING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_TESTING = (ast.Assert, ast.Call, ast.Raise)
+_LOOKING_UP = ("globals", "locals", "vars", "dir")
+"""Builtins through which a test may call what it does not name."""
 _CAUSES: dict[str, Status] = {"MemoryError": "memory", "BlockingIOError": "processes"}
 
 
@@ -47,54 +57,197 @@ class Checked:
         return sum(self.passed) / len(self.passed)
 
 
+@dataclass(frozen=True, slots=True)
+class UnitTests:
+    """Tests that were read: their texts, and what running them needs to know.
+
+    `checks` says of each whether it defines `check(candidate)` and leaves the call to us, `imports`
+    what they import. `shadow` is whether a function of the code may stand in place of a builtin:
+    where the tests use no other name that only the code can define, as in `assert sum(3, 1) == 2`.
+    """
+
+    texts: tuple[str, ...]
+    checks: tuple[bool, ...]
+    imports: tuple[str, ...]
+    shadow: bool
+    entry_point: str | None
+
+
 def python_code(text: str) -> str:
-    """The code of the last fence ```` ```python ```` (or `py`, or without a name), or all the text.
+    """The code of the last fence ```` ```python ```` (or `py`); of the last without a name where
+    there is none; or all the text.
 
     A fence that is not closed runs to the end. The blanks at the beginnings of lines stay.
     """
-    fences = [
-        f[2] for f in _FENCE.finditer(text) if f[1].lower() in ("", "py", "python", "python3")
-    ]
-    return fences[-1] if fences else text
+    fences = [(fence[1].lower(), fence[2]) for fence in _FENCE.finditer(text)]
+    named = [code for name, code in fences if name in ("py", "python", "python3")]
+    # One without a name beside it shows what the code prints, more likely than not.
+    return [text, *(code for name, code in fences if not name), *named][-1]
 
 
-def read_tests(tests: str | Sequence[str], entry_point: str | None) -> tuple[tuple[str, ...], bool]:
-    """The tests, and whether each defines `check(candidate)` and wants it called.
+def read_tests(tests: str | Sequence[str], entry_point: str | None) -> UnitTests:
+    """Read tests: Python texts that raise where they fail.
 
-    Raises KeelError for what are no tests: not Python, empty, or `check` with nothing to check.
+    Raises KeelError for what are no tests: not Python, empty, nothing in them that runs, functions
+    for another program to call (pytest's, unittest's), or `check` with nothing to check.
     """
-    each = (tests,) if isinstance(tests, str) else tuple(tests)
-    check = False
+    return _read(_texts(tests), entry_point)
+
+
+@lru_cache(maxsize=256)  # a group's completions have the same tests, and some are long
+def _read(each: tuple[str, ...], entry_point: str | None) -> UnitTests:
+    trees = []
     for test in each:
         try:
-            tree = ast.parse(test)
-        except (SyntaxError, ValueError) as error:
+            trees.append(ast.parse(test))
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise KeelError(f"the test {test[:60]!r} is not Python: {error}") from None
-        defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-        check |= "check" in defined
-        if not any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in ast.walk(tree)):
-            raise KeelError(f"the test {test[:60]!r} tests nothing")
-    if not each:
-        raise KeelError("an empty list of tests, which all code passes")
-    if check and entry_point is None:
+    running = [list(_running(tree)) for tree in trees]
+    called = {node.id for nodes in running for node in nodes if isinstance(node, ast.Name)}
+    used = _names(trees, ast.Load)
+    checks = []
+    for test, tree, nodes in zip(each, trees, running, strict=True):
+        for node in tree.body:
+            if isinstance(node, _DEFINING):
+                _refuse_idle(f"the test {test[:60]!r}", node, used, nodes)
+        if any(isinstance(n, ast.Attribute) and ast.unparse(n) == "unittest.main" for n in nodes):
+            raise KeelError(
+                f"the test {test[:60]!r} calls unittest.main, which finds no test here and exits: "
+                "run the TestCase with unittest.TextTestRunner, and assert wasSuccessful()"
+            )
+        check = "check" not in called and any(map(_is_check, tree.body))
+        if not check and not any(isinstance(node, _TESTING) for node in nodes):
+            raise KeelError(
+                f"the test {test[:60]!r} tests nothing: no assert, call or raise in it runs "
+                "(functions do when they are called; a main block does not)"
+            )
+        checks.append(check)
+    if any(checks) and entry_point is None:
         raise KeelError(
             "the test defines check(candidate): name the function's column, entry_point"
         )
-    return each, check
+    shadow = entry_point is None and used - _names(trees, ast.Store) <= set(dir(builtins))
+    return UnitTests(each, tuple(checks), _imports(trees), shadow, entry_point)
+
+
+def _texts(tests: object) -> tuple[str, ...]:
+    each: tuple[object, ...] = (tests,)
+    if not isinstance(tests, str | bytes | Mapping) and isinstance(tests, Iterable):
+        each = tuple(tests)
+    if not each:
+        raise KeelError("an empty list of tests, which all code passes")
+    for test in each:
+        if not isinstance(test, str):
+            raise KeelError(f"the test {test!r:.60} is not text: give Python, or a list of it")
+    return tuple(map(str, each))
+
+
+def _is_check(node: ast.AST) -> bool:
+    """Whether a statement defines `check`, and that tests something."""
+    if not isinstance(node, ast.FunctionDef) or node.name != "check":
+        return False
+    return any(isinstance(one, _TESTING) for one in ast.walk(node))
+
+
+def _refuse_idle(where: str, node: _Definition, used: set[str], running: Sequence[ast.AST]) -> None:
+    """Raise KeelError for a function or class in the form of a test that tests nothing as it is."""
+    name = node.name
+    if isinstance(node, ast.ClassDef) and any("TestCase" in ast.unparse(b) for b in node.bases):
+        if not any(map(_raises, running)):
+            raise KeelError(
+                f"{where} defines the TestCase {name}, but raises nothing where that fails: end it "
+                "with `assert unittest.TextTestRunner().run(unittest.defaultTestLoader."
+                f"loadTestsFromTestCase({name})).wasSuccessful()`"
+            )
+    elif name.lower().startswith("test") and not used & {name, *_LOOKING_UP}:
+        raise KeelError(f"{where} defines {name} but never calls it: add the call")
+    elif isinstance(node, ast.AsyncFunctionDef):
+        left = (one.value for one in running if isinstance(one, ast.Expr))
+        if any(isinstance(one, ast.Call) and ast.unparse(one.func) == name for one in left):
+            raise KeelError(
+                f"{where} calls {name}, which is async, and does not await it: use "
+                f"asyncio.run({name}())"
+            )
+
+
+def _raises(node: ast.AST) -> bool:
+    """Whether what runs can tell that a TestCase failed; unittest.main cannot, it just exits."""
+    if isinstance(node, ast.Attribute):
+        return node.attr == "debug"  # TestCase.debug, which lets errors through
+    return isinstance(node, ast.Assert | ast.Raise)
+
+
+def _running(tree: ast.Module) -> Iterator[ast.AST]:
+    """What runs when a test does: not what functions and classes hold, nor a main block."""
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (*_DEFINING, ast.Lambda)):
+            continue
+        yield node
+        if isinstance(node, ast.If) and "__name__" in _names([node.test], ast.Load):
+            waiting += node.orelse
+        else:
+            waiting += ast.iter_child_nodes(node)
+
+
+def _names(nodes: Iterable[ast.AST], context: type[ast.expr_context]) -> set[str]:
+    """The names that are used (Load), or that are bound in any way (Store)."""
+    found = set()
+    for node in (one for top in nodes for one in ast.walk(top)):
+        if isinstance(node, ast.Name):
+            if isinstance(node.ctx, context):
+                found.add(node.id)
+        elif context is ast.Store:
+            if isinstance(node, _DEFINING):
+                found.add(node.name)
+            elif isinstance(node, ast.arg):
+                found.add(node.arg)
+            elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+                found.add(node.name or "")
+            elif isinstance(node, ast.alias):
+                found.add(node.asname or node.name.partition(".")[0])
+    return found
+
+
+def _imports(trees: Sequence[ast.Module]) -> tuple[str, ...]:
+    """The modules that tests import, and what may be modules among what they import from them."""
+    found: dict[str, None] = {}
+    for node in (one for tree in trees for one in ast.walk(tree)):
+        if isinstance(node, ast.Import):
+            found.update(dict.fromkeys(alias.name for alias in node.names))
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found[node.module] = None
+            found.update(dict.fromkeys(f"{node.module}.{alias.name}" for alias in node.names))
+    return tuple(found)
 
 
 def run_tests(
-    sandbox: Sandbox, code: str, tests: str | Sequence[str], entry_point: str | None = None
+    sandbox: Sandbox,
+    code: str,
+    tests: UnitTests | str | Sequence[str],
+    entry_point: str | None = None,
+    *,
+    stop: threading.Event | None = None,
 ) -> Checked:
     """Run code, then its tests on what it defined; a test is Python that raises where it fails.
 
     A test that defines `check(candidate)`, as HumanEval's do, has it called with the function
-    `entry_point`. Raises KeelError for what are no tests.
+    `entry_point`. Raises KeelError for what are no tests. Once `stop` is set, the run is killed.
     """
-    each, check = read_tests(tests, entry_point)
-    told = [secrets.token_hex(16) for _ in each]
+    read = tests if isinstance(tests, UnitTests) else read_tests(tests, entry_point)
+    told = [secrets.token_hex(16) for _ in read.texts]
     ran = sandbox.carry_out(
-        {"code": code, "tests": each, "check": check, "entry_point": entry_point, "secrets": told}
+        {
+            "code": code,
+            "tests": read.texts,
+            "checks": read.checks,
+            "imports": read.imports,
+            "shadow": read.shadow,
+            "entry_point": read.entry_point,
+            "secrets": told,
+        },
+        stop=stop,
     )
     lines = set(ran.reported)
     passed = tuple(secret in lines for secret in told)
@@ -103,7 +256,7 @@ def run_tests(
     status, cause = _cause(ran, [line for line in ran.reported if line not in told])
     # What counts is that the whole ended well: with too much output, say, no test counts.
     return Checked(
-        passed if ran.status in ("ended", "timeout") else (False,) * len(each), status, cause
+        passed if ran.status in ("ended", "timeout") else (False,) * len(told), status, cause
     )
 
 

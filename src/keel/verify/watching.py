@@ -8,6 +8,7 @@ import os
 import selectors
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,19 +35,26 @@ class Watched:
 class Pipes:
     """The pipes beside the standard ones: what the command reports, and bubblewrap's own word.
 
-    `told` is where bubblewrap says which process it watches over (−1 without bubblewrap). The
-    process is given the ends `report` and `told`.
+    `told` is where bubblewrap says which process it watches over (−1 without bubblewrap), and
+    `filter` where it reads its filter of system calls (−1 without one). The process is given the
+    ends `report`, `told` and `filter`.
     """
 
     reading: int
     report: int
     listening: int = -1
     told: int = -1
+    filter: int = -1
 
     @classmethod
-    def open(cls, *, sandboxed: bool) -> Pipes:
-        """New pipes."""
-        return cls(*os.pipe(), *(os.pipe() if sandboxed else ()))
+    def open(cls, *, sandboxed: bool, filter: bytes | None = None) -> Pipes:
+        """New pipes; that of the filter is full already, being far smaller than a pipe."""
+        pipes = cls(*os.pipe(), *(os.pipe() if sandboxed else ()))
+        if filter is not None:
+            pipes.filter, filling = os.pipe()
+            os.write(filling, filter)
+            os.close(filling)
+        return pipes
 
     def given(self) -> tuple[int, ...]:
         """The ends that the process is given.
@@ -54,11 +62,12 @@ class Pipes:
         bubblewrap has the other end of its own pipe too: should this process end before it has
         told, it would end of that, and leave behind a process that waits for it for good.
         """
-        return (self.report,) if self.told < 0 else (self.report, self.told, self.listening)
+        ends = (self.report, self.told, self.listening, self.filter)
+        return tuple(end for end in ends if end >= 0)
 
     def give(self) -> None:
         """Close the ends that the process was given."""
-        for end in (self.report, self.told):
+        for end in (self.report, self.told, self.filter):
             if end >= 0:
                 os.close(end)
 
@@ -79,11 +88,13 @@ def watch(
     output: int,
     environment: Mapping[str, str],
     folder: str | None,
+    stop: threading.Event | None = None,
 ) -> Watched:
     """Run a command, feed it `given`, and wait for its end; kill all of it at a limit.
 
     The line `started` on the pipe of the report begins its time of `timeout` seconds; more than
-    `output` bytes on standard output and error together end it. The pipes are closed here.
+    `output` bytes on standard output and error together end it, and so does `stop`, once it is
+    set, as if the time were up. The pipes are closed here.
     """
     try:
         process = subprocess.Popen(
@@ -102,7 +113,7 @@ def watch(
         raise
     finally:
         pipes.give()
-    watcher = _Watcher(process, given, pipes, started, timeout, output)
+    watcher = _Watcher(process, given, pipes, started, timeout, output, stop)
     try:
         return watcher.wait()
     finally:
@@ -118,11 +129,12 @@ class _Watcher:
         started: bytes,
         timeout: float,
         output: int,
+        stop: threading.Event | None,
     ) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        self.process, self.given = process, memoryview(given)
+        self.process, self.given, self.stop = process, memoryview(given), stop
         self.started, self.timeout, self.output = started + b"\n", timeout, output
         self.out, self.err = process.stdout.fileno(), process.stderr.fileno()
         self.into, self.inner, self.pipes = process.stdin.fileno(), pipes.reading, pipes
@@ -140,7 +152,7 @@ class _Watcher:
             selector.register(self.into, selectors.EVENT_WRITE)
             while len(selector.get_map()) > 0:
                 left = deadline - time.monotonic()
-                if left <= 0:
+                if left <= 0 or (self.stop is not None and self.stop.is_set()):
                     ended = "timeout"
                     break
                 ready = selector.select(min(left, 0.2))
