@@ -7,6 +7,7 @@ import math
 import pytest
 
 from keel.insight.preference_summary import agreement, summarise
+from keel.insight.proportions import share_interval
 from keel.insight.statistics import wilson_interval
 from keel.preferences.agreement import count_votes, fleiss_kappa
 from keel.preferences.schema import Preference
@@ -37,7 +38,8 @@ def test_counts() -> None:
     assert found["empty_answers"] == 1
     assert (found["duplicates"], found["contradictions"]) == (0, 0)
     # Decided and of different length: rows 1 and 2 for the longer, 5 and 6 for the shorter.
-    assert found["longer_preferred"] == wilson_interval(2, 4).as_dict()
+    # Of three prompts: two say the one, the third twice the other.
+    assert found["longer_preferred"] == share_interval([1, 1, 0, 0], [*"pqrr"]).as_dict()
     assert found["characters"]["chosen"] == {"median": 1.0, "mean": 14 / 7}
     assert found["characters"]["rejected"] == {"median": 3.0, "mean": 21 / 7}
 
@@ -72,6 +74,21 @@ def test_where_no_pair_says_which_length_is_preferred() -> None:
     assert (found["low"], found["high"], found["n"]) == (0.0, 1.0, 0)
 
 
+def test_pairs_of_one_prompt_are_not_so_many() -> None:
+    """Thirty prompts, ten pairs each that say one and the same."""
+    pairs = [
+        pair(f"p{n}", f"{at}", "a longer answer", float(n % 3 != 0))
+        for n in range(30)
+        for at in range(10)
+    ]
+    found = summarise(pairs)["longer_preferred"]
+    assert (found["mean"], found["n"]) == (pytest.approx(1 / 3), 300)
+    # Nearly Wilson's of ten of thirty, not of a hundred of three hundred.
+    few = wilson_interval(10, 30)
+    assert found["low"] == pytest.approx(few.low, abs=0.02)
+    assert found["high"] == pytest.approx(few.high, abs=0.02)
+
+
 def test_people() -> None:
     votes = [[1, 1], [1, 2], [2, 2], [2, 2]]
     found = agreement(votes, ["p", "p", "q", "r"])
@@ -80,10 +97,12 @@ def test_people() -> None:
     assert found["pairwise"]["value"] == 0.75
     plain = fleiss_kappa(count_votes(votes))
     assert found["fleiss_kappa"]["value"] == plain.value
-    # One prompt alone cannot vary: drawn over prompts, the interval has no width.
+    # Drawn over prompts: one prompt alone tells nothing.
     alone = agreement(votes, ["p"] * 4)
     assert alone is not None
-    assert alone["fleiss_kappa"]["low"] == alone["fleiss_kappa"]["high"] == plain.value
+    assert alone["fleiss_kappa"]["value"] == plain.value
+    assert math.isnan(alone["fleiss_kappa"]["low"])
+    assert (alone["pairwise"]["low"], alone["pairwise"]["high"]) == (0, 1)
     assert plain.low < plain.value
     assert agreement([[1], [2]], ["p", "q"]) is None
     assert agreement([], []) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -124,8 +125,10 @@ def test_one_category_leaves_kappa_undefined() -> None:
         assert found.n == 9
     assert percent_agreement([1] * 9, [1] * 9).value == 1.0
     # One item of nine differs: a third of the resamples are without it, and are left out.
-    found = cohen_kappa([1] * 8 + [2], [1] * 8 + [2])
-    assert (found.value, found.low, found.high) == (1.0, 1.0, 1.0)
+    a, b = [1] * 7 + [2, 2], [1] * 8 + [2]
+    found = cohen_kappa(a, b)
+    assert (found.value, found.high) == (pytest.approx(cohen_loop(a, b), abs=EXACT), 1.0)
+    assert found.low < found.value
     # One judge with one category agrees as chance would: κ is 0, not undefined.
     assert cohen_kappa([1, 1, 1], [1, 2, 1]).value == 0.0
 
@@ -135,6 +138,8 @@ def test_of_nothing_nothing_is_known() -> None:
         assert found.n == 0
         assert math.isnan(found.value)
     assert pairwise_agreement(np.zeros((0, 2))).n == 0
+    found = percent_agreement([], [])
+    assert (found.low, found.high) == (0, 1)
 
 
 def test_the_interval_is_the_bootstrap_of_the_items() -> None:
@@ -162,6 +167,68 @@ def test_the_interval_of_a_share_is_nearly_the_binomials() -> None:
     assert found.high == pytest.approx(0.8 + half, abs=0.005)
     narrow = percent_agreement(a, b, Bootstrap(confidence=0.5))
     assert narrow.high - narrow.low == pytest.approx((found.high - found.low) * 0.344, abs=0.01)
+
+
+def test_full_agreement_is_not_certain() -> None:
+    """Resamples of it do not vary, so they give no interval."""
+    for found in (
+        cohen_kappa([1, 2] * 5, [1, 2] * 5),
+        fleiss_kappa([[3, 0], [0, 3]] * 5),
+    ):
+        assert found.value == 1
+        assert math.isnan(found.low)
+        assert math.isnan(found.high)
+    all_of, none = percent_agreement([1] * 3, [1] * 3), percent_agreement([1] * 3, [2] * 3)
+    # 0.025^(1/3): three of three come about so often where the truth is that.
+    assert (all_of.value, all_of.low, all_of.high, all_of.n) == (1, pytest.approx(0.292402), 1, 3)
+    assert (none.value, none.low, none.high, none.n) == (0, 0, pytest.approx(1 - 0.292402), 3)
+    half = percent_agreement([1] * 3, [1] * 3, Bootstrap(confidence=0.5))
+    assert half.low == pytest.approx(0.25 ** (1 / 3))
+    groups = ["a", "a", "b", "b"]
+    two = pairwise_agreement([[3, 0], [0, 3]] * 2, Bootstrap(groups=groups))
+    assert (two.value, two.low, two.high, two.n) == (1, pytest.approx(math.sqrt(0.025)), 1, 4)
+
+
+def test_one_group_tells_nothing() -> None:
+    a, b = judges([[12, 5], [4, 9]])
+    one = Bootstrap(groups=["p"] * len(a))
+    found = cohen_kappa(a, b, one)
+    assert found.value == cohen_kappa(a, b).value
+    assert math.isnan(found.low)
+    assert math.isnan(found.high)
+    found = fleiss_kappa(FLEISS, Bootstrap(groups=["p"] * 30))
+    assert math.isnan(found.low)
+    for found in (
+        percent_agreement(a, b, one),
+        percent_agreement(a, a, one),
+        percent_agreement([1], [2]),
+        pairwise_agreement(FLEISS, Bootstrap(groups=["p"] * 30)),
+        # Every prompt with one row agreed upon and one not, or every row with two of three alike.
+        percent_agreement([1, 1] * 4, [1, 2] * 4, Bootstrap(groups=[*"aabbccdd"])),
+        pairwise_agreement([[2, 1]] * 7),
+        pairwise_agreement([[2, 1], [1, 2]] * 20),
+    ):
+        assert (found.low, found.high) == (0, 1)
+        assert found.n > 0
+
+
+def test_resamples_are_drawn_in_blocks() -> None:
+    """The draws are those of all at once, and thousands of groups need not be held at once."""
+    rng = np.random.default_rng(1)
+    a = rng.integers(0, 2, 60)
+    b = np.where(rng.random(60) < 0.7, a, 1 - a)
+    found = cohen_kappa(a.tolist(), b.tolist(), Bootstrap(resamples=150, seed=3))
+    drawn = np.random.default_rng(3).multinomial(60, np.full(60, 1 / 60), size=150)
+    values = [cohen_loop(np.repeat(a, w).tolist(), np.repeat(b, w).tolist()) for w in drawn]
+    ends = np.quantile(values, [0.025, 0.975])
+    assert (found.low, found.high) == pytest.approx(tuple(ends), abs=1e-9)
+    many = [1, 2] * 2500
+    tracemalloc.start()
+    percent_agreement(many, [1] * 5000, Bootstrap(resamples=500))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # 500 × 5000 counts at once are 20 MB, twice over; 64 × 5000 are 2.6 MB.
+    assert most < 10e6
 
 
 def test_groups_are_drawn_whole() -> None:

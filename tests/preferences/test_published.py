@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from keel.preferences.agreement import cohen_kappa, count_votes, fleiss_kappa
 from keel.preferences.annotated import FIRST, SECOND, TIE, Annotated
-from keel.preferences.llmbar import read_llmbar
+from keel.preferences.llmbar import SETS, is_llmbar, read_llmbar
 from keel.preferences.pandalm import TEST_SET, Judge, compare, read_judges, read_pandalm
 from keel.preferences.schema import Preference
 from keel.types import KeelError
@@ -116,11 +117,14 @@ def test_a_judge_beside_the_majority() -> None:
     # Of (1,1), (2,1), (0,0): p_o = 2/3, p_e = (1·2 + 1·0 + 1·1)/9 = 1/3.
     assert found.kappa.value == pytest.approx(0.5, abs=1e-12)
     assert found.kappa.n == 3
-    # Intervals are drawn over prompts: of one prompt alone they have no width.
+    # Intervals are drawn over prompts: one prompt alone tells nothing.
     rows = [Annotated(row.id, "p", row.answers, row.votes) for row in rows]
     found = compare(Judge("j", (1, 1, 0, 2, None)), rows)
-    for one in (found.accuracy, found.kappa, found.accuracy_of_all):
-        assert one.low == one.value == one.high
+    for one in (found.accuracy, found.accuracy_of_all):
+        assert (one.low, one.high) == (0, 1)
+    assert found.kappa.value == pytest.approx(0.5, abs=1e-12)
+    assert math.isnan(found.kappa.low)
+    assert math.isnan(found.kappa.high)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +241,54 @@ def test_rows_of_llmbar(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(KeelError, match=r"empty: holds no \*\.json: give LLMBar's folder"):
         read_llmbar(tmp_path / "empty")
+
+
+def published(root: Path) -> Path:
+    """LLMBar's folder as its repository has it: one name for all, verdicts and others beside."""
+    for name in SETS:
+        folder = root / "LLMBar" / ("" if name == "Natural" else "Adversarial") / name
+        (folder / "evaluators" / "GPT-4" / "CoT").mkdir(parents=True)
+        written(folder / "dataset.json", [{**BAR, "input": name}, BAR])
+        written(folder / "evaluators" / "GPT-4" / "CoT" / "result.json", [{"winner": 1}])
+    other = root / "CaseStudy" / "Negation"
+    other.mkdir(parents=True)
+    written(other / "dataset.json", [BAR])
+    return root
+
+
+def test_llmbar_as_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = published(tmp_path)
+    for folder in (root, root / "LLMBar"):
+        assert is_llmbar(folder)
+        rows = read_llmbar(folder).rows
+        assert sorted(row.id for row in rows) == sorted(
+            f"llmbar/{name}/{n}" for name in SETS for n in (0, 1)
+        )
+        assert all(row.prompt == row.id.split("/")[1] for row in rows if row.id.endswith("/0"))
+    natural = root / "LLMBar" / "Natural"
+    assert is_llmbar(natural)
+    assert [row.id for row in read_llmbar(natural / "dataset.json").rows][1] == "llmbar/Natural/1"
+    monkeypatch.chdir(natural)
+    for path in (Path("dataset.json"), Path()):
+        assert [row.id for row in read_llmbar(path).rows][1] == "llmbar/Natural/1"
+    assert is_llmbar(Path())
+    # Its other benchmarks are read where one asks for them.
+    assert [row.id for row in read_llmbar(root / "CaseStudy").rows] == ["llmbar/Negation/0"]
+    assert not is_llmbar(root / "CaseStudy")
+    assert not is_llmbar(natural / "evaluators")
+
+
+def test_one_set_in_two_files_is_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        written(tmp_path / name / "Natural.json", [BAR])
+    with pytest.raises(KeelError) as error:
+        read_llmbar(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path}/b/Natural.json: the set 'Natural' is in {tmp_path}/a/Natural.json as well: "
+        "move one away"
+    )
+    assert is_llmbar(tmp_path)
 
 
 def test_llmbars_files() -> None:

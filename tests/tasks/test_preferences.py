@@ -137,12 +137,37 @@ def test_train_prompts_that_are_held_out_are_left_out(tmp_path: Path) -> None:
 
 def test_ids_are_the_rows_own_where_they_have_one(tmp_path: Path) -> None:
     rows = [{**PAIRS[0], "id": "a"}, {**PAIRS[1], "id": 7}, {**PAIRS[2], "id": True}, PAIRS[3]]
+    rows.append({**PAIRS[4], "id": ""})
     sides = read_pairs(of(jsonl(tmp_path / "x.jsonl", rows)))
     ids = {pair.id for pair in (*sides.train, *sides.heldout)}
-    assert ids == {"a", "7", "jsonl:x/2", "jsonl:x/3"}
+    assert ids == {"a", "7", "jsonl:x/2", "jsonl:x/3", "jsonl:x/4"}
     rows = [{**PAIRS[0], "id": "a"}, {**PAIRS[9], "id": "a"}]
     with pytest.raises(KeelError, match="jsonl:x: two rows have the id 'a': give each its own"):
         read_pairs(of(jsonl(tmp_path / "x.jsonl", rows)))
+
+
+def test_two_files_may_number_their_rows_alike(tmp_path: Path) -> None:
+    def numbered(name: str, rows: list[dict[str, Any]], **more: Any) -> str:
+        made = [{**row, "id": n, **more} for n, row in enumerate(rows)]
+        return jsonl(tmp_path / name, made)
+
+    train, held = numbered("train.jsonl", PAIRS[:6]), numbered("held.jsonl", PAIRS[6:8])
+    sides = read_pairs(of(train, heldout_path=held))
+    assert [pair.id for pair in sides.train] == ["0", "1", "2", "3", "4", "5"]
+    assert [pair.id for pair in sides.heldout] == ["heldout/0", "heldout/1"]
+    # Of one file, split here, ids stay as they are.
+    split = read_pairs(of(train))
+    assert {pair.id for pair in (*split.train, *split.heldout)} == {str(n) for n in range(6)}
+    # Within one file they still differ, and the prefix makes none that is there already.
+    twice = numbered("twice.jsonl", PAIRS[6:8], id="a")
+    with pytest.raises(KeelError, match="jsonl:train: two rows have the id 'heldout/a'"):
+        read_pairs(of(train, heldout_path=twice))
+    one = numbered("one.jsonl", PAIRS[:1], id="heldout/0")
+    with pytest.raises(KeelError, match="two rows have the id 'heldout/0'"):
+        read_pairs(of(one, heldout_path=held))
+    blank = jsonl(tmp_path / "blank.jsonl", [{**PAIRS[9], "chosen": ""}])
+    with pytest.raises(KeelError, match=r"^jsonl:train/heldout: no rows are left"):
+        read_pairs(of(train, heldout_path=blank, empty="drop"))
 
 
 # ---------------------------------------------------------------- pairs

@@ -12,7 +12,7 @@ from typing import Any
 
 from keel.insight.preference_summary import agreement, summarise
 from keel.preferences.annotated import Annotated, Imported
-from keel.preferences.llmbar import read_llmbar
+from keel.preferences.llmbar import is_llmbar, read_llmbar
 from keel.preferences.pandalm import TEST_SET, compare, read_judges, read_pandalm
 from keel.preferences.schema import Preference
 from keel.runs.encoding import line, plain
@@ -125,7 +125,7 @@ def _published(folder: Path) -> Source:
         found = read_pandalm(folder)
         judges = {j.name: _against(j, found.rows) for j in read_judges(folder, found.rows)}
         return _annotated(found, judges)
-    if any(folder.rglob("Natural.json")):
+    if is_llmbar(folder):
         return _annotated(read_llmbar(folder), {})
     raise KeelError(f"{folder}: holds neither PandaLM's {TEST_SET} nor LLMBar: give a file of rows")
 

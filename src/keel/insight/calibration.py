@@ -9,16 +9,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from keel.insight.proportions import share_interval
+from keel.insight.proportions import Codes, clustered_mean, codes, share_interval
 from keel.insight.ranks import auc_interval, pearson, spearman
-from keel.insight.statistics import Array, Interval, mean_interval
+from keel.insight.statistics import Array, Interval
 
 BINS = 10
 MARGIN_BINS = 20
@@ -141,7 +141,7 @@ def pair_report(
     difference_C: npt.ArrayLike,
     probability_C: npt.ArrayLike,
     length_difference_C: npt.ArrayLike | None = None,
-    clusters: npt.ArrayLike | None = None,
+    clusters: Iterable[Hashable] | None = None,
     bins: int = BINS,
 ) -> PairReport:
     """What a Bradley–Terry model with score differences d (chosen less rejected) is worth.
@@ -188,7 +188,7 @@ def pair_report(
 def label_report(
     logit_S: npt.ArrayLike,
     label_S: npt.ArrayLike,
-    clusters: npt.ArrayLike | None = None,
+    clusters: Iterable[Hashable] | None = None,
     bins: int = BINS,
 ) -> LabelReport:
     """What logits z of "right" are worth against labels y: 1 right, 0 wrong, a share between.
@@ -244,7 +244,7 @@ def length_correlation(score_S: npt.ArrayLike, length_S: npt.ArrayLike) -> Lengt
 def first_error_report(
     predicted: Sequence[int | None],
     true: Sequence[int | None],
-    clusters: npt.ArrayLike | None = None,
+    clusters: Iterable[Hashable] | None = None,
 ) -> FirstErrorReport:
     """How well the first wrong step is found; None says that no step is wrong.
 
@@ -254,8 +254,8 @@ def first_error_report(
     that have none; 0 where both are 0, NaN where there are no traces of one sort.
     `constant_answer` is the most frequent of `true`, so the best constant that there is with the
     answers known (of equals None, then the earliest step). `gain` is Student's interval of the
-    difference trace by trace, which takes traces as independent; the accuracies' are Wilson's, with
-    `clusters` those of `clustered_interval`.
+    difference trace by trace, the accuracies' are Wilson's; with `clusters` they are those of
+    `clustered_mean` and `clustered_interval`.
     Source: Zheng et al. 2024 [2412.06559] §3 (ProcessBench).
 
     Raises:
@@ -263,7 +263,9 @@ def first_error_report(
     """
     if len(predicted) != len(true):
         raise ValueError(f"{len(predicted)} predictions for {len(true)} traces")
-    names = None if clusters is None else np.asarray(clusters).reshape(-1)
+    names = None if clusters is None else codes(clusters)
+    if names is not None and names.size != len(true):
+        raise ValueError(f"{names.size} clusters for {len(true)} traces")
     hit = np.array([p == t for p, t in zip(predicted, true, strict=True)], dtype=np.float64)
     wrong = np.array([t is not None for t in true], dtype=bool)
     on_wrong = share_interval(hit[wrong], _at(names, wrong))
@@ -282,7 +284,7 @@ def first_error_report(
         f1=0.0 if both == 0 else 2 * on_wrong.mean * on_right.mean / both,
         constant_answer=answer,
         constant_accuracy=_mean(constant),
-        gain=mean_interval(hit - constant),
+        gain=clustered_mean(hit - constant, names),
     )
 
 
@@ -290,13 +292,13 @@ def first_error_report(
 
 
 def _checked(
-    what: str, scores: npt.ArrayLike, labels: npt.ArrayLike, clusters: npt.ArrayLike | None
-) -> tuple[Array, Array, npt.NDArray[Any] | None]:
+    what: str, scores: npt.ArrayLike, labels: npt.ArrayLike, clusters: Iterable[Hashable] | None
+) -> tuple[Array, Array, Codes | None]:
     x = _fitting(scores, None, what)
     y = _fitting(labels, x.size, "labels")
     if not ((y >= 0) & (y <= 1)).all():
         raise ValueError("labels are probabilities in [0, 1]")
-    names = None if clusters is None else np.asarray(clusters).reshape(-1)
+    names = None if clusters is None else codes(clusters)
     if names is not None and names.size != x.size:
         raise ValueError(f"{names.size} clusters for {x.size} {what}")
     return x, y, names
@@ -311,7 +313,7 @@ def _fitting(values: npt.ArrayLike, size: int | None, what: str = "lengths") -> 
     return x
 
 
-def _at(names: npt.NDArray[Any] | None, kept: npt.NDArray[np.bool_]) -> npt.NDArray[Any] | None:
+def _at(names: Codes | None, kept: npt.NDArray[np.bool_]) -> Codes | None:
     return None if names is None else names[kept]
 
 
@@ -372,7 +374,7 @@ def _margins(margin_C: Array) -> Margins:
     )
 
 
-def _length_bias(d: Array, p: Array, length: Array, names: npt.NDArray[Any] | None) -> LengthBias:
+def _length_bias(d: Array, p: Array, length: Array, names: Codes | None) -> LengthBias:
     both = np.concatenate([d, -d]), np.concatenate([length, -length])
     unequal = length != 0
     model = (np.sign(d * np.sign(length))[unequal] + 1) / 2

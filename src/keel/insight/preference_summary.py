@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
-from keel.insight.statistics import wilson_interval
+from keel.insight.proportions import share_interval
 from keel.preferences.agreement import (
     Bootstrap,
     count_votes,
@@ -103,7 +102,10 @@ def _lengths(pairs: Sequence[Preference]) -> dict[str, dict[str, float]]:
 
 
 def _longer(pairs: Sequence[Preference]) -> dict[str, float | int]:
-    """How often the longer answer is preferred, where one is longer and one is preferred."""
+    """How often the longer answer is preferred, where one is longer and one is preferred.
+
+    Clustered by prompt, as the pairs of one prompt hang together.
+    """
     decided = [p for p in pairs if p.probability != 0.5 and len(p.chosen) != len(p.rejected)]
-    longer = Counter((len(p.chosen) > len(p.rejected)) == (p.probability > 0.5) for p in decided)
-    return wilson_interval(longer[True], len(decided)).as_dict()
+    longer = [(len(p.chosen) > len(p.rejected)) == (p.probability > 0.5) for p in decided]
+    return share_interval(longer, map(_key, decided)).as_dict()

@@ -12,11 +12,15 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Statistic = Callable[[Array], Array]
 """From weights (draws × patterns) to a value a draw; NaN where it is undefined."""
+BLOCK = 64
+"""Resamples that are held at a time; each has a count of every group."""
+NARROWEST = 1e-12
+"""Resamples that differ by less than this differ by rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """A measure of agreement with its bootstrap interval, over `n` items."""
+    """A measure of agreement with its interval, over `n` items; NaN ends where it has none."""
 
     value: float
     low: float
@@ -33,6 +37,8 @@ class Bootstrap:
 
     `groups` has a value an item; items of one group (the pairs of one prompt) are drawn together,
     as they do not vary on their own. Percentile interval, source: Efron 1979, Ann. Stat. 7:1.
+    One group, or groups that all say the same, give nothing to draw and so no interval: its ends
+    are NaN for κ; what a share has instead stands with `percent_agreement`.
     """
 
     groups: Sequence[Hashable] | None = None
@@ -51,12 +57,17 @@ def percent_agreement(
 
         p_o = Σ_i [a_i = b_i] / N
 
+    Where they agree on all or on none of the items the resamples do not vary; the interval is then
+    that of G successes of G trials, [(α/2)^(1/G), 1], or its mirror image, with G the number of
+    items or groups and 1 − α the confidence. One group tells nothing, nor do groups of one and the
+    same share between, nor no item: [0, 1]. Source: Clopper and Pearson 1934, Biometrika 26:404.
+
     Raises:
         ValueError: lists of different length.
     """
     codes, categories = _two(a, b)
     same = np.array([p // categories == p % categories for p in range(categories**2)], dtype=float)
-    return _estimate(codes, categories**2, lambda w: _ratio(w @ same, w.sum(axis=1)), bootstrap)
+    return _share(codes, same, bootstrap)
 
 
 def cohen_kappa(
@@ -114,13 +125,14 @@ def fleiss_kappa(counts: npt.ArrayLike, bootstrap: Bootstrap = ITEMS) -> Agreeme
 
 
 def pairwise_agreement(counts: npt.ArrayLike, bootstrap: Bootstrap = ITEMS) -> Agreement:
-    """The share of pairs of raters of one item that agree: P̄ of `fleiss_kappa`."""
+    """The share of pairs of raters of one item that agree: P̄ of `fleiss_kappa`.
+
+    The interval as in `percent_agreement`, where all or no pairs agree.
+    """
     table, raters = _table(counts)
     patterns, codes = np.unique(table, axis=0, return_inverse=True)
     share = (patterns * (patterns - 1)).sum(axis=1) / (raters * (raters - 1))
-    return _estimate(
-        codes.reshape(-1), len(patterns), lambda w: _ratio(w @ share, w.sum(axis=1)), bootstrap
-    )
+    return _share(codes.reshape(-1), share, bootstrap)
 
 
 def count_votes(votes: Sequence[Sequence[Hashable]]) -> npt.NDArray[np.int64]:
@@ -164,6 +176,21 @@ def _ratio(above: Array, below: Array) -> Array:
     return ratio
 
 
+def _share(codes: npt.NDArray[np.int64], shares: Array, bootstrap: Bootstrap) -> Agreement:
+    """The mean of what each item's pattern has of a share in [0, 1]."""
+    found = _estimate(codes, len(shares), lambda w: _ratio(w @ shares, w.sum(axis=1)), bootstrap)
+    if not math.isnan(found.low):
+        return found
+    count = found.n if bootstrap.groups is None else len(set(bootstrap.groups))
+    edge = ((1 - bootstrap.confidence) / 2) ** (1 / count) if count > 1 else 0.0
+    return Agreement(
+        found.value,
+        edge if found.value == 1 else 0.0,
+        1 - edge if found.value == 0 else 1.0,
+        found.n,
+    )
+
+
 def _estimate(
     codes: npt.NDArray[np.int64], patterns: int, statistic: Statistic, bootstrap: Bootstrap
 ) -> Agreement:
@@ -182,13 +209,25 @@ def _estimate(
     weights = np.zeros((len(index), patterns))
     np.add.at(weights, (np.array([index[group] for group in groups]), codes), 1.0)
     value = float(statistic(weights.sum(axis=0, keepdims=True))[0])
-    generator = np.random.default_rng(bootstrap.seed)
-    even = np.full(len(index), 1 / len(index))
-    drawn = generator.multinomial(len(index), even, size=bootstrap.resamples)
-    found = statistic(drawn.astype(np.float64) @ weights)
-    found = found[~np.isnan(found)]
-    if math.isnan(value) or not len(found):
+    if math.isnan(value):
+        return Agreement(value, math.nan, math.nan, len(codes))
+    found = _resampled(weights, statistic, bootstrap)
+    if not len(found) or np.ptp(found) < NARROWEST:
         return Agreement(value, math.nan, math.nan, len(codes))
     tail = (1 - bootstrap.confidence) / 2
     low, high = np.quantile(found, [tail, 1 - tail])
     return Agreement(value, float(low), float(high), len(codes))
+
+
+def _resampled(weights: Array, statistic: Statistic, bootstrap: Bootstrap) -> Array:
+    """The statistic of each resample in which it is defined."""
+    generator = np.random.default_rng(bootstrap.seed)
+    groups = len(weights)
+    even = np.full(groups, 1 / groups)
+    found = []
+    for start in range(0, bootstrap.resamples, BLOCK):
+        size = min(BLOCK, bootstrap.resamples - start)
+        drawn = generator.multinomial(groups, even, size=size)
+        found.append(statistic(drawn.astype(np.float64) @ weights))
+    values = np.concatenate(found) if found else np.zeros(0)
+    return values[~np.isnan(values)]

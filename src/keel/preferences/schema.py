@@ -7,6 +7,7 @@ names; where it names none (None), rows of one prompt do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from keel.types import Content
@@ -57,8 +58,7 @@ class Stepwise:
     @property
     def first_error(self) -> int | None:
         """The index (from 0) of the first wrong step; None where every judged step is right."""
-        wrong = (i for i, label in enumerate(self.labels) if label is not None and label < 0.5)
-        return next(wrong, None)
+        return first_wrong(self.labels)
 
     @staticmethod
     def until(
@@ -73,3 +73,8 @@ class Stepwise:
             labels.append(0.0)
         labels += [None] * (len(steps) - len(labels))
         return Stepwise(id, prompt, steps, tuple(labels))
+
+
+def first_wrong(labels: Sequence[float | None]) -> int | None:
+    """The index of the first label that says wrong; None where none does."""
+    return next((i for i, label in enumerate(labels) if label is not None and label < 0.5), None)

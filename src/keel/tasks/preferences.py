@@ -22,6 +22,8 @@ from keel.tasks.tables import Table, read_table, rows_table
 from keel.types import KeelError
 
 KINDS = ("jsonl", "parquet", "datasets")
+HELDOUT = "heldout/"
+"""Begins the ids of a held-out file of its own: both files may number their rows from 0."""
 T = TypeVar("T", bound=Preference | Labelled | Stepwise)
 
 
@@ -79,18 +81,18 @@ class _Reader(Generic[T]):
             held = [row for row, side in zip(kept, sides, strict=True) if side == "heldout"]
             kept = [row for row, side in zip(kept, sides, strict=True) if side == "train"]
         else:
-            held = self._rows(heldout, f"{name}/heldout")
+            held = self._rows(heldout, name, HELDOUT)
             dropped += len(heldout) - len(held)
         _different_ids([*kept, *held], name)
         return _apart(kept, held, dropped, name)
 
-    def _rows(self, table: Table, name: str) -> list[_Placed[T]]:
-        """The table's rows but those dropped for an empty answer."""
+    def _rows(self, table: Table, name: str, prefix: str = "") -> list[_Placed[T]]:
+        """The table's rows but those dropped for an empty answer; `prefix` begins their ids."""
         self._check_names(table)
         found = []
         for number, (row, place) in enumerate(zip(table.rows, table.places, strict=True)):
             fields = Fields(row, place, self.source.columns)
-            item = self.make(fields, _id(fields, f"{name}/{number}"))
+            item = self.make(fields, _id(fields, f"{name}/{prefix}{number}", prefix))
             if self._is_kept(item, fields):
                 prompt = position(item.prompt)
                 group = self._group(fields)
@@ -100,6 +102,7 @@ class _Reader(Generic[T]):
                     item = replace(item, group=group)
                     found.append(_Placed(item, prompt, position(group)))
         if not found:
+            name = f"{name}/{prefix}".rstrip("/")
             raise KeelError(f"{name}: no rows are left: every one has an empty answer")
         return found
 
@@ -154,12 +157,12 @@ def _answers(item: Preference | Labelled | Stepwise) -> Iterable[tuple[str, str]
     return (("completions/steps", "".join(item.steps)),)
 
 
-def _id(fields: Fields, number: str) -> str:
-    """The row's own `id`, a text or an integer; else its number in its file."""
+def _id(fields: Fields, number: str, prefix: str) -> str:
+    """The row's own `id`, a text or an integer, behind the prefix; else its number in its file."""
     own = fields.row.get("id")
-    if isinstance(own, str) and own:
-        return own
-    return str(own) if isinstance(own, int) and not isinstance(own, bool) else number
+    if isinstance(own, bool) or not isinstance(own, str | int) or own == "":
+        return number
+    return f"{prefix}{own}"
 
 
 def _different_ids(rows: list[_Placed[T]], name: str) -> None:

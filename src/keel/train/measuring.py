@@ -18,6 +18,7 @@ from keel.insight.calibration import (
     pair_report,
 )
 from keel.models.reading import Answered
+from keel.preferences.schema import first_wrong
 from keel.train.rows_judged import Marked, Pair
 from keel.types import KeelError
 
@@ -84,7 +85,7 @@ def measure_steps(rows: Sequence[Marked], judge: Judge, threshold: float) -> Mea
     logits = _finite(judge([row.answer for row in rows]))
     found = first_error_report(
         [first_under(said, threshold) for said in logits],
-        [_first_wrong(row.labels) for row in rows],
+        [first_wrong(row.labels) for row in rows],
         [row.cluster for row in rows],
     )
     judged = [
@@ -118,7 +119,3 @@ def _finite(said: list[list[float]]) -> list[list[float]]:
             "lower optimizer.learning_rate, or go on from an earlier checkpoint"
         )
     return said
-
-
-def _first_wrong(labels: Sequence[float | None]) -> int | None:
-    return next((i for i, y in enumerate(labels) if y is not None and y < 0.5), None)
