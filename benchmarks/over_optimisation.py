@@ -56,7 +56,7 @@ def row(curve: Optimisation, seed: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--betas", type=float, nargs="+", default=[0.0, 0.05, 0.2])
+    parser.add_argument("--betas", type=float, nargs="+", default=[0.0, 0.1])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--picture", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
