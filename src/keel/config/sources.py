@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from keel.algorithms.spec import Positive, Row
 from keel.config.fields import AsTuple, Count
+from keel.config.secrets import wrong_address, wrong_key_name
 
 
 class TaskSource(Row):
@@ -48,6 +49,15 @@ class RewardSource(Row):
     closed: float = 0.0
     """What a completion gets behind a closed gate."""
     options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _no_secret(self) -> RewardSource:
+        """Before the recipe is written anywhere."""
+        for option, wrong in (("api_key_env", wrong_key_name), ("url", wrong_address)):
+            value = self.options.get(option)
+            if self.function == "judge" and isinstance(value, str) and (said := wrong(value)):
+                raise ValueError(said)
+        return self
 
     @model_validator(mode="after")
     def _in_order(self) -> RewardSource:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from keel.config.secrets import wrong_address, wrong_key_name
 from keel.types import KeelError
 
 OPENAI = "https://api.openai.com/v1"
@@ -36,7 +37,6 @@ TOO_LONG = re.compile(r"context (length|window|size)|too (long|many tokens)", re
 CONTEXT = re.compile(r"context length is (\d+)", re.IGNORECASE)
 MOST_TOKENS = 2**53
 """No count of tokens; what is beyond it is nonsense, and no file of answers could hold it."""
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 LONGEST_NAME = 30
 """Characters beyond which what should name a variable may be the key itself."""
 SHORTEST_KEY = 8
@@ -229,30 +229,26 @@ class Client:
 
 def _check_address(url: str) -> None:
     """Raise KeelError where a server cannot be asked at `url`, or where that may hold a secret."""
+    if (wrong := wrong_address(url)) is not None:
+        raise KeelError(wrong)
     try:
         parts = urlsplit(url)
         fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        parts, fits = None, False
-    if "?" in url or "#" in url or "@" in (parts.netloc if fits and parts else url):
-        raise KeelError(
-            "url may hold no user, password, query or fragment: write http://HOST:PORT/v1, and "
-            "name the environment variable of the key in api_key_env"
-        )
+        fits = False
     if not fits:
         raise KeelError(f"url = {url!r} is no address: write http://HOST:PORT/v1")
 
 
 def _key_in(name: str) -> str:
     """The API key in an environment variable. No error repeats what may be a key itself."""
-    if name not in os.environ:
-        if not NAME.fullmatch(name):
-            raise KeelError("api_key_env wants the NAME of an environment variable, not its value")
-        if len(name) > LONGEST_NAME or name.lower().startswith("sk"):
-            raise KeelError(
-                "no environment variable has the name in api_key_env: set it, or, where that is "
-                "the key itself, write the NAME of a variable that holds it"
-            )
+    if (wrong := wrong_key_name(name)) is not None:
+        raise KeelError(wrong)
+    if name not in os.environ and (len(name) > LONGEST_NAME or name.lower().startswith("sk")):
+        raise KeelError(
+            "no environment variable has the name in api_key_env: set it, or, where that is "
+            "the key itself, write the NAME of a variable that holds it"
+        )
     key = os.environ.get(name, "").strip()
     if not key:
         raise KeelError(
