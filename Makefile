@@ -24,6 +24,7 @@ check: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/quickstart.py
 	$(BIN)/python benchmarks/head_memory.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rewards.py
 	$(BIN)/python benchmarks/mutations.py
 	$(BIN)/python benchmarks/control_speed.py
 	$(BIN)/python benchmarks/control.py ppo CartPole-v1
