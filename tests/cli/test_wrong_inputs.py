@@ -141,3 +141,14 @@ def test_a_run_that_never_began_leaves_its_folder_free(
     tried(["train", "small.toml", "model.name=./none", "--run", "mine"], capsys)
     assert main(["train", "small.toml", "--run", "mine", "--quiet"]) == 0
     assert (here / "mine" / "run.json").exists()
+
+
+@pytest.mark.parametrize("words", [["eval"], ["export"], ["prefs", "stats"], ["train"]])
+def test_a_name_that_no_file_can_have_is_one_line(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rest = ["out"] if words == ["export"] else []
+    assert main([*words, "x/" + "y" * 300, *rest]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("keel: error: ")
+    assert said.count("\n") == 1

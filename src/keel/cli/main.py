@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -35,6 +36,8 @@ def _report(error: Exception) -> int:
     """One line for a user's mistake; whatever else it is goes on as the bug that it is."""
     from keel.types import KeelError
 
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        error = KeelError(f"the path {str(error.filename)[:60]}… is too long for a path: mend it")
     if not isinstance(error, KeelError):
         raise error
     print(f"keel: error: {' '.join(str(error).split())}", file=sys.stderr)
