@@ -71,6 +71,9 @@ def test_one_file_split_in_two_ways(tmp_path: Path) -> None:
     one = {"stage": "reward_model", "name": "one", "data": source, **BRIEF}
     two = {**one, "name": "two", "base": {"stage": "one"}}
     recipe(one, two)
+    apart = {"heldout_path": data(tmp_path, ones(40, 1), ones(9, 2))["heldout_path"]}
+    for other in ({"heldout_share": 0.05}, apart):
+        recipe(one, {**two, "data": {**source, **other}})
     for other in ({"heldout_share": 0.3}, {"group": "prompt"}):
         with pytest.raises(KeelError, match=r"one and two split the same data otherwise"):
             recipe(one, {**two, "data": {**source, **other}})

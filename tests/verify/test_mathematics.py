@@ -67,10 +67,11 @@ def problems() -> list[dict[str, Any]]:
         ("42", "#### 42."),
         ("42", "#### **42**"),
         ("42", "#### **42.**\nThat took 3 steps."),
+        ("a b", "#### ab\nThat is the product."),
         ("#### **42**", "42"),
         ("42", "#### Conclusion\nThe answer is 42"),
         ("42", "#### **Answer:**\n42"),
-        ("7", "\\boxed{7}\n#### Check\nIt holds."),
+        ("7", "\\boxed{7}\n#### Final check\nIt holds."),
         ("p - q", "5\n#### p - q\n"),
     ],
 )

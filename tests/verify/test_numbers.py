@@ -33,6 +33,7 @@ from tests.shared import shared_path
         (r"2\frac{1}{2}", Fraction(5, 2)),
         (r"-2 \frac12", Fraction(-5, 2)),
         ("1 1/2", Fraction(3, 2)),
+        ("in Q3 4/5", Fraction(4, 5)),
         ("-$1,234 3/4", Fraction(-4939, 4)),
     ],
 )

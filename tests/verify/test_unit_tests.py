@@ -198,6 +198,34 @@ def test_what_the_tests_of_other_programs_become(sandbox: Sandbox) -> None:
 
 
 @needs_bubblewrap
+@pytest.mark.parametrize(
+    "tests",
+    [
+        # typing's entries in sys.modules are not all modules.
+        "from typing import List\nassert double(1) == 2",
+        ["def test_it():\n    assert double(1) == 2", "test_it()"],
+        "import sys\nif double(1) != 2: sys.exit(1)",
+        "def case(f):\n    f()\n    return f\n@case\ndef test_it(): assert double(1) == 2",
+    ],
+)
+def test_other_forms_of_tests(sandbox: Sandbox, tests: Any) -> None:
+    assert run_tests(sandbox, RIGHT, tests).status == "passed"
+    assert run_tests(sandbox, "def double(x): return x", tests).status != "passed"
+
+
+def test_a_decorator_of_anothers_calls_nothing() -> None:
+    marked = "import pytest\n@pytest.mark.slow\ndef test_it(): assert double(1) == 2"
+    with pytest.raises(KeelError, match="never calls it"):
+        read_tests(marked, None)
+
+
+@needs_bubblewrap
+def test_typing_beside_a_check(sandbox: Sandbox) -> None:
+    check = "from typing import List\ndef check(candidate):\n    assert candidate(3) == 6"
+    assert run_tests(sandbox, RIGHT, check, "double").status == "passed"
+
+
+@needs_bubblewrap
 def test_a_list_may_hold_tests_of_both_kinds(sandbox: Sandbox) -> None:
     check = "def check(candidate):\n    assert candidate(3) == 6"
     assert (

@@ -261,11 +261,17 @@ def _rewards_of(stage: Stage) -> tuple[RewardSource, ...]:
 def _one_split(base: JudgingStage, stage: JudgingStage) -> None:
     """Rows that a base has learned from must not be held out by the stage that learns on."""
     one, other = base.data, stage.data
-    if one is None or other is None or (one.name, one.path) != (other.name, other.path):
+    if one is None or other is None or other.heldout_path is not None:
         return
-    for key in ("group", "heldout_share", "heldout_path", "columns", "options"):
-        if getattr(one, key) != getattr(other, key):
-            raise ValueError(
-                f"{base.name} and {stage.name} split the same data otherwise (data.{key}), so that "
-                f"rows which {stage.name} holds out were learned from: give both the same"
-            )
+    if (one.name, one.path, one.options) != (other.name, other.path, other.options):
+        return
+    # Sides follow from where a prompt or group lies: a smaller share holds out some of the same.
+    if (
+        one.heldout_path is not None
+        or one.group != other.group
+        or other.heldout_share > one.heldout_share
+    ):
+        raise ValueError(
+            f"{base.name} and {stage.name} split the same data otherwise, so that rows which "
+            f"{stage.name} holds out were learned from: give both the same group and heldout_share"
+        )

@@ -24,7 +24,9 @@ def look_ahead(recipe: Recipe, policy: Policy, begun: int) -> None:
         # A function's rows may be dear to make, and are its own affair.
         if stage.data is not None and stage.data.name in preferences.KINDS:
             reader_of(stage)(stage.data, recipe.seed)
-        if isinstance(stage, RewardModelStage | ProcessRewardModelStage) and not stage.base.name:
+        if not isinstance(stage, RewardModelStage | ProcessRewardModelStage):
+            continue
+        if stage.base.name is None and stage.base.stage is None:
             kind: Kind = "outcome" if isinstance(stage, RewardModelStage) else "process"
             check_classifier(policy.model.config, kind)
 

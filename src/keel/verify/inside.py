@@ -127,7 +127,9 @@ def _keep(imports: Sequence[str]) -> Callable[[], None]:
             importlib.import_module(name)
     roots = {name.partition(".")[0] for name in imports}
     entries = {n: m for n, m in sys.modules.items() if n.partition(".")[0] in roots and n != CODE}
-    kept = [(m, type(m), vars(m), dict(vars(m))) for m in (*entries.values(), builtins)]
+    # Not every entry is a module: typing.io is a class, and None blocks an import.
+    whole = [m for m in entries.values() if isinstance(m, types.ModuleType)]
+    kept = [(m, type(m), vars(m), dict(vars(m))) for m in (*whole, builtins)]
     classes = {
         id(value): (value, dict(vars(value)))
         for *_, was in kept

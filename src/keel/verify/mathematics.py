@@ -25,7 +25,11 @@ _MARKED = re.compile(r"\\boxed|(?<!\\)\$|\\\(|\\\[")
 _PROSE = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{2,}[\s:]")
 # `Answer:`, `**So:**`; two letters at least, since a:b is a ratio.
 _LABEL = re.compile(r"[*_]*[A-Za-z][A-Za-z ]*[A-Za-z][*_]*:[*_]*\s*")
-_HEADING = re.compile(r"[*_]*[A-Za-z][A-Za-z ]+:?[*_]*")
+_HEADING = re.compile(
+    r"[*_]*[A-Za-z][A-Za-z ]*:[*_]*"
+    r"|(?i:[*_]*[A-Za-z ]*\b(?:answer|solution|result|conclusion|final|step|summary)\b"
+    r"[A-Za-z ]*[*_]*)"
+)
 _EMPHASIS = re.compile(r"(\*{1,3}|_{1,3})(.+)\1")
 
 

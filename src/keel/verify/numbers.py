@@ -18,7 +18,7 @@ _UNSIGNED = rf"{_WHOLE}(?:\.\d+)?|\.\d+"
 _SIGN = r"(?:(?<![\w)\]%])[-+](?=[$\d.]))?"
 NUMBER = re.compile(
     rf"(?P<sign>{_SIGN})\$?\s?"
-    rf"(?:(?<![\d.,^_])(?P<whole>{_WHOLE}) (?=\d++/\d++(?![.,]\d)))?(?P<value>{_UNSIGNED})"
+    rf"(?:(?<![\w.,^])(?P<whole>{_WHOLE}) (?=\d++/\d++(?![.,]\d)))?(?P<value>{_UNSIGNED})"
     rf"(?:[eE](?P<exponent>[-+]?\d+)|\s?/\s?(?P<under>{_UNSIGNED}))?"
 )
 _LATEX_FRACTION = re.compile(

@@ -172,6 +172,8 @@ class Sandbox:
                 folder=folder,
                 stop=stop,
             )
+        if stop is not None and stop.is_set() and not watched.started:
+            return Ran("timeout", watched.exit_status, "", "")
         return self._read(watched)
 
     def _read(self, watched: Watched) -> Ran:

@@ -105,18 +105,21 @@ def _read(each: tuple[str, ...], entry_point: str | None) -> UnitTests:
     running = [list(_running(tree)) for tree in trees]
     called = {node.id for nodes in running for node in nodes if isinstance(node, ast.Name)}
     used = _names(trees, ast.Load)
+    owned = _handed_over(trees)
     checks = []
     for test, tree, nodes in zip(each, trees, running, strict=True):
         for node in tree.body:
             if isinstance(node, _DEFINING):
-                _refuse_idle(f"the test {test[:60]!r}", node, used, nodes)
+                _refuse_idle(f"the test {test[:60]!r}", node, used | owned, nodes)
         if any(isinstance(n, ast.Attribute) and ast.unparse(n) == "unittest.main" for n in nodes):
             raise KeelError(
                 f"the test {test[:60]!r} calls unittest.main, which finds no test here and exits: "
                 "run the TestCase with unittest.TextTestRunner, and assert wasSuccessful()"
             )
         check = "check" not in called and any(map(_is_check, tree.body))
-        if not check and not any(isinstance(node, _TESTING) for node in nodes):
+        defined = {node.name for node in tree.body if isinstance(node, _DEFINING)}
+        tested = any(isinstance(node, _TESTING) for node in nodes) or defined & (called | owned)
+        if not check and not tested:
             raise KeelError(
                 f"the test {test[:60]!r} tests nothing: no assert, call or raise in it runs "
                 "(functions do when they are called; a main block does not)"
@@ -174,7 +177,20 @@ def _raises(node: ast.AST) -> bool:
     """Whether what runs can tell that a TestCase failed; unittest.main cannot, it just exits."""
     if isinstance(node, ast.Attribute):
         return node.attr == "debug"  # TestCase.debug, which lets errors through
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func) in ("exit", "quit", "sys.exit", "os._exit")
     return isinstance(node, ast.Assert | ast.Raise)
+
+
+def _handed_over(trees: Iterable[ast.Module]) -> set[str]:
+    """Names of functions that a decorator gets which the tests define: it may call them."""
+    tops = [node for tree in trees for node in tree.body if isinstance(node, _DEFINING)]
+    names = {node.name for node in tops}
+    return {
+        node.name
+        for node in tops
+        if any(_names([decorator], ast.Load) & names for decorator in node.decorator_list)
+    }
 
 
 def _running(tree: ast.Module) -> Iterator[ast.AST]:
