@@ -33,7 +33,6 @@ from tests.shared import shared_path
         (r"2\frac{1}{2}", Fraction(5, 2)),
         (r"-2 \frac12", Fraction(-5, 2)),
         ("1 1/2", Fraction(3, 2)),
-        ("in Q3 4/5", Fraction(4, 5)),
         ("-$1,234 3/4", Fraction(-4939, 4)),
     ],
 )
@@ -144,3 +143,8 @@ def test_gsm8k_golds_are_all_read() -> None:
         answer = json.loads(line)["answer"]
         expected = answer.rsplit("#### ", 1)[1].replace(",", "").replace("$", "")
         assert final_number(answer) == Fraction(expected)
+
+
+def test_a_digit_of_a_name_is_no_whole_part() -> None:
+    assert last_number("in Q3 4/5") == Fraction(4, 5)
+    assert last_number("in all 3 4/5") == Fraction(19, 5)
