@@ -93,17 +93,13 @@ def _plain(text: str) -> str:
 # ---------------------------------------------------------------- how a model reads them
 
 
-def laid_out(problem: str, solution: str, layout: str) -> tuple[str, str]:
-    """(prompt, answer): the solution between two copies of the problem, or before it.
+def laid_out(problem: str, solution: str) -> tuple[str, str]:
+    """(prompt, answer): the solution, and behind it the problem.
 
     A causal model's numbers of the problem see those of the solution only where the problem comes
-    later. `before` heads the solution with the problem's first words, since a prompt must not be
-    empty; `between` repeats the whole problem.
+    later. Its first words are the prompt, since a prompt must not be empty.
     """
-    if layout == "plain":
-        return problem + "\n", solution
-    head = problem if layout == "between" else " ".join(problem.split()[:HEADING])
-    return head + "\n", f"{solution}\n{problem}"
+    return " ".join(problem.split()[:HEADING]) + "\n", f"{solution}\n{problem}"
 
 
 # ---------------------------------------------------------------- solutions broken by a program

@@ -71,7 +71,6 @@ NOTHING, WORDS, LOGS, BROKEN, REAL = (
 class Settings:
     """Chosen on the development problems and on broken solutions; the same for every seed."""
 
-    layout: str = "before"
     vocabulary: int = 2000
     width: int = 128
     layers: int = 2
@@ -169,15 +168,15 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     return str(path)
 
 
-def pair_rows(pairs: Sequence[Pair], layout: str, probability: float) -> list[dict[str, Any]]:
+def pair_rows(pairs: Sequence[Pair], probability: float) -> list[dict[str, Any]]:
     """Rows for a reward_model stage, with the problem as their group.
 
     A probability below 1 keeps the scores apart by no more than it says.
     """
     rows = []
     for pair in pairs:
-        prompt, chosen = laid_out(pair.problem, pair.right, layout)
-        _, rejected = laid_out(pair.problem, pair.wrong, layout)
+        prompt, chosen = laid_out(pair.problem, pair.right)
+        _, rejected = laid_out(pair.problem, pair.wrong)
         texts = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
         rows.append({**texts, "probability": probability, "problem": pair.problem})
     return rows
@@ -203,7 +202,7 @@ def write_recipe(
 ) -> Path:
     """The recipe of a seed and the files that it names."""
     rng = random.Random(seed)
-    whole = [laid_out(problem, solution, choice.layout) for problem, solution in gold]
+    whole = [laid_out(problem, solution) for problem, solution in gold]
     language = [{"prompt": prompt, "answer": answer} for prompt, answer in whole]
     kept, apart = gold[:-BROKEN_HELDOUT], gold[-BROKEN_HELDOUT:]
     made = {
@@ -215,7 +214,7 @@ def write_recipe(
     files = {}
     for name, pairs in made.items():
         probability = choice.broken_probability if name == "broken" else 1.0
-        rows = pair_rows(pairs, choice.layout, probability)
+        rows = pair_rows(pairs, probability)
         files[name] = write_rows(folder / f"{name}.jsonl", rows)
     path = write_rows(folder / "language.jsonl", language)
     save_base(folder / "base", gold, seed, choice)
@@ -276,26 +275,26 @@ def train(recipe: Path, run: Path) -> float:
     return time.perf_counter() - start
 
 
-def differences(model: Path, pairs: Sequence[Pair], layout: str) -> Array:
+def differences(model: Path, pairs: Sequence[Pair]) -> Array:
     """The model's score of the right solution less that of the wrong one."""
     loaded = load_reward_model(Model(name=str(model), device="cpu"), "outcome")
     reader = Reader(loaded.tokenizer, loaded.context)
     texts = dict.fromkeys((p.problem, s) for p in pairs for s in (p.right, p.wrong))
-    read = [reader.answer(*laid_out(*text, layout), text[0]) for text in texts]
+    read = [reader.answer(*laid_out(*text), text[0]) for text in texts]
     said = loaded.judge(read, token_budget=16_384)
     score = dict(zip(texts, (value[0] for value in said), strict=True))
     return np.array([score[p.problem, p.right] - score[p.problem, p.wrong] for p in pairs])
 
 
-def measure(run: Path, folds: Sequence[Fold], layout: str) -> dict[str, dict[Pair, float]]:
+def measure(run: Path, folds: Sequence[Fold]) -> dict[str, dict[Pair, float]]:
     """Of each way of judging and held-out pair: right 1, undecided ½, wrong 0."""
     found: dict[str, dict[Pair, float]] = {name: {} for name in (WORDS, LOGS, BROKEN, REAL)}
     for fold in folds:
         gaps = {
             WORDS: bag_of_words(fold.train, fold.heldout),
             LOGS: bag_of_words(fold.train, fold.heldout, logarithm=True),
-            BROKEN: differences(run / "models" / "broken", fold.heldout, layout),
-            REAL: differences(run / "models" / fold.name, fold.heldout, layout),
+            BROKEN: differences(run / "models" / "broken", fold.heldout),
+            REAL: differences(run / "models" / fold.name, fold.heldout),
         }
         for name, gap in gaps.items():
             found[name].update(zip(fold.heldout, in_order(gap).tolist(), strict=True))
@@ -387,7 +386,7 @@ def main() -> None:
             folder.mkdir(parents=True)
             folds = folds_of(pairs, seed, chosen.folds, chosen.development)
             seconds = train(write_recipe(folder, gold, folds, seed, choice), folder / "run")
-            found[seed] = measure(folder / "run", folds, choice.layout)
+            found[seed] = measure(folder / "run", folds)
             right = np.mean(list(found[seed][REAL].values()))
             print(f"seed {seed}: {right:.3f} after {seconds:.0f} s of training", flush=True)
     print("\n".join(table(found)))
