@@ -37,11 +37,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"keel {version('keel-rl')}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Parser)
     _train(verbs)
+    _check(verbs)
     _eval(verbs)
     _explain(verbs)
     _export(verbs)
     _control(verbs)
     _prefs(verbs)
+    _runs(verbs)
     _lists(verbs)
     return parser
 
@@ -77,6 +79,15 @@ def _train(verbs: Verbs) -> None:
         "--resume", action="store_true", help="go on from the run folder's newest checkpoint"
     )
     verb.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    _json(verb)
+
+
+def _check(verbs: Verbs) -> None:
+    verb = _verb(verbs, "check", "Say what will go wrong with a recipe, before anything is spent.")
+    _recipe(verb)
+    verb.add_argument(
+        "--price", type=_price, metavar="PER_HOUR", help="of the machine; predicts the cost"
+    )
     _json(verb)
 
 
@@ -183,6 +194,18 @@ def _prefs(verbs: Verbs) -> None:
     _json(stats)
 
 
+def _runs(verbs: Verbs) -> None:
+    verb = _verb(verbs, "runs", "What run folders hold.")
+    actions = verb.add_subparsers(
+        dest="action", metavar="ACTION", required=True, parser_class=Parser
+    )
+    help = "The first step, sequence and token at which two runs differ, and in what."
+    diff = actions.add_parser("diff", help=help, description=help)
+    diff.add_argument("a", metavar="A", help="a run folder")
+    diff.add_argument("b", metavar="B", help="a run folder")
+    _json(diff)
+
+
 def _lists(verbs: Verbs) -> None:
     _json(_verb(verbs, "recipes", "List the shipped recipes."))
     tasks = _verb(verbs, "tasks", "List the tasks there are.")
@@ -194,6 +217,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def _price(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no price")
     return value
 
 

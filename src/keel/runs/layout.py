@@ -2,7 +2,7 @@
 
     recipe.toml  run.json  metrics.jsonl  timings.jsonl  events.jsonl  curve.png  film.gif
     rollouts/[STAGE-]step-000012.parquet  checkpoints/[STAGE-]step-000100/  trackers/
-    rows/STAGE-train.jsonl  models/STAGE/  pictures/STAGE-*.png  rewards/
+    rows/STAGE-train.jsonl  models/STAGE/  pictures/STAGE-*.png  rewards/  quarantine/  faults/
 
 Steps count from 1 within a stage. Where a recipe has several stages, rollouts and checkpoints carry
 the stage's name; rows of the .jsonl files always do. All but timings.jsonl, events.jsonl and
@@ -154,6 +154,16 @@ class RunFolder:
     def rewards(self) -> Path:
         """What rewards keep, such as a judge's paid answers."""
         return self.path / "rewards"
+
+    @property
+    def quarantine(self) -> Path:
+        """The rows of data that could not be read, each with its line and why."""
+        return self.path / "quarantine"
+
+    @property
+    def faults(self) -> Path:
+        """What went wrong in flight: batches with values that are not finite, stacks of hangs."""
+        return self.path / "faults"
 
     def model(self, stage: str) -> Path:
         """The reward model that a stage made, as a plain model folder."""

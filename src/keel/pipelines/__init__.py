@@ -1,0 +1,1 @@
+"""What strings stages together, and looks at them before they run."""
