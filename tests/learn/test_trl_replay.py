@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from keel.algorithms.spec import Algorithm, Clip, GroupRelative, Weights
 from keel.config.optimisation import Optimizer
 from keel.learn.batch import Batch, from_groups
+from keel.learn.budget import Budget
 from keel.learn.learner import Learner, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable
@@ -68,7 +69,7 @@ def test_trl_oracle_replay_lands_on_trls_weights(token_budget: int) -> None:
         weight_decay=optimizer["weight_decay"],
         max_grad_norm=None,
     )
-    learner = Learner(policy, AdamW(trainable(policy), choice), token_budget=token_budget)
+    learner = Learner(policy, AdamW(trainable(policy), choice), Budget(token_budget))
     row = Algorithm(
         advantage=GroupRelative(),
         ratio="token",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from keel.config.judging import DPOStage
 from keel.config.preference_data import PreferenceData
+from keel.learn.budget import Budget
 from keel.learn.optimizer import AdamW, trainable
 from keel.models import lora
 from keel.models.policy import Policy, load_policy
@@ -171,6 +172,7 @@ def work_of(policy: Policy, reference: Any, **keys: Any) -> Preferring:
         stage=stage,
         policy=policy,
         reference=reference,
+        budget=Budget(stage.token_budget),
         optimizer=AdamW(trainable(policy), stage.optimizer),
         rows=Ready(pairs, pairs, 0, 0),
         show=lambda measured: None,
@@ -237,7 +239,7 @@ def test_loss_and_gradient_as_plain_transformers_has_them(loss: str, token_budge
         policy, reference_for(policy), beta=0.3, token_budget=token_budget, **LOSSES[loss]
     )
     moved(policy)
-    learned = learn(work, work.rows.train)
+    learned = learn(work, work.rows.train, work.budget.tokens)
     plain = tiny.stock(dtype=torch.float64)
     first = tiny.stock(dtype=torch.float64)
     plain.load_state_dict(policy.model.state_dict())
@@ -260,7 +262,7 @@ def test_with_lora_the_reference_is_the_base() -> None:
     policy = tiny.policy(dtype="float64", rank=4)
     work = work_of(policy, reference_for(policy), beta=0.3, token_budget=30)
     moved(policy)
-    learned = learn(work, work.rows.train)
+    learned = learn(work, work.rows.train, work.budget.tokens)
     plain = tiny.stock(dtype=torch.float64)
     first = tiny.stock(dtype=torch.float64)
     plain.load_state_dict(lora.plain_weights(policy.model))
@@ -289,7 +291,7 @@ def test_neither_micro_batches_nor_order_matter(loss: str, dtype: str, tolerance
         policy = tiny.policy(dtype=dtype)
         work = work_of(policy, reference_for(policy), token_budget=budget, **LOSSES[loss])
         moved(policy)
-        learned = learn(work, [work.rows.train[at] for at in order])
+        learned = learn(work, [work.rows.train[at] for at in order], budget)
         grads = {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
         assert learned.tokens == sum(row.length for row in work.rows.train)
         return learned.metrics, grads

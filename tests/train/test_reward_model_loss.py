@@ -149,8 +149,8 @@ def test_pairs_as_plain_transformers_has_them(
 ) -> None:
     """Soft labels, ties, margins and centring included; any size of micro-batch."""
     model = model_of("outcome")
-    stage = stage_of(centering=centring, token_budget=token_budget)
-    learned = learn_pairs(model, stage, encoded_pairs(model))
+    stage = stage_of(centering=centring)
+    learned = learn_pairs(model, stage, encoded_pairs(model), token_budget)
     ours = {name.removeprefix("model."): grad for name, grad in gradients(model).items()}
     plain = stock(model, tmp_path / "model")
     loss = plain_pair_loss(plain, model.tokenizer, centring)
@@ -161,7 +161,7 @@ def test_pairs_as_plain_transformers_has_them(
 
 def test_labels_as_plain_transformers_has_them(tmp_path: Path) -> None:
     model = model_of("outcome")
-    learned = learn_marks(model, 20, marked(model))
+    learned = learn_marks(model, marked(model), 20)
     ours = {name.removeprefix("model."): grad for name, grad in gradients(model).items()}
     plain = stock(model, tmp_path / "model")
     texts = [str(row.prompt) + row.completion for row in LABELS]
@@ -176,7 +176,7 @@ def test_labels_as_plain_transformers_has_them(tmp_path: Path) -> None:
 def test_steps_as_plain_transformers_has_them(token_budget: int, tmp_path: Path) -> None:
     """Two logits at the token that closes a step; steps that nobody judged say nothing."""
     model = model_of("process")
-    learned = learn_marks(model, token_budget, marked(model))
+    learned = learn_marks(model, marked(model), token_budget)
     ours = {name.removeprefix("model."): grad for name, grad in gradients(model).items()}
     plain = stock(model, tmp_path / "model")
     logits = plain(
@@ -199,14 +199,14 @@ def test_steps_as_plain_transformers_has_them(token_budget: int, tmp_path: Path)
 # ---------------------------------------------------------------- what must not matter
 
 
-Learn = Callable[[RewardModel, int, Sequence[Any]], Any]
+Learn = Callable[[RewardModel, Sequence[Any], int], Any]
 KINDS: dict[
     str, tuple[Literal["outcome", "process"], Callable[[RewardModel], list[Any]], Learn]
 ] = {
     "pairs": (
         "outcome",
         encoded_pairs,
-        lambda m, b, rows: learn_pairs(m, stage_of(token_budget=b, centering=0.1), rows),
+        lambda m, rows, b: learn_pairs(m, stage_of(centering=0.1), rows, b),
     ),
     "labels": ("outcome", marked, learn_marks),
     "steps": ("process", marked, learn_marks),
@@ -220,7 +220,7 @@ def test_neither_micro_batches_nor_order_matter(kind: str, dtype: str, tolerance
     what, rows_of, learn = KINDS[kind]
     model = model_of(what, dtype)
     rows = rows_of(model)
-    whole = learn(model, 10_000, rows)
+    whole = learn(model, rows, 10_000)
     wanted = gradients(model)
     for budget, order in (
         (1, rows),
@@ -228,7 +228,7 @@ def test_neither_micro_batches_nor_order_matter(kind: str, dtype: str, tolerance
         (10_000, rows[::-1]),
         (30, [*rows[2:], *rows[:2]]),
     ):
-        again = learn(model, budget, order)
+        again = learn(model, order, budget)
         assert again.tokens == whole.tokens == sum(row.length for row in rows)
         assert again.metrics == pytest.approx(whole.metrics, rel=tolerance, abs=tolerance)
         same(gradients(model), wanted, tolerance)
@@ -238,13 +238,13 @@ def test_a_pair_told_the_other_way_round_is_the_same(tmp_path: Path) -> None:
     """Answers exchanged and p for 1 − p; the margin is asked of the better one either way."""
     model = model_of("outcome")
     rows = encoded_pairs(model)
-    learn_pairs(model, stage_of(centering=0.1), rows)
+    learn_pairs(model, stage_of(centering=0.1), rows, 10_000)
     wanted = gradients(model)
     turned = [
         replace(row, chosen=row.rejected, rejected=row.chosen, probability=1 - row.probability)
         for row in rows
     ]
-    learn_pairs(model, stage_of(centering=0.1), turned)
+    learn_pairs(model, stage_of(centering=0.1), turned, 10_000)
     same(gradients(model), wanted)
 
 
@@ -272,7 +272,7 @@ def test_centring_brings_scores_back_to_zero() -> None:
             model.head.weight.copy_(5 * mean_H[None] / mean_H.square().sum())
         optimizer = AdamW(trainable(model), Optimizer(learning_rate=rate))
         for _ in range(60):
-            learn_pairs(model, stage_of(centering=centring), rows)
+            learn_pairs(model, stage_of(centering=centring), rows, 10_000)
             optimizer.step(rate)
         return abs(float(np.mean(model.judge(answers, 10_000))))
 
@@ -285,10 +285,10 @@ def test_the_metrics_of_a_step_of_pairs() -> None:
     rows = encoded_pairs(model)
     said = [[one[0] for one in model.judge([row.chosen, row.rejected], 10_000)] for row in rows]
     gaps = [chosen - rejected for chosen, rejected in said]
-    metrics = learn_pairs(model, stage_of(token_budget=30), rows).metrics
+    metrics = learn_pairs(model, stage_of(), rows, 30).metrics
     assert metrics["margin"] == pytest.approx(np.mean(gaps), rel=EXACT)
     assert metrics["mean_reward"] == pytest.approx(np.mean(said), rel=EXACT)
-    plain = learn_pairs(model, stage_of(), rows[:1] + rows[5:]).metrics
+    plain = learn_pairs(model, stage_of(), rows[:1] + rows[5:], 10_000).metrics
     right = [gaps[0] > 0, gaps[5] < 0]
     assert plain["accuracy"] == pytest.approx(np.mean(right))
 
@@ -297,7 +297,7 @@ def test_the_metrics_of_a_step_of_labels() -> None:
     model = model_of("outcome")
     rows = marked(model)
     logits = [one[0] for one in model.judge([row.answer for row in rows], 10_000)]
-    metrics = learn_marks(model, 15, rows).metrics
+    metrics = learn_marks(model, rows, 15).metrics
     assert metrics["mean_reward"] == pytest.approx(np.mean(logits), rel=EXACT)
     right = [logits[0] > 0, logits[1] <= 0, logits[2] <= 0]
     assert metrics["accuracy"] == pytest.approx(np.mean(right))
@@ -379,13 +379,13 @@ def test_training_counts_right_answers_as_the_evaluation_does() -> None:
     """Nothing said is half right; a tie decides nothing."""
     model = model_of("outcome")
     rows = [pair_encoder(model.reader())(row) for row in PAIRS]
-    plain = learn_pairs(model, stage_of(), rows).metrics
+    plain = learn_pairs(model, stage_of(), rows, 10_000).metrics
     decided = [row for row in rows if row.probability != 0.5]
     assert 0 < len(decided) < len(rows)
     said = measure_pairs(rows, lambda answers: model.judge(answers, 999)).as_dict()
     assert plain["accuracy"] == pytest.approx(said["accuracy"]["mean"])
     torch.nn.init.zeros_(model.head.weight)
-    assert learn_pairs(model, stage_of(), rows).metrics["accuracy"] == 0.5
+    assert learn_pairs(model, stage_of(), rows, 10_000).metrics["accuracy"] == 0.5
 
 
 def test_rows_of_one_prompt_are_one_cluster() -> None:

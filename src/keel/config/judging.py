@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from keel.algorithms.spec import Coefficient, Positive, Row, Unit
 from keel.config.fields import AsTuple, Count, Index
 from keel.config.model import Lora
-from keel.config.optimisation import Checkpoints, Optimizer, Trackers
+from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
 from keel.config.preference_data import PreferenceData
 from keel.config.sources import Prompts, Rewards, TaskSource
 
@@ -75,6 +75,7 @@ class JudgingStage(Row):
     """Rows of a step."""
     token_budget: Count = 16_384
     optimizer: Optimizer = Optimizer(learning_rate=1e-5)
+    on_nonfinite: OnNonfinite = "stop"
     evaluation: JudgedEvaluation = JudgedEvaluation()
     checkpoints: Checkpoints = Checkpoints()
     trackers: Trackers = Trackers()

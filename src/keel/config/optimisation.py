@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 from keel.algorithms.spec import Coefficient, Positive, Row, Unit
 from keel.config.fields import AsTuple, Count, Index
 
+OnNonfinite = Literal["stop", "skip"]
+"""Whether a run stops at a loss or gradient that is not finite, or goes on without the step."""
+
 
 class Optimizer(Row):
     """AdamW, and the schedule of its learning rate over the stage's steps."""

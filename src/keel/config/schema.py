@@ -18,7 +18,7 @@ from keel.config.judging import (
     RewardModelStage,
 )
 from keel.config.model import Model
-from keel.config.optimisation import Checkpoints, Optimizer, Trackers
+from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
 from keel.config.presets import DEFAULT_PRESET, resolve_algorithm
 from keel.config.sources import Prompts, Rewards, RewardSource, TaskSource
 
@@ -36,6 +36,7 @@ class SFTStage(Row):
     batch_size: Count = 32
     token_budget: Count = 16_384
     optimizer: Optimizer = Optimizer(learning_rate=1e-5)
+    on_nonfinite: OnNonfinite = "stop"
     checkpoints: Checkpoints = Checkpoints()
     trackers: Trackers = Trackers()
 
@@ -141,6 +142,9 @@ class RLStage(Row):
     token_budget: Count = 16_384
     """Model-input tokens of a micro-batch; a longer sequence goes alone."""
     optimizer: Optimizer = Optimizer()
+    on_nonfinite: OnNonfinite = "stop"
+    """What happens where a loss or gradient is NaN or infinite: the optimizer step is not taken in
+    either case."""
     value: Value = Value()
     reference: MeasuredReference = MeasuredReference()
     evaluation: Evaluation = Evaluation()

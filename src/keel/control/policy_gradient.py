@@ -29,7 +29,7 @@ from keel.control.experience import Experience
 from keel.control.named import prefixed, within
 from keel.control.networks import Trained, perceptron
 from keel.control.normalise import Moments
-from keel.learn.learner import stop_unless_finite
+from keel.learn.finite import stop_unless_finite
 from keel.learn.loss import Signals, advantages, loss, penalties, prepare, returns
 from keel.learn.optimizer import AdamW, learning_rate
 from keel.models.scores import Scores

@@ -22,7 +22,7 @@ from keel.control.named import prefixed, within
 from keel.control.networks import Trained, perceptron
 from keel.control.replay import Replay, Transitions
 from keel.control.spaces import Discrete
-from keel.learn.learner import stop_unless_finite
+from keel.learn.finite import stop_unless_finite
 from keel.learn.optimizer import AdamW, learning_rate
 from keel.objective import background
 from keel.types import KeelError

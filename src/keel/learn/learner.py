@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +10,10 @@ from torch import Tensor, nn
 
 from keel.algorithms.spec import Algorithm
 from keel.learn.batch import Batch
+from keel.learn.budget import Budget
+from keel.learn.finite import Cause, alone, in_tensors, in_weights, stop_unless_finite
 from keel.learn.loss import loss
-from keel.learn.optimizer import AdamW
+from keel.learn.optimizer import AdamW, step_all
 from keel.models.policy import Policy
 from keel.models.reference import Reference
 from keel.models.scores import Scores
@@ -27,12 +27,12 @@ class Learner:
 
     policy: Policy
     optimizer: AdamW
+    budget: Budget
     reference: Reference | None = None
     value_head: ValueHead | None = None
     critic: Critic | None = None
     critic_optimizer: AdamW | None = None
     temperature: float = 1.0
-    token_budget: int = 16_384
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -66,9 +66,21 @@ class Learner:
 
         Values are measured wherever a value model is.
         """
+        return self.budget.fitting(
+            lambda tokens: self._measure(batch, old, reference, values, tokens), batch.input_lengths
+        )
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        for optimizer in self.optimizers.values():
+            optimizer.clear()
+
+    def _measure(
+        self, batch: Batch, old: bool, reference: bool, values: bool, tokens: int
+    ) -> Batch:
         head = self.value_head if values else None
         parts: dict[str, list[Tensor]] = {}
-        for micro in batch.micro_batches(self.token_budget):
+        for micro in batch.micro_batches(tokens):
             if old or head is not None:
                 scores = self.policy.scores(micro.packed, self.temperature, value_head=head)
                 if old:
@@ -90,27 +102,51 @@ def update(
     """One optimizer step over the micro-batches of a prepared batch; its metrics.
 
     `rates` are the learning rates of the policy and of a separate critic.
+
+    Raises:
+        NotFinite: the loss or a gradient is; no step was taken, by none of the optimizers.
     """
-    sums: dict[str, Tensor] = {}
-    for micro in batch.micro_batches(learner.token_budget):
-        part = loss(row, micro, learner.scores(row, micro), beta)
-        part.total.backward()  # type: ignore[no-untyped-call]
-        for name, value in part.metrics.items():
-            sums[name] = sums[name] + value if name in sums else value
-    metrics = {name: float(value) for name, value in sums.items()}
-    stop_unless_finite(metrics)
-    metrics["grad_norm"] = learner.optimizer.step(rates[0])
-    if learner.critic_optimizer is not None:
-        metrics["value/grad_norm"] = learner.critic_optimizer.step(rates[1])
+    metrics = learner.budget.fitting(
+        lambda tokens: backward(learner, row, batch, beta, tokens),
+        batch.input_lengths,
+        undo=learner.clear,
+    )
+    try:
+        stop_unless_finite(metrics)
+    except KeelError:
+        learner.clear()
+        raise
+    names = ("grad_norm", "value/grad_norm")
+    norms = step_all(list(learner.optimizers.values()), rates[: len(learner.optimizers)])
+    metrics |= dict(zip(names, norms, strict=False))
     stop_unless_finite(metrics)
     return metrics
 
 
-def stop_unless_finite(metrics: Mapping[str, float]) -> None:
-    """Raises KeelError where a metric of a step is NaN or infinite."""
-    bad = [name for name, value in metrics.items() if not math.isfinite(value)]
-    if bad:
-        raise KeelError(
-            f"{', '.join(bad)} came out non-finite: its step was not taken; lower "
-            "optimizer.learning_rate or see the step's rollouts"
-        )
+def backward(
+    learner: Learner, row: Algorithm, batch: Batch, beta: float, tokens: int
+) -> dict[str, float]:
+    """Leave the gradient of a prepared batch in the parameters, so many tokens at a time."""
+    sums: dict[str, Tensor] = {}
+    for micro in batch.micro_batches(tokens):
+        part = loss(row, micro, learner.scores(row, micro), beta)
+        part.total.backward()  # type: ignore[no-untyped-call]
+        for name, value in part.metrics.items():
+            sums[name] = sums[name] + value if name in sums else value
+    return {name: float(value) for name, value in sums.items()}
+
+
+def cause_of(learner: Learner, row: Algorithm, batch: Batch, beta: float) -> Cause:
+    """Where a loss or gradient of a prepared batch that is not finite comes from."""
+    parameters = [
+        pair for optimizer in learner.optimizers.values() for pair in optimizer.parameters
+    ]
+
+    def learn(i: int) -> dict[str, float]:
+        return backward(learner, row, batch.select([i]), beta, learner.budget.tokens)
+
+    return (
+        in_weights(parameters)
+        or in_tensors(batch)
+        or alone(learn, range(batch.sequences), parameters, learner.clear)
+    )

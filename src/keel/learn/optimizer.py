@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -51,19 +51,23 @@ class AdamW:
         )
 
     def step(self, rate: float) -> float:
-        """Clip, step at this learning rate and clear the gradients; the norm before clipping.
+        """`step_all` of this one."""
+        return step_all([self], [rate])[0]
 
-        A non-finite norm takes no step and leaves the weights as they were.
-        """
+    def clip(self) -> float:
+        """Shorten the gradient to `max_grad_norm`; its norm before."""
         limit = self.choice.max_grad_norm
-        tensors = [p for _, p in self.parameters]
-        norm = _clip(tensors, math.inf if limit is None else limit)
-        if math.isfinite(norm):
-            for group in self.inner.param_groups:
-                group["lr"] = rate
-            self.inner.step()
+        return _clip([p for _, p in self.parameters], math.inf if limit is None else limit)
+
+    def apply(self, rate: float) -> None:
+        """Step along the gradient as it is, at this learning rate."""
+        for group in self.inner.param_groups:
+            group["lr"] = rate
+        self.inner.step()
+
+    def clear(self) -> None:
+        """Drop the gradient."""
         self.inner.zero_grad(set_to_none=True)
-        return norm
 
     def state(self) -> dict[str, Tensor]:
         """Moments and step counts as `name/exp_avg`, `name/exp_avg_sq`, `name/step`."""
@@ -83,6 +87,20 @@ class AdamW:
                 # The fused step counts on the parameter's own device.
                 value = state[f"{name}/{key}"].clone().to(parameter.device)
                 self.inner.state[parameter][key] = value
+
+
+def step_all(optimizers: Sequence[AdamW], rates: Sequence[float]) -> list[float]:
+    """Clip, step each at its learning rate and clear the gradients; the norms before clipping.
+
+    Where one of the norms is not finite none takes a step, and all weights stay as they were.
+    """
+    norms = [optimizer.clip() for optimizer in optimizers]
+    if all(math.isfinite(norm) for norm in norms):
+        for optimizer, rate in zip(optimizers, rates, strict=True):
+            optimizer.apply(rate)
+    for optimizer in optimizers:
+        optimizer.clear()
+    return norms
 
 
 def _clip(parameters: list[nn.Parameter], limit: float) -> float:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from keel.config.model import Model
 from keel.config.schema import RLStage
+from keel.learn.budget import Budget
 from keel.learn.learner import Learner
 from keel.learn.loss import check_entries
 from keel.learn.optimizer import AdamW, trainable
@@ -16,7 +17,12 @@ from keel.train.state import read_reference, restore_modules, restore_optimizers
 
 
 def build_learner(
-    stage: RLStage, model: Model, policy: Policy, seed: int, resume_from: Path | None = None
+    stage: RLStage,
+    model: Model,
+    policy: Policy,
+    seed: int,
+    budget: Budget,
+    resume_from: Path | None = None,
 ) -> Learner:
     """Policy, and the models that the row asks for, each with its optimizer.
 
@@ -40,6 +46,7 @@ def build_learner(
     learner = Learner(
         policy=policy,
         optimizer=AdamW(parameters, stage.optimizer),
+        budget=budget,
         reference=reference,
         value_head=value_head,
         critic=critic,
@@ -47,7 +54,6 @@ def build_learner(
         if critic is None
         else AdamW(trainable(critic), stage.value.optimizer or stage.optimizer),
         temperature=stage.rollout.temperature,
-        token_budget=stage.token_budget,
     )
     if resume_from is not None:
         restore_modules(resume_from, learner.modules)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from keel.config.judging import DPOStage
+from keel.learn.budget import Budget
 from keel.learn.optimizer import AdamW
 from keel.models.packed import Packed, pack, spans_within
 from keel.models.policy import Policy
@@ -19,9 +19,10 @@ from keel.models.reference import Reference
 from keel.objective import preference
 from keel.objective.segments import segment_mean, segment_sum
 from keel.runs.session import Session
-from keel.train import fit, state
+from keel.train import fit
+from keel.train.judged_steps import judged_rows
 from keel.train.measuring import Measured, measure_pairs
-from keel.train.rows_judged import Pair, Ready, of_step
+from keel.train.rows_judged import Pair, Ready
 from keel.train.state import Progress
 
 
@@ -33,6 +34,7 @@ class Preferring:
     policy: Policy
     reference: Reference
     optimizer: AdamW
+    budget: Budget
     rows: Ready[Pair]
     show: Callable[[Measured], None]
     session: Session
@@ -42,22 +44,24 @@ class Preferring:
 def run(work: Preferring, progress: Progress) -> Progress:
     """From `progress` to the last step of the stage, or until the run is asked to stop."""
     stage = work.stage
-
-    def fill(folder: Path, now: Progress) -> None:
-        reference = work.reference.state()
-        extra = {"reference": reference} if reference else {}
-        state.save(folder, now, work.policy, {"optimizer": work.optimizer}, {}, extra)
-
     return fit.run(
         fit.Fit(
             steps=stage.steps,
+            rows=judged_rows(
+                work.rows,
+                stage.batch_size,
+                work.seed,
+                lambda rows, tokens: learn(work, rows, tokens),
+            ),
+            policy=work.policy,
             optimizer=work.optimizer,
             choice=stage.optimizer,
+            budget=work.budget,
+            on_nonfinite=stage.on_nonfinite,
             checkpoints=stage.checkpoints,
             session=work.session,
-            draw=lambda number: of_step(work.rows.train, stage.batch_size, number, work.seed),
-            learn=lambda rows: learn(work, rows),
-            fill=fill,
+            modules={},
+            reference=work.reference,
             evaluate=(lambda: measure(work)) if work.rows.heldout else None,
             evaluate_every=stage.evaluation.every,
             show=work.show,
@@ -66,11 +70,11 @@ def run(work: Preferring, progress: Progress) -> Progress:
     )
 
 
-def learn(work: Preferring, rows: Sequence[Pair]) -> fit.Learned:
+def learn(work: Preferring, rows: Sequence[Pair], token_budget: int) -> fit.Learned:
     """The gradient of the mean loss over the pairs."""
     stage = work.stage
     sums: dict[str, float] = {}
-    for span in spans_within([row.length for row in rows], stage.token_budget):
+    for span in spans_within([row.length for row in rows], token_budget):
         part = rows[span]
         answers = [answer for row in part for answer in (row.chosen, row.rejected)]
         now_S = log_probs(work, answers, reference=False)
@@ -133,7 +137,7 @@ def measure(work: Preferring) -> Measured:
     def judge(answers: Sequence[Answered]) -> list[list[float]]:
         said: list[list[float]] = []
         lengths = [len(answer.tokens) for answer in answers]
-        for span in spans_within(lengths, work.stage.token_budget):
+        for span in spans_within(lengths, work.budget.tokens):
             now_S = log_probs(work, answers[span], reference=False)
             then_S = log_probs(work, answers[span], reference=True)
             said += [[value] for value in (work.stage.beta * (now_S - then_S)).tolist()]

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from torch import nn
+
 from keel.config.optimisation import Checkpoints, Optimizer
-from keel.learn.learner import stop_unless_finite
+from keel.learn.budget import Budget
+from keel.learn.finite import NotFinite, alone, in_weights, stop_unless_finite
 from keel.learn.optimizer import AdamW, learning_rate
+from keel.models.policy import Policy
+from keel.models.reference import Reference
 from keel.runs.session import Session, due
+from keel.train import faults
 from keel.train.measuring import Measured
-from keel.train.state import Progress
+from keel.train.state import Progress, State
 
 B = TypeVar("B")
 
@@ -27,27 +33,49 @@ class Learned:
 
 
 @dataclass(frozen=True, eq=False)
+class Rows(Generic[B]):
+    """What a step's rows are to the loop.
+
+    `draw` gives those of a step (counted from 1); `learn` leaves their gradient in the parameters,
+    so many tokens at a time; `lengths` are the tokens of each, `alone` is each by itself, `keep`
+    writes them into a folder; `stream` is what decides which come next beside the step.
+    """
+
+    draw: Callable[[int], B]
+    learn: Callable[[B, int], Learned]
+    lengths: Callable[[B], Sequence[int]]
+    alone: Callable[[B], Sequence[B]]
+    keep: Callable[[Path, B], None]
+    stream: Callable[[], Mapping[str, Any]] = dict
+
+
+@dataclass(frozen=True, eq=False)
 class Fit(Generic[B]):
     """A stage that learns from rows.
 
-    `draw` gives the rows of a step (counted from 1), `learn` leaves their gradient in the
-    parameters, `fill` writes a checkpoint's files, `stream` is what decides which rows come next
-    beside the step. `evaluate` measures the held-out rows every so many steps, and before and
-    after; `show` makes pictures of the last.
+    `modules` are what is trained beside the policy, or instead of it. `evaluate` measures the
+    held-out rows every so many steps, and before and after; `show` makes pictures of the last.
     """
 
     steps: int
+    rows: Rows[B]
+    policy: Policy
     optimizer: AdamW
     choice: Optimizer
+    budget: Budget
+    on_nonfinite: faults.Choice
     checkpoints: Checkpoints
     session: Session
-    draw: Callable[[int], B]
-    learn: Callable[[B], Learned]
-    fill: Callable[[Path, Progress], None]
-    stream: Callable[[], Mapping[str, Any]] = dict
+    modules: Mapping[str, nn.Module]
+    reference: Reference | None = None
     evaluate: Callable[[], Measured] | None = None
     evaluate_every: int = 0
     show: Callable[[Measured], None] | None = None
+
+    def state(self, progress: Progress) -> State:
+        """All that decides what comes next."""
+        optimizers = {"optimizer": self.optimizer}
+        return State(progress, self.policy, optimizers, self.modules, self.reference)
 
 
 def run(fit: Fit[Any], progress: Progress) -> Progress:
@@ -62,11 +90,11 @@ def run(fit: Fit[Any], progress: Progress) -> Progress:
     while progress.step < fit.steps and not session.interrupted:
         start = time.perf_counter()
         number = progress.step + 1
-        metrics, tokens = take_step(fit, number)
-        progress = replace(
-            progress, step=number, stream=fit.stream(), tokens=progress.tokens + tokens
-        )
-        metrics["num_tokens"] = float(progress.tokens)
+        learned = take_step(fit, progress.stage, number)
+        progress = _after(fit, progress, learned)
+        metrics = {**learned.metrics, "num_tokens": float(progress.tokens)}
+        if fit.on_nonfinite == "skip":
+            metrics["steps_skipped"] = float(progress.skipped)
         last = number == fit.steps
         result: Measured | None = None
         if fit.evaluate is not None and (last or due(fit.evaluate_every, number)):
@@ -82,24 +110,61 @@ def run(fit: Fit[Any], progress: Progress) -> Progress:
     return progress
 
 
-def take_step(fit: Fit[Any], number: int) -> tuple[dict[str, float], int]:
-    """One optimizer step on the rows of a step; its metrics, and how many tokens were read."""
+def take_step(fit: Fit[Any], stage: int, number: int) -> Learned:
+    """One optimizer step on the rows of a step, or none where it would not be finite."""
     with fit.session.clock("data"):
-        rows = fit.draw(number)
+        rows = fit.rows.draw(number)
+    rate = learning_rate(fit.choice, number - 1, fit.steps)
     with fit.session.clock("update"):
-        learned = fit.learn(rows)
-        metrics = dict(learned.metrics)
-        stop_unless_finite(metrics)
-        rate = learning_rate(fit.choice, number - 1, fit.steps)
-        metrics["grad_norm"] = fit.optimizer.step(rate)
-        stop_unless_finite(metrics)
-    return {**metrics, "learning_rate": rate}, learned.tokens
+        try:
+            learned = improve(fit, rows, rate)
+        except NotFinite as error:
+            fit.optimizer.clear()
+            _tell(fit, rows, fit.session.folder.stages[stage], number, error)
+            learned = Learned({}, 0)
+    return replace(learned, metrics={**learned.metrics, "learning_rate": rate})
+
+
+def improve(fit: Fit[Any], rows: Any, rate: float) -> Learned:
+    """One optimizer step. Raises NotFinite where none was taken."""
+    learned = fit.budget.fitting(
+        lambda tokens: fit.rows.learn(rows, tokens), fit.rows.lengths(rows), fit.optimizer.clear
+    )
+    stop_unless_finite(learned.metrics)
+    norm = {"grad_norm": fit.optimizer.step(rate)}
+    stop_unless_finite(norm)
+    return replace(learned, metrics={**learned.metrics, **norm})
 
 
 def save(fit: Fit[Any], progress: Progress) -> None:
     """Leave a checkpoint."""
+    fit.session.checkpoint(progress, fit.state(progress).save, fit.checkpoints)
 
-    def fill(folder: Path) -> None:
-        fit.fill(folder, progress)
 
-    fit.session.checkpoint(progress, fill, fit.checkpoints)
+def _after(fit: Fit[Any], progress: Progress, learned: Learned) -> Progress:
+    taken = "grad_norm" in learned.metrics
+    return replace(
+        progress,
+        step=progress.step + 1,
+        stream=fit.rows.stream(),
+        tokens=progress.tokens + learned.tokens,
+        token_budget=fit.budget.found,
+        skipped=progress.skipped + (not taken),
+    )
+
+
+def _tell(fit: Fit[Any], rows: Any, stage: str, number: int, error: NotFinite) -> None:
+    """Name the cause, keep the rows; stop, where the recipe does not say to go on."""
+    ones = fit.rows.alone(rows)
+    parameters = fit.optimizer.parameters
+    cause = in_weights(parameters) or alone(
+        lambda i: fit.rows.learn(ones[i], fit.budget.tokens).metrics,
+        range(len(ones)),
+        parameters,
+        fit.optimizer.clear,
+    )
+    where = "" if cause.sequence is None else f"row {cause.sequence} of the step"
+    fault = faults.Fault(stage, number, 0, error.names, cause, where)
+    faults.met(
+        fit.session, fault, fit.on_nonfinite, lambda folder: fit.rows.keep(folder, rows), error
+    )

@@ -36,7 +36,7 @@ from keel.train.rewarding import load_rewards, scorer, surroundings
 from keel.train.rollout import Sampler
 from keel.train.rows_judged import Ready, label_encoder, pair_encoder, ready, step_encoder
 from keel.train.state import Progress, read_reference, restore_modules, restore_optimizers
-from keel.train.work import Work, open_source
+from keel.train.work import Work, budget_of, open_source
 from keel.types import KeelError
 
 R = TypeVar("R", Preference, Labelled, Stepwise)
@@ -47,7 +47,7 @@ def judge_answers(work: Work, stage: RewardModelStage, progress: Progress) -> Pr
     model = _new_model(work, stage.base, "outcome", stage.name)
     reader = model.reader()
     rows: Ready[Any]
-    learn: Callable[[Sequence[Any]], Any]
+    learn: Callable[[Sequence[Any], int], Any]
     measure: Callable[[Sequence[Any]], Measured]
     judge = partial(model.judge, token_budget=stage.token_budget)
     if stage.learns == "pairs":
@@ -58,7 +58,7 @@ def judge_answers(work: Work, stage: RewardModelStage, progress: Progress) -> Pr
     else:
         labelled = _rows(work, stage, preferences.read_labelled, rows_sampled.labels)
         rows = _ready(work, labelled, label_encoder(reader), stage, model.context)
-        learn = partial(reward_model.learn_marks, model, stage.token_budget)
+        learn = partial(reward_model.learn_marks, model)
         measure = partial(measure_labels, judge=judge)
     return _judging(work, stage, model, rows, learn, measure, progress)
 
@@ -72,7 +72,7 @@ def judge_steps(work: Work, stage: ProcessRewardModelStage, progress: Progress) 
     encode = step_encoder(model.reader(), stage.separator)
     rows = _ready(work, stepwise, encode, stage, model.context)
     judge = partial(model.judge, token_budget=stage.token_budget)
-    learn = partial(reward_model.learn_marks, model, stage.token_budget)
+    learn = partial(reward_model.learn_marks, model)
     measure = partial(measure_steps, judge=judge, threshold=stage.threshold)
     return _judging(work, stage, model, rows, learn, measure, progress)
 
@@ -93,6 +93,7 @@ def prefer(work: Work, stage: DPOStage, progress: Progress) -> Progress:
         policy=policy,
         reference=reference,
         optimizer=optimizer,
+        budget=budget_of(stage, progress, work.session),
         rows=_ready(work, pairs, pair_encoder(reader), stage, policy.context),
         show=partial(
             draw,
@@ -111,7 +112,7 @@ def _judging(
     stage: JudgingStage,
     model: RewardModel,
     rows: Ready[Any],
-    learn: Callable[[Sequence[Any]], Any],
+    learn: Callable[[Sequence[Any], int], Any],
     measure: Callable[[Sequence[Any]], Measured],
     progress: Progress,
 ) -> Progress:
@@ -124,6 +125,7 @@ def _judging(
         policy=work.policy,
         model=model,
         optimizer=optimizer,
+        budget=budget_of(stage, progress, work.session),
         rows=rows,
         learn=learn,
         measure=measure,

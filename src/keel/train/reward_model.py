@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from keel.config.judging import JudgingStage, RewardModelStage
+from keel.learn.budget import Budget
 from keel.learn.optimizer import AdamW
 from keel.models.packed import spans_within
 from keel.models.policy import Policy
@@ -18,9 +18,10 @@ from keel.models.reading import lay
 from keel.models.reward import RewardModel
 from keel.objective.preference import bradley_terry, centering, label_cross_entropy
 from keel.runs.session import Session
-from keel.train import fit, state
+from keel.train import fit
+from keel.train.judged_steps import judged_rows
 from keel.train.measuring import Measured
-from keel.train.rows_judged import Marked, Pair, Ready, of_step
+from keel.train.rows_judged import Marked, Pair, Ready
 from keel.train.state import Progress
 
 
@@ -32,8 +33,9 @@ class Judging:
     policy: Policy
     model: RewardModel
     optimizer: AdamW
+    budget: Budget
     rows: Ready[Any]
-    learn: Callable[[Sequence[Any]], fit.Learned]
+    learn: Callable[[Sequence[Any], int], fit.Learned]
     measure: Callable[[Sequence[Any]], Measured]
     show: Callable[[Measured], None]
     session: Session
@@ -43,21 +45,18 @@ class Judging:
 def run(work: Judging, progress: Progress) -> Progress:
     """From `progress` to the last step of the stage, or until the run is asked to stop."""
     stage = work.stage
-
-    def fill(folder: Path, now: Progress) -> None:
-        modules = {"reward_model": work.model}
-        state.save(folder, now, work.policy, {"optimizer": work.optimizer}, modules, {})
-
     return fit.run(
         fit.Fit(
             steps=stage.steps,
+            rows=judged_rows(work.rows, stage.batch_size, work.seed, work.learn),
+            policy=work.policy,
             optimizer=work.optimizer,
             choice=stage.optimizer,
+            budget=work.budget,
+            on_nonfinite=stage.on_nonfinite,
             checkpoints=stage.checkpoints,
             session=work.session,
-            draw=lambda number: of_step(work.rows.train, stage.batch_size, number, work.seed),
-            learn=work.learn,
-            fill=fill,
+            modules={"reward_model": work.model},
             evaluate=(lambda: work.measure(work.rows.heldout)) if work.rows.heldout else None,
             evaluate_every=stage.evaluation.every,
             show=work.show,
@@ -66,11 +65,13 @@ def run(work: Judging, progress: Progress) -> Progress:
     )
 
 
-def learn_pairs(model: RewardModel, stage: RewardModelStage, rows: Sequence[Pair]) -> fit.Learned:
+def learn_pairs(
+    model: RewardModel, stage: RewardModelStage, rows: Sequence[Pair], token_budget: int
+) -> fit.Learned:
     """The gradient of the mean Bradley–Terry loss over pairs, and of the centring."""
     sums: dict[str, float] = {}
     decided = sum(row.probability != 0.5 for row in rows)
-    for span in spans_within([row.length for row in rows], stage.token_budget):
+    for span in spans_within([row.length for row in rows], token_budget):
         part = rows[span]
         logit_K = model.logits(
             lay([answer for row in part for answer in (row.chosen, row.rejected)], model.device)
@@ -94,7 +95,7 @@ def learn_pairs(model: RewardModel, stage: RewardModelStage, rows: Sequence[Pair
     return fit.Learned(sums, sum(row.length for row in rows))
 
 
-def learn_marks(model: RewardModel, token_budget: int, rows: Sequence[Marked]) -> fit.Learned:
+def learn_marks(model: RewardModel, rows: Sequence[Marked], token_budget: int) -> fit.Learned:
     """The gradient of the mean cross-entropy over all judged ends of the step's rows."""
     sums: dict[str, float] = {}
     every = [label for row in rows for label in row.labels if label is not None]

@@ -6,10 +6,10 @@ task.prompts → engine.sample → rewards.score → measure (reference, values)
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,17 +18,18 @@ from keel.config.schema import RLStage
 from keel.config.seeds import derive
 from keel.learn.batch import Batch, from_groups
 from keel.learn.estimate import estimate, outcome
-from keel.learn.learner import Learner, update
+from keel.learn.finite import NotFinite
+from keel.learn.learner import Learner, cause_of, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import learning_rate
 from keel.objective import divergences
 from keel.runs.session import Session, due
-from keel.train import state
+from keel.train import faults
 from keel.train.evaluate import Evaluator
 from keel.train.evaluate import metrics as evaluation_metrics
 from keel.train.rollout import Rollouts, Sampler, collect
 from keel.train.rows import rollout_rows
-from keel.train.state import Progress
+from keel.train.state import Progress, State
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +52,19 @@ class Step:
     batch: Batch | None
     metrics: dict[str, float]
     beta: float
+    skipped: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Improved:
+    """The mini-batches of a step with their places in its batch, and what was learned from them.
+
+    `skipped` counts the optimizer steps that were not taken because they were not finite.
+    """
+
+    parts: Sequence[tuple[Sequence[int], Batch]]
+    metrics: dict[str, float]
+    skipped: int = 0
 
 
 def run(loop: Loop, progress: Progress) -> Progress:
@@ -70,7 +84,11 @@ def run(loop: Loop, progress: Progress) -> Progress:
             beta=made.beta,
             stream=loop.sampler.stream.state(),
             tokens=progress.tokens + int(made.metrics["step/tokens"]),
+            token_budget=loop.learner.budget.found,
+            skipped=progress.skipped + made.skipped,
         )
+        if stage.on_nonfinite == "skip":
+            made.metrics["steps_skipped"] = float(progress.skipped)
         made.metrics["num_tokens"] = float(progress.tokens)
         progress = _evaluate(loop, progress, made)
         rows = rollout_rows(made.rollouts, made.batch) if due(stage.rollouts_every, number) else []
@@ -95,16 +113,16 @@ def take_step(loop: Loop, progress: Progress, number: int) -> Step:
     with clock("measure"):
         batch = measure(loop, rollouts, progress.beta)
     with clock("update"):
-        parts, learned = improve(loop, batch, rollouts, progress, number)
-    metrics |= learned
+        learned = improve(loop, batch, rollouts, progress, number)
+    metrics |= learned.metrics
     metrics["step/tokens"] = float(sum(batch.input_lengths))
-    beta = adapted(loop, parts, metrics, progress.beta)
+    beta = adapted(loop, learned.parts, metrics, progress.beta)
     every = stage.reference.reset_every
     if learner.reference is not None and every is not None and number % every == 0:
         learner.reference.refresh(learner.policy)
     with clock("sync"):
         loop.sampler.engine.sync(dict(learner.policy.model.named_parameters()))
-    return Step(rollouts, _recorded(batch, parts), metrics, beta)
+    return Step(rollouts, _recorded(batch, learned.parts), metrics, beta, learned.skipped)
 
 
 def measure(loop: Loop, rollouts: Rollouts, beta: float) -> Batch:
@@ -128,15 +146,15 @@ def measure(loop: Loop, rollouts: Rollouts, beta: float) -> Batch:
 
 def improve(
     loop: Loop, batch: Batch, rollouts: Rollouts, progress: Progress, number: int
-) -> tuple[list[tuple[Sequence[int], Batch]], dict[str, float]]:
-    """The optimizer steps on a batch; the mini-batches with their places in it, and the metrics.
+) -> Improved:
+    """The optimizer steps on a batch.
 
     Mini-batches are drawn once a step and walked through in every epoch.
     """
     stage, row = loop.stage, loop.stage.algorithm
     keep = _learnable(stage, rollouts)
     if not keep:
-        return [], {}
+        return Improved([], {})
     rng = np.random.default_rng(derive(loop.seed, "minibatches", number))
     order = rng.permutation(keep).tolist() if stage.minibatches > 1 else keep
     places = [chunk.tolist() for chunk in np.array_split(np.array(order), stage.minibatches)]
@@ -146,19 +164,24 @@ def improve(
         learning_rate(stage.optimizer, number - 1, stage.steps),
         learning_rate(critic, number - 1, stage.steps),
     )
-    taken = [
-        update(loop.learner, row, part, progress.beta, rates)
-        for _ in range(stage.epochs)
-        for _, part in parts
-    ]
-    metrics = {name: float(np.mean([m[name] for m in taken])) for name in taken[0]}
+    taken: list[dict[str, float]] = []
+    skipped = 0
+    for at, (places, part) in enumerate(parts * stage.epochs):
+        try:
+            taken.append(update(loop.learner, row, part, progress.beta, rates))
+        except NotFinite as error:
+            skipped += 1
+            _not_taken(
+                loop, rollouts, part, places, (progress.stage, number, at), progress.beta, error
+            )
+    metrics = {name: float(np.mean([m[name] for m in taken])) for name in taken[0]} if taken else {}
     watched = {
         **_state_of(batch.select(keep)),
         **metrics,
         "learning_rate": rates[0],
         "beta": progress.beta,
     }
-    return parts, watched
+    return Improved(parts, watched, skipped)
 
 
 def adapted(
@@ -174,6 +197,8 @@ def adapted(
     rule = divergence.adaptive
     if rule.rule == "ziegler":
         sequences = sum(part.sequences for _, part in parts)
+        if not math.isfinite(metrics["kl/sequence"]):
+            return beta
         return divergences.adapt_ziegler(
             beta,
             kl=metrics["kl/sequence"],
@@ -181,24 +206,52 @@ def adapted(
             horizon=rule.horizon,
             sequences=sequences,
         )
-    kl = _divergence_now(loop, [part for _, part in parts])
-    metrics["kl/after"] = kl
+    kl = metrics["kl/after"] = _divergence_now(loop, [part for _, part in parts])
+    if not math.isfinite(kl):
+        return beta
     return divergences.adapt_ppo(beta, kl=kl, target=rule.target)
 
 
 def save(loop: Loop, progress: Progress) -> None:
     """Leave a checkpoint."""
+    loop.session.checkpoint(progress, state_of(loop, progress).save, loop.stage.checkpoints)
+
+
+def state_of(loop: Loop, progress: Progress) -> State:
+    """All that decides what comes next."""
     learner = loop.learner
-    reference = {} if learner.reference is None else learner.reference.state()
-    extra = {"reference": reference} if reference else {}
-
-    def fill(folder: Path) -> None:
-        state.save(folder, progress, learner.policy, learner.optimizers, learner.modules, extra)
-
-    loop.session.checkpoint(progress, fill, loop.stage.checkpoints)
+    return State(progress, learner.policy, learner.optimizers, learner.modules, learner.reference)
 
 
 # ---------------------------------------------------------------- details
+
+
+def _not_taken(
+    loop: Loop,
+    rollouts: Rollouts,
+    part: Batch,
+    places: Sequence[int],
+    at: tuple[int, int, int],
+    beta: float,
+    error: NotFinite,
+) -> None:
+    """An optimizer step that was not: `at` is its stage, step and number within the step."""
+    stage, number, taken = at
+    cause = cause_of(loop.learner, loop.stage.algorithm, part, beta)
+    where = ""
+    if cause.sequence is not None:
+        prompts = [group.prompt.id for group in rollouts.groups for _ in group.completions]
+        place = places[cause.sequence]
+        where = f"sequence {place} (prompt {prompts[place]!r})"
+    name = loop.session.folder.stages[stage]
+    fault = faults.Fault(name, number, taken, error.names, cause, where)
+    faults.met(
+        loop.session,
+        fault,
+        loop.stage.on_nonfinite,
+        lambda folder: faults.write_batch(folder, part),
+        error,
+    )
 
 
 def _learnable(stage: RLStage, rollouts: Rollouts) -> list[int]:

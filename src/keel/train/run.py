@@ -13,7 +13,6 @@ from keel.models.policy import load_policy
 from keel.runs import opening
 from keel.runs.interrupt import Interrupt, Interrupted
 from keel.runs.layout import RunFolder
-from keel.runs.read import load
 from keel.runs.record import update_run_json
 from keel.runs.session import Session
 from keel.runs.trackers import open_trackers
@@ -81,8 +80,7 @@ def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | Non
         finally:
             for tracker in trackers:
                 tracker.close()
-        seconds = sum(row["total"] for row in load(session.folder.path).timings())
-        update_run_json(session.folder, {"tokens": progress.tokens, "seconds": round(seconds, 3)})
+        update_run_json(session.folder, {"tokens": progress.tokens})
         last = number + 1 == len(recipe.stages) and progress.step == stage.steps
         if not last:
             _stop_if_asked(session.interrupt, session)

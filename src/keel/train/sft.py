@@ -11,13 +11,14 @@ import torch
 from keel.config.schema import SFTStage
 from keel.config.seeds import derive
 from keel.learn.batch import Batch, from_groups
+from keel.learn.budget import Budget
 from keel.learn.optimizer import AdamW
 from keel.models.encode import encode_text
 from keel.models.policy import Policy
 from keel.objective import weights
 from keel.runs.session import Session
 from keel.tasks.mixture import PromptStream
-from keel.train import fit, state
+from keel.train import faults, fit
 from keel.train.state import Progress
 from keel.types import Completion, Group, KeelError, Prompt, Task
 
@@ -32,6 +33,7 @@ class Imitation:
     stage: SFTStage
     policy: Policy
     optimizer: AdamW
+    budget: Budget
     stream: PromptStream
     tasks: dict[str, Task]
     demonstrate: Demonstrate
@@ -44,16 +46,22 @@ def run(work: Imitation, progress: Progress) -> Progress:
     return fit.run(
         fit.Fit(
             steps=work.stage.steps,
+            rows=fit.Rows(
+                draw=lambda number: demonstrations(work, number),
+                learn=lambda batch, tokens: learn(work, batch, tokens),
+                lengths=lambda batch: batch.input_lengths,
+                alone=lambda batch: [batch.select([i]) for i in range(batch.sequences)],
+                keep=faults.write_batch,
+                stream=work.stream.state,
+            ),
+            policy=work.policy,
             optimizer=work.optimizer,
             choice=work.stage.optimizer,
+            budget=work.budget,
+            on_nonfinite=work.stage.on_nonfinite,
             checkpoints=work.stage.checkpoints,
             session=work.session,
-            draw=lambda number: demonstrations(work, number),
-            learn=lambda batch: learn(work, batch),
-            fill=lambda folder, now: state.save(
-                folder, now, work.policy, {"optimizer": work.optimizer}, {}, {}
-            ),
-            stream=work.stream.state,
+            modules={},
         ),
         progress,
     )
@@ -74,12 +82,12 @@ def demonstrations(work: Imitation, number: int) -> Batch:
     return from_groups(groups, work.policy.device)
 
 
-def learn(work: Imitation, batch: Batch) -> fit.Learned:
+def learn(work: Imitation, batch: Batch, token_budget: int) -> fit.Learned:
     """The gradient of the mean cross-entropy of the demonstrations' tokens."""
     weight_N = weights.token_mean(batch.lengths_S).to(torch.float32)
     batch = replace(batch, weight_N=weight_N)
     total, right = 0.0, 0.0
-    for micro in batch.micro_batches(work.stage.token_budget):
+    for micro in batch.micro_batches(token_budget):
         assert micro.weight_N is not None
         scores = work.policy.scores(micro.packed, 1.0, entropy=False)
         loss = -(micro.weight_N * scores.log_prob_N).sum()

@@ -28,7 +28,7 @@ from keel.train.judging import judge_answers, judge_steps, prefer
 from keel.train.rewarding import load_rewards, scorer, surroundings
 from keel.train.rollout import Sampler
 from keel.train.state import Progress, restore_optimizers
-from keel.train.work import Work, open_source
+from keel.train.work import Work, budget_of, open_source
 
 
 def run_stage(work: Work, stage: Stage, progress: Progress) -> Progress:
@@ -55,6 +55,7 @@ def imitate(work: Work, stage: SFTStage, progress: Progress) -> Progress:
         stage=stage,
         policy=work.policy,
         optimizer=optimizer,
+        budget=budget_of(stage, progress, work.session),
         stream=source.stream,
         tasks=source.tasks,
         demonstrate=load_entry(stage.demonstration, "demonstration"),
@@ -68,7 +69,14 @@ def reinforce(work: Work, stage: RLStage, progress: Progress) -> Progress:
     """Reinforcement learning; leaves the reward curve as a picture."""
     recipe, session = work.recipe, work.session
     seed = derive(recipe.seed, stage.name)
-    learner = build_learner(stage, recipe.model, work.policy, seed, work.resume_from)
+    learner = build_learner(
+        stage,
+        recipe.model,
+        work.policy,
+        seed,
+        budget_of(stage, progress, session),
+        work.resume_from,
+    )
     if work.resume_from is None and stage.algorithm.divergence is not None:
         progress = replace(progress, beta=stage.algorithm.divergence.beta)
     objective = explain_stage(stage, lora=recipe.model.lora is not None)

@@ -1,7 +1,4 @@
-"""All that decides what comes next, as one declared object, and its way to the disk and back.
-
-Weights, moments and the reference are tensors in files of their own; the rest is `Progress`.
-"""
+"""All that decides what comes next, as one declared object, and its way to the disk and back."""
 
 from __future__ import annotations
 
@@ -15,15 +12,22 @@ from torch import Tensor, nn
 
 from keel.learn.optimizer import AdamW
 from keel.models.policy import Policy
+from keel.models.reference import Reference
 from keel.runs import checkpoint
 
 STATE = "state.json"
 POLICY = "policy"
+TRAINABLE = "trainable.safetensors"
+REFERENCE = "reference.safetensors"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage has come. Everything the loop carries from step to step is here."""
+    """How far a stage has come: what is no tensor of all that the loop carries from step to step.
+
+    `token_budget` is what memory had room for where it ran out, None before; `skipped` counts the
+    optimizer steps that were not taken because they were not finite.
+    """
 
     stage: int
     step: int = 0
@@ -35,32 +39,43 @@ class Progress:
     best_step: int | None = None
     before: Mapping[str, Any] | None = None
     """The evaluation made before the first step."""
+    token_budget: int | None = None
+    skipped: int = 0
 
 
-def save(
-    folder: Path,
-    progress: Progress,
-    policy: Policy,
-    optimizers: Mapping[str, AdamW],
-    modules: Mapping[str, nn.Module],
-    extra: Mapping[str, Mapping[str, Tensor]],
-) -> None:
-    """Fill a checkpoint folder.
+@dataclass(frozen=True, eq=False)
+class State:
+    """All that decides what a stage does next: nothing else may change from step to step.
 
-    `policy/` loads with plain transformers; `trainable.safetensors` holds the same trainable
-    parameters bit for bit as the run has them, `modules` (value head, critic) beside it, then the
-    optimizers' moments, and whatever else decides what comes next (`extra`: the reference).
+    The weights that learn (the policy's, and `modules`: value head, critic, reward model), the
+    optimizers' moments, the reference, and `progress`. Random numbers are functions of the seed and
+    the step, so none of their generators is state.
     """
-    policy.save(folder / POLICY)
-    tensors: dict[str, Tensor] = dict(policy.trainable())
-    for name, module in modules.items():
-        tensors |= {f"{name}/{key}": value for key, value in module.state_dict().items()}
-    checkpoint.save_tensors(folder / "trainable.safetensors", tensors)
-    for name, optimizer in optimizers.items():
-        checkpoint.save_tensors(folder / f"{name}.safetensors", optimizer.state())
-    for name, state in extra.items():
-        checkpoint.save_tensors(folder / f"{name}.safetensors", state)
-    checkpoint.save_json(folder / STATE, asdict(progress))
+
+    progress: Progress
+    policy: Policy
+    optimizers: Mapping[str, AdamW]
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    reference: Reference | None = None
+
+    def save(self, folder: Path) -> None:
+        """Fill a checkpoint folder.
+
+        `policy/` loads with plain transformers; `trainable.safetensors` holds the same trainable
+        parameters bit for bit as the run has them, the modules beside them; then the moments, and
+        the reference where the policy's own base is not it.
+        """
+        self.policy.save(folder / POLICY)
+        tensors: dict[str, Tensor] = dict(self.policy.trainable())
+        for name, module in self.modules.items():
+            tensors |= {f"{name}/{key}": value for key, value in module.state_dict().items()}
+        checkpoint.save_tensors(folder / TRAINABLE, tensors)
+        for name, optimizer in self.optimizers.items():
+            checkpoint.save_tensors(folder / f"{name}.safetensors", optimizer.state())
+        reference = {} if self.reference is None else self.reference.state()
+        if reference:
+            checkpoint.save_tensors(folder / REFERENCE, reference)
+        checkpoint.save_json(folder / STATE, asdict(self.progress))
 
 
 def read_progress(folder: Path) -> Progress:
@@ -70,15 +85,15 @@ def read_progress(folder: Path) -> Progress:
 
 def restore_policy(folder: Path, policy: Policy) -> None:
     """Give the policy the trainable parameters of a checkpoint, in place."""
-    tensors = checkpoint.load_tensors(folder / "trainable.safetensors")
+    tensors = checkpoint.load_tensors(folder / TRAINABLE)
     with torch.no_grad():
         for name, parameter in policy.trainable().items():
             parameter.copy_(tensors[name])
 
 
 def restore_modules(folder: Path, modules: Mapping[str, nn.Module]) -> None:
-    """Give value head and critic the parameters that a checkpoint of their stage holds."""
-    tensors = checkpoint.load_tensors(folder / "trainable.safetensors")
+    """Give modules the parameters that a checkpoint of their stage holds."""
+    tensors = checkpoint.load_tensors(folder / TRAINABLE)
     for name, module in modules.items():
         prefix = f"{name}/"
         own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
@@ -87,7 +102,7 @@ def restore_modules(folder: Path, modules: Mapping[str, nn.Module]) -> None:
 
 def read_reference(folder: Path) -> dict[str, Tensor]:
     """The reference that a checkpoint holds; empty where the policy's own base is the reference."""
-    path = folder / "reference.safetensors"
+    path = folder / REFERENCE
     return checkpoint.load_tensors(path) if path.exists() else {}
 
 

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.config.schema import Recipe
+from keel.config.judging import JudgingStage
+from keel.config.schema import Recipe, Stage
 from keel.config.seeds import derive
 from keel.config.sources import Prompts, TaskSource
+from keel.learn.budget import Budget
 from keel.models.encode import Encoder
 from keel.models.policy import Policy
 from keel.runs.session import Session
 from keel.tasks import PromptStream, build_tasks, heldout
+from keel.train.state import Progress
 from keel.types import KeelError, Prompt, Task
 
 
@@ -64,6 +67,13 @@ def open_source(
     if state:
         stream.restore(state)
     return Source(tasks, weights, encoder, stream)
+
+
+def budget_of(stage: Stage | JudgingStage, progress: Progress, session: Session) -> Budget:
+    """The stage's token budget, or what memory has had room for since."""
+    budget = Budget(stage.token_budget, session.note)
+    budget.tokens = progress.token_budget or stage.token_budget
+    return budget
 
 
 def longest_prompt(wanted: int | None, context: int | None, room: int) -> int | None:

@@ -1,0 +1,83 @@
+"""How many tokens enter a pass, and what happens where memory runs out."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from keel.models.packed import spans_within
+from keel.types import KeelError
+
+T = TypeVar("T")
+
+_CPU_REFUSAL = "DefaultCPUAllocator: can't allocate memory"
+"""torch has no type for it: a RuntimeError that says so."""
+
+
+class Budget:
+    """Model-input tokens of a micro-batch, of which a longer sequence goes alone.
+
+    Halved where memory runs out, for good: so it is part of what a checkpoint holds. Weights are
+    set before a batch is cut, so a smaller budget changes a result by rounding alone.
+    """
+
+    def __init__(self, tokens: int, told: Callable[[str], None] = lambda text: None) -> None:
+        self.asked = self.tokens = tokens
+        self.told = told
+
+    @property
+    def found(self) -> int | None:
+        """The tokens that there was room for, where they are fewer than was asked for."""
+        return None if self.tokens == self.asked else self.tokens
+
+    def fitting(
+        self,
+        attempt: Callable[[int], T],
+        lengths: Sequence[int],
+        undo: Callable[[], None] = lambda: None,
+    ) -> T:
+        """What `attempt(tokens)` gives, with fewer tokens at a time until there is memory for it.
+
+        `lengths` are the model-input tokens of each sequence, in the order in which they are cut
+        into micro-batches; `undo` takes back what an attempt left behind.
+
+        Raises:
+            KeelError: the largest micro-batch is a single sequence, and there is no memory for it.
+        """
+        while True:
+            try:
+                return attempt(self.tokens)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+            # Not in the handler: the error holds the frames, and they the tensors, of the pass.
+            undo()
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self._halve(lengths)
+
+    def _halve(self, lengths: Sequence[int]) -> None:
+        spans = spans_within(lengths, self.tokens)
+        largest = max((list(lengths[span]) for span in spans), key=sum)
+        tokens = sum(largest)
+        if len(largest) == 1:
+            raise KeelError(
+                f"out of memory with one sequence of {tokens} tokens alone: lower max_tokens, set "
+                "model.activation_checkpointing = true, or take a smaller model"
+            )
+        before, self.tokens = self.tokens, tokens // 2
+        self.told(
+            f"out of memory with {tokens} tokens at a time (token_budget {before}): going on with "
+            f"{self.tokens}; set token_budget = {self.tokens}"
+        )
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory, on whatever device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _CPU_REFUSAL in str(error)
