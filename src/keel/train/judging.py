@@ -27,8 +27,9 @@ from keel.models.reference import reference_for
 from keel.models.reward import Kind, RewardModel, continued_reward_model, reward_model_from
 from keel.preferences.schema import Labelled, Preference, Stepwise
 from keel.runs import checkpoint
+from keel.runs.quarantine import LeftOut, named_from, write_quarantine
 from keel.tasks import preferences
-from keel.tasks.split import Sides
+from keel.tasks.split import Sides, Sieve
 from keel.train import dpo, reward_model, rows_sampled
 from keel.train.measuring import Measured, measure_labels, measure_pairs, measure_steps
 from keel.train.reward_evaluation import draw
@@ -241,14 +242,28 @@ def _ready(
     """The rows in tokens; what was left out on the way is noted where the stage begins."""
     limits = [limit for limit in (stage.max_tokens, context) if limit is not None]
     limit = min(limits) if limits else None
-    rows = ready(sides, encode, limit, stage.evaluation.rows, stage.name)
+    sieve: Sieve[R, Any] = Sieve(encode, limit)
+    if stage.data is not None and stage.data.bad_rows == "quarantine":
+        sides = sieve.without_bad(sides)
+    rows = ready(sides, sieve, limit, stage.evaluation.rows, stage.name)
+    kept = _quarantined(work, stage, (*sides.left_out, *sieve.left_out))
     left = (
         (rows.long, f"longer than {limit} tokens"),
         (rows.long_heldout, f"held out and longer than {limit} tokens"),
         (sides.overlap, "with a prompt or group that is also held out"),
         (sides.dropped, "with an empty answer"),
+        (sum(row.why == "bad" for row in sides.left_out), "that cannot be read"),
     )
     said = [f"{n} {why}" for n, why in left if n]
     if said and work.resume_from is None:
-        work.session.note(f"{stage.name}: rows left out: {', '.join(said)}")
+        work.session.note(f"{stage.name}: rows left out: {', '.join(said)} ({kept})")
     return rows
+
+
+def _quarantined(work: Work, stage: JudgingStage, left: Sequence[LeftOut]) -> str:
+    """Put the rows left out into the quarantine; the file, as a note names it."""
+    folder = work.session.folder
+    target = folder.quarantine / f"{stage.name}-rows.jsonl"
+    # Rows sampled into the run folder are named from there, wherever it lies.
+    write_quarantine(target, left if stage.data is not None else named_from(folder.path, left))
+    return f"quarantine/{target.name}"

@@ -14,10 +14,14 @@ from keel.config.sources import Prompts, TaskSource
 from keel.learn.budget import Budget
 from keel.models.encode import Encoder
 from keel.models.policy import Policy
+from keel.runs.quarantine import LeftOut, counted, write_quarantine
 from keel.runs.session import Session
-from keel.tasks import PromptStream, build_tasks, heldout
+from keel.tasks import PromptStream, build_tasks, heldout, stored
 from keel.train.state import Progress
 from keel.types import KeelError, Prompt, Task
+
+ENCODED_BEFORE = 20_000
+"""Stored rows of a stage whose prompts are encoded before the first step, to find the bad ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,19 +58,60 @@ def open_source(
 ) -> Source:
     """The prompts of tasks, encoded, those left out that leave no room for an answer.
 
-    `state` is that of the stream to go on from.
+    `state` is that of the stream to go on from. Stored rows that no prompt comes of are in the run
+    folder's quarantine when this returns.
     """
     tasks = {task.name: task for task in build_tasks(sources, work.recipe.seed)}
+    lenient = {name for name, s in zip(tasks, sources, strict=True) if s.bad_rows == "quarantine"}
     weights = [source.weight for source in sources]
     encoder = Encoder(
         work.policy.tokenizer,
         longest_prompt(prompts.max_tokens, work.policy.context, room),
         prompts.chat_template,
+        forgiven=lenient,
+        note=work.session.note,
     )
+    _set_aside(work, sources, tasks, encoder)
     stream = PromptStream(list(tasks.values()), weights, derive(seed, "prompts"), encoder)
     if state:
         stream.restore(state)
     return Source(tasks, weights, encoder, stream)
+
+
+def _set_aside(
+    work: Work, sources: Sequence[TaskSource], tasks: Mapping[str, Task], encoder: Encoder
+) -> None:
+    """Put the rows of stored tasks that no prompt comes of into the quarantine, and say how many.
+
+    So many rows as take seconds are encoded for that, in the order of the tasks; of the others,
+    those that cannot be encoded are found in flight.
+    """
+    left: list[LeftOut] = []
+    room = ENCODED_BEFORE
+    for name, task in tasks.items():
+        data = stored(task)
+        if data is None:
+            continue
+        left += data.left_out
+        rows = data.size("train") + data.size("heldout")
+        if rows <= room:
+            room -= rows
+            left += data.refused(encoder.wrong, forgiven=name in encoder.forgiven)
+            encoder.known.add(name)
+    stage = _stage_of(work.recipe, sources)
+    target = work.session.folder.quarantine / f"{stage}-prompts.jsonl"
+    write_quarantine(target, left)
+    if left and work.resume_from is None:
+        work.session.note(f"{stage}: rows left out: {counted(left)} (quarantine/{target.name})")
+
+
+def _stage_of(recipe: Recipe, sources: Sequence[TaskSource]) -> str:
+    """The name of the stage whose tasks these are."""
+    for stage in recipe.stages:
+        holder = stage.sampled if isinstance(stage, JudgingStage) else stage
+        if holder is not None and holder.tasks is sources:
+            return stage.name
+    return recipe.stages[-1].name
 
 
 def budget_of(stage: Stage | JudgingStage, progress: Progress, session: Session) -> Budget:

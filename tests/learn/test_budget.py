@@ -1,0 +1,148 @@
+"""Memory that runs out halves the budget, once for all; nothing else does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from keel.learn.budget import Budget, out_of_memory
+from keel.types import KeelError
+from tests.shared import ROOT
+
+
+def cpu_refusal() -> RuntimeError:
+    """What torch raises where a CPU has no memory: an exbibyte is more than any address space."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    return caught.value
+
+
+class Narrow:
+    """Work that has room for so many tokens of a micro-batch."""
+
+    def __init__(self, room: int, lengths: Sequence[int], error: Exception) -> None:
+        self.room, self.lengths, self.error = room, lengths, error
+        self.asked: list[int] = []
+        self.undone = 0
+
+    def attempt(self, tokens: int) -> str:
+        self.asked.append(tokens)
+        # As spans_within cuts: in order, a longer sequence alone.
+        used = largest = 0
+        for length in self.lengths:
+            used = used + length if used + length <= tokens else length
+            largest = max(largest, used)
+        if largest > self.room:
+            raise self.error
+        return "done"
+
+    def undo(self) -> None:
+        self.undone += 1
+
+
+def test_torch_refuses_with_an_error_that_is_known() -> None:
+    assert out_of_memory(cpu_refusal())
+    assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert out_of_memory(MemoryError())
+    assert not out_of_memory(RuntimeError("shapes do not fit"))
+    assert not out_of_memory(ValueError("DefaultCPUAllocator: can't allocate memory"))
+
+
+def test_halved_until_there_is_room_and_kept() -> None:
+    told: list[str] = []
+    budget = Budget(1000, told.append)
+    work = Narrow(12, [10, 10, 10, 10], cpu_refusal())
+    assert budget.found is None
+    assert budget.fitting(work.attempt, work.lengths, work.undo) == "done"
+    # 40 tokens are all there is, so that halving 1000 would ask for the same again.
+    assert work.asked == [1000, 20, 10]
+    assert work.undone == 2
+    assert budget.tokens == budget.found == 10
+    assert [text.split(":")[0] for text in told] == [
+        "out of memory with 40 tokens at a time (token_budget 1000)",
+        "out of memory with 20 tokens at a time (token_budget 20)",
+    ]
+    assert "set token_budget = 10" in told[1]
+    again = Narrow(12, [10, 10], cpu_refusal())
+    budget.fitting(again.attempt, again.lengths)
+    assert again.asked == [10]
+
+
+def test_a_sequence_alone_that_has_no_room_ends_it() -> None:
+    budget = Budget(64)
+    work = Narrow(12, [10, 30, 10], cpu_refusal())
+    with pytest.raises(KeelError, match="one sequence of 30 tokens alone"):
+        budget.fitting(work.attempt, work.lengths, work.undo)
+    assert work.undone == len(work.asked)
+
+
+def test_another_error_is_not_taken_for_it() -> None:
+    budget = Budget(64)
+    work = Narrow(0, [10, 10], RuntimeError("shapes do not fit"))
+    with pytest.raises(RuntimeError, match="shapes"):
+        budget.fitting(work.attempt, work.lengths, work.undo)
+    assert work.undone == 0
+    assert budget.tokens == 64
+
+
+SCRIPT = """
+import resource, sys
+import torch
+torch.set_num_threads(1)
+from keel.train import rl
+from keel.train.run import train
+from tests.train.small import small
+
+room, tokens, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+recipe = small(
+    "rewards.functions=[{function='place_match'}]", "steps=2", "rollout.prompts_per_step=64",
+    "rollout.group_size=8", "evaluation.prompts=0", "optimizer.learning_rate=1e-3",
+    "rollouts_every=1", f"token_budget={tokens}",
+)
+improve = rl.improve
+
+def limited(*given):
+    # Only while it learns: what sampling needs is not what this is about.
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    free = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    if room:
+        resource.setrlimit(resource.RLIMIT_AS, (used + room, free[1]))
+    try:
+        return improve(*given)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, free)
+
+rl.improve = limited
+train(recipe, folder)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_run_that_meets_it_ends_as_one_with_that_budget(tmp_path: Path) -> None:
+    """A real limit of the address space, round the optimizer steps of a real run."""
+
+    def run(name: str, room: int, tokens: int) -> Path:
+        folder = tmp_path / name
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(room), str(tokens), str(folder)],
+            cwd=ROOT,
+            check=True,
+            timeout=300,
+        )
+        return folder
+
+    met = run("met", 30 << 20, 100_000)
+    state = json.loads((met / "checkpoints" / "step-000002" / "state.json").read_text())
+    found = state["token_budget"]
+    events = [json.loads(line) for line in (met / "events.jsonl").read_text().splitlines()]
+    assert any(f"going on with {found}" in event.get("text", "") for event in events)
+    asked = run("asked", 0, found)
+    assert (met / "metrics.jsonl").read_bytes() == (asked / "metrics.jsonl").read_bytes()
+    name = "checkpoints/step-000002/trainable.safetensors"
+    assert (met / name).read_bytes() == (asked / name).read_bytes()

@@ -1,0 +1,159 @@
+"""Where a value that is not finite comes from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from keel.algorithms.spec import Algorithm, Clip, GroupRelative, Weights
+from keel.config.optimisation import Optimizer
+from keel.learn.batch import Batch
+from keel.learn.budget import Budget
+from keel.learn.finite import Cause, NotFinite, first_bad, place_of, stop_unless_finite
+from keel.learn.learner import Learner, cause_of, update
+from keel.learn.loss import prepare
+from keel.learn.optimizer import AdamW, step_all, trainable
+from tests.models import tiny
+
+ROW = Algorithm(
+    advantage=GroupRelative(), ratio="token", surrogate=Clip(), weights=Weights(kind="token_mean")
+)
+
+
+def batch_of(*lengths: int, prompt: int = 2) -> Batch:
+    """Sequences of a prompt and so many written tokens each."""
+    tokens = [1 + (7 * i) % 11 for i in range(sum(lengths) + prompt * len(lengths))]
+    targets, at = [], 0
+    for length in lengths:
+        targets += range(at + prompt, at + prompt + length)
+        at += prompt + length
+    count = sum(lengths)
+    return Batch(
+        tokens_T=torch.tensor(tokens),
+        input_lengths=tuple(prompt + length for length in lengths),
+        target_N=torch.tensor(targets),
+        lengths=lengths,
+        groups_S=torch.zeros(len(lengths), dtype=torch.long),
+        engine_log_prob_N=torch.full((count,), -2.0),
+        advantage_N=torch.linspace(-1, 1, count),
+    )
+
+
+def learner_of() -> Learner:
+    policy = tiny.policy()
+    return Learner(policy, AdamW(trainable(policy), Optimizer(learning_rate=1e-2)), Budget(10_000))
+
+
+def weights(learner: Learner) -> list[torch.Tensor]:
+    return [p.detach().clone() for _, p in learner.optimizer.parameters]
+
+
+def same(learner: Learner, before: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(before, weights(learner), strict=True))
+
+
+def test_only_loss_and_gradient_decide() -> None:
+    stop_unless_finite({"loss": 1.0, "ratio/mean": math.inf, "entropy": math.nan})
+    for name in ("loss", "loss/policy", "value/loss", "grad_norm", "value/grad_norm"):
+        with pytest.raises(NotFinite, match=name) as caught:
+            stop_unless_finite({"kl": 0.0, name: math.nan})
+        assert caught.value.names == (name,)
+
+
+def test_an_action_is_placed_in_its_sequence() -> None:
+    assert [place_of(at, (2, 1, 3)) for at in range(6)] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (2, 0),
+        (2, 1),
+        (2, 2),
+    ]
+    assert first_bad(torch.tensor([0.0, math.inf, math.nan])) == 1
+    assert first_bad(torch.tensor([0.0])) is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("advantage_N", "the advantage"),
+        ("old_log_prob_N", "the old log-probability"),
+        ("engine_log_prob_N", "the engine's log-probability"),
+    ],
+)
+def test_what_was_known_before_is_named_with_its_token(field: str, said: str, bad: float) -> None:
+    learner = learner_of()
+    batch = replace(batch_of(2, 3, 4), old_log_prob_N=torch.full((9,), -2.0))
+    values = getattr(batch, field).clone()
+    values[6] = bad  # the second token of the third sequence
+    part = prepare(ROW, replace(batch, **{field: values}), 9)
+    assert cause_of(learner, ROW, part, 0.0) == Cause(said, 2, 1)
+
+
+def test_no_step_is_taken_and_no_gradient_left() -> None:
+    learner = learner_of()
+    before = weights(learner)
+    batch = batch_of(2, 3)
+    assert batch.advantage_N is not None
+    batch.advantage_N[3] = math.nan
+    with pytest.raises(NotFinite):
+        update(learner, ROW, prepare(ROW, batch, 9), 0.0, (1e-2, 1e-2))
+    assert same(learner, before)
+    assert all(p.grad is None for _, p in learner.optimizer.parameters)
+    assert not learner.optimizer.state()
+
+
+def test_a_weight_is_named() -> None:
+    learner = learner_of()
+    name, parameter = learner.optimizer.parameters[3]
+    with torch.no_grad():
+        parameter.view(-1)[0] = math.nan
+    cause = cause_of(learner, ROW, prepare(ROW, batch_of(2, 3), 9), 0.0)
+    assert cause == Cause(f"the weights {name}")
+
+
+def test_a_gradient_is_found_where_the_loss_is_finite() -> None:
+    """√x at 0 has a finite value and an infinite slope; here at one token of one sequence."""
+    learner = learner_of()
+    batch = prepare(ROW, batch_of(3, 3), 9)
+    embedding = learner.policy.model.get_input_embeddings()
+
+    def spoil(module: object, args: tuple[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        whole = out.shape[1] == 10
+        second = out.shape[1] == 5 and int(args[0][0, 0]) == int(batch.tokens_T[5])
+        if not whole and not second:
+            return out
+        mask = torch.zeros(out.shape[1], 1)
+        mask[7 if whole else 2] = 1
+        # Value 0 everywhere; the slope of √ at 0 is infinite where the mask is 1.
+        return out + (out.detach() - out).mul(mask).abs().sqrt()
+
+    handle = embedding.register_forward_hook(spoil)
+    before = weights(learner)
+    with pytest.raises(NotFinite) as caught:
+        update(learner, ROW, batch, 0.0, (1e-2, 1e-2))
+    assert caught.value.names == ("grad_norm",)
+    assert same(learner, before)
+    cause = cause_of(learner, ROW, batch, 0.0)
+    handle.remove()
+    assert cause.sequence == 1
+    assert cause.term.startswith("the gradient of ")
+
+
+def test_two_optimizers_step_both_or_neither() -> None:
+    one, two = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    both = [AdamW([(name, p)], Optimizer()) for name, p in (("one", one), ("two", two))]
+    one.grad, two.grad = torch.ones(2), torch.tensor([1.0, math.inf])
+    norms = step_all(both, [0.1, 0.1])
+    assert norms == [pytest.approx(math.sqrt(2)), math.inf]
+    assert one.tolist() == two.tolist() == [1.0, 1.0]
+    assert one.grad is None
+    assert two.grad is None
+    one.grad, two.grad = torch.ones(2), torch.ones(2)
+    step_all(both, [0.1, 0.2])
+    assert one.tolist() == pytest.approx([0.9, 0.9])
+    assert two.tolist() == pytest.approx([0.8, 0.8])

@@ -1,0 +1,187 @@
+"""A step whose loss or gradient is not finite is not taken; its batch is kept, its cause named."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from keel.runs.checkpoint import damage
+from keel.runs.layout import RunFolder
+from keel.runs.read import load
+from keel.train.run import train
+from keel.types import KeelError
+from tests.train.judged import data, ones, recipe
+from tests.train.small import small
+from tests.train.test_resume import damage as tear
+from tests.train.test_resume import same
+
+CALLS = {"surrogate": 0}
+SPOILED = "algorithm.surrogate={kind='custom', function='tests.train.test_faults:spoiled'}"
+DENSE = "rewards.functions=[{function='place_match'}]"
+EVERY = ("checkpoints.every=1", "optimizer.learning_rate=1e-3", DENSE)
+
+
+def spoiled(log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor) -> Tensor:
+    """NaN in the third sequence of the batches that `SPOIL` says, or in one learned alone."""
+    out = log_ratio_N.exp() * advantage_N
+    if len(lengths_S) == 16 and SPOIL["when"](advantage_N):
+        start = int(lengths_S[:2].sum())
+        out = out.clone()
+        out[start] = math.nan
+    elif len(lengths_S) == 1 and SPOIL["alone"](lengths_S):
+        out = out * math.nan
+    return out
+
+
+SPOIL: dict[str, Any] = {"when": lambda _: False, "alone": lambda _: False}
+
+
+def rows(folder: RunFolder) -> list[dict[str, Any]]:
+    return load(folder.path).metrics()
+
+
+@pytest.fixture
+def sizes(tmp_path: Path) -> list[int]:
+    """The tokens of each step's batch, in a run that nothing is wrong with."""
+    folder = train(small(*EVERY, SPOILED), tmp_path / "sound")
+    found = [sum(len(r["tokens"]) for r in load(folder.path).rollouts(n)) for n in (1, 2, 3, 4)]
+    assert len(set(found)) == 4, "steps must differ for the test to tell them apart"
+    return found
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, *tokens: int) -> None:
+    """Spoil the steps whose batches have so many tokens."""
+    monkeypatch.setitem(SPOIL, "when", lambda advantage_N: advantage_N.numel() in tokens)
+
+
+def test_the_run_stops_and_says_where(
+    sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, sizes[2])
+    monkeypatch.setitem(SPOIL, "alone", lambda lengths_S: True)
+    with pytest.raises(KeelError) as caught:
+        train(small(*EVERY, SPOILED), tmp_path / "run")
+    said = str(caught.value)
+    assert said.count("\n") == 0
+    for part in ("rl step 3", "loss", "sequence 0 (prompt 'sort_digits/train/", "on_nonfinite"):
+        assert part in said, said
+    folder = RunFolder.open(tmp_path / "run")
+    kept = folder.faults / "rl-step-000003-0"
+    assert damage(kept) is None
+    batch = load_file(kept / "batch.safetensors")
+    assert batch["advantage_N"].shape == (sizes[2],)
+    lengths = json.loads((kept / "batch.json").read_text())
+    assert len(lengths["lengths"]["items"]) == 16
+    assert json.loads((kept / "cause.json").read_text())["step"] == 3
+    assert [row["step"] for row in rows(folder)] == [1, 2]
+    assert load(folder.path).checkpoints()[-1].place.step == 2
+
+
+def test_mended_it_goes_on_as_if_nothing_had_been(
+    sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, sizes[2])
+    with pytest.raises(KeelError):
+        train(small(*EVERY, SPOILED), tmp_path / "run")
+    spoil(monkeypatch)
+    again = train(None, tmp_path / "run", resume=True)
+    same(RunFolder.open(tmp_path / "sound"), again)
+
+
+def test_told_to_it_goes_on_and_counts(
+    sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, sizes[1])
+    keys = (*EVERY, SPOILED, 'on_nonfinite="skip"')
+    folder = train(small(*keys), tmp_path / "run")
+    told = rows(folder)
+    assert [row["steps_skipped"] for row in told] == [0, 1, 1, 1]
+    assert "loss" not in told[1]
+    assert "loss" in told[2]
+    before, after = (load_file(folder.checkpoint(0, n) / "trainable.safetensors") for n in (1, 2))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert load(folder.path).rollouts(2)
+    kinds = [event["event"] for event in load(folder.path).events()]
+    assert kinds.count("not_finite") == 1
+    copy = tmp_path / "copy"
+    shutil.copytree(folder.path, copy)
+    again = RunFolder.open(copy)
+    for step in (2, 3, 4):
+        tear(again, 0, step)
+    train(None, copy, resume=True)
+    same(folder, again)
+    names = [sorted(p.name for p in f.faults.iterdir()) for f in (folder, again)]
+    assert names[0] == names[1] == ["rl-step-000002-0"]
+
+
+def test_of_two_minibatches_the_other_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = (*EVERY, SPOILED, 'on_nonfinite="skip"', "minibatches=2", "steps=1")
+    monkeypatch.setattr("tests.train.test_faults.spoiled", _first_half)
+    CALLS["surrogate"] = 0
+    folder = train(small(*keys), tmp_path / "run")
+    (row,) = rows(folder)
+    assert row["steps_skipped"] == 1
+    assert math.isfinite(row["loss"])
+    assert [p.name for p in folder.faults.iterdir()] == ["rl-step-000001-0"]
+
+
+def _first_half(log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+    """NaN the first time it is called."""
+    CALLS["surrogate"] += 1
+    out = log_ratio_N.exp() * advantage_N
+    return out * math.nan if CALLS["surrogate"] == 1 else out
+
+
+def stage_of(folder: Path, **keys: Any) -> Mapping[str, Any]:
+    source = data(folder, ones(24, 1), ones(8, 2))
+    return {
+        "data": source,
+        "steps": 4,
+        "batch_size": 7,
+        "optimizer": {"learning_rate": 1e-3},
+        "checkpoints": {"every": 1, "keep": 9},
+        **keys,
+    }
+
+
+@pytest.mark.parametrize("kind", ["reward_model", "dpo"])
+def test_stages_on_rows_do_the_same(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """A margin that is infinite in the file's last row makes the loss of its step so."""
+    from keel.objective import preference
+
+    function = "bradley_terry" if kind == "reward_model" else "dpo"
+    real = getattr(preference, function)
+    calls = {"n": 0}
+
+    def bad(*given: Any, **keys: Any) -> Tensor:
+        out = real(*given, **keys)
+        calls["n"] += 1
+        whole = len(out) == 7 and calls["n"] == 2
+        alone = len(out) == 1 and calls["n"] == 5  # the third row of those looked at alone
+        return out * math.nan if whole or alone else out
+
+    monkeypatch.setattr(f"keel.train.{kind}.{function}", bad, raising=False)
+    monkeypatch.setattr(preference, function, bad)
+    stage = stage_of(tmp_path, stage=kind, on_nonfinite="skip", evaluation={"rows": 0})
+    folder = train(recipe(stage), tmp_path / "run")
+    told = rows(folder)
+    assert [row["steps_skipped"] for row in told] == [0, 1, 1, 1]
+    kept = folder.faults / f"{kind}-step-000002-0"
+    assert damage(kept) is None
+    assert len(json.loads((kept / "rows.json").read_text())["rows"]) == 7
+    cause = json.loads((kept / "cause.json").read_text())
+    assert cause["sequence"] == "row 2 of the step"
+    weights = [load_file(folder.checkpoint(0, n) / "trainable.safetensors") for n in (1, 2, 3)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not all(torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
