@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from keel.engines.native import NativeEngine
 from keel.runs.checkpoint import damage
 from keel.runs.layout import RunFolder
 from keel.runs.read import load
@@ -185,3 +187,49 @@ def test_stages_on_rows_do_the_same(kind: str, tmp_path: Path, monkeypatch: Any)
     weights = [load_file(folder.checkpoint(0, n) / "trainable.safetensors") for n in (1, 2, 3)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert not all(torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
+
+
+def sleepy(completions: list[str], **kwargs: Any) -> list[float]:
+    """A reward that answers in the first step only."""
+    CALLS["sleepy"] = CALLS.get("sleepy", 0) + 1
+    if CALLS["sleepy"] > 1:
+        time.sleep(600)
+    return [float(len(text)) for text in completions]
+
+
+def test_a_reward_that_hangs_leaves_its_stack_and_the_run_goes_on(tmp_path: Path) -> None:
+    function = "rewards.functions=[{function='tests.train.test_faults:sleepy'}]"
+    keys = ("evaluation.prompts=0", "rewards.timeout=0.5", "checkpoints.every=1", function)
+    CALLS["sleepy"] = 0
+    with pytest.raises(KeelError) as caught:
+        train(small(*keys), tmp_path / "run")
+    folder = RunFolder.open(tmp_path / "run")
+    stack = folder.faults / "hang-1.txt"
+    assert "reward 'sleepy' at step 2" in str(caught.value)
+    assert "in sleepy (test_faults.py:" in str(caught.value)
+    assert str(stack) in str(caught.value)
+    assert "time.sleep(600)" in stack.read_text()
+    events = load(folder.path).events()
+    assert [event["stack"] for event in events if event["event"] == "hung"] == ["hang-1.txt"]
+    CALLS["sleepy"] = -100
+    assert [row["step"] for row in rows(train(None, folder.path, resume=True))] == [1, 2, 3, 4]
+
+
+def test_an_engine_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stuck(*_: object) -> None:
+        time.sleep(600)
+
+    monkeypatch.setattr(NativeEngine, "sample", stuck)
+    with pytest.raises(KeelError, match=r"the engine gives no answer within 0.5 s .*in stuck \("):
+        train(small("evaluation.prompts=0", "rollout.timeout=0.5"), tmp_path / "run")
+
+
+def test_no_memory_to_sample_in_names_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def large(*_: object) -> None:
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    monkeypatch.setattr(NativeEngine, "sample", large)
+    with pytest.raises(KeelError, match="lower rollout.max_rows"):
+        train(small("evaluation.prompts=0"), tmp_path / "run")

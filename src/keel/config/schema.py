@@ -64,6 +64,8 @@ class Rollout(Row):
     """Punish length over the last so many tokens of the budget (DAPO); the preset's unless set."""
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     """Who computes log π_old: the trainer's own forward, or the engine as it sampled."""
+    timeout: Positive = 1800.0
+    """Seconds that one call of the engine may take: a step's completions, or an evaluation's."""
     max_rows: Count = 256
     """How many sequences the native engine decodes at once."""
 

@@ -1,7 +1,8 @@
 """Calls of functions that may hang: sync ones in a thread each, async ones in one event loop.
 
 A thread cannot be ended from outside: one that hangs is left behind (it ends with the process).
-Code that hangs inside C without releasing Python's lock cannot be timed out at all.
+Code that hangs inside C without releasing Python's lock cannot be left behind either: it ends the
+process, with its stack on stderr.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from keel.runs.watchdog import Ending, stack_of, stack_of_task
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a call ended: with a value, an error, or not within its time."""
+    """How a call ended: with a value, an error, or not within its time (and where it is then)."""
 
     value: Any = None
     error: BaseException | None = None
     timed_out: bool = False
+    stack: str = ""
 
 
 def call(function: Callable[[], Any], timeout: float) -> Outcome:
@@ -36,25 +40,36 @@ def call_each(functions: Sequence[Callable[[], Any]], timeout: float) -> Iterato
     After one that hangs, the rest go on in a new thread.
     """
     done = 0
-    while done < len(functions):
-        outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        stop = threading.Event()
-        rest = functions[done:]
-        threading.Thread(
-            target=_run, args=(rest, outcomes, stop), name="keel-reward", daemon=True
-        ).start()
-        try:
-            for _ in rest:
-                try:
-                    outcome = outcomes.get(timeout=timeout)
-                except queue.Empty:
-                    outcome = Outcome(timed_out=True)
+    with Ending() as end:
+        while done < len(functions):
+            for outcome in _in_one_thread(functions[done:], timeout, end):
                 done += 1
                 yield outcome
-                if outcome.timed_out:
-                    break
-        finally:
-            stop.set()
+
+
+def _in_one_thread(
+    functions: Sequence[Callable[[], Any]], timeout: float, end: Ending
+) -> Iterator[Outcome]:
+    """The outcomes up to the first that hangs."""
+    outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    stop = threading.Event()
+    thread = threading.Thread(
+        target=_run, args=(functions, outcomes, stop), name="keel-reward", daemon=True
+    )
+    end.renew(timeout)  # before it runs: it may never let go of the interpreter's lock
+    thread.start()
+    try:
+        for _ in functions:
+            end.renew(timeout)
+            try:
+                outcome = outcomes.get(timeout=timeout)
+            except queue.Empty:
+                outcome = Outcome(timed_out=True, stack=stack_of(thread.ident))
+            yield outcome
+            if outcome.timed_out:
+                return
+    finally:
+        stop.set()
 
 
 def _run(
@@ -98,6 +113,10 @@ class LoopThread:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(function)
 
+    def stack(self) -> str:
+        """Where the loop's thread is now."""
+        return "" if self._thread is None else stack_of(self._thread.ident)
+
     def abandon(self) -> None:
         """Leave a blocked loop; it stops when, and if, what blocks it returns."""
         if self._loop is not None:
@@ -138,12 +157,14 @@ class AsyncCalls:
         self._loop = loop
         self._functions = dict(functions)
         self._outcomes: dict[str, Outcome] = {}
+        self._stacks: dict[str, str] = {}
         self._ended = threading.Event()
         self._gone = threading.Event()
         self._over = False
         self._task: asyncio.Task[None] | None = None
         self._started = time.monotonic()
         if self._functions:
+            Ending().renew(timeout)
             loop.submit(self._gather())
         else:
             self._ended.set()
@@ -151,12 +172,21 @@ class AsyncCalls:
     def outcomes(self) -> dict[str, Outcome]:
         """Wait for the calls, each at most its timeout from the start; then how each ended."""
         # The loop keeps time itself, unless a coroutine blocks it: hence the second in hand.
-        left = self._started + self.timeout + 1.0 - time.monotonic()
-        if not self._ended.wait(max(0.0, left)):
-            self._loop.abandon()
-            self._gone.set()
+        left = max(0.0, self._started + self.timeout + 1.0 - time.monotonic())
+        blocked = ""
+        with Ending() as end:
+            end.renew(left)
+            if not self._ended.wait(left):
+                blocked = self._loop.stack()
+                self._loop.abandon()
+                self._gone.set()
         ended = dict(self._outcomes)
-        return {name: ended.get(name, Outcome(timed_out=True)) for name in self._functions}
+        return {
+            name: ended.get(
+                name, Outcome(timed_out=True, stack=self._stacks.get(name, "") or blocked)
+            )
+            for name in self._functions
+        }
 
     def cancel(self) -> None:
         """Give the calls up, so that none goes on behind an error of another."""
@@ -176,7 +206,7 @@ class AsyncCalls:
             return
         self._task = asyncio.current_task()
         tasks = {
-            asyncio.create_task(self._one(name, function))
+            asyncio.create_task(self._one(name, function), name=name)
             for name, function in self._functions.items()
         }
         try:
@@ -185,6 +215,7 @@ class AsyncCalls:
         finally:
             self._over = True
             pending = [task for task in tasks if not task.done()]
+            self._stacks = {task.get_name(): stack_of_task(task) for task in pending}
             for task in pending:
                 task.cancel()
             self._ended.set()

@@ -18,6 +18,7 @@ from keel.rewards.checking import BadReturn, Said, read_rewards
 from keel.rewards.compose import Composed, compose, shut
 from keel.rewards.loading import RESERVED, TASK, NamedReward
 from keel.rewards.overlong import soft_overlong
+from keel.runs.watchdog import Hung, place
 from keel.types import Completion, Group, KeelError, Prompt, Task, Verdict
 
 OVERLONG = "overlong"
@@ -231,7 +232,7 @@ class Scorer:
                         raise KeelError(f"{where}: {_sample(batch, at, places)}: {one.wrong}")
                 return said
         if self.on_error == "stop":
-            raise KeelError(f"{where} ({_range(batch)}): {wrong}") from outcome.error
+            raise _error(f"{where} ({_range(batch)}): {wrong}", outcome) from outcome.error
         del logs[name]
         return [Said(wrong=wrong)] * len(batch)
 
@@ -252,7 +253,7 @@ class Scorer:
             )
             if one.wrong is not None and self.on_error == "stop":
                 where = f"reward {name!r} at step {batch.step}: {_sample(batch, len(said), places)}"
-                raise KeelError(f"{where}: {one.wrong}") from outcome.error
+                raise _error(f"{where}: {one.wrong}", outcome) from outcome.error
             said.append(one)
         if self.by_task_alone:
             _someone_spoke(batch, said)
@@ -260,7 +261,11 @@ class Scorer:
 
     def _failure(self, outcome: Outcome) -> str | None:
         if outcome.timed_out:
-            return f"hangs: no answer within {self.timeout:g} s: mend it, or raise rewards.timeout"
+            where = f" ({place(outcome.stack)})" if outcome.stack else ""
+            return (
+                f"hangs: no answer within {self.timeout:g} s{where}: mend it, or raise "
+                "rewards.timeout"
+            )
         if outcome.error is None:
             return None
         message = " ".join(str(outcome.error).split())
@@ -284,6 +289,10 @@ class Scorer:
             components[OVERLONG] = None if reward is None else punishment
             reward = None if reward is None else reward + punishment
         return Verdict(reward=reward, components=components, steps=composed.steps)
+
+
+def _error(line: str, outcome: Outcome) -> KeelError:
+    return Hung(line, outcome.stack) if outcome.timed_out else KeelError(line)
 
 
 def _someone_spoke(batch: Batch, said: Sequence[Said]) -> None:

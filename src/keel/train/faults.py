@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,9 @@ from torch import Tensor
 from keel.learn.batch import Batch
 from keel.learn.finite import Cause, NotFinite
 from keel.runs import checkpoint
+from keel.runs.files import told, write_text
 from keel.runs.session import Session
+from keel.runs.watchdog import Hung
 from keel.types import KeelError
 
 Choice = Literal["stop", "skip"]
@@ -69,6 +72,23 @@ def met(
             'on_nonfinite = "skip" to go on without such steps'
         ) from error
     session.note(f"{fault.line}; its batch is in {target}")
+
+
+@contextmanager
+def keeping_stacks(session: Session) -> Iterator[None]:
+    """A call that gave no answer leaves its stack in the run folder."""
+    try:
+        yield
+    except Hung as error:
+        if not error.stack:
+            raise
+        count = len(list(session.folder.faults.glob("hang-*.txt")))
+        target = session.folder.faults / f"hang-{count + 1}.txt"
+        with told(target):
+            target.parent.mkdir(exist_ok=True)
+        write_text(target, f"{error}\n\n{error.stack}")
+        session.recorder.event("hung", text=str(error), stack=target.name)
+        raise KeelError(f"{error}; its stack is in {target}") from error
 
 
 def write_batch(folder: Path, batch: Batch) -> None:

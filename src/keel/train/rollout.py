@@ -11,9 +11,11 @@ from keel.algorithms.spec import Algorithm
 from keel.config.schema import Rollout as RolloutChoice
 from keel.config.seeds import derive
 from keel.engines.turns import converse
+from keel.learn.budget import out_of_memory
 from keel.rewards.score import Scorer
+from keel.runs.watchdog import watching
 from keel.tasks.mixture import PromptStream
-from keel.types import Engine, Group, Prompt, Sampling, Task, Verdict
+from keel.types import Engine, Group, KeelError, Prompt, Sampling, Task, Verdict
 
 Judged = tuple[Verdict, ...]
 
@@ -51,17 +53,29 @@ class Sampler:
     def sample(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
     ) -> list[Group]:
-        """Completions of the prompts, through as many turns as the task and the recipe allow."""
-        return converse(
-            self.engine,
-            prompts,
-            n,
-            sampling,
-            seed,
-            tasks=self.tasks,
-            tokenizer=self.tokenizer,
-            max_turns=self.choice.max_turns,
-        )
+        """Completions of the prompts, through as many turns as the task and the recipe allow.
+
+        Raises KeelError where there is no answer in time, or no memory for it.
+        """
+        try:
+            with watching("the engine", self.choice.timeout, "rollout.timeout"):
+                return converse(
+                    self.engine,
+                    prompts,
+                    n,
+                    sampling,
+                    seed,
+                    tasks=self.tasks,
+                    tokenizer=self.tokenizer,
+                    max_turns=self.choice.max_turns,
+                )
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            raise KeelError(
+                f"out of memory while {len(prompts)} prompts were answered: lower "
+                f"rollout.max_rows (now {self.choice.max_rows})"
+            ) from error
 
 
 def collect(sampler: Sampler, row: Algorithm, step: int) -> Rollouts:

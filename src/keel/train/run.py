@@ -18,6 +18,7 @@ from keel.runs.session import Session
 from keel.runs.trackers import open_trackers
 from keel.runs.watch import Silent, Watcher
 from keel.train.ahead import look_ahead
+from keel.train.faults import keeping_stacks
 from keel.train.stages import run_stage
 from keel.train.state import Progress, read_progress, restore_policy
 from keel.train.work import Work
@@ -47,7 +48,8 @@ def train(
     with opening.running(place, resume, watcher or Silent()) as (session, start):
         progress = Progress(stage=0) if start is None else read_progress(start)
         session.recorder.event("resumed" if resume else "started", step=progress.step)
-        _run(recipe, session, progress, start)
+        with keeping_stacks(session):
+            _run(recipe, session, progress, start)
     return place
 
 
@@ -58,9 +60,7 @@ def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | Non
     policy = load_policy(recipe.model, recipe.seed)
     if start is not None:
         restore_policy(start, policy)
-    update_run_json(
-        session.folder, opening.facts(recipe.name, recipe.seed, torch.get_num_threads(), REPORTED)
-    )
+    opening.declare(session, recipe.name, recipe.seed, torch.get_num_threads(), REPORTED)
     look_ahead(recipe, policy, progress.stage)
     for number in range(progress.stage, len(recipe.stages)):
         stage = recipe.stages[number]

@@ -20,7 +20,7 @@ from keel.tasks import PromptStream, build_tasks, heldout, stored
 from keel.train.state import Progress
 from keel.types import KeelError, Prompt, Task
 
-ENCODED_BEFORE = 20_000
+ENCODED_BEFORE = 10_000
 """Stored rows of a stage whose prompts are encoded before the first step, to find the bad ones."""
 
 

@@ -1,0 +1,119 @@
+"""A call that does not come back is named with its stack, or ends the process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from keel.runs.watchdog import Hung, place, stack_of, watching
+
+
+def deaf() -> None:
+    """Goes on whatever an ordinary `except` is told."""
+    while True:
+        try:
+            time.sleep(0.01)
+        except Exception:
+            continue
+
+
+def locked() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+@pytest.mark.parametrize("hangs", [deaf, locked])
+def test_it_is_named_where_it_hangs(hangs: object) -> None:
+    assert callable(hangs)
+    name = hangs.__name__
+    with pytest.raises(Hung) as caught, watching("the engine", 0.2, "rollout.timeout"):
+        hangs()
+    said = str(caught.value)
+    assert said.startswith("the engine gives no answer within 0.2 s (it is in " + name)
+    assert said.endswith("raise rollout.timeout")
+    assert "test_watchdog.py" in caught.value.stack
+
+
+def test_in_another_thread_too() -> None:
+    caught: list[Hung] = []
+
+    def work() -> None:
+        try:
+            with watching("the engine", 0.2, "rollout.timeout"):
+                deaf()
+        except Hung as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(30)
+    assert len(caught) == 1
+
+
+def test_in_time_nothing_happens_and_signals_are_as_they_were() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    with watching("the engine", 600.0, "rollout.timeout"):
+        during = signal.getsignal(signal.SIGALRM)
+    assert during is not before
+    assert signal.getsignal(signal.SIGALRM) is before
+    with pytest.raises(ZeroDivisionError), watching("the engine", 600.0, "rollout.timeout"):
+        1 / 0  # noqa: B018
+
+
+def test_a_call_that_ends_as_its_time_does_never_lets_the_signal_through() -> None:
+    """Left to its default action, SIGALRM would end this process."""
+    for _ in range(500):
+        try:
+            with watching("the engine", 0.0005, "rollout.timeout"):
+                for _ in range(3000):
+                    pass
+        except Hung:
+            pass
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+
+HELD = """
+import re
+from keel.runs import watchdog
+watchdog.GRACE = 0.2
+watchdog.Ending.EVERY = 0.0
+{block}
+"""
+MATCH = 're.match(r"(a+)+$", "a" * 60 + "b")'
+"""Holds the interpreter's lock for longer than anybody waits."""
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        f'with watchdog.watching("the engine", 0.2, "k"):\n    {MATCH}',
+        f"from keel.rewards.calling import call\ncall(lambda: {MATCH}, 0.2)",
+        "from keel.rewards.calling import AsyncCalls, LoopThread\n"
+        f"async def slow(): {MATCH}\n"
+        "AsyncCalls({'slow': slow}, 0.2, LoopThread()).outcomes()",
+    ],
+)
+def test_what_holds_the_interpreter_ends_with_its_stack_on_stderr(block: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HELD.format(block=block)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert "in match" in done.stderr
+
+
+def test_the_place_is_the_innermost_line() -> None:
+    stack = stack_of(threading.get_ident())
+    assert place(stack).startswith("in stack_of (watchdog.py:")
+    assert place("") == "nowhere to be seen"
+    assert stack_of(None) == ""
