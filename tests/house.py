@@ -59,8 +59,17 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
 def listing() -> str:
     """The README's list: rooms from top to bottom, a line a file."""
     rooms = (
-        *("", "cli", "train", "control", "engines", "rewards", "tasks", "learn", "models"),
-        *("insight", "preferences", "runs", "config", "algorithms", "objective", "verify"),
+        *("", "cli", "pipelines", "train", "control", "engines", "rewards", "tasks", "learn"),
+        *(
+            "models",
+            "insight",
+            "preferences",
+            "runs",
+            "config",
+            "algorithms",
+            "objective",
+            "verify",
+        ),
     )
     every = sources()
     assert {source.room for source in every} == set(rooms)

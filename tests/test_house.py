@@ -17,6 +17,7 @@ FILE, OBJECTIVE_FILE, FUNCTION = 400, 250, 60
 TORCH_FREE = (
     *("keel", "keel.types", "keel.verify.numbers", "keel.algorithms.explain", "keel.config.load"),
     *("keel.insight.statistics", "keel.insight.terminal", "keel.runs.read", "keel.cli.parser"),
+    *("keel.runs.diff", "keel.cli.runs"),
 )
 HELP_SECONDS = 0.3
 

@@ -91,8 +91,11 @@ def run(loop: Loop, progress: Progress) -> Progress:
             made.metrics["steps_skipped"] = float(progress.skipped)
         made.metrics["num_tokens"] = float(progress.tokens)
         progress = _evaluate(loop, progress, made)
-        rows = rollout_rows(made.rollouts, made.batch) if due(stage.rollouts_every, number) else []
-        session.recorded(progress, made.metrics, rows, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        with session.clock("record"):
+            wanted = due(stage.rollouts_every, number)
+            rows = rollout_rows(made.rollouts, made.batch) if wanted else []
+        session.recorded(progress, made.metrics, rows, seconds)
         if session.checkpoint_due(progress, stage.steps, stage.checkpoints):
             save(loop, progress)
     if session.interrupted and progress.step == 0:
