@@ -5,8 +5,8 @@
     rows/STAGE-train.jsonl  models/STAGE/  pictures/STAGE-*.png  rewards/  quarantine/  faults/
 
 Steps count from 1 within a stage. Where a recipe has several stages, rollouts and checkpoints carry
-the stage's name; rows of the .jsonl files always do. All but timings.jsonl, events.jsonl and
-trackers/, and the seconds in run.json, is a function of recipe and seed (on a GPU as far as its
+the stage's name; rows of the .jsonl files always do. All but timings.jsonl, events.jsonl, trackers/
+and faults/, which tell what happened, is a function of recipe and seed (on a GPU as far as its
 kernels are: atomics add in no fixed order).
 """
 
