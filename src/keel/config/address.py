@@ -46,6 +46,8 @@ def layer(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 def _without_build(data: Mapping[str, Any]) -> dict[str, Any]:
     """A model that is named takes the place of one that would be built."""
     model = data.get("model", {})
+    if not isinstance(model, Mapping):
+        return dict(data)
     return {**data, "model": {k: v for k, v in model.items() if k != "build"}}
 
 

@@ -17,7 +17,7 @@ from keel.algorithms.presets import PRESETS, Preset
 from keel.config.address import gather, layer
 from keel.config.control import ControlRecipe
 from keel.config.errors import explain_validation
-from keel.config.load import parse_override, parse_toml, read_toml
+from keel.config.load import parse_override, parse_toml, read_toml, refuse_secrets
 from keel.config.presets import DEFAULT_PRESET, merge
 from keel.config.suggest import unknown
 from keel.types import KeelError
@@ -35,6 +35,7 @@ def load_control(
         data = layer(data, parse_override(override))
     if environment is not None:
         data = layer(data, {"environment": {"id": environment}})
+    refuse_secrets(data)
     try:
         return ControlRecipe.model_validate(data)
     except ValidationError as error:

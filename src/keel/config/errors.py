@@ -14,6 +14,8 @@ from keel.config.schema import Recipe
 from keel.config.suggest import nearest
 
 Location = tuple[int | str, ...]
+SHOWN = 200
+"""Characters of a wrong value that its error shows."""
 
 
 def explain_validation(
@@ -27,12 +29,21 @@ def explain_validation(
     if first["type"] == "extra_forbidden":
         return _unknown_key(where, model, first["input"])
     message = first["msg"].removeprefix("Value error, ")
-    shown = f" = {first['input']!r}" if isinstance(first["input"], str | int | float) else ""
+    shown = f" = {_shown(first['input'])}" if isinstance(first["input"], str | int | float) else ""
     if first["type"] == "value_error" and where and message.startswith(f"{where}."):
         return message
     if first["type"] == "value_error":
         return f"{where}: {message}" if where else message
     return f"{where}{shown}: {message[:1].lower()}{message[1:]}"
+
+
+def _shown(value: str | int | float) -> str:
+    """A value as Python writes it, cut short."""
+    try:
+        text = repr(value)
+    except ValueError:  # more digits than Python writes
+        return "a number of too many digits"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def _unknown_key(where: str, model: type[BaseModel] | None, value: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -12,3 +12,5 @@ Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
 Words = Annotated[tuple[str, ...], AsTuple]
 Ids = Annotated[tuple[int, ...], AsTuple]
+BadRows = Literal["stop", "quarantine"]
+"""What becomes of a row of data that cannot be read."""

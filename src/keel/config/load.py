@@ -15,10 +15,14 @@ from keel.algorithms.spec import Row
 from keel.config.address import gather, layer
 from keel.config.errors import explain_validation
 from keel.config.schema import Recipe
+from keel.config.secrets import wrong_secret
 from keel.config.suggest import unknown
 from keel.types import KeelError
 
 Source = str | Path | Mapping[str, Any]
+DEEPEST = 32
+"""Levels of tables and lists that a recipe may have."""
+_INNER = (dict, list)
 
 
 def load_recipe(source: Source, overrides: Sequence[str] = ()) -> Recipe:
@@ -32,10 +36,18 @@ def load_recipe(source: Source, overrides: Sequence[str] = ()) -> Recipe:
     stages = data.get("stages")
     if isinstance(stages, list) and any(_of_control(stage) for stage in stages):
         raise KeelError("this is a recipe of keel control: run it with that")
+    refuse_secrets(data)
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
         raise KeelError(explain_validation(error, data)) from None
+
+
+def refuse_secrets(data: Mapping[str, Any]) -> None:
+    """Raises KeelError where a recipe holds a key, before it is written anywhere."""
+    wrong = wrong_secret(data)
+    if wrong is not None:
+        raise KeelError(wrong)
 
 
 def _of_control(stage: Any) -> bool:
@@ -101,23 +113,39 @@ def _file_text(path: str) -> str:
         raise KeelError(
             f"recipe {path!r}: no such file (keel recipes lists what is shipped)"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # not allowed, no UTF-8, a zero byte in the name
         raise KeelError(f"recipe {path!r}: cannot be read ({error})") from None
 
 
 def parse_toml(text: str, label: str) -> dict[str, Any]:
     """TOML text as data; `label` names it in an error."""
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise KeelError(f"recipe {label!r}: not valid TOML: {error}") from None
+        data = tomllib.loads(text)
+        _check(data)
+    except (ValueError, RecursionError) as error:  # of too many digits, of too many brackets
+        why = error if isinstance(error, ValueError) else "nested too deeply"
+        raise KeelError(f"recipe {label!r}: not valid TOML: {why}") from None
+    return data
+
+
+def _check(data: Any) -> None:
+    """Raises ValueError for what TOML leaves to its reader: how large, how deep."""
+    level = [data]
+    for _ in range(DEEPEST):
+        if any(isinstance(v, int) and not -(2**63) <= v < 2**63 for v in level):
+            raise ValueError("a whole number has more than 64 bits")
+        tables = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, _INNER)]
+        level = [inner for table in tables for inner in table]
+        if not level:
+            return
+    raise ValueError("nested too deeply")
 
 
 def parse_override(text: str) -> dict[str, Any]:
     """`a.b=1` as {"a": {"b": 1}}. Raises KeelError where there is no key or no `=`."""
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
-    if not equals or not all(parts):
+    if not equals or not all(parts) or len(parts) > DEEPEST:
         raise KeelError(f"override {text!r}: write it as key=value, for example steps=50")
     out: Any = _parse_value(value.strip())
     for part in reversed(parts):
@@ -128,9 +156,12 @@ def parse_override(text: str) -> dict[str, Any]:
 def _parse_value(text: str) -> Any:
     """A TOML value; what is none is a string, so that shells need no second pair of quotes."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        found = tomllib.loads(f"value = {text}")
+        _check(found)
+    except (ValueError, RecursionError):
         return text
+    # More lines than one may hold more keys than the value.
+    return found["value"] if len(found) == 1 else text
 
 
 def _writable(value: Any) -> Any:

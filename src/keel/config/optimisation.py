@@ -28,7 +28,7 @@ class Optimizer(Row):
 class Checkpoints(Row):
     every: Count = 100
     keep: Count = 2
-    """How many of the newest are kept, beside the best."""
+    """How many of the run's newest are kept, of whatever stage, beside the best of each stage."""
 
 
 class Trackers(Row):

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from keel.algorithms.spec import Row
+from keel.config.fields import BadRows
 
 
 class PreferenceData(Row):
@@ -26,5 +27,8 @@ class PreferenceData(Row):
     """The file's own names of columns, as in {prompt = "question"}."""
     empty: Literal["refuse", "drop", "keep"] = "refuse"
     """What becomes of a row with an empty answer; dropped ones are counted."""
+    bad_rows: BadRows = "stop"
+    """A row that cannot be read stops the run, or is left out into the run folder's quarantine/,
+    with its line and the reason."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, or of `datasets.load_dataset`."""

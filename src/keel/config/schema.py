@@ -216,9 +216,12 @@ class Recipe(Row):
     @model_validator(mode="after")
     def _names_differ(self) -> Recipe:
         names = [stage.name for stage in self.stages]
+        folded = [name.casefold() for name in names]
         for name in names:
-            if names.count(name) > 1:
+            if folded.count(name.casefold()) > 1:  # names of files, which some disks do not tell
                 raise ValueError(f'two stages are named "{name}": give each a name of its own')
+            if len(name) > 64:
+                raise ValueError(f'a stage is named "{name[:24]}…": give it at most 64 characters')
         return self
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from keel.algorithms.spec import Positive, Row
-from keel.config.fields import AsTuple, Count
+from keel.config.fields import AsTuple, BadRows, Count
 from keel.config.secrets import wrong_address, wrong_key_name
 
 
@@ -28,6 +28,9 @@ class TaskSource(Row):
     """Column that holds the gold answer."""
     system: str | None = None
     """System message; makes the prompt a conversation."""
+    bad_rows: BadRows = "stop"
+    """A stored row that no prompt can be made of stops the run before its first step, or is left
+    out into the run folder's quarantine/, with its line and the reason."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the generator, or of `datasets.load_dataset`."""
 

@@ -7,22 +7,22 @@ cannot be saved in general; its episode's seed and actions can, and lead there a
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from keel.config.control import Environment
 from keel.config.entry import load_module
 from keel.config.seeds import derive
 from keel.control import spaces
+from keel.control.copies import Copies, CopyError
 from keel.types import KeelError
 
 Floats = npt.NDArray[np.float32]
@@ -84,12 +84,16 @@ class Environments:
 
     def __init__(self, choice: Environment, count: int, seed: int, group: int = 1) -> None:
         self.id, self.count, self.seed, self.group = choice.id, count, seed, group
-        makers: list[Callable[[], Any]] = [_Maker(choice) for _ in range(count)]
-        kind = AsyncVectorEnv if choice.vectorization == "async" else SyncVectorEnv
         shape = describe(choice)  # says in this process what is wrong with it
         self.actions, self.observation_size = shape.actions, shape.observation_size
         self.max_episode_steps = shape.max_episode_steps
-        self.vector = kind(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+        makers = [partial(make, choice) for _ in range(count)]
+        self.vector: Any
+        if choice.vectorization == "async":
+            with self._told("its own process"):
+                self.vector = Copies(makers, self.actions, self.observation_size)
+        else:
+            self.vector = SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
         self.observation_EO = np.zeros((count, self.observation_size), dtype=np.float32)
         self.episode_E: Numbers = np.full(count, -1, dtype=np.int64)
         self.begun = 0
@@ -187,7 +191,8 @@ class Environments:
         try:
             yield
         except Exception as error:
-            why = " ".join(f"{type(error).__name__}: {error}".split())
+            kind = "" if isinstance(error, CopyError) else f"{type(error).__name__}: "
+            why = " ".join(f"{kind}{error}".split())
             raise KeelError(f"environment {self.id!r} fails in {doing}: {why}") from error
 
     def _reset(self, mask_E: Flags) -> None:
@@ -210,16 +215,3 @@ class Environments:
 def derive_episode(seed: int, number: int) -> int:
     """The seed of an episode, within 31 bits: some environments take no more."""
     return derive(seed, "episode", number) >> 32
-
-
-class _Maker:
-    """Makes a copy, in this process or in one of its own."""
-
-    def __init__(self, choice: Environment) -> None:
-        self.choice = choice
-
-    def __call__(self) -> gym.Env:
-        own = self.choice.vectorization == "async" and multiprocessing.parent_process() is not None
-        if own:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer
-        return make(self.choice)

@@ -59,7 +59,7 @@ def control(
     text, name = ("", "") if recipe is None else (to_toml(recipe), recipe.name)
     place = opening.resumed(folder) if resume else opening.created(text, name, folder)
     recipe = load_control(place.recipe) if resume or recipe is None else recipe
-    with opening.running(place, resume, watcher or Silent()) as (session, start):
+    with opening.running(place, resume, watcher or Silent(), "control") as (session, start):
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
         learner = build(recipe)
@@ -103,9 +103,7 @@ def _run(
         )
     stage = recipe.stage
     session.recorder.event("resumed" if resume else "started", step=progress.step)
-    update_run_json(
-        session.folder, opening.facts(recipe.name, recipe.seed, torch.get_num_threads(), REPORTED)
-    )
+    opening.declare(session, recipe.name, recipe.seed, torch.get_num_threads(), REPORTED)
     session.watcher.stage(stage.name, stage.environment.id, stage.steps, progress.steps)
     work = Work(stage, learner, session, derive(recipe.seed, stage.name))
     progress = _loop(work, progress)
@@ -166,14 +164,12 @@ def _save(work: Work, progress: Progress) -> None:
 
 
 def _leave(recipe: ControlRecipe, work: Work, progress: Progress) -> None:
-    """The curve, and what it cost."""
+    """The curve, and how many steps it took."""
     folder = work.session.folder
-    run = load(folder.path)
-    rows = run.metrics()
+    rows = load(folder.path).metrics()
     if rows:
         return_curve(folder.curve, rows, title=recipe.name, subtitle=work.stage.environment.id)
-    seconds = sum(row["total"] for row in run.timings())
-    update_run_json(folder, {"environment_steps": progress.steps, "seconds": round(seconds, 3)})
+    update_run_json(folder, {"environment_steps": progress.steps})
 
 
 def _film(work: Work) -> None:

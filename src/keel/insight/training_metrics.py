@@ -158,7 +158,7 @@ POLICY = Section(
         ),
         Metric(
             "steps_skipped",
-            "Optimizer steps of the stage so far that were not taken because the loss or a gradient "
+            "Optimizer steps of the stage so far that were not taken, since the loss or a gradient "
             'was NaN or infinite; with on_nonfinite = "skip". Each left its batch in faults/.',
             "optimizer steps",
             "Rising: see the causes in events.jsonl; lower the learning rate.",

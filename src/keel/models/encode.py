@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
 
 from keel.types import KeelError, Prompt
 
@@ -31,7 +31,9 @@ def encode(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]) -
 class Encoder:
     """Encodes prompts and leaves out those longer than `max_tokens`; for PromptStream's `prepare`.
 
-    The stream counts what is left out.
+    Of the tasks in `forgiven` one that cannot be encoded is left out as well; elsewhere it stops.
+    The stream counts what is left out; the first prompt of a task is told to `note`, but for the
+    tasks that are `known` to have some.
     """
 
     def __init__(
@@ -39,16 +41,51 @@ class Encoder:
         tokenizer: Any,
         max_tokens: int | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        forgiven: Collection[str] = (),
+        note: Callable[[str], None] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
         self.template_kwargs = dict(template_kwargs or {})
+        self.forgiven = frozenset(forgiven)
+        self.note = note
+        self.known: set[str] = set()
 
     def __call__(self, prompt: Prompt) -> Prompt | None:
-        """The prompt with its tokens; None where they are too many."""
-        encoded = encode(prompt, self.tokenizer, self.template_kwargs)
-        long = self.max_tokens is not None and len(encoded.tokens) > self.max_tokens
-        return None if long else encoded
+        """The prompt with its tokens; None where it is left out."""
+        try:
+            encoded = encode(prompt, self.tokenizer, self.template_kwargs)
+        except KeelError as error:
+            if prompt.task not in self.forgiven:
+                raise
+            self._leave_out(prompt, str(error))
+            return None
+        long = self.too_long(encoded)
+        if long is None:
+            return encoded
+        self._leave_out(prompt, long)
+        return None
+
+    def too_long(self, encoded: Prompt) -> str | None:
+        """What is wrong with a prompt that has too many tokens."""
+        n = len(encoded.tokens)
+        if self.max_tokens is None or n <= self.max_tokens:
+            return None
+        return f"prompt {encoded.id!r} is {n} tokens long, more than the {self.max_tokens} allowed"
+
+    def wrong(self, prompt: Prompt) -> tuple[str, Literal["bad", "long"]] | None:
+        """Why a prompt would be left out, or stop: it cannot be encoded, or is too long."""
+        try:
+            long = self.too_long(encode(prompt, self.tokenizer, self.template_kwargs))
+        except KeelError as error:
+            return str(error), "bad"
+        return None if long is None else (long, "long")
+
+    def _leave_out(self, prompt: Prompt, why: str) -> None:
+        if self.note is not None and prompt.task not in self.known:
+            self.known.add(prompt.task)
+            self.note(f"prompt left out, others of {prompt.task!r} like it are counted only: {why}")
 
 
 def encode_text(
@@ -61,22 +98,41 @@ def encode_text(
     does not know.
     """
     try:
-        found = tokenizer(text, add_special_tokens=False, split_special_tokens=split_special_tokens)
-        bare: list[int] = list(found["input_ids"])
-    except Exception as error:  # tokenizers raises bare Exception
-        raise KeelError(_unreadable(text, name, tokenizer, error)) from None
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    if unknown is not None and unknown in bare and tokenizer.unk_token not in text:
-        raise KeelError(_unreadable(text, name, tokenizer, None))
-    return bare
+        bare = _bare(text, tokenizer, split_special_tokens)
+        unknown = getattr(tokenizer, "unk_token_id", None)
+        if unknown is None or unknown not in bare:
+            return bare
+        # The token may stand in the text itself, spelled out; between there are characters.
+        pieces = [piece for piece in text.split(tokenizer.unk_token) if piece]
+        lost = len(pieces) == 1 and pieces[0] == text
+        if not lost and all(
+            unknown not in _bare(p, tokenizer, split_special_tokens) for p in pieces
+        ):
+            return bare
+        error = None
+    except Exception as raised:  # tokenizers raises bare Exception
+        error = raised
+    raise KeelError(_unreadable(text, name, tokenizer, error))
+
+
+def _bare(text: str, tokenizer: Any, split_special_tokens: bool) -> list[int]:
+    found = tokenizer(
+        text,
+        add_special_tokens=False,
+        split_special_tokens=split_special_tokens,
+        verbose=False,  # what is too long for a model is said elsewhere, and by name
+    )
+    return list(found["input_ids"])
 
 
 def _text(text: str, name: str, tokenizer: Any) -> list[int]:
     bare = encode_text(text, f"prompt {name!r}", tokenizer)
-    tokens: list[int] = list(tokenizer(text, add_special_tokens=True)["input_ids"])
+    tokens: list[int] = list(tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
+    # Some tokenizers close every text with an EOS; nothing would follow it. One that the text
+    # itself ends with stays.
     eos = tokenizer.eos_token_id
-    # Some tokenizers close every text with an EOS; nothing would follow it.
-    if tokens and tokens[-1] == eos and not (bare and bare[-1] == eos):
+    own = bool(bare) and bare[-1] == eos
+    if tokens and tokens[-1] == eos and (not own or tokens[-len(bare) - 1 : -1] == bare):
         tokens.pop()
     return tokens
 
@@ -97,7 +153,12 @@ def _messages(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]
         )
     try:
         encoded = tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
+            turns,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            tokenizer_kwargs={"verbose": False},
+            **template_kwargs,
         )
     except Exception as error:
         message = " ".join(f"{type(error).__name__}: {error}".split())
@@ -118,7 +179,9 @@ def _unreadable(text: str, name: str, tokenizer: Any, error: Exception | None) -
             f"{name} holds {character!r}, which the tokenizer does not know: add it to "
             "model.build.alphabet, or use another tokenizer"
         )
-    return f"{name} cannot be encoded: {' '.join(str(error).split())}"
+    if error is None:
+        return f"{name} holds a word that the tokenizer does not know: use another tokenizer"
+    return f"{name} cannot be encoded: {' '.join(str(error).split())[:300]}"
 
 
 def decode(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:

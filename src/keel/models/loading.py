@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from keel.config.model import Model
 from keel.models.build import build_model, build_tokenizer
@@ -38,6 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 DROPOUT_KEYS = ("dropout", "pdrop", "layerdrop", "jitter")
 """What the config keys that make a forward pass random have in their names."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+INDEX, ADAPTER = "model.safetensors.index.json", "adapter_config.json"
 
 
 def load_model(spec: Model, seed: int) -> PreTrainedModel:
@@ -74,6 +75,7 @@ def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
                 name, revision=spec.revision, trust_remote_code=spec.trust_remote_code
             )
         except Exception as error:  # transformers raises of many kinds here
+            _refuse_code(spec, error)
             raise KeelError(
                 f"model.name = {spec.name!r} has no tokenizer that loads ({_line(error)}): "
                 "save one there with tokenizer.save_pretrained"
@@ -188,6 +190,7 @@ def load_pretrained(
                 **options,
             )
     except Exception as error:  # transformers, safetensors and the hub raise of many kinds
+        _refuse_code(spec, error)
         raise KeelError(
             f"model.name = {spec.name!r} does not load ({_line(error)}): it must hold {what} "
             "saved with save_pretrained, in safetensors"
@@ -212,11 +215,22 @@ def _config(spec: Model, name: str, options: dict[str, Any]) -> PreTrainedConfig
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
     except Exception as error:
+        _refuse_code(spec, error)
         raise KeelError(
             f"model.name = {spec.name!r} has no config that loads ({_line(error)}): "
             "save the model with save_pretrained, or choose another"
         ) from error
     return config
+
+
+def _refuse_code(spec: Model, error: Exception) -> None:
+    """Raise KeelError where what failed is that a folder's own Python was not to be run."""
+    if not spec.trust_remote_code and "trust_remote_code" in str(error):
+        raise KeelError(
+            f"model.name = {spec.name!r} comes with Python code of its own, which could do "
+            "anything: read it, and set trust_remote_code = true (model.trust_remote_code, or the "
+            "reward's option) where you trust it"
+        ) from error
 
 
 def _source(spec: Model) -> str:
@@ -234,7 +248,49 @@ def _source(spec: Model) -> str:
             "or a hub name such as Qwen/Qwen2.5-0.5B-Instruct"
         )
     _check_hub(spec.name)
+    _check_parts(spec.name, _of_hub(spec, INDEX), _of_hub(spec, ADAPTER))
     return spec.name
+
+
+def _of_hub(spec: Model, file: str) -> Path | None:
+    """A file of a hub's model, fetched where it is not in the cache; None where there is none."""
+    assert spec.name is not None
+    try:
+        found = cached_file(
+            spec.name,
+            file,
+            revision=spec.revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+        )
+    except OSError:  # what is wrong with the name, loading says
+        return None
+    return None if found is None else Path(found)
+
+
+def _check_parts(name: str, index: Path | None, adapter: Path | None) -> None:
+    """Refuse what transformers would load beside the safetensors: pickles that an index names, and
+    an adapter with the base that it names, whatever that is."""
+    if adapter is not None and adapter.is_file():
+        raise KeelError(
+            f"model {name!r} holds an adapter ({ADAPTER}): merge it into its base, or take the "
+            "file away"
+        )
+    if index is None or not index.is_file():
+        return
+    try:
+        parts = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise KeelError(
+            f"model {name!r}: its {INDEX} cannot be read: save it again with save_pretrained"
+        ) from None
+    for part in sorted(map(str, parts)):
+        if not part.endswith(".safetensors") or Path(part).name != part:
+            raise KeelError(
+                f"model {name!r}: its {INDEX} names {part!r}, which is no safetensors file of the "
+                "folder: save it again with save_pretrained where you trust it"
+            )
 
 
 def _check_folder(folder: Path) -> None:
@@ -246,6 +302,7 @@ def _check_folder(folder: Path) -> None:
             else "give a folder saved with save_pretrained"
         )
         raise KeelError(f"model folder {str(folder)!r} has no config.json: {mend}")
+    _check_parts(str(folder), folder / INDEX, folder / ADAPTER)
     if any(folder.glob("*.safetensors")):
         return
     if any(True for pattern in PICKLES for _ in folder.glob(pattern)):

@@ -85,7 +85,8 @@ class JudgeOptions(Row):
     """The most dollars that may be spent, over all runs that share the cache."""
     budget_tokens: Count | None = None
     cache: str | None = None
-    """The file of paid answers; None is one of the run's."""
+    """The file of paid answers; None is one of the run's. In a run it lies in the folder that Keel
+    runs in, or beside the run's folder."""
     label: Annotated[str, Field(pattern=r"^[\w-]+$")] = "judge"
     """What its metrics and its file are called: a second judge of a run needs another."""
 
@@ -270,7 +271,7 @@ def judge(around: Surroundings, **options: Any) -> Judge:
     except ValidationError as error:
         raise KeelError(explain_validation(error, options, JudgeOptions)) from None
     client = Client(chosen.url, chosen.api_key_env, chosen.timeout)
-    path = Path(chosen.cache).expanduser() if chosen.cache else None
+    path = _cache(chosen.cache, around.folder) if chosen.cache else None
     if path is None and around.folder is not None:
         path = around.folder / f"{chosen.label}.sqlite"
     return Judge(Asker(client, Store(path), chosen.plan()), chosen)
@@ -288,6 +289,19 @@ judge.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         for name, info in JudgeOptions.model_fields.items()
     ]
 )
+
+
+def _cache(cache: str, rewards: Path | None) -> Path:
+    """Where the file of paid answers lies. Raises KeelError where a recipe may not write."""
+    path = Path(cache).expanduser()
+    if rewards is not None:
+        places = (Path.cwd(), rewards.parent.parent)
+        if not any(path.resolve().is_relative_to(place.resolve()) for place in places):
+            raise KeelError(
+                f"cache = {cache!r} lies neither in {Path.cwd()} nor beside the run, and a recipe "
+                "writes nowhere else: name a file there, or run Keel in the folder that holds it"
+            )
+    return path
 
 
 def _check_json(key: str, value: Any) -> None:

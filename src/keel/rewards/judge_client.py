@@ -41,6 +41,10 @@ LONGEST_NAME = 30
 """Characters beyond which what should name a variable may be the key itself."""
 SHORTEST_KEY = 8
 """Characters of a key below which it may be a word of the answers; such a key is no secret."""
+PART_OF_KEY = 12
+"""Characters of a key that are cut out of what a server says also where the rest is not there."""
+MASKED = re.compile(r"[^\s\"']*(?:\*{3,}|\.{3,}|…)[^\s\"']*")
+"""A word with its middle left out, as servers show a key that they refuse."""
 CLOSING = 5.0
 """Seconds in which an event loop that nothing blocks has closed its connections."""
 LONGEST_WAIT = 120.0
@@ -166,6 +170,8 @@ class Client:
         """What to raise for an HTTP status that is none of the good ones."""
         status = int(error.status_code)
         said = self._clean(_message(error.body))
+        if status in (401, 403):
+            said = MASKED.sub("[key]", said)
         why = f"HTTP {status}: {said}" if said else f"HTTP {status}"
         if error.code in REFUSALS:
             return Refused(str(error.code))
@@ -224,7 +230,20 @@ class Client:
         return " ".join(self._hide(text).split())[:SHOWN]
 
     def _hide(self, text: str) -> str:
-        return text.replace(self._key, "[key]") if len(self._key) >= SHORTEST_KEY else text
+        """A text without the key, and without any larger part of it."""
+        if len(self._key) < SHORTEST_KEY:
+            return text
+        text = text.replace(self._key, "[key]")
+        starts = range(len(self._key) - PART_OF_KEY + 1)
+        parts = {part for at in starts if (part := self._key[at : at + PART_OF_KEY]) in text}
+        if not parts:
+            return text
+        hidden: set[int] = set()
+        for at in range(len(text)):
+            if text[at : at + PART_OF_KEY] in parts:
+                hidden.update(range(at, at + PART_OF_KEY))
+        marked = "".join("\0" if at in hidden else one for at, one in enumerate(text))
+        return re.sub("\0+", "[key]", marked)
 
 
 def _check_address(url: str) -> None:

@@ -91,6 +91,12 @@ class RunFolder:
         path = Path(path)
         if not path.is_dir():
             raise KeelError(f"run folder {path} does not exist: give a folder that keel train made")
+        for inside in path.iterdir():
+            if inside.is_dir() and inside.is_symlink():
+                raise KeelError(
+                    f"{inside} is a link, and a run deletes in its folders: link the whole run "
+                    "folder, or move this one into it"
+                )
         recipe = path / RECIPE
         try:
             text = recipe.read_text(encoding="utf-8")

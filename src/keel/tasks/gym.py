@@ -12,11 +12,12 @@ import importlib.util
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from keel.tasks.base import BaseTask, Presentation, side_and_index, side_of
 from keel.tasks.generated import ATTEMPTS, no_draw
 from keel.types import Completion, KeelError, Prompt, Side
 from keel.verify.formats import tag_content
+from keel.verify.lifeline import Lifeline
 
 PREFIX = "reasoning_gym:"
 BLOCK = 2048
@@ -44,12 +46,14 @@ PASSED_ON = ("PATH", "HOME", "LANG", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", 
 class GymProcess:
     """The process, started when first asked, ended and started anew when it hangs.
 
-    Calls from several threads take turns.
+    Calls from several threads take turns. What a scorer or an answer starts in it is of its group
+    and ends with it; all of it ends with this process, however that ends.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
+        self._end_of_it: Callable[[], object] = lambda: None
         self._replies: queue.Queue[str] = queue.Queue()
 
     def ask(self, seconds: float, **request: Any) -> Any:
@@ -90,6 +94,8 @@ class GymProcess:
         environment = {k: v for k in PASSED_ON if (v := os.environ.get(k)) is not None}
         # One thread: the pools of numerical libraries reserve memory and are of no use here.
         environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._end()  # one that died by itself may have left others of its group
+        lifeline = Lifeline()
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("gym_worker.py"))],
             stdin=subprocess.PIPE,
@@ -98,17 +104,20 @@ class GymProcess:
             text=True,
             encoding="utf-8",
             env=environment,
+            pass_fds=(lifeline.inner,),
             start_new_session=True,  # Ctrl-C is for the run, which ends this process itself
         )
+        # Before it is asked anything: until then it ends with its standard input.
+        lifeline.tie(self._process.pid)
+        lifeline.give()
         self._replies = queue.Queue()
         threading.Thread(
             target=_read, args=(self._process, self._replies), name="gym-replies", daemon=True
         ).start()
-        weakref.finalize(self, _stop, self._process)
+        self._end_of_it = weakref.finalize(self, _stop, self._process, lifeline)
 
     def _end(self) -> None:
-        if self._process is not None:
-            _stop(self._process)
+        self._end_of_it()
         self._process = None
 
 
@@ -127,9 +136,11 @@ def _read(process: subprocess.Popen[str], replies: queue.Queue[str]) -> None:
     replies.put("")  # the process has ended
 
 
-def _stop(process: subprocess.Popen[str]) -> None:
-    process.kill()
+def _stop(process: subprocess.Popen[str], lifeline: Lifeline) -> None:
+    if process.returncode is None:
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    lifeline.cut()
     for stream in (process.stdin, process.stdout):
         if stream is not None:
             with contextlib.suppress(OSError):

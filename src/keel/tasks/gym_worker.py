@@ -8,7 +8,7 @@ Started by `keel.tasks.gym` as a file of its own, without Keel on its path. Requ
 
 A reply is {"ok": value} or {"error": one line, "known": names of options}. The process allows
 itself so many seconds of computing for each request (a scorer gets `cpu`) and is ended by the
-system past them, so that it cannot outlive its parent by much.
+system past them.
 """
 
 from __future__ import annotations

@@ -53,7 +53,11 @@ def evaluate(
     overrides = [f"evaluation.{key}={value}" for key, value in choices.items()]
     if max_tokens is not None:
         overrides.append(f"rollout.max_tokens={max_tokens}")
-    stage = load_recipe({"model": {"name": str(model)}, "stages": [data]}, overrides).stages[0]
+    # The stages before it, since rewards may be theirs.
+    before = [] if recipe is None else [stage.model_dump() for stage in recipe.stages[:-1]]
+    whole = {"model": {"name": str(model)}, "stages": [*before, data]}
+    overrides = [f"{data['name']}.{word}" if before else word for word in overrides]
+    stage = load_recipe(whole, overrides).stages[-1]
     assert isinstance(stage, RLStage)
     own_seed = recipe.seed if recipe else 0
     policy = load_policy(weights, own_seed)
@@ -85,9 +89,11 @@ def _stage_data(
     recipe: Recipe | None, task: str | None, task_keys: Sequence[str], rewards: Sequence[str]
 ) -> dict[str, Any]:
     """The recipe's last stage with what was given on top; a stage of its own without a recipe."""
-    data: dict[str, Any] = {"stage": "rl"} if recipe is None else recipe.stages[-1].model_dump()
+    alone = {"stage": "rl", "name": "evaluated"}
+    data: dict[str, Any] = alone if recipe is None else recipe.stages[-1].model_dump()
     if data["stage"] != "rl":
-        data = {"stage": "rl", "tasks": data["tasks"], "prompts": data["prompts"]}
+        own = {key: data[key] for key in ("tasks", "prompts")}
+        data = {"stage": "rl", "name": "evaluated", **own}
     if task is not None:
         data |= {"tasks": [{"name": task}], "rewards": {}}
         data["evaluation"] = {**data.get("evaluation", {}), "component": "none"}

@@ -31,8 +31,9 @@ def main() -> None:
     os.close(null)
     _confine(orders["uid"], orders["limits"])
     os.set_inheritable(orders["report"], False)
-    os.closerange(3, orders["report"])
-    os.closerange(orders["report"] + 1, 1024)
+    kept = sorted(end for end in (orders["report"], orders["lifeline"]) if end >= 0)
+    for low, high in zip([2, *kept], [*kept, 1024], strict=True):
+        os.closerange(low + 1, high)
     os.write(orders["report"], (orders.pop("started") + "\n").encode())
     if "argv" in orders:
         os.execvp(orders["argv"][0], orders["argv"])

@@ -115,8 +115,8 @@ class Sandbox:
     """Runs commands, each in a sandbox of its own; from any thread, several at a time.
 
     With `trusted` there is no sandbox: a plain process group in a passing folder, with the limits
-    (but that on processes) and a time. Raises KeelError where bubblewrap is missing or can make no
-    sandbox here, and says how that is mended.
+    (but that on processes) and a time. Neither outlives this process. Raises KeelError where
+    bubblewrap is missing or can make no sandbox here, and says how that is mended.
     """
 
     def __init__(self, limits: Limits | None = None, *, trusted: bool = False) -> None:
@@ -155,6 +155,7 @@ class Sandbox:
                 **orders,
                 "started": started,
                 "report": pipes.report,
+                "lifeline": -1 if pipes.lifeline is None else pipes.lifeline.inner,
                 "uid": uid,
                 "limits": self.limits.resources(None if self.trusted else processes),
             }

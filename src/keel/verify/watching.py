@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from keel.verify.lifeline import Lifeline
+
 START_SECONDS = 120.0
 """A process that has not reported its start by then is given up; a busy machine takes a while."""
 REPORT_BYTES = 1_000_000
@@ -36,8 +38,9 @@ class Pipes:
     """The pipes beside the standard ones: what the command reports, and bubblewrap's own word.
 
     `told` is where bubblewrap says which process it watches over (−1 without bubblewrap), and
-    `filter` where it reads its filter of system calls (−1 without one). The process is given the
-    ends `report`, `told` and `filter`.
+    `filter` where it reads its filter of system calls (−1 without one). Without bubblewrap, which
+    ends with its parent and ends what it watches over, there is a lifeline. The process is given
+    the ends `report`, `told`, `filter` and the lifeline's inner one.
     """
 
     reading: int
@@ -45,11 +48,14 @@ class Pipes:
     listening: int = -1
     told: int = -1
     filter: int = -1
+    lifeline: Lifeline | None = None
 
     @classmethod
     def open(cls, *, sandboxed: bool, filter: bytes | None = None) -> Pipes:
         """New pipes; that of the filter is full already, being far smaller than a pipe."""
         pipes = cls(*os.pipe(), *(os.pipe() if sandboxed else ()))
+        if not sandboxed:
+            pipes.lifeline = Lifeline()
         if filter is not None:
             pipes.filter, filling = os.pipe()
             os.write(filling, filter)
@@ -62,11 +68,19 @@ class Pipes:
         bubblewrap has the other end of its own pipe too: should this process end before it has
         told, it would end of that, and leave behind a process that waits for it for good.
         """
-        ends = (self.report, self.told, self.listening, self.filter)
+        inner = -1 if self.lifeline is None else self.lifeline.inner
+        ends = (self.report, self.told, self.listening, self.filter, inner)
         return tuple(end for end in ends if end >= 0)
+
+    def tie(self, group: int) -> None:
+        """Let the process group end with this process, unless bubblewrap sees to that."""
+        if self.lifeline is not None:
+            self.lifeline.tie(group)
 
     def give(self) -> None:
         """Close the ends that the process was given."""
+        if self.lifeline is not None:
+            self.lifeline.give()
         for end in (self.report, self.told, self.filter):
             if end >= 0:
                 os.close(end)
@@ -74,6 +88,8 @@ class Pipes:
     def close(self) -> None:
         """Close the ends that were kept."""
         os.close(self.reading)
+        if self.lifeline is not None:
+            self.lifeline.cut()
         if self.listening >= 0:
             os.close(self.listening)
 
@@ -108,6 +124,8 @@ def watch(
             start_new_session=True,
             bufsize=0,
         )
+        # Before it has its orders, so that it does nothing of which this process's end is no end.
+        pipes.tie(process.pid)
     except BaseException:
         pipes.close()
         raise

@@ -145,7 +145,11 @@ class Pool:
     def close(self) -> None:
         """End the workers. A call under way in another thread ends with a KeelError."""
         self._closed = True
-        self._finalizer()
+        for worker in tuple(self._workers):
+            # That call hears it, and lets go of the pipes: closed under it, they would say nothing.
+            worker.process.kill()
+        with self._lock:
+            self._finalizer()
 
     def _judge(self, items: Sequence[Any], timeout: float, judged: dict[int, Judged]) -> None:
         """Hand the items out, and hear until each is judged."""
@@ -162,6 +166,8 @@ class Pool:
             starting = sum(not w.ready for w in self._workers)
             while len(waiting) > starting and len(self._workers) < self.size:
                 self._workers.append(Worker(self.module, self.memory_mb))
+                if self._closed:
+                    raise KeelError("the pool of workers is closed")
                 busy.append(self._workers[-1])
                 starting += 1
             self._listen(busy, judged)

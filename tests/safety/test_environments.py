@@ -1,0 +1,188 @@
+"""Environments in processes of their own: plain bytes, the same episodes, and nothing left."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+gym = pytest.importorskip("gymnasium")
+
+import numpy as np  # noqa: E402
+
+from keel.config.control import Environment  # noqa: E402
+from keel.control import copies  # noqa: E402
+from keel.control.copies import Copies  # noqa: E402
+from keel.control.environments import Environments  # noqa: E402
+from keel.types import KeelError  # noqa: E402
+from tests.safety.processes import descendants, gone  # noqa: E402
+from tests.safety.stuck import NAME  # noqa: E402
+from tests.verify.processes import eventually  # noqa: E402
+
+
+class Odd(gym.Env[Any, Any]):
+    """Does in its first step what it was made to do."""
+
+    observation_space = gym.spaces.Box(-9, 9, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, doing: str = "") -> None:
+        self.doing = doing
+        if doing == "make" and os.getpid() != PARENT:
+            raise RuntimeError("not\nhere")
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.steps = 0
+        if self.doing == "reset":
+            raise RuntimeError("never begins")
+        return np.array([1.5, 0 if options is None else 1], np.float32), {}
+
+    def step(self, action: int) -> Any:
+        assert type(action) is int
+        self.steps += 1
+        if self.doing == "raise":
+            raise ValueError("a fault\nof two lines")
+        if self.doing == "exit":
+            os._exit(3)
+        if self.doing == "leave":
+            raise SystemExit
+        if self.doing == "print":
+            print("noise", flush=True)
+        shape = 3 if self.doing == "shape" else 2
+        if self.doing == "pid":
+            return np.array([os.getpid() % 7, os.getsid(0) == os.getpid()]), 0, False, False, {}
+        return np.full(shape, self.steps), np.float32(0.1), False, self.steps == 3, {"a": 1}
+
+
+PARENT = os.getpid()
+if "Odd-v0" not in gym.registry:
+    gym.register("Odd-v0", Odd, disable_env_checker=True)
+
+
+@contextmanager
+def opened(name: str, count: int = 2, **options: Any) -> Iterator[Environments]:
+    choice = Environment(id=name, count=count, options=options, vectorization="async")
+    environments = Environments(choice, count, 5)
+    try:
+        yield environments
+    finally:
+        environments.close()
+
+
+def both(name: str) -> tuple[Environments, Environments]:
+    one, two = (Environment(id=name, count=3, vectorization=v) for v in ("sync", "async"))
+    return Environments(one, 3, 7), Environments(two, 3, 7)
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "Odd-v0"])
+def test_they_say_the_same_as_copies_in_this_process(name: str) -> None:
+    here, there = both(name)
+    assert isinstance(there.vector, Copies)
+    assert len({os.getpid(), *there.vector.pids}) == 4
+    rng = np.random.default_rng(0)
+    for one in (here, there):
+        one.begin([2, 0, 1])
+    np.testing.assert_array_equal(here.observation_EO, there.observation_EO)
+    for step in range(30):
+        if name == "Pendulum-v1":
+            action = rng.normal(0, 2, (3, 1)).astype(np.float32)
+        else:
+            action = rng.integers(0, 2, 3)
+        one, two = here.step(action), there.step(action)
+        for field in ("observation_EO", "reward_E", "terminated_E", "truncated_E"):
+            np.testing.assert_array_equal(getattr(one, field), getattr(two, field))
+        ended = np.flatnonzero(one.terminated_E | one.truncated_E)
+        if len(ended) or step == 9:
+            slots = ended if len(ended) else np.array([1])
+            for each in (here, there):
+                each.begin(slots)
+            np.testing.assert_array_equal(here.observation_EO, there.observation_EO)
+    assert here.state() == there.state()
+    here.close()
+    there.close()
+
+
+def test_each_is_a_session_of_its_own() -> None:
+    with opened("Odd-v0", doing="pid") as environments:
+        environments.begin([0, 1])
+        seen = environments.step(np.zeros(2, dtype=np.int64)).observation_EO
+        assert seen[:, 0].tolist() == [pid % 7 for pid in environments.vector.pids]
+        assert seen[:, 1].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("doing", "says"),
+    [
+        ("raise", "fails in step: ValueError: a fault of two lines"),
+        ("shape", r"fails in step: ValueError: an observation of shape \(3,\), not \(2,\)"),
+        ("exit", "fails in step: its process ended in the midst of it"),
+        ("leave", "fails in step: its process ended in the midst of it"),
+    ],
+)
+def test_what_goes_wrong_there_is_told_here(doing: str, says: str) -> None:
+    before = descendants(os.getpid())
+    with opened("Odd-v0", doing=doing) as environments:
+        environments.begin([0, 1])
+        with pytest.raises(KeelError, match=says) as error:
+            environments.step(np.zeros(2, dtype=np.int64))
+        assert "\n" not in str(error.value)
+    assert descendants(os.getpid()) == before
+
+
+@pytest.mark.parametrize(
+    ("doing", "says"),
+    [("make", "its own process: .*not here"), ("reset", "reset: RuntimeError: never begins")],
+)
+def test_one_that_cannot_be_made_or_begun(doing: str, says: str) -> None:
+    before = descendants(os.getpid())
+    choice = Environment(id="Odd-v0", count=2, options={"doing": doing}, vectorization="async")
+    with pytest.raises(KeelError, match=f"'Odd-v0' fails in {says}") as error:
+        Environments(choice, 2, 5).begin([0, 1])
+    assert "\n" not in str(error.value)
+    del error
+    assert gone(descendants(os.getpid()) - before) == set()
+
+
+def test_what_it_prints_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
+    print("before", end="")  # waits in a buffer while they fork
+    with opened("Odd-v0", count=1, doing="print") as environments:
+        environments.begin([0])
+        environments.step(np.zeros(1, dtype=np.int64))
+    assert sorted(capfd.readouterr().out.replace("before", "before\n").split()) == [
+        "before",
+        "noise",
+    ]
+
+
+def test_closing_ends_those_at_work_and_what_they_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "PATIENCE", 600.0)  # nobody waits for one that is at work
+    before = descendants(os.getpid())
+    environments = Environments(Environment(id=NAME, count=2, vectorization="async"), 2, 0)
+    environments.begin([0, 1])
+
+    def loop() -> None:
+        with pytest.raises(KeelError):
+            environments.step(np.ones(2, dtype=np.int64))
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    assert eventually(lambda: len(descendants(os.getpid()) - before) == 4)
+    started = descendants(os.getpid()) - before
+    environments.vector._finalizer()
+    assert gone(started) == set()
+    thread.join(60.0)
+    assert not thread.is_alive()
+    environments.close()
+
+
+def test_what_is_let_go_of_leaves_nothing() -> None:
+    before = descendants(os.getpid())
+    environments = Environments(Environment(id="Odd-v0", count=2, vectorization="async"), 2, 0)
+    assert len(descendants(os.getpid()) - before) == 2
+    del environments
+    assert descendants(os.getpid()) == before

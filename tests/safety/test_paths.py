@@ -1,0 +1,209 @@
+"""What a recipe names never leads out of the run folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keel.config.load import load_recipe
+from keel.rewards.judge import judge
+from keel.rewards.surroundings import Surroundings
+from keel.runs import checkpoint
+from keel.runs.layout import RunFolder, next_free
+from keel.runs.record import truncate_after
+from keel.train.export import export
+from keel.train.run import train
+from keel.types import KeelError
+
+NASTY = [
+    *("..", ".", "", "/", "../x", "../../../etc/x", "/tmp/x", "a/b", "a\\b", "a/../b", "a\0b"),
+    *("-a", "~", "~/x", " a", "a ", "a\n", "a\r", "a\u2028b", "a\u2029", "a/b", "․․/x", "．．"),
+    *("$HOME", "%2e%2e%2f", "C:x", "a:b", "*", "a|b", ".hidden", "é", "a\u202eb"),
+]
+"""Names that would lead elsewhere, or be read as something else, as parts of a path."""
+ORDINARY = "abcXYZ019._-"
+names = st.one_of(
+    st.text(max_size=12),
+    st.text(ORDINARY, max_size=12),
+    st.sampled_from(NASTY),
+    st.lists(st.sampled_from(["..", ".", "/", "\\", "a", "-", "~", "\0"])).map("".join),
+)
+TINY = {
+    "threads": 1,
+    "rollout": {"prompts_per_step": 2, "group_size": 2, "max_tokens": 4},
+    "evaluation": {"prompts": 0},
+    "steps": 1,
+}
+
+
+def recipe(**stage: Any) -> Any:
+    below = {"extends": "tiny", **TINY}
+    return load_recipe({**below, **stage})
+
+
+def tree(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def text_of(names: list[str]) -> str:
+    """A resolved recipe's stages, as far as a run folder reads them."""
+    return "".join(f"[[stages]]\nstage = 'rl'\nname = {json.dumps(name)}\n" for name in names)
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(names, min_size=1, max_size=2))
+def test_a_stages_name_is_refused_or_stays_inside(
+    tmp_path_factory: pytest.TempPathFactory, stages: list[str]
+) -> None:
+    run = tmp_path_factory.mktemp("runs") / "run"
+    try:
+        folder = RunFolder.create(run, text_of(stages))
+    except KeelError as error:
+        said = str(error)
+    else:
+        said = ""
+    if said:
+        assert "\n" not in said
+        assert not run.exists()
+        return
+    places = [folder.rollouts(0, 1), folder.checkpoint(0, 1)]
+    places += [folder.model(stages[0]), folder.rows(stages[0], "train")]
+    places += [folder.pictures / f"{stages[0]}-over-optimisation.png"]
+    for place in places:
+        inside = place.resolve().relative_to(run.resolve())
+        assert len(inside.parts) == 2  # its kind's folder, and one name
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_nasty_names_of_stages_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(KeelError) as error:
+        train(recipe(stages=[{**recipe().stages[0].model_dump(), "name": name}]), tmp_path / "run")
+    assert "\n" not in str(error.value)
+    assert tree(tmp_path) == set()
+
+
+@settings(deadline=None, derandomize=True)
+@given(names)
+def test_a_recipes_name_makes_one_folder_under_runs(name: str) -> None:
+    root = Path("/nowhere/runs")
+    found = next_free(root, name)
+    assert found.parent == root
+    assert found.resolve() == found
+    assert found.name not in ("", ".", "..")
+    assert not found.name.startswith(".")
+
+
+def nasty_reward(completions: list[str], log_extra: Any, log_metric: Any, **_: Any) -> list[float]:
+    """Notes everything under names that would lead elsewhere."""
+    for name in NASTY:
+        log_extra(name, [name] * len(completions))
+        log_metric(name, 1.0)
+    return [float(n) for n in range(len(completions))]
+
+
+def test_names_of_what_is_recorded_are_no_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rewards, components, extras, metrics, and what goes to TensorBoard."""
+    pytest.importorskip("tensorboard")
+    place = tmp_path / "a" / "b" / "c"
+    place.mkdir(parents=True)
+    monkeypatch.chdir(place)
+    functions = [
+        {"function": "tests.safety.test_paths:nasty_reward", "name": "../../up"},
+        {"function": "place_match", "name": "/tmp/absolute"},
+    ]
+    wanted = recipe(
+        name="../../up",
+        rewards={"functions": functions},
+        trackers={"tensorboard": True, "project": "../../up"},
+    )
+    before = tree(tmp_path)
+    folder = train(wanted, None)
+    assert folder.path == Path("runs/up-1")
+    new = tree(tmp_path) - before
+    assert {path for path in new if not path.startswith("a/b/c/runs")} == set()
+    assert folder.metrics.read_text().count("../../up") > 0
+    out = place / "out"
+    export(folder.path, out)
+    assert tree(tmp_path) - before - new == {"a/b/c/out"} | {
+        f"a/b/c/out/{path}" for path in tree(out)
+    }
+
+
+# ---------------------------------------------------------------- the judge's file
+
+
+@pytest.mark.parametrize("label", [name for name in NASTY if name not in ("-a", "é")])
+def test_a_judges_label_is_no_path(label: str, tmp_path: Path) -> None:
+    around = Surroundings(folder=tmp_path / "run" / "rewards")
+    with pytest.raises(KeelError, match="label") as error:
+        judge(around, model="m", url="http://127.0.0.1:9/v1", label=label)
+    assert "\n" not in str(error.value)
+    assert tree(tmp_path) == set()
+
+
+def test_the_judges_cache_stays_where_keel_runs_or_beside_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, runs, other = (tmp_path / name for name in ("here", "runs", "other"))
+    for place in (here, runs, other):
+        place.mkdir()
+    (here / "link").symlink_to(other)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(other))
+    around = Surroundings(folder=runs / "run-1" / "rewards")
+
+    def asked(cache: str) -> None:
+        judge(around, model="m", url="http://127.0.0.1:9/v1", cache=cache).close()
+
+    for cache in ("../other/x", str(other / "x"), "~/x", "link/x", "a/../../other/x", "/x"):
+        with pytest.raises(KeelError, match="a recipe writes nowhere else") as error:
+            asked(cache)
+        assert "\n" not in str(error.value)
+    assert tree(other) == set()
+    for cache in ("paid.sqlite", "deep/paid.sqlite", str(here / "b"), str(runs / "b")):
+        asked(cache)
+    assert {"here/paid.sqlite", "here/deep/paid.sqlite", "here/b", "runs/b"} <= tree(tmp_path)
+
+
+# ---------------------------------------------------------------- links
+
+
+def outside(tmp_path: Path) -> Path:
+    """A folder that looks like checkpoints, elsewhere."""
+    folder = tmp_path / "elsewhere"
+    for step in range(1, 4):
+        place = folder / f"step-{step:06d}"
+        place.mkdir(parents=True)
+        (place / "precious").write_text("1")
+    return folder
+
+
+def test_links_among_checkpoints_go_and_what_they_lead_to_stays(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", text_of(["rl"]))
+    elsewhere = outside(tmp_path)
+    for step in range(1, 4):
+        folder.checkpoint(0, step).symlink_to(elsewhere / f"step-{step:06d}")
+        folder.rollouts(0, step).symlink_to(elsewhere / "step-000001" / "precious")
+    folder.metrics.write_text("")
+    before = tree(elsewhere)
+    checkpoint.prune(folder, 1)
+    assert len(folder.list_checkpoints()) == 1
+    truncate_after(folder, 0, -1)
+    assert folder.list_checkpoints() == folder.list_rollouts() == []
+    assert tree(elsewhere) == before
+
+
+@pytest.mark.parametrize("inside", ["checkpoints", "rollouts"])
+def test_a_linked_folder_of_a_run_is_refused(inside: str, tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", text_of(["rl"]))
+    (folder.path / inside).rmdir()
+    (folder.path / inside).symlink_to(outside(tmp_path))
+    with pytest.raises(KeelError, match="link"):
+        RunFolder.open(folder.path)

@@ -1,0 +1,217 @@
+"""Keys reach the servers that they are for, and neither the run folder, nor logs, nor errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.cli.main import main
+from keel.config.load import load_recipe, shipped, to_toml
+from keel.config.secrets import wrong_secret
+from tests.rewards.judge_server import Asked, Fault, JudgeServer
+
+KEY = "sk-SESAME0123-OPEN4567-89abcdefghij"
+PARTS = tuple(KEY[at : at + 12] for at in range(len(KEY) - 11))
+RECIPE = """
+extends = "tiny"
+threads = 1
+steps = 2
+evaluation.prompts = 0
+checkpoints.every = 1
+[rollout]
+prompts_per_step = 2
+group_size = 2
+max_tokens = 4
+[rewards]
+timeout = 30.0
+[[rewards.functions]]
+function = "judge"
+[rewards.functions.options]
+model = "judge-model"
+url = {url!r}
+api_key_env = "KEEL_TEST_KEY"
+retries = {retries}
+backoff = 0.0
+timeout = {timeout}
+attempts = 1
+rubric = "one to ten"
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[JudgeServer]:
+    with JudgeServer(tell) as made:
+        yield made
+
+
+def tell(asked: Asked) -> str:
+    """A judge that repeats all that it was sent, the key among it."""
+    sent = json.dumps(asked.headers)
+    return json.dumps({"reason": f"{sent} {KEY[:20]} {KEY[8:]}", "score": 3 + len(sent) % 3})
+
+
+def leaks(text: bytes) -> set[str]:
+    """The parts of the key that stand in a text, in its own letters or as hexadecimal digits."""
+    return {p for p in PARTS if p.encode() in text or p.encode().hex().encode() in text}
+
+
+def run(folder: Path, url: str, retries: int = 0, timeout: float = 20.0) -> list[str]:
+    recipe = folder / "recipe.toml"
+    recipe.write_text(RECIPE.format(url=url, retries=retries, timeout=timeout))
+    return ["train", str(recipe), "--run", str(folder / "run")]
+
+
+def check(folder: Path, said: str) -> None:
+    """Nothing of the key stands in any file, or in what was said."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {str(path): leaks(path.read_bytes()) for path in files if leaks(path.read_bytes())} == {}
+    assert leaks(said.encode()) == set()
+    assert {path for path in folder.rglob("*") if leaks(str(path).encode())} == set()
+
+
+def test_a_run_that_goes_well(
+    server: JudgeServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its rollouts hold the judge's reasons, its folder the paid answers, checkpoints and rows."""
+    caplog.set_level("DEBUG")
+    monkeypatch.setenv("KEEL_TEST_KEY", KEY)
+    assert main(run(tmp_path, server.url)) == 0
+    assert server.log[0].headers["authorization"] == f"Bearer {KEY}"  # it did get there
+    kinds = {path.suffix for path in (tmp_path / "run").rglob("*")}
+    assert {".sqlite", ".parquet", ".jsonl", ".json", ".toml", ".safetensors"} <= kinds
+    out, err = capfd.readouterr()
+    check(tmp_path, out + err + caplog.text)
+    assert main(["eval", str(tmp_path / "run"), "--prompts", "2"]) == 0
+    out, err = capfd.readouterr()
+    check(tmp_path, out + err + caplog.text)
+
+
+FAULTS = {
+    "refused": Fault(status=401, error={"message": f"Incorrect API key provided: {KEY}."}),
+    "masked": Fault(
+        status=401, error={"message": f"Incorrect key: {KEY[:11]}*****{KEY[-4:]}", "code": "bad"}
+    ),
+    "shortened": Fault(status=403, error={"message": f"no leave for {KEY[:11]}...{KEY[-4:]}"}),
+    "a part": Fault(status=400, error={"message": f"what is {KEY[:25]}"}),
+    "broken": Fault(status=500, error={"message": f"at {KEY[4:]} in line 3"}),
+    "malformed": Fault(body=f"<html>{KEY}</html>"),
+    "another": Fault(body=json.dumps({"error": KEY})),
+    "cut": Fault(cut=True),
+    "slow": Fault(slow=True),
+    "out of money": Fault(status=429, error={"message": KEY, "code": "insufficient_quota"}),
+    "a code": Fault(status=400, error={"message": "no", "code": KEY}),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_run_that_fails(
+    kind: str,
+    server: JudgeServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("KEEL_TEST_KEY", KEY)
+    # The second step's, so that the folder stays.
+    server.fault_of = lambda asked: FAULTS[kind] if len(server.log) > 4 else None
+    assert main(run(tmp_path, server.url, timeout=0.5 if kind == "slow" else 20.0)) == 2
+    server.let_go.set()
+    out, err = capfd.readouterr()
+    assert err.rstrip().rpartition("\n")[2].startswith("keel: error: ")
+    check(tmp_path, out + err)
+    for end in (KEY[:11], KEY[-4:]):  # as a server shows a key that it refuses
+        assert end not in out + err
+    assert (tmp_path / "run" / "recipe.toml").is_file()
+
+
+def test_a_server_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KEEL_TEST_KEY", KEY)
+    assert main(run(tmp_path, "http://127.0.0.1:9/v1")) == 2
+    out, err = capfd.readouterr()
+    assert "127.0.0.1:9" in err
+    check(tmp_path, out + err)
+
+
+# ---------------------------------------------------------------- recipes
+
+HELD: list[dict[str, Any]] = [
+    {"rewards": {"functions": [{"function": "judge", "options": {"api_key": KEY}}]}},
+    {"options": {"extra": {"api-key": "SESAME"}}},
+    {"options": {"extra_headers": {"Authorization": "Bearer SESAME"}}},
+    {"tasks": [{"name": "datasets", "options": {"token": "SESAME"}}]},
+    {"tasks": [{"options": {"use_auth_token": "SESAME"}}]},
+    {"options": {"password": "SESAME"}},
+    {"options": {"db_passwd": ["SESAME"]}},
+    {"client_secret": "SESAME"},
+    {"description": f"uses {KEY}"},
+    {"model": {"name": "https://me:SESAME@example.com/model"}},
+    {"tasks": [{"path": "s3://SESAME@bucket/rows.jsonl"}]},
+    {"tasks": [{"path": "hf_SESAMEabcdefghijklmnopqrst"}]},
+    {"name": "ghp_SESAMEabcdefghijklmnopqrst"},
+    {"name": "AKIASESAME0123456789"},
+    {"name": "the word is xyzzy-SESAME-plugh"},
+    {KEY: 1},
+]
+
+
+@pytest.mark.parametrize("recipe", HELD)
+def test_what_looks_like_a_secret_is_found_and_not_repeated(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANY_TOKEN", "xyzzy-SESAME-plugh")
+    said = wrong_secret(recipe)
+    assert said is not None
+    assert "SESAME" not in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"max_tokens": 4, "token_budget": 9, "eos_token": "<eos>", "tokens": "a"},
+        {"options": {"api_key_env": "OPENAI_API_KEY", "token": "none", "api_key": ""}},
+        {"url": "http://localhost:8000/v1", "system": "mail me@example.com, or ask: //a@b"},
+        {"rubric": "task-based sk-learn; the password is no secret; desk-0123456789"},
+        {"keys": "a", "key": "b", "keyboard": "c", "secretary": "d"},
+        {"name": "short"},
+    ],
+)
+def test_what_is_no_secret_is_let_be(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANY_TOKEN", "short")
+    monkeypatch.setenv("ANYTHING", "http://localhost:8000/v1")
+    assert wrong_secret(recipe) is None
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_recipes_hold_none(name: str) -> None:
+    import tomllib
+
+    assert wrong_secret(tomllib.loads(to_toml(load_recipe(name)))) is None
+
+
+@pytest.mark.parametrize("way", ["recipe", "override"])
+def test_a_recipe_that_holds_one_is_refused_before_anything_is_written(
+    way: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = RECIPE.format(url="http://127.0.0.1:9/v1", retries=0, timeout=1.0)
+    key = f'extra = {{ api_key = "{KEY}" }}\n'
+    path = tmp_path / "recipe.toml"
+    path.write_text(text + (key if way == "recipe" else ""))
+    more = [] if way == "recipe" else [f"description={KEY}"]
+    assert main(["train", str(path), *more, "--run", str(tmp_path / "run")]) == 2
+    out, err = capfd.readouterr()
+    assert "holds what looks like a key" in err or "would hold a secret" in err
+    assert leaks((out + err).encode()) == set()
+    assert not (tmp_path / "run").exists()
