@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,16 @@ import numpy as np
 
 from keel.runs.layout import RunFolder
 from keel.runs.rollouts import RolloutRow
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a stage has come."""
+
+    stage: int
+    step: int
+    best_step: int | None = None
+
 
 ONE = 'name = "sort"\n\n[[stages]]\nstage = "rl"\nname = "rl"\n'
 TWO = ONE.replace('"rl"\nname = "rl"', '"sft"\nname = "warmup"') + (

@@ -15,11 +15,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.runs import checkpoint, encoding, files
+from keel.config.optimisation import Checkpoints
+from keel.runs import checkpoint, encoding, files, opening
 from keel.runs.checkpoint import damage, newest_whole, prune, writing
 from keel.runs.layout import RunFolder
+from keel.runs.read import load
+from keel.runs.watch import Silent
 from keel.types import KeelError
-from tests.runs.example import ONE, one_stage, two_stages
+from tests.runs.example import ONE, Progress, one_stage, two_stages
 
 
 def save(folder: RunFolder, stage: int, step: int, content: str = "state") -> Path:
@@ -67,7 +70,7 @@ def test_a_full_disk_leaves_the_one_before(tmp_path: Path, monkeypatch: Any) -> 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(files, "sync_file", full)
-    with pytest.raises(KeelError, match=r"step-000010: No space left on device: .*--resume"):
+    with pytest.raises(KeelError, match=r"step-000010: No space left on device: mend the disk"):
         save(folder, 0, 10)
     assert [path.name for path in folder.checkpoints_folder.iterdir()] == ["step-000005"]
 
@@ -97,7 +100,7 @@ def flip(path: Path) -> None:
         (lambda c: (c / "manifest.json").write_text("[]"), "manifest.json is damaged"),
         (lambda c: (c / "manifest.json").write_text('{"files": []}'), "manifest.json is damaged"),
         (
-            lambda c: (c / "manifest.json").write_text('{"files": {"../../x": {}}}'),
+            lambda c: (c / "manifest.json").write_text('{"format": 1, "files": {"../../x": {}}}'),
             "manifest.json names a file outside the checkpoint: ../../x",
         ),
     ],
@@ -135,8 +138,8 @@ def test_prune_keeps_the_newest_and_the_protected(tmp_path: Path) -> None:
         prune(folder, keep=0)
 
 
-def write_until_killed(folder: RunFolder, survive: int) -> None:
-    """In a process of its own: dies at the system call after `survive` that change the disk."""
+def dying_after(survive: int) -> None:
+    """In a process of its own: it dies at the system call after `survive` that change the disk."""
     calls = 0
 
     def counted(function: Any) -> Any:
@@ -151,6 +154,10 @@ def write_until_killed(folder: RunFolder, survive: int) -> None:
 
     for name in ("rename", "fsync", "unlink", "rmdir", "mkdir"):
         setattr(os, name, counted(getattr(os, name)))
+
+
+def write_until_killed(folder: RunFolder, survive: int) -> None:
+    dying_after(survive)
     save(folder, 0, 5, "new")
 
 
@@ -226,9 +233,9 @@ def test_tensors_come_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_state_are_refused(tmp_path: Path) -> None:
-    for load in (checkpoint.load_tensors, checkpoint.load_json):
+    for read in (checkpoint.load_tensors, checkpoint.load_json):
         with pytest.raises(KeelError, match="cannot read"):
-            load(tmp_path / "absent")
+            read(tmp_path / "absent")
     # A pickle is never read, whatever its name.
     torch.save({"x": torch.ones(2)}, tmp_path / "x.safetensors")
     with pytest.raises(KeelError, match="cannot read"):
@@ -305,3 +312,110 @@ def test_recipe_is_left_alone_by_cleaning(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
     files.remove_leftovers(folder.path)
     assert folder.recipe.read_text() == ONE
+
+
+# ---------------------------------------------------------------- keeping
+
+
+def pruned_until_killed(folder: RunFolder, survive: int) -> None:
+    dying_after(survive)
+    prune(folder, keep=1, protect=[folder.checkpoint(0, 2)])
+
+
+def test_a_kill_while_old_ones_go_leaves_none_that_is_half(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    for survive in range(60):
+        for step in (2, 4, 6, 8):
+            save(folder, 0, step)
+        process = os.fork()
+        if process == 0:
+            try:
+                pruned_until_killed(folder, survive)
+            finally:
+                os._exit(0)
+        status = os.waitpid(process, 0)[1]
+        left = [entry.place.step for entry in folder.list_checkpoints()]
+        assert {2, 8} <= set(left)
+        assert [damage(entry.path) for entry in folder.list_checkpoints()] == [None] * len(left)
+        files.remove_leftovers(folder.checkpoints_folder)
+        if os.WIFEXITED(status):
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    else:
+        pytest.fail("it never came to its end")
+    assert left == [2, 8]
+    assert survive > 10
+
+
+def fill(aside: Path) -> None:
+    (aside / "state.json").write_text("{}")
+
+
+def test_the_newest_of_the_run_stay_and_the_best_of_each_stage(tmp_path: Path) -> None:
+    folder = two_stages(tmp_path)
+    with opening.running(folder, False, Silent()) as (session, _):
+        best = {(0, 1): None, (0, 2): 2, (0, 3): 2, (0, 4): 2, (1, 1): 1, (1, 2): 1, (1, 3): 1}
+        kept = []
+        for (stage, step), at in best.items():
+            session.checkpoint(Progress(stage, step, at), fill, Checkpoints(keep=2))
+            kept.append([entry.path.name for entry in folder.list_checkpoints()])
+    assert kept[1] == ["warmup-step-000001", "warmup-step-000002"]
+    assert kept[3] == [f"warmup-step-00000{n}" for n in (2, 3, 4)]
+    assert kept[4] == ["warmup-step-000002", "warmup-step-000004", "rl-step-000001"]
+    assert kept[6] == ["warmup-step-000002", *(f"rl-step-00000{n}" for n in (1, 2, 3))]
+    assert json.loads(folder.run_json.read_text()) == {"best": {"rl": 1, "warmup": 2}}
+    told = [row for row in load(folder.path).events() if row["event"] == "checkpoint"]
+    assert [(row["stage"], row["step"]) for row in told][-1] == ("rl", 3)
+    size = sum(p.stat().st_size for p in folder.checkpoint(1, 3).iterdir())
+    assert told[-1]["bytes"] == size > 2
+    assert told[-1]["seconds"] > 0
+
+
+def test_going_back_forgets_the_best_that_is_gone(tmp_path: Path) -> None:
+    """run.json may know a best that lies past the checkpoint gone back to."""
+    folder = two_stages(tmp_path)
+    (folder.run_json).write_text('{"best": {"warmup": 2, "rl": 7}}')
+    with opening.running(folder, False, Silent()) as (session, _):
+        session.checkpoint(Progress(1, 1, None), fill, Checkpoints(keep=1))
+    assert json.loads(folder.run_json.read_text()) == {"best": {"warmup": 2}}
+
+
+def test_what_may_not_be_read_is_not_damaged(tmp_path: Path) -> None:
+    """It would be thrown away for that."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming somebody else needs root")
+    folder = one_stage(tmp_path)
+    (save(folder, 0, 5) / "state.json").chmod(0o600)
+    process = os.fork()
+    if process == 0:
+        os.chdir(folder.checkpoints_folder)
+        os.setuid(65534)
+        try:
+            damage(Path("step-000005"))
+        except KeelError as error:
+            os._exit(0 if "cannot read step-000005: Permission denied" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    target = save(one_stage(tmp_path), 0, 5)
+    text = (target / "manifest.json").read_text()
+    (target / "manifest.json").write_text(text.replace('"format": 1', '"format": 2'))
+    with pytest.raises(KeelError, match="has format 2, not 1: use the version of Keel"):
+        damage(target)
+
+
+def test_a_manifest_without_a_name_is_whole(tmp_path: Path) -> None:
+    target = save(one_stage(tmp_path), 0, 5)
+    manifest = json.loads((target / "manifest.json").read_text())
+    assert manifest.pop("name") == "step-000005"
+    (target / "manifest.json").write_text(json.dumps(manifest))
+    assert damage(target) is None
+
+
+def test_no_folder_is_made_where_the_run_folder_is_not(tmp_path: Path) -> None:
+    with pytest.raises(KeelError, match=r"cannot make .*checkpoints: No such file"):
+        save(RunFolder(tmp_path / "gone", ("rl",)), 0, 5)
+    assert list(tmp_path.iterdir()) == []

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from rich.console import Console
 
-from keel.cli.progress import watching
+from keel.cli.train import carry
 from keel.config.control import ControlRecipe
 from keel.config.control_load import load_control
 from keel.insight.terminal import curve
 from keel.runs.layout import RunFolder
 from keel.runs.read import load
+from keel.runs.watch import Watcher
 from keel.types import KeelError
 
 
@@ -26,21 +26,11 @@ def run(arguments: argparse.Namespace) -> int:
         if error.name != "gymnasium":
             raise
         raise KeelError("keel control needs gymnasium: pip install 'keel-rl[control]'") from error
-    from keel.runs.interrupt import Interrupted
 
-    console = Console(stderr=arguments.json, quiet=arguments.quiet)
-    try:
-        with watching(console) as watcher:
-            folder = control(recipe, arguments.run, resume=arguments.resume, watcher=watcher)
-    except Interrupted as interrupted:
-        where = interrupted.folder
-        console.print(f"stopped by {interrupted}; go on with: keel control --resume --run {where}")
-        return 128 + interrupted.signum
-    if arguments.json:
-        print(json.dumps({"run": str(folder.path), **load(folder.path).info()}, ensure_ascii=False))
-    else:
-        show(console, folder)
-    return 0
+    def start(watcher: Watcher) -> RunFolder:
+        return control(recipe, arguments.run, resume=arguments.resume, watcher=watcher)
+
+    return carry(arguments, "control", start, show)
 
 
 def show(console: Console, folder: RunFolder) -> None:

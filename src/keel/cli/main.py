@@ -12,6 +12,8 @@ from keel.cli.parser import parse
 
 USAGE = 2
 FAILURE = 1
+LONGEST = 2_000
+"""Characters of an error's line; a value of the user's in it may be a whole file."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,5 +42,18 @@ def _report(error: Exception) -> int:
         error = KeelError(f"the path {str(error.filename)[:60]}… is too long for a path: mend it")
     if not isinstance(error, KeelError):
         raise error
-    print(f"keel: error: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"keel: error: {one_line(str(error))}", file=sys.stderr)
     return USAGE
+
+
+def one_line(text: str) -> str:
+    """A text on one line, of bounded length, that no terminal takes for commands.
+
+    Characters that do not print, halves of characters too, are shown by their number.
+    """
+    words = " ".join(text.split())
+    if len(words) > LONGEST:
+        words = f"{words[: LONGEST // 2]} … {words[-LONGEST // 2 :]}"
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in words
+    )

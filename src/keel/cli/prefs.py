@@ -151,7 +151,9 @@ def _rows(path: str) -> Source:
     if path.endswith(".json"):
         raise KeelError(f"{path}: not rows, one a line: run keel prefs import first")
     table = read_table("parquet" if path.endswith(".parquet") else "jsonl", path, {}, "train")
-    places = list(zip(table.rows, table.places, strict=True))
+    places = [
+        (row, table.where.place(line)) for row, line in zip(table.rows, table.lines, strict=True)
+    ]
     pairs = [judged.pair(Fields(row, place), place) for row, place in places]
     if not any("votes" in row for row in table.rows):
         return Source(pairs)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -13,28 +16,56 @@ from keel.config.load import load_recipe
 from keel.insight.terminal import curve
 from keel.runs.layout import RunFolder
 from keel.runs.read import load
+from keel.runs.watch import Watcher
 from keel.types import KeelError
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run, or go on with a run; shows how it went."""
     recipe = _recipe(arguments)
-    from keel.runs.interrupt import Interrupted
     from keel.train.run import train
 
+    def start(watcher: Watcher) -> RunFolder:
+        return train(recipe, arguments.run, resume=arguments.resume, watcher=watcher)
+
+    return carry(arguments, "train", start, show)
+
+
+def carry(
+    arguments: argparse.Namespace,
+    verb: str,
+    start: Callable[[Watcher], RunFolder],
+    show: Callable[[Console, RunFolder], None],
+) -> int:
+    """Watch a run to its end and show it, or say how to go on with it; the exit code.
+
+    A terminal that has gone changes neither the run nor the code.
+    """
+    from keel.runs.interrupt import Interrupted
+
     console = Console(stderr=arguments.json, quiet=arguments.quiet)
+    code: int | None = None
     try:
         with watching(console) as watcher:
-            folder = train(recipe, arguments.run, resume=arguments.resume, watcher=watcher)
-    except Interrupted as interrupted:
-        where = interrupted.folder
-        console.print(f"stopped by {interrupted}; go on with: keel train --resume --run {where}")
-        return 128 + interrupted.signum
-    if arguments.json:
-        print(json.dumps({"run": str(folder.path), **load(folder.path).info()}, ensure_ascii=False))
-    else:
-        show(console, folder)
-    return 0
+            try:
+                folder, code = start(watcher), 0
+            except Interrupted as caught:
+                interrupted, code = caught, 128 + caught.signum
+        if code:
+            how = f"keel {verb} --resume --run {interrupted.folder}"
+            console.print(f"stopped by {interrupted}; go on with: {how}", soft_wrap=True)
+        elif arguments.json:
+            run = load(folder.path)
+            about = {"run": str(folder.path), "seconds": round(run.seconds(), 3), **run.info()}
+            print(json.dumps(about, ensure_ascii=False))
+        else:
+            show(console, folder)
+        sys.stdout.flush()
+    except OSError:
+        if code is None:
+            raise
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - nobody is left to read it
+    return code
 
 
 def show(console: Console, folder: RunFolder) -> None:

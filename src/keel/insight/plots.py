@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from keel.runs import files
 from keel.types import KeelError
 
 if TYPE_CHECKING:
@@ -317,8 +318,10 @@ def drawing(path: Path, height: float) -> Iterator[Figure]:
         yield figure
         # Beside the target and renamed, so that a reader never sees half a picture.
         temporary = path.with_name(f".tmp-{path.name}")
-        try:
-            figure.savefig(temporary, format="png", metadata={"Software": None})
-            os.replace(temporary, path)
-        except OSError as error:
-            raise KeelError(f"cannot write {path}: {error.strerror or error}") from error
+        with files.told(path):
+            try:
+                figure.savefig(temporary, format="png", metadata={"Software": None})
+                os.replace(temporary, path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise

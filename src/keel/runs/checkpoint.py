@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MANIFEST = "manifest.json"
+FORMAT = 1
+BROKEN = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+"""Errors that say a file is damaged; others say that it cannot be read by us, or now."""
 R = TypeVar("R", bound="DataclassInstance")
 
 
@@ -35,13 +39,13 @@ def writing(target: Path) -> Iterator[Path]:
     """
     aside = files.aside(target)
     with files.told(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(target.parent)
         if aside.exists():
             files.remove(aside)
         aside.mkdir()
         try:
             yield aside
-            _finish(aside)
+            _finish(aside, target.name)
             _put(aside, target)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)  # what stays is cleaned at the next start
@@ -49,11 +53,23 @@ def writing(target: Path) -> Iterator[Path]:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint; None when every file is there, byte for byte."""
+    """What is wrong with a checkpoint; None when every file is there, byte for byte.
+
+    A file that the manifest does not list is no damage.
+
+    Raises:
+        KeelError: it cannot be judged: it may not be read, or another version of Keel wrote it.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-        listed = manifest["files"].items()
-        for name, facts in listed:
+        if manifest["format"] != FORMAT:
+            raise KeelError(
+                f"checkpoint {path} has format {manifest['format']!r}, not {FORMAT}: "
+                "use the version of Keel that wrote it"
+            )
+        if manifest.get("name", path.name) != path.name:
+            return f"it is {manifest['name']}, under another name"
+        for name, facts in manifest["files"].items():
             relative = PurePosixPath(name)
             if relative.is_absolute() or ".." in relative.parts:
                 return f"{MANIFEST} names a file outside the checkpoint: {name}"
@@ -67,7 +83,9 @@ def damage(path: Path) -> str | None:
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
+        if error.errno not in BROKEN:
+            raise KeelError(f"cannot read {path}: {error.strerror}: mend the folder") from error
+        return f"cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is damaged"
     return None
@@ -86,6 +104,11 @@ def newest_whole(
     return None
 
 
+def size(path: Path) -> int:
+    """The bytes that a checkpoint takes."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
 def prune(folder: RunFolder, keep: int, protect: Collection[Path] = ()) -> list[Path]:
     """Deletes all checkpoints but the newest `keep` and the protected ones; returns what went."""
     if keep < 1:
@@ -98,7 +121,7 @@ def prune(folder: RunFolder, keep: int, protect: Collection[Path] = ()) -> list[
     return going
 
 
-def _finish(folder: Path) -> None:
+def _finish(folder: Path, name: str) -> None:
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     listed = {
         path.relative_to(folder).as_posix(): {
@@ -108,7 +131,8 @@ def _finish(folder: Path) -> None:
         for path in found
     }
     manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"format": 1, "files": listed}, indent=2) + "\n", "utf-8")
+    whole = {"format": FORMAT, "name": name, "files": listed}
+    manifest.write_text(json.dumps(whole, indent=2) + "\n", "utf-8")
     for path in (*found, manifest):
         files.sync_file(path)
     for inside in (*(p for p in folder.rglob("*") if p.is_dir()), folder):

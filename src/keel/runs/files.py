@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from keel.types import KeelError
@@ -14,16 +15,68 @@ ASIDE = ".tmp-"
 """Prefix of everything that is not finished yet. A reader never looks at it."""
 
 
+_HELD: dict[Path, tuple[Path, int, int]] = {}
+"""The folders that this process writes, and a file in each with its device and inode."""
+_IN_TEXT = re.compile(r"\(os error (\d+)\)")
+"""How libraries written in Rust (safetensors, tokenizers) tell of an operating system error."""
+
+
 @contextmanager
 def told(path: Path, doing: str = "write") -> Iterator[None]:
-    """Turns an operating system error into one line that names the path and the mend."""
+    """Turns an operating system error into one line that names the path and the mend.
+
+    Refuses to begin below a `held` folder that is gone.
+    """
+    present(path)
     try:
         yield
-    except OSError as error:
-        why = error.strerror or str(error)
+    except Exception as error:
+        found = os_error(error)
+        if found is None:
+            raise
+        present(path)
         raise KeelError(
-            f"cannot {doing} {path}: {why}: mend the disk or folder, then go on with --resume"
+            f"cannot {doing} {path}: {found.strerror or found}: mend the disk or folder"
         ) from error
+
+
+def os_error(error: BaseException) -> OSError | None:
+    """The operating system's error that an exception is, or tells of."""
+    if isinstance(error, OSError):
+        return error
+    found = None if isinstance(error, KeelError) else _IN_TEXT.search(str(error))
+    return None if found is None else OSError(int(found[1]), os.strerror(int(found[1])))
+
+
+@contextmanager
+def held(folder: Path, witness: Path, descriptor: int) -> Iterator[None]:
+    """While the block lasts, writes below `folder` are refused once it is another folder.
+
+    `witness` is a file in it, open as `descriptor`. A mount that vanished would otherwise let the
+    run go on in the empty folder underneath it, and one that was moved in its successor.
+    """
+    facts = os.fstat(descriptor)
+    _HELD[folder] = (witness, facts.st_dev, facts.st_ino)
+    try:
+        yield
+    finally:
+        _HELD.pop(folder, None)
+
+
+def present(path: Path) -> None:
+    """Raises KeelError where the path lies below a `held` folder that is gone."""
+    for folder, (witness, device, inode) in _HELD.items():
+        if not path.is_relative_to(folder):
+            continue
+        try:
+            now = os.stat(witness)
+            same = (now.st_dev, now.st_ino) == (device, inode)
+        except OSError:
+            same = False
+        if not same:
+            raise KeelError(
+                f"run folder {folder} is gone, or another has its place: mount or move it back"
+            )
 
 
 def aside(target: Path) -> Path:
@@ -49,8 +102,8 @@ def _sync(path: Path, flags: int) -> None:
         os.close(descriptor)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replaces the file in one instant; on the disk when this returns.
+def write_bytes(path: Path, content: bytes, sync: bool = True) -> None:
+    """Replaces the file in one instant; with `sync` it is on the disk when this returns.
 
     Raises:
         KeelError: the file cannot be written.
@@ -59,11 +112,14 @@ def write_bytes(path: Path, content: bytes) -> None:
     with told(path):
         try:
             temporary.write_bytes(content)
-            sync_file(temporary)
+            if sync:
+                sync_file(temporary)
             temporary.replace(path)
-            sync_folder(path.parent)
+            if sync:
+                sync_folder(path.parent)
         except OSError:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise
 
 
@@ -80,9 +136,16 @@ def remove(path: Path) -> None:
                 going = aside(path)
                 shutil.rmtree(going, ignore_errors=True)
                 path = path.rename(going)
+                sync_folder(path.parent)  # before the first of its files goes
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder inside one that exists, unless it is there."""
+    with told(path, "make"):
+        path.mkdir(exist_ok=True)
 
 
 def remove_leftovers(folder: Path) -> list[Path]:

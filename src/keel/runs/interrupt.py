@@ -1,13 +1,23 @@
-"""Ctrl-C and SIGTERM: the step in hand is finished and saved; a second signal ends at once."""
+"""Ctrl-C, SIGTERM, a terminal that closes: the step in hand is finished and saved.
+
+A second Ctrl-C or SIGTERM ends at once.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+
+AGAIN = 0.25
+"""Seconds within which a second signal is the first one's echo: timeout(1) and supervisors send
+one to the process and one to its group."""
+SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Interrupted(Exception):
@@ -24,28 +34,51 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self._since = 0.0
 
     def __bool__(self) -> bool:
         return self.signum is not None
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
-        if self.signum is not None:
-            signal.signal(signum, signal.SIG_DFL)
-            signal.raise_signal(signum)
-        self.signum = signum
+        now = time.monotonic()
+        if self.signum is None:
+            self.signum, self._since = signum, now
+            name = signal.Signals(signum).name
+            _say(f"keel: {name}: stopping once the step in hand is saved; again: at once\n")
+        elif signum != signal.SIGHUP and now - self._since >= AGAIN:
+            _end(signum)  # a closing terminal hangs up more than once
 
 
 @contextmanager
 def catching() -> Iterator[Interrupt]:
-    """Catch SIGINT and SIGTERM for the duration; only the main thread may."""
+    """Catch SIGINT, SIGTERM and SIGHUP for the duration; only the main thread may.
+
+    A signal that was ignored before (nohup) stays ignored.
+    """
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
-    wanted = (signal.SIGINT, signal.SIGTERM)
-    before = {signum: signal.signal(signum, interrupt.handle) for signum in wanted}
+    before = {}
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            before[signum] = signal.signal(signum, interrupt.handle)
     try:
         yield interrupt
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def _end(signum: int) -> None:
+    """End as the signal would have ended a program that does not catch it."""
+    if os.isatty(1):
+        _say(SHOW_CURSOR, 1)
+    signal.signal(signum, signal.SIG_DFL)
+    signal.raise_signal(signum)
+
+
+def _say(text: str | bytes, descriptor: int = 2) -> None:
+    """Past Python's buffers and rich's locks, which a signal handler may not touch."""
+    with suppress(OSError):
+        os.write(descriptor, text.encode() if isinstance(text, str) else text)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from keel.runs import files
-from keel.runs.layout import RunFolder
+from keel.runs.layout import LOCK, RunFolder
 from keel.types import KeelError
+
+TRIES, BETWEEN = 5, 0.02
+"""How often the lock is asked for, and after how many seconds again: `refuse_if_taken` of another
+process may hold it for an instant."""
+_OPEN: set[int] = set()
+"""The descriptors that hold a lock of this process."""
 
 
 class _Taken(Exception):
@@ -17,40 +25,81 @@ class _Taken(Exception):
 
 
 def _take(descriptor: int) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise _Taken from error
+    for left in reversed(range(TRIES)):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if left == 0:
+                raise _Taken from error
+            time.sleep(BETWEEN)
+
+
+def _let_go_in_child() -> None:
+    """A forked child that outlives its parent must not hold the parent's run folder."""
+    for descriptor in _OPEN:
+        os.close(descriptor)
+    _OPEN.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 @contextmanager
 def locked(folder: RunFolder) -> Iterator[None]:
     """Holds the run folder for writing; the kernel lets go when the process ends, however it ends.
 
-    An advisory flock(2). A forked child shares it until the child ends or executes a program.
+    An advisory flock(2), of this process alone: neither a forked child nor a program that it
+    starts has it. Writes below the folder are refused once the folder is not this one any more.
 
     Raises:
         KeelError: another process, or another caller in this one, holds it.
     """
     with files.told(folder.lock):
         descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT, 0o644)
+    owner = os.getpid()
+    _OPEN.add(descriptor)
     try:
         try:
             with files.told(folder.lock, "lock"):
                 _take(descriptor)
         except _Taken:
-            holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
-            by = f" by process {holder}" if holder else ""
-            raise KeelError(
-                f"run folder {folder.path} is in use{by}: "
-                "wait for it to end, or choose another with --run DIR"
-            ) from None
+            raise _in_use(folder.path, descriptor) from None
         with files.told(folder.lock):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
         try:
-            yield
+            with files.held(folder.path, folder.lock, descriptor):
+                yield
         finally:
-            os.ftruncate(descriptor, 0)  # a finished run's folder holds no process id
+            if os.getpid() == owner:
+                with suppress(OSError):  # of a disk that has told of itself already
+                    os.ftruncate(descriptor, 0)  # a finished run's folder holds no process id
+    finally:
+        if os.getpid() == owner:
+            _OPEN.discard(descriptor)
+            os.close(descriptor)
+
+
+def refuse_if_taken(path: Path) -> None:
+    """Raises KeelError where a process holds the run folder at `path`. Takes nothing."""
+    try:
+        descriptor = os.open(path / LOCK, os.O_RDONLY)
+    except OSError:
+        return  # nobody ever held it, or whoever goes on says what is wrong with the folder
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(path, descriptor) from None
+    except OSError:
+        return
     finally:
         os.close(descriptor)
+
+
+def _in_use(path: Path, descriptor: int) -> KeelError:
+    holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+    by = f" by process {holder}" if holder else ""
+    return KeelError(
+        f"run folder {path} is in use{by}: wait for it to end, or choose another with --run DIR"
+    )

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from keel.runs import checkpoint
+from keel.runs import checkpoint, files
 from keel.runs.interrupt import catching
-from keel.runs.layout import RunFolder, next_free
-from keel.runs.lock import locked
-from keel.runs.record import Recorder, truncate_after
-from keel.runs.session import Session
-from keel.runs.watch import Watcher
+from keel.runs.layout import Entry, RunFolder, next_free
+from keel.runs.lock import locked, refuse_if_taken
+from keel.runs.record import Recorder, truncate_after, update_run_json
+from keel.runs.session import Reached, Session
+from keel.runs.watch import Silent, Watcher
 from keel.types import KeelError
 
 RUNS = "runs"
 """Where run folders go unless one is named."""
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+"""Errors of the disk, whichever file they come from."""
+Damage = list[tuple[Path, str]]
 
 
 def created(recipe: str, name: str, path: Path | str | None) -> RunFolder:
     """A new run folder for a recipe (TOML): the next free one under runs/ unless named."""
-    return RunFolder.create(Path(path) if path is not None else next_free(RUNS, name), recipe)
+    place = Path(path) if path is not None else next_free(RUNS, name)
+    refuse_if_taken(place)
+    return RunFolder.create(place, recipe)
 
 
 def resumed(path: Path | str | None) -> RunFolder:
@@ -37,41 +43,58 @@ def resumed(path: Path | str | None) -> RunFolder:
 
 @contextmanager
 def running(
-    place: RunFolder, resume: bool, watcher: Watcher
+    place: RunFolder,
+    resume: bool,
+    watcher: Watcher,
+    verb: Literal["train", "control"] = "train",
 ) -> Iterator[tuple[Session, Path | None]]:
     """The one hand that writes the folder while the block lasts, and the checkpoint to go on from.
 
-    What was written past that checkpoint is dropped. Signals ask the run to stop. A new run that
-    fails before its first row leaves the folder as free as it was.
+    What was written past that checkpoint is dropped. Signals ask the run to stop. What stops it
+    otherwise is told with the step that it reached and how to go on; a new run that fails before
+    there is anything to keep leaves the folder as free as it was.
+
+    Raises:
+        KeelError: another process holds the folder; there are checkpoints, but none is whole.
     """
     with ExitStack() as stack:
         interrupt = stack.enter_context(catching())
         stack.enter_context(locked(place))
-        start = checkpoint.newest_whole(place, _reporting(watcher)) if resume else None
+        start, damaged = _where_to_begin(place) if resume else (None, [])
+        reached = Reached()
+        if start is not None:
+            reached.step = reached.checkpoint = start.place
+        stack.enter_context(_telling_where(place, reached, resume, verb))
         if resume:
             stage, step = (0, -1) if start is None else (start.place.stage, start.place.step)
             truncate_after(place, stage, step)
-        else:
-            stack.enter_context(_leaving_nothing_unbegun(place))
         recorder = stack.enter_context(Recorder(place))
-        yield Session(place, recorder, watcher, interrupt), None if start is None else start.path
+        session = Session(place, recorder, _Steady(watcher), interrupt, reached=reached)
+        for path, wrong in damaged:
+            recorder.event("damaged", checkpoint=path.name, why=wrong)
+            session.watcher.note(
+                f"checkpoint {path} is damaged ({wrong}): going on from the one before"
+            )
+        yield session, None if start is None else start.path
 
 
-def _reporting(watcher: Watcher) -> Callable[[Path, str], None]:
-    def report(path: Path, wrong: str) -> None:
-        watcher.note(f"checkpoint {path} is damaged ({wrong}): going on from the one before")
+def declare(session: Session, name: str, seed: int, threads: int, packages: Sequence[str]) -> None:
+    """Say in run.json what a run is made with.
 
-    return report
-
-
-@contextmanager
-def _leaving_nothing_unbegun(place: RunFolder) -> Iterator[None]:
-    try:
-        yield
-    except KeelError:
-        if place.metrics.exists() and place.metrics.stat().st_size == 0:
-            shutil.rmtree(place.path, ignore_errors=True)
-        raise
+    A run that goes on keeps what it began with; what differs now is noted.
+    """
+    now = facts(name, seed, threads, packages)
+    begun: dict[str, Any] = {}
+    if session.reached.step is not None:
+        begun = update_run_json(session.folder, {})
+    changed = _changed(begun, now)
+    if changed:
+        session.note(
+            f"this run began with {changed}: it goes on, but not byte for byte as if it had never "
+            "stopped"
+        )
+    kept: dict[str, Any] = {k: begun[k] for k in ("versions", "threads") if k in begun}
+    update_run_json(session.folder, {**now, **kept})
 
 
 def facts(name: str, seed: int, threads: int, packages: Sequence[str]) -> dict[str, Any]:
@@ -84,3 +107,106 @@ def facts(name: str, seed: int, threads: int, packages: Sequence[str]) -> dict[s
         "threads": threads,
         "finished": False,
     }
+
+
+def _changed(begun: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs of threads and versions, as it was and (as it is); empty where nothing does."""
+    before: dict[str, Any] = {"threads": begun.get("threads"), **begun.get("versions", {})}
+    after: dict[str, Any] = {"threads": now["threads"], **now["versions"]}
+    return ", ".join(
+        f"{name} {value} (now {after[name]})"
+        for name, value in before.items()
+        if value is not None and name in after and after[name] != value
+    )
+
+
+def _where_to_begin(place: RunFolder) -> tuple[Entry | None, Damage]:
+    """The newest whole checkpoint, and the damaged ones passed over.
+
+    Raises KeelError where none is whole: to begin anew would throw away what they cost.
+    """
+    damaged: Damage = []
+    newest = checkpoint.newest_whole(place, lambda path, wrong: damaged.append((path, wrong)))
+    if newest is None and damaged:
+        said = "; ".join(f"{path.name}: {wrong}" for path, wrong in damaged[:2])
+        more = f"; and {len(damaged) - 2} more" if len(damaged) > 2 else ""
+        raise KeelError(
+            f"no checkpoint in {place.checkpoints_folder} is whole ({said}{more}): bring one back, "
+            "or delete them all and --resume begins at the first step"
+        )
+    return newest, damaged
+
+
+@contextmanager
+def _telling_where(place: RunFolder, reached: Reached, resume: bool, verb: str) -> Iterator[None]:
+    """What a user can mend is told with the step reached and how to go on; an event says it too."""
+    try:
+        yield
+    except (KeelError, OSError) as error:
+        said = _mendable(place, error)
+        if said is None:
+            raise
+        if not resume and _leaves_nothing(place):
+            raise KeelError(said) from error
+        text = f"stopped {reached.told(place.stages)}: {said}"
+        with suppress(KeelError), Recorder(place) as recorder:
+            recorder.event("stopped", text=text)
+        how = f"keel {verb} --resume --run {place.path}"
+        raise KeelError(f"{text}; go on with: {how}") from error
+
+
+def _mendable(place: RunFolder, error: KeelError | OSError) -> str | None:
+    """In one line, what a user can mend; None of an error that is none of the disk's."""
+    if isinstance(error, KeelError):
+        return str(error)
+    name = error.filename if isinstance(error.filename, str) else None
+    ours = name is not None and Path(name).is_relative_to(place.path)
+    if not ours and error.errno not in DISK:
+        return None
+    return f"cannot write {name or place.path}: {error.strerror}: mend the disk or folder"
+
+
+def _leaves_nothing(place: RunFolder) -> bool:
+    """Deletes the folder of a new run where nothing in it is worth keeping; whether it did."""
+    if place.metrics.exists() and place.metrics.stat().st_size > 0:
+        return False
+    made = [place.checkpoints_folder, place.rewards, place.quarantine, place.faults]
+    made += [place.rows("any", "train").parent, place.model("any").parent]
+    if any(path.is_dir() and any(path.iterdir()) for path in made):
+        return False
+    try:
+        files.present(place.path)
+    except KeelError:
+        return False  # what lies there now is not ours
+    shutil.rmtree(place.path, ignore_errors=True)
+    return True
+
+
+class _Steady:
+    """Whoever watches, for as long as they can be told: the run outlives its terminal or log."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self.watcher = watcher
+
+    def stage(self, name: str, kind: str, steps: int, done: int) -> None:
+        with self._while_told():
+            self.watcher.stage(name, kind, steps, done)
+
+    def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+        with self._while_told():
+            self.watcher.step(stage, step, metrics, seconds)
+
+    def evaluation(self, stage: str, step: int, result: Mapping[str, Any]) -> None:
+        with self._while_told():
+            self.watcher.evaluation(stage, step, result)
+
+    def note(self, text: str) -> None:
+        with self._while_told():
+            self.watcher.note(text)
+
+    @contextmanager
+    def _while_told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            self.watcher = Silent()

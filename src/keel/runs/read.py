@@ -53,6 +53,10 @@ class Run:
         """The rows of timings.jsonl; a step done twice (killed, then resumed) has two."""
         return self._rows(self.folder.timings, stage)
 
+    def seconds(self, stage: str | None = None) -> float:
+        """What the steps took, those done twice counted twice."""
+        return float(sum(row["total"] for row in self.timings(stage)))
+
     def events(self) -> list[Record]:
         """The rows of events.jsonl."""
         return self._rows(self.folder.events, None)

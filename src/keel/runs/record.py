@@ -80,11 +80,8 @@ class Recorder:
         if not rows:
             return
         path = self.folder.rollouts(stage, step)
-        temporary = files.aside(path)
         content = rollout_table.encode(self.folder.stages[stage], step, rows)
-        with files.told(path):
-            temporary.write_bytes(content)
-            temporary.replace(path)
+        files.write_bytes(path, content, sync=False)
         self._not_synced.append(path)
 
     def sync(self) -> None:
@@ -160,6 +157,8 @@ def _truncate_rows(folder: RunFolder, keep_to: Place) -> None:
 def update_run_json(folder: RunFolder, values: Mapping[str, Any]) -> dict[str, Any]:
     """Sets top-level keys of run.json, in one instant; returns the whole. New keys come last.
 
+    Without values nothing is written.
+
     Raises:
         KeelError: the file there is cannot be read, or cannot be replaced.
     """
@@ -171,8 +170,9 @@ def update_run_json(folder: RunFolder, values: Mapping[str, Any]) -> dict[str, A
             raise KeelError(
                 f"cannot read {folder.run_json}: {error}: mend or delete it, then --resume"
             ) from error
-    whole.update({key: encoding.plain(value) for key, value in values.items()})
-    files.write_text(folder.run_json, encoding.document(whole))
+    if values:
+        whole.update({key: encoding.plain(value) for key, value in values.items()})
+        files.write_text(folder.run_json, encoding.document(whole))
     return whole
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 from keel.config.optimisation import Checkpoints
 from keel.runs import checkpoint
 from keel.runs.interrupt import Interrupt
-from keel.runs.layout import RunFolder
+from keel.runs.layout import Place, RunFolder
 from keel.runs.record import Recorder, update_run_json
 from keel.runs.rollouts import RolloutRow
 from keel.runs.trackers import Tracker
@@ -58,6 +58,28 @@ class Clock:
         return seconds
 
 
+@dataclass(eq=False)
+class Reached:
+    """How far a run has come on the disk."""
+
+    step: Place | None = None
+    """The last step on record."""
+    checkpoint: Place | None = None
+    """The newest checkpoint."""
+
+    def told(self, stages: Sequence[str]) -> str:
+        """In words, for the line of a run that stops."""
+        if self.step is None or self.step == Place(0, 0):
+            return "before the first step"
+        if self.checkpoint is None:
+            newest = "no checkpoint yet"
+        else:
+            same = self.checkpoint.stage == self.step.stage
+            stage = "" if same else f"{stages[self.checkpoint.stage]} "
+            newest = f"newest checkpoint: {stage}step {self.checkpoint.step}"
+        return f"after {stages[self.step.stage]} step {self.step.step} ({newest})"
+
+
 @dataclass(frozen=True, eq=False)
 class Session:
     """The one hand that writes a run folder, for one stage."""
@@ -68,6 +90,7 @@ class Session:
     interrupt: Interrupt
     trackers: Sequence[Tracker] = ()
     clock: Clock = field(default_factory=Clock)
+    reached: Reached = field(default_factory=Reached)
 
     @property
     def interrupted(self) -> bool:
@@ -124,14 +147,16 @@ class Session:
         rows: Sequence[RolloutRow],
         seconds: float,
     ) -> None:
-        """Put a step on record."""
+        """Put a step, which took `seconds`, on record; its timings last, with what this took."""
         stage, step = progress.stage, progress.step
         name = self.folder.stages[stage]
-        self.recorder.metrics(stage, step, metrics)
+        with self.clock("record"):
+            self.recorder.metrics(stage, step, metrics)
+            self.recorder.rollouts(stage, step, rows)
+            for tracker in self.trackers:
+                tracker.log(name, step, metrics)
+        self.reached.step = Place(stage, step)
         self.recorder.timings(stage, step, {"total": seconds, **self.clock.take()})
-        self.recorder.rollouts(stage, step, rows)
-        for tracker in self.trackers:
-            tracker.log(name, step, metrics)
         self.watcher.step(name, step, metrics, seconds)
 
     def checkpoint_due(self, progress: Progress, steps: int, choice: Checkpoints) -> bool:
@@ -142,11 +167,35 @@ class Session:
     def checkpoint(
         self, progress: Progress, fill: Callable[[Path], None], choice: Checkpoints
     ) -> None:
-        """Leave a checkpoint that `fill` writes, whole or not at all, and let old ones go."""
+        """Leave a checkpoint that `fill` writes, whole or not at all, and let old ones go.
+
+        The newest `choice.keep` of the run stay, and of each stage the one that did best.
+        """
+        start = time.perf_counter()
+        stage, step = progress.stage, progress.step
         self.recorder.sync()
-        target = self.folder.checkpoint(progress.stage, progress.step)
+        best = self._best(progress)
+        target = self.folder.checkpoint(stage, step)
         with checkpoint.writing(target) as aside:
             fill(aside)
-        best = progress.best_step
-        protected = [] if best is None else [self.folder.checkpoint(progress.stage, best)]
-        checkpoint.prune(self.folder, choice.keep, protected)
+        self.reached.checkpoint = Place(stage, step)
+        checkpoint.prune(self.folder, choice.keep, best)
+        self.recorder.event(
+            "checkpoint",
+            stage=self.folder.stages[stage],
+            step=step,
+            bytes=checkpoint.size(target),
+            seconds=round(time.perf_counter() - start, 6),
+        )
+
+    def _best(self, progress: Progress) -> list[Path]:
+        """The checkpoint of each stage that did best; run.json knows those of earlier stages."""
+        stages = self.folder.stages
+        known = update_run_json(self.folder, {}).get("best", {})
+        best = {name: step for name, step in known.items() if name in stages[: progress.stage]}
+        if progress.best_step is not None:
+            best[stages[progress.stage]] = progress.best_step
+        if best != known:
+            # Before the checkpoint: were it behind, a stage that ends here would lose its best.
+            update_run_json(self.folder, {"best": best})
+        return [self.folder.checkpoint(stages.index(name), step) for name, step in best.items()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
+import sys
 from pathlib import Path
 
 from keel.config.load import load_recipe
@@ -78,7 +78,7 @@ def recipe_of(folder: RunFolder) -> Recipe:
 
 
 def _warn(path: Path, wrong: str) -> None:
-    warnings.warn(f"checkpoint {path} is damaged ({wrong}): using one before", stacklevel=2)
+    print(f"keel: checkpoint {path} is damaged ({wrong}): using one before", file=sys.stderr)
 
 
 def _best(folder: RunFolder, newest: Entry) -> Path:

@@ -14,7 +14,7 @@ from torch import Tensor
 from keel.learn.batch import Batch
 from keel.learn.finite import Cause, NotFinite
 from keel.runs import checkpoint
-from keel.runs.files import told, write_text
+from keel.runs.files import make_folder, write_text
 from keel.runs.session import Session
 from keel.runs.watchdog import Hung
 from keel.types import KeelError
@@ -84,8 +84,7 @@ def keeping_stacks(session: Session) -> Iterator[None]:
             raise
         count = len(list(session.folder.faults.glob("hang-*.txt")))
         target = session.folder.faults / f"hang-{count + 1}.txt"
-        with told(target):
-            target.parent.mkdir(exist_ok=True)
+        make_folder(target.parent)
         write_text(target, f"{error}\n\n{error.stack}")
         session.recorder.event("hung", text=str(error), stack=target.name)
         raise KeelError(f"{error}; its stack is in {target}") from error

@@ -103,10 +103,11 @@ def run(fit: Fit[Any], progress: Progress) -> Progress:
             metrics |= {f"eval/{name}": value for name, value in result.headline().items()}
             session.measured(progress, result.as_dict(), "after" if last else "during")
         session.recorded(progress, metrics, [], time.perf_counter() - start)
+        if last and result is not None and fit.show is not None:
+            # Before the checkpoint: a run that dies behind it does not come here again.
+            fit.show(result)
         if session.checkpoint_due(progress, fit.steps, fit.checkpoints):
             save(fit, progress)
-        if last and result is not None and fit.show is not None:
-            fit.show(result)
     return progress
 
 

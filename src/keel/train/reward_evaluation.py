@@ -13,7 +13,7 @@ from keel.config.preference_data import PreferenceData
 from keel.insight.calibration import PairReport
 from keel.insight.reward_plots import margin_picture, reliability_picture
 from keel.models.reward import load_reward_model
-from keel.runs.files import told
+from keel.runs.files import make_folder
 from keel.runs.layout import RECIPE, RunFolder
 from keel.tasks.preferences import read_labelled, read_pairs, read_steps
 from keel.train.measuring import Measured, measure_labels, measure_pairs, measure_steps
@@ -78,8 +78,7 @@ def evaluate_reward_model(
 
 def draw(measured: Measured, folder: Path, name: str, title: str) -> None:
     """Reliability and, of pairs, margins, as pictures NAME-reliability.png and NAME-margins.png."""
-    with told(folder, "make"):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     reliability_picture(measured.calibrated, folder / f"{name}-reliability.png", title)
     if isinstance(measured.report, PairReport):
         margin_picture(measured.report, folder / f"{name}-margins.png", title)

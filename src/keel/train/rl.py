@@ -70,7 +70,7 @@ class Improved:
 def run(loop: Loop, progress: Progress) -> Progress:
     """From `progress` to the last step of the stage, or until the run is asked to stop."""
     stage, session = loop.stage, loop.session
-    if progress.before is None and loop.evaluator is not None:
+    if progress.before is None and loop.evaluator is not None and not session.interrupted:
         result = loop.evaluator(progress.step)
         session.evaluated(progress, result, when="before")
         progress = replace(progress, before=result)

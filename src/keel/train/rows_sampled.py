@@ -13,7 +13,7 @@ import numpy as np
 from keel.config.judging import Sampled
 from keel.config.seeds import derive
 from keel.rewards.score import Scorer
-from keel.runs.files import write_text
+from keel.runs.files import make_folder, write_text
 from keel.runs.layout import RunFolder
 from keel.tasks.mixture import PromptStream
 from keel.train.rollout import Sampler
@@ -58,7 +58,7 @@ def write_rows(judge: Judge, folder: RunFolder, stage: str, make: Make) -> str:
                 "since the rewards said the same of all answers to a prompt, or nothing: raise "
                 "sampled.group_size or sampled.temperature, or mend sampled.rewards"
             )
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         lines = [json.dumps(row, ensure_ascii=False, sort_keys=True) for row in rows]
         write_text(target, "\n".join(lines) + "\n")
         said.append(f"{len(rows)} {side} rows from {len(prompts)} prompts")

@@ -10,7 +10,7 @@ import torch
 from keel.config.load import load_recipe, to_toml
 from keel.config.schema import Recipe
 from keel.models.policy import load_policy
-from keel.runs import opening
+from keel.runs import checkpoint, opening
 from keel.runs.interrupt import Interrupt, Interrupted
 from keel.runs.layout import RunFolder
 from keel.runs.record import update_run_json
@@ -84,8 +84,16 @@ def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | Non
         last = number + 1 == len(recipe.stages) and progress.step == stage.steps
         if not last:
             _stop_if_asked(session.interrupt, session)
+    _let_go(recipe, session.folder)
     update_run_json(session.folder, {"finished": True})
     session.recorder.event("finished")
+
+
+def _let_go(recipe: Recipe, folder: RunFolder) -> None:
+    """Delete the checkpoints that a process which died behind the last one had no time to."""
+    best: dict[str, int] = update_run_json(folder, {}).get("best", {})
+    kept = [folder.checkpoint(folder.stages.index(name), step) for name, step in best.items()]
+    checkpoint.prune(folder, recipe.stages[-1].checkpoints.keep, kept)
 
 
 def _stop_if_asked(interrupt: Interrupt, session: Session) -> None:

@@ -17,6 +17,7 @@ from keel.insight.overoptimisation import optimisation_of
 from keel.insight.plots import reward_curve
 from keel.insight.reward_plots import over_optimisation_picture
 from keel.learn.optimizer import AdamW, trainable
+from keel.runs.files import make_folder
 from keel.runs.read import load
 from keel.runs.record import update_run_json
 from keel.runs.session import Session
@@ -116,7 +117,7 @@ def draw_optimisation(session: Session, stage: RLStage, names: Sequence[str], ti
     found = optimisation_of(rows, proxies, watching[0], label)
     if found is not None:
         target = session.folder.pictures / f"{stage.name}-over-optimisation.png"
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         subtitle = f"learned from: {', '.join(proxies)}; watching: {watching[0]}"
         over_optimisation_picture([found], target, title, subtitle)
 

@@ -1,0 +1,114 @@
+"""Rows of data that were left out: each with its line and why, in files of the run folder.
+
+    quarantine/STAGE-prompts.jsonl   rows of tasks        quarantine/STAGE-rows.jsonl   judged rows
+
+A line is {"source": file or name, "line": from 1, "reason": one line, "row": as it was read, or the
+text of a line that is no JSON}. What they hold is a function of data and recipe. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from keel.runs.files import make_folder, remove, write_bytes
+
+Why = Literal["bad", "long", "overlap", "empty"]
+WORDS: Mapping[Why, str] = {
+    "bad": "that cannot be read",
+    "long": "too long",
+    "overlap": "also held out",
+    "empty": "with an empty answer",
+}
+SHOWN = 500
+"""Characters of a reason that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A row that is not used: of which file or name, its line (from 1), and why."""
+
+    source: str
+    line: int
+    reason: str
+    row: Any
+    why: Why = "bad"
+
+
+def write_quarantine(target: Path, rows: Sequence[LeftOut]) -> None:
+    """The rows as a file, whole or not at all; where there are none, no file.
+
+    Raises KeelError where it cannot be written.
+    """
+    if not rows:
+        if target.exists():
+            remove(target)
+        return
+    make_folder(target.parent)
+    write_bytes(target, b"".join(map(_line, rows)))
+
+
+def named_from(folder: Path, rows: Iterable[LeftOut]) -> list[LeftOut]:
+    """The rows with files below the folder named from there."""
+    below = f"{folder}/"
+    return [
+        replace(row, source=row.source.removeprefix(below), reason=row.reason.removeprefix(below))
+        for row in rows
+    ]
+
+
+def counted(rows: Iterable[LeftOut]) -> str:
+    """How many rows were left out for what: `3 that cannot be read, 1 too long`."""
+    every = [row.why for row in rows]
+    return ", ".join(f"{every.count(why)} {words}" for why, words in WORDS.items() if why in every)
+
+
+def shortened(reason: str) -> str:
+    """A reason on one line, of bounded length."""
+    line = " ".join(reason.split())
+    return line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
+
+
+def _line(row: LeftOut) -> bytes:
+    record = {"source": row.source, "line": row.line, "reason": shortened(row.reason)}
+    try:
+        text = json.dumps(
+            {**record, "row": row.row}, ensure_ascii=False, allow_nan=False, default=_text
+        )
+    except (TypeError, ValueError, RecursionError):
+        text = json.dumps({**record, "row": _plain(row.row)}, ensure_ascii=False)
+    try:
+        return f"{text}\n".encode()
+    except UnicodeEncodeError:  # half of a character, which JSON can say by its number
+        return f"{json.dumps(json.loads(text))}\n".encode()
+
+
+def _plain(value: Any) -> Any:
+    """The value in words of JSON: what it has none for, as text."""
+    try:
+        return _parts(value)
+    except RecursionError:
+        return _text(value)
+
+
+def _parts(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_text(key): _parts(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_parts(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    return value if value is None or isinstance(value, bool | str) else _text(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return str(value)
+    except Exception:  # a value of a user's own class, or too many digits or levels for Python
+        return f"<{type(value).__name__}>"

@@ -1,0 +1,105 @@
+"""A reward that is a function of its input, and does what a test asks at one step on the side.
+
+The plan comes by the environment, so that the recipe of a harmed run is that of a whole one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keel.types import Prompt
+from tests.durability import mounts
+
+PLAN = "KEEL_TEST_PLAN"
+_demonstrations = itertools.count(1)
+
+
+def plan(step: int, on: str = "reward", **acts: Any) -> dict[str, str]:
+    """The environment in which acts are done at the reward of this step, or at this demonstration.
+
+    Demonstrations count from 1, over the process.
+    """
+    return {PLAN: json.dumps({"when": [on, step], "acts": acts})}
+
+
+def digits(*, completions: Sequence[str], trainer_state: Any, **_: Any) -> list[float]:
+    """The share of each completion's characters that are even digits."""
+    _act("reward", trainer_state.global_step)
+    return [sum(c in "02468" for c in text) / (len(text) + 1) for text in completions]
+
+
+def demonstrate(prompt: Prompt, gold: str, rng: np.random.Generator) -> str:
+    """The gold answer."""
+    _act("demonstration", next(_demonstrations))
+    return gold
+
+
+def _act(on: str, step: int) -> None:
+    wanted = json.loads(os.environ.get(PLAN, "null"))
+    if wanted is not None and wanted["when"] == [on, step]:
+        for act, value in wanted["acts"].items():
+            ACTS[act](value)
+
+
+def _fill(wanted: dict[str, Any]) -> None:
+    disk = Path(wanted["disk"])
+    if not (disk / "ballast").exists():
+        if "level" in wanted:  # the next line of this file needs a page of its own
+            _level(Path(wanted["level"]))
+        mounts.fill(disk, wanted["leave"])
+
+
+def _level(path: Path) -> None:
+    size = path.stat().st_size
+    row = json.dumps({"time": 0, "event": "note", "text": ""}) + "\n"
+    more = -(size + len(row)) % mounts.PAGE
+    with path.open("a") as file:
+        file.write(row.replace('""', '"' + "x" * more + '"'))
+
+
+def _tell(path: str) -> None:
+    """Says that the step is reached, and waits until the file is taken away."""
+    Path(path).touch()
+    while Path(path).exists():
+        time.sleep(0.002)
+
+
+def _exchange(paths: list[str]) -> None:
+    """Moves the first to the second, and makes a folder of somebody else's where it was."""
+    there, away = paths
+    os.rename(there, away)
+    Path(there).mkdir()
+    (Path(there) / "mine.txt").write_text("not a run's")
+
+
+def _freeze(folder: str) -> None:
+    if shutil.which("chattr"):
+        subprocess.run(["chattr", "+i", folder], check=False)
+
+
+def _echo(signum: int) -> None:
+    for _ in range(2):
+        os.kill(os.getpid(), signum)
+        time.sleep(0.01)
+
+
+ACTS = {
+    "echo": _echo,
+    "signal": lambda signum: os.kill(os.getpid(), signum),
+    "exchange": _exchange,
+    "freeze": _freeze,
+    "fill": _fill,
+    "break": lambda place: mounts.break_disk(Path(place)),
+    "vanish": lambda place: mounts.vanish(Path(place)),
+    "tell": _tell,
+}

@@ -1,0 +1,123 @@
+"""Small disks that fill, turn read-only and vanish, mounted for a test. Root only."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+PAGE = 4096
+CLONE_NEWNS = 0x00020000
+
+
+@functools.cache
+def own_namespace() -> bool:
+    """Gives this process, and those it starts from now on, mounts of its own; whether it could.
+
+    They go with it, however it ends, and nobody else sees them.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if os.geteuid() != 0 or libc.unshare(CLONE_NEWNS) != 0:
+        return False
+    return subprocess.run(["mount", "--make-rprivate", "/"], capture_output=True).returncode == 0
+
+
+def _mount(*arguments: str) -> None:
+    done = subprocess.run(["mount", *arguments], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"mounting is not permitted here: {' '.join(done.stderr.split())}")
+
+
+def _need_own() -> None:
+    if not own_namespace():
+        pytest.skip("mounts of one's own need root")
+
+
+@contextmanager
+def small_disk(place: Path, size: int) -> Iterator[Path]:
+    """A disk of so many bytes at `place`."""
+    _need_own()
+    place.mkdir()
+    _mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place))
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@contextmanager
+def borrowed(source: Path, place: Path) -> Iterator[Path]:
+    """A folder mounted at `place`, such that it can vanish there and come back."""
+    _need_own()
+    source.mkdir()
+    place.mkdir()
+    bring_back(source, place)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], capture_output=True)  # it may be gone
+
+
+def bring_back(source: Path, place: Path) -> None:
+    _mount("--bind", str(source), str(place))
+
+
+def vanish(place: Path) -> None:
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@contextmanager
+def breakable_disk(image: Path, place: Path, size: int) -> Iterator[Path]:
+    """An ext4 disk in a file, mounted at `place`."""
+    _need_own()
+    if shutil.which("mkfs.ext4") is None:
+        pytest.skip("mkfs.ext4 is not there")
+    with image.open("wb") as file:
+        file.truncate(size)
+    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
+    place.mkdir()
+    _mount("-o", "loop", str(image), str(place))
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def break_disk(place: Path) -> None:
+    """What the kernel does on an error of the disk: the file system turns read-only at once."""
+    subprocess.run(["mount", "-o", "remount,abort", str(place)], check=True)
+
+
+def mend_disk(image: Path, place: Path) -> None:
+    """Mounts it anew, by its journal."""
+    subprocess.run(["umount", str(place)], check=True)
+    _mount("-o", "loop", str(image), str(place))
+
+
+def free(disk: Path) -> int:
+    """The bytes that are left."""
+    facts = os.statvfs(disk)
+    return facts.f_bavail * facts.f_frsize
+
+
+def fill(disk: Path, leave: int) -> None:
+    """Takes all but so many bytes (a multiple of the page) of a disk with one file."""
+    with (disk / "ballast").open("wb", buffering=0) as file:
+        try:
+            while free(disk) > leave:
+                file.write(bytes(min(free(disk) - leave, 1 << 20)))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+
+
+def empty(disk: Path) -> None:
+    (disk / "ballast").unlink()

@@ -1,0 +1,54 @@
+"""Runs that must end alike, and the small recipe that they are of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from keel.runs import checkpoint
+from keel.runs.read import load
+
+TINY = (
+    "threads=1",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "evaluation.prompts=4",
+    "checkpoints.every=2",
+    "checkpoints.keep=9",
+    "rewards.functions=[{function='tests.durability.harm:digits'}]",
+)
+OWN_TIME = ("timings.jsonl", "events.jsonl", ".lock")
+"""What a run folder holds that is no function of recipe and seed."""
+
+
+def same(a: Path, b: Path) -> None:
+    """All that both runs hold is the same, byte for byte, checkpoints and pictures too."""
+    assert contents(a) == contents(b)
+    for name in contents(a):
+        left, right = ((run / name).read_bytes() for run in (a, b))
+        if name == "run.json":  # its keys stand in the order in which they came
+            assert json.loads(left) == json.loads(right)
+        else:
+            assert left == right, name
+
+
+def contents(folder: Path) -> list[str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    names = sorted(path.relative_to(folder).as_posix() for path in files)
+    return [name for name in names if name not in OWN_TIME]
+
+
+def whole(folder: Path) -> list[int]:
+    """The steps of the checkpoints there are, each of them whole, and nothing half-written."""
+    entries = load(folder).checkpoints()
+    for entry in entries:
+        assert checkpoint.damage(entry.path) is None
+    assert not [*folder.glob("*/.tmp-*")]
+    return [entry.place.step for entry in entries]
+
+
+def one_line(err: str) -> str:
+    """What a run that stopped said: one line, no traceback."""
+    assert err.count("\n") == 1, err
+    assert err.startswith("keel: error: ")
+    return err.strip()

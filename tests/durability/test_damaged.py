@@ -1,0 +1,136 @@
+"""Checkpoints that were damaged on the disk: told, the one before used, and nothing thrown away."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from keel.runs.read import load
+from tests.durability.processes import keel
+from tests.durability.same import TINY, contents, one_line, same, whole
+
+RUN = (*TINY, "steps=6")
+TENSORS = "trainable.safetensors"
+
+
+@pytest.fixture(scope="module")
+def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tmp_path = tmp_path_factory.mktemp("whole")
+    assert keel(tmp_path, "train", "tiny", *RUN, "--run", tmp_path / "run")[0] == 0
+    assert whole(tmp_path / "run") == [2, 4, 6]
+    return tmp_path / "run"
+
+
+def at(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:06d}"
+
+
+def cut(run: Path) -> None:
+    path = at(run, 6) / TENSORS
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(run: Path) -> None:
+    path = at(run, 6) / TENSORS
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(content)
+
+
+def name_outside(run: Path) -> None:
+    path = at(run, 6) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"]["../step-000004/state.json"] = manifest["files"].pop("state.json")
+    path.write_text(json.dumps(manifest))
+
+
+def exchange_file(run: Path) -> None:
+    shutil.copy(at(run, 4) / TENSORS, at(run, 6) / TENSORS)
+
+
+def exchange_whole(run: Path) -> None:
+    shutil.rmtree(at(run, 6))
+    shutil.copytree(at(run, 2), at(run, 6))
+
+
+HARMS: list[tuple[str, Callable[[Path], object]]] = [
+    (f"{TENSORS} has ", cut),
+    (f"{TENSORS} differs from its checksum", flip),
+    ("state.json is missing", lambda run: (at(run, 6) / "state.json").unlink()),
+    ("manifest.json is missing", lambda run: (at(run, 6) / "manifest.json").unlink()),
+    (
+        "manifest.json is damaged",
+        lambda run: (at(run, 6) / "manifest.json").write_bytes(b"\0" * 99),
+    ),
+    ("manifest.json names a file outside the checkpoint: ../step-000004/state.json", name_outside),
+    (f"{TENSORS} differs from its checksum", exchange_file),
+    ("it is step-000002, under another name", exchange_whole),
+]
+
+
+@pytest.mark.parametrize(("why", "harm"), HARMS)
+def test_the_newest_is_damaged(
+    why: str, harm: Callable[[Path], object], tmp_path: Path, unharmed: Path
+) -> None:
+    run = shutil.copytree(unharmed, tmp_path / "run")
+    harm(run)
+    code, out, err = keel(tmp_path, "train", "--resume", "--run", run)
+    assert (code, err) == (0, "")
+    assert f"checkpoint {at(run, 6)} is damaged ({why}" in out
+    assert "going on from the one before" in out
+    assert "rl (rl): 6 steps, 4 done" in out
+    same(run, unharmed)
+    told = [row for row in load(run).events() if row["event"] == "damaged"]
+    assert [(row["checkpoint"], why in row["why"]) for row in told] == [("step-000006", True)]
+
+
+def test_two_are_damaged(tmp_path: Path, unharmed: Path) -> None:
+    run = shutil.copytree(unharmed, tmp_path / "run")
+    flip(run)
+    (at(run, 4) / "state.json").unlink()
+    code, out, _ = keel(tmp_path, "train", "--resume", "--run", run)
+    assert code == 0
+    assert "6 steps, 2 done" in out
+    same(run, unharmed)
+
+
+def test_none_is_whole(tmp_path: Path, unharmed: Path) -> None:
+    """To begin anew would throw the run away: it is refused, and nothing is touched."""
+    run = shutil.copytree(unharmed, tmp_path / "run")
+    for step in (2, 4, 6):
+        (at(run, step) / TENSORS).unlink()
+    before = contents(run)
+    for verb in (("train", "--resume", "--run"), ("eval",), ("export",)):
+        more = [tmp_path / "model"] if verb == ("export",) else []
+        code, _, err = keel(tmp_path, *verb, run, *more)
+        assert code == 2
+        assert "whole" in one_line(err.splitlines(keepends=True)[-1])
+        if verb[0] == "train":
+            assert one_line(err) == (
+                f"keel: error: no checkpoint in {run}/checkpoints is whole (step-000006: {TENSORS} "
+                f"is missing; step-000004: {TENSORS} is missing; and 1 more): bring one back, or "
+                "delete them all and --resume begins at the first step"
+            )
+    assert contents(run) == before
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").mkdir()
+    code, out, _ = keel(tmp_path, "train", "--resume", "--run", run)
+    assert code == 0
+    assert "6 steps, 0 done" in out
+    same(run, unharmed)
+
+
+def test_a_file_more_is_no_damage(tmp_path: Path, unharmed: Path) -> None:
+    run = shutil.copytree(unharmed, tmp_path / "run")
+    shutil.rmtree(at(run, 6))
+    (at(run, 4) / "notes.txt").write_text("the good one")
+    code, out, _ = keel(tmp_path, "train", "--resume", "--run", run)
+    assert code == 0
+    assert "6 steps, 4 done" in out
+    assert "damaged" not in out
+    (at(run, 4) / "notes.txt").unlink()
+    same(run, unharmed)

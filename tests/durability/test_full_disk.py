@@ -1,0 +1,153 @@
+"""A disk that fills at each kind of write: one line, nothing half-written, and it resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.durability import mounts
+from tests.durability.harm import plan
+from tests.durability.processes import keel
+from tests.durability.same import TINY, contents, one_line, same, whole
+
+DISK = 24 << 20
+RUN = (*TINY, "steps=4")
+ROWS_ONLY = (*TINY, "steps=8", "rollouts_every=0", "checkpoints.every=100")
+JUDGED = """
+name = "judged"
+threads = 1
+[model.build]
+family = "llama"
+alphabet = "0123456789>"
+hidden_size = 64
+layers = 2
+heads = 2
+context = 64
+[[stages]]
+stage = "reward_model"
+name = "judge"
+steps = 2
+evaluation.rows = 8
+checkpoints = { every = 2, keep = 9 }
+[stages.sampled]
+train = 16
+heldout = 8
+group_size = 4
+max_tokens = 8
+tasks = [{ name = "sort_digits" }]
+rewards.functions = [{ function = "tests.durability.harm:digits" }]
+"""
+
+
+def pages(*paths: Path) -> int:
+    """The bytes that files take on a disk, in whole pages."""
+    files = [f for p in paths for f in (p.rglob("*") if p.is_dir() else [p]) if f.is_file()]
+    return sum(-(-f.stat().st_size // mounts.PAGE) * mounts.PAGE for f in files)
+
+
+@pytest.fixture(scope="module")
+def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tmp_path = tmp_path_factory.mktemp("whole")
+    code, _, err = keel(tmp_path, "train", "tiny", *RUN, "--run", tmp_path / "run")
+    assert (code, err) == (0, "")
+    return tmp_path / "run"
+
+
+def room(unharmed: Path) -> int:
+    """What the last step of the run takes: its rollouts and its checkpoint."""
+    step = unharmed / "rollouts" / "step-000004.parquet"
+    return pages(step, unharmed / "checkpoints" / "step-000004")
+
+
+CASES = {
+    # what the line names: (step of the reward that fills the disk, share of a step's room left,
+    # pages more, steps on record, newest checkpoint)
+    "rollouts/step-000003.parquet": (3, 0.0, 0, 2, 2),
+    "checkpoints/.tmp-step-000004/trainable.safetensors": (4, 0.3, 0, 4, 2),
+    "checkpoints/.tmp-step-000004/optimizer.safetensors": (4, 0.7, 0, 4, 2),
+    "checkpoints/step-000004": (4, 1.0, 0, 4, 2),  # all but the manifest
+    "run.json": (4, 0.0, 0, 3, 2),
+    "events.jsonl": (4, 0.0, 0, 3, 2),
+    "curve.png": (4, 1.0, 8, 4, 4),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_stops_where_the_disk_is_full_and_goes_on(
+    name: str, tmp_path: Path, unharmed: Path
+) -> None:
+    step, share, more, recorded, newest = CASES[name]
+    with mounts.small_disk(tmp_path / "disk", DISK) as disk:
+        run = disk / "run"
+        leave = int(share * room(unharmed)) // mounts.PAGE * mounts.PAGE + more * mounts.PAGE
+        level = {"level": str(run / name)} if name == "events.jsonl" else {}
+        harm = plan(step, fill={"disk": str(disk), "leave": leave, **level})
+        code, _, err = keel(tmp_path, "train", "tiny", *RUN, "--run", run, environment=harm)
+        assert code == 2
+        assert one_line(err) == (
+            f"keel: error: stopped after rl step {recorded} (newest checkpoint: step {newest}): "
+            f"cannot write {run / name}: No space left on device: mend the disk or folder; "
+            f"go on with: keel train --resume --run {run}"
+        )
+        assert whole(run) == [s for s in (2, 4) if s <= newest]
+        mounts.empty(disk)
+        code, _, err = keel(tmp_path, "train", "--resume", "--run", run)
+        assert (code, err) == (0, "")
+        same(run, unharmed)
+
+
+def test_rows_that_find_no_room_are_dropped_whole(tmp_path: Path) -> None:
+    """Until it is mended the disk stays full: going on changes nothing but the line."""
+    run, other = tmp_path / "disk" / "run", tmp_path / "whole"
+    with mounts.small_disk(tmp_path / "disk", DISK) as disk:
+        harm = plan(3, fill={"disk": str(disk), "leave": 0})
+        code, _, err = keel(tmp_path, "train", "tiny", *ROWS_ONLY, "--run", run, environment=harm)
+        assert code == 2
+        assert f"(no checkpoint yet): cannot write {run}/metrics.jsonl: No space" in one_line(err)
+        code, _, err = keel(tmp_path, "train", "--resume", "--run", run)
+        assert code == 2
+        assert "(no checkpoint yet): cannot write" in one_line(err)
+        mounts.empty(disk)
+        assert keel(tmp_path, "train", "--resume", "--run", run)[0] == 0
+        assert keel(tmp_path, "train", "tiny", *ROWS_ONLY, "--run", other)[0] == 0
+        same(run, other)
+
+
+def test_a_reward_model_and_its_rows_are_whole_or_not_there(tmp_path: Path) -> None:
+    recipe, other = tmp_path / "judged.toml", tmp_path / "whole"
+    recipe.write_text(JUDGED)
+    assert keel(tmp_path, "train", recipe, "--run", other)[0] == 0
+    with mounts.small_disk(tmp_path / "disk", DISK) as disk:
+        run = disk / "run"
+        harm = plan(0, fill={"disk": str(disk), "leave": 0})
+        code, _, err = keel(tmp_path, "train", recipe, "--run", run, environment=harm)
+        assert code == 2
+        assert one_line(err) == (
+            f"keel: error: cannot write {run}/rows/judge-train.jsonl: No space left on device: "
+            "mend the disk or folder"
+        )
+        assert not run.exists()  # there was nothing to keep
+        mounts.empty(disk)
+        models = pages(other / "models")
+        leave = pages(other) - models // mounts.PAGE // 2 * mounts.PAGE
+        harm = plan(0, fill={"disk": str(disk), "leave": leave})
+        code, _, err = keel(tmp_path, "train", recipe, "--run", run, environment=harm)
+        assert code == 2
+        told = one_line(err)
+        assert "stopped after judge step 2 (newest checkpoint: step 2): cannot write" in told
+        assert f"{run}/models/judge: No space" in told
+        assert "models/judge/model.safetensors" not in contents(run)
+        mounts.empty(disk)
+        assert keel(tmp_path, "train", "--resume", "--run", run)[0] == 0
+        same(run, other)
+
+
+def test_a_disk_without_room_for_a_run_folder_stays_as_it_was(tmp_path: Path) -> None:
+    with mounts.small_disk(tmp_path / "disk", 1 << 20) as disk:
+        mounts.fill(disk, 0)
+        code, _, err = keel(tmp_path, "train", "tiny", *RUN, "--run", disk / "run")
+        assert code == 2
+        assert "No space left on device: mend the disk or folder" in one_line(err)
+        mounts.empty(disk)
+        assert keel(tmp_path, "train", "tiny", *RUN, "steps=1", "--run", disk / "run")[0] == 2

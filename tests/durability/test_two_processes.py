@@ -1,0 +1,169 @@
+"""Two processes on one run folder: the second is refused, the first unharmed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from keel.runs.interrupt import AGAIN
+from keel.runs.layout import RunFolder
+from keel.runs.lock import locked
+from keel.types import KeelError
+from tests.durability.harm import plan
+from tests.durability.processes import Keel, keel, start
+from tests.durability.same import TINY, one_line, same
+from tests.shared import ROOT
+
+RUN = (*TINY, "steps=4")
+
+
+def waiting(tmp_path: Path, run: Path) -> tuple[Keel, Path]:
+    """A run in the middle of its third step, until the file is taken away."""
+    sign = tmp_path / "sign"
+    first = start(
+        tmp_path, "train", "tiny", *RUN, "--run", run, environment=plan(3, tell=str(sign))
+    )
+    first.until(sign.exists)
+    return first, sign
+
+
+def test_the_second_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "whole"
+    assert keel(tmp_path, "train", "tiny", *RUN, "--run", other)[0] == 0
+    first, sign = waiting(tmp_path, run)
+    told = (
+        f"keel: error: run folder {run} is in use by process {first.pid}: "
+        "wait for it to end, or choose another with --run DIR"
+    )
+    verbs = (
+        ("train", "tiny", *RUN),
+        ("train", "--resume"),
+        ("control", "reinforce", "--env", "CartPole-v1"),
+    )
+    for verb in verbs:
+        code, _, err = keel(tmp_path, *verb, "--run", run)
+        assert code == 2
+        assert one_line(err) == told
+    assert (run / ".lock").read_text() == f"{first.pid}\n"
+    sign.unlink()
+    assert first.end()[0] == 0
+    same(run, other)
+    assert (run / ".lock").read_bytes() == b""
+
+
+def test_the_folder_is_free_once_the_first_was_killed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first, _ = waiting(tmp_path, run)
+    first.send(signal.SIGKILL)
+    assert first.end()[0] == -signal.SIGKILL
+    assert (run / ".lock").read_text() == f"{first.pid}\n"
+    code, out, err = keel(tmp_path, "train", "--resume", "--run", run)
+    assert (code, err) == (0, "")
+    assert "4 steps, 2 done" in out
+
+
+def test_a_run_on_environments_is_its_own_and_ends_at_once_with_its_workers(
+    tmp_path: Path,
+) -> None:
+    """Ctrl-C goes to the whole process group, the second ends it; no worker says a word."""
+    run, err = tmp_path / "run", tmp_path / "err"
+    recipe = [
+        "--env",
+        "CartPole-v1",
+        "environment.count=2",
+        "environment.vectorization=async",
+        "steps=10_000_000",
+    ]
+    recipe += ["rollout_steps=100_000"]  # the step in hand takes longer than the test
+    with err.open("wb") as file:
+        first = subprocess.Popen(
+            [sys.executable, "-m", "keel", "control", "ppo", *recipe, "--run", str(run)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+            start_new_session=True,
+        )
+    try:
+        while not (run / "run.json").exists():
+            assert first.poll() is None, err.read_text()
+            time.sleep(0.01)
+        code, _, told = keel(tmp_path, "control", "--resume", "--run", run)
+        assert code == 2
+        assert f"is in use by process {first.pid}" in one_line(told)
+        os.killpg(first.pid, signal.SIGINT)
+        while not err.read_text():
+            time.sleep(0.01)
+        time.sleep(2 * AGAIN)
+        os.killpg(first.pid, signal.SIGINT)
+        assert first.wait(60) == -signal.SIGINT
+    finally:
+        first.kill()
+        first.wait()
+    with locked(RunFolder.open(run)):
+        pass
+    assert (
+        one_line_of(err) == "keel: SIGINT: stopping once the step in hand is saved; again: at once"
+    )
+
+
+def one_line_of(path: Path) -> str:
+    text = path.read_text()
+    assert text.count("\n") == 1, text
+    return text.strip()
+
+
+def test_a_forked_child_that_outlives_its_parent_holds_nothing(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", '[[stages]]\nstage = "rl"\nname = "rl"\n')
+    inner, outer = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        with locked(folder):
+            if os.fork() == 0:
+                os.write(outer, json.dumps(os.getpid()).encode())
+                time.sleep(60)
+            time.sleep(60)
+        os._exit(0)
+    child = json.loads(os.read(inner, 32))
+    try:
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        os.kill(child, 0)
+        with locked(folder):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+class _Child(Exception):
+    """Leaves the block in a forked child."""
+
+
+def test_a_forked_child_that_ends_leaves_its_parents_lock_alone(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", '[[stages]]\nstage = "rl"\nname = "rl"\n')
+    mine = tmp_path / "mine"
+    mine.write_text("kept")
+    try:
+        with locked(folder):
+            child = os.fork()
+            if child == 0:
+                os.open(mine, os.O_RDWR)  # it takes the number of the lock's descriptor
+                raise _Child
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert mine.read_text() == "kept"
+            assert folder.lock.read_text() == f"{os.getpid()}\n"
+            with pytest.raises(KeelError, match=f"in use by process {os.getpid()}"), locked(folder):
+                pass
+    except _Child:
+        os._exit(0)
+    except BaseException:
+        if child == 0:
+            os._exit(1)
+        raise

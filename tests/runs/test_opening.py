@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.config.optimisation import Checkpoints
+from keel.runs import files, opening
+from keel.runs.layout import RunFolder
+from keel.runs.lock import locked
+from keel.runs.opening import declare, running
+from keel.runs.read import load
+from keel.runs.session import Session
+from keel.runs.watch import Silent
+from keel.types import KeelError
+from tests.runs.example import Progress, one_stage, row, two_stages
+
+HOW = "go on with: keel train --resume --run "
+
+
+def fill(aside: Path) -> None:
+    (aside / "state.json").write_text("{}")
+
+
+class Notes(Silent):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def go(
+    folder: RunFolder, act: Callable[[Session], object], resume: bool, verb: Any = "train"
+) -> None:
+    """A run that does something and then meets what a user can mend."""
+    with running(folder, resume, Silent(), verb) as (session, _):
+        act(session)
+        raise KeelError("reward 'x' raised ValueError")
+
+
+def stopped(
+    folder: RunFolder, act: Callable[[Session], object], resume: bool, verb: str = "train"
+) -> str:
+    """What it says."""
+    with pytest.raises(KeelError) as caught:
+        go(folder, act, resume, verb)
+    return str(caught.value)
+
+
+def test_what_stops_a_run_is_told_with_the_step_reached(tmp_path: Path) -> None:
+    folder = two_stages(tmp_path)
+    why = "reward 'x' raised ValueError"
+    loss = {"loss": 1.0}
+    told = stopped(folder, lambda s: s.recorded(Progress(0, 1), loss, [], 0.5), False)
+    said = f"stopped after warmup step 1 (no checkpoint yet): {why}"
+    assert told == f"{said}; {HOW}{folder.path}"
+    assert load(folder.path).events()[-1]["text"] == said
+
+    def two_steps(session: Session) -> None:
+        session.checkpoint(Progress(0, 2), fill, Checkpoints())
+        session.recorded(Progress(1, 1), loss, [], 0.5)
+
+    told = stopped(folder, two_steps, True)
+    assert told.startswith(f"stopped after rl step 1 (newest checkpoint: warmup step 2): {why}; ")
+    assert stopped(folder, lambda s: None, True, "control") == (
+        f"stopped after warmup step 2 (newest checkpoint: step 2): {why}; "
+        f"go on with: keel control --resume --run {folder.path}"
+    )
+
+
+def test_a_checkpoint_before_the_first_step_is_no_step(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    told = stopped(folder, lambda s: s.checkpoint(Progress(0, 0), fill, Checkpoints()), False)
+    assert told.startswith("stopped before the first step: reward")
+    assert stopped(folder, lambda s: None, True) == told
+
+
+def test_what_fails_before_there_is_anything_to_keep_leaves_nothing(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    with pytest.raises(KeelError) as caught, running(folder, False, Silent()):
+        raise KeelError("no such model")
+    assert str(caught.value) == "no such model"
+    assert not folder.path.exists()
+
+
+@pytest.mark.parametrize("kept", ["rows", "models", "rewards", "quarantine", "faults"])
+def test_what_was_paid_for_is_kept(kept: str, tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+
+    def keep(session: Session) -> None:
+        (folder.path / kept).mkdir()
+        (folder.path / kept / "rl-train.jsonl").write_text("{}\n")
+
+    told = stopped(folder, keep, False)
+    assert told.startswith("stopped before the first step: reward")
+    assert told.endswith(f"; {HOW}{folder.path}")
+    assert (folder.path / kept / "rl-train.jsonl").exists()
+
+
+def test_errors_of_the_disk_that_nobody_named_are_one_line_too(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    missing = FileNotFoundError(errno.ENOENT, "No such file", str(folder.path / "x" / "y.png"))
+    for error, path in ((full, folder.path), (missing, folder.path / "x" / "y.png")):
+        with pytest.raises(KeelError) as caught, running(folder, True, Silent()):
+            raise error
+        assert f"cannot write {path}: {error.strerror}: mend" in str(caught.value)
+    strange = ConnectionResetError(errno.ECONNRESET, "reset")
+    with pytest.raises(ConnectionResetError), running(folder, True, Silent()):
+        raise strange
+
+
+def test_an_error_of_the_disk_in_the_words_of_a_library(tmp_path: Path) -> None:
+    target = tmp_path / "x.safetensors"
+    told = f"cannot write {target}: No space left on device"
+    with pytest.raises(KeelError, match=told), files.told(target):
+        raise RuntimeError("Error: I/O error: No space (os error 28)")
+    with pytest.raises(RuntimeError), files.told(target):
+        raise RuntimeError("Error 28")
+
+
+def test_a_step_on_record_holds_what_recording_took(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    with running(folder, False, Silent()) as (session, _):
+        with session.clock("rollout"):
+            pass
+        session.recorded(Progress(0, 1), {"loss": 1.0}, [row()], 0.25)
+        session.recorded(Progress(0, 2), {"loss": 1.0}, [], 0.5)
+    first, second = load(folder.path).timings()
+    assert first["total"] == 0.25
+    assert first["record"] > 0
+    assert "rollout" in first
+    assert "rollout" not in second
+    assert load(folder.path).seconds() == 0.75
+    assert load(folder.path).seconds("other") == 0
+
+
+def test_the_timings_of_a_step_come_last(tmp_path: Path) -> None:
+    """They hold the seconds of its rollouts, so they cannot come before."""
+    folder = one_stage(tmp_path)
+
+    def without_room(session: Session) -> None:
+        shutil.rmtree(folder.rollouts_folder)
+        session.recorded(Progress(0, 1), {"loss": 1.0}, [row()], 0.25)
+
+    told = stopped(folder, without_room, True)
+    assert f"cannot write {folder.rollouts(0, 1)}: No such file" in told
+    assert len(load(folder.path).metrics()) == 1
+    assert load(folder.path).timings() == []
+
+
+class Gone:
+    """A terminal that has closed."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def fail(self) -> None:
+        self.asked += 1
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def stage(self, name: str, kind: str, steps: int, done: int) -> None:
+        self.fail()
+
+    def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+        self.fail()
+
+    def evaluation(self, stage: str, step: int, result: Mapping[str, Any]) -> None:
+        self.fail()
+
+    def note(self, text: str) -> None:
+        self.fail()
+
+
+def test_a_run_outlives_whoever_watches(tmp_path: Path) -> None:
+    folder, gone = one_stage(tmp_path), Gone()
+    with running(folder, False, gone) as (session, _):
+        session.watcher.stage("rl", "rl", 3, 0)
+        session.watcher.evaluation("rl", 0, {})
+        session.recorded(Progress(0, 1), {"loss": 1.0}, [], 0.5)
+        session.note("still here")
+    assert gone.asked == 1
+    assert load(folder.path).events()[-1]["text"] == "still here"
+
+
+def declared(folder: RunFolder, resume: bool, threads: int, packages: list[str]) -> list[str]:
+    notes = Notes()
+    with running(folder, resume, notes) as (session, _):
+        declare(session, "sort", 3, threads, packages)
+        if not resume:
+            session.checkpoint(Progress(0, 5), fill, Checkpoints())
+    return notes.notes
+
+
+def test_other_threads_or_versions_are_noted(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    assert declared(folder, False, 2, ["numpy", "torch"]) == []
+    begun = json.loads(folder.run_json.read_text())
+    assert declared(folder, True, 2, ["numpy", "torch"]) == []
+    known = dict(begun["versions"], numpy="1.0")
+    folder.run_json.write_text(json.dumps({**begun, "versions": known, "finished": True}))
+    (told,) = declared(folder, True, 4, ["numpy", "torch"])
+    now = begun["versions"]["numpy"]
+    assert told == (
+        f"this run began with threads 2 (now 4), numpy 1.0 (now {now}): it goes on, but not byte "
+        "for byte as if it had never stopped"
+    )
+    after = json.loads(folder.run_json.read_text())
+    assert (after["threads"], after["versions"]["numpy"], after["finished"]) == (2, "1.0", False)
+    assert load(folder.path).events()[-1]["text"] == told
+
+
+def test_a_run_that_begins_anew_says_what_it_is_made_with_now(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    folder.run_json.write_text('{"threads": 9, "versions": {"numpy": "1.0"}}')
+    assert declared(folder, True, 2, ["numpy"]) == []
+    assert json.loads(folder.run_json.read_text())["threads"] == 2
+
+
+def test_a_new_run_in_a_folder_that_is_held_names_its_holder(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    told = f"is in use by process {os.getpid()}"
+    with locked(folder), pytest.raises(KeelError, match=told):
+        opening.created("", "x", folder.path)
+    with pytest.raises(KeelError, match="exists and is not empty"):
+        opening.created('[[stages]]\nstage = "rl"\n', "x", folder.path)
