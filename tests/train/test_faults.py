@@ -231,5 +231,5 @@ def test_no_memory_to_sample_in_names_the_key(
         torch.empty(1 << 60, dtype=torch.uint8)
 
     monkeypatch.setattr(NativeEngine, "sample", large)
-    with pytest.raises(KeelError, match="lower rollout.max_rows"):
+    with pytest.raises(KeelError, match=r"lower rollout\.max_rows"):
         train(small("evaluation.prompts=0"), tmp_path / "run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -238,7 +239,7 @@ def test_a_side_that_is_there_is_not_sampled_again(tmp_path: Path) -> None:
     held = folder.rows("reward_model", "heldout").read_bytes()
     folder.rows("reward_model", "heldout").unlink()
     for entry in load(folder.path).checkpoints():
-        (entry.path / "manifest.json").unlink()
+        shutil.rmtree(entry.path)
     train(None, folder.path, resume=True)
     assert folder.rows("reward_model", "train").read_text().splitlines() == kept
     assert folder.rows("reward_model", "heldout").read_bytes() == held

@@ -5,13 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from keel.pipelines.check import Report, check
+from keel.config.load import load_recipe
+
+if TYPE_CHECKING:
+    from keel.pipelines.check import Report
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; 1 where anything was found, else 0."""
+    # A recipe that cannot be read is told at once, before torch is imported.
+    load_recipe(arguments.recipe, arguments.overrides)
+    from keel.pipelines.check import check
+
     report = check(arguments.recipe, arguments.overrides, arguments.price)
     if arguments.json:
         print(json.dumps(report.as_dict(), ensure_ascii=False))

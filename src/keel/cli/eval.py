@@ -124,6 +124,8 @@ def _table(result: dict[str, Any]) -> None:
     for name, value in result.items():
         if isinstance(value, dict) and "mean" in value:
             _row(name, value)
+    if result.get("left_out"):
+        print(f"\n{result['left_out']} held-out prompts left out: too long, or unreadable")
 
 
 def _head() -> None:

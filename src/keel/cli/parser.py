@@ -12,7 +12,8 @@ class Parser(argparse.ArgumentParser):
     """argparse, but a mistake is one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"keel: error: {message} (see {self.prog} --help)\n")
+        line = " ".join(message.split())[:1_000]
+        self.exit(2, f"keel: error: {line} (see {self.prog} --help)\n")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

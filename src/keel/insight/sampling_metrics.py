@@ -98,7 +98,7 @@ SAMPLING = Section(
         Metric(
             "prompts/left_out",
             "Prompts passed over so far because they were longer than prompts.max_tokens, or than "
-            "what the context leaves beside the answer.",
+            "what the context leaves beside the answer, or could not be encoded.",
             "prompts",
             "A rising count trains on the short questions only.",
         ),

@@ -7,10 +7,26 @@ names; where it names none (None), rows of one prompt do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from keel.types import Content
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a row stands, to point at: its file or name, its line (from 1), and the row as read."""
+
+    source: str
+    mark: str
+    line: int
+    row: Mapping[str, Any]
+
+    @property
+    def place(self) -> str:
+        """What an error begins with."""
+        return f"{self.source}{self.mark}{self.line}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +45,7 @@ class Preference:
     probability: float = 1.0
     margin: float = 0.0
     group: str | None = None
+    origin: Origin | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +57,7 @@ class Labelled:
     completion: str
     label: float
     group: str | None = None
+    origin: Origin | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +72,7 @@ class Stepwise:
     steps: tuple[str, ...]
     labels: tuple[float | None, ...]
     group: str | None = None
+    origin: Origin | None = field(default=None, compare=False, repr=False)
 
     @property
     def first_error(self) -> int | None:
@@ -62,7 +81,11 @@ class Stepwise:
 
     @staticmethod
     def until(
-        id: str, prompt: Content, steps: tuple[str, ...], first_error: int | None
+        id: str,
+        prompt: Content,
+        steps: tuple[str, ...],
+        first_error: int | None,
+        origin: Origin | None = None,
     ) -> Stepwise:
         """From the index of the first wrong step: right before it, wrong there, unjudged behind."""
         if first_error is not None and not 0 <= first_error < len(steps):
@@ -72,7 +95,7 @@ class Stepwise:
         if at < len(steps):
             labels.append(0.0)
         labels += [None] * (len(steps) - len(labels))
-        return Stepwise(id, prompt, steps, tuple(labels))
+        return Stepwise(id, prompt, steps, tuple(labels), origin=origin)
 
 
 def first_wrong(labels: Sequence[float | None]) -> int | None:

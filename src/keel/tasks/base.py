@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from string import Formatter
 from typing import Any
 
@@ -14,6 +16,8 @@ from keel.types import Completion, Content, KeelError, Message, Prompt, Side
 
 HELDOUT_SHARE = 0.1
 """Share of the contents that the held-out side of an endless task gets."""
+WIDEST = 10_000
+"""Characters that a format string may pad a column to."""
 
 
 class BaseTask:
@@ -74,18 +78,37 @@ class Presentation:
 
     def body(self, row: Mapping[str, Any], where: str) -> Content:
         """The prompt without the system message. Raises KeelError that begins with `where`."""
-        self._check(row, where)
         column = self._column(row)
-        if column is not None and isinstance(row[column], list | tuple):
-            return _messages(row[column], column, where)
-        template = self.template if column is None else f"{{{column}}}"
+        for name in (column,) if column is not None else names_of(self.template):
+            if name not in row:
+                raise KeelError(f"{where}: {unknown('column', name, row)}")
+            if row[name] is None:
+                raise KeelError(f"{where}: column {name!r} is empty: leave the row out")
+        if column is not None and not isinstance(row[column], str):
+            return self._other(row[column], column, where)
         try:
-            text = template.format_map(row)
-        except (ValueError, LookupError, AttributeError, TypeError) as error:
-            raise KeelError(f"{where}: prompt = {self.template!r} fails: {error}") from None
-        if not text.strip():
-            raise KeelError(f"{where}: the prompt is empty: leave the row out, or mend `prompt`")
-        return text
+            text = row[column] if column is not None else self.template.format_map(row)
+        except Exception as error:  # of the template's own making, or of a value's class
+            message = " ".join(str(error).split())[:300]
+            raise KeelError(f"{where}: prompt = {self.template!r} fails: {message}") from None
+        return _text(text, where)
+
+    def _other(self, value: Any, column: str, where: str) -> Content:
+        """A column that holds no text: messages, or a number that is put as one."""
+        if isinstance(value, list | tuple):
+            return _messages(value, column, where)
+        if isinstance(value, Mapping | bytes):
+            kind = "a table" if isinstance(value, Mapping) else "bytes"
+            raise KeelError(
+                f"{where}: column {column!r} holds {kind}, not a text or messages: name another "
+                "column in `prompt`"
+            )
+        try:
+            text = format(value)
+        except Exception as error:  # of a value's own class, or of too many digits
+            message = " ".join(str(error).split())[:300]
+            raise KeelError(f"{where}: column {column!r} fails to be text: {message}") from None
+        return _text(text, where)
 
     def frame(self, body: Content, where: str) -> Content:
         """The body with the system message, if there is one."""
@@ -98,26 +121,51 @@ class Presentation:
         return (*opening, *turns)
 
     def _column(self, row: Mapping[str, Any]) -> str | None:
-        bare = self.template.removeprefix("{").removesuffix("}")
-        if self.template in (bare, f"{{{bare}}}") and bare in row:
-            return bare
+        """The column that the template is the name of, with or without braces."""
+        if self.template in row:
+            return self.template
+        if self.template[:1] == "{" and self.template[-1:] == "}" and self.template[1:-1] in row:
+            return self.template[1:-1]
         return None
 
-    def _check(self, row: Mapping[str, Any], where: str) -> None:
-        """Every column that the template names is there and holds something."""
-        try:
-            fields = [field for _, field, _, _ in Formatter().parse(self.template)]
-        except ValueError as error:
-            raise KeelError(f"prompt = {self.template!r}: {error}: write {{{{ for {{") from None
-        names = [f.split(".")[0].split("[")[0] for f in fields if f is not None]
-        if not names:
-            # Not a template: the name of a column, and a wrong one.
-            names = [self.template]
-        for name in names:
-            if name not in row:
-                raise KeelError(f"{where}: {unknown('column', name, row)}")
-            if row[name] is None:
-                raise KeelError(f"{where}: column {name!r} is empty: leave the row out")
+
+@lru_cache(maxsize=256)
+def names_of(template: str) -> tuple[str, ...]:
+    """The columns that a format string names. Raises KeelError for one that is none."""
+    try:
+        parts = list(Formatter().parse(template))
+    except ValueError as error:
+        raise KeelError(f"prompt = {template!r}: {error}: write {{{{ for {{") from None
+    fields = [(field, spec or "") for _, field, spec, _ in parts if field is not None]
+    for field, spec in fields:
+        sizes = [int(size[:9]) for size in re.findall("[0-9]+", spec)]
+        if "{" in spec or any(size > WIDEST for size in sizes):
+            raise KeelError(
+                f"prompt = {template[:80]!r}: the width {spec[:40]!r} is no number up to {WIDEST}"
+            )
+        if re.search(r"\._", field):
+            raise KeelError(f"prompt = {template[:80]!r}: {field[:40]!r} is no part of a row")
+    # Not a template: the name of a column, and a wrong one.
+    return tuple(re.split(r"[.\[]", field)[0] for field, _ in fields) or (template,)
+
+
+def _text(text: str, where: str) -> str:
+    if not text or text.isspace():
+        raise KeelError(f"{where}: the prompt is empty: leave the row out, or mend `prompt`")
+    if not whole(text):
+        raise KeelError(f"{where}: the prompt holds half of a character, which is no text: mend it")
+    return text
+
+
+def whole(text: str) -> bool:
+    """Whether the text has no half of a character (a lone surrogate), which no file can hold."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _messages(value: Any, column: str, where: str) -> tuple[Message, ...]:
@@ -132,5 +180,9 @@ def _messages(value: Any, column: str, where: str) -> tuple[Message, ...]:
         raise KeelError(
             f"{where}: column {column!r} holds a list that is not of messages "
             '([{"role": …, "content": …}, …]): name another column in `prompt`'
+        )
+    if not all(whole(turn["role"]) and whole(turn["content"]) for turn in turns):
+        raise KeelError(
+            f"{where}: column {column!r} holds half of a character, which is no text: mend it"
         )
     return tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)

@@ -10,7 +10,7 @@ from keel.config.sources import TaskSource
 from keel.config.suggest import unknown
 from keel.tasks.arithmetic import Addition
 from keel.tasks.base import Presentation
-from keel.tasks.data import KINDS, data_task, entry_task
+from keel.tasks.data import KINDS, DataTask, data_task, entry_task
 from keel.tasks.generated import Generated, take_options
 from keel.tasks.gym import PREFIX, GymProcess, gym_installed, gym_names, gym_task
 from keel.tasks.symbols import Reverse, SortDigits
@@ -43,6 +43,13 @@ def build_tasks(sources: Sequence[TaskSource], seed: int) -> tuple[Task, ...]:
 def build_task(source: TaskSource, seed: int) -> Task:
     """One task. Raises KeelError for whatever is wrong with its source."""
     return build_tasks((source,), seed)[0]
+
+
+def stored(task: Task) -> DataTask | None:
+    """The task as one of stored rows; None where it is of another kind."""
+    while isinstance(task, Renamed):
+        task = task.task
+    return task if isinstance(task, DataTask) else None
 
 
 def catalogue() -> list[tuple[str, str]]:

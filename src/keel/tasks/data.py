@@ -11,9 +11,10 @@ from typing import Any
 from keel.config.entry import load_entry
 from keel.config.sources import TaskSource
 from keel.config.suggest import unknown
-from keel.tasks.base import BaseTask, Presentation, position, side_of
+from keel.runs.quarantine import LeftOut, Why
+from keel.tasks.base import BaseTask, Presentation, position, side_of, whole
 from keel.tasks.generated import take_options
-from keel.tasks.tables import Table, read_table, rows_table
+from keel.tasks.tables import Gathered, Row, Table, Where, all_bad, read_table, rows_table
 from keel.tasks.user import UserTask
 from keel.types import Completion, Content, KeelError, Prompt, Side
 from keel.verify.text import same_text
@@ -27,45 +28,86 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One row, ready: its number in its file (from 0), its prompt, its columns."""
+    """One row, ready: its number in its file (from 0), its line (from 1), and its prompt."""
 
     number: int
+    line: int
     body: Content
-    columns: Mapping[str, Any]
+    row: Row
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One side of a task: its rows, and where they stand."""
+
+    entries: Sequence[Entry]
+    where: Where
 
 
 class DataTask(BaseTask):
     """Rows on two sides.
 
-    `overlap` counts the train rows left out because their prompt is also held out. The gold answer
-    is the `answer` column's text; the verdict, exact match with it (blanks around aside) where an
-    answer column is set, else none: rewards judge.
+    `left_out` are the rows of its files that are on neither: bad ones, and train rows whose prompt
+    is also held out (`overlap` counts these). The gold answer is the `answer` column's text; the
+    verdict, exact match with it (blanks around aside) where an answer column is set, else none:
+    rewards judge.
     """
 
     def __init__(
         self,
         name: str,
-        train: Sequence[Entry],
-        heldout: Sequence[Entry],
-        presentation: Presentation,
-        answer: str | None,
-        overlap: int = 0,
+        train: Stored,
+        heldout: Stored,
+        source: TaskSource,
+        left_out: Sequence[LeftOut],
     ) -> None:
         self.name = name
-        self.sides: Mapping[Side, Sequence[Entry]] = {"train": train, "heldout": heldout}
-        self.presentation = presentation
-        self.answer = answer
-        self.overlap = overlap
+        self.sides: Mapping[Side, Stored] = {"train": train, "heldout": heldout}
+        self.presentation = _presentation(source)
+        self.answer = source.answer
+        self.left_out = tuple(left_out)
+
+    @property
+    def overlap(self) -> int:
+        """How many train rows are left out because their prompt is also held out."""
+        return sum(row.why == "overlap" for row in self.left_out)
 
     def size(self, side: Side) -> int:
         """How many rows the side has."""
-        return len(self.sides[side])
+        return len(self.sides[side].entries)
 
     def prompt(self, side: Side, index: int) -> Prompt:
         """The row at an index; its id holds the row's number in its file."""
-        entry = self.sides[side][index]
+        entry = self.sides[side].entries[index]
+        columns = dict(entry.row)
+        if self.answer is not None:
+            columns.setdefault("answer", columns[self.answer])
         content = self.presentation.frame(entry.body, self.name)
-        return Prompt(f"{self.name}/{side}/{entry.number}", content, entry.columns, self.name)
+        return Prompt(f"{self.name}/{side}/{entry.number}", content, columns, self.name)
+
+    def refused(
+        self, wrong: Callable[[Prompt], tuple[str, Why] | None], forgiven: bool
+    ) -> list[LeftOut]:
+        """The rows whose prompts will not do; `wrong` says of a prompt what is wrong with it.
+
+        Raises KeelError for the first bad one unless they are forgiven, and where no train prompt
+        is left.
+        """
+        found: list[LeftOut] = []
+        for side, stored in self.sides.items():
+            before = len(found)
+            for index, entry in enumerate(stored.entries):
+                said = wrong(self.prompt(side, index))
+                if said is None:
+                    continue
+                reason = f"{stored.where.place(entry.line)}: {said[0]}"
+                if said[1] == "bad" and not forgiven:
+                    raise KeelError(reason)
+                found.append(stored.where.left_out(entry.line, reason, entry.row, said[1]))
+            bad = [row for row in found[before:] if row.why == "bad"]
+            if side == "train" and bad and len(found) == len(stored.entries):
+                raise all_bad(stored.where.source, bad)
+        return found
 
     def gold(self, prompt: Prompt) -> str | None:
         """The text of the answer column."""
@@ -84,14 +126,15 @@ def data_task(source: TaskSource) -> DataTask:
         raise KeelError(f"task {source.name!r}: task.path is not set: give {what}")
     options = dict(source.options)
     split = str(options.pop("split", "train")) if source.name == "datasets" else "train"
-    train = read_table(source.name, source.path, options, split)
+    train = read_table(source.name, source.path, options, split, source.bad_rows)
     name = f"{source.name}:{Path(source.path).stem}"
     if source.heldout_path is None:
         return _split(name, train, source)
     if source.name == "datasets":
-        held = read_table(source.name, source.path, options, source.heldout_path)
+        other = source.path, options, source.heldout_path
     else:
-        held = read_table(source.name, source.heldout_path, options, split)
+        other = source.heldout_path, options, split
+    held = read_table(source.name, *other, source.bad_rows)
     return _two_tables(name, train, held, source)
 
 
@@ -122,12 +165,12 @@ def entry_task(source: TaskSource, seed: int) -> Any:
         raise KeelError(
             f"task {source.name!r} returns a {type(made).__name__}: return a task or rows of dicts"
         ) from None
-    return _split(source.name, rows_table(rows, source.name), source)
+    return _split(source.name, rows_table(rows, source.name, source.bad_rows), source)
 
 
 def _split(name: str, table: Table, source: TaskSource) -> DataTask:
     """Both sides from one table, by the hash of the prompt; each has at least one prompt."""
-    entries = _entries(table, source)
+    entries, bad = _entries(table, source)
     sides = [side_of(entry.body, source.heldout_share) for entry in entries]
     places = [position(entry.body) for entry in entries]
     if len(set(places)) > 1 and len(set(sides)) == 1:
@@ -142,44 +185,69 @@ def _split(name: str, table: Table, source: TaskSource) -> DataTask:
     heldout = [e for e, side in zip(entries, sides, strict=True) if side == "heldout"]
     if not train:  # one prompt alone, on the held-out side
         train, heldout = heldout, train
-    return DataTask(name, train, heldout, _presentation(source), source.answer)
+    return DataTask(name, Stored(train, table.where), Stored(heldout, table.where), source, bad)
 
 
 def _two_tables(name: str, train: Table, heldout: Table, source: TaskSource) -> DataTask:
     """A table a side; train prompts that are also held out are left out of training."""
-    held = _entries(heldout, source)
+    held, bad_held = _entries(heldout, source)
     taken = {position(entry.body) for entry in held}
-    every = _entries(train, source)
-    kept = [entry for entry in every if position(entry.body) not in taken]
+    every, bad = _entries(train, source)
+    kept, overlap = [], []
+    for entry in every:
+        if position(entry.body) in taken:
+            reason = f"{train.where.place(entry.line)}: the prompt is also held out"
+            overlap.append(train.where.left_out(entry.line, reason, entry.row, "overlap"))
+        else:
+            kept.append(entry)
     if not kept:
         raise KeelError(
             f"task {name!r}: every train prompt is also in {source.heldout_path!r}: "
             "drop heldout_path, or give other rows"
         )
-    overlap = len(every) - len(kept)
-    return DataTask(name, kept, held, _presentation(source), source.answer, overlap)
+    sides = Stored(kept, train.where), Stored(held, heldout.where)
+    return DataTask(name, *sides, source, [*bad, *overlap, *bad_held])
 
 
 def _presentation(source: TaskSource) -> Presentation:
     return Presentation(source.prompt, source.system)
 
 
-def _entries(table: Table, source: TaskSource) -> list[Entry]:
+def _entries(table: Table, source: TaskSource) -> tuple[list[Entry], list[LeftOut]]:
+    """The table's rows as prompts, and its bad rows, in the order of their lines."""
     presentation = _presentation(source)
-    entries = []
-    for number, (row, place) in enumerate(zip(table.rows, table.places, strict=True)):
-        columns = dict(row)
-        if source.answer is not None:
-            if columns.get(source.answer) is None:
-                raise KeelError(_no_answer(place, source.answer, columns))
-            columns.setdefault("answer", columns[source.answer])
-        body = presentation.body(columns, place)
-        presentation.frame(body, place)
-        entries.append(Entry(number, body, columns))
-    return entries
+    entries, bad = [], Gathered(source.bad_rows)
+    for row, number, line in zip(table.rows, table.numbers, table.lines, strict=True):
+        try:
+            place = table.where.place(line)
+            if source.answer is not None:
+                _check_answer(row, source.answer, place)
+            body = presentation.body(row, place)
+            presentation.frame(body, place)
+        except KeelError as error:
+            bad.take(error, table.where, line, row)
+            continue
+        entries.append(Entry(number, line, body, row))
+    every = sorted([*table.bad, *bad.rows], key=lambda left: left.line)
+    if not entries:
+        raise all_bad(table.where.source, every)
+    return entries, every
 
 
-def _no_answer(place: str, answer: str, columns: Mapping[str, Any]) -> str:
+def _check_answer(row: Row, answer: str, place: str) -> None:
+    value = row.get(answer)
+    if value is None:
+        raise KeelError(_no_answer(place, answer, row))
+    try:
+        fine = isinstance(value, str) or bool(str(value))
+    except Exception as error:  # of a value's own class, or of too many digits
+        message = " ".join(str(error).split())[:300]
+        raise KeelError(f"{place}: the answer column {answer!r} is no text: {message}") from None
+    if not fine or (isinstance(value, str) and not whole(value)):
+        raise KeelError(f"{place}: the answer column {answer!r} is no text: leave the row out")
+
+
+def _no_answer(place: str, answer: str, columns: Row) -> str:
     if answer in columns:
         return f"{place}: the answer column {answer!r} is empty: leave the row out"
     return f"{place}: {unknown('answer column', answer, columns)}"

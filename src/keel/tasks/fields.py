@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keel.config.suggest import unknown
+from keel.preferences.schema import Origin
+from keel.tasks.base import whole
 from keel.types import Content, KeelError, Message
 
 SHOWN = 60
@@ -21,6 +23,7 @@ class Fields:
     row: Mapping[str, Any]
     place: str
     names: Mapping[str, str] = field(default_factory=dict)
+    origin: Origin | None = None
 
     def has(self, name: str) -> bool:
         """Whether the column is there and holds something."""
@@ -44,7 +47,7 @@ class Fields:
     def wrong(self, name: str, mend: str) -> KeelError:
         """The column's value is refused; `mend` says what to give instead."""
         column = self.names.get(name, name)
-        shown = repr(self.row.get(column))
+        shown = _shown(self.row.get(column))
         shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 1] + "…"
         return KeelError(f"{self.place}: column {column!r} = {shown}: {mend}")
 
@@ -54,7 +57,7 @@ class Fields:
         """Text, or messages that end in the assistant's turn."""
         value = self.value(name)
         if isinstance(value, str):
-            return value
+            return self._whole(name, value)
         turns = self._messages(name, "give a text or messages")
         if turns[-1]["role"] != "assistant":
             raise self.wrong(name, "the last message must be the assistant's")
@@ -67,7 +70,7 @@ class Fields:
             return self._messages(name, "give a text or messages")
         if not value.strip():
             raise self.wrong(name, "the prompt is empty: leave the row out")
-        return value
+        return self._whole(name, value)
 
     def texts(self, name: str) -> tuple[str, ...]:
         """A list of texts, at least one."""
@@ -76,7 +79,7 @@ class Fields:
             raise self.wrong(name, "give a list of texts")
         if not value:
             raise self.wrong(name, "the list is empty: leave the row out")
-        return tuple(value)
+        return tuple(self._whole(name, text) for text in value)
 
     def number(self, name: str, default: float) -> float:
         """A finite number; the default where the column is absent or null."""
@@ -100,7 +103,25 @@ class Fields:
         form = '[{"role": …, "content": …}, …]'
         if not turns or not all(_is_message(turn) for turn in turns):
             raise self.wrong(name, f"{mend} ({form}, each content a text)")
-        return tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)
+        return tuple(
+            Message(
+                role=self._whole(name, turn["role"]), content=self._whole(name, turn["content"])
+            )
+            for turn in turns
+        )
+
+    def _whole(self, name: str, text: str) -> str:
+        if not whole(text):
+            raise self.wrong(name, "it holds half of a character, which is no text: mend it")
+        return text
+
+
+def _shown(value: Any) -> str:
+    """A value as Python writes it, where it can."""
+    try:
+        return repr(value)
+    except Exception:  # of a value's own class, or of too many digits or levels
+        return f"a {type(value).__name__}"
 
 
 def finite(value: Any) -> float | None:

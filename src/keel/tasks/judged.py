@@ -22,7 +22,8 @@ def pair(fields: Fields, id: str) -> Preference:
             f"{fields.place}: chosen and rejected are the same text and probability is "
             f"{probability:g}: set probability to 0.5 (a tie), or leave the row out"
         )
-    return Preference(id, prompt, chosen, rejected, probability, fields.number("margin", 0.0))
+    margin = fields.number("margin", 0.0)
+    return Preference(id, prompt, chosen, rejected, probability, margin, origin=fields.origin)
 
 
 def labelled(fields: Fields, id: str) -> Labelled:
@@ -31,7 +32,7 @@ def labelled(fields: Fields, id: str) -> Labelled:
     label = judgement(fields.value("label"))
     if label is None:
         raise fields.wrong("label", "give true, false or a number from 0 to 1")
-    return Labelled(id, prompt, completion, label)
+    return Labelled(id, prompt, completion, label, origin=fields.origin)
 
 
 def stepwise(fields: Fields, id: str) -> Stepwise:
@@ -47,7 +48,8 @@ def stepwise(fields: Fields, id: str) -> Stepwise:
         return _until(fields, error, id, prompt, steps)
     if error is not None and fields.has(error):
         raise fields.wrong(error, "the row has labels as well: drop one of the two")
-    return Stepwise(id, prompt, steps, _labels(fields, name, len(steps)))
+    labels = _labels(fields, name, len(steps))
+    return Stepwise(id, prompt, steps, labels, origin=fields.origin)
 
 
 def _prompt(fields: Fields) -> Content | None:
@@ -74,10 +76,10 @@ def _until(
     """Some writers of Parquet keep integers that may be null as floats, so 3.0 is 3."""
     found = fields.value(column)
     if found is None:
-        return Stepwise.until(id, prompt, steps, None)
+        return Stepwise.until(id, prompt, steps, None, fields.origin)
     index = finite(found)
     if index is None or not 0 <= index < len(steps) or index != int(index):
         raise fields.wrong(
             column, f"give the index of a step, 0 to {len(steps) - 1}, or null where all are right"
         )
-    return Stepwise.until(id, prompt, steps, int(index))
+    return Stepwise.until(id, prompt, steps, int(index), fields.origin)

@@ -12,13 +12,14 @@ from typing import Any, Generic, TypeVar
 from keel.config.entry import load_entry
 from keel.config.preference_data import PreferenceData
 from keel.config.suggest import unknown
-from keel.preferences.schema import Labelled, Preference, Stepwise
+from keel.preferences.schema import Labelled, Origin, Preference, Stepwise
+from keel.runs.quarantine import LeftOut, Why, shortened
 from keel.tasks import judged
 from keel.tasks.base import position
 from keel.tasks.fields import Fields
 from keel.tasks.generated import take_options
 from keel.tasks.split import Sides, sides_of
-from keel.tasks.tables import Table, read_table, rows_table
+from keel.tasks.tables import Gathered, Table, all_bad, read_table, rows_table
 from keel.types import KeelError
 
 KINDS = ("jsonl", "parquet", "datasets")
@@ -61,6 +62,12 @@ class _Placed(Generic[T]):
     prompt: float
     group: float
 
+    def left_out(self, reason: str, why: Why) -> LeftOut:
+        origin = self.item.origin
+        assert origin is not None
+        said = shortened(f"{origin.place}: {reason}")
+        return LeftOut(origin.source, origin.line, said, origin.row, why)
+
 
 @dataclass(frozen=True, slots=True)
 class _Reader(Generic[T]):
@@ -74,37 +81,63 @@ class _Reader(Generic[T]):
         source = self.source
         train, heldout = _tables(source, seed)
         name = source.name if source.path is None else f"{source.name}:{Path(source.path).stem}"
-        kept = self._rows(train, name)
-        dropped = len(train) - len(kept)
+        ids: set[str] = set()
+        kept, left = self._rows(train, name, ids)
         if heldout is None:
             sides = sides_of([row.group for row in kept], source.heldout_share)
             held = [row for row, side in zip(kept, sides, strict=True) if side == "heldout"]
             kept = [row for row, side in zip(kept, sides, strict=True) if side == "train"]
         else:
-            held = self._rows(heldout, name, HELDOUT)
-            dropped += len(heldout) - len(held)
-        _different_ids([*kept, *held], name)
-        return _apart(kept, held, dropped, name)
+            held, left_held = self._rows(heldout, name, ids, HELDOUT)
+            left += left_held
+        return _apart(kept, held, left, name)
 
-    def _rows(self, table: Table, name: str, prefix: str = "") -> list[_Placed[T]]:
-        """The table's rows but those dropped for an empty answer; `prefix` begins their ids."""
+    def _rows(
+        self, table: Table, name: str, ids: set[str], prefix: str = ""
+    ) -> tuple[list[_Placed[T]], list[LeftOut]]:
+        """The table's rows, and those left out: bad ones, and with an empty answer where these go.
+
+        `prefix` begins the rows' ids, which no row may share with another.
+        """
         self._check_names(table)
-        found = []
-        for number, (row, place) in enumerate(zip(table.rows, table.places, strict=True)):
-            fields = Fields(row, place, self.source.columns)
-            item = self.make(fields, _id(fields, f"{name}/{prefix}{number}", prefix))
-            if self._is_kept(item, fields):
-                prompt = position(item.prompt)
-                group = self._group(fields)
-                if group is None:
-                    found.append(_Placed(item, prompt, prompt))
-                else:
-                    item = replace(item, group=group)
-                    found.append(_Placed(item, prompt, position(group)))
+        found: list[_Placed[T]] = []
+        dropped: list[LeftOut] = []
+        bad, where = Gathered(self.source.bad_rows), table.where
+        for row, number, line in zip(table.rows, table.numbers, table.lines, strict=True):
+            place = where.place(line)
+            origin = Origin(where.source, where.mark, line, row)
+            fields = Fields(row, place, self.source.columns, origin)
+            try:
+                item = self._row(fields, f"{name}/{prefix}{number}", prefix, ids)
+            except KeelError as error:
+                bad.take(error, where, line, row)
+                continue
+            if item is None:
+                reason = f"{place}: an answer is empty"
+                dropped.append(where.left_out(line, reason, row, "empty"))
+                continue
+            ids.add(item.item.id)
+            found.append(item)
+        every = sorted([*table.bad, *bad.rows, *dropped], key=lambda left: left.line)
+        if not found and len(dropped) < len(every):
+            raise all_bad(where.source, [left for left in every if left.why == "bad"])
         if not found:
             name = f"{name}/{prefix}".rstrip("/")
             raise KeelError(f"{name}: no rows are left: every one has an empty answer")
-        return found
+        return found, every
+
+    def _row(self, fields: Fields, number: str, prefix: str, ids: set[str]) -> _Placed[T] | None:
+        """One row; None where it is dropped for an empty answer."""
+        item = self.make(fields, _id(fields, number, prefix))
+        if not self._is_kept(item, fields):
+            return None
+        if item.id in ids:
+            raise KeelError(f"{fields.place}: two rows have the id {item.id!r}: give each its own")
+        prompt = position(item.prompt)
+        group = self._group(fields)
+        if group is None:
+            return _Placed(item, prompt, prompt)
+        return _Placed(replace(item, group=group), prompt, position(group))
 
     def _is_kept(self, item: T, fields: Fields) -> bool:
         empty = [name for name, text in _answers(item) if not text.strip()]
@@ -122,7 +155,10 @@ class _Reader(Generic[T]):
         value = fields.value(self.source.group)
         if value is None:
             raise fields.wrong(self.source.group, "the group is empty: name the row's group")
-        return json.dumps(value, sort_keys=True, default=str)
+        try:
+            return json.dumps(value, sort_keys=True, default=str)
+        except (TypeError, ValueError, RecursionError):  # of Python rows alone
+            raise fields.wrong(self.source.group, "name groups by texts or numbers") from None
 
     def _check_names(self, table: Table) -> None:
         """A mistaken name for a column that may be absent would otherwise pass in silence."""
@@ -131,21 +167,28 @@ class _Reader(Generic[T]):
                 raise KeelError(f"columns: {unknown('column', name, self.known)}")
             if not any(column in row for row in table.rows):
                 there = {str(key) for row in table.rows for key in row}
-                where = table.places[0].rsplit(":", 1)[0]
+                where = table.where.source
                 raise KeelError(f"{where}: columns.{name}: {unknown('column', column, there)}")
 
 
-def _apart(train: list[_Placed[T]], held: list[_Placed[T]], dropped: int, name: str) -> Sides[T]:
+def _apart(
+    train: list[_Placed[T]], held: list[_Placed[T]], left: list[LeftOut], name: str
+) -> Sides[T]:
     """Train rows whose prompt or group is also held out are left out of training."""
     prompts, groups = {row.prompt for row in held}, {row.group for row in held}
-    kept = [row for row in train if row.prompt not in prompts and row.group not in groups]
+    kept, overlap = [], []
+    for row in train:
+        if row.prompt in prompts or row.group in groups:
+            overlap.append(row.left_out("the prompt or group is also held out", "overlap"))
+        else:
+            kept.append(row)
     if not kept:
         raise KeelError(
             f"{name}: every train prompt is also held out: drop heldout_path or group, "
             "or give other rows"
         )
     items = tuple(row.item for row in kept), tuple(row.item for row in held)
-    return Sides(*items, overlap=len(train) - len(kept), dropped=dropped)
+    return Sides(*items, left_out=(*left, *overlap))
 
 
 def _answers(item: Preference | Labelled | Stepwise) -> Iterable[tuple[str, str]]:
@@ -165,14 +208,6 @@ def _id(fields: Fields, number: str, prefix: str) -> str:
     return f"{prefix}{own}"
 
 
-def _different_ids(rows: list[_Placed[T]], name: str) -> None:
-    seen: set[str] = set()
-    for row in rows:
-        if row.item.id in seen:
-            raise KeelError(f"{name}: two rows have the id {row.item.id!r}: give each its own")
-        seen.add(row.item.id)
-
-
 # ---------------------------------------------------------------- where the rows come from
 
 
@@ -188,12 +223,15 @@ def _tables(source: PreferenceData, seed: int) -> tuple[Table, Table | None]:
         raise KeelError(f"preference data {source.name!r}: path is not set: give {what}")
     options: dict[str, Any] = dict(source.options)
     split = str(options.pop("split", "train")) if source.name == "datasets" else "train"
-    train = read_table(source.name, source.path, options, split)
+    bad_rows = source.bad_rows
+    train = read_table(source.name, source.path, options, split, bad_rows)
     if source.heldout_path is None:
         return train, None
     if source.name == "datasets":
-        return train, read_table(source.name, source.path, options, source.heldout_path)
-    return train, read_table(source.name, source.heldout_path, options, split)
+        other = source.path, options, source.heldout_path
+    else:
+        other = source.heldout_path, options, split
+    return train, read_table(source.name, *other, bad_rows)
 
 
 def _entry(source: PreferenceData, seed: int) -> Table:
@@ -219,4 +257,4 @@ def _entry(source: PreferenceData, seed: int) -> Table:
         raise KeelError(f"{where} raises {message}") from error
     if rows is None:
         raise KeelError(f"{where} returns a {type(made).__name__}: return rows of dicts")
-    return rows_table(rows, where)
+    return rows_table(rows, where, source.bad_rows)

@@ -23,7 +23,7 @@ from keel.train.rewarding import load_rewards, scorer, surroundings
 from keel.train.rollout import Sampler
 from keel.train.state import POLICY
 from keel.train.work import longest_prompt
-from keel.types import KeelError
+from keel.types import KeelError, Prompt
 
 
 def evaluate(
@@ -114,14 +114,23 @@ def _run(stage: RLStage, policy: Policy, seed: int, around: Surroundings) -> dic
         policy.tokenizer,
         longest_prompt(prompts.max_tokens, policy.context, rollout.max_tokens),
         prompts.chat_template,
+        forgiven={n for n, s in zip(tasks, stage.tasks, strict=True) if s.bad_rows != "stop"},
     )
+    left_out: list[str] = []
+
+    def prepare(prompt: Prompt) -> Prompt | None:
+        encoded = encoder(prompt)
+        if encoded is None:
+            left_out.append(prompt.id)
+        return encoded
+
     judge = scorer(
         stage.rewards, load_rewards(stage.rewards, around), tasks, max_tokens=rollout.max_tokens
     )
     ordered = list(tasks.values())
     if choice.prompts == 0:
         raise KeelError("evaluation.prompts = 0 leaves nothing to evaluate on: set --prompts")
-    chosen = heldout(ordered, weights, choice.prompts, encoder)
+    chosen = heldout(ordered, weights, choice.prompts, prepare)
     judge.check(chosen)
     sampler = Sampler(
         engine=NativeEngine(
@@ -135,4 +144,5 @@ def _run(stage: RLStage, policy: Policy, seed: int, around: Surroundings) -> dic
         seed=seed,
     )
     with closing(judge):
-        return Evaluator(sampler, judge, chosen, choice)(0)
+        result = Evaluator(sampler, judge, chosen, choice)(0)
+    return {**result, "left_out": len(left_out)}

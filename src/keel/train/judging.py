@@ -209,7 +209,9 @@ def _sample(work: Work, stage: JudgingStage, make: rows_sampled.Make) -> str:
     if folder.rows(stage.name, "train").exists() and folder.rows(stage.name, "heldout").exists():
         return ""
     seed = derive(work.recipe.seed, stage.name, "sampled")
-    source = open_source(work, choice.tasks, choice.prompts, seed, room=choice.max_tokens)
+    source = open_source(
+        work, stage.name, choice.tasks, choice.prompts, seed, room=choice.max_tokens
+    )
     functions = load_rewards(choice.rewards, surroundings(work.recipe, folder, policy))
     judge = scorer(choice.rewards, functions, source.tasks, max_tokens=choice.max_tokens)
     with closing(judge):

@@ -99,6 +99,7 @@ def learn(work: Imitation, batch: Batch, token_budget: int) -> fit.Learned:
         "mean_token_probability": right,
         "completions/mean_length": float(np.mean(batch.lengths)),
     }
+    metrics["prompts/left_out"] = float(sum(work.stream.left_out.values()))
     return fit.Learned(metrics, sum(batch.input_lengths))
 
 
@@ -113,7 +114,13 @@ def _demonstration(
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise KeelError(f"demonstration {name!r} raised {message} at {prompt.id!r}") from error
     ids = encode_text(text, f"the demonstration for {prompt.id}", work.policy.tokenizer)
-    tokens = np.array([*ids, work.policy.tokenizer.eos_token_id], dtype=np.int64)
+    eos = work.policy.tokenizer.eos_token_id
+    if eos is None:
+        raise KeelError(
+            f"stage {work.stage.name!r}: the tokenizer has no end-of-sequence token to end a "
+            "demonstration with: set eos_token in its tokenizer_config.json"
+        )
+    tokens = np.array([*ids, eos], dtype=np.int64)
     whole, context = len(prompt.tokens) + len(tokens), work.policy.context
     if context is not None and whole > context:
         raise KeelError(

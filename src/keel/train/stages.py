@@ -51,7 +51,9 @@ def imitate(work: Work, stage: SFTStage, progress: Progress) -> Progress:
     optimizer = AdamW(trainable(work.policy), stage.optimizer)
     if work.resume_from is not None:
         restore_optimizers(work.resume_from, {"optimizer": optimizer})
-    source = open_source(work, stage.tasks, stage.prompts, seed, room=1, state=progress.stream)
+    source = open_source(
+        work, stage.name, stage.tasks, stage.prompts, seed, room=1, state=progress.stream
+    )
     parts = sft.Imitation(
         stage=stage,
         policy=work.policy,
@@ -128,7 +130,13 @@ def make_loop(
     """Tasks, rewards and engine of a stage, round its learner."""
     policy, rollout = work.policy, stage.rollout
     source = open_source(
-        work, stage.tasks, stage.prompts, seed, room=rollout.max_tokens, state=progress.stream
+        work,
+        stage.name,
+        stage.tasks,
+        stage.prompts,
+        seed,
+        room=rollout.max_tokens,
+        state=progress.stream,
     )
     functions = load_rewards(stage.rewards, surroundings(work.recipe, work.session.folder, policy))
     scored = partial(scorer, stage.rewards, functions, source.tasks, max_tokens=rollout.max_tokens)

@@ -49,6 +49,7 @@ class Source:
 
 def open_source(
     work: Work,
+    stage: str,
     sources: Sequence[TaskSource],
     prompts: Prompts,
     seed: int,
@@ -71,16 +72,14 @@ def open_source(
         forgiven=lenient,
         note=work.session.note,
     )
-    _set_aside(work, sources, tasks, encoder)
+    _set_aside(work, stage, tasks, encoder)
     stream = PromptStream(list(tasks.values()), weights, derive(seed, "prompts"), encoder)
     if state:
         stream.restore(state)
     return Source(tasks, weights, encoder, stream)
 
 
-def _set_aside(
-    work: Work, sources: Sequence[TaskSource], tasks: Mapping[str, Task], encoder: Encoder
-) -> None:
+def _set_aside(work: Work, stage: str, tasks: Mapping[str, Task], encoder: Encoder) -> None:
     """Put the rows of stored tasks that no prompt comes of into the quarantine, and say how many.
 
     So many rows as take seconds are encoded for that, in the order of the tasks; of the others,
@@ -98,20 +97,10 @@ def _set_aside(
             room -= rows
             left += data.refused(encoder.wrong, forgiven=name in encoder.forgiven)
             encoder.known.add(name)
-    stage = _stage_of(work.recipe, sources)
     target = work.session.folder.quarantine / f"{stage}-prompts.jsonl"
     write_quarantine(target, left)
     if left and work.resume_from is None:
         work.session.note(f"{stage}: rows left out: {counted(left)} (quarantine/{target.name})")
-
-
-def _stage_of(recipe: Recipe, sources: Sequence[TaskSource]) -> str:
-    """The name of the stage whose tasks these are."""
-    for stage in recipe.stages:
-        holder = stage.sampled if isinstance(stage, JudgingStage) else stage
-        if holder is not None and holder.tasks is sources:
-            return stage.name
-    return recipe.stages[-1].name
 
 
 def budget_of(stage: Stage | JudgingStage, progress: Progress, session: Session) -> Budget:

@@ -1,0 +1,139 @@
+"""The kinds of input: what draws one, and what must hold of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.fuzz import held, tokenizers, trained
+from tests.fuzz import strategies as draw
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`hold(input, folder)` raises where the input shows a fault. `share` of all the inputs."""
+
+    share: float
+    inputs: st.SearchStrategy[Any]
+    hold: Callable[[Any, Path], held.Outcome]
+
+
+bad_rows = st.sampled_from(["stop", "quarantine", "quarantine"])
+task_keys = st.fixed_dictionaries(
+    {
+        "bad_rows": bad_rows,
+        "prompt": st.one_of(st.just("{prompt}"), st.just("prompt"), draw.templates),
+        "answer": st.sampled_from([None, None, "answer", "x"]),
+        "system": st.one_of(st.none(), draw.texts),
+        "heldout_share": st.floats(0.05, 0.95),
+    }
+)
+
+
+def _recipe(value: tuple[bytes, list[str], str], folder: Path) -> held.Outcome:
+    content, overrides, verb = value
+    return held.recipe(content, overrides, folder, verb)
+
+
+def _task(value: tuple[bytes, dict[str, Any]], folder: Path) -> held.Outcome:
+    content, keys = value
+    path = folder / "rows.jsonl"
+    path.write_bytes(content)
+    every = list(held.lines_of(content))
+    return held.task(every, folder / "q" / "rows.jsonl", name="jsonl", path=str(path), **keys)
+
+
+def _python(value: tuple[list[Any], dict[str, Any]], folder: Path) -> held.Outcome:
+    rows, keys = value
+    held.MADE[:] = rows
+    every = range(1, len(rows) + 1)
+    return held.task(every, folder / "q" / "rows.jsonl", name="tests.fuzz.held:rows", **keys)
+
+
+def _parquet(value: tuple[bytes, dict[str, Any], str], folder: Path) -> held.Outcome:
+    content, keys, kind = value
+    path = folder / "rows.parquet"
+    path.write_bytes(content)
+    every = range(1, (held.parquet_rows(content) or 0) + 1)
+    where: dict[str, Any] = {"name": "parquet", "path": str(path)}
+    target = folder / "q" / "rows.jsonl"
+    if kind == "task":
+        return held.task(every, target, **where, **keys)
+    keys = {name: keys[name] for name in ("bad_rows", "heldout_share") if name in keys}
+    return held.judged(kind, every, target, **where, **keys)
+
+
+def _judged(value: tuple[str, bytes, dict[str, Any]], folder: Path) -> held.Outcome:
+    kind, content, keys = value
+    path = folder / "rows.jsonl"
+    path.write_bytes(content)
+    every = list(held.lines_of(content))
+    target = folder / "q" / "rows.jsonl"
+    return held.judged(kind, every, target, name="jsonl", path=str(path), **keys)
+
+
+def _encoded(value: tuple[str, str, Any, str, list[str]], folder: Path) -> held.Outcome:
+    return tokenizers.encoded(*value)
+
+
+def _command(words: list[str], folder: Path) -> held.Outcome:
+    (folder / "rows.jsonl").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n')
+    return held.command(draw.harmless(words), folder)
+
+
+judged_keys = st.fixed_dictionaries(
+    {
+        "bad_rows": bad_rows,
+        "empty": st.sampled_from(["refuse", "drop", "keep"]),
+        "heldout_share": st.floats(0.05, 0.95),
+        "group": st.sampled_from([None, None, None, "group", "prompt"]),
+        "columns": st.one_of(
+            st.just({}),
+            st.dictionaries(
+                st.sampled_from(["prompt", "chosen", "label", "x"]), draw.texts, max_size=1
+            ),
+        ),
+    }
+)
+judged_inputs = st.sampled_from(list(held.READERS)).flatmap(
+    lambda kind: st.tuples(
+        st.just(kind), draw.jsonl(draw.good_rows(kind), draw.judged_rows(kind)), judged_keys
+    )
+)
+answers = st.one_of(*[draw.lone] * 12, draw.giants)
+KINDS: dict[str, Kind] = {
+    "recipes": Kind(
+        25,
+        st.tuples(
+            draw.recipes(),
+            st.lists(draw.overrides, max_size=2),
+            st.sampled_from(["explain", "explain", "train"]),
+        ),
+        _recipe,
+    ),
+    "task rows": Kind(20, st.tuples(draw.jsonl(draw.good_tasks, draw.task_rows), task_keys), _task),
+    "python rows": Kind(5, st.tuples(draw.python_rows(), task_keys), _python),
+    "parquet": Kind(
+        12,
+        st.tuples(draw.parquet(), task_keys, st.sampled_from(["task", *held.READERS])),
+        _parquet,
+    ),
+    "preferences": Kind(18, judged_inputs, _judged),
+    "tokenizers": Kind(
+        12,
+        st.tuples(
+            st.sampled_from(sorted(tokenizers.MADE)),
+            st.sampled_from(sorted(tokenizers.CHATS)),
+            st.one_of(answers, draw.conversations),
+            answers,
+            st.lists(draw.lone, max_size=3),
+        ),
+        _encoded,
+    ),
+    "commands": Kind(8, draw.commands, _command),
+    "runs": Kind(0.4, trained.inputs, trained.hold),
+}

@@ -1,0 +1,72 @@
+"""What odd tokenizers make of texts: one end of sequence at most, no character lost unsaid."""
+
+from __future__ import annotations
+
+import pytest
+
+from keel.models.encode import Encoder, encode, encode_text
+from keel.models.reading import Reader
+from keel.types import KeelError, Prompt
+from tests.fuzz.tokenizers import CHATS, MADE, made
+
+
+def tokens(name: str, text: str) -> list[str]:
+    tokenizer = made(name)
+    found = encode(Prompt("p", text), tokenizer, {}).tokens
+    return list(tokenizer.convert_ids_to_tokens(found))
+
+
+def test_an_end_that_the_tokenizer_puts_behind_goes_and_one_that_was_written_stays() -> None:
+    assert tokens("eos behind", "a") == ["▁", "a"]
+    assert tokens("eos behind", "a<eos>") == ["▁", "a", "<eos>"]
+    assert tokens("bos is eos", "h") == ["<eos>", "h"]
+    assert tokens("bos is eos", "h<eos>") == ["<eos>", "h", "<eos>"]
+    assert tokens("pad is eos", "a") == ["▁", "a"]
+
+
+def test_an_unknown_character_is_named_beside_an_unknown_token_that_was_written() -> None:
+    tokenizer = made("eos behind")
+    assert encode_text("a<unk>", "it", tokenizer)
+    for text in ("aé", "<unk>é", "é<unk>"):
+        with pytest.raises(KeelError, match="it holds 'é', which the tokenizer does not know"):
+            encode_text(text, "it", tokenizer)
+    assert Reader(tokenizer).answer("a", "<unk>", "row")
+    with pytest.raises(KeelError, match="holds 'é'"):
+        Reader(tokenizer).answer("a", "<unk>é", "row")
+    with pytest.raises(KeelError, match="holds 'c', which"):
+        encode_text("a c", "it", made("no pad"))
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_an_encoder_may_leave_out(name: str) -> None:
+    said: list[str] = []
+    tokenizer = made(name)
+    encoder = Encoder(tokenizer, 1, forgiven=["lenient"], note=said.append)
+    long = Prompt("x/1", "a b a b a b", task="lenient")
+    half = Prompt("x/2", "\ud800", task="lenient")
+    assert encoder(long) is None
+    assert encoder(half) is None
+    (note,) = said  # the first of a task, and no other
+    assert note.startswith("prompt left out, others of 'lenient' like it are counted only: ")
+    assert "'x/1'" in note
+    assert encoder(Prompt("y/1", "a b a b a b", task="strict")) is None
+    assert len(said) == 2
+    with pytest.raises(KeelError, match="'y/2'"):
+        encoder(Prompt("y/2", "\ud800", task="strict"))
+    for prompt, why in ((long, "long"), (half, "bad")):
+        found = encoder.wrong(prompt)
+        assert found is not None
+        assert found[1] == why
+    assert Encoder(tokenizer, 99).wrong(Prompt("z", "a", task="strict")) is None
+
+
+@pytest.mark.parametrize("chat", CHATS)
+def test_a_chat_template_gives_tokens_or_one_line(chat: str) -> None:
+    prompt = Prompt("p", ({"role": "user", "content": "a b"},))
+    tokenizer = made("bytes", chat)
+    if chat in ("plain", "loops", "special"):
+        assert encode(prompt, tokenizer, {}).tokens
+        return
+    with pytest.raises(KeelError, match=r"^prompt 'p'") as error:
+        encode(prompt, tokenizer, {})
+    assert "\n" not in str(error.value)
