@@ -1,10 +1,10 @@
-# The whole vocabulary: install, demo, test, check, bench.
+# The whole vocabulary: install, demo, test, check, bench, soak.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: install demo test check bench clean
+.PHONY: install demo test check bench soak clean
 
 install: $(VENV)/.dev
 
@@ -25,9 +25,16 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/quickstart.py
 	$(BIN)/python benchmarks/head_memory.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rewards.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/preflight.py
+	$(BIN)/python benchmarks/recording.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fuzz.py
 	$(BIN)/python benchmarks/mutations.py
 	$(BIN)/python benchmarks/control_speed.py
 	$(BIN)/python benchmarks/control.py ppo CartPole-v1
+
+# Runs of every kind, killed at every step and at random instants: resumed, they end the same.
+soak: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.soak
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "keel needs Python 3.11 or newer: make PYTHON=python3.11")'

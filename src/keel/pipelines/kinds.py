@@ -1,0 +1,86 @@
+"""The kinds of findings: a short name that stays, and what each means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal
+
+from keel.pipelines.finding import Finding, Severity
+
+Kind = Literal[
+    "would-stop",
+    "no-effect",
+    "warm-up-never-ends",
+    "timeout-cut",
+    "overlong-covers-all",
+    "reuse-without-ratio",
+    "closed-not-punished",
+    "frozen-weights",
+    "adapter-hardly-moves",
+    "prompts-over-length",
+    "rows-over-length",
+    "unreadable-rows",
+    "duplicate-prompts",
+    "trained-on-held-out",
+    "special-token-in-message",
+    "bos-doubled",
+    "eos-differs",
+    "eos-never",
+    "end-of-turn-not-stop",
+    "template-loses-text",
+    "template-not-prefix",
+    "truncated",
+    "gold-over-budget",
+    "gold-unwritable",
+    "gold-refused",
+    "reward-zero",
+    "reward-constant",
+    "zero-variance",
+    "out-of-memory",
+]
+
+KINDS: Final[Mapping[Kind, str]] = {
+    "would-stop": "the stage stops: a row, a model, a reward or a demonstration cannot be used",
+    "no-effect": "a key that was set does nothing in this combination",
+    "warm-up-never-ends": "the learning rate never reaches its value",
+    "timeout-cut": "rewards.timeout ends a call before the reward's own timeout can",
+    "overlong-covers-all": "the punishment of length reaches every length",
+    "reuse-without-ratio": "a batch is learned from again, and no ratio corrects for it",
+    "closed-not-punished": "a shut gate is worth as much as the mean of the open ones",
+    "frozen-weights": "bfloat16 weights round most optimizer steps away",
+    "adapter-hardly-moves": "a LoRA adapter with the learning rate of a whole model",
+    "prompts-over-length": "prompts are left out because no answer fits behind them",
+    "rows-over-length": "judged rows are left out because they are too long",
+    "unreadable-rows": "rows are left out because they cannot be read",
+    "duplicate-prompts": "the same prompt stands in many rows",
+    "trained-on-held-out": "a stage before learns from prompts that this one holds out",
+    "special-token-in-message": "a message spells a special token, which is read as one",
+    "bos-doubled": "prompts begin with two begin-of-sequence tokens",
+    "eos-differs": "what ends a demonstration is not what the saved model stops at",
+    "eos-never": "no completion comes to an end by itself",
+    "end-of-turn-not-stop": "what the chat template closes a turn with does not end a completion",
+    "template-loses-text": "the chat template or the tokenizer drops or changes what was said",
+    "template-not-prefix": "the prompt is not how a conversation with the answer begins",
+    "truncated": "completions are cut at the budget",
+    "gold-over-budget": "right answers are longer than the budget",
+    "gold-unwritable": "the tokenizer cannot write right answers",
+    "gold-refused": "the reward does not accept the gold answer",
+    "reward-zero": "no sample earns the reward, though the gold answer does",
+    "reward-constant": "every sample has the same reward",
+    "zero-variance": "most groups have equal rewards, and teach nothing",
+    "out-of-memory": "the stage needs more memory than the machine has free",
+}
+
+
+def found(
+    kind: Kind, what: str, evidence: str, key: str, mend: str, severity: Severity = "warning"
+) -> Finding:
+    """A finding of a known kind."""
+    return Finding(kind, severity, what, evidence, key, mend)
+
+
+def percent(share: float) -> str:
+    """A share in words, as `42 %`; small ones with a digit more."""
+    return (
+        f"{share:.1%}".replace("%", " %") if 0 < share < 0.1 else f"{share:.0%}".replace("%", " %")
+    )

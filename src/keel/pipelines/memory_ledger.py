@@ -1,0 +1,127 @@
+"""What a computation takes, without taking it: a dry run on tensors without memory.
+
+A twin of a model is made of fake tensors, on which the project's own code runs at full size: the
+packed forward of whatever family, its backward, adapters, recomputed activations, the engine's
+store. The ledger watches each storage come and go. So no family needs a formula of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The bytes of all storages alive, and the most there were; `peak` may be set back.
+
+    What a kernel allocates and frees within itself is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self.peak = 0
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            out = _grouped(args[0], args[1], *args[2:3], **(kwargs or {}))
+        else:
+            out = func(*args, **(kwargs or {}))
+        for leaf in tree_iter(out):
+            if isinstance(leaf, Tensor):
+                self.note(leaf)
+        return out
+
+    def note(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, unless it is known."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        size = storage.nbytes()
+        self._alive[key] = size
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, key).atexit = False
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._alive.pop(key)
+
+
+class DryRun:
+    """Where twins live and run; `ledger` says what they take.
+
+    `twin` counts the weights of what it copies; on leaving nothing real has changed.
+    """
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.ledger = Ledger()
+
+    def twin(self, module: M) -> M:
+        """The module with fake tensors in the place of its own, no gradient on any; its tokenizer
+        is shared."""
+        memo: dict[int, Any] = {}
+        tokenizer = getattr(module, "tokenizer", None)
+        if tokenizer is not None:
+            memo[id(tokenizer)] = tokenizer
+        for tensor in tensors_of(module):
+            fake: Tensor = self.mode.from_tensor(tensor.detach())
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = fake
+            self.ledger.note(fake)
+        return copy.deepcopy(module, memo)
+
+    @contextmanager
+    def running(self) -> Iterator[Ledger]:
+        """Within it every tensor made is fake, and in the ledger."""
+        with self.mode, self.ledger:
+            yield self.ledger
+
+
+def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters, buffers, and the plain tensors that some modules keep beside them."""
+    for part in module.modules():
+        for held in (part._parameters, part._buffers, vars(part)):
+            for value in held.values():
+                if isinstance(value, Tensor):
+                    yield value
+
+
+def bytes_of(module: nn.Module, trainable: bool = False) -> int:
+    """Of the parameters and buffers, shared ones once; of those that take gradients alone."""
+    storages: dict[int, int] = {}
+    for tensor in tensors_of(module):
+        if not trainable:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif tensor.requires_grad:
+            storages[id(tensor)] = tensor.numel() * tensor.element_size()
+    return sum(storages.values())
+
+
+def _grouped(left: Tensor, right: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
+    """What a grouped matrix product fills; its shape function in torch knows bfloat16 alone."""
+    if left.dim() == 3 and right.dim() == 3:
+        return left.new_empty(*left.shape[:2], right.shape[2])
+    if left.dim() == 3:
+        return left.new_empty(left.shape[1], right.shape[1])
+    if right.dim() == 3:
+        return left.new_empty(left.shape[0], right.shape[2])
+    assert offs is not None
+    return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])

@@ -1,0 +1,201 @@
+"""The passes of each kind of stage, as a dry run makes them.
+
+They go through the project's own models, engine store and head, with token ids that mean nothing:
+what a pass takes depends on lengths alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from keel.engines.batch import Batch
+from keel.engines.sampler import draw
+from keel.engines.store import Places, StepLayout, Store
+from keel.models.attention import PackedLayout
+from keel.models.backbone import autocast_for
+from keel.models.families import head_of
+from keel.models.head import logits
+from keel.models.packed import Packed, spans_within
+from keel.models.policy import Policy
+from keel.models.reading import Reading
+from keel.models.reference import Reference
+from keel.models.reward import CPU_TOKENS, RewardModel
+from keel.models.value import Critic, ValueHead
+from keel.types import Sampling
+
+PREFILL_TOKENS = 16_384
+"""The native engine's own bound on prompt tokens that enter in one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How long a sequence is: tokens before the first scored one, and the scored ones."""
+
+    before: int
+    scored: int
+
+    @property
+    def tokens(self) -> int:
+        return self.before + self.scored
+
+
+Row = tuple[Extent, ...]
+"""Sequences that enter a pass together: one of them, or the two answers of a pair."""
+
+
+@dataclass(frozen=True, eq=False)
+class Twins:
+    """The models of a stage on fake tensors."""
+
+    policy: Policy
+    reference: Reference | None = None
+    value_head: ValueHead | None = None
+    critic: Critic | None = None
+    reward_model: RewardModel | None = None
+    judges: tuple[RewardModel, ...] = ()
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that an optimizer of the stage moves."""
+        if self.reward_model is not None:
+            modules: list[nn.Module | None] = [self.reward_model]
+        else:
+            modules = [self.policy, self.value_head, self.critic]
+        every = (p for module in modules if module is not None for p in module.parameters())
+        return [p for p in every if p.requires_grad]
+
+
+def tokens_of(rows: Iterable[Row]) -> int:
+    """Model-input tokens of rows."""
+    return sum(extent.tokens for row in rows for extent in row)
+
+
+def micro_batches(rows: Sequence[Row], token_budget: int) -> list[list[Row]]:
+    """The rows in order, cut where the input would pass the budget."""
+    spans = spans_within([tokens_of([row]) for row in rows], token_budget)
+    return [list(rows[span]) for span in spans]
+
+
+def learn(
+    twins: Twins, rows: Sequence[Row], *, temperature: float, full: bool, pairs: bool
+) -> list[Tensor]:
+    """The forward pass of one micro-batch, with gradients: what `backward` is called on.
+
+    `full`: the loss compares whole distributions with the reference's. `pairs`: the reference
+    reads the same answers behind it, as DPO has it.
+    """
+    if twins.reward_model is not None:
+        return [twins.reward_model.logits(_reading(rows, twins.reward_model.device))]
+    packed = packed_of(rows, twins.policy.device)
+    scores = twins.policy.scores(
+        packed,
+        temperature,
+        entropy=not pairs,
+        value_head=twins.value_head,
+        reference=twins.reference if full else None,
+    )
+    said = [scores.log_prob_N, scores.entropy_N, scores.value_N, scores.full_kl_N]
+    if twins.critic is not None:
+        said.append(twins.critic.values(packed))
+    if pairs and twins.reference is not None:
+        twins.reference.log_probs(packed, temperature)
+    return [value for value in said if value is not None and value.requires_grad]
+
+
+@torch.no_grad()
+def measure(twins: Twins, rows: Sequence[Row], temperature: float) -> None:
+    """One micro-batch through policy, critic and reference, without gradients."""
+    packed = packed_of(rows, twins.policy.device)
+    kept = [twins.policy.scores(packed, temperature, value_head=twins.value_head).log_prob_N]
+    if twins.critic is not None:
+        kept.append(twins.critic.values(packed))
+    if twins.reference is not None:
+        twins.reference.log_probs(packed, temperature)
+
+
+@torch.no_grad()
+def judge(model: RewardModel, rows: Sequence[Row], token_budget: int) -> None:
+    """The largest pass of a reward model over the answers."""
+    if model.device.type == "cpu":
+        token_budget = min(token_budget, CPU_TOKENS)
+    parts = micro_batches([(extent,) for row in rows for extent in row], token_budget)
+    model.logits(_reading(max(parts, key=tokens_of), model.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One call of the engine: a prompt's tokens and budget each, and answers to each."""
+
+    prompts: tuple[int, ...]
+    budget: int
+    answers: int
+    max_rows: int
+
+
+@torch.no_grad()
+def sample(policy: Policy, call: Sampled, sampling: Sampling) -> None:
+    """The engine's first step, and its last with all rows at their budget: store, logits, draw."""
+    model, device = policy.model, policy.device
+    total = call.answers * len(call.prompts)
+    rows = min(call.max_rows, total)
+    lengths = np.array(call.prompts, dtype=np.int64)
+    limits = np.full(len(lengths), call.budget)
+    entry = Batch(lengths, limits, call.answers, rows, PREFILL_TOKENS).waiting()
+    entering = lengths[entry.prompts.start : entry.prompts.stop]
+    store = Store(rows + (rows < total), int((lengths + limits).max()))
+    copies = torch.zeros(int(entering.sum()) * call.answers, dtype=torch.long, device=device)
+    nothing = torch.zeros(0, dtype=torch.long, device=device)
+    longest = int(entering.max())
+    with autocast_for(model, policy.autocast):
+        store.reserve(longest)
+        prompts = PackedLayout(sorted(entering.tolist()))
+        last = torch.zeros(len(entering), dtype=torch.long, device=device)
+        first = StepLayout(
+            store, prompts, copies, Places(copies, copies), Places(nothing, nothing), 0
+        )
+        _draw(_step(model, int(entering.sum()), first, last), last, sampling)
+        del first, copies
+        longest += call.budget - 1
+        for places in range(int(entering.max()), longest + 1):
+            store.reserve(places)
+        row = torch.zeros(rows, dtype=torch.long, device=device)
+        step = StepLayout(store, None, nothing, Places(nothing, nothing), Places(row, row), longest)
+        _draw(_step(model, rows, step, row), row, sampling)
+
+
+def _step(model: PreTrainedModel, tokens: int, layout: StepLayout, last: Tensor) -> Tensor:
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=last.device)
+    out = model.base_model(input_ids=ids, position_ids=ids, use_cache=False, layout=layout)
+    return logits(out.last_hidden_state[0].index_select(0, last), head_of(model))
+
+
+def _draw(logits_RV: Tensor, like: Tensor, sampling: Sampling) -> None:
+    # A prompt's logits serve each of its answers.
+    uniform = torch.zeros(len(logits_RV), dtype=torch.float64, device=like.device)
+    draw(logits_RV, uniform, sampling)
+
+
+def packed_of(rows: Sequence[Row], device: torch.device) -> Packed:
+    """The rows as one input; the shortest sequence first, so that no token need be moved."""
+    extents = sorted((extent for row in rows for extent in row), key=lambda e: e.tokens)
+    targets, start = [], 0
+    for extent in extents:
+        targets.append(torch.arange(start + max(extent.before, 1), start + extent.tokens))
+        start += extent.tokens
+    return Packed(
+        torch.zeros(start, dtype=torch.long, device=device),
+        tuple(extent.tokens for extent in extents),
+        torch.cat(targets).to(device),
+    )
+
+
+def _reading(rows: Sequence[Row], device: torch.device) -> Reading:
+    packed = packed_of(rows, device)
+    # One judged token each; a process model's steps are so few that they do not count.
+    at_K = torch.zeros(len(packed.lengths), dtype=torch.long, device=device)
+    return Reading(packed, at_K)

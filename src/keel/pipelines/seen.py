@@ -1,0 +1,65 @@
+"""What a check holds of a stage while it looks at it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from keel.models.reward import RewardModel
+from keel.pipelines.asking import Prompted
+from keel.pipelines.finding import Finding
+from keel.pipelines.kinds import found
+from keel.pipelines.memory_passes import Row
+from keel.types import KeelError
+
+Figure = str | int | float
+
+
+@dataclass(eq=False)
+class Work:
+    """What a step of the stage works on: its rows, and what was timed of a part of them.
+
+    `heldout` are the tokens of the prompts that it evaluates on, `judges` the learned rewards that
+    live in this process.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    heldout: tuple[int, ...] = ()
+    sequences: int = 0
+    sampling: float = 0.0
+    scoring: float = 0.0
+    judges: list[tuple[str, RewardModel]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Seen:
+    """What was seen of a stage: figures in order, findings, and what could not be looked at."""
+
+    name: str
+    kind: str
+    figures: dict[str, Figure] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
+    source: Prompted | None = None
+    work: Work = field(default_factory=Work)
+
+    def add(self, *findings: Finding | None) -> None:
+        """Take up those that there are."""
+        self.findings += [one for one in findings if one is not None]
+
+    def stops(self, where: str, error: KeelError, key: str) -> None:
+        """The stage would stop: `where` says at what."""
+        line = " ".join(str(error).split())
+        self.add(
+            found("would-stop", f"the stage stops {where}", line, key, "as the line says", "error")
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """How a stage's policy will differ from the one that is looked at.
+
+    `by`: the name of a stage before that trains it; `random`: its weights are still random.
+    """
+
+    by: str | None
+    random: bool

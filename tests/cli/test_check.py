@@ -1,0 +1,112 @@
+"""`keel check` as a process: its codes, its text, its JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from keel.cli.main import main
+
+Keel: TypeAlias = "Callable[..., Done]"
+
+TINY = ("tiny", "evaluation.prompts=4", "rollout.prompts_per_step=4", "threads=1")
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a verb ended: its code, and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def keel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Keel:
+    """`keel check` in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> Done:
+        code = main(["check", *words])
+        out, err = capsys.readouterr()
+        return Done(code, out, err)
+
+    return run
+
+
+def test_as_a_process(tmp_path: Path) -> None:
+    """A wrong name is told without waiting for torch."""
+    code = "import sys; from keel.cli.main import main; code = main(['check', 'tinny']); "
+    code += "print('torch' in sys.modules); sys.exit(code)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert "did you mean 'tiny'?" in done.stderr
+
+
+def test_a_sound_recipe_ends_0_and_leaves_nothing(keel: Keel, tmp_path: Path) -> None:
+    done = keel(*TINY, "--price", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("tiny: looked at in ")
+    assert lines[-1] == "nothing found"
+    assert any(line.startswith("  predicted peak memory on cpu: ") for line in lines)
+    assert any(
+        line.startswith("  predicted time: about ") and ", cost 0.0" in line for line in lines
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finding_is_three_lines_and_ends_1(keel: Keel, tmp_path: Path) -> None:
+    done = keel(*TINY, "optimizer.warmup_steps=99")
+    assert done.returncode == 1
+    at = done.stdout.splitlines().index(
+        "1. warning: the learning rate never reaches its value [warm-up-never-ends]"
+    )
+    what = done.stdout.splitlines()[at : at + 3]
+    assert what[1].startswith("   warm-up of 99 steps in a stage of 12")
+    assert what[2].startswith("   optimizer.warmup_steps: set it under 12")
+
+
+def test_json_holds_everything(keel: Keel, tmp_path: Path) -> None:
+    done = keel(*TINY, "rollout.max_refills=3", "--json", "--price", "1")
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert set(report) == {"recipe", "stages", "findings", "predicted", "seconds"}
+    (found,) = report["findings"]
+    assert set(found) == {"kind", "severity", "what", "evidence", "key", "mend"}
+    assert found["key"] == "rollout.max_refills"
+    (stage,) = report["stages"]
+    assert stage["figures"]["sampled completions"] == 16
+    assert set(stage["predicted"]) == {"memory", "seconds", "time", "cost"}
+    assert set(report["predicted"]) == {"seconds", "cost"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("tinny",), "did you mean 'tiny'?"),
+        (("tiny", "stepps=3"), "did you mean 'steps'?"),
+        (("tiny", "model.name=/nowhere"), "does not exist"),
+        (("gone.toml",), "no such file"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_line_and_ends_2(
+    words: tuple[str, ...], said: str, keel: Keel
+) -> None:
+    done = keel(*words)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""
