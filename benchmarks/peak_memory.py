@@ -216,7 +216,7 @@ def predict(name: str, folder: Path, mapped: bool) -> dict[str, Any]:
     held = _held(recipe)
     batches, heldout = _batches(recipe, held)
     clock = time.perf_counter()
-    found = stage_footprint(recipe.model, stage, held, batches, heldout, mapped=mapped)
+    found = stage_footprint(recipe.model, stage, held, batches, heldout)
     return {
         "bytes": found.peak,
         "phase": found.highest.name,

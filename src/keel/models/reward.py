@@ -165,6 +165,8 @@ def continued_reward_model(
     Raises KeelError as `load_reward_model` does.
     """
     found = load_reward_model(spec, kind)
+    # The adapter's config would name the run folder, and where that lies is no part of the run.
+    found.model.config.name_or_path = ""
     found.model.requires_grad_(True).to(policy.device)
     _add_adapter(found.model, adapter, seed)
     policy.set_checkpointing(found.model)

@@ -23,6 +23,7 @@ from keel.models.reference import AdapterOff, FrozenCopy, Reference
 from keel.models.reward import RewardModel
 from keel.models.value import Critic, ValueHead
 from keel.pipelines import memory_passes as passes
+from keel.pipelines.memory_heap import heap
 from keel.pipelines.memory_ledger import DryRun, Ledger, bytes_of
 from keel.pipelines.memory_passes import Extent, Row, Sampled, Twins
 from keel.types import Group, Sampling
@@ -31,15 +32,8 @@ MIB = 2**20
 LIBRARIES, LORA_LIBRARIES = 110 * MIB, 60 * MIB
 """What a run on a CPU loads beside tensors when it first needs it: the model's code, tokenizers,
 pyarrow, the kernels' own buffers; and peft."""
-HEAP_SHARE, MAPPED_SHARE = 0.38, 0.02
-"""What malloc (glibc) takes on a CPU beyond what lives in it, as a share of it.
-
-By itself it keeps blocks of up to 32 MiB in one heap, where an aligned block needs a hole 96 bytes
-larger than itself, so that the hole that a block of the same size left is not taken again: 0.26 to
-0.34 more where all weights learn, 0.46 to 0.7 with adapters, in measured runs. Where large blocks
-are mapped one by one (M_MMAP_THRESHOLD fixed) nothing but rounding to pages is lost. Weights are
-mapped in either case and bring no holes.
-"""
+PASSES = 4
+"""Micro-batches of an update that are gone through: by then the heap has its holes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +124,14 @@ def stage_footprint(
     held: Held,
     batches: Sequence[Sequence[Row]],
     heldout: Sequence[int] = (),
-    *,
-    mapped: bool = False,
 ) -> Footprint:
     """The memory that a stage takes whose steps have rows of these lengths.
 
     `batches` are steps: the sampled one of an rl stage, several drawn ones where rows are read;
-    `heldout` are the tokens of the prompts that an rl stage evaluates on. `mapped` says that
-    malloc's bound for large blocks is fixed in the run. Takes seconds, and next to no memory;
-    gradients and modes of `held` are left as they are.
+    `heldout` are the tokens of the prompts that an rl stage evaluates on. Takes seconds, and next to
+    no memory; gradients and modes of `held` are left as they are.
     """
-    share = MAPPED_SHARE if mapped else HEAP_SHARE
-    return _Stage(spec, stage, held, batches, heldout, share).footprint()
+    return _Stage(spec, stage, held, batches, heldout).footprint()
 
 
 class _Stage:
@@ -154,9 +144,7 @@ class _Stage:
         held: Held,
         batches: Sequence[Sequence[Row]],
         heldout: Sequence[int],
-        heap_share: float,
     ) -> None:
-        self.heap_share = heap_share
         self.spec, self.stage, self.held, self.heldout = spec, stage, held, heldout
         self.batches = [list(batch) for batch in batches if batch]
         self.on_cpu = held.policy.device.type == "cpu"
@@ -166,12 +154,14 @@ class _Stage:
         self.moments = 0
         self.phases: dict[str, Phase] = {}
         self.base = self.dry.ledger.now
+        self.heap = heap() if self.on_cpu else None
+        self.used = 0 if self.heap is None else self.heap.used
 
     def footprint(self) -> Footprint:
         """Every phase, in the stage's order."""
         self._note("load", [Part("loading", loading(self.spec, self.held.policy))])
         trained = self.twins.trained()
-        with self.dry.running() as ledger:
+        with self.dry.running(self.heap) as ledger:
             for again in (False, True)[: 1 + (updates_of(self.stage) > 1)]:
                 if isinstance(self.stage, RLStage) and (not again or self.stage.steps > 1):
                     self._rollouts(self.stage, ledger)
@@ -183,7 +173,7 @@ class _Stage:
                     self._note("optimizer step", [gradients])
                 for parameter in trained:
                     parameter.grad = None
-                ledger.peak = ledger.now
+                ledger.restart()
             if isinstance(self.stage, RLStage) and self.heldout:
                 self._evaluation(self.stage, ledger)
             self._checkpoint(ledger)
@@ -227,9 +217,9 @@ class _Stage:
             for rows in (_minibatches(stage, batch) if isinstance(stage, RLStage) else [batch])
         ]
         # The first pass leaves the gradients, beside which all others of the step run.
-        first = max((parts[0] for parts in cut), key=passes.tokens_of)
-        others = [part for parts in cut for part in parts[1:]]
-        order = [first, *([max(others, key=passes.tokens_of)] if others else [])]
+        first, *others = max(cut, key=lambda parts: passes.tokens_of(parts[0]))
+        largest = sorted(others, key=passes.tokens_of)[1 - PASSES :]
+        order = [first, *(part for part in others if part in largest)][:PASSES]
         divergence = stage.algorithm.loss_divergence if isinstance(stage, RLStage) else None
         activations, start = 0, ledger.now
         for rows in order:
@@ -264,15 +254,18 @@ class _Stage:
 
     def _note(self, name: str, passing: list[Part]) -> None:
         """Keep a phase, unless it took more when it was gone through before."""
-        self.dry.ledger.peak = self.dry.ledger.now
+        top = self.dry.ledger.top
+        self.dry.ledger.restart()
         parts = [*self.weights]
         if self.moments:
             parts.append(Part("optimizer moments", self.moments))
         parts += passing
+        if self.heap is not None and name != "load":
+            moving = self.moments + sum(part.bytes for part in passing)
+            parts.append(Part("heap", max(top - self.used - moving, 0)))
         if self.on_cpu:
             libraries = LIBRARIES + (LORA_LIBRARIES if self.held.policy.has_lora else 0)
-            moving = 0 if name == "load" else self.moments + sum(part.bytes for part in passing)
-            parts += [Part("heap", int(self.heap_share * moving)), Part("libraries", libraries)]
+            parts.append(Part("libraries", libraries))
         phase = Phase(name, tuple(part for part in parts if part.bytes))
         if name not in self.phases or self.phases[name].bytes < phase.bytes:
             self.phases[name] = phase

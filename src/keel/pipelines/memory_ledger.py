@@ -2,7 +2,8 @@
 
 A twin of a model is made of fake tensors, on which the project's own code runs at full size: the
 packed forward of whatever family, its backward, adapters, recomputed activations, the engine's
-store. The ledger watches each storage come and go. So no family needs a formula of its own.
+store. The ledger watches each storage come and go, and has malloc do the same with a block of that
+size that is never written. So no family needs a formula of its own.
 """
 
 from __future__ import annotations
@@ -19,20 +20,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from keel.pipelines.memory_heap import Heap
+
 M = TypeVar("M", bound=nn.Module)
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The bytes of all storages alive, and the most there were; `peak` may be set back.
+    """The bytes of all storages alive, and the most there were.
 
-    What a kernel allocates and frees within itself is not seen.
+    With a heap: `top` is the most that malloc had of the system meanwhile. What a kernel allocates
+    and frees within itself is not seen.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
-        self._alive: dict[int, int] = {}
+        self.top = 0
+        self.heap: Heap | None = None
+        self._alive: dict[int, tuple[int, int]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -52,14 +58,25 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage._cdata
         if key in self._alive:
             return
-        size = storage.nbytes()
-        self._alive[key] = size
+        size, block = storage.nbytes(), 0
+        if self.heap is not None:
+            block = self.heap.take(size)
+            self.top = max(self.top, self.heap.taken)
+        self._alive[key] = size, block
         self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, key).atexit = False
+        weakref.finalize(storage, self._gone, key, self.heap).atexit = False
 
-    def _gone(self, key: int) -> None:
-        self.now -= self._alive.pop(key)
+    def restart(self) -> None:
+        """Look for the most from now on."""
+        self.peak = self.now
+        self.top = 0 if self.heap is None else self.heap.taken
+
+    def _gone(self, key: int, heap: Heap | None) -> None:
+        size, block = self._alive.pop(key)
+        self.now -= size
+        if heap is not None:
+            heap.give(block, size)
 
 
 class DryRun:
@@ -88,10 +105,15 @@ class DryRun:
         return copy.deepcopy(module, memo)
 
     @contextmanager
-    def running(self) -> Iterator[Ledger]:
-        """Within it every tensor made is fake, and in the ledger."""
-        with self.mode, self.ledger:
-            yield self.ledger
+    def running(self, heap: Heap | None = None) -> Iterator[Ledger]:
+        """Within it every tensor made is fake, and in the ledger; with a heap it has a block."""
+        self.ledger.heap = heap
+        self.ledger.restart()
+        try:
+            with self.mode, self.ledger:
+                yield self.ledger
+        finally:
+            self.ledger.heap = None
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:

@@ -66,8 +66,7 @@ class RunFolder:
             raise KeelError(f"run folder {path} is a file: choose another with --run DIR")
         with files.told(path, "make"):
             path.mkdir(parents=True, exist_ok=True)
-            # A process that died before its recipe was written leaves nothing but these.
-            taken = [p for p in path.iterdir() if p.name not in (LOCK, files.ASIDE + RECIPE)]
+            taken = [p for p in path.iterdir() if not _of_a_start(p)]
         if taken:
             raise KeelError(
                 f"run folder {path} exists and is not empty: "
@@ -75,8 +74,8 @@ class RunFolder:
             )
         folder = RunFolder(path, stages)
         with files.told(path, "make"):
-            folder.rollouts_folder.mkdir()
-            folder.checkpoints_folder.mkdir()
+            folder.rollouts_folder.mkdir(exist_ok=True)
+            folder.checkpoints_folder.mkdir(exist_ok=True)
         # Last: a folder with a recipe is a run.
         files.write_text(folder.recipe, recipe)
         return folder
@@ -228,6 +227,13 @@ def next_free(root: Path | str, recipe_name: str) -> Path:
             if match:
                 taken.append(int(match[1]))
     return root / f"{name}-{max(taken) + 1}"
+
+
+def _of_a_start(path: Path) -> bool:
+    """Whether a process that died before its recipe was written may have left this."""
+    if path.name in ("rollouts", "checkpoints"):
+        return path.is_dir() and not any(path.iterdir())
+    return path.name in (LOCK, files.ASIDE + RECIPE)
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:

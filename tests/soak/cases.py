@@ -1,0 +1,327 @@
+"""Short runs of every kind that a run can be, for killing: two to five steps on tiny models.
+
+Checkpoints come every step, every second or every third, and one or two of them are kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from keel.algorithms.presets import PRESETS
+from keel.config.schema import Recipe
+from keel.runs.read import Run
+from keel.tasks.base import BaseTask, side_of
+from keel.types import Completion, Prompt, Side
+from tests.train import judged
+from tests.train.small import small
+
+Make = Callable[[Path], Recipe]
+"""The recipe, with the data it needs put into a folder."""
+Shows = Callable[[Run], bool]
+
+DENSE = "rewards.functions=[{function='place_match'}]"
+STEPWISE = "rewards.functions=[{function='tests.train.rewards:digits_in_order'}]"
+UNEVEN = "rewards.functions=[{function='tests.train.rewards:records_now_and_then'}]"
+COMPOSED = (
+    "rewards.functions=[{function='place_match', weight=2.0, normalise='group'},"
+    "{function='tests.soak.cases:brevity', clip=[0.2, 0.9]},"
+    "{function='tests.soak.cases:says_something', gate=0.5, closed=-1.0},"
+    "{function='task', name='whole', weight=0.0}]"
+)
+SPOILED = "algorithm.surrogate={kind='custom', function='tests.soak.cases:spoiled'}"
+FAST_RATE = "optimizer.learning_rate=1e-2"
+LORA = "model.lora.rank=4"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run to kill; `shows` tells whether the run, whole, did what the case is there for."""
+
+    name: str
+    make: Make
+    shows: Shows = lambda run: True
+
+
+def _rl(*overrides: str, shows: Shows = lambda run: True) -> tuple[Make, Shows]:
+    return (lambda folder: small(DENSE, "evaluation.prompts=4", *overrides)), shows
+
+
+def _column(run: Run, name: str) -> list[float]:
+    return [row[name] for row in run.metrics() if name in row]
+
+
+def _varies(name: str) -> Shows:
+    return lambda run: len(set(_column(run, name))) > 1
+
+
+# ---------------------------------------------------------------- reinforcement learning
+
+
+def _preset(name: str) -> tuple[Make, Shows]:
+    reward = STEPWISE if PRESETS[name].row.needs_steps else DENSE
+    return _rl(f"algorithm.preset={name}", reward, "steps=3")
+
+
+def _kept(run: Run) -> bool:
+    """The best of the steps is not the last, so that it is kept for itself."""
+    return int(run.info()["best"]["rl"]) < 5 and len(run.checkpoints()) == 2
+
+
+LOOPS: dict[str, tuple[Make, Shows]] = {
+    "ppo-head": _rl("algorithm=ppo", "value.kind=head", "minibatches=2"),
+    "ppo-critic-rate": _rl(
+        "algorithm=ppo", "value.optimizer={learning_rate=1e-2}", "minibatches=2", "epochs=2"
+    ),
+    "ppo-lora": _rl("algorithm=ppo", LORA, FAST_RATE),
+    "adaptive-ppo": _rl(
+        "algorithm=ppo_kl_penalty",
+        "algorithm.divergence.adaptive.target=1e-6",
+        shows=_varies("beta"),
+    ),
+    "adaptive-ziegler": _rl(
+        "algorithm=ppo",
+        "algorithm.divergence.adaptive={rule='ziegler', target=0.001, horizon=10}",
+        shows=_varies("beta"),
+    ),
+    "dynamic": _rl(
+        "algorithm=dapo",
+        "rollout.max_refills=2",
+        UNEVEN,
+        shows=lambda run: max(_column(run, "rollout/refills")) > 0,
+    ),
+    "reset": _rl("reference.reset_every=2", FAST_RATE, "steps=5"),
+    "lora": _rl(LORA, FAST_RATE),
+    "lora-reset": _rl(LORA, "reference.reset_every=2", "minibatches=2", FAST_RATE, "steps=5"),
+    "lora-ppo-reset": _rl(
+        "algorithm=ppo", "value.kind=head", LORA, "reference.reset_every=1", FAST_RATE
+    ),
+    "measured": _rl("algorithm=dr_grpo", "reference={measured=true, reset_every=2}"),
+    "epochs": _rl("minibatches=3", "epochs=2", "optimizer.schedule=cosine"),
+    "recompute": _rl(
+        "model.activation_checkpointing=true", "token_budget=40", "optimizer.warmup_steps=2"
+    ),
+    "engine-log-probs": _rl("rollout.old_log_probs=engine", "rollout.mask_truncated=true"),
+    "best": _rl(
+        "evaluation={every=1, prompts=32, samples=2, threshold=0.3}",
+        "optimizer.learning_rate=1e-1",
+        "steps=5",
+        shows=_kept,
+    ),
+    "mixed": _rl(
+        "tasks=[{name='sort_digits', weight=2.0}, {name='addition', options={digits=1}}]",
+        "model.build.alphabet='0123456789>+='",
+        "rewards.functions=[{function='tests.soak.cases:brevity'}]",
+    ),
+    "composed": _rl(COMPOSED, "evaluation.component=whole"),
+    "turns": _rl(
+        "tasks=[{name='tests.soak.cases:echo'}]",
+        "rewards.functions=[{function='tests.soak.cases:brevity'}]",
+        "rollout.max_turns=3",
+        "rollout.max_tokens=14",
+        shows=lambda run: any(not all(row["written"]) for row in run.rollouts(1)),
+    ),
+    "tensorboard": _rl("trackers.tensorboard=true"),
+    "skip": _rl(
+        SPOILED,
+        'on_nonfinite="skip"',
+        "minibatches=2",
+        shows=lambda run: any(run.folder.faults.iterdir()),
+    ),
+}
+
+
+def _stored(folder: Path) -> Recipe:
+    """Epochs over ten rows, of which two are no prompts."""
+    digits = ["310", "42", "9157", "63", "820", "15", "77", "604", "98", "21", "345", "60"]
+    rows: judged.Rows = [{"prompt": f"{d}>", "answer": "".join(sorted(d))} for d in digits]
+    rows[3] = {"answer": "none"}
+    rows[7] = {"prompt": "letters", "answer": "none"}
+    path = judged.write(folder / "rows.jsonl", rows)
+    keys = f"path='{path}', heldout_share=0.2, answer='answer', bad_rows='quarantine'"
+    return small(DENSE, f"tasks=[{{name='jsonl', {keys}}}]", "evaluation.prompts=2", "steps=5")
+
+
+# ---------------------------------------------------------------- learning from rows
+
+TASK: dict[str, Any] = {"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}
+ROWS: dict[str, Any] = {
+    "steps": 4,
+    "batch_size": 7,
+    "optimizer": {"learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 1},
+    "evaluation": {"every": 3},
+}
+"""Seven rows of the 24 a step: the last one runs over the end of an epoch."""
+ADAPTER: dict[str, Any] = {"base": {"lora": {"rank": 4}}}
+SAMPLED: dict[str, Any] = {
+    "tasks": [TASK],
+    "rewards": {"functions": [{"function": "place_match"}]},
+    "train": 24,
+    "heldout": 8,
+    "group_size": 4,
+    "max_tokens": 5,
+    "noise": 0.1,
+}
+IMITATE: dict[str, Any] = {
+    "stage": "sft",
+    "steps": 3,
+    "batch_size": 8,
+    "tasks": [TASK],
+    "optimizer": {"learning_rate": 5e-3},
+}
+REINFORCE: dict[str, Any] = {
+    "stage": "rl",
+    "steps": 3,
+    "algorithm": "ppo",
+    "tasks": [TASK],
+    "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 5},
+    "optimizer": {"learning_rate": 1e-3},
+    "evaluation": {"every": 2, "prompts": 8, "component": "hidden_rule"},
+    "rewards": {
+        "functions": [
+            {"function": "outcome", "options": {"stage": "reward_model"}},
+            {"function": "task", "name": "hidden_rule", "weight": 0.0},
+        ]
+    },
+}
+JUDGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "reward-model": ({"stage": "reward_model", "centering": 0.01}, {}),
+    "reward-model-lora": ({"stage": "reward_model", **ADAPTER}, {}),
+    "reward-model-of-lora-policy": ({"stage": "reward_model"}, {"lora": {"rank": 4}}),
+    "labels": ({"stage": "reward_model", "learns": "labels"}, {}),
+    "process": ({"stage": "process_reward_model", "separator": " "}, {}),
+    "process-lora": ({"stage": "process_reward_model", "separator": " ", **ADAPTER}, {}),
+    "dpo": ({"stage": "dpo"}, {}),
+    "dpo-ipo-lora": ({"stage": "dpo", "loss": "ipo"}, {"lora": {"rank": 4}}),
+}
+
+
+def _rows(name: str) -> tuple[Make, Shows]:
+    keys, model = JUDGED[name]
+    made = judged.traces if keys["stage"] == "process_reward_model" else judged.ones
+    made = judged.labelled if keys.get("learns") == "labels" else made
+
+    def make(folder: Path) -> Recipe:
+        source = judged.data(folder, made(24, 1), made(12, 2))
+        return judged.recipe({**keys, **ROWS, "data": source}, **model)
+
+    return make, lambda run: True
+
+
+def _stages(*stages: Mapping[str, Any], **model: Any) -> tuple[Make, Shows]:
+    return (lambda folder: judged.recipe(*stages, **model)), lambda run: True
+
+
+def _twice_judged(folder: Path) -> Recipe:
+    """A reward model that a later stage learns on."""
+    source = judged.data(folder, judged.ones(24, 1), judged.ones(12, 2))
+    first = {"stage": "reward_model", **ROWS, "steps": 2, "data": source}
+    second = {**first, "name": "more", "base": {"stage": "reward_model", "lora": {"rank": 4}}}
+    return judged.recipe(first, second)
+
+
+JUDGE: dict[str, Any] = {"stage": "reward_model", **ROWS, "steps": 3, "sampled": SAMPLED}
+PIPELINES: dict[str, tuple[Make, Shows]] = {
+    "sft": _stages(IMITATE),
+    "sft-lora": _stages({**IMITATE, "optimizer": {"learning_rate": 1e-2}}, lora={"rank": 4}),
+    "two-stages": (
+        lambda folder: small(
+            DENSE,
+            "steps=3",
+            "sft.steps=3",
+            "sft.batch_size=8",
+            "model.build.hidden_size=32",
+            "model.build.layers=2",
+            "evaluation={prompts=8, samples=2, every=2}",
+            recipe="quickstart",
+        ),
+        lambda run: True,
+    ),
+    "judged-again": (_twice_judged, lambda run: True),
+    "sampled": _stages(JUDGE),
+    "sampled-dpo": _stages(IMITATE, {"stage": "dpo", **ROWS, "sampled": SAMPLED}),
+    "three-stages": _stages(IMITATE, JUDGE, REINFORCE),
+}
+
+
+def _spaced(case: Case, every: int, keep: int) -> Case:
+    """The case with checkpoints every so many steps, so many of them kept."""
+
+    def make(folder: Path) -> Recipe:
+        recipe = case.make(folder)
+        stages = tuple(
+            stage.model_copy(
+                update={
+                    "checkpoints": stage.checkpoints.model_copy(
+                        update={"every": every, "keep": keep}
+                    )
+                }
+            )
+            for stage in recipe.stages
+        )
+        return recipe.model_copy(update={"stages": stages})
+
+    return Case(case.name, make, case.shows)
+
+
+def _every() -> dict[str, Case]:
+    parts = {
+        **{name: _preset(name) for name in PRESETS},
+        **LOOPS,
+        "stored": (_stored, lambda run: any(run.folder.quarantine.iterdir())),
+        **{name: _rows(name) for name in JUDGED},
+        **PIPELINES,
+    }
+    spacing = itertools.cycle(itertools.product((2, 1, 3), (1, 2)))
+    cases = (Case(name, make, shows) for name, (make, shows) in parts.items())
+    spaced = {c.name: _spaced(c, *next(spacing)) for c in cases}
+    spaced["best"] = _spaced(Case("best", *LOOPS["best"]), 2, 1)
+    return spaced
+
+
+CASES: dict[str, Case] = _every()
+
+
+# ---------------------------------------------------------------- what the recipes name
+
+
+def brevity(completions: list[str]) -> list[float]:
+    """More for fewer characters."""
+    return [1.0 / (1 + len(text)) for text in completions]
+
+
+def says_something(completions: list[str]) -> list[float]:
+    """1 for an answer that is not empty."""
+    return [float(bool(text)) for text in completions]
+
+
+def spoiled(log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+    """NaN in the mini-batches whose tokens are a multiple of three."""
+    out = log_ratio_N.exp() * advantage_N
+    return out * math.nan if len(log_ratio_N) % 3 == 0 else out
+
+
+class Echo(BaseTask):
+    """Answers whatever the policy says with `9>`, so long as there are turns left."""
+
+    name = "echo"
+
+    def prompt(self, side: Side, index: int) -> Prompt:
+        n = next(n for n in itertools.count(7 * index) if side_of(f"{n}>") == side)
+        return Prompt(f"echo/{side}/{index}", f"{n}>", task=self.name)
+
+    def score(self, prompt: Prompt, completion: Completion) -> float:
+        return float("9" in completion.text)
+
+    def reply(self, prompt: Prompt, text: str) -> str | None:
+        return "9>"
+
+
+def echo() -> Echo:
+    return Echo()

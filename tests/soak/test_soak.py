@@ -1,0 +1,112 @@
+"""Runs killed by SIGKILL and resumed end as those that were never killed, byte for byte.
+
+A dozen kills; `make soak` makes hundreds (benchmarks/soak.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from keel.config.load import to_toml
+from keel.runs.read import load
+from tests.shared import ROOT
+from tests.soak.cases import CASES
+from tests.soak.killing import Ended, Instant, differences, killed, whole
+
+KILLS = {
+    # After rows; at the first with no checkpoint yet.
+    "dynamic": [Instant("row", 1), Instant("row", 3), Instant("row", 1)],
+    # Amid the writing of a checkpoint's tensors, and then of its rows.
+    "lora-ppo-reset": [Instant("byte", 9_000), Instant("operation", 60)],
+    # Any time of the three stages.
+    "three-stages": [Instant("second", 0.2), Instant("row", 5), Instant("operation", 100)],
+    "dpo": [Instant("row", 2), Instant("operation", 40)],
+    "best": [Instant("row", 4)],
+    "skip": [Instant("row", 3)],
+}
+"""Where each case dies, in turn. Seconds are a share of the whole run's."""
+
+
+@pytest.mark.parametrize("case", KILLS)
+def test_killed_and_resumed_it_ends_the_same(case: str, tmp_path: Path) -> None:
+    recipe = CASES[case].make(tmp_path)
+    ended = whole(recipe, tmp_path / "whole")
+    assert CASES[case].shows(load(tmp_path / "whole"))
+    plan = [_within(instant, ended) for instant in KILLS[case]]
+    outcome = killed(recipe, tmp_path / "killed", tmp_path / "whole", plan)
+    assert outcome.differences == []
+    assert outcome.kills == plan
+
+
+def _within(instant: Instant, ended: Ended) -> Instant:
+    if instant.kind != "second":
+        return instant
+    return Instant("second", instant.at * ended.seconds)
+
+
+def test_dead_between_the_last_checkpoint_and_the_end(tmp_path: Path) -> None:
+    """The steps are all taken then, but old checkpoints, the model and pictures may be to do."""
+    recipe = CASES["reward-model"].make(tmp_path)
+    ended = whole(recipe, tmp_path / "whole")
+    renamed = len(ended.done) - ended.done[::-1].index("os.rename .tmp-step-000004")
+    # Before the folder's names are synced, and before the old checkpoint goes.
+    plan = [Instant("operation", renamed + 1), Instant("row", 1)]
+    outcome = killed(recipe, tmp_path / "killed", tmp_path / "whole", plan)
+    assert outcome.differences == []
+    assert outcome.kills == plan[:1], "a step was taken twice"
+
+
+def test_a_difference_is_found(tmp_path: Path) -> None:
+    """Of content, of one byte in a file of many, of names, of empty folders, of leftovers."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    for folder in (a, b):
+        (folder / "rollouts").mkdir(parents=True)
+        (folder / "metrics.jsonl").write_bytes(b"{}\n" * 1000)
+        (folder / "timings.jsonl").write_text(folder.name)
+    assert differences(a, b) == []
+    (b / "metrics.jsonl").write_bytes(b"{}\n" * 999 + b"{]\n")
+    (b / "rollouts" / ".tmp-x").touch()
+    (a / "models").mkdir()
+    assert differences(a, b) == [
+        "only in a: models",
+        "only in b: rollouts/.tmp-x",
+        "differs: metrics.jsonl",
+    ]
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    """`keel train`, killed while it runs, and `keel train --resume`."""
+    recipe = CASES["ppo-head"].make(tmp_path)
+    file, folder = tmp_path / "recipe.toml", tmp_path / "killed"
+    file.write_text(to_toml(recipe))
+    whole(recipe, tmp_path / "whole")
+    process = _keel("train", str(file), "--run", str(folder))
+    rows = folder / "metrics.jsonl"
+    while not rows.exists() or rows.read_bytes().count(b"\n") < 2:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    again = _keel("train", "--resume", "--run", str(folder))
+    _, err = again.communicate(timeout=600)
+    assert again.returncode == 0, err
+    assert differences(tmp_path / "whole", folder) == []
+
+
+def _keel(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "keel", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
