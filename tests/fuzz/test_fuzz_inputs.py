@@ -66,6 +66,7 @@ FOUND: dict[str, tuple[str, Any, str]] = {
     "digits of a key": ("recipes", (b"", ["steps=" + "9" * 5_000], "explain"), "refused"),
     "a number of 4 kB": ("recipes", (b"", ["model=0x" + "f" * 5_000], "explain"), "refused"),
     "no table for a model": ("recipes", (b"model = false\n", [], "train"), "refused"),
+    "no stage to change": ("recipes", (b"stages = []\n", ["steps=1"], "explain"), "refused"),
     "levels of a key": ("recipes", (b"a." * 5_000 + b"a = 1", [], "explain"), "refused"),
     "a name with a zero byte": ("commands", ["explain", "a\0/b.toml"], "refused"),
     "no such user's home": ("commands", ["prefs", "stats", "~nobody_at_all/x.jsonl"], "refused"),

@@ -52,7 +52,9 @@ def _without_build(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _into_stage(stages: Any, key: str, value: Any) -> Any:
-    if not isinstance(stages, list) or not all(isinstance(s, Mapping) for s in stages):
+    if not isinstance(stages, list) or not stages:
+        return stages
+    if not all(isinstance(s, Mapping) for s in stages):
         return stages
     names = [stage_name(stage) for stage in stages]
     if key in names and isinstance(value, Mapping):
