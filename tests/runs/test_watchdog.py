@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from keel.runs.watchdog import Hung, place, stack_of, watching
+from keel.runs.watchdog import Hung, beat, place, stack_of, watching
 
 
 def deaf() -> None:
@@ -83,6 +83,7 @@ import re
 from keel.runs import watchdog
 watchdog.GRACE = 0.2
 watchdog.Ending.EVERY = 0.0
+watchdog.TICK = 0.05
 {block}
 """
 MATCH = 're.match(r"(a+)+$", "a" * 60 + "b")'
@@ -117,3 +118,53 @@ def test_the_place_is_the_innermost_line() -> None:
     assert place(stack).startswith("in stack_of (watchdog.py:")
     assert place("") == "nowhere to be seen"
     assert stack_of(None) == ""
+
+
+def test_who_gives_signs_of_life_has_all_the_time() -> None:
+    start = time.monotonic()
+    with watching("the engine", 0.4, "rollout.timeout"):
+        while time.monotonic() - start < 1.5:
+            time.sleep(0.05)
+            beat()
+
+
+def test_somebody_elses_signal_ends_nothing() -> None:
+    done = False
+    with watching("the engine", 60.0, "rollout.timeout"):
+        signal.raise_signal(signal.SIGALRM)
+        done = True
+    assert done
+
+
+def test_a_call_within_leaves_the_outer_clock_set() -> None:
+    block = (
+        "from keel.rewards.calling import call\n"
+        'with watchdog.watching("the engine", 0.2, "k"):\n'
+        f"    call(lambda: 1, 0.1)\n    {MATCH}"
+    )
+    done = subprocess.run([sys.executable, "-c", HELD.format(block=block)], timeout=60, check=False)
+    assert done.returncode == 1
+
+
+PAUSED = """
+import sys, time
+from keel.rewards.calling import call
+from keel.runs import watchdog
+watchdog.TICK = 0.05
+print("begun", flush=True)
+outcome = call(lambda: time.sleep(0.6) or "answer", 1.0)
+print(outcome.value, flush=True)
+"""
+
+
+def test_a_suspended_process_has_not_hung() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PAUSED], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2.0)
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout.read().strip() == "answer"
+    assert process.returncode == 0

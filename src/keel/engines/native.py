@@ -23,6 +23,7 @@ from keel.models.backbone import autocast_for
 from keel.models.encode import decode
 from keel.models.families import head_of
 from keel.models.head import logits
+from keel.runs.watchdog import beat
 from keel.types import Completion, Group, KeelError, Prompt, Sampling
 
 Ints = npt.NDArray[np.int64]
@@ -101,6 +102,7 @@ class NativeEngine:
         with torch.no_grad(), _evaluating(self.model), autocast_for(self.model, self.autocast):
             while run.batch.live:
                 run.step()
+                beat()
         return self._groups(prompts, n, run)
 
     def sync(self, weights: Mapping[str, Any]) -> None:

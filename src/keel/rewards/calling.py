@@ -8,6 +8,7 @@ process, with its stack on stderr.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
@@ -16,7 +17,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keel.runs.watchdog import Ending, stack_of, stack_of_task
+from keel.runs.watchdog import Ending, Patience, stack_of, stack_of_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +61,24 @@ def _in_one_thread(
     thread.start()
     try:
         for _ in functions:
-            end.renew(timeout)
-            try:
-                outcome = outcomes.get(timeout=timeout)
-            except queue.Empty:
+            outcome = _wait(outcomes, timeout, end)
+            if outcome is None:
                 outcome = Outcome(timed_out=True, stack=stack_of(thread.ident))
             yield outcome
             if outcome.timed_out:
                 return
     finally:
         stop.set()
+
+
+def _wait(outcomes: queue.SimpleQueue[Outcome], timeout: float, end: Ending) -> Outcome | None:
+    """The next outcome; None where there is none in time."""
+    patience = Patience(timeout)
+    for wait in patience:
+        end.renew(patience.left)
+        with contextlib.suppress(queue.Empty):
+            return outcomes.get(timeout=wait)
+    return None
 
 
 def _run(
@@ -163,8 +172,10 @@ class AsyncCalls:
         self._over = False
         self._task: asyncio.Task[None] | None = None
         self._started = time.monotonic()
+        self._ending = Ending()
         if self._functions:
-            Ending().renew(timeout)
+            self._ending.__enter__()  # left in outcomes() or cancel()
+            self._ending.renew(timeout)
             loop.submit(self._gather())
         else:
             self._ended.set()
@@ -174,12 +185,11 @@ class AsyncCalls:
         # The loop keeps time itself, unless a coroutine blocks it: hence the second in hand.
         left = max(0.0, self._started + self.timeout + 1.0 - time.monotonic())
         blocked = ""
-        with Ending() as end:
-            end.renew(left)
-            if not self._ended.wait(left):
-                blocked = self._loop.stack()
-                self._loop.abandon()
-                self._gone.set()
+        if not self._ended.wait(left):
+            blocked = self._loop.stack()
+            self._loop.abandon()
+            self._gone.set()
+        self._ending.__exit__()
         ended = dict(self._outcomes)
         return {
             name: ended.get(
@@ -190,6 +200,7 @@ class AsyncCalls:
 
     def cancel(self) -> None:
         """Give the calls up, so that none goes on behind an error of another."""
+        self._ending.__exit__()
         if self._functions and not self._gone.is_set():
             self._loop.soon(self._drop)
             if not self._gone.wait(1.0):

@@ -28,6 +28,9 @@ from keel.types import KeelError
 
 GRACE = 10.0
 """Seconds behind its time that a call gets before the process is ended from below."""
+TICK = 1.0
+"""Seconds between two looks at the time. One that took much longer found the process suspended
+(Ctrl-Z, a debugger), and does not count."""
 
 
 class Hung(KeelError):
@@ -44,25 +47,20 @@ class _Expired(BaseException):
 
 @contextlib.contextmanager
 def watching(what: str, seconds: float, key: str) -> Iterator[None]:
-    """Give the block so many seconds; `key` is what allows more.
+    """Let the block be silent for so many seconds, told by `beat`; `key` is what allows more.
 
     Raises:
-        Hung: it took longer.
+        Hung: it was silent for longer.
     """
-    watch = _Watch(threading.get_ident())
-    timer = threading.Timer(seconds, watch.expire)
-    timer.daemon = True
-    with _handling(watch), Ending() as end:
-        end.renew(seconds)
-        timer.start()
-        try:
+    watch = _Watch(threading.get_ident(), seconds)
+    ended = False
+    try:
+        with _handling(watch), Ending() as end, watch.ticking(end):
             yield
-        except _Expired:
-            pass
-        finally:
-            watch.leave()
-            timer.cancel()
-    if watch.stack is not None:
+            ended = True
+    except _Expired:
+        pass
+    if watch.stack is not None and not ended:
         raise Hung(
             f"{what} gives no answer within {seconds:g} s (it is {place(watch.stack)}): mend it, "
             f"or raise {key}",
@@ -70,26 +68,78 @@ def watching(what: str, seconds: float, key: str) -> Iterator[None]:
         )
 
 
+def beat() -> None:
+    """A sign of life of what is watched: its time begins anew."""
+    for watch in _WATCHES[-1:]:
+        watch.silent = 0.0
+
+
+class Patience:
+    """Waits that do not count the time in which the process was suspended."""
+
+    def __init__(self, seconds: float) -> None:
+        self.left = seconds
+
+    def __iter__(self) -> Iterator[float]:
+        """The seconds of each wait; ends when there are none left."""
+        while self.left > 0:
+            wait = min(self.left, TICK)
+            start = time.monotonic()
+            yield wait
+            self.left -= min(time.monotonic() - start, 2 * TICK)
+
+
 class Ending:
-    """Ends the process, with all stacks on stderr, where `renew` was called too long ago."""
+    """Ends the process, with all stacks on stderr, where `renew` was called too long ago.
+
+    One clock serves all that are entered: it rings for the first of them.
+    """
 
     EVERY = 1.0
     """Seconds between two settings of the clock: one costs as much as a quick reward."""
 
     def __init__(self) -> None:
-        self._set = -math.inf
+        self._set = self._rings = -math.inf
 
     def renew(self, seconds: float) -> None:
         """So many seconds, and `GRACE`, from now on (a second more at the most)."""
         now = time.monotonic()
-        if now - self._set >= self.EVERY and _arm(seconds + GRACE + self.EVERY):
-            self._set = now
+        if now - self._set >= self.EVERY:
+            self._set, self._rings = now, now + seconds + GRACE + self.EVERY
+            _arm()
 
     def __enter__(self) -> Ending:
+        with _LOCK:
+            _ENDINGS.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
+        with _LOCK, contextlib.suppress(ValueError):
+            _ENDINGS.remove(self)
+        _arm()
+
+    @property
+    def rings(self) -> float:
+        """When, by the monotonic clock; minus infinity before the first renewal."""
+        return self._rings
+
+
+_LOCK = threading.Lock()
+_ENDINGS: list[Ending] = []
+_WATCHES: list[_Watch] = []
+"""The process has one clock and one handler for signals, so these are of the process too."""
+
+
+def _arm() -> None:
+    """Set the interpreter's clock to the first that is to ring."""
+    with _LOCK:
+        due = [ending.rings for ending in _ENDINGS if ending.rings > -math.inf]
         faulthandler.cancel_dump_traceback_later()
+        if not due or sys.__stderr__ is None:
+            return
+        left = max(min(due) - time.monotonic(), 0.1)
+        with contextlib.suppress(OverflowError, ValueError, OSError):  # a stderr without a file
+            faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__)
 
 
 def stack_of(thread: int | None) -> str:
@@ -125,34 +175,60 @@ def place(stack: str) -> str:
 class _Watch:
     """One call that is watched."""
 
-    def __init__(self, thread: int) -> None:
-        self.thread = thread
+    def __init__(self, thread: int, seconds: float) -> None:
+        self.thread, self.seconds = thread, seconds
+        self.silent = 0.0
         self.stack: str | None = None
         self._lock = threading.Lock()
-        self._inside = True
+        self._left = threading.Event()
 
-    def expire(self) -> None:
+    @contextlib.contextmanager
+    def ticking(self, end: Ending) -> Iterator[None]:
+        """A thread counts the seconds of silence while the block lasts."""
+        _WATCHES.append(self)
+        end.renew(self.seconds)
+        threading.Thread(target=self._tick, args=(end,), name="keel-watch", daemon=True).start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._left.set()
+                if self.thread != threading.main_thread().ident:
+                    _raise_in(self.thread, None)
+            _WATCHES.remove(self)
+
+    def _tick(self, end: Ending) -> None:
+        tick = min(TICK, self.seconds / 10)
+        last = time.monotonic()
+        while not self._left.wait(tick):
+            now = time.monotonic()
+            self.silent += min(now - last, 2 * tick)
+            last = now
+            if self.silent >= self.seconds:
+                self._expire()
+                return
+            end.renew(self.seconds - self.silent)
+
+    def _expire(self) -> None:
         """The time is up: keep the stack, and raise in the thread that waits."""
         with self._lock:
-            if not self._inside:
+            if self._left.is_set():
                 return
             self.stack = stack_of(self.thread)
             if self.thread == threading.main_thread().ident:
                 signal.pthread_kill(self.thread, signal.SIGALRM)  # wakes what waits for a lock
             else:
-                kind = ctypes.py_object(_Expired)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread), kind)
+                _raise_in(self.thread, _Expired)
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
-        if self._inside:
-            self._inside = False
+        if self.stack is not None and not self._left.is_set():
             raise _Expired
 
-    def leave(self) -> None:
-        """The block has ended; a signal on its way means nothing any more."""
-        self._inside = False
-        with self._lock:
-            pass
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Let a thread meet an error at its next step; None takes back one that it has not met yet."""
+    what = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
 
 
 @contextlib.contextmanager
@@ -167,13 +243,3 @@ def _handling(watch: _Watch) -> Iterator[None]:
     finally:
         time.sleep(0)  # a pending handler runs here, while it is still the watch's
         signal.signal(signal.SIGALRM, before)
-
-
-def _arm(seconds: float) -> bool:
-    if sys.__stderr__ is None:
-        return False
-    try:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
-    except (OverflowError, ValueError, OSError):  # years, or a stderr without a file
-        return False
-    return True
