@@ -55,20 +55,6 @@ def code(trusted: bool) -> Work:
     return lambda: score(LOOP)
 
 
-def gym(*_: str) -> Work:
-    """A scorer of reasoning-gym that evaluates an answer, which starts a process and waits."""
-    from keel.tasks import gym
-    from keel.tasks.base import Presentation
-    from tests.tasks.made import completion
-
-    gym.SCORE_PATIENCE = ENDLESS
-    name = gym.PREFIX + "string_insertion"
-    task = gym.gym_task(name, 0, Presentation(), {}, gym.GymProcess())
-    prompt = task.prompt("train", 0)
-    task.score(prompt, completion("2"))
-    return lambda: task.score(prompt, completion("__import__('os').system('sleep 600')"))
-
-
 def arithmetic(*_: str) -> Work:
     """A scorer of reasoning-gym that computes, with Python's lock held."""
     from keel.tasks import gym
@@ -104,7 +90,6 @@ KINDS: dict[str, Callable[..., Work]] = {
     "model": model,
     "sandboxed code": lambda *_: code(False),
     "trusted code": lambda *_: code(True),
-    "gym": gym,
     "arithmetic": arithmetic,
     "environments": environments,
 }

@@ -11,7 +11,7 @@ import pytest
 
 from keel.cli.main import main
 from keel.config.load import load_recipe, shipped, to_toml
-from keel.config.secrets import wrong_secret
+from keel.config.secrets import without_secrets, wrong_secret
 from tests.rewards.judge_server import Asked, Fault, JudgeServer
 
 KEY = "sk-SESAME0123-OPEN4567-89abcdefghij"
@@ -140,6 +140,67 @@ def test_a_server_that_is_not_there(
     out, err = capfd.readouterr()
     assert "127.0.0.1:9" in err
     check(tmp_path, out + err)
+
+
+def careless(completions: list[str], **kwargs: Any) -> list[float]:
+    """A reward that says its key where it fails, which is in the second step."""
+    CALLS["careless"] += 1
+    if CALLS["careless"] > 1:
+        raise ValueError(f"401 for {KEY}\n(Bearer {KEY})")
+    return [float(len(text)) for text in completions]
+
+
+CALLS = {"careless": 0}
+CARELESS = """
+extends = "tiny"
+threads = 1
+steps = 2
+evaluation.prompts = 0
+rollout.prompts_per_step = 2
+rollout.group_size = 2
+rollout.max_tokens = 4
+rewards.functions = [{ function = "tests.safety.test_secrets:careless" }]
+"""
+
+
+@pytest.mark.parametrize("name", ["KEEL_TEST_KEY", "SOME_PASSWORD", "my_token"])
+def test_a_reward_of_the_users_that_says_its_key(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(name, KEY)
+    CALLS["careless"] = 0
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(CARELESS)
+    assert main(["train", str(recipe), "--run", str(tmp_path / "run")]) == 2
+    out, err = capfd.readouterr()
+    assert f"ValueError: 401 for ${name} (Bearer ${name})" in err
+    assert (tmp_path / "run" / "events.jsonl").is_file()
+    check(tmp_path, out + err)
+
+
+def test_an_error_of_any_other_code_is_told_without_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The last door: a path, here, that holds it."""
+    monkeypatch.setenv("ANY_SECRET", "SESAME-open")
+    assert main(["train", str(tmp_path / "SESAME-open.toml")]) == 2
+    err = capfd.readouterr().err
+    assert "SESAME" not in err
+    assert "$ANY_SECRET" in err
+
+
+def test_secrets_are_cut_out_of_whatever_holds_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "SESAME01")
+    monkeypatch.setenv("B_KEY", "SESAME01-and-more")
+    monkeypatch.setenv("C_KEY", "short")
+    told = {"x": ["SESAME01-and-more", ("of SESAME01", 3)], "SESAME01": {"y": "short SESAME0"}}
+    assert without_secrets(told) == {
+        "x": ["$B_KEY", ["of $A_KEY", 3]],
+        "$A_KEY": {"y": "short SESAME0"},
+    }
 
 
 # ---------------------------------------------------------------- recipes

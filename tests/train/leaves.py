@@ -42,7 +42,10 @@ HANDLES = (
     *(io.IOBase, asyncio.AbstractEventLoop, threading.local, type(json.JSONDecoder().scan_once)),
 )
 """What belongs to the process and cannot be kept."""
-DECLARATIONS = ("typing", "pydantic", "pydantic_core", "annotated_types", "jaxtyping", "string")
+DECLARATIONS = (
+    *("typing", "pydantic", "pydantic_core", "annotated_types", "jaxtyping", "string"),
+    *("_struct", "_ctypes", "ctypes"),
+)
 """Libraries whose objects declare types and change nothing."""
 
 
