@@ -7,13 +7,20 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from keel.learn.budget import Budget, out_of_memory
+from keel.cli.main import main
+from keel.learn.budget import Budget, needing_memory, out_of_memory
+from keel.runs.read import load
+from keel.train.run import train
+from keel.train.state import Progress
+from keel.train.work import budget_of
 from keel.types import KeelError
 from tests.shared import ROOT
+from tests.train.small import small
 
 
 def cpu_refusal() -> RuntimeError:
@@ -50,6 +57,14 @@ def test_torch_refuses_with_an_error_that_is_known() -> None:
     assert out_of_memory(cpu_refusal())
     assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert out_of_memory(MemoryError())
+    for said in (
+        "MPS backend out of memory (MPS allocated: 9.00 GB)",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA driver error: out of memory",
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+    ):
+        assert out_of_memory(RuntimeError(said)), said
+    assert not out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
     assert not out_of_memory(RuntimeError("shapes do not fit"))
     assert not out_of_memory(ValueError("DefaultCPUAllocator: can't allocate memory"))
 
@@ -89,6 +104,75 @@ def test_another_error_is_not_taken_for_it() -> None:
         budget.fitting(work.attempt, work.lengths, work.undo)
     assert work.undone == 0
     assert budget.tokens == 64
+
+
+def test_what_no_smaller_batch_helps_names_what_it_was_for() -> None:
+    line = r"^out of memory while x was done: lower y$"
+    with pytest.raises(KeelError, match=line), needing_memory("x was done", "lower y"):
+        torch.empty(1 << 60, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="shapes"), needing_memory("x was done", "lower y"):
+        raise RuntimeError("shapes do not fit")
+
+
+def hungry(log_ratio_N: torch.Tensor, advantage_N: torch.Tensor) -> torch.Tensor:
+    """A surrogate with room for so many tokens."""
+    if len(log_ratio_N) > 60:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    return log_ratio_N.exp() * advantage_N
+
+
+def test_a_users_own_term_that_finds_no_memory_gets_less(tmp_path: Path) -> None:
+    entry = "{kind='custom', function='tests.learn.test_budget:hungry'}"
+    folder = train(small(f"algorithm.surrogate={entry}", "evaluation.prompts=0"), tmp_path / "run")
+    texts = [event.get("text", "") for event in load(folder.path).events()]
+    assert any("out of memory with" in text and "going on with" in text for text in texts)
+    assert len(load(folder.path).metrics()) == 4
+
+
+def refuse(*_: object, **__: object) -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("keel.learn.optimizer.AdamW.apply", "while the optimizer stepped: "),
+        ("keel.engines.native.NativeEngine.sync", "while the engine took the weights over: "),
+        ("keel.models.policy.Policy.save", "after rl step 2 (no checkpoint yet): out of memory"),
+        ("keel.train.run.load_policy", "while a model or batch was made ready: "),
+        ("keel.train.rl.estimate", "while a model or batch was made ready: "),
+    ],
+)
+def test_a_run_says_in_one_line_where_it_ran_out(
+    what: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(what, refuse)
+    keys = ["threads=1", "evaluation.prompts=0", "rollout.prompts_per_step=2", "steps=2"]
+    folder = tmp_path / "run"
+    assert main(["train", "tiny", "--run", str(folder), *keys, "rollout.group_size=2"]) == 2
+    line = capfd.readouterr().err.rstrip().rpartition("\n")[2]
+    assert line.startswith("keel: error: ")
+    assert said in line
+    assert "smaller model" in line
+    # A folder without a step is not left behind; one with steps says how to go on.
+    assert folder.exists() == ("--resume" in line) == ("step 2" in line)
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "used"), [(None, 64, 64), (32, 64, 32), (32, 16, 16), (16, 16, 16)]
+)
+def test_what_there_was_room_for_counts_where_it_is_less(
+    found: int | None, asked: int, used: int, tmp_path: Path
+) -> None:
+    stage = small(f"token_budget={asked}").stages[0]
+    session = SimpleNamespace(note=lambda text: None)
+    budget = budget_of(stage, Progress(0, token_budget=found), session)  # type: ignore[arg-type]
+    assert budget.tokens == used
+    assert budget.found == (used if used < asked else None)
 
 
 SCRIPT = """

@@ -12,10 +12,11 @@ from keel.algorithms.spec import Algorithm, Clip, GroupRelative, Weights
 from keel.config.optimisation import Optimizer
 from keel.learn.batch import Batch
 from keel.learn.budget import Budget
-from keel.learn.finite import Cause, NotFinite, first_bad, place_of, stop_unless_finite
+from keel.learn.finite import Cause, NotFinite, alone, first_bad, place_of, stop_unless_finite
 from keel.learn.learner import Learner, cause_of, update
 from keel.learn.loss import prepare
-from keel.learn.optimizer import AdamW, step_all, trainable
+from keel.learn.optimizer import AdamW, bad_weight, step_all, trainable
+from keel.types import KeelError
 from tests.models import tiny
 
 ROW = Algorithm(
@@ -142,6 +143,38 @@ def test_a_gradient_is_found_where_the_loss_is_finite() -> None:
     handle.remove()
     assert cause.sequence == 1
     assert cause.term.startswith("the gradient of ")
+
+
+def test_a_figure_that_is_only_looked_at_blames_no_sequence() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+
+    def learn(i: int) -> dict[str, float]:
+        parameter.grad = torch.zeros(2)
+        return {"loss": math.nan if i == 2 else 0.0, "kl": math.inf, "margin": math.nan}
+
+    cause = alone(learn, range(4), [("p", parameter)], lambda: None)
+    assert cause == Cause("loss", 2)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_step_that_breaks_the_weights_ends_it(bad: float) -> None:
+    one, two = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = AdamW([("one", one), ("two", two)], Optimizer())
+    one.grad, two.grad = torch.ones(2), torch.ones(2)
+    with torch.no_grad():
+        two[1] = bad
+    with pytest.raises(KeelError, match=r"weights two non-finite.*lower optimizer\.learning_rate"):
+        optimizer.step(0.1)
+
+
+def test_weights_whose_squares_overflow_are_still_finite() -> None:
+    parameter = torch.nn.Parameter(torch.full((3,), 1e30))
+    optimizer = AdamW([("p", parameter)], Optimizer())
+    assert not optimizer.began
+    parameter.grad = torch.ones(3)
+    optimizer.step(0.1)
+    assert optimizer.began
+    assert bad_weight(optimizer.parameters) is None
 
 
 def test_two_optimizers_step_both_or_neither() -> None:

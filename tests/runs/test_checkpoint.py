@@ -177,16 +177,19 @@ def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path) -> None
             finally:
                 os._exit(0)
         status = os.waitpid(process, 0)[1]
+        checkpoint.bring_back(folder)
         found = newest_whole(folder, on_damaged=lambda path, why: pytest.fail(f"{path}: {why}"))
         assert found is not None
+        assert found.place.step == 5
+        files.remove_leftovers(folder.checkpoints_folder)
+        assert len(list(folder.checkpoints_folder.iterdir())) == 2
         seen.add((found.path / "state.json").read_text())
         if os.WIFEXITED(status):
             break
         assert os.WTERMSIG(status) == signal.SIGKILL
     else:
         pytest.fail("the writer never came to its end")
-    # Between the two renames of a replacement the one before is the newest.
-    assert seen == {"old", "before", "new"}
+    assert seen == {"old", "new"}
     assert survive > 5
 
 
@@ -369,6 +372,68 @@ def test_the_newest_of_the_run_stay_and_the_best_of_each_stage(tmp_path: Path) -
     size = sum(p.stat().st_size for p in folder.checkpoint(1, 3).iterdir())
     assert told[-1]["bytes"] == size > 2
     assert told[-1]["seconds"] > 0
+
+
+def test_what_a_stop_left_goes_with_the_next(tmp_path: Path) -> None:
+    """Every two steps of six, with a stop wherever one may come: as if there had been none."""
+    folder = one_stage(tmp_path)
+    choice, kept = Checkpoints(every=2, keep=2), []
+    with opening.running(folder, False, Silent()) as (session, _):
+        for step in range(6):
+            session.checkpoint(Progress(0, step, 1 if step else None), fill, choice, 5)
+            kept.append([entry.place.step for entry in folder.list_checkpoints()])
+    assert kept == [[0], [1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 4, 5]]
+    assert '"stop"' not in "".join(p.read_text() for p in folder.path.glob("checkpoints/*/man*"))
+
+
+def test_a_stop_outlived_by_its_mark_is_still_known(tmp_path: Path) -> None:
+    """A process may die between the next checkpoint and the going of what a stop left."""
+    folder = one_stage(tmp_path)
+    for step in (2, 3, 4):
+        with writing(folder.checkpoint(0, step), stop=step != 2) as aside:
+            fill(aside)
+    assert damage(folder.checkpoint(0, 3)) is None
+    assert prune(folder, keep=3) == [folder.checkpoint(0, 3)]
+    assert prune(folder, keep=3) == []
+    for harm in ("[]", "{", "{}"):
+        save(folder, 0, 5)
+        (folder.checkpoint(0, 2) / "manifest.json").write_text(harm)
+        assert folder.checkpoint(0, 2) not in prune(folder, keep=3)
+
+
+def test_a_checkpoint_that_is_there_is_not_written_again(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    for resume in (False, True):
+        with opening.running(folder, resume, Silent()) as (session, _):
+            session.checkpoint(Progress(0, 2, None), fill, Checkpoints())
+            before = folder.checkpoint(0, 2).stat().st_ino
+            session.checkpoint(Progress(0, 2, None), lambda aside: 1 / 0, Checkpoints())
+    assert folder.checkpoint(0, 2).stat().st_ino == before
+
+
+def test_one_that_died_while_replaced_is_where_a_run_goes_on(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    target = save(folder, 0, 5, "old")
+    process = os.fork()
+    if process == 0:
+        real = Path.rename
+
+        def rename(self: Path, to: Path) -> Path:
+            if to == target:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(self, to)
+
+        Path.rename = rename  # type: ignore[method-assign]
+        try:
+            save(folder, 0, 5, "new")
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
+    assert folder.list_checkpoints() == []
+    with opening.running(folder, True, Silent()) as (_, start):
+        assert start == target
+    assert (target / "state.json").read_text() == "old"
+    assert list(folder.checkpoints_folder.iterdir()) == [target]
 
 
 def test_going_back_forgets_the_best_that_is_gone(tmp_path: Path) -> None:

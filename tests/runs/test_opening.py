@@ -19,7 +19,7 @@ from keel.runs.read import load
 from keel.runs.session import Session
 from keel.runs.watch import Silent
 from keel.types import KeelError
-from tests.runs.example import Progress, one_stage, row, two_stages
+from tests.runs.example import ONE, Progress, one_stage, row, two_stages
 
 HOW = "go on with: keel train --resume --run "
 
@@ -88,6 +88,41 @@ def test_what_fails_before_there_is_anything_to_keep_leaves_nothing(tmp_path: Pa
         raise KeelError("no such model")
     assert str(caught.value) == "no such model"
     assert not folder.path.exists()
+
+
+def test_a_folder_that_was_there_before_stays(tmp_path: Path) -> None:
+    for name in ("made", "there"):
+        path = tmp_path / name
+        if name == "there":
+            path.mkdir()
+        folder = opening.created(ONE, "x", path)
+        with pytest.raises(KeelError, match="no such model"), running(folder, False, Silent()):
+            raise KeelError("no such model")
+        assert path.exists() == (name == "there")
+    assert list(path.iterdir()) == []
+    assert opening.created(ONE, "x", path).recipe.read_text() == ONE
+
+
+@pytest.mark.parametrize(("stuck", "left"), [("recipe.toml", True), ("rollouts", False)])
+def test_a_folder_that_cannot_be_emptied_can_be_gone_on_with_or_begun(
+    stuck: str, left: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    folder, remove = opening.created(ONE, "x", tmp_path / "run"), files.remove
+
+    def sticking(path: Path) -> None:
+        if path == folder.path / stuck:
+            raise KeelError(f"cannot remove {path}: Input/output error: mend the disk or folder")
+        remove(path)
+
+    monkeypatch.setattr(files, "remove", sticking)
+    told = stopped(folder, lambda session: None, False)
+    monkeypatch.undo()
+    assert told.endswith(f"{HOW}{folder.path}") == left
+    if left:
+        with running(opening.resumed(folder.path), True, Silent()) as (session, _):
+            session.recorded(Progress(0, 1), {"loss": 1.0}, [row()], 0.25)
+    else:
+        assert opening.created(ONE, "x", folder.path) == folder
 
 
 @pytest.mark.parametrize("kept", ["rows", "models", "rewards", "quarantine", "faults"])
@@ -222,6 +257,90 @@ def test_a_run_that_begins_anew_says_what_it_is_made_with_now(tmp_path: Path) ->
     folder.run_json.write_text('{"threads": 9, "versions": {"numpy": "1.0"}}')
     assert declared(folder, True, 2, ["numpy"]) == []
     assert json.loads(folder.run_json.read_text())["threads"] == 2
+
+
+def start_elsewhere(path: Path | None) -> int:
+    """Another process starts a run with a recipe of its own: 0 where it may."""
+    process = os.fork()
+    if process == 0:
+        try:
+            opening.created(ONE + "seed = 2\n", "sort", path)
+        except KeelError:
+            os._exit(2)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def first(monkeypatch: Any, module: Any, name: str, act: Callable[[], Any]) -> list[Any]:
+    """Something happens once, before the first call of a function; what came of it."""
+    real, came = getattr(module, name), []
+
+    def call(*arguments: Any, **names: Any) -> Any:
+        if not came:
+            came.append(None)
+            came[0] = act()
+        return real(*arguments, **names)
+
+    monkeypatch.setattr(module, name, call)
+    return came
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "wins"), [(files, "write_text", True), (opening, "locked", False)]
+)
+def test_of_two_starts_in_one_folder_one_is_refused(
+    module: Any, name: str, wins: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The other starts amid the start of the first, or just before the first has the lock."""
+    path = tmp_path / "run"
+    other = first(monkeypatch, module, name, lambda: start_elsewhere(path))
+    if wins:
+        folder = opening.created(ONE, "sort", path)
+        with locked(folder):
+            assert folder.recipe.read_text() == ONE
+    else:
+        with pytest.raises(KeelError, match="exists and is not empty"):
+            opening.created(ONE, "sort", path)
+        assert "seed = 2" in (path / "recipe.toml").read_text()
+    assert other == [2 if wins else 0]
+
+
+def test_two_starts_without_a_name_get_two_folders(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    opening.created(ONE, "sort", None)
+    ahead = first(monkeypatch, Path, "mkdir", lambda: start_elsewhere(None))
+    folder = opening.created(ONE, "sort", None)
+    assert ahead == [0]
+    assert folder.path == tmp_path / "runs" / "sort-3"
+    assert "seed = 2" in (tmp_path / "runs" / "sort-2" / "recipe.toml").read_text()
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    (tmp_path / "runs").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(KeelError, match=r"cannot make runs/sort-1: File exists"):
+        opening.created(ONE, "sort", None)
+
+
+def test_a_bad_recipe_makes_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (None, tmp_path / "run"):
+        with pytest.raises(KeelError, match=r"no \[\[stages\]\]"):
+            opening.created("", "x", path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_run_calls_may_change_the_working_directory(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    (tmp_path / "other").mkdir()
+    for resume in (False, True):
+        monkeypatch.chdir(tmp_path)
+        folder = opening.resumed("run") if resume else opening.created(ONE, "x", "run")
+        with running(folder, resume, Silent()) as (session, _):
+            monkeypatch.chdir(tmp_path / "other")
+            session.recorded(Progress(0, 1 + resume), {"loss": 1.0}, [row()], 0.25)
+            session.checkpoint(Progress(0, 1 + resume), fill, Checkpoints())
+    assert list((tmp_path / "other").iterdir()) == []
+    assert len(load(tmp_path / "run").metrics()) == 2
 
 
 def test_a_new_run_in_a_folder_that_is_held_names_its_holder(tmp_path: Path) -> None:

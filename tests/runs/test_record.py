@@ -112,6 +112,10 @@ def test_truncation_drops_what_lies_past_the_checkpoint(tmp_path: Path) -> None:
     folder.checkpoint(1, 3).mkdir()
     (folder.checkpoints_folder / ".tmp-rl-step-000003").mkdir()
     (folder.rollouts_folder / ".tmp-rl-step-000004.parquet").write_text("half")
+    for inside in ("faults", "pictures", "models", "rows", "quarantine", "rewards"):
+        (folder.path / inside).mkdir()
+        (folder.path / inside / ".tmp-half").write_text("half")
+        (folder.path / inside / "whole").write_text("whole")
     before = folder.metrics.read_bytes().splitlines(keepends=True)
     timings = folder.timings.read_bytes()
     truncate_after(folder, 1, 1)
@@ -121,6 +125,7 @@ def test_truncation_drops_what_lies_past_the_checkpoint(tmp_path: Path) -> None:
     assert [entry.place for entry in folder.list_rollouts()] == expected
     assert [path.name for path in folder.checkpoints_folder.iterdir()] == ["rl-step-000001"]
     assert not list(folder.path.rglob(".tmp-*"))
+    assert len(list(folder.path.rglob("whole"))) == 6
 
 
 def test_going_on_after_truncation_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_names_of_what_is_recorded_are_no_paths(
     )
     before = tree(tmp_path)
     folder = train(wanted, None)
-    assert folder.path == Path("runs/up-1")
+    assert folder.path == Path("runs/up-1").absolute()
     new = tree(tmp_path) - before
     assert {path for path in new if not path.startswith("a/b/c/runs")} == set()
     assert folder.metrics.read_text().count("../../up") > 0

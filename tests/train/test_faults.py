@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -19,6 +20,7 @@ from keel.engines.native import NativeEngine
 from keel.runs.checkpoint import damage
 from keel.runs.layout import RunFolder
 from keel.runs.read import load
+from keel.runs.watchdog import Hung
 from keel.train.run import train
 from keel.types import KeelError
 from tests.train.judged import data, ones, recipe
@@ -44,7 +46,7 @@ def spoiled(log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor) -> Tens
     return out
 
 
-SPOIL: dict[str, Any] = {"when": lambda _: False, "alone": lambda _: False}
+SPOIL: dict[str, Any] = {"when": lambda _: False, "alone": lambda _: False, "first": False}
 
 
 def rows(folder: RunFolder) -> list[dict[str, Any]]:
@@ -184,9 +186,136 @@ def test_stages_on_rows_do_the_same(kind: str, tmp_path: Path, monkeypatch: Any)
     assert len(json.loads((kept / "rows.json").read_text())["rows"]) == 7
     cause = json.loads((kept / "cause.json").read_text())
     assert cause["sequence"] == "row 2 of the step"
+    tokens = [0, *(row["num_tokens"] for row in told)]
+    assert all(a < b for a, b in itertools.pairwise(tokens)), "they entered the model all the same"
     weights = [load_file(folder.checkpoint(0, n) / "trainable.safetensors") for n in (1, 2, 3)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert not all(torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
+
+
+def hopeless(log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+    """NaN for ever; after the first call where `SPOIL` says that this one is sound."""
+    CALLS["surrogate"] += 1
+    sound = SPOIL["first"] and CALLS["surrogate"] == 1
+    out = log_ratio_N.exp() * advantage_N
+    return out if sound else out * math.nan
+
+
+HOPELESS = (
+    "algorithm.surrogate={kind='custom', function='tests.train.test_faults:hopeless'}",
+    'on_nonfinite="skip"',
+    "epochs=10",
+    "steps=3",
+    "evaluation.prompts=0",
+    *EVERY,
+)
+
+
+def test_where_nothing_can_be_learned_it_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SPOIL, "first", False)
+    names = [f"rl-step-000001-{n}" for n in range(8)]
+    for resume in (False, True):
+        with pytest.raises(
+            KeelError, match=r"rl step 2: .* all 20 optimizer steps of rl"
+        ) as caught:
+            train(None if resume else small(*HOPELESS), tmp_path / "run", resume=resume)
+        assert "newest checkpoint: step 1" in str(caught.value)
+        folder = RunFolder.open(tmp_path / "run")
+        assert sorted(p.name for p in folder.faults.iterdir()) == names
+        assert [row["steps_skipped"] for row in rows(folder)] == [10]
+    events = load(folder.path).events()
+    notes = [event["text"] for event in events if "first 8 say more" in event.get("text", "")]
+    assert len(notes) == 2 + 9 + 9  # the second step's were noted again
+    assert notes[0].startswith("rl step 1: ")
+    assert notes[-1].startswith("rl step 2: ")
+
+
+def test_after_a_step_that_was_taken_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SPOIL, "first", True)
+    CALLS["surrogate"] = 0
+    folder = train(small(*HOPELESS), tmp_path / "run")
+    assert [row["steps_skipped"] for row in rows(folder)] == [9, 19, 29]
+    assert len(list(folder.faults.iterdir())) == 8
+
+
+@pytest.mark.parametrize("kind", ["rl", "dpo"])
+def test_weights_that_are_not_finite_end_it_also_where_steps_are_skipped(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from keel.train import fit, rl
+
+    module = rl if kind == "rl" else fit
+    real, calls = module.improve, {"n": 0}
+
+    def broken(work: Any, *given: Any) -> Any:
+        calls["n"] += 1
+        if calls["n"] == 2:
+            optimizer = work.learner.optimizer if kind == "rl" else work.optimizer
+            with torch.no_grad():
+                optimizer.parameters[0][1].fill_(math.nan)
+        return real(work, *given)
+
+    monkeypatch.setattr(module, "improve", broken)
+    monkeypatch.setattr("keel.train.faults.SEARCHED", 0)  # nor is this one of those noted alone
+    keys = {"on_nonfinite": "skip", "evaluation": {"rows": 0}}
+    chosen = (
+        small(*EVERY, 'on_nonfinite="skip"', "evaluation.prompts=0")
+        if kind == "rl"
+        else recipe(stage_of(tmp_path, stage=kind, **keys))
+    )
+    with pytest.raises(KeelError, match=r"step 2: .* from the weights .* checkpoint before"):
+        train(chosen, tmp_path / "run")
+    assert len(list((tmp_path / "run" / "faults").iterdir())) == 1
+
+
+@pytest.mark.parametrize("kind", ["rl", "dpo", "reward_model"])
+def test_weights_that_overflow_in_the_last_step_are_no_success(kind: str, tmp_path: Path) -> None:
+    """AdamW's first step is the learning rate over 1 - β₁: ten times 1e38 is no float32."""
+    rate = {"optimizer": {"learning_rate": 1e38}, "evaluation": {"rows": 0}}
+    chosen = (
+        small("optimizer.learning_rate=1e38", "steps=1", "evaluation.prompts=0", DENSE)
+        if kind == "rl"
+        else recipe(stage_of(tmp_path, stage=kind, **rate, steps=1))
+    )
+    with pytest.raises(KeelError, match=r"weights .* non-finite.*lower optimizer\.learning_rate"):
+        train(chosen, tmp_path / "run")
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def narrow(log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+    """A surrogate that has no memory for more than 40 tokens."""
+    if len(log_ratio_N) > 40:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    return log_ratio_N.exp() * advantage_N
+
+
+def test_a_run_whose_budget_was_halved_goes_on_with_it(tmp_path: Path) -> None:
+    entry = "algorithm.surrogate={kind='custom', function='tests.train.test_faults:narrow'}"
+    folder = train(small(*EVERY, entry), tmp_path / "run")
+
+    def lacking(of: RunFolder) -> int:
+        texts = [event.get("text", "") for event in load(of.path).events()]
+        return sum(text.startswith("out of memory") for text in texts)
+
+    def budget(of: RunFolder) -> int:
+        state = json.loads((of.checkpoint(0, 4) / "state.json").read_text())
+        return int(state["token_budget"])
+
+    assert lacking(folder) > 0
+    copy = tmp_path / "copy"
+    shutil.copytree(folder.path, copy)
+    again = RunFolder.open(copy)
+    for step in (2, 3, 4):
+        tear(again, 0, step)
+    before = lacking(again)
+    train(None, copy, resume=True)
+    same(folder, again)
+    assert budget(again) == budget(folder)
+    assert lacking(again) == before, "the budget was looked for anew"
 
 
 def sleepy(completions: list[str], **kwargs: Any) -> list[float]:
@@ -215,6 +344,14 @@ def test_a_reward_that_hangs_leaves_its_stack_and_the_run_goes_on(tmp_path: Path
     assert [row["step"] for row in rows(train(None, folder.path, resume=True))] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("key", ["rewards.timeout", "rollout.timeout"])
+@pytest.mark.parametrize("value", ["1e10", "0"])
+def test_a_limit_that_no_clock_counts_to_is_refused(key: str, value: str) -> None:
+    with pytest.raises(KeelError, match=rf"^{key} = .*(less than or equal to 31536000|greater)"):
+        small(f"{key}={value}")
+    small(f"{key}=31536000")
+
+
 def test_an_engine_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stuck(*_: object) -> None:
         time.sleep(600)
@@ -233,3 +370,27 @@ def test_no_memory_to_sample_in_names_the_key(
     monkeypatch.setattr(NativeEngine, "sample", large)
     with pytest.raises(KeelError, match=r"lower rollout\.max_rows"):
         train(small("evaluation.prompts=0"), tmp_path / "run")
+
+
+@pytest.mark.parametrize("lack", ["memory", "time"])
+def test_rows_made_on_the_spot_name_keys_that_they_have(
+    lack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def large(*_: object) -> None:
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    def late(*_: object) -> None:
+        raise Hung("the engine gives no answer: mend it, or raise rollout.timeout", "a stack")
+
+    monkeypatch.setattr(NativeEngine, "sample", large if lack == "memory" else late)
+    sampled = {
+        "tasks": [{"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}],
+        "rewards": {"functions": [{"function": "place_match"}]},
+        "train": 8,
+        "heldout": 4,
+        "max_tokens": 5,
+    }
+    with pytest.raises(KeelError) as caught:
+        train(recipe({"stage": "reward_model", "sampled": sampled}), tmp_path / "run")
+    assert "lower reward_model.sampled.max_tokens" in str(caught.value)
+    assert "rollout." not in str(caught.value)

@@ -8,17 +8,23 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from keel.config.load import to_toml
+from keel.runs.interrupt import Interrupted
 from keel.runs.layout import RunFolder
 from keel.runs.read import load
+from keel.runs.watch import Silent
 from keel.train.run import train
 from keel.types import KeelError
 from tests.shared import ROOT
+from tests.soak.killing import differences
+from tests.train import judged
 from tests.train.small import small
 
 CASES = {
@@ -92,6 +98,50 @@ def test_resume_from_within_the_first_of_two_stages(tmp_path: Path) -> None:
         damage(again, stage, step)
     train(None, again.path, resume=True)
     same(whole, again)
+
+
+class _Stop(Silent):
+    """Asks the run to stop after a step, or at the end of the n-th evaluation."""
+
+    def __init__(self, step: int | None = None, evaluation: int | None = None) -> None:
+        self.at, self.left = step, evaluation
+
+    def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+        if step == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def evaluation(self, stage: str, step: int, result: Mapping[str, Any]) -> None:
+        if step == self.left:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_stopped_run_leaves_no_trace(tmp_path: Path) -> None:
+    """Stopped before its first step and amid: every file but those of times is the same."""
+    recipe = small(
+        DENSE, "evaluation.prompts=4", "checkpoints.every=2", "checkpoints.keep=1", "steps=5"
+    )
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    train(recipe, whole)
+    for at, stop in enumerate((_Stop(evaluation=0), _Stop(1), _Stop(3))):
+        with pytest.raises(Interrupted):
+            train(recipe if at == 0 else None, again, resume=at > 0, watcher=stop)
+    assert [entry.place.step for entry in load(again).checkpoints()][-1] == 3
+    train(None, again, resume=True)
+    assert differences(whole, again) == []
+
+
+def test_a_stop_amid_the_measurement_before_the_first_step_is_saved(tmp_path: Path) -> None:
+    stage = {"stage": "dpo", "steps": 2, "batch_size": 4, "checkpoints": {"every": 1}}
+    stage["data"] = judged.data(tmp_path, judged.ones(24, 1), judged.ones(8, 2))
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    train(judged.recipe(stage), whole)
+    with pytest.raises(Interrupted):
+        train(judged.recipe(stage), again, watcher=_Stop(evaluation=0))
+    assert [entry.place.step for entry in load(again).checkpoints()] == [0]
+    measured = json.loads((again / "run.json").read_text())["measured"]
+    train(None, again, resume=True)
+    assert measured["dpo"].keys() == {"before"}
+    assert differences(whole, again) == []
 
 
 class _Notes:

@@ -36,13 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(error: Exception) -> int:
     """One line for a user's mistake; whatever else it is goes on as the bug that it is."""
+    from keel.config.secrets import without_secrets
     from keel.types import KeelError
 
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         error = KeelError(f"the path {str(error.filename)[:60]}… is too long for a path: mend it")
     if not isinstance(error, KeelError):
         raise error
-    print(f"keel: error: {one_line(str(error))}", file=sys.stderr)
+    print(f"keel: error: {one_line(without_secrets(str(error)))}", file=sys.stderr)
     return USAGE
 
 

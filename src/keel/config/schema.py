@@ -20,7 +20,7 @@ from keel.config.judging import (
 from keel.config.model import Model
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
 from keel.config.presets import DEFAULT_PRESET, resolve_algorithm
-from keel.config.sources import Prompts, Rewards, RewardSource, TaskSource
+from keel.config.sources import Prompts, Rewards, RewardSource, Seconds, TaskSource
 
 
 class SFTStage(Row):
@@ -64,8 +64,8 @@ class Rollout(Row):
     """Punish length over the last so many tokens of the budget (DAPO); the preset's unless set."""
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     """Who computes log π_old: the trainer's own forward, or the engine as it sampled."""
-    timeout: Positive = 1800.0
-    """Seconds that one call of the engine may take: a step's completions, or an evaluation's."""
+    timeout: Seconds = 1800.0
+    """Seconds that the engine may be silent: between two tokens of a batch (native)."""
     max_rows: Count = 256
     """How many sequences the native engine decodes at once."""
 

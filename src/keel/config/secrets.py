@@ -4,27 +4,41 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
+
+T = TypeVar("T")
 
 NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 KEYS = re.compile(
-    r"(?:.*[_-])?(?:api[_-]?key|(?:access|auth|hf|bearer|use_auth)[_-]?token|passw(?:or)?d"
-    r"|secret|authorization|credentials?)|token",
+    r"(?:.*[_-])?(?:api[_-]?key|(?:secret|private|access)[_-]?key|passw(?:or)?d"
+    r"|(?:access|auth|hf|bearer|use_auth)[_-]?token|authorization|credentials?|secret)|token",
     re.IGNORECASE,
 )
 """What keys of a table are called whose value is a secret."""
+MAYBE = re.compile(r"token|secret", re.IGNORECASE)
+"""What options of a reward are called whose value may be one, or a word of a game."""
+LIKELY = re.compile(r"(?=\S*\d)(?=\S*[A-Za-z])\S{8,}|\S{16,}")
+"""A value of such a key that looks like a secret."""
+DIGITS = 6
+"""Digits from which on a number may be a secret."""
 SECRETS = re.compile(
-    r"\b(?:sk-[\w-]{16,}|hf_[A-Za-z0-9]{20,}|gh[opusr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}"
-    r"|xox[abprs]-[\w-]{10,}|AIza[\w-]{35})"
+    r"\b(?:sk-(?=[\w-]*\d)[\w-]{16,}|hf_[A-Za-z0-9]{20,}|gh[opusr]_[A-Za-z0-9]{20,}"
+    r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|AIza[\w-]{35}|github_pat_\w{20,}|glpat-[\w-]{16,}"
+    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,})"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY|^Bearer \S{12,}$|[?&](?:\w+_)?(?:token|key)=[^&\s]{8,}"
 )
-"""What keys of the well-known services begin with."""
-ADDRESS = re.compile(r"\b[A-Za-z][\w+.-]*://[^\s/?#@]*@")
-"""An address with a user, and maybe a password."""
+"""How keys of the well-known services begin, and in what secrets are handed on."""
+ADDRESS = re.compile(
+    r"\b[A-Za-z][\w+.-]*://[^\s/?#@:]*:[^\s/?#@]+@|^[A-Za-z][\w+.-]*://[^\s/?#@]+@\S*$"
+)
+"""An address with a password, or one with a user that is all there is."""
 VARIABLES = re.compile(r"(?:.*_)?(?:KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
 SHORTEST = 12
 """Characters of such a variable's value below which it may be a word like any other."""
+CUT = 8
+"""Characters from which on such a value is cut out of what is told; a word lost harms little."""
 MEND = (
     "a recipe is kept in the run folder: set it in the environment (a judge's key: name its "
     "variable in api_key_env)"
@@ -37,13 +51,9 @@ def wrong_secret(recipe: Mapping[str, Any]) -> str | None:
     By the name of its key, by the form of the value, or since an environment variable that is
     called a key, token, secret or password holds the same.
     """
-    own = {
-        value: name
-        for name, value in os.environ.items()
-        if VARIABLES.fullmatch(name) and len(value) >= SHORTEST
-    }
+    own = _held(SHORTEST)
     for where, key, value in _values(recipe, ""):
-        if key is not None and KEYS.fullmatch(key) and value not in ("", "none"):
+        if key is not None and _secret(where, key, value):
             return f"{where} would hold a secret: {MEND}"
         if SECRETS.search(value):
             return f"{where} holds what looks like a key: {MEND}"
@@ -52,6 +62,42 @@ def wrong_secret(recipe: Mapping[str, Any]) -> str | None:
         if (name := next((own[one] for one in own if one in value), None)) is not None:
             return f"{where} holds the value of the environment variable {name}: {MEND}"
     return None
+
+
+def without_secrets(told: T) -> T:
+    """A text, or the texts in mappings and lists, with $NAME where a variable's secret stood.
+
+    For what others have written and Keel shows: the error of a user's function may hold its key.
+    """
+    return cast(T, _without(told, sorted(_held(CUT).items(), key=lambda one: -len(one[0]))))
+
+
+def _without(told: Any, held: Sequence[tuple[str, str]]) -> Any:
+    if isinstance(told, str):
+        for value, name in held:
+            told = told.replace(value, f"${name}")
+        return told
+    if isinstance(told, Mapping):
+        return {_without(key, held): _without(value, held) for key, value in told.items()}
+    if isinstance(told, list | tuple):
+        return [_without(value, held) for value in told]
+    return told
+
+
+def _held(shortest: int) -> dict[str, str]:
+    """The values of environment variables that are called a secret, and the variables' names."""
+    return {
+        value: name
+        for name, value in os.environ.items()
+        if VARIABLES.fullmatch(name) and len(value) >= shortest
+    }
+
+
+def _secret(where: str, key: str, value: str) -> bool:
+    """Whether the value of a key is a secret, by what the key is called."""
+    if MAYBE.fullmatch(key) and ".functions." in where:
+        return LIKELY.fullmatch(value) is not None
+    return KEYS.fullmatch(key) is not None and value not in ("", "none")
 
 
 def _values(data: Any, where: str, key: str | None = None) -> Iterator[tuple[str, str | None, str]]:
@@ -68,6 +114,8 @@ def _values(data: Any, where: str, key: str | None = None) -> Iterator[tuple[str
             yield from _values(value, f"{where}.{at}".lstrip("."), key)
     elif isinstance(data, str):
         yield where, key, data
+    elif isinstance(data, int) and abs(data) >= 10**DIGITS:
+        yield where, key, hex(data)  # some numbers have more digits than str takes
 
 
 def wrong_key_name(name: str) -> str | None:

@@ -10,6 +10,9 @@ from keel.algorithms.spec import Positive, Row
 from keel.config.fields import AsTuple, BadRows, Count
 from keel.config.secrets import wrong_address, wrong_key_name
 
+Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
+"""A time limit: a year at the most, since clocks count to some number."""
+
 
 class TaskSource(Row):
     """One task of a mixture; `name` is a built-in, `reasoning_gym:NAME`, `jsonl`, `parquet`,
@@ -75,7 +78,7 @@ class Rewards(Row):
     """How rewards are called. With no functions, the task's own verdict is the reward."""
 
     functions: Annotated[tuple[RewardSource, ...], AsTuple] = ()
-    timeout: Positive = 60.0
+    timeout: Seconds = 60.0
     """Seconds that one call of one function may take."""
     on_error: Literal["stop", "skip"] = "stop"
 

@@ -158,8 +158,9 @@ def _evaluate(work: Work, progress: Progress, before: int, metrics: dict[str, fl
 def _save(work: Work, progress: Progress) -> None:
     learner = work.learner
     whole = replace(progress, learner=learner.facts(), environments=learner.environments.state())
+    last = progress.step if progress.steps >= work.stage.steps else -1
     work.session.checkpoint(
-        progress, lambda folder: state.save(folder, whole, learner), work.stage.checkpoints
+        progress, lambda folder: state.save(folder, whole, learner), work.stage.checkpoints, last
     )
 
 
@@ -169,7 +170,8 @@ def _leave(recipe: ControlRecipe, work: Work, progress: Progress) -> None:
     rows = load(folder.path).metrics()
     if rows:
         return_curve(folder.curve, rows, title=recipe.name, subtitle=work.stage.environment.id)
-    update_run_json(folder, {"environment_steps": progress.steps})
+    if progress.steps >= work.stage.steps:
+        update_run_json(folder, {"environment_steps": progress.steps})
 
 
 def _film(work: Work) -> None:

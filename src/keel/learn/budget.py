@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -13,8 +14,19 @@ from keel.types import KeelError
 
 T = TypeVar("T")
 
-_CPU_REFUSAL = "DefaultCPUAllocator: can't allocate memory"
-"""torch has no type for it: a RuntimeError that says so."""
+_REFUSALS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "MPS backend out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA driver error: out of memory",
+    "CUDA error: out of memory",
+)
+"""torch has no type for these: a RuntimeError that says so."""
+LESS = (
+    "set model.activation_checkpointing = true, learn adapters alone (model.lora), or take a "
+    "smaller model"
+)
+"""What lowers the memory that a smaller micro-batch does not."""
 
 
 class Budget:
@@ -80,4 +92,19 @@ def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that there is no memory, on whatever device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and _CPU_REFUSAL in str(error)
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _REFUSALS)
+
+
+@contextmanager
+def needing_memory(doing: str, mend: str) -> Iterator[None]:
+    """Where no smaller micro-batch would help: what the memory was for, and what needs less.
+
+    Raises:
+        KeelError: there was not enough.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise KeelError(f"out of memory while {doing}: {mend}") from error

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from keel.learn.actions import Actions
-from keel.learn.optimizer import Named
+from keel.learn.optimizer import Named, bad_weight
 from keel.types import KeelError
 
 DECISIVE = frozenset({"loss", "loss/policy", "value/loss", "grad_norm", "value/grad_norm"})
 """The metrics that say whether a step may be taken; others are only looked at."""
+
+
+_WEIGHTS = "the weights "
 
 
 class NotFinite(KeelError):
@@ -33,7 +36,7 @@ class NotFinite(KeelError):
 
 def stop_unless_finite(metrics: Mapping[str, float]) -> None:
     """Raises NotFinite where a metric that decides on a step is NaN or infinite."""
-    bad = [name for name, value in metrics.items() if name in DECISIVE and not math.isfinite(value)]
+    bad = _bad(metrics)
     if bad:
         raise NotFinite(bad)
 
@@ -50,13 +53,16 @@ class Cause:
     sequence: int | None = None
     token: int | None = None
 
+    @property
+    def weights(self) -> bool:
+        """Whether it is the weights, with which no step can be taken any more."""
+        return self.term.startswith(_WEIGHTS)
+
 
 def in_weights(parameters: Named) -> Cause | None:
     """A weight that is not finite."""
-    for name, parameter in parameters:
-        if not bool(parameter.detach().isfinite().all()):
-            return Cause(f"the weights {name}")
-    return None
+    name = bad_weight(parameters)
+    return None if name is None else Cause(f"{_WEIGHTS}{name}")
 
 
 def in_tensors(batch: Actions) -> Cause | None:
@@ -88,14 +94,15 @@ def alone(
     parameters: Named,
     clear: Callable[[], None],
 ) -> Cause:
-    """The first sequence that makes a metric or a gradient non-finite when it is learned alone.
+    """The first sequence that makes the loss or a gradient non-finite when it is learned alone.
 
-    `learn(i)` leaves the gradient of sequence i in the parameters and tells its metrics.
+    `learn(i)` leaves the gradient of sequence i in the parameters and tells its metrics, of which
+    only those that decide on a step count.
     """
     for i in sequences:
         clear()
         metrics = learn(i)
-        bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+        bad = _bad(metrics)
         grown = [name for name, p in parameters if p.grad is not None and not _finite(p.grad)]
         clear()
         if bad:
@@ -118,6 +125,11 @@ def place_of(at: int, lengths: Sequence[int]) -> tuple[int, int]:
             return i, at
         at -= length
     raise IndexError(at)
+
+
+def _bad(metrics: Mapping[str, float]) -> list[str]:
+    """The metrics that forbid a step."""
+    return [name for name in metrics if name in DECISIVE and not math.isfinite(metrics[name])]
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 from keel.algorithms.spec import GAE, Algorithm, BatchNormalised
 from keel.config.entry import load_entry
 from keel.learn.actions import Actions
+from keel.learn.budget import out_of_memory
 from keel.models.scores import Scores
 from keel.objective import (
     correction,
@@ -359,13 +360,15 @@ def check_entries(row: Algorithm) -> None:
 
 
 def _users(what: str, choice: Any, signals: Mapping[str, Tensor]) -> Tensor:
-    """Call a user's own function; what it raises is named as theirs."""
+    """Call a user's own function; what it raises is named as theirs, but for a lack of memory."""
     function = load_entry(choice.function, what)
     try:
         return _call(function, {**choice.options, **signals})
     except KeelError:
         raise
     except Exception as error:
+        if out_of_memory(error):
+            raise  # a smaller micro-batch may have room
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise KeelError(f"{what}: {choice.function} raised {message}") from error
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from keel.config.optimisation import Optimizer
+from keel.learn.budget import LESS, needing_memory
+from keel.types import KeelError
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -65,6 +67,11 @@ class AdamW:
             group["lr"] = rate
         self.inner.step()
 
+    @property
+    def began(self) -> bool:
+        """Whether a step was ever taken."""
+        return bool(self.inner.state)
+
     def clear(self) -> None:
         """Drop the gradient."""
         self.inner.zero_grad(set_to_none=True)
@@ -93,22 +100,59 @@ def step_all(optimizers: Sequence[AdamW], rates: Sequence[float]) -> list[float]
     """Clip, step each at its learning rate and clear the gradients; the norms before clipping.
 
     Where one of the norms is not finite none takes a step, and all weights stay as they were.
+
+    Raises:
+        KeelError: a step made a weight NaN or infinite, or there is no memory for the moments.
     """
     norms = [optimizer.clip() for optimizer in optimizers]
     if all(math.isfinite(norm) for norm in norms):
-        for optimizer, rate in zip(optimizers, rates, strict=True):
-            optimizer.apply(rate)
+        with needing_memory("the optimizer stepped", LESS):
+            for optimizer, rate in zip(optimizers, rates, strict=True):
+                optimizer.apply(rate)
+        for optimizer in optimizers:
+            _check(optimizer.parameters)
     for optimizer in optimizers:
         optimizer.clear()
     return norms
+
+
+def bad_weight(parameters: Named) -> str | None:
+    """The name of the first weight that holds a NaN or an infinity."""
+    with torch.no_grad():
+        for name, parameter in parameters:
+            if not bool(parameter.isfinite().all()):
+                return name
+    return None
+
+
+@torch.no_grad()
+def _check(parameters: Named) -> None:
+    """Raises KeelError where a weight that was stepped is not finite, before anything reads it."""
+    # One pass of a norm, a share of what the step itself costs. The squares of weights that are
+    # finite may not be: so the norm acquits, and only the search convicts.
+    if math.isfinite(_norm([p for _, p in parameters])):
+        return
+    name = bad_weight(parameters)
+    if name is not None:
+        raise KeelError(
+            f"the optimizer step made the weights {name} non-finite: nothing of them was saved; "
+            "lower optimizer.learning_rate"
+        )
 
 
 def _clip(parameters: list[nn.Parameter], limit: float) -> float:
     """Shorten the gradient, all of it together, to `limit`; its norm before."""
     if len(parameters) > 1 or parameters[0].grad is None:
         return float(nn.utils.clip_grad_norm_(parameters, limit))
-    # The same of one vector, without the cost of grouping tensors.
-    norm = float(torch.linalg.vector_norm(parameters[0].grad))
+    norm = _norm([parameters[0].grad])
     if norm > limit:
         parameters[0].grad.mul_(limit / (norm + 1e-6))
     return norm
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    """The length of all of them as one vector."""
+    if len(tensors) > 1:
+        return float(nn.utils.get_total_norm(tensors))
+    # The same of one vector, without the cost of grouping tensors.
+    return float(torch.linalg.vector_norm(tensors[0]))

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from keel.config.secrets import without_secrets
 from keel.config.suggest import unknown
 from keel.rewards.batch import Batch, Log, Logged, arguments, columns
 from keel.rewards.calling import AsyncCalls, LoopThread, Outcome, call, call_each
@@ -229,7 +230,7 @@ class Scorer:
             else:
                 for at, one in enumerate(said):
                     if one.wrong is not None and self.on_error == "stop":
-                        raise KeelError(f"{where}: {_sample(batch, at, places)}: {one.wrong}")
+                        raise _error(f"{where}: {_sample(batch, at, places)}: {one.wrong}", outcome)
                 return said
         if self.on_error == "stop":
             raise _error(f"{where} ({_range(batch)}): {wrong}", outcome) from outcome.error
@@ -292,6 +293,8 @@ class Scorer:
 
 
 def _error(line: str, outcome: Outcome) -> KeelError:
+    """What a function of the user's says in it may hold a key of its own."""
+    line = without_secrets(line)
     return Hung(line, outcome.stack) if outcome.timed_out else KeelError(line)
 
 

@@ -22,17 +22,22 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+STOP = "stop"
+"""Set in the manifest of a checkpoint that is there only because the run was asked to stop."""
+_REPLACED = files.ASIDE + "_replaced-"
+"""Prefix of a checkpoint that steps aside for its successor. No stage's name begins so."""
 BROKEN = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 """Errors that say a file is damaged; others say that it cannot be read by us, or now."""
 R = TypeVar("R", bound="DataclassInstance")
 
 
 @contextmanager
-def writing(target: Path) -> Iterator[Path]:
+def writing(target: Path, stop: bool = False) -> Iterator[Path]:
     """A folder to fill, which becomes `target` when the block ends well and vanishes otherwise.
 
     On leaving, a manifest with the SHA-256 and size of every file is added, all is put on the disk
-    and the folder renamed. A checkpoint that was there is replaced.
+    and the folder renamed. A checkpoint that was there is replaced; one killed on the way leaves
+    it for `bring_back`. With `stop` it goes once there is a newer one (see `prune`).
 
     Raises:
         KeelError: the disk is full, or the folder cannot be written.
@@ -45,7 +50,7 @@ def writing(target: Path) -> Iterator[Path]:
         aside.mkdir()
         try:
             yield aside
-            _finish(aside, target.name)
+            _finish(aside, target.name, stop)
             _put(aside, target)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)  # what stays is cleaned at the next start
@@ -110,18 +115,46 @@ def size(path: Path) -> int:
 
 
 def prune(folder: RunFolder, keep: int, protect: Collection[Path] = ()) -> list[Path]:
-    """Deletes all checkpoints but the newest `keep` and the protected ones; returns what went."""
+    """Deletes all checkpoints but the newest `keep` and the protected ones; returns what went.
+
+    Those that a stop left go first, unless one is the newest: a run that was never stopped has
+    none.
+    """
     if keep < 1:
         raise ValueError(f"keep = {keep} would delete the newest checkpoint")
     protected = {path.absolute() for path in protect}
-    old = [entry.path for entry in folder.list_checkpoints()[:-keep]]
-    going = [path for path in old if path.absolute() not in protected]
+    there = [entry.path for entry in folder.list_checkpoints()]
+    going = [path for path in there[:-1] if _of_a_stop(path)]
+    old = [path for path in there if path not in going][:-keep]
+    going += [path for path in old if path.absolute() not in protected]
     for path in going:
         files.remove(path)
     return going
 
 
-def _finish(folder: Path, name: str) -> None:
+def bring_back(folder: RunFolder) -> None:
+    """Gives checkpoints their names back that a process died over while it replaced them.
+
+    Only the process that holds the run folder's lock may call this.
+    """
+    for path in sorted(folder.checkpoints_folder.glob(f"{_REPLACED}*")):
+        target = path.with_name(path.name.removeprefix(_REPLACED))
+        if not target.exists():
+            with files.told(target):
+                path.rename(target)
+                files.sync_folder(target.parent)
+
+
+def _of_a_stop(path: Path) -> bool:
+    """Whether only a stop left this checkpoint."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and manifest.get(STOP) is True
+
+
+def _finish(folder: Path, name: str, stop: bool) -> None:
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     listed = {
         path.relative_to(folder).as_posix(): {
@@ -131,7 +164,7 @@ def _finish(folder: Path, name: str) -> None:
         for path in found
     }
     manifest = folder / MANIFEST
-    whole = {"format": FORMAT, "name": name, "files": listed}
+    whole = {"format": FORMAT, "name": name, **({STOP: True} if stop else {}), "files": listed}
     manifest.write_text(json.dumps(whole, indent=2) + "\n", "utf-8")
     for path in (*found, manifest):
         files.sync_file(path)
@@ -140,8 +173,8 @@ def _finish(folder: Path, name: str) -> None:
 
 
 def _put(aside: Path, target: Path) -> None:
-    """Renames; a folder in the way (a damaged checkpoint) steps aside first."""
-    old = target.with_name(files.ASIDE + "old-" + target.name)
+    """Renames; a checkpoint in the way steps aside first."""
+    old = target.with_name(_REPLACED + target.name)
     if old.exists():
         files.remove(old)
     if target.exists():

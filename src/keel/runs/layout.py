@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from keel.types import KeelError, Side
 STEP_DIGITS = 6
 RECIPE = "recipe.toml"
 LOCK = ".lock"
+_TRIES = 100
+"""How often the next number is asked for where others take it at the same time."""
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _STEP_NAME = re.compile(r"(?:(?P<stage>.+)-)?step-(?P<step>\d{6,})")
 
@@ -47,32 +49,29 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The paths of one run. `stages` are the names of the recipe's stages, in order."""
+    """The paths of one run. `stages` are the names of the recipe's stages, in order.
+
+    `made` says that the folder itself was made for this run, not only what is in it.
+    """
 
     path: Path
     stages: tuple[str, ...]
+    made: bool = field(default=False, compare=False)
 
     @staticmethod
     def create(path: Path | str, recipe: str) -> RunFolder:
         """A new run folder that holds the recipe (TOML, every default written out).
+
+        Whoever may not be alone calls it under the folder's lock, as `opening.created` does.
 
         Raises:
             KeelError: the folder exists and is not empty, or cannot be made; the recipe is no TOML
                 or a stage's name is no file name.
         """
         path = Path(path)
-        stages = _stage_names(_parse(recipe, "the recipe"), "the recipe")
-        if path.exists() and not path.is_dir():
-            raise KeelError(f"run folder {path} is a file: choose another with --run DIR")
-        with files.told(path, "make"):
-            path.mkdir(parents=True, exist_ok=True)
-            taken = [p for p in path.iterdir() if not _of_a_start(p)]
-        if taken:
-            raise KeelError(
-                f"run folder {path} exists and is not empty: "
-                "go on with it by --resume, or choose another with --run DIR"
-            )
-        folder = RunFolder(path, stages)
+        stages = stages_of(recipe)
+        made = make_free(path)
+        folder = RunFolder(path, stages, made)
         with files.told(path, "make"):
             folder.rollouts_folder.mkdir(exist_ok=True)
             folder.checkpoints_folder.mkdir(exist_ok=True)
@@ -105,7 +104,7 @@ class RunFolder:
             ) from None
         except (OSError, UnicodeDecodeError) as error:
             raise KeelError(f"cannot read {recipe}: {error}") from error
-        return RunFolder(path, _stage_names(_parse(text, str(recipe)), str(recipe)))
+        return RunFolder(path, stages_of(text, str(recipe)))
 
     @property
     def recipe(self) -> Path:
@@ -170,6 +169,20 @@ class RunFolder:
         """What went wrong in flight: batches with values that are not finite, stacks of hangs."""
         return self.path / "faults"
 
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Those that a run writes files or folders into, whole or not at all."""
+        return (
+            self.rollouts_folder,
+            self.checkpoints_folder,
+            self.pictures,
+            self.rewards,
+            self.quarantine,
+            self.faults,
+            self.path / "models",
+            self.path / "rows",
+        )
+
     def model(self, stage: str) -> Path:
         """The reward model that a stage made, as a plain model folder."""
         return self.path / "models" / stage
@@ -227,6 +240,52 @@ def next_free(root: Path | str, recipe_name: str) -> Path:
             if match:
                 taken.append(int(match[1]))
     return root / f"{name}-{max(taken) + 1}"
+
+
+def stages_of(recipe: str, where: str = "the recipe") -> tuple[str, ...]:
+    """The names of the stages of a recipe (TOML), in order.
+
+    Raises:
+        KeelError: it is no TOML, has no stages, or a stage's name is no file name.
+    """
+    return _stage_names(_parse(recipe, where), where)
+
+
+def make_free(path: Path) -> bool:
+    """Makes the folder for a new run, or finds one that is free for it; whether it was made.
+
+    Raises:
+        KeelError: the folder is a file, holds something, or cannot be made.
+    """
+    if path.exists() and not path.is_dir():
+        raise KeelError(f"run folder {path} is a file: choose another with --run DIR")
+    with files.told(path, "make"):
+        made = not path.exists()
+        path.mkdir(parents=True, exist_ok=True)
+        taken = [p for p in path.iterdir() if not _of_a_start(p)]
+    if taken:
+        raise KeelError(
+            f"run folder {path} exists and is not empty: "
+            "go on with it by --resume, or choose another with --run DIR"
+        )
+    return made
+
+
+def make_next(root: Path | str, recipe_name: str) -> Path:
+    """Makes the folder `next_free` and nobody else's: whoever asks at the same time gets another.
+
+    Raises KeelError where it cannot be made.
+    """
+    for left in reversed(range(_TRIES)):
+        path = next_free(root, recipe_name)
+        with files.told(path, "make"):
+            try:
+                path.mkdir(parents=True)
+                return path
+            except FileExistsError:
+                if left == 0:
+                    raise
+    raise AssertionError("unreachable")
 
 
 def _of_a_start(path: Path) -> bool:

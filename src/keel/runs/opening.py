@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import errno
 import platform
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 from keel.runs import checkpoint, files
 from keel.runs.interrupt import catching
-from keel.runs.layout import Entry, RunFolder, next_free
+from keel.runs.layout import Entry, RunFolder, make_free, make_next, stages_of
 from keel.runs.lock import locked, refuse_if_taken
 from keel.runs.record import Recorder, truncate_after, update_run_json
 from keel.runs.session import Reached, Session
@@ -28,17 +28,28 @@ Damage = list[tuple[Path, str]]
 
 
 def created(recipe: str, name: str, path: Path | str | None) -> RunFolder:
-    """A new run folder for a recipe (TOML): the next free one under runs/ unless named."""
-    place = Path(path) if path is not None else next_free(RUNS, name)
-    refuse_if_taken(place)
-    return RunFolder.create(place, recipe)
+    """A new run folder for a recipe (TOML): the next free one under runs/ unless named.
+
+    Of two that start in one folder the first to hold its lock writes its recipe, the other is
+    refused. The folder is absolute: what a run calls may change the working directory.
+    """
+    if path is not None:
+        refuse_if_taken(Path(path))
+    stages = stages_of(recipe)  # before anything is made
+    if path is None:
+        place, made = make_next(RUNS, name).absolute(), True
+    else:
+        place = Path(path).absolute()
+        made = make_free(place)
+    with locked(RunFolder(place, stages)):
+        return replace(RunFolder.create(place, recipe), made=made)
 
 
 def resumed(path: Path | str | None) -> RunFolder:
     """The run folder that a run goes on in."""
     if path is None:
         raise KeelError("--resume goes on with a run: name its folder with --run DIR")
-    return RunFolder.open(path)
+    return RunFolder.open(Path(path).absolute())
 
 
 @contextmanager
@@ -121,11 +132,12 @@ def _changed(begun: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _where_to_begin(place: RunFolder) -> tuple[Entry | None, Damage]:
-    """The newest whole checkpoint, and the damaged ones passed over.
+    """The newest whole checkpoint, and the damaged ones passed over; replaced ones are back.
 
     Raises KeelError where none is whole: to begin anew would throw away what they cost.
     """
     damaged: Damage = []
+    checkpoint.bring_back(place)
     newest = checkpoint.newest_whole(place, lambda path, wrong: damaged.append((path, wrong)))
     if newest is None and damaged:
         said = "; ".join(f"{path.name}: {wrong}" for path, wrong in damaged[:2])
@@ -167,7 +179,10 @@ def _mendable(place: RunFolder, error: KeelError | OSError) -> str | None:
 
 
 def _leaves_nothing(place: RunFolder) -> bool:
-    """Deletes the folder of a new run where nothing in it is worth keeping; whether it did."""
+    """Empties the folder of a new run where nothing in it is worth keeping; whether it did.
+
+    A folder that was there before the run stays.
+    """
     if place.metrics.exists() and place.metrics.stat().st_size > 0:
         return False
     made = [place.checkpoints_folder, place.rewards, place.quarantine, place.faults]
@@ -178,8 +193,15 @@ def _leaves_nothing(place: RunFolder) -> bool:
         files.present(place.path)
     except KeelError:
         return False  # what lies there now is not ours
-    shutil.rmtree(place.path, ignore_errors=True)
-    return True
+    # What another start may find comes last, and before it the recipe: a run that cannot be
+    # deleted can be gone on with.
+    last = [place.recipe, place.rollouts_folder, place.checkpoints_folder, place.lock]
+    with suppress(OSError, KeelError):
+        for path in [p for p in place.path.iterdir() if p not in last] + last:
+            files.remove(path)
+        if place.made:
+            place.path.rmdir()
+    return not place.recipe.exists()
 
 
 class _Steady:

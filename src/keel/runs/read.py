@@ -97,7 +97,9 @@ class Run:
                 f"no rollouts of step {step} in {self.folder.path}: {path} is not there"
             )
         try:
-            rows: list[Record] = pq.read_table(path).to_pylist()
+            rows: list[Record] = pq.read_table(
+                path, use_threads=False, pre_buffer=False
+            ).to_pylist()
         except (OSError, pa.ArrowException) as error:
             raise KeelError(f"cannot read {path}: {error}: leave this step out") from error
         for row in rows:

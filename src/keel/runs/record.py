@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from keel.config.secrets import without_secrets
 from keel.runs import encoding, files
 from keel.runs import rollouts as rollout_table
 from keel.runs.layout import Place, RunFolder
@@ -73,7 +74,8 @@ class Recorder:
 
     def event(self, kind: str, **values: Any) -> None:
         """A row of events.jsonl, with the time (seconds since 1970, UTC)."""
-        self._events.write({"time": round(self._clock(), 3), "event": kind}, values)
+        first = {"time": round(self._clock(), 3), "event": kind}
+        self._events.write(first, without_secrets(values))
 
     def rollouts(self, stage: int, step: int, rows: Sequence[RolloutRow]) -> None:
         """The rollouts of a step, replacing those there were. No rows, no file."""
@@ -127,7 +129,7 @@ def truncate_after(folder: RunFolder, stage: int, step: int) -> None:
     for entry in (*folder.list_rollouts(), *folder.list_checkpoints()):
         if entry.place > keep_to:
             files.remove(entry.path)
-    for inside in (folder.path, folder.rollouts_folder, folder.checkpoints_folder):
+    for inside in (folder.path, *folder.folders):
         files.remove_leftovers(inside)
 
 

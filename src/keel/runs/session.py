@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from keel.config.optimisation import Checkpoints
+from keel.config.secrets import without_secrets
 from keel.runs import checkpoint
 from keel.runs.interrupt import Interrupt
 from keel.runs.layout import Place, RunFolder
@@ -35,6 +36,12 @@ class Progress(Protocol):
 def due(every: int, step: int) -> bool:
     """Whether something done every so many steps (0: never) is done after this one."""
     return every > 0 and step % every == 0
+
+
+def _scheduled(progress: Progress, steps: int, choice: Checkpoints) -> bool:
+    """Whether a run that nobody stops leaves a checkpoint here."""
+    step = progress.step
+    return step > 0 and (due(choice.every, step) or step in (steps, progress.best_step))
 
 
 class Clock:
@@ -98,6 +105,7 @@ class Session:
 
     def note(self, text: str) -> None:
         """Something worth knowing, for whoever watches now or reads later."""
+        text = without_secrets(text)
         self.watcher.note(text)
         self.recorder.event("note", text=text)
 
@@ -161,22 +169,30 @@ class Session:
 
     def checkpoint_due(self, progress: Progress, steps: int, choice: Checkpoints) -> bool:
         """Every so many steps, at the end, at the best, and when asked to stop."""
-        step = progress.step
-        return due(choice.every, step) or step in (steps, progress.best_step) or self.interrupted
+        return _scheduled(progress, steps, choice) or self.interrupted
 
     def checkpoint(
-        self, progress: Progress, fill: Callable[[Path], None], choice: Checkpoints
+        self,
+        progress: Progress,
+        fill: Callable[[Path], None],
+        choice: Checkpoints,
+        steps: int | None = None,
     ) -> None:
         """Leave a checkpoint that `fill` writes, whole or not at all, and let old ones go.
 
-        The newest `choice.keep` of the run stay, and of each stage the one that did best.
+        The newest `choice.keep` of the run stay, and of each stage the one that did best. Where
+        `steps`, those of the stage, say that only a stop asked for it, it goes with the next. One
+        that is there already stays as it is.
         """
         start = time.perf_counter()
         stage, step = progress.stage, progress.step
+        if self.reached.checkpoint == Place(stage, step):
+            return
         self.recorder.sync()
         best = self._best(progress)
         target = self.folder.checkpoint(stage, step)
-        with checkpoint.writing(target) as aside:
+        stop = steps is not None and not _scheduled(progress, steps, choice)
+        with checkpoint.writing(target, stop) as aside:
             fill(aside)
         self.reached.checkpoint = Place(stage, step)
         checkpoint.prune(self.folder, choice.keep, best)

@@ -16,14 +16,14 @@ from keel.models.encode import Encoder
 from keel.models.policy import Policy, load_policy
 from keel.rewards.surroundings import Surroundings
 from keel.runs.layout import RECIPE, RunFolder
-from keel.tasks import PromptStream, build_tasks, heldout
+from keel.tasks import PromptStream, build_tasks, heldout, stored
 from keel.train.evaluate import Evaluator
 from keel.train.export import pick_checkpoint
 from keel.train.rewarding import load_rewards, scorer, surroundings
 from keel.train.rollout import Sampler
 from keel.train.state import POLICY
 from keel.train.work import longest_prompt
-from keel.types import KeelError, Prompt
+from keel.types import KeelError, Prompt, Task
 
 
 def evaluate(
@@ -142,7 +142,17 @@ def _run(stage: RLStage, policy: Policy, seed: int, around: Surroundings) -> dic
         scorer=judge,
         choice=rollout,
         seed=seed,
+        less="lower --prompts or --max-tokens",
     )
     with closing(judge):
         result = Evaluator(sampler, judge, chosen, choice)(0)
-    return {**result, "left_out": len(left_out)}
+    return {**result, "left_out": len(left_out) + sum(map(_unreadable, ordered))}
+
+
+def _unreadable(task: Task) -> int:
+    """How many rows of the file that a task's held-out side is read from could not be read."""
+    data = stored(task)
+    if data is None:
+        return 0
+    source = data.sides["heldout"].where.source
+    return sum(row.why == "bad" and row.source == source for row in data.left_out)

@@ -7,19 +7,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
+from keel.config.optimisation import OnNonfinite
 from keel.learn.batch import Batch
+from keel.learn.budget import LESS, needing_memory
 from keel.learn.finite import Cause, NotFinite
+from keel.learn.optimizer import Named, bad_weight
 from keel.runs import checkpoint
 from keel.runs.files import make_folder, write_text
 from keel.runs.session import Session
 from keel.runs.watchdog import Hung
 from keel.types import KeelError
 
-Choice = Literal["stop", "skip"]
+SEARCHED = 8
+"""Faults of a stage whose cause is searched for and whose batch is kept; more say no more."""
+ENOUGH = 20
+"""Optimizer steps not taken, with none ever taken, after which a stage is not worth going on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +54,69 @@ class Fault:
         )
 
 
-def met(
-    session: Session, fault: Fault, choice: Choice, fill: Callable[[Path], None], error: NotFinite
+@dataclass(frozen=True, slots=True)
+class Met:
+    """Where a step could not be taken, and what was before.
+
+    `skipped` counts the steps of the stage that were not taken before; `began` says whether one
+    ever was.
+    """
+
+    stage: str
+    step: int
+    number: int
+    names: tuple[str, ...]
+    skipped: int
+    began: bool
+
+    def fault(self, cause: Cause, sequence: str) -> Fault:
+        return Fault(self.stage, self.step, self.number, self.names, cause, sequence)
+
+
+def searched(session: Session, met: Met, choice: OnNonfinite, parameters: Named) -> bool:
+    """Whether the cause is to be searched for; where not, the fault is noted here.
+
+    The first of a stage are, and whatever ends the run.
+
+    Raises:
+        KeelError: no step of the stage was ever taken, and enough were tried.
+    """
+    line = f"{met.stage} step {met.step}: {', '.join(met.names)} came out non-finite"
+    if choice == "skip" and not met.began and met.skipped + 1 >= ENOUGH:
+        raise KeelError(
+            f"{line}, as in all {met.skipped + 1} optimizer steps of {met.stage}, so that nothing "
+            f"was learned: see the causes in {session.folder.faults}, and lower "
+            "optimizer.learning_rate or mend what they name"
+        )
+    if choice == "stop" or met.skipped < SEARCHED or bad_weight(parameters) is not None:
+        return True
+    session.note(f"{line}; the optimizer step was not taken (the first {SEARCHED} say more)")
+    return False
+
+
+def kept(
+    session: Session,
+    fault: Fault,
+    choice: OnNonfinite,
+    fill: Callable[[Path], None],
+    error: NotFinite,
 ) -> None:
     """Keep what was learned from in the run folder; then stop, or note it and go on.
 
     Raises:
-        KeelError: the recipe does not say to go on.
+        KeelError: the recipe does not say to go on, or the weights themselves are not finite.
     """
     name = f"{fault.stage}-step-{fault.step:06d}-{fault.number}"
     target = session.folder.faults / name
-
-    def whole(folder: Path) -> None:
-        fill(folder)
-        checkpoint.save_json(folder / "cause.json", dataclasses.asdict(fault))
-
     with checkpoint.writing(target) as aside:
-        whole(aside)
+        fill(aside)
+        checkpoint.save_json(aside / "cause.json", dataclasses.asdict(fault))
     session.recorder.event("not_finite", **dataclasses.asdict(fault))
+    if fault.cause.weights:
+        raise KeelError(
+            f"{fault.line}; its batch is in {target}: no step can be taken from such weights: "
+            "lower optimizer.learning_rate and go on from a checkpoint before, or mend the model"
+        ) from error
     if choice == "stop":
         raise KeelError(
             f"{fault.line}; its batch is in {target}: lower optimizer.learning_rate, or set "
@@ -76,9 +127,13 @@ def met(
 
 @contextmanager
 def keeping_stacks(session: Session) -> Iterator[None]:
-    """A call that gave no answer leaves its stack in the run folder."""
+    """A call that gave no answer leaves its stack in the run folder.
+
+    Memory that runs out where nothing nearer says what for is a KeelError too.
+    """
     try:
-        yield
+        with needing_memory("a model or batch was made ready", LESS):
+            yield
     except Hung as error:
         if not error.stack:
             raise

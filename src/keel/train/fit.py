@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from keel.config.optimisation import Checkpoints, Optimizer
-from keel.learn.budget import Budget
+from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer
+from keel.learn.budget import LESS, Budget, needing_memory
 from keel.learn.finite import NotFinite, alone, in_weights, stop_unless_finite
 from keel.learn.optimizer import AdamW, learning_rate
 from keel.models.policy import Policy
@@ -63,7 +63,7 @@ class Fit(Generic[B]):
     optimizer: AdamW
     choice: Optimizer
     budget: Budget
-    on_nonfinite: faults.Choice
+    on_nonfinite: OnNonfinite
     checkpoints: Checkpoints
     session: Session
     modules: Mapping[str, nn.Module]
@@ -81,16 +81,14 @@ class Fit(Generic[B]):
 def run(fit: Fit[Any], progress: Progress) -> Progress:
     """From `progress` to the last step of the stage, or until the run is asked to stop."""
     session = fit.session
-    if session.interrupted:
-        save(fit, progress)
     if progress.before is None and fit.evaluate is not None and not session.interrupted:
-        before = fit.evaluate()
+        before = measured(fit.evaluate)
         session.measured(progress, before.as_dict(), "before")
         progress = replace(progress, before=before.headline())
     while progress.step < fit.steps and not session.interrupted:
         start = time.perf_counter()
         number = progress.step + 1
-        learned = take_step(fit, progress.stage, number)
+        learned = take_step(fit, progress, number)
         progress = _after(fit, progress, learned)
         metrics = {**learned.metrics, "num_tokens": float(progress.tokens)}
         if fit.on_nonfinite == "skip":
@@ -99,7 +97,7 @@ def run(fit: Fit[Any], progress: Progress) -> Progress:
         result: Measured | None = None
         if fit.evaluate is not None and (last or due(fit.evaluate_every, number)):
             with session.clock("evaluate"):
-                result = fit.evaluate()
+                result = measured(fit.evaluate)
             metrics |= {f"eval/{name}": value for name, value in result.headline().items()}
             session.measured(progress, result.as_dict(), "after" if last else "during")
         session.recorded(progress, metrics, [], time.perf_counter() - start)
@@ -108,10 +106,18 @@ def run(fit: Fit[Any], progress: Progress) -> Progress:
             fit.show(result)
         if session.checkpoint_due(progress, fit.steps, fit.checkpoints):
             save(fit, progress)
+    if session.interrupted and progress.step == 0:
+        save(fit, progress)
     return progress
 
 
-def take_step(fit: Fit[Any], stage: int, number: int) -> Learned:
+@needing_memory("the held-out rows were measured", f"lower token_budget, {LESS}")
+def measured(evaluate: Callable[[], Measured]) -> Measured:
+    """What the held-out rows say."""
+    return evaluate()
+
+
+def take_step(fit: Fit[Any], progress: Progress, number: int) -> Learned:
     """One optimizer step on the rows of a step, or none where it would not be finite."""
     with fit.session.clock("data"):
         rows = fit.rows.draw(number)
@@ -121,8 +127,8 @@ def take_step(fit: Fit[Any], stage: int, number: int) -> Learned:
             learned = improve(fit, rows, rate)
         except NotFinite as error:
             fit.optimizer.clear()
-            _tell(fit, rows, fit.session.folder.stages[stage], number, error)
-            learned = Learned({}, 0)
+            _tell(fit, rows, progress, number, error)
+            learned = Learned({}, sum(fit.rows.lengths(rows)))  # they entered the model
     return replace(learned, metrics={**learned.metrics, "learning_rate": rate})
 
 
@@ -137,9 +143,10 @@ def improve(fit: Fit[Any], rows: Any, rate: float) -> Learned:
     return replace(learned, metrics={**learned.metrics, **norm})
 
 
+@needing_memory("a checkpoint was written", LESS)
 def save(fit: Fit[Any], progress: Progress) -> None:
     """Leave a checkpoint."""
-    fit.session.checkpoint(progress, fit.state(progress).save, fit.checkpoints)
+    fit.session.checkpoint(progress, fit.state(progress).save, fit.checkpoints, fit.steps)
 
 
 def _after(fit: Fit[Any], progress: Progress, learned: Learned) -> Progress:
@@ -154,10 +161,14 @@ def _after(fit: Fit[Any], progress: Progress, learned: Learned) -> Progress:
     )
 
 
-def _tell(fit: Fit[Any], rows: Any, stage: str, number: int, error: NotFinite) -> None:
+def _tell(fit: Fit[Any], rows: Any, progress: Progress, number: int, error: NotFinite) -> None:
     """Name the cause, keep the rows; stop, where the recipe does not say to go on."""
-    ones = fit.rows.alone(rows)
     parameters = fit.optimizer.parameters
+    stage = fit.session.folder.stages[progress.stage]
+    met = faults.Met(stage, number, 0, error.names, progress.skipped, fit.optimizer.began)
+    if not faults.searched(fit.session, met, fit.on_nonfinite, parameters):
+        return
+    ones = fit.rows.alone(rows)
     cause = in_weights(parameters) or alone(
         lambda i: fit.rows.learn(ones[i], fit.budget.tokens).metrics,
         range(len(ones)),
@@ -165,7 +176,10 @@ def _tell(fit: Fit[Any], rows: Any, stage: str, number: int, error: NotFinite) -
         fit.optimizer.clear,
     )
     where = "" if cause.sequence is None else f"row {cause.sequence} of the step"
-    fault = faults.Fault(stage, number, 0, error.names, cause, where)
-    faults.met(
-        fit.session, fault, fit.on_nonfinite, lambda folder: fit.rows.keep(folder, rows), error
+    faults.kept(
+        fit.session,
+        met.fault(cause, where),
+        fit.on_nonfinite,
+        lambda folder: fit.rows.keep(folder, rows),
+        error,
     )

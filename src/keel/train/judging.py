@@ -227,6 +227,7 @@ def _sample(work: Work, stage: JudgingStage, make: rows_sampled.Make) -> str:
                 temperature=choice.temperature,
             ),
             seed=seed,
+            less=f"lower {stage.name}.sampled.max_tokens or {stage.name}.sampled.group_size",
         )
         held = source.heldout(choice.heldout)
         judge.check(held)

@@ -17,6 +17,7 @@ import torch
 from keel.config.schema import RLStage
 from keel.config.seeds import derive
 from keel.learn.batch import Batch, from_groups
+from keel.learn.budget import LESS, needing_memory
 from keel.learn.estimate import estimate, outcome
 from keel.learn.finite import NotFinite
 from keel.learn.learner import Learner, cause_of, update
@@ -124,8 +125,14 @@ def take_step(loop: Loop, progress: Progress, number: int) -> Step:
     if learner.reference is not None and every is not None and number % every == 0:
         learner.reference.refresh(learner.policy)
     with clock("sync"):
-        loop.sampler.engine.sync(dict(learner.policy.model.named_parameters()))
+        sync(loop)
     return Step(rollouts, _recorded(batch, learned.parts), metrics, beta, learned.skipped)
+
+
+@needing_memory("the engine took the weights over", LESS)
+def sync(loop: Loop) -> None:
+    """Give the engine the weights as they are now."""
+    loop.sampler.engine.sync(dict(loop.learner.policy.model.named_parameters()))
 
 
 def measure(loop: Loop, rollouts: Rollouts, beta: float) -> Batch:
@@ -173,10 +180,16 @@ def improve(
         try:
             taken.append(update(loop.learner, row, part, progress.beta, rates))
         except NotFinite as error:
-            skipped += 1
-            _not_taken(
-                loop, rollouts, part, places, (progress.stage, number, at), progress.beta, error
+            met = faults.Met(
+                loop.session.folder.stages[progress.stage],
+                number,
+                at,
+                error.names,
+                progress.skipped + skipped,
+                loop.learner.optimizer.began,
             )
+            _not_taken(loop, rollouts, part, places, met, progress.beta, error)
+            skipped += 1
     metrics = {name: float(np.mean([m[name] for m in taken])) for name in taken[0]} if taken else {}
     watched = {
         **_state_of(batch.select(keep)),
@@ -215,9 +228,11 @@ def adapted(
     return divergences.adapt_ppo(beta, kl=kl, target=rule.target)
 
 
+@needing_memory("a checkpoint was written", LESS)
 def save(loop: Loop, progress: Progress) -> None:
     """Leave a checkpoint."""
-    loop.session.checkpoint(progress, state_of(loop, progress).save, loop.stage.checkpoints)
+    stage, state = loop.stage, state_of(loop, progress)
+    loop.session.checkpoint(progress, state.save, stage.checkpoints, stage.steps)
 
 
 def state_of(loop: Loop, progress: Progress) -> State:
@@ -234,24 +249,25 @@ def _not_taken(
     rollouts: Rollouts,
     part: Batch,
     places: Sequence[int],
-    at: tuple[int, int, int],
+    met: faults.Met,
     beta: float,
     error: NotFinite,
 ) -> None:
-    """An optimizer step that was not: `at` is its stage, step and number within the step."""
-    stage, number, taken = at
+    """An optimizer step that was not: why, and its batch into the run folder, or a note."""
+    choice, optimizers = loop.stage.on_nonfinite, loop.learner.optimizers.values()
+    parameters = [pair for optimizer in optimizers for pair in optimizer.parameters]
+    if not faults.searched(loop.session, met, choice, parameters):
+        return
     cause = cause_of(loop.learner, loop.stage.algorithm, part, beta)
     where = ""
     if cause.sequence is not None:
         prompts = [group.prompt.id for group in rollouts.groups for _ in group.completions]
         place = places[cause.sequence]
         where = f"sequence {place} (prompt {prompts[place]!r})"
-    name = loop.session.folder.stages[stage]
-    fault = faults.Fault(name, number, taken, error.names, cause, where)
-    faults.met(
+    faults.kept(
         loop.session,
-        fault,
-        loop.stage.on_nonfinite,
+        met.fault(cause, where),
+        choice,
         lambda folder: faults.write_batch(folder, part),
         error,
     )

@@ -11,11 +11,11 @@ from keel.algorithms.spec import Algorithm
 from keel.config.schema import Rollout as RolloutChoice
 from keel.config.seeds import derive
 from keel.engines.turns import converse
-from keel.learn.budget import out_of_memory
+from keel.learn.budget import needing_memory
 from keel.rewards.score import Scorer
-from keel.runs.watchdog import watching
+from keel.runs.watchdog import Hung, watching
 from keel.tasks.mixture import PromptStream
-from keel.types import Engine, Group, KeelError, Prompt, Sampling, Task, Verdict
+from keel.types import Engine, Group, Prompt, Sampling, Task, Verdict
 
 Judged = tuple[Verdict, ...]
 
@@ -42,6 +42,8 @@ class Sampler:
     scorer: Scorer
     choice: RolloutChoice
     seed: int
+    less: str = ""
+    """What asks less of the engine, where the recipe has no keys of `rollout` to set."""
 
     @property
     def sampling(self) -> Sampling:
@@ -57,8 +59,12 @@ class Sampler:
 
         Raises KeelError where there is no answer in time, or no memory for it.
         """
+        smaller = self.less or f"lower rollout.max_rows (now {self.choice.max_rows})"
         try:
-            with watching("the engine", self.choice.timeout, "rollout.timeout"):
+            with (
+                needing_memory(f"{len(prompts)} prompts were answered", smaller),
+                watching("the engine", self.choice.timeout, "rollout.timeout"),
+            ):
                 return converse(
                     self.engine,
                     prompts,
@@ -69,13 +75,11 @@ class Sampler:
                     tokenizer=self.tokenizer,
                     max_turns=self.choice.max_turns,
                 )
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
+        except Hung as error:
+            if not self.less:
                 raise
-            raise KeelError(
-                f"out of memory while {len(prompts)} prompts were answered: lower "
-                f"rollout.max_rows (now {self.choice.max_rows})"
-            ) from error
+            said = str(error).replace("raise rollout.timeout", self.less)
+            raise Hung(said, error.stack) from error
 
 
 def collect(sampler: Sampler, row: Algorithm, step: int) -> Rollouts:

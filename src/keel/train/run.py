@@ -80,9 +80,10 @@ def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | Non
         finally:
             for tracker in trackers:
                 tracker.close()
-        update_run_json(session.folder, {"tokens": progress.tokens})
-        last = number + 1 == len(recipe.stages) and progress.step == stage.steps
-        if not last:
+        done = progress.step == stage.steps
+        if done:  # a stage that a stop cut short says so at its end, as if it had never stopped
+            update_run_json(session.folder, {"tokens": progress.tokens})
+        if not done or number + 1 < len(recipe.stages):
             _stop_if_asked(session.interrupt, session)
     _let_go(recipe, session.folder)
     update_run_json(session.folder, {"finished": True})

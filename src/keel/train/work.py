@@ -104,9 +104,9 @@ def _set_aside(work: Work, stage: str, tasks: Mapping[str, Task], encoder: Encod
 
 
 def budget_of(stage: Stage | JudgingStage, progress: Progress, session: Session) -> Budget:
-    """The stage's token budget, or what memory has had room for since."""
+    """The stage's token budget, or what memory has had room for since where that is less."""
     budget = Budget(stage.token_budget, session.note)
-    budget.tokens = progress.token_budget or stage.token_budget
+    budget.tokens = min(progress.token_budget or budget.asked, budget.asked)
     return budget
 
 
