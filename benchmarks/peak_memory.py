@@ -1,19 +1,17 @@
 """Peak memory and time: what `keel check` predicts against what the run takes.
 
-Each recipe is predicted in one fresh process, which takes no optimizer step, and run in another.
+Each recipe is checked in one fresh process, which takes no optimizer step, and run in another. Both
+take the seconds of the clock on the wall, so that they agree only where nothing else runs.
 "Peak" is the most resident memory (VmHWM, Linux, CPU) less what was resident when the process had
 imported Keel and read the recipe, before anything of it was loaded.
 
-    python benchmarks/peak_memory.py [NAME ...] [--json FILE] [--mapped]
-
-`--mapped` runs with malloc's bound for large blocks fixed at 256 KiB (MALLOC_MMAP_THRESHOLD_).
+    python benchmarks/peak_memory.py [NAME ...] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
@@ -23,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 TUNED = ("ppo", "grpo", "grpo-lora", "sft", "dpo", "reward-model")
-HELD_OUT = ("grpo-checkpointing", "ppo-head")
+HELD_OUT = ("grpo-checkpointing", "ppo-head", "rloo-lora-bf16", "dpo-softcap")
 """Looked at once, after the model of memory was done."""
 MIB = 2**20
 
@@ -148,6 +146,21 @@ def recipes(folder: Path) -> dict[str, dict[str, Any]]:
                 minibatches=1,
             ),
         ),
+        "rloo-lora-bf16": (
+            model("qwen3", 15, lora={"rank": 8}, dtype="bfloat16"),
+            rl(
+                folder,
+                "rloo",
+                learned=False,
+                rollout={"prompts_per_step": 3, "group_size": 6, "max_tokens": 40},
+                token_budget=1700,
+                epochs=1,
+            ),
+        ),
+        "dpo-softcap": (
+            model("gemma2", 12, activation_checkpointing=True),
+            {"stage": "dpo", "steps": 3, "batch_size": 5, "token_budget": 1000, "data": pairs},
+        ),
     }
     return {
         name: {"name": name, "seed": 3, "threads": 1, "model": made, "stages": [stage]}
@@ -206,113 +219,29 @@ def run(name: str, folder: Path) -> dict[str, float]:
     return {"bytes": resident(peak=True) - start, "seconds": time.perf_counter() - clock}
 
 
-def predict(name: str, folder: Path, mapped: bool) -> dict[str, Any]:
-    """What the check would say, with answers that run to the budget."""
-    from keel.config.load import load_recipe
-    from keel.pipelines.memory import stage_footprint
+def predict(name: str, folder: Path) -> dict[str, Any]:
+    """What the check says of the recipe: bytes, seconds, and what most of the bytes are."""
+    from keel.pipelines.check import check
 
-    recipe = load_recipe(recipes(folder)[name])
-    stage = recipe.stages[0]
-    held = _held(recipe)
-    batches, heldout = _batches(recipe, held)
     clock = time.perf_counter()
-    found = stage_footprint(recipe.model, stage, held, batches, heldout)
+    report = check(recipes(folder)[name])
+    said = report.stages[0].predicted
+    if not said:
+        raise SystemExit(f"{name}: {report.stages[0].unseen}")
     return {
-        "bytes": found.peak,
-        "phase": found.highest.name,
-        "parts": {part.name: part.bytes for part in found.highest.parts},
-        "seconds": time.perf_counter() - clock,
+        "bytes": said["memory"]["peak"],
+        "seconds": said["seconds"],
+        "phase": said["memory"]["phase"],
+        "parts": said["memory"]["parts"],
+        "time": said["time"],
+        "check": time.perf_counter() - clock,
     }
 
 
-def _held(recipe: Any) -> Any:
-    """The models of the recipe's only stage."""
-    from keel.config.model import Model
-    from keel.models.policy import load_policy
-    from keel.models.reference import reference_for
-    from keel.models.reward import load_reward_model, reward_model_from
-    from keel.models.value import critic_from_policy, value_head_for
-    from keel.pipelines.memory import Held
-
-    stage, policy = recipe.stages[0], load_policy(recipe.model, recipe.seed)
-    found: dict[str, Any] = {}
-    if stage.stage == "dpo" or (stage.stage == "rl" and stage.keeps_reference):
-        found["reference"] = reference_for(policy)
-    if stage.stage == "reward_model":
-        found["reward_model"] = reward_model_from(policy, "outcome", 0)
-    if stage.stage == "rl":
-        if stage.algorithm.value is not None and stage.value.kind == "head":
-            found["value_head"] = value_head_for(policy)
-        elif stage.algorithm.value is not None:
-            found["critic"] = critic_from_policy(policy)
-        names = [f.options["model"] for f in stage.rewards.functions if "model" in f.options]
-        judges = [("outcome", load_reward_model(Model(name=n), "outcome")) for n in names]
-        found["judges"] = tuple(judges)
-    return Held(policy, **found)
-
-
-def _batches(recipe: Any, held: Any) -> tuple[list[Any], list[int]]:
-    """Lengths of the steps' rows, and of the held-out prompts."""
-    from keel.config.seeds import derive
-    from keel.models.encode import Encoder, encode_text
-    from keel.models.reading import Reader
-    from keel.pipelines.memory import Extent
-    from keel.tasks import PromptStream, build_tasks, heldout, preferences
-    from keel.train.rows_judged import of_step, pair_encoder, ready
-
-    stage, policy, seed = recipe.stages[0], held.policy, derive(recipe.seed, recipe.stages[0].name)
-    steps = range(1, stage.steps + 1)
-    if stage.stage not in ("rl", "sft"):
-        sides = preferences.read_pairs(stage.data, recipe.seed)
-        encode = pair_encoder(Reader(policy.tokenizer, policy.context))
-        rows = ready(sides, encode, None, 1000, stage.name).train
-        drawn = [
-            of_step(rows, stage.batch_size, n, derive(recipe.seed, stage.name, "rows"))
-            for n in steps
-        ]
-        return [
-            [
-                tuple(Extent(a.begins, len(a.tokens) - a.begins) for a in (r.chosen, r.rejected))
-                for r in batch
-            ]
-            for batch in drawn
-        ], []
-    tasks = {t.name: t for t in build_tasks(stage.tasks, recipe.seed)}
-    encoder = Encoder(policy.tokenizer, None, stage.prompts.chat_template)
-    every = list(tasks.values())
-    stream = PromptStream(every, [1.0], derive(seed, "prompts"), encoder)
-    if stage.stage == "sft":
-        drawn = [stream.take(stage.batch_size) for _ in steps]
-        return [
-            [
-                (
-                    Extent(
-                        len(p.tokens),
-                        len(encode_text(tasks[p.task].gold(p) or "", p.id, policy.tokenizer)) + 1,
-                    ),
-                )
-                for p in batch
-            ]
-            for batch in drawn
-        ], []
-    choice = stage.rollout
-    prompts = stream.take(choice.prompts_per_step)
-    rows = [(Extent(len(p.tokens), choice.max_tokens),) for p in prompts]
-    held_prompts = heldout(every, [1.0], stage.evaluation.prompts, encoder)
-    return (
-        [[row for row in rows for _ in range(choice.group_size)]],
-        [len(p.tokens) for p in held_prompts],
-    )
-
-
-def child(what: str, name: str, folder: Path, mapped: bool) -> dict[str, Any]:
+def child(what: str, name: str, folder: Path) -> dict[str, Any]:
     """A figure from a process of its own."""
     command = [sys.executable, __file__, name, "--child", what, "--folder", str(folder)]
-    environment = dict(os.environ)
-    if mapped:
-        command.append("--mapped")
-        environment["MALLOC_MMAP_THRESHOLD_"] = str(256 * 1024)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{what} {name}: {done.stderr[-2000:]}")
     last = done.stdout.splitlines()[-1:] or ["{}"]
@@ -320,22 +249,25 @@ def child(what: str, name: str, folder: Path, mapped: bool) -> dict[str, Any]:
     return found
 
 
-def measure(names: list[str], mapped: bool) -> list[dict[str, Any]]:
+def measure(names: list[str]) -> list[dict[str, Any]]:
     """A row for each recipe, printed as it comes."""
     rows = []
-    print(f"{'recipe':20} {'predicted MiB':>14} {'measured MiB':>13} {'ratio':>6}  at")
+    print(f"{'':20} {'peak, MiB':>21}        {'seconds':>15}")
+    head = f"{'said':>10} {'taken':>10} {'ratio':>6}  {'said':>7} {'taken':>7} {'ratio':>6}"
+    print(f"{'recipe':20} {head}  at")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        child("prepare", "-", folder, mapped)
+        child("prepare", "-", folder)
         for name in names:
-            said = child("predict", name, folder, mapped)
-            was = child("run", name, folder, mapped)
+            said = child("predict", name, folder)
+            was = child("run", name, folder)
             ratio = said["bytes"] / was["bytes"]
             rows.append({"recipe": name, "predicted": said, "measured": was, "ratio": ratio})
             held = "  (held out)" if name in HELD_OUT else ""
             print(
-                f"{name:20} {said['bytes'] / MIB:>14,.0f} {was['bytes'] / MIB:>13,.0f} "
-                f"{ratio:>6.2f}  {said['phase']}{held}",
+                f"{name:20} {said['bytes'] / MIB:>10,.0f} {was['bytes'] / MIB:>10,.0f} "
+                f"{ratio:>6.2f}  {said['seconds']:>7.0f} {was['seconds']:>7.0f} "
+                f"{said['seconds'] / was['seconds']:>6.2f}  {said['phase']}{held}",
                 flush=True,
             )
     return rows
@@ -345,18 +277,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(TUNED + HELD_OUT))
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
-    parser.add_argument("--mapped", action="store_true", help="malloc maps large blocks")
     parser.add_argument("--child", choices=("prepare", "predict", "run"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     choice = parser.parse_args()
     if choice.child == "prepare":
         prepare(choice.folder)
     elif choice.child == "predict":
-        print(json.dumps(predict(choice.names[0], choice.folder, choice.mapped)))
+        print(json.dumps(predict(choice.names[0], choice.folder)))
     elif choice.child == "run":
         print(json.dumps(run(choice.names[0], choice.folder)))
     else:
-        rows = measure(choice.names or [*TUNED, *HELD_OUT], choice.mapped)
+        rows = measure(choice.names or [*TUNED, *HELD_OUT])
         if choice.json:
             Path(choice.json).write_text(json.dumps(rows, indent=2) + "\n", "utf-8")
 

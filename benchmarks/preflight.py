@@ -1,4 +1,4 @@
-"""The preflight's table: ten recipes with one planted fault each, and three that are sound.
+"""The preflight's table: thirteen recipes with one planted fault each, and three that are sound.
 
     python benchmarks/preflight.py
 
@@ -70,7 +70,7 @@ class Row:
 
 
 def cases(folder: Path, policy: str) -> list[Case]:
-    """The thirteen; files are made in `folder`, `policy` is the half-trained model's folder."""
+    """The sixteen; files are made in `folder`, `policy` is the half-trained model's folder."""
     reward = folder / "strict.py"
     reward.write_text(REWARD, encoding="utf-8")
     rows = [(digits, "".join(sorted(digits))) for digits in _digits(400)]
@@ -81,6 +81,10 @@ def cases(folder: Path, policy: str) -> list[Case]:
     tail = _jsonl(folder / "heldout.jsonl", [(f"{q}>", a) for q, a in rows[:60]])
     chat = str(folder / "chat")
     _chat_model(Path(chat))
+    shorts = [(f"{q}>", a, "#" if at % 3 else "#000000") for at, (q, a) in enumerate(rows)]
+    pairs = _pairs(folder / "pairs.jsonl", shorts)
+    closed = [([{"role": "user", "content": f"{q}<|im_end|>"}], a, "#") for q, a in rows]
+    spelled = _pairs(folder / "spelled.jsonl", closed)
     sft: dict[str, Any] = {"stage": "sft", "steps": 40, "tasks": [_file(every)]}
     system = {**DIGITS, "system": "Sort"}
     return [
@@ -88,6 +92,7 @@ def cases(folder: Path, policy: str) -> list[Case]:
             "gold-format",
             "gold-refused",
             _rl(policy, tasks=[_file(hashes)], rewards=_reward(f"{reward}:correct")),
+            follows=("reward-constant",),
         ),
         Case("budget", "truncated", _rl(policy), ("rollout.max_tokens=4",), ("gold-over-budget",)),
         Case(
@@ -118,6 +123,22 @@ def cases(folder: Path, policy: str) -> list[Case]:
             "frozen-weights",
             _rl(policy, optimizer={"learning_rate": 1e-6}),
             ("model.dtype=bfloat16",),
+        ),
+        Case(
+            "sft-header",
+            "template-not-prefix",
+            {
+                "model": {"name": chat, "chat_template": TEMPLATE.partition("{% if")[0]},
+                **sft,
+                "tasks": [system],
+            },
+        ),
+        Case("dpo-special", "special-token-in-message", _judged("dpo", chat, spelled)),
+        Case(
+            "reward-long",
+            "rows-over-length",
+            _judged("reward_model", policy, pairs),
+            ("max_tokens=10",),
         ),
         Case("quickstart", None, "quickstart"),
         Case("reward-model", None, "reward-model-quickstart"),
@@ -193,6 +214,17 @@ def _file(path: str) -> dict[str, Any]:
 
 def _jsonl(path: Path, rows: Sequence[tuple[str, str]]) -> str:
     lines = [json.dumps({"prompt": question, "answer": answer}) for question, answer in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def _judged(stage: str, model: str, path: str) -> dict[str, Any]:
+    data = {"name": "jsonl", "path": path}
+    return {"threads": 1, "model": {"name": model}, "stage": stage, "steps": 20, "data": data}
+
+
+def _pairs(path: Path, rows: Sequence[tuple[Any, str, str]]) -> str:
+    lines = [json.dumps(dict(zip(("prompt", "chosen", "rejected"), r, strict=True))) for r in rows]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(path)
 

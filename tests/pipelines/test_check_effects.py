@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -56,6 +57,13 @@ def found(recipe: dict[str, Any], *overrides: str, facts: Facts = HERE) -> list[
 
 def rl(**keys: Any) -> dict[str, Any]:
     return {"model": keys.pop("model", BUILD), "tasks": keys.pop("tasks", [TASK]), **keys}
+
+
+def before(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe's stage with another behind it, so that no `keel eval` reads its keys."""
+    model = recipe.pop("model")
+    behind = {"stage": "sft", "tasks": [TASK]}
+    return {"model": model, "stages": [{"stage": "rl", **recipe}, behind]}
 
 
 def judging(stage: str, **keys: Any) -> dict[str, Any]:
@@ -132,8 +140,8 @@ IN_VAIN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("reference.reset_every", rl(), ("reference.reset_every=100", "steps=100")),
     ("reference.measured", rl(), ("algorithm=ppo", "reference.measured=true")),
     ("evaluation.every", rl(), ("evaluation.every=200",)),
-    ("evaluation.samples", rl(), ("evaluation.prompts=0", "evaluation.samples=4")),
-    ("evaluation.temperature", rl(), ("evaluation.temperature=0.5",)),
+    ("rl.evaluation.samples", before(rl()), ("rl.evaluation.prompts=0", "rl.evaluation.samples=4")),
+    ("rl.evaluation.temperature", before(rl()), ("rl.evaluation.temperature=0.5",)),
     ("rollouts_every", rl(), ("rollouts_every=500",)),
     ("evaluation.every", judging("dpo", evaluation={"rows": 0, "every": 5}), ()),
     ("threshold", judging("process_reward_model", threshold=0.3, evaluation={"rows": 0}), ()),
@@ -171,6 +179,9 @@ NOT_IN_VAIN: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (rl(), ("reference.measured=true",)),
     (rl(), ("reference.reset_every=10",)),
     (rl(), ("evaluation.samples=4", "evaluation.temperature=0.5", "evaluation.every=100")),
+    # `keel eval` of the run reads them.
+    (rl(), ("evaluation.prompts=0", "evaluation.samples=4", "evaluation.threshold=0.5")),
+    (rl(), ("evaluation.temperature=0.5",)),
     (judging("dpo", sampled={**SAMPLED, "pairs": 3, "heldout": 9}), ()),
 ]
 
@@ -240,3 +251,9 @@ def test_keys_are_shown_with_their_stage() -> None:
         "second.rollout.max_refills",
         "second.rollouts_every",
     ]
+
+
+def test_a_keyword_that_the_template_does_not_read() -> None:
+    recipe = rl(prompts={"chat_template": {"thinks": True, "dates": True}})
+    facts = replace(HERE, conversations=True, unread={"rl": frozenset({"thinks"})})
+    assert found(recipe, facts=facts) == ["prompts.chat_template.thinks"]

@@ -90,6 +90,9 @@ def test_all_cut_is_another_finding() -> None:
     assert found.severity == "error"
     assert "nor do they within 40" in found.evidence
     assert "sft" in found.mend
+    few = s.truncated(16, 16, 10, Held(40, False), "k")
+    assert few is not None
+    assert few.mend == "raise it to 40 or more"
     later = s.eos_never(32, 32, 10, HELD, "k")
     assert later is not None
     assert later.mend == "raise it to 40"
@@ -156,14 +159,11 @@ def test_gold_refused(
 def test_a_reward_that_only_the_gold_answer_earns(
     values: list[float], gold: list[float | None], raised: bool
 ) -> None:
-    found = s.reward_zero("correct", values, gold, True, "rewards.functions")
+    found = s.reward_zero("correct", values, gold, "rewards.functions")
     assert (found is not None) == raised
     if found is not None:
-        assert found.severity == "error"
+        assert found.severity == "warning"  # so few samples leave room for one in ten
         assert "at most 11 %" in found.evidence
-        beside = s.reward_zero("correct", values, gold, False, "k")
-        assert beside is not None
-        assert beside.severity == "warning"
 
 
 def test_a_reward_that_never_varies() -> None:
@@ -173,6 +173,9 @@ def test_a_reward_that_never_varies() -> None:
     assert found is not None
     assert found.key == "rl.rewards.functions"
     assert "0.5 for each of 32" in found.evidence
+    gate = s.reward_constant([0.0] * 32, 5, "rewards.functions.0.gate", "the gate 'g' is shut")
+    assert gate is not None
+    assert (gate.key, gate.evidence[-20:]) == ("rewards.functions.0.gate", "the gate 'g' is shut")
     same = s.reward_constant([0.5] * 32, 1, "rl.rewards.functions")
     assert same is not None
     assert same.key == "rl.rollout.temperature"
@@ -217,6 +220,9 @@ def test_prompts_over_length(over: int, n: int, severity: str | None) -> None:
     if found is not None:
         assert f"{over} of {n}" in found.evidence
         assert "the longest 99" in found.evidence
+        own = p.prompts_over_length("t", lengths, 50, "", "prompts.max_tokens", own=True)
+        assert own is not None
+        assert own.mend.startswith("raise it to ")
     assert p.prompts_over_length("t", lengths, None, "", "k") is None
     assert p.prompts_over_length("t", lengths, 99, "", "k") is None
 
@@ -253,6 +259,9 @@ def test_one_leaked_prompt_is_told() -> None:
     found = p.trained_on_held_out(1, 50, "sft", "rl", "k")
     assert found is not None
     assert "1 of the 50" in found.evidence
+    own = p.trained_on_held_out(1, 50, "rl", "rl", "k")
+    assert own is not None
+    assert "same heldout_share" in own.mend
 
 
 # ---------------------------------------------------------------- settings

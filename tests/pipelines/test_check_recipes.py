@@ -31,8 +31,8 @@ from keel.types import KeelError
 from tests.shared import shared_path
 
 CASES = ("gold-format", "budget", "end-of-turn", "idle-keys", "long-prompts", "cold",
-         "always-fine", "never-in-tags", "leak", "bfloat16", "quickstart", "reward-model",
-         "half-trained")  # fmt: skip
+         "always-fine", "never-in-tags", "leak", "bfloat16", "sft-header", "dpo-special",
+         "reward-long", "quickstart", "reward-model", "half-trained")  # fmt: skip
 DIGITS: dict[str, Any] = {"name": "sort_digits", "options": {"min_digits": 2, "max_digits": 4}}
 
 
@@ -65,7 +65,7 @@ def test_every_planted_fault_is_found_and_no_alarm_is_false(
     row = look(made[name], predicts=False)
     assert row.found, row.kinds
     assert row.false_alarms == (), row.report.findings
-    assert sum(case.fault is not None for case in made.values()) == 10
+    assert sum(case.fault is not None for case in made.values()) == 13
     if name == "idle-keys":
         keys = {one.key for one in row.report.findings}
         assert keys == {"reference.reset_every", "algorithm.surrogate.high"}
@@ -311,7 +311,7 @@ def test_prompts_that_cannot_be_read_or_never_fit(made: dict[str, Case], tmp_pat
         return check(rl(made["half-trained"].recipe, tasks=[task]))
 
     (unknown,) = look_at("x>").findings
-    assert (unknown.kind, unknown.key) == ("would-stop", "tasks")
+    assert (unknown.kind, unknown.key) == ("would-stop", "model.build.alphabet")
     assert "'x'" in unknown.evidence
     (long,) = look_at("0" * 40).findings
     assert (long.kind, long.severity) == ("prompts-over-length", "error")

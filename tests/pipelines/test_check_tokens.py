@@ -17,9 +17,11 @@ from keel.pipelines.token_findings import (
     doubled_bos,
     end_of_turn,
     eos_pair,
+    special_in_answers,
     special_in_messages,
     template_prefix,
     template_text,
+    unread,
 )
 from keel.types import Prompt
 
@@ -212,3 +214,22 @@ def test_a_gold_answer_that_the_tokenizer_cannot_write(tmp_path: Any) -> None:
     kinds = {one.kind: one for one in check(recipe, predicts=False).findings}
     assert "'!'" in kinds["gold-unwritable"].evidence
     assert kinds["gold-unwritable"].severity == "error"
+
+
+def test_answers_that_spell_special_tokens() -> None:
+    assert special_in_answers([("a", "12"), ("b", "3")], ["<|im_end|>", ""], "k") is None
+    answers = [("a", "12"), ("b", "3<|im_end|>"), ("b", "<|im_end|>")]
+    found = special_in_answers(answers, ["<|im_end|>"], "tasks.0.answer")
+    assert found is not None
+    assert found.evidence.startswith("1 rows of 3 answers; 'b'")
+    row = special_in_answers(answers, ["<|im_end|>"], "data", letters=True)
+    assert row is not None
+    assert "letter by letter" in row.what
+
+
+def test_keywords_that_a_template_does_not_read() -> None:
+    reads = tokenizer(SOUND + "{% if dates %}today{% endif %}")
+    words = {"dates": True, "thinks": True}
+    assert unread(reads, [TALK], words) == {"thinks"}
+    assert unread(reads, [Prompt("p", "text")], words) == frozenset()
+    assert unread(tokenizer(None), [TALK], words) == frozenset()

@@ -74,9 +74,9 @@ class Prompted:
 
     `lengths` are in tokens, by task; `limit` is the longest allowed; `first` are the first step's
     prompts, encoded (none where `stopped` says why); `rows` counts the train rows, None where a
-    task has no end; `repeated` how many of them say what a row before says. `heldout` and `learned`
-    are the places of held-out prompts and of train rows (`tasks.base.position`), `heldout_tokens`
-    the lengths of the former.
+    task has no end; `repeated` how many of them say what a row before says, `stored` counts the
+    rows of both sides. `heldout` and `learned` are the places of held-out prompts and of train rows
+    (`tasks.base.position`), `heldout_tokens` the lengths of the former.
     """
 
     tasks: Mapping[str, Task]
@@ -87,6 +87,7 @@ class Prompted:
     repeated: int = 0
     left_out: tuple[LeftOut, ...] = ()
     stopped: str | None = None
+    stored: int = 0
     heldout: frozenset[float] = field(default_factory=frozenset)
     learned: frozenset[float] = field(default_factory=frozenset)
     heldout_tokens: tuple[int, ...] = ()
@@ -135,7 +136,9 @@ def prompted(
         for name, task in tasks.items():
             lengths[name] = _lengths(task, free)
         stream = PromptStream(list(tasks.values()), weights, derive(stage_seed, "prompts"), encoder)
-        first = stream.take(take)
+        drawn = stream.take(take)
+        _of_their_tasks(drawn, tasks)
+        first = drawn
         away = heldout(list(tasks.values()), weights, held, encoder) if held else []
     except KeelError as error:
         stopped = str(error)
@@ -151,21 +154,34 @@ def prompted(
         repeated=sum(n - 1 for n in Counter(places).values()),
         left_out=tuple(row for data in kept for row in data.left_out),
         stopped=stopped,
+        stored=sum(len(side.entries) for data in kept for side in data.sides.values()),
         heldout=frozenset(_body(prompt, sources) for prompt in away),
         learned=frozenset(places),
         heldout_tokens=tuple(len(prompt.tokens) for prompt in away),
     )
 
 
-def _lengths(task: Task, encoder: Encoder) -> tuple[int, ...]:
-    """The lengths of train prompts: of all rows, or of so many, evenly spread."""
+def places_of(task: Task) -> list[int]:
+    """Train prompts of a task that are looked at: all, or so many, evenly spread."""
     size = task.size("train")
     if size is None:
-        places = list(range(DRAWN))
-    else:
-        step = max(size / STORED, 1.0)
-        places = [int(at * step) for at in range(min(size, STORED))]
-    encoded = (encoder(task.prompt("train", at)) for at in places)
+        return list(range(DRAWN))
+    step = max(size / STORED, 1.0)
+    return [int(at * step) for at in range(min(size, STORED))]
+
+
+def _of_their_tasks(prompts: Sequence[Prompt], tasks: Mapping[str, Task]) -> None:
+    for prompt in prompts:
+        if prompt.task not in tasks:
+            raise KeelError(
+                f"prompt {prompt.id!r} says that it is of task {prompt.task!r}: give the Prompt "
+                f"its task's name ({', '.join(map(repr, tasks))}), by which its answers are judged"
+            )
+
+
+def _lengths(task: Task, encoder: Encoder) -> tuple[int, ...]:
+    """The lengths of train prompts that are looked at."""
+    encoded = (encoder(task.prompt("train", at)) for at in places_of(task))
     return tuple(len(prompt.tokens) for prompt in encoded if prompt is not None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -11,6 +12,7 @@ from keel.engines.native import NativeEngine
 from keel.engines.stopping import context_length
 from keel.models.policy import Policy
 from keel.pipelines.asking import Asked, Prompted
+from keel.pipelines.pace import Pace, pace_of
 from keel.rewards.score import Scorer
 from keel.tasks import PromptStream
 from keel.train.rollout import Sampler
@@ -48,7 +50,8 @@ class Sampled:
     """Groups of the first step's prompts, and how long those came to be that were cut.
 
     `lengths` and `ended` are of each completion in order, after some of the cut ones were followed
-    further. `whole`: no completion was cut before the recipe's own budget.
+    further. `whole`: no completion was cut before the recipe's own budget. `pace` is of one token
+    of so many completions.
     """
 
     groups: tuple[Group, ...]
@@ -56,6 +59,7 @@ class Sampled:
     budget: int
     lengths: tuple[int, ...]
     ended: tuple[bool, ...]
+    pace: Pace
 
     @property
     def whole(self) -> bool:
@@ -136,14 +140,23 @@ def sample(policy: Policy, ask: Asked, source: Prompted, scorer: Scorer, *, tria
         seed=ask.seed,
     )
     sampling = replace(sampler.sampling, max_tokens=size.tokens)
-    groups = sampler.sample(source.first[: size.prompts], size.members, sampling, ask.draw)
+
+    def answer(prompts: int) -> list[Group]:
+        return sampler.sample(source.first[:prompts], size.members, sampling, ask.draw)
+
+    start = time.perf_counter()
+    groups = answer(size.prompts)
+    first = time.perf_counter() - start
+    steps = max((len(c) for group in groups for c in group.completions), default=1)
+    by_prompt = pace_of(answer, size.prompts, first)
+    pace = Pace(by_prompt.fixed / steps, by_prompt.each / size.members / steps)
     lengths = [len(c) for group in groups for c in group.completions]
     ended = [c.finish != "length" for group in groups for c in group.completions]
     room = min(size.tokens * LONGER, load.steps)
     if not trial and size.tokens == rollout.max_tokens:
         context = context_length(policy.model)
         _follow(sampler, groups, size, ask.draw, (room, context), (lengths, ended))
-    return Sampled(tuple(groups), size, rollout.max_tokens, tuple(lengths), tuple(ended))
+    return Sampled(tuple(groups), size, rollout.max_tokens, tuple(lengths), tuple(ended), pace)
 
 
 def _follow(

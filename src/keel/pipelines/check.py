@@ -236,19 +236,24 @@ def _unmoved(policy: Policy, rate: float) -> float:
 
 
 def _across(recipe: Recipe, seen: Sequence[Seen]) -> Iterator[Finding]:
-    """Held-out prompts that a stage before has learned from."""
+    """Held-out prompts that a stage before, or another task of the stage, learns from."""
     for at, stage in enumerate(seen):
         if stage.source is None or not stage.source.heldout:
             continue
-        for before in seen[:at]:
-            if before.source is None:
-                continue
+        for before in seen[: at + 1]:
+            rows = before.source is None or not before.source.learned
+            learned = before.learned if before.source is None else before.source.learned
+            prefix = f"{before.name}." if len(seen) > 1 else ""
             finding = prompt_findings.trained_on_held_out(
-                len(stage.source.heldout & before.source.learned),
+                len(stage.source.heldout & (learned | before.learned)),
                 len(stage.source.heldout),
                 before.name,
                 stage.name,
-                f"{before.name}.tasks.heldout_path",
+                f"{prefix}data.heldout_path"
+                if rows
+                else f"{prefix}tasks.0.heldout_share"
+                if before is stage
+                else f"{prefix}tasks.0.heldout_path",
             )
             if finding is not None:
                 yield finding
@@ -266,6 +271,7 @@ def _facts(recipe: Recipe, policy: Policy, seen: Sequence[Seen]) -> Facts:
         local=name is not None and Path(name).expanduser().is_dir(),
         kv_heads=hasattr(policy.model.config, "num_key_value_heads"),
         conversations=True if talks else False if whole and not rows else None,
+        unread={s.name: s.unread for s in seen},
         replies={s.name: s.source.replies for s in seen if s.source is not None},
     )
 

@@ -8,7 +8,7 @@ and in vain. Keys below `sampled` are those of a stage's own tasks, prompts and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from keel.config.judging import JudgingStage, RewardModelStage
@@ -25,7 +25,8 @@ class Facts:
     """What the loaded parts say that the recipe alone does not.
 
     `conversations`: whether any prompt is one; `replies`: by stage, whether a task of it can
-    answer; None where it could not be looked at. `kv_heads`: whether the built family has such;
+    answer; None where it could not be looked at; `unread`: by stage, the keywords that the chat
+    template does not read. `kv_heads`: whether the built family has such;
     `local`: whether model.name is a folder.
     """
 
@@ -34,6 +35,7 @@ class Facts:
     kv_heads: bool = True
     conversations: bool | None = None
     replies: Mapping[str, bool] | None = None
+    unread: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,11 @@ def _no_conversation(w: Where) -> str | None:
     if w.facts.conversations is not False:
         return None
     return "no prompt is a conversation, so no chat template is used"
+
+
+def _keyword(w: Where) -> str | None:
+    unread = w.given.leaf in w.facts.unread.get(w.stage.name, ())
+    return "the chat template writes the same without it" if unread else _no_conversation(w)
 
 
 def _constant(w: Where) -> str | None:
@@ -262,15 +269,20 @@ def _measured(w: Where) -> str | None:
     return None
 
 
+def _by_eval(w: Where) -> bool:
+    """Whether `keel eval` of the run reads the key, which is of its last stage."""
+    return w.stage is w.recipe.stages[-1] and w.stage.stage == "rl" and w.given.leaf != "every"
+
+
 def _evaluated(w: Where) -> str | None:
     choice = w.stage.evaluation
     key = "rows" if isinstance(w.stage, JudgingStage) else "prompts"
-    none = getattr(choice, key) == 0
+    none = getattr(choice, key) == 0 and not _by_eval(w)
     return f"evaluation.{key} = 0 evaluates never" if none else None
 
 
 def _sampled_evaluation(w: Where) -> str | None:
-    none = w.stage.evaluation.samples == 0
+    none = w.stage.evaluation.samples == 0 and not _by_eval(w)
     return _evaluated(w) or ("evaluation.samples = 0 leaves sampling out" if none else None)
 
 
@@ -300,8 +312,8 @@ IDLE: Final[Mapping[str, Rule]] = {
     "model.autocast": _autocast,
     "model.trust_remote_code": _model_is_built,
     "model.chat_template": _no_conversation,
-    "prompts.chat_template": _no_conversation,
-    "chat_template": _no_conversation,
+    "prompts.chat_template": _keyword,
+    "chat_template": _keyword,
     "optimizer.final_share": _constant,
     "trackers.project": _project,
     "tasks.weight": _weight,

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from keel.config.sources import Rewards, RewardSource
 from keel.models.encode import encode_text
+from keel.pipelines.asking import places_of
+from keel.rewards.checking import Wrong
 from keel.rewards.loading import TASK, NamedReward
 from keel.rewards.score import Scorer
+from keel.tasks import stored
 from keel.types import Completion, Group, KeelError, Prompt, Task
 
 RIGHT = ("exact_match", "numeric_match", "place_match", "math", "code", TASK)
 """Built-ins that give 1 for a right answer."""
 FAILED = -math.inf
 """Where a reward fails on a gold answer."""
+READABLE = ("numeric_match", "math")
+"""Built-ins that read the gold answer, and stop where they cannot."""
 SHOWN = 32
 """Prompts whose gold answers are scored."""
 
@@ -29,7 +34,8 @@ class Gold:
 
     `best` is, by reward, the most that a gold answer got in any shape (bare, in tags, boxed, ...),
     a prompt each; None where the reward has nothing to judge by. `unwritable` says why the
-    tokenizer cannot spell an answer.
+    tokenizer cannot spell an answer. `wrong` is what functions of the user's gave to another
+    prompt's gold answer in its place.
     """
 
     prompts: tuple[Prompt, ...]
@@ -37,6 +43,7 @@ class Gold:
     lengths: tuple[int, ...]
     best: Mapping[str, tuple[float | None, ...]]
     unwritable: tuple[str, ...] = ()
+    wrong: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
 
 
 def judged_by_gold(source: RewardSource, function: NamedReward) -> bool:
@@ -93,7 +100,57 @@ def gold_of(
         tuple(lengths),
         {name: tuple(values) for name, values in best.items()},
         tuple(unwritable),
+        _wrong(known, texts, tasks, judging, (tokenizer, rewards.timeout)),
     )
+
+
+def _wrong(
+    known: Sequence[Prompt],
+    texts: Sequence[str],
+    tasks: Mapping[str, Task],
+    judging: Sequence[tuple[RewardSource, NamedReward]],
+    rest: tuple[Any, float],
+) -> dict[str, tuple[float | None, ...]]:
+    """What the user's functions give to the next gold answer that is another one."""
+    own = [(s, f) for s, f in judging if ":" in s.function]
+    if not own or len(set(texts)) < 2:
+        return {}
+    tokenizer, timeout = rest
+    others = [
+        next(t for t in (*texts[at:], *texts[:at]) if t != text) for at, text in enumerate(texts)
+    ]
+    answered = [
+        Group(prompt, (_answer(text, tokenizer),))
+        for prompt, text in zip(known, others, strict=True)
+    ]
+    said = _scored(answered, tasks, own, timeout, "skip")
+    return {name: tuple(None if v == FAILED else v for v in vs) for name, vs in said.items()}
+
+
+def unreadable_gold(
+    tasks: Mapping[str, Task], functions: Sequence[tuple[RewardSource, NamedReward]]
+) -> None:
+    """Raise KeelError for a stored train row whose answer a built-in reward cannot read.
+
+    Of up to `asking.STORED` rows of each task, evenly spread.
+    """
+    for task in tasks.values():
+        data = stored(task)
+        if data is None or data.answer is None:
+            continue
+        side = data.sides["train"]
+        places = places_of(task)
+        answers = [str(data.prompt("train", at).columns["answer"]) for at in places]
+        for source, function in functions:
+            if source.function not in READABLE or function.function is None:
+                continue
+            said = function.function(
+                completions=[""] * len(answers), answer=answers, **function.options
+            )
+            for at, one in zip(places, said, strict=True):
+                if isinstance(one, Wrong):
+                    place = side.where.place(side.entries[at].line)
+                    raise KeelError(f"{place}: reward {function.name!r}: {one.why}")
 
 
 @dataclass(frozen=True, slots=True)

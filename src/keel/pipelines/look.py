@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-
-import numpy as np
+from typing import Any
 
 from keel.config.judging import JudgingStage
 from keel.config.schema import Recipe, RLStage, Stage
 from keel.config.sources import RewardSource
-from keel.insight.statistics import wilson_interval
 from keel.models.policy import Policy
 from keel.models.reward import RewardModel
 from keel.pipelines import prompt_findings, sample_findings, token_findings
 from keel.pipelines.asking import Asked, Prompted, prompted
 from keel.pipelines.batch import Sampled, sample
-from keel.pipelines.gold import RIGHT, Gold, gold_of
+from keel.pipelines.gold import Gold, gold_of, unreadable_gold
 from keel.pipelines.judge_cost import judge_cost
 from keel.pipelines.lengths import holding, quantile
 from keel.pipelines.memory import rows_of, to_budget
 from keel.pipelines.memory_passes import Extent
+from keel.pipelines.rewards_look import Judged, compares, tell_gold, tell_rewards
 from keel.pipelines.seen import Seen, Trained
 from keel.rewards.loading import TASK, NamedReward
 from keel.rewards.score import Scorer
 from keel.rewards.scoring import Here
-from keel.tasks.user import UserTask
+from keel.runs.quarantine import WORDS, LeftOut
+from keel.tasks import stored
+from keel.train.ahead import check_component, check_rewards
 from keel.train.rewarding import load_rewards, scorer, surroundings
-from keel.types import KeelError, Verdict
+from keel.types import KeelError, Prompt, Verdict
 
 
 def look(
@@ -42,6 +43,8 @@ def look(
         return
     seen.source = source
     _tokens(seen, ask, policy, source)
+    if not _check(seen, stage, ask):
+        return
     rewards, waiting = _ready(ask.rewards.functions)
     for reward, why in waiting:
         seen.unseen.append(f"reward {reward.name or reward.function!r}: {why}")
@@ -54,9 +57,11 @@ def look(
         return
     pairs = list(zip(rewards or (RewardSource(function=TASK),), judge.functions, strict=True))
     with closing(judge):
-        start = time.perf_counter()
-        batch = sample(policy, ask, source, judge, trial=own.by is not None)
-        seen.work.sampling = time.perf_counter() - start
+        try:
+            batch = sample(policy, ask, source, judge, trial=own.by is not None)
+        except KeelError as error:
+            seen.stops("as its first batch is sampled", error, f"{ask.key}rollout")
+            return
         _completions(seen, ask, batch, own)
         verdicts: tuple[tuple[Verdict, ...], ...] = ()
         gold: Gold | None = None
@@ -69,6 +74,8 @@ def look(
                 start = time.perf_counter()
                 verdicts = judge(batch.groups, 1).verdicts
                 seen.work.scoring = time.perf_counter() - start
+            if ask.rewards.on_error == "stop":
+                unreadable_gold(source.tasks, pairs)
         except KeelError as error:
             seen.stops("as its rewards are asked", error, f"{ask.key}rewards.functions")
     _costs(seen, ask, waiting, batch)
@@ -76,12 +83,13 @@ def look(
         _work(seen, stage, ask, batch, policy.context, own)
         seen.work.judges += judges_in(functions)
     elif isinstance(stage, JudgingStage):
-        budget, twice = ask.rollout.max_tokens, 2 if _pairs(stage) else 1
+        budget, twice = ask.rollout.max_tokens, 2 if compares(stage) else 1
         rows = [(Extent(row[0].before, budget),) * twice for row in rows_of(batch.groups)]
         seen.work.rows = [rows[at % len(rows)] for at in range(stage.batch_size)]
-    _gold(seen, ask, gold, pairs, verdicts, source)
-    if verdicts:
-        _rewards(seen, ask, stage, batch, verdicts, (gold, pairs), (own, bool(waiting)))
+    judged = Judged(batch, verdicts, gold, pairs, partial=bool(waiting))
+    tell_gold(seen, stage, ask, judged, source)
+    if verdicts and own.by is None:
+        tell_rewards(seen, stage, ask, judged)
 
 
 def read_prompts(seen: Seen, recipe: Recipe, ask: Asked, policy: Policy) -> Prompted | None:
@@ -115,36 +123,92 @@ def tell_prompts(seen: Seen, source: Prompted, ask: Asked, room: int, budget: st
             "prompt tokens (longest)": max(every),
         }
     own = ask.prompts.max_tokens is not None
-    said = "prompts.max_tokens" if own else f"what {room} tokens of answer leave of the context"
     length_key = f"{ask.key}prompts.max_tokens" if own else budget
+    said = length_key if own else f"what {room} tokens of answer leave of the context"
     before = len(seen.findings)
-    for name, lengths in source.lengths.items():
-        seen.add(prompt_findings.prompts_over_length(name, lengths, source.limit, said, length_key))
+    limit = source.limit
+    for name, ns in source.lengths.items():
+        seen.add(prompt_findings.prompts_over_length(name, ns, limit, said, length_key, own))
     if source.stopped is not None and not any(
         one.severity == "error" for one in seen.findings[before:]
     ):
         seen.stops("as its prompts are read", KeelError(source.stopped), key)
-    rows = source.rows or 0
+    tell_left_out(seen, source.left_out)
     seen.add(
-        prompt_findings.unreadable(source.left_out, rows, f"{key}.bad_rows"),
-        prompt_findings.repeated(source.repeated, rows, f"{key}.path"),
+        prompt_findings.unreadable(
+            source.left_out, source.stored, f"{task_key(ask, source, source.left_out)}.bad_rows"
+        ),
+        prompt_findings.repeated(source.repeated, source.rows or 0, f"{key}.0.path"),
     )
+
+
+def tell_tokens(
+    seen: Seen,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    template: Mapping[str, Any],
+    key: str,
+    tasks: Sequence[str] = (),
+) -> None:
+    """Findings of prompts as tokens. A `{}` in `key` is the number of the prompt's task."""
+    chat = "model.chat_template"
+    specials = [str(token) for token in tokenizer.all_special_tokens]
+    at = {name: key.format(number) for number, name in enumerate(tasks)}
+    for name, own in (at or {"": key}).items():
+        some = [p for p in prompts if not at or p.task == name]
+        seen.add(
+            token_findings.doubled_bos(some, tokenizer.bos_token_id, own),
+            token_findings.special_in_messages(some, specials, own),
+        )
+    shown = prompts[:8]
+    seen.add(
+        token_findings.template_text(tokenizer, shown, template, chat),
+        token_findings.template_prefix(tokenizer, shown, template, chat),
+    )
+    seen.unread |= token_findings.unread(tokenizer, shown, template)
+
+
+def tell_left_out(seen: Seen, left: Sequence[LeftOut]) -> None:
+    """How many rows are left out, by why, and the first of them."""
+    if not left:
+        return
+    counts = Counter(WORDS[row.why] for row in left)
+    said = ", ".join(f"{n} {word}" for word, n in counts.items())
+    seen.figures["rows left out"] = f"{said}; the first: {left[0].reason}"
+
+
+def task_key(ask: Asked, source: Prompted, left: Sequence[LeftOut]) -> str:
+    """The key of the task that the first of these rows is of."""
+    for number, task in enumerate(source.tasks.values()):
+        data = stored(task)
+        if data is not None and any(row is one for row in left[:1] for one in data.left_out):
+            return f"{ask.key}tasks.{number}"
+    return f"{ask.key}tasks.0"
 
 
 # ---------------------------------------------------------------- details
 
 
 def _tokens(seen: Seen, ask: Asked, policy: Policy, source: Prompted) -> None:
-    tokenizer, template = policy.tokenizer, ask.prompts.chat_template
-    shown = source.first[:8]
-    task, chat = f"{ask.key}tasks.prompt", "model.chat_template"
-    specials = [str(token) for token in tokenizer.all_special_tokens]
-    seen.add(
-        token_findings.doubled_bos(source.first, tokenizer.bos_token_id, task),
-        token_findings.special_in_messages(source.first, specials, task),
-        token_findings.template_text(tokenizer, shown, template, chat),
-        token_findings.template_prefix(tokenizer, shown, template, chat),
-    )
+    tell_tokens(
+        seen, policy.tokenizer, source.first, ask.prompts.chat_template,
+        f"{ask.key}tasks.{{}}.prompt", list(source.tasks),
+    )  # fmt: skip
+
+
+def _check(seen: Seen, stage: Stage, ask: Asked) -> bool:
+    """Whether the rewards are named and set as they may be, those that cannot be made yet too."""
+    try:
+        names = check_rewards(ask.rewards)
+    except KeelError as error:
+        seen.stops("as its rewards are made", error, f"{ask.key}rewards.functions")
+        return False
+    if isinstance(stage, RLStage) and stage.evaluation.prompts:
+        try:
+            check_component(stage.evaluation, names)
+        except KeelError as error:
+            seen.stops("as it is evaluated", error, f"{ask.key}evaluation.component")
+    return True
 
 
 def _work(
@@ -156,7 +220,11 @@ def _work(
         rows = to_budget(stage, rows, context)
     whole = ask.rollout.prompts_per_step * ask.rollout.group_size
     seen.work.rows = [rows[at % len(rows)] for at in range(whole)]
-    seen.work.sequences = batch.completions
+    # As long as the longest of the batch, or as the budget where it does not say.
+    steps = max(row[0].scored for row in seen.work.rows)
+    seen.work.scoring *= whole / max(batch.completions, 1)
+    seen.work.sampling = steps * batch.pace.seconds(whole, ask.rollout.max_rows)
+    seen.work.sequences = whole
     assert seen.source is not None
     seen.work.heldout = seen.source.heldout_tokens
 
@@ -245,112 +313,3 @@ def _costs(
         )
         if cost is not None:
             seen.figures[f"judge {cost.name!r}"] = str(cost)
-
-
-def _gold(
-    seen: Seen,
-    ask: Asked,
-    gold: Gold | None,
-    pairs: Sequence[tuple[RewardSource, NamedReward]],
-    verdicts: Sequence[Sequence[Verdict]],
-    source: Prompted,
-) -> None:
-    """What the gold answers say: of the tokenizer, of the budget, of the rewards."""
-    if gold is None:
-        return
-    n = len(gold.texts) + len(gold.unwritable)
-    seen.figures["gold answers"] = n
-    key = f"{ask.key}{'' if ask.key.endswith('sampled.') else 'rollout.'}max_tokens"
-    alphabet = "model.build.alphabet"
-    seen.add(
-        sample_findings.gold_unwritable(gold.unwritable, n, alphabet),
-        sample_findings.gold_over_budget(gold.lengths, ask.rollout.max_tokens, key),
-    )
-    users = any(isinstance(task, UserTask) for task in source.tasks.values())
-    for reward, function in pairs:
-        best = gold.best.get(function.name, ())
-        told = [value for value in best if value is not None]
-        if not told:
-            continue
-        full = reward.function in RIGHT and not (reward.function == TASK and users)
-        spoken = [value for value in told if math.isfinite(value)]
-        if spoken:
-            seen.figures[f"gold answers, {function.name}"] = round(float(np.mean(spoken)), 3)
-        seen.add(
-            sample_findings.gold_refused(
-                function.name, gold.texts, best, 1.0 if full else 1e-9,
-                _values(verdicts, function.name), f"{ask.key}tasks.answer",
-            )
-        )  # fmt: skip
-
-
-def _rewards(
-    seen: Seen,
-    ask: Asked,
-    stage: Stage,
-    batch: Sampled,
-    verdicts: Sequence[Sequence[Verdict]],
-    right: tuple[Gold | None, Sequence[tuple[RewardSource, NamedReward]]],
-    bounds: tuple[Trained, bool],
-) -> None:
-    """What the batch's rewards say, as far as policy and rewards are those of the stage."""
-    (gold, pairs), (own, partial) = right, bounds
-    if own.by is not None:
-        return
-    totals = [value for judged in verdicts for value in _rewards_of(judged)]
-    for _, function in pairs:
-        values = _values(verdicts, function.name)
-        if values:
-            seen.figures[f"reward {function.name} (mean)"] = round(float(np.mean(values)), 4)
-    if not totals or not batch.whole:
-        return
-    key = f"{ask.key}rewards.functions"
-    alone = len([f for _, f in pairs if f.weight]) == 1 and not partial
-    before = len(seen.findings)
-    for _, function in pairs:
-        best = () if gold is None or not function.weight else gold.best.get(function.name, ())
-        values = _values(verdicts, function.name)
-        seen.add(sample_findings.reward_zero(function.name, values, best, alone, key))
-    if partial or any(f.kind == "gold-refused" for f in seen.findings):
-        return
-    texts = {c.text for group in batch.groups for c in group.completions}
-    if len(seen.findings) == before:
-        seen.add(sample_findings.reward_constant(totals, len(texts), key))
-    if len(seen.findings) > before:
-        return
-    flat = sum(_flat(judged) for judged in verdicts)
-    seen.figures["groups with equal rewards"] = _share(flat, len(verdicts))
-    compares = stage.algorithm.needs_groups if isinstance(stage, RLStage) else _pairs(stage)
-    dynamic = ask.rollout.dynamic_sampling
-    if compares or dynamic:
-        refills = ask.rollout.max_refills if dynamic else None
-        size = f"{ask.key}{'' if ask.key.endswith('sampled.') else 'rollout.'}group_size"
-        seen.add(
-            sample_findings.zero_variance(flat, len(verdicts), batch.size.members, refills, size)
-        )
-
-
-def _pairs(stage: Stage) -> bool:
-    """Whether a stage that judges learns from differences between answers."""
-    return stage.stage == "dpo" or getattr(stage, "learns", None) == "pairs"
-
-
-def _values(verdicts: Sequence[Sequence[Verdict]], name: str) -> list[float]:
-    every = (v.components.get(name) for judged in verdicts for v in judged)
-    return [value for value in every if value is not None]
-
-
-def _rewards_of(judged: Sequence[Verdict]) -> list[float]:
-    """What a group's advantages are made of: rewards of steps, where there are any."""
-    steps = [step.reward for verdict in judged for step in verdict.steps]
-    return steps or [v.reward for v in judged if v.reward is not None]
-
-
-def _flat(judged: Sequence[Verdict]) -> bool:
-    rewards = _rewards_of(judged)
-    return not rewards or max(rewards) == min(rewards)
-
-
-def _share(part: int, whole: int) -> str:
-    share = wilson_interval(part, whole)
-    return f"{part} of {whole} (95 % interval {share.low:.0%} to {share.high:.0%})"

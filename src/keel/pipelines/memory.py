@@ -32,6 +32,7 @@ MIB = 2**20
 LIBRARIES, LORA_LIBRARIES = 110 * MIB, 60 * MIB
 """What a run on a CPU loads beside tensors when it first needs it: the model's code, tokenizers,
 pyarrow, the kernels' own buffers; and peft."""
+HEAP = "heap"
 PASSES = 4
 """Micro-batches of an update that are gone through: by then the heap has its holes."""
 
@@ -55,26 +56,41 @@ class Phase:
     def bytes(self) -> int:
         return sum(part.bytes for part in self.parts)
 
+    @property
+    def holes(self) -> int:
+        return sum(part.bytes for part in self.parts if part.name == HEAP)
+
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """The memory of a stage on its device, phase by phase, in the order of the first of each.
 
     On a CPU it is what the process takes above what it took when Keel was imported; on a GPU what
-    torch has allocated there, without the driver's own.
+    torch has allocated there, without the driver's own. Without `holes_seen` what malloc loses in
+    holes is left out, on a CPU up to a half of what comes and goes.
     """
 
     device: str
     phases: tuple[Phase, ...]
+    holes_seen: bool = True
 
     @property
     def highest(self) -> Phase:
-        """The phase that decides."""
-        return max(self.phases, key=lambda phase: phase.bytes)
+        """The phase that decides: where most lives, of those near the peak.
+
+        Holes stay when what lived between them is gone, so that a later phase with little in it
+        may have a trifle more; that is counted to the holes of the phase that made them.
+        """
+        near = [phase for phase in self.phases if phase.bytes >= 0.9 * self.peak]
+        phase = max(near, key=lambda phase: phase.bytes - phase.holes)
+        if phase.bytes == self.peak:
+            return phase
+        others = tuple(part for part in phase.parts if part.name != HEAP)
+        return Phase(phase.name, (*others, Part(HEAP, self.peak - phase.bytes + phase.holes)))
 
     @property
     def peak(self) -> int:
-        return self.highest.bytes
+        return max(phase.bytes for phase in self.phases)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -128,8 +144,9 @@ def stage_footprint(
     """The memory that a stage takes whose steps have rows of these lengths.
 
     `batches` are steps: the sampled one of an rl stage, several drawn ones where rows are read;
-    `heldout` are the tokens of the prompts that an rl stage evaluates on. Takes seconds, and next to
-    no memory; gradients and modes of `held` are left as they are.
+    `heldout` are the tokens of the prompts that an rl stage evaluates on. Takes seconds, and next
+    to no memory; gradients and modes of `held` are left as they are. Holes that earlier work left
+    in this process's heap count, as they do in a run.
     """
     return _Stage(spec, stage, held, batches, heldout).footprint()
 
@@ -178,7 +195,8 @@ class _Stage:
                 self._evaluation(self.stage, ledger)
             self._checkpoint(ledger)
             del kept
-        return Footprint(str(self.held.policy.device), tuple(self.phases.values()))
+        seen = self.heap is not None or not self.on_cpu
+        return Footprint(str(self.held.policy.device), tuple(self.phases.values()), seen)
 
     # ------------------------------------------------------------ phases
 
@@ -218,8 +236,9 @@ class _Stage:
         ]
         # The first pass leaves the gradients, beside which all others of the step run.
         first, *others = max(cut, key=lambda parts: passes.tokens_of(parts[0]))
-        largest = sorted(others, key=passes.tokens_of)[1 - PASSES :]
-        order = [first, *(part for part in others if part in largest)][:PASSES]
+        sizes = [passes.tokens_of(part) for part in others]
+        largest = sorted(range(len(others)), key=lambda i: -sizes[i])[: PASSES - 1]
+        order = [first, *(others[i] for i in sorted(largest))]
         divergence = stage.algorithm.loss_divergence if isinstance(stage, RLStage) else None
         activations, start = 0, ledger.now
         for rows in order:
@@ -262,7 +281,7 @@ class _Stage:
         parts += passing
         if self.heap is not None and name != "load":
             moving = self.moments + sum(part.bytes for part in passing)
-            parts.append(Part("heap", max(top - self.used - moving, 0)))
+            parts.append(Part(HEAP, max(top - self.used - moving, 0)))
         if self.on_cpu:
             libraries = LIBRARIES + (LORA_LIBRARIES if self.held.policy.has_lora else 0)
             parts.append(Part("libraries", libraries))

@@ -24,10 +24,9 @@ class _Info(ctypes.Structure):
     """glibc's `struct mallinfo2`: all fields are size_t."""
 
     _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-        ).split()
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks")),
+        ("keepcost", ctypes.c_size_t),
     ]
 
 
@@ -72,12 +71,12 @@ class Heap:
         return int(info.uordblks + info.hblkhd) + self._refused
 
 
-def heap() -> Heap | None:
+def heap(overcommit: Path = OVERCOMMIT) -> Heap | None:
     """This process's heap; None where malloc is not glibc's (2.33 or later), or address space is
-    counted as memory."""
+    counted as memory: by a limit on it, or by a kernel that grants no more than there is."""
     bounded = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
     try:
-        strict = OVERCOMMIT.read_text("utf-8").strip() == "2"
+        strict = overcommit.read_text("utf-8").strip() == "2"
     except OSError:
         strict = True
     libc = ctypes.CDLL(None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from keel.pipelines.memory import Footprint, Held, stage_footprint
 from keel.pipelines.memory_ledger import bytes_of
 from keel.pipelines.memory_machine import Machine
 from keel.pipelines.memory_passes import Row, micro_batches, packed_of, tokens_of
+from keel.pipelines.pace import seconds_of
 from keel.pipelines.seen import Seen
 from keel.train.build import build_learner
 from keel.types import KeelError
@@ -97,10 +97,12 @@ def timed(policy: Policy, stage: Stage, seen: Seen) -> Timed:
             break
         rows.append(row)
     parts = [packed_of(part, policy.device) for part in micro_batches(rows, stage.token_budget)]
-    start = time.perf_counter()
-    for packed in parts:
-        float(policy.scores(packed).log_prob_N.sum())
-    forward = time.perf_counter() - start
+
+    def read() -> None:
+        for packed in parts:
+            float(policy.scores(packed).log_prob_N.sum())
+
+    forward = seconds_of(read)
     work = seen.work
     return Timed(tokens_of(rows), forward, work.sequences, work.sampling, work.scoring)
 
@@ -152,6 +154,7 @@ def as_dict(
             "device": footprint.device,
             "peak": footprint.peak,
             "phase": footprint.highest.name,
+            "holes_seen": footprint.holes_seen,
             "parts": {part.name: part.bytes for part in footprint.highest.parts},
             "room": None if there is None else there.room,
         },

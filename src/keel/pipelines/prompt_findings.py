@@ -19,9 +19,10 @@ REPEATED = 0.2
 
 
 def prompts_over_length(
-    task: str, lengths: Sequence[int], limit: int | None, room: str, key: str
+    task: str, lengths: Sequence[int], limit: int | None, room: str, key: str, own: bool = False
 ) -> Finding | None:
-    """Prompts longer than `limit`, by task; `room` says what the rest of the context is for."""
+    """Prompts longer than `limit`, by task; `room` says what the limit is, `own` that the user set
+    it."""
     over = 0 if limit is None else sum(n > limit for n in lengths)
     if not lengths or limit is None or over == 0:
         return None
@@ -37,8 +38,10 @@ def prompts_over_length(
         f"{over} of {len(lengths)} looked at are longer than {limit} tokens ({room}); 95 % have at "
         f"most {held}, the longest {max(lengths)}",
         key,
-        f"make room for {held} tokens: lower the budget for answers, use a longer context, or give "
-        "shorter prompts",
+        f"raise it to {held}, or give shorter prompts"
+        if own
+        else f"make room for {held} tokens: lower the budget for answers, use a longer context, or "
+        "give shorter prompts",
         "error" if over == len(lengths) else "warning",
     )
 
@@ -100,6 +103,14 @@ def trained_on_held_out(
     """Held-out prompts of a stage that a stage before learns from: any is one too many."""
     if shared == 0:
         return None
+    if before == stage:
+        return found(
+            "trained-on-held-out",
+            f"stage {stage!r} learns from prompts that it evaluates on",
+            f"{shared} of the {held} held-out prompts are train prompts of another task of it",
+            key,
+            "give tasks of one file the same heldout_share, or the same heldout_path",
+        )
     return found(
         "trained-on-held-out",
         f"stage {before!r} learns from prompts that {stage!r} evaluates on",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,17 +12,19 @@ from keel.config.judging import DPOStage, JudgingStage, ProcessRewardModelStage,
 from keel.config.schema import Recipe, Rollout, SFTStage
 from keel.config.seeds import derive
 from keel.config.sources import Rewards
-from keel.models.encode import encode_text
+from keel.models.encode import Encoder, encode_text
 from keel.models.policy import Policy, load_policy
 from keel.models.reading import Reader
 from keel.models.reward import Kind, check_classifier
-from keel.pipelines import prompt_findings
-from keel.pipelines.asking import Asked, first_of
+from keel.pipelines import prompt_findings, token_findings
+from keel.pipelines.asking import Asked, Prompted, first_of, places_of
 from keel.pipelines.lengths import quantile
-from keel.pipelines.look import tell_prompts
+from keel.pipelines.look import tell_left_out, tell_prompts, tell_tokens
 from keel.pipelines.memory_passes import Extent, Row
 from keel.pipelines.seen import Seen
+from keel.preferences.schema import Preference, Stepwise
 from keel.tasks import preferences
+from keel.tasks.base import position
 from keel.tasks.split import Sieve
 from keel.train.ahead import reader_of
 from keel.train.rows_judged import (
@@ -33,7 +35,8 @@ from keel.train.rows_judged import (
     pair_encoder,
     step_encoder,
 )
-from keel.types import KeelError
+from keel.train.work import longest_prompt
+from keel.types import Content, KeelError, Prompt
 
 ENCODED = 2_000
 """Rows whose length is measured, evenly spread."""
@@ -55,29 +58,36 @@ def look_at_demonstrations(seen: Seen, recipe: Recipe, stage: SFTStage, policy: 
     tell_prompts(seen, source, ask, 1, f"{prefix}prompts.max_tokens")
     if not source.first:
         return
+    key = f"{prefix}tasks.{{}}.prompt"
+    words = stage.prompts.chat_template
+    tell_tokens(seen, policy.tokenizer, source.first, words, key, list(source.tasks))
+    lengths: list[int] = []
+    texts: list[tuple[str, str]] = []
     try:
         demonstrate = load_entry(stage.demonstration, "demonstration")
-        lengths: list[int] = []
         rng = np.random.default_rng(derive(derive(recipe.seed, stage.name), "demonstrations", 1))
         for prompt in source.first:
-            gold = source.tasks[prompt.task].gold(prompt)
-            if gold is None:
-                raise KeelError(
-                    f"task {prompt.task!r} has no gold answer to imitate: name the answer column "
-                    "(tasks.answer) or leave the sft stage out"
-                )
-            ids = _spelled(demonstrate, prompt, gold, rng, policy)
-            whole = len(prompt.tokens) + len(ids) + 1
-            if policy.context is not None and whole > policy.context:
-                raise KeelError(
-                    f"prompt {prompt.id!r} and its demonstration are {whole} tokens, more than the "
-                    f"model's context of {policy.context}: lower {prefix}prompts.max_tokens"
-                )
-            lengths.append(len(ids) + 1)
-            seen.work.rows.append((Extent(len(prompt.tokens), len(ids) + 1),))
+            text, n = _demonstrated(demonstrate, prompt, source, rng, policy, prefix)
+            texts.append((prompt.id, text))
+            lengths.append(n)
+            seen.work.rows.append((Extent(len(prompt.tokens), n),))
+        limit = longest_prompt(stage.prompts.max_tokens, policy.context, 1)
+        lenient = {
+            t for t, s in zip(source.tasks, stage.tasks, strict=True) if s.bad_rows != "stop"
+        }
+        encoder = Encoder(policy.tokenizer, limit, words, forgiven=lenient)
+        # Of the rows that later steps come to, each is looked at once.
+        for task in source.tasks.values():
+            for at in places_of(task):
+                later = encoder(task.prompt("train", at))
+                if later is not None:
+                    _, n = _demonstrated(demonstrate, later, source, rng, policy, prefix)
+                    lengths.append(n)
     except KeelError as error:
         seen.stops("as its demonstrations are made", error, f"{prefix}demonstration")
         return
+    specials = [str(token) for token in policy.tokenizer.all_special_tokens]
+    seen.add(token_findings.special_in_answers(texts, specials, f"{prefix}tasks.0.answer"))
     seen.figures |= {
         "demonstration tokens (median)": quantile(lengths, 0.5),
         "demonstration tokens (longest)": max(lengths),
@@ -108,6 +118,7 @@ def look_at_rows(seen: Seen, recipe: Recipe, stage: JudgingStage, policy: Policy
         chosen = [sides.train[int(at * step)] for at in range(min(len(sides.train), ENCODED))]
         encoded = [sieve(row) for row in chosen]
         lengths = [row.longest for row in encoded]
+        held = stage.evaluation.rows and [sieve(row).longest for row in sides.heldout[:ENCODED]]
     except KeelError as error:
         seen.stops("as its rows are read", error, key)
         return
@@ -117,7 +128,11 @@ def look_at_rows(seen: Seen, recipe: Recipe, stage: JudgingStage, policy: Policy
     if fitting:
         step_rows = of_step(fitting, stage.batch_size, 1, derive(recipe.seed, stage.name, "rows"))
         seen.work.rows = [_extents(row) for row in step_rows]
+    _held_out(seen, held or [], limit, prefix)
+    _tokens(seen, base, stage, chosen, key)
+    seen.learned = frozenset(place for row in sides.train for place in _places(row.prompt))
     rows = len(sides.train)
+    tell_left_out(seen, sides.left_out)
     seen.figures |= {
         "train rows": rows,
         "held-out rows": len(sides.heldout),
@@ -135,8 +150,55 @@ def look_at_rows(seen: Seen, recipe: Recipe, stage: JudgingStage, policy: Policy
             over, len(lengths), limit, max(lengths, default=0),
             quantile(lengths, 0.95) if lengths else 0, f"{prefix}max_tokens",
         ),
-        prompt_findings.unreadable(sides.left_out, rows, f"{key}.bad_rows"),
+        prompt_findings.unreadable(sides.left_out, rows + len(sides.heldout), f"{key}.bad_rows"),
     )  # fmt: skip
+
+
+def _held_out(seen: Seen, held: Sequence[int], limit: int | None, prefix: str) -> None:
+    """Whether any held-out row fits; `held` are their tokens."""
+    if not held or limit is None or min(held) <= limit:
+        return
+    error = KeelError(
+        f"each of the {len(held)} held-out rows is longer than {limit} tokens: raise "
+        f"{prefix}max_tokens, or set {prefix}evaluation.rows = 0"
+    )
+    seen.stops("as its rows are read", error, f"{prefix}max_tokens")
+
+
+def _tokens(seen: Seen, base: Policy, stage: JudgingStage, rows: Sequence[Any], key: str) -> None:
+    """Findings of the first rows' prompts, and of the answers of all, as tokens."""
+    template = stage.chat_template if isinstance(stage, DPOStage) else {}
+    reader = Reader(base.tokenizer, None, template)
+    prompts = [_read(reader, row) for row in rows[:32]]
+    tell_tokens(seen, base.tokenizer, prompts, template, key)
+    specials = [str(token) for token in base.tokenizer.all_special_tokens]
+    answers = [(row.id, text) for row in rows[:ENCODED] for text in _answers(row)]
+    seen.add(token_findings.special_in_answers(answers, specials, key, letters=True))
+
+
+def _read(reader: Reader, row: Any) -> Prompt:
+    """A row's prompt with its tokens."""
+    answered = reader.answer(row.prompt, "", row.id)
+    return Prompt(row.id, row.prompt, {}, "", tuple(answered.tokens[: answered.begins]))
+
+
+def _answers(row: Any) -> tuple[str, ...]:
+    """What a row has of answers."""
+    if isinstance(row, Preference):
+        return row.chosen, row.rejected
+    return row.steps if isinstance(row, Stepwise) else (row.completion,)
+
+
+def _places(content: Content) -> Iterator[float]:
+    """Where a prompt lies in any form that a task's rows may have: with and without its system
+    message, and as text where one turn is left."""
+    yield position(content)
+    if isinstance(content, str):
+        return
+    turns = [turn for at, turn in enumerate(content) if at or turn["role"] != "system"]
+    yield position(turns)
+    if len(turns) == 1:
+        yield position(turns[0]["content"])
 
 
 def _extents(row: Pair | Marked) -> Row:
@@ -145,10 +207,36 @@ def _extents(row: Pair | Marked) -> Row:
     return tuple(Extent(one.begins, len(one.tokens) - one.begins) for one in answers)
 
 
+def _demonstrated(
+    demonstrate: Callable[..., Any],
+    prompt: Prompt,
+    source: Prompted,
+    rng: Any,
+    policy: Policy,
+    prefix: str,
+) -> tuple[str, int]:
+    """The demonstration for a prompt, and its tokens with its end. Raises KeelError where there is
+    none, or it does not fit."""
+    gold = source.tasks[prompt.task].gold(prompt)
+    if gold is None:
+        raise KeelError(
+            f"task {prompt.task!r} has no gold answer to imitate: name the answer column "
+            "in tasks.answer, or leave the sft stage out"
+        )
+    text, ids = _spelled(demonstrate, prompt, gold, rng, policy)
+    whole = len(prompt.tokens) + len(ids) + 1
+    if policy.context is not None and whole > policy.context:
+        raise KeelError(
+            f"prompt {prompt.id!r} and its demonstration are {whole} tokens, more than the "
+            f"model's context of {policy.context}: lower {prefix}prompts.max_tokens"
+        )
+    return text, len(ids) + 1
+
+
 def _spelled(
     demonstrate: Callable[..., Any], prompt: Any, gold: str, rng: Any, policy: Policy
-) -> list[int]:
-    """The tokens of a demonstration. Raises KeelError where it cannot be made or spelled."""
+) -> tuple[str, list[int]]:
+    """A demonstration and its tokens. Raises KeelError where it cannot be made or spelled."""
     try:
         text = demonstrate(prompt, gold, rng)
     except KeelError:
@@ -156,7 +244,7 @@ def _spelled(
     except Exception as error:  # of the user's making
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise KeelError(f"it raised {message} at {prompt.id!r}") from error
-    return encode_text(text, f"the demonstration for {prompt.id}", policy.tokenizer)
+    return text, encode_text(text, f"the demonstration for {prompt.id}", policy.tokenizer)
 
 
 def _base(recipe: Recipe, stage: JudgingStage, policy: Policy) -> Policy:

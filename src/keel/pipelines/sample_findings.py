@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median
 
 from keel.insight.statistics import wilson_interval
 from keel.pipelines.finding import Finding
@@ -19,6 +20,7 @@ of 32, are so sure."""
 SAMPLES = 32
 """Fewer completions do not say that a reward is never earned: of 32, none is earned with a chance
 of one in four where one in 23 would be."""
+REFUSED_MEND = "name the column that holds the answer alone (tasks.answer), or another reward"
 REFUSED = 0.1
 """A few gold answers of real data are wrong or oddly written; from one in ten on, surely (the
 interval's lower end), the reward reads them otherwise than they are written."""
@@ -27,7 +29,7 @@ interval's lower end), the reward reads them otherwise than they are written."""
 def truncated(cut: int, n: int, budget: int, held: Held, key: str) -> Finding | None:
     """Completions cut at the budget; `held` is the budget that would hold 95 %."""
     share = wilson_interval(cut, n)
-    if n == 0 or share.low <= CUT or cut == n:
+    if n == 0 or share.low <= CUT or (cut == n and n >= SAMPLES):  # then `eos_never` speaks
         return None
     return found(
         "truncated",
@@ -97,14 +99,22 @@ def gold_refused(
     full: float,
     samples: Sequence[float],
     key: str,
+    wrong: Sequence[float | None] = (),
+    mend: str = REFUSED_MEND,
 ) -> Finding | None:
     """Gold answers that get less than `full`, in whatever shape, and no more than the worst sample.
 
-    Of a function of the user's, `full` is what is more than nothing.
+    Of a function of the user's, `full` is what is more than nothing. `wrong` is what another
+    prompt's gold answer gets in the place of each: where 0 is the most there is, that is less.
     """
     worst = min(samples, default=0.0)
-    judged = [(t, v) for t, v in zip(texts, best, strict=True) if v is not None]
-    refused = [(t, v) for t, v in judged if v < full and (v <= worst or full >= 1)]
+    others = [*wrong, *[None] * (len(texts) - len(wrong))]
+    judged = [(t, v, w) for t, v, w in zip(texts, best, others, strict=True) if v is not None]
+    refused = [
+        (t, v)
+        for t, v, w in judged
+        if v < full and (full >= 1 or (v <= worst and (w is None or v <= w)))
+    ]
     share = wilson_interval(len(refused), len(judged))
     if not judged or share.low <= REFUSED:
         return None
@@ -116,8 +126,55 @@ def gold_refused(
         f"{len(refused)} of {len(judged)} gold answers, {_cut(text)!r} the first, get {got}: as "
         "they stand, in tags, boxed",
         key,
-        "name the column that holds the answer alone (tasks.answer), or another reward",
+        mend,
         "error" if len(refused) == len(judged) else "warning",
+    )
+
+
+def mend_refused(own: bool, conversation: bool, task: str) -> str:
+    """What to do about refused gold answers; `own`: the reward is a function of the user's."""
+    if not own:
+        return REFUSED_MEND
+    lists = "; in a conversation it is handed lists of messages, not texts" if conversation else ""
+    return (
+        f"let the function read what the answer column holds{lists}, or name the column that holds "
+        f"the answer alone ({task}.answer)"
+    )
+
+
+def gold_worth_less(
+    worth: Sequence[float], totals: Sequence[float], name: str, key: str
+) -> Finding | None:
+    """Gold answers whose whole reward is less than half of the samples get."""
+    if not worth or len(totals) < SAMPLES:
+        return None
+    usual, gold = float(median(totals)), float(median(worth))
+    if gold >= usual:
+        return None
+    return found(
+        "gold-worth-less",
+        "the right answer is worth less than what the policy writes now",
+        f"half of {len(worth)} gold answers get {gold:.3g} or less, half of {len(totals)} samples "
+        f"{usual:.3g} or more; the weight of {name!r} is negative",
+        key,
+        "give what is right a positive weight",
+    )
+
+
+def threshold_unreached(
+    name: str, best: Sequence[float], samples: Sequence[float], threshold: float, key: str
+) -> Finding | None:
+    """An evaluation that no gold answer passes, in whatever shape, nor any sample."""
+    if not best or max([*best, *samples]) >= threshold:
+        return None
+    most = max(best)
+    return found(
+        "threshold-unreached",
+        "no right answer passes the evaluation",
+        f"reward {name!r} gives {len(best)} gold answers {most:g} at the most, and an answer "
+        f"passes from {threshold:g} on",
+        key,
+        f"set it to {most:g}, or name another reward in evaluation.component",
     )
 
 
@@ -125,10 +182,12 @@ def reward_zero(
     name: str,
     values: Sequence[float],
     gold: Sequence[float | None],
-    alone: bool,
     key: str,
 ) -> Finding | None:
-    """A reward that no sample earns, though gold answers do; `alone` where it is all there is."""
+    """A reward that no sample earns, though gold answers do.
+
+    A warning: so few samples cannot tell never from seldom, and seldom is enough to learn from.
+    """
     scored = [value for value in gold if value is not None]
     if len(values) < SAMPLES or any(values) or not scored or max(scored) <= 0:
         return None
@@ -141,16 +200,43 @@ def reward_zero(
         key,
         "begin with an sft stage or a better model, give easier prompts, ask for the shape that "
         "the reward reads, or add a reward for part of the way",
-        "error" if alone else "warning",
     )
 
 
-def reward_constant(totals: Sequence[float], texts: int, key: str) -> Finding | None:
-    """One and the same reward for every sample; `texts` is how many differ from each other."""
+def reward_none(n: int, key: str) -> Finding | None:
+    """Not one of `n` completions gets a reward."""
+    if n < SAMPLES:
+        return None
+    return found(
+        "reward-none",
+        "no sample gets a reward, so nothing can be learned",
+        f"None for each of {n} completions",
+        key,
+        "return a number where the reward applies, or give prompts that it applies to",
+        "error",
+    )
+
+
+def reward_constant(
+    totals: Sequence[float], texts: int, key: str, why: str | None = None
+) -> Finding | None:
+    """One and the same reward for every sample; `texts` is how many differ from each other.
+
+    `why` names the gate or the clip that makes them so, whose key `key` then is.
+    """
     if len(totals) < SAMPLES or max(totals) > min(totals):
         return None
     value = totals[0]
     seen = f"{value:g} for each of {len(totals)} completions, {texts} different ones among them"
+    if why is not None:
+        return found(
+            "reward-constant",
+            "the reward never varies, so nothing can be learned from it",
+            f"{seen}; {why}",
+            key,
+            "set it to what some of the answers reach, or leave it out",
+            "error",
+        )
     if texts == 1:
         return found(
             "reward-constant",
@@ -192,7 +278,7 @@ def zero_variance(
         f"{percent(share.mean)} of the groups have equal rewards, and teach nothing",
         evidence,
         key,
-        "raise rollout.group_size or temperature, mix in prompts of another difficulty, or add a "
+        "raise it, or the temperature beside it, mix in prompts of another difficulty, or add a "
         "reward that tells answers apart",
     )
 

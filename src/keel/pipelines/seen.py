@@ -9,6 +9,7 @@ from keel.pipelines.asking import Prompted
 from keel.pipelines.finding import Finding
 from keel.pipelines.kinds import found
 from keel.pipelines.memory_passes import Row
+from keel.pipelines.naming import named
 from keel.types import KeelError
 
 Figure = str | int | float
@@ -32,7 +33,11 @@ class Work:
 
 @dataclass(eq=False)
 class Seen:
-    """What was seen of a stage: figures in order, findings, and what could not be looked at."""
+    """What was seen of a stage: figures in order, findings, and what could not be looked at.
+
+    `learned` are the places of the prompts of judged rows (`tasks.base.position`), `unread` the
+    keywords that the chat template does not read.
+    """
 
     name: str
     kind: str
@@ -41,14 +46,17 @@ class Seen:
     unseen: list[str] = field(default_factory=list)
     source: Prompted | None = None
     work: Work = field(default_factory=Work)
+    learned: frozenset[float] = frozenset()
+    unread: frozenset[str] = frozenset()
 
     def add(self, *findings: Finding | None) -> None:
         """Take up those that there are."""
         self.findings += [one for one in findings if one is not None]
 
     def stops(self, where: str, error: KeelError, key: str) -> None:
-        """The stage would stop: `where` says at what."""
+        """The stage would stop: `where` says at what, `key` where the line names none."""
         line = " ".join(str(error).split())
+        key = named(line, key)
         self.add(
             found("would-stop", f"the stage stops {where}", line, key, "as the line says", "error")
         )

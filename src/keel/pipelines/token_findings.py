@@ -196,6 +196,48 @@ def template_prefix(
     return None
 
 
+def special_in_answers(
+    answers: Sequence[tuple[str, str]], specials: Sequence[str], key: str, letters: bool = False
+) -> Finding | None:
+    """Answers to learn from, each with its row's name, whose words are special tokens.
+
+    `letters`: they are read as the characters that they are spelled with, as judged rows are.
+    """
+    spelled = [
+        (name, token) for name, text in answers for token in specials if token and token in text
+    ]
+    if not spelled:
+        return None
+    name, token = spelled[0]
+    return found(
+        "special-token-in-message",
+        "an answer spells a special token, and the model learns "
+        + ("to spell it letter by letter" if letters else "to write it there"),
+        f"{len({name for name, _ in spelled})} rows of {len(answers)} answers; {name!r}: {token!r}",
+        key,
+        "the end of an answer is set behind it: take them out of the data",
+    )
+
+
+def unread(
+    tokenizer: Any, prompts: Sequence[Prompt], template: Mapping[str, Any]
+) -> frozenset[str]:
+    """The keywords without which the template writes the same of each conversation."""
+    talks = [list(p.content) for p in prompts if not isinstance(p.content, str)]
+    if not talks:
+        return frozenset()
+
+    def texts(words: Mapping[str, Any]) -> list[str | None]:
+        return [_rendered(tokenizer, turns, words, prompt=True) for turns in talks]
+
+    every = texts(template)
+    return frozenset(
+        word
+        for word in template
+        if None not in every and texts({k: v for k, v in template.items() if k != word}) == every
+    )
+
+
 def _spells(prompt: Prompt, specials: Sequence[str]) -> bool:
     if isinstance(prompt.content, str):
         return False
