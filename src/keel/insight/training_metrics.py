@@ -159,7 +159,7 @@ POLICY = Section(
         Metric(
             "steps_skipped",
             "Optimizer steps of the stage so far that were not taken, since the loss or a gradient "
-            'was NaN or infinite; with on_nonfinite = "skip". The first 8 of a stage left their batch '
+            'was NaN or infinite; with on_nonfinite = "skip". The first 8 left their batch '
             "in faults/.",
             "optimizer steps",
             "Rising: see the causes in events.jsonl; lower the learning rate.",
