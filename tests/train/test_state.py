@@ -56,6 +56,7 @@ SAVED: dict[str, str] = {
 FREE: dict[str, str] = {
     r"\.inner\.param_groups\[\d+\]\['lr'\]$": "set before every step, from the schedule",
     r"\.stream\._order\b": "the permutation of an epoch, a function of seed and epoch",
+    r"\.folder\.made$": "whether a new run that fails may take its folder away again",
     r"\.cache_info$": "a cache of a function of its arguments",
     r"\.config\.(dtype|architectures(#|\[0\])?)$": (
         "transformers fills them in when it saves, with what the weights and the class say"
