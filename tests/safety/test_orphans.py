@@ -143,6 +143,29 @@ def test_nothing_outlives_a_run(tmp_path: Path) -> None:
             end(processes)
 
 
+def test_a_child_that_somebody_forks_does_not_hold_the_line() -> None:
+    lifeline = Lifeline()
+    group = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"],
+        pass_fds=(lifeline.inner,),
+        start_new_session=True,
+    )
+    lifeline.tie(group.pid)
+    lifeline.give()
+    other = os.fork()
+    if other == 0:
+        time.sleep(600)
+        os._exit(0)
+    try:
+        lifeline.cut()
+        assert group.wait(timeout=60) == -signal.SIGKILL
+        assert os.waitpid(other, os.WNOHANG) == (0, 0)  # it lives on, and held nothing
+    finally:
+        group.kill()
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+
+
 def test_a_group_ends_whatever_it_does_about_signals() -> None:
     """It ignores SIGIO and the rest, as does what it started; the second is not even a child."""
     code = (

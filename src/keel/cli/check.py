@@ -57,6 +57,7 @@ def _predicted(said: Mapping[str, Any]) -> Iterator[str]:
         return
     memory = said["memory"]
     room = "" if memory["room"] is None else f" of {_size(memory['room'])} free"
+    room += "" if memory["holes_seen"] else ", without what malloc loses in holes"
     yield f"  predicted peak memory on {memory['device']}: {_size(memory['peak'])}{room}"
     parts = sorted(memory["parts"].items(), key=lambda part: -part[1])
     width = max(map(len, memory["parts"]), default=0)

@@ -53,6 +53,9 @@ def predict(
     except (KeelError, RuntimeError, NotImplementedError) as error:
         seen.unseen.append(f"its memory and time: {' '.join(str(error).split())[:200]}")
         return {}
+    base = getattr(stage, "base", None)
+    if base is not None and base.name is not None:
+        seen.unseen.append(f"the size of {base.name!r}: memory and time are those of the policy")
     seen.add(None if there is None else too_large(footprint, there, _key(recipe, stage)))
     return as_dict(footprint, there, duration, price)
 

@@ -12,6 +12,7 @@ import fcntl
 import os
 import select
 import signal
+import weakref
 
 
 class Lifeline:
@@ -19,6 +20,7 @@ class Lifeline:
 
     def __init__(self) -> None:
         self.inner, self.outer = os.pipe()
+        _HELD.add(self)
 
     def tie(self, group: int) -> None:
         """Let this process group end with the outer end; from either side.
@@ -42,6 +44,18 @@ class Lifeline:
     def cut(self) -> None:
         """Close the outer end here."""
         self.outer = _closed(self.outer)
+
+
+_HELD: weakref.WeakSet[Lifeline] = weakref.WeakSet()
+"""Those of this process. What it forks, such as a reward of the user's, must not hold them open."""
+
+
+def _let_go() -> None:
+    for lifeline in list(_HELD):
+        lifeline.cut()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _closed(end: int) -> int:
