@@ -225,10 +225,19 @@ def test_what_two_functions_log_under_one_name() -> None:
 
 
 def test_async_functions_wait_together() -> None:
-    functions_ = [reward("slow_async", name=f"slow{i}") for i in range(5)]
-    start = time.monotonic()
+    arrived: list[asyncio.Event] = []
+
+    async def meets(completions: list[str]) -> list[float]:
+        """Returns once all five are there: one after the other they would hang."""
+        arrived.append(asyncio.Event())
+        if len(arrived) == 5:
+            for event in arrived:
+                event.set()
+        await arrived[-1].wait()
+        return [2.0] * len(completions)
+
+    functions_ = [named_reward(meets, f"slow{i}") for i in range(5)]
     scored = Scorer([*functions_, reward("by_length")])(two_groups(), 0)
-    assert time.monotonic() - start < 1.2  # five waits of 0.3 s, side by side
     assert values(scored) == [[12.0, 11.0, 13.0], [11.0]]
 
 
@@ -333,7 +342,7 @@ def test_a_failure_stops_with_name_step_and_sample(name: str) -> None:
     assert "\n" not in message
     if sample is None:
         assert "4 completions, prompts 't/train/0' to 't/train/1'" in message
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < 60.0  # some would not end by themselves
 
 
 @pytest.mark.parametrize("name", BAD)

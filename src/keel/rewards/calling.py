@@ -19,6 +19,10 @@ from typing import Any
 
 from keel.runs.watchdog import Ending, Patience, stack_of, stack_of_task
 
+NOTICE = 5.0
+"""Seconds that an event loop gets to act on a timeout. One that takes longer is blocked, not merely
+short of processor time; what it has on its way to a server is then lost. Below watchdog.GRACE."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -182,8 +186,8 @@ class AsyncCalls:
 
     def outcomes(self) -> dict[str, Outcome]:
         """Wait for the calls, each at most its timeout from the start; then how each ended."""
-        # The loop keeps time itself, unless a coroutine blocks it: hence the second in hand.
-        left = max(0.0, self._started + self.timeout + 1.0 - time.monotonic())
+        # The loop keeps time itself, unless a coroutine blocks it.
+        left = max(0.0, self._started + self.timeout + NOTICE - time.monotonic())
         blocked = ""
         if not self._ended.wait(left):
             blocked = self._loop.stack()
@@ -203,7 +207,7 @@ class AsyncCalls:
         self._ending.__exit__()
         if self._functions and not self._gone.is_set():
             self._loop.soon(self._drop)
-            if not self._gone.wait(1.0):
+            if not self._gone.wait(NOTICE):
                 self._loop.abandon()
 
     def _drop(self) -> None:
@@ -230,9 +234,11 @@ class AsyncCalls:
             for task in pending:
                 task.cancel()
             self._ended.set()
-            if pending:
-                await asyncio.wait(pending, timeout=0.1)
-            self._gone.set()
+            try:
+                if pending:
+                    await asyncio.wait(pending, timeout=0.1)
+            finally:
+                self._gone.set()
 
     async def _one(self, name: str, function: Callable[[], Any]) -> None:
         try:

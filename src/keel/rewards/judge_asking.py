@@ -9,6 +9,7 @@ import random
 import sqlite3
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -148,7 +149,8 @@ class Asker:
         for loop in list(self._loops):
             if loop.is_running():
                 ended = asyncio.run_coroutine_threadsafe(self._give_up(), loop)
-                with suppress(TimeoutError):  # something blocks the loop
+                # Something blocks the loop, or it ends just now, and with it what it had sent.
+                with suppress(TimeoutError, CancelledError):
                     ended.result(self.client.timeout + IN_HAND)
 
     def close(self) -> None:
