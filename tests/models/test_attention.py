@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
-from keel.models import attention
-from keel.models.attention import PackedLayout, Rules, attend_rows, install
+from keel.models import branching, layout
+from keel.models.attention import Rules, attend_rows, install
+from keel.models.layout import PackedLayout
+from keel.models.pieces import Pieces, alike
 from keel.types import KeelError
 from tests.engines.tiny import FAMILIES, tiny
 
@@ -29,11 +31,15 @@ RULES = {
         "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64),
     },
 }
-LAYOUTS = {
-    "all different": [3, 1, 6, 2],
-    "equal in a row": [4, 4, 4],
-    "mixed": [5, 2, 5, 1, 2, 5, 1, 7],
-    "one": [9],
+LAYOUTS: dict[str, tuple[list[int], list[int]]] = {
+    "all different": ([3, 1, 6, 2], []),
+    "equal in a row": ([4, 4, 4], []),
+    "mixed": ([5, 2, 5, 1, 2, 5, 1, 7], []),
+    "one": ([9], []),
+    "a shared prompt": ([4, 3, 1, 6], [-1, 0, 0, 0]),
+    "two, equal answers": ([4, 2, 2, 5, 2, 3, 3], [-1, 0, 0, -1, 3, 3, -1]),
+    "as long as their prompt": ([3, 3, 3, 3], [-1, 0, 0, -1]),
+    "not side by side": ([2, 3, 4, 3, 1, 5], [-1, -1, 0, 1, 0, 1]),
 }
 
 
@@ -70,20 +76,34 @@ def inputs(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
+def each_by_hand(
+    lengths: list[int], follows: list[int], heads: tuple[Tensor, ...], rules: Rules
+) -> Tensor:
+    """Every piece behind what it follows, one at a time."""
+    spans = [list(range(b - a, b)) for a, b in zip(lengths, accumulate(lengths), strict=True)]
+    parts = []
+    for piece, span in enumerate(spans):
+        before = spans[follows[piece]] if follows and follows[piece] >= 0 else []
+        whole = by_hand(*(x[0, :, before + span] for x in heads), rules)
+        parts.append(whole[len(before) :])
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("kernel", ["the processor's own", "run by run"])
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("lengths", LAYOUTS.values(), ids=LAYOUTS)
-def test_packed_forward_and_backward_equal_a_loop(lengths: list[int], rules: dict) -> None:
+@pytest.mark.parametrize("made", LAYOUTS.values(), ids=LAYOUTS)
+def test_packed_forward_and_backward_equal_a_loop(
+    made: tuple[list[int], list[int]], rules: dict, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel == "run by run":
+        monkeypatch.setattr(branching, "_FORWARD", None)
+    lengths, follows = made
     rule = Rules(scaling=0.3, **rules)
     if rule.sinks is not None:
         rule = Rules(0.3, rule.window, rule.softcap, rule.sinks.clone().requires_grad_())
     leaves = [*inputs(lengths), *([] if rule.sinks is None else [rule.sinks])]
-    packed = PackedLayout(lengths).attend(0, *leaves[:3], rule)
-    parts, start = [], 0
-    for length in lengths:
-        q, k, v = (x[0, :, start : start + length] for x in leaves[:3])
-        parts.append(by_hand(q, k, v, rule))
-        start += length
-    expected = torch.cat(parts).unsqueeze(0)
+    packed = PackedLayout(lengths, follows).attend(0, *leaves[:3], rule)
+    expected = each_by_hand(lengths, follows, tuple(leaves[:3]), rule).unsqueeze(0)
     # float64 sums in another order: 1e-12 leaves three digits to spare.
     torch.testing.assert_close(packed, expected, rtol=0, atol=1e-12)
     weight = torch.randn(expected.shape, dtype=torch.float64)
@@ -94,46 +114,52 @@ def test_packed_forward_and_backward_equal_a_loop(lengths: list[int], rules: dic
 
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(
+    "made", [([3, 1, 6], [-1, -1, -1]), LAYOUTS["two, equal answers"]], ids=["apart", "shared"]
+)
 def test_flash_call_says_the_same_to_the_kernel(
-    rules: dict, monkeypatch: pytest.MonkeyPatch
+    made: tuple[list[int], list[int]], rules: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The arguments of the CUDA kernel, read as torch documents them, give the same attention.
 
     No GPU is needed: a loop stands where the kernel would.
     """
-    lengths = [3, 1, 6]
+    lengths, follows = made
+    whole = [n + (lengths[f] if f >= 0 else 0) for n, f in zip(lengths, follows, strict=True)]
 
     def kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        assert cu_q.dtype == torch.int32
-        assert (max_q, max_k, enable_gqa) == (6, 6, True)
+        assert cu_q.dtype == cu_k.dtype == torch.int32
+        assert (max_q, max_k, enable_gqa) == (max(lengths), max(whole), True)
+        assert cu_q.tolist() == [0, *accumulate(lengths)]
+        assert cu_k.tolist() == [0, *accumulate(whole)]
         left, right = window_size
         assert right == 0
-        bounds = cu_q.tolist()
-        assert bounds == cu_k.tolist()
         rule = Rules(scale, None if left == -1 else left + 1)
-        parts = [
-            by_hand(*(x[a:b].transpose(0, 1) for x in (query, key, value)), rule)
-            for a, b in pairwise(bounds)
-        ]
+        parts = []
+        for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
+            # Causality is aligned to the last key: queries that are not asked for stand before.
+            asks = torch.cat([torch.zeros_like(query[: d - c - (b - a)]), query[a:b]])
+            heads = (x.transpose(0, 1) for x in (asks, key[c:d], value[c:d]))
+            parts.append(by_hand(*heads, rule)[a - b :])
         return torch.cat(parts)
 
-    monkeypatch.setattr(attention, "_VARLEN", kernel)
+    monkeypatch.setattr(layout, "_VARLEN", kernel)
     query, key, value = inputs(lengths)
     rule = Rules(0.3, rules.get("window"))
     flat = (x[0].transpose(0, 1) for x in (query, key, value))
-    flash = PackedLayout(lengths)._flash(*flat, rule)
-    plain = PackedLayout(lengths).attend(0, query, key, value, rule)[0]
+    flash = PackedLayout(lengths, follows)._flash(*flat, rule)
+    plain = PackedLayout(lengths, follows).attend(0, query, key, value, rule)[0]
     torch.testing.assert_close(flash, plain, rtol=0, atol=1e-12)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_flash_equals_the_loop_on_a_gpu() -> None:
-    lengths = [3, 1, 65, 30]
+    lengths, follows = [3, 1, 65, 30], [-1, -1, -1, 2]
     heads = [x.detach().cuda().bfloat16() for x in inputs(lengths)]
     for window in (None, 4):
         rule = Rules(0.3, window)
-        flash = PackedLayout(lengths).attend(0, *heads, rule)
-        plain = PackedLayout(lengths).attend(0, *(x.float() for x in heads), rule)
+        flash = PackedLayout(lengths, follows).attend(0, *heads, rule)
+        plain = PackedLayout(lengths, follows).attend(0, *(x.float() for x in heads), rule)
         # bfloat16 keeps 8 bits of values near 1.
         torch.testing.assert_close(flash.float(), plain, rtol=0, atol=2e-2)
 
@@ -187,12 +213,25 @@ def test_packed_model_equals_separate_sequences(family: str) -> None:
 
 
 def test_equal_lengths_share_a_call_and_others_are_left_where_they_lie() -> None:
-    assert PackedLayout([4, 2, 4])._runs == ((1, 2), (2, 4))
-    assert PackedLayout([4, 2, 4])._order == (1, 0, 2)
-    assert PackedLayout([3, 3])._runs == ((2, 3),)
-    assert PackedLayout([3, 3])._order is None
-    assert PackedLayout([9, 2, 4])._runs == ((1, 9), (1, 2), (1, 4))
-    assert PackedLayout([9, 2, 4])._order is None
+    assert alike([4, 2, 4]) == ((1, 0, 2), (1, 2))
+    assert alike([3, 3]) == ((0, 1), (2,))
+    assert alike([9, 2, 4]) == ((0, 1, 2), (1, 1, 1))
+    assert branching.plan(Pieces((4, 2, 4))).runs == ((1, 2), (2, 4))
+    assert branching.plan(Pieces((9, 2, 4))).order is None
+
+
+def test_pieces_know_places_and_what_lies_before() -> None:
+    pieces = Pieces((2, 3, 1, 2), (-1, 0, 0, -1))
+    assert pieces.positions().tolist() == [0, 1, 2, 3, 4, 2, 0, 1]
+    assert pieces.previous().tolist() == [-1, 0, 1, 2, 3, 1, 5, 6]
+    assert (pieces.tokens, pieces.longest) == (8, 5)
+    assert list(pieces.families()) == [(slice(2, 6), slice(0, 2))]
+
+
+@pytest.mark.parametrize("follows", [(-1, 1), (-1, 0, 1), (0, -1), (-1, -2), (-1, 0)])
+def test_a_piece_follows_only_a_beginning_before_it(follows: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="follow"):
+        Pieces((2, 3, 1), follows)
 
 
 def test_autocast_brings_the_three_to_one_dtype() -> None:

@@ -18,11 +18,12 @@ from keel.engines.sampler import check, draw
 from keel.engines.stopping import REASONS, Stops, budgets, context_length, eos_ids
 from keel.engines.store import Places, StepLayout, Store
 from keel.engines.streams import Uniforms
-from keel.models.attention import ATTENTION, PackedLayout, install
+from keel.models.attention import ATTENTION, install
 from keel.models.backbone import autocast_for
 from keel.models.encode import decode
 from keel.models.families import head_of
 from keel.models.head import logits
+from keel.models.layout import PackedLayout
 from keel.runs.watchdog import beat
 from keel.types import Completion, Group, KeelError, Prompt, Sampling
 

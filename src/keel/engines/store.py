@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keel.models.attention import PackedLayout, Rules, attend_rows, in_one_dtype
+from keel.models.attention import Rules, attend_rows, in_one_dtype
+from keel.models.layout import PackedLayout
 
 _CHUNK = 32
 """Places by which the store grows at least."""

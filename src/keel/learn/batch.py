@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from jaxtyping import Int
@@ -18,18 +20,43 @@ from keel.types import Group
 class Batch(Actions):
     """Sequences with the completion tokens (N) that the policy wrote in them.
 
-    `tokens_T` are the model's inputs, `input_lengths` how many of them each sequence has;
-    `target_N` points at each completion token among the T.
+    `tokens_T` are the sequences' tokens, `input_lengths` how many each has; `target_N` points at
+    each completion token among the T. `prompt_lengths` says how many tokens a sequence has before
+    its completion, which neighbours of one group have in common; () where nothing is.
     """
 
     tokens_T: Int[Tensor, " T"]
     input_lengths: tuple[int, ...]
     target_N: Int[Tensor, " N"]
+    prompt_lengths: tuple[int, ...] = ()
 
-    @property
+    @cached_property
+    def shared(self) -> tuple[int, ...]:
+        """How many tokens each sequence has in common with the one before it."""
+        if not self.prompt_lengths:
+            return (0,) * self.sequences
+        groups = self.groups_S.tolist()
+        answers = [n > p for n, p in zip(self.input_lengths, self.prompt_lengths, strict=True)]
+        return tuple(
+            length if i and groups[i] == groups[i - 1] and answers[i] and answers[i - 1] else 0
+            for i, length in enumerate(self.prompt_lengths)
+        )
+
+    @cached_property
     def packed(self) -> Packed:
-        """The model's view of the batch."""
-        return Packed(self.tokens_T, self.input_lengths, self.target_N)
+        """The model's view of the batch: a prompt once for all its neighbouring answers."""
+        if not any(self.shared):
+            return Packed(self.tokens_T, self.input_lengths, self.target_N)
+        cut = _cut(self.input_lengths, self.shared)
+        device = self.target_N.device
+        moved = torch.tensor(cut.moved, device=device)
+        shift_N = moved.repeat_interleave(self.lengths_S, output_size=sum(self.lengths))
+        return Packed(
+            tokens_T=self.tokens_T[_ranges(list(zip(cut.starts, cut.lengths, strict=True)), device)],
+            lengths=cut.lengths,
+            target_N=self.target_N + shift_N,
+            follows=cut.follows,
+        )
 
     def select(self, indices: Sequence[int]) -> Batch:
         """The batch of these sequences, in this order; sequences are never cut."""
@@ -50,13 +77,14 @@ class Batch(Actions):
             if f.name.endswith("_N") and getattr(self, f.name) is not None
         }
         shift_N = moved.repeat_interleave(
-            torch.tensor(lengths, device=device), output_size=sum(lengths)
+            torch.tensor(lengths, device=device, dtype=torch.long), output_size=sum(lengths)
         )
         per_token["target_N"] = per_token["target_N"] + shift_N
         return replace(
             self,
             tokens_T=self.tokens_T[input_T],
             input_lengths=input_lengths,
+            prompt_lengths=tuple(self.prompt_lengths[i] for i in indices if self.prompt_lengths),
             lengths=lengths,
             groups_S=self.groups_S[torch.tensor(list(indices), device=device, dtype=torch.long)],
             **per_token,
@@ -67,7 +95,7 @@ class Batch(Actions):
 
         A sequence longer than the budget goes alone.
         """
-        spans = spans_within(self.input_lengths, token_budget)
+        spans = spans_within(self.input_lengths, token_budget, self.shared)
         every = range(len(self.input_lengths))
         return [self] if len(spans) == 1 else [self.select(every[span]) for span in spans]
 
@@ -79,6 +107,7 @@ def from_groups(groups: Sequence[Group], device: torch.device | str = "cpu") -> 
     engine: list[float] = []
     lengths: list[int] = []
     input_lengths: list[int] = []
+    prompt_lengths: list[int] = []
     index: list[int] = []
     for g, group in enumerate(groups):
         prompt = group.prompt.tokens
@@ -91,10 +120,12 @@ def from_groups(groups: Sequence[Group], device: torch.device | str = "cpu") -> 
             engine.extend(completion.log_probs[written].tolist())
             lengths.append(len(written))
             input_lengths.append(len(prompt) + len(completion))
+            prompt_lengths.append(len(prompt))
             index.append(g)
     return Batch(
         tokens_T=torch.tensor(tokens, dtype=torch.long, device=device),
         input_lengths=tuple(input_lengths),
+        prompt_lengths=tuple(prompt_lengths),
         target_N=torch.tensor(targets, dtype=torch.long, device=device),
         lengths=tuple(lengths),
         groups_S=torch.tensor(index, dtype=torch.long, device=device),
@@ -102,14 +133,48 @@ def from_groups(groups: Sequence[Group], device: torch.device | str = "cpu") -> 
     )
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """Sequences as pieces: where each begins among the T, its tokens, and what it follows.
+
+    `moved` is by how many places the own tokens of each sequence lie elsewhere then.
+    """
+
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    follows: tuple[int, ...]
+    moved: tuple[int, ...]
+
+
+def _cut(lengths: Sequence[int], shared: Sequence[int]) -> _Cut:
+    """Prompts that neighbours share, each before its answers; other sequences are left whole."""
+    pieces: list[tuple[int, int, int]] = []
+    moved: list[int] = []
+    used = prompt = 0
+    following = [*shared[1:], 0]
+    for start, length, own, after in zip(_starts(lengths), lengths, shared, following, strict=True):
+        if not own and after:  # the first of several
+            prompt = len(pieces)
+            pieces.append((start, after, -1))
+            used += after
+        common = own or after
+        pieces.append((start + common, length - common, prompt if common else -1))
+        moved.append(used - start - common)
+        used += length - common
+    starts, kept, follows = zip(*pieces, strict=True)
+    return _Cut(starts, kept, follows, tuple(moved))
+
+
 def _starts(lengths: Sequence[int]) -> list[int]:
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    return starts[:-1]
+    return list(accumulate(lengths, initial=0))[:-1]
 
 
 def _ranges(spans: Sequence[tuple[int, int]], device: torch.device) -> Int[Tensor, " K"]:
-    if not spans:
-        return torch.zeros(0, dtype=torch.long, device=device)
-    return torch.cat([torch.arange(start, start + n, device=device) for start, n in spans])
+    """The numbers of all spans (start, count), one behind the other."""
+    starts, counts = (torch.tensor(column, dtype=torch.long) for column in _columns(spans))
+    shift = (starts + counts - counts.cumsum(0)).repeat_interleave(counts)
+    return (shift + torch.arange(len(shift))).to(device)
+
+
+def _columns(spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    return [start for start, _ in spans], [count for _, count in spans]

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from keel.models.packed import spans_within
+from keel.models.packed import entering, spans_within
 from keel.types import KeelError
 
 T = TypeVar("T")
@@ -50,11 +50,13 @@ class Budget:
         attempt: Callable[[int], T],
         lengths: Sequence[int],
         undo: Callable[[], None] = lambda: None,
+        shared: Sequence[int] = (),
     ) -> T:
         """What `attempt(tokens)` gives, with fewer tokens at a time until there is memory for it.
 
         `lengths` are the model-input tokens of each sequence, in the order in which they are cut
-        into micro-batches; `undo` takes back what an attempt left behind.
+        into micro-batches, and `shared` how many each has in common with the one before; `undo`
+        takes back what an attempt left behind.
 
         Raises:
             KeelError: the largest micro-batch is a single sequence, and there is no memory for it.
@@ -70,13 +72,14 @@ class Budget:
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            self._halve(lengths)
+            self._halve(lengths, shared)
 
-    def _halve(self, lengths: Sequence[int]) -> None:
-        spans = spans_within(lengths, self.tokens)
-        largest = max((list(lengths[span]) for span in spans), key=sum)
-        tokens = sum(largest)
-        if len(largest) == 1:
+    def _halve(self, lengths: Sequence[int], shared: Sequence[int]) -> None:
+        spans = spans_within(lengths, self.tokens, shared)
+        tokens, count = max(
+            (entering(lengths, span, shared), span.stop - span.start) for span in spans
+        )
+        if count == 1:
             raise KeelError(
                 f"out of memory with one sequence of {tokens} tokens alone: lower max_tokens, set "
                 "model.activation_checkpointing = true, or take a smaller model"

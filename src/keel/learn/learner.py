@@ -67,7 +67,9 @@ class Learner:
         Values are measured wherever a value model is.
         """
         return self.budget.fitting(
-            lambda tokens: self._measure(batch, old, reference, values, tokens), batch.input_lengths
+            lambda tokens: self._measure(batch, old, reference, values, tokens),
+            batch.input_lengths,
+            shared=batch.shared,
         )
 
     def clear(self) -> None:
@@ -110,6 +112,7 @@ def update(
         lambda tokens: backward(learner, row, batch, beta, tokens),
         batch.input_lengths,
         undo=learner.clear,
+        shared=batch.shared,
     )
     try:
         stop_unless_finite(metrics)
@@ -126,14 +129,41 @@ def update(
 def backward(
     learner: Learner, row: Algorithm, batch: Batch, beta: float, tokens: int
 ) -> dict[str, float]:
-    """Leave the gradient of a prepared batch in the parameters, so many tokens at a time."""
+    """Leave the gradient of a prepared batch in the parameters, so many tokens at a time.
+
+    Sequences that no gradient comes from are only measured.
+    """
     sums: dict[str, Tensor] = {}
-    for micro in batch.micro_batches(tokens):
-        part = loss(row, micro, learner.scores(row, micro), beta)
-        part.total.backward()  # type: ignore[no-untyped-call]
-        for name, value in part.metrics.items():
-            sums[name] = sums[name] + value if name in sums else value
+    moving, still = _by_gradient(row, batch, beta)
+    for part, moves in ((moving, True), (still, False)):
+        for micro in part.micro_batches(tokens) if part.sequences else ():
+            with torch.set_grad_enabled(moves):
+                said = loss(row, micro, learner.scores(row, micro), beta)
+            if moves:
+                said.total.backward()  # type: ignore[no-untyped-call]
+            for name, value in said.metrics.items():
+                sums[name] = sums[name] + value if name in sums else value
     return {name: float(value) for name, value in sums.items()}
+
+
+def _by_gradient(row: Algorithm, batch: Batch, beta: float) -> tuple[Batch, Batch]:
+    """The sequences that the loss has a gradient on, and the others.
+
+    One that has an advantage of 0 on every token has none, unless another term than the surrogate
+    asks for it. One sequence at least stays, so that each parameter has a gradient, be it 0.
+    """
+    assert batch.advantage_N is not None
+    divergence = row.loss_divergence is not None and beta != 0
+    if divergence or row.value is not None or row.entropy > 0 or row.surrogate.kind == "custom":
+        return batch, batch.select([])
+    pieces = torch.split((batch.advantage_N != 0).cpu(), list(batch.lengths))
+    moves = [bool(piece.any()) for piece in pieces]
+    if not any(moves):
+        moves[0] = True
+    if all(moves):
+        return batch, batch.select([])
+    chosen, others = ([i for i, m in enumerate(moves) if m is want] for want in (True, False))
+    return batch.select(chosen), batch.select(others)
 
 
 def cause_of(learner: Learner, row: Algorithm, batch: Batch, beta: float) -> Cause:

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from keel.models.attention import PackedLayout
+from keel.models.layout import PackedLayout
 from keel.models.packed import Packed
 
 
@@ -20,8 +20,8 @@ def autocast_for(model: PreTrainedModel, wanted: bool) -> torch.autocast:
 def hidden_states(
     model: PreTrainedModel, packed: Packed, autocast: bool = True
 ) -> Float[Tensor, "N H"]:
-    """The last hidden state that each scored token is predicted from, at `target_N - 1`."""
-    return states_at(model, packed, packed.target_N - 1, autocast)
+    """The last hidden state that each scored token is predicted from, at `source_N`."""
+    return states_at(model, packed, packed.source_N, autocast)
 
 
 def states_at(
@@ -38,7 +38,7 @@ def states_at(
             input_ids=packed.tokens_T[None],
             position_ids=packed.positions()[None],
             use_cache=False,
-            layout=PackedLayout(packed.lengths),
+            layout=PackedLayout(packed.lengths, packed.follows),
         )
     states: Tensor = out.last_hidden_state[0]
     return states.index_select(0, at_K)

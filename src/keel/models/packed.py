@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from keel.models.pieces import Pieces
+
 
 @dataclass(frozen=True, eq=False)
 class Packed:
     """A batch of sequences without padding.
 
-    `tokens_T` are the input tokens of all sequences end to end, `lengths` how many belong to each,
-    and `target_N` points into `tokens_T` at every completion token that is scored, in ascending
-    order. What the model says of target n is read one position earlier, at `target_N[n] - 1`.
+    `tokens_T` are the input tokens of all pieces end to end: sequences, and prompts that several
+    answers share with those answers behind them (`lengths` and `follows` as in `Pieces`).
+    `target_N` points into `tokens_T` at every completion token that is scored, in ascending order;
+    what the model says of it is read one token earlier in its sequence, at `source_N`.
     """
 
     tokens_T: Int[Tensor, "T"]
     lengths: tuple[int, ...]
     target_N: Int[Tensor, "N"]
+    follows: tuple[int, ...] = ()
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """How the tokens belong together."""
+        return Pieces(self.lengths, self.follows)
+
+    @cached_property
+    def source_N(self) -> Int[Tensor, "N"]:
+        """The token behind which each target was chosen."""
+        if not self.follows:
+            return self.target_N - 1
+        return self.pieces.previous(self.device)[self.target_N]
 
     def positions(self) -> Int[Tensor, "T"]:
         """Position ids, from 0 again at the start of each sequence."""
-        lengths_S = torch.tensor(self.lengths, dtype=torch.int64, device=self.device)
-        starts_S = lengths_S.cumsum(0) - lengths_S
-        return torch.arange(len(self.tokens_T), device=self.device) - torch.repeat_interleave(
-            starts_S, lengths_S, output_size=len(self.tokens_T)
-        )
+        return self.pieces.positions(self.device)
 
     def scored(self) -> Int[Tensor, "N"]:
         """The ids of the completion tokens that are scored."""
@@ -38,7 +51,9 @@ class Packed:
 
     def to(self, device: torch.device | str) -> Packed:
         """The same batch on another device."""
-        return Packed(self.tokens_T.to(device), self.lengths, self.target_N.to(device))
+        return replace(
+            self, tokens_T=self.tokens_T.to(device), target_N=self.target_N.to(device)
+        )
 
     @property
     def device(self) -> torch.device:
@@ -74,16 +89,28 @@ def pack(
     )
 
 
-def spans_within(lengths: Sequence[int], token_budget: int) -> list[slice]:
-    """Runs of neighbours whose lengths keep to the budget; one longer than it goes alone."""
+def spans_within(
+    lengths: Sequence[int], token_budget: int, shared: Sequence[int] = ()
+) -> list[slice]:
+    """Runs of neighbours whose lengths keep to the budget; one longer than it goes alone.
+
+    Of a sequence that is not the first of its run, `shared` tokens (those that it has in common
+    with the one before) do not enter again.
+    """
     cuts: list[int] = []
     used = 0
     for i, length in enumerate(lengths):
-        if not cuts or used + length > token_budget:
+        more = length - (shared[i] if shared else 0)
+        if not cuts or used + more > token_budget:
             cuts.append(i)
-            used = 0
-        used += length
+            used, more = 0, length
+        used += more
     return [slice(a, b) for a, b in zip(cuts, [*cuts[1:], len(lengths)], strict=True)]
+
+
+def entering(lengths: Sequence[int], span: slice, shared: Sequence[int] = ()) -> int:
+    """Tokens of a run of `spans_within`."""
+    return sum(lengths[span]) - sum(shared[span][1:])
 
 
 def _indices(target: Tensor, length: int, number: int) -> Tensor:

@@ -35,7 +35,7 @@ class Critic(nn.Module):
         self.head = ValueHead(width, backbone.dtype).to(backbone.device)
 
     def values(self, packed: Packed) -> Float[Tensor, "N"]:
-        """V of the state before each scored token, read at `target_N - 1`."""
+        """V of the state before each scored token, read at `source_N`."""
         values: Tensor = self.head(hidden_states(self.backbone, packed, self.autocast))
         return values
 

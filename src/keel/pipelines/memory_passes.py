@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from keel.engines.batch import Batch
 from keel.engines.sampler import draw
 from keel.engines.store import Places, StepLayout, Store
-from keel.models.attention import PackedLayout
 from keel.models.backbone import autocast_for
 from keel.models.families import head_of
 from keel.models.head import logits
+from keel.models.layout import PackedLayout
 from keel.models.packed import Packed, spans_within
 from keel.models.policy import Policy
 from keel.models.reading import Reading

@@ -167,7 +167,9 @@ def improve(
         return Improved([], {})
     rng = np.random.default_rng(derive(loop.seed, "minibatches", number))
     order = rng.permutation(keep).tolist() if stage.minibatches > 1 else keep
-    places = [chunk.tolist() for chunk in np.array_split(np.array(order), stage.minibatches)]
+    # In order again, so that answers to one prompt are neighbours: it is then computed once.
+    chunks = np.array_split(np.array(order), stage.minibatches)
+    places = [sorted(chunk.tolist()) for chunk in chunks]
     parts = [(at, prepare(row, batch.select(at), stage.rollout.max_tokens)) for at in places if at]
     critic = stage.value.optimizer or stage.optimizer
     rates = (
