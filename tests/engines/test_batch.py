@@ -26,6 +26,7 @@ def test_every_sequence_enters_once_and_every_prompt_is_computed_once(
     entered: list[int] = []
     computed: list[int] = []
     finished: list[int] = []
+    total = n * len(lengths)
     for _ in range(2000):
         if not batch.live:
             break
@@ -47,15 +48,25 @@ def test_every_sequence_enters_once_and_every_prompt_is_computed_once(
         rows = batch.sequence.copy()
         done = rng.random(len(rows)) < 0.3
         finished += rows[done].tolist()
-        movers, holes = batch.drop(done)
+        prompts = batch.prompt.copy()
+        (movers, holes), (from_slots, to_slots) = batch.drop(done)
         assert not set(movers) & set(holes)
         rows[holes] = rows[movers]
+        prompts[to_slots] = prompts[from_slots]
+        assert batch.prompt.tolist() == prompts[: len(batch.prompt)].tolist()
+        # Those with an answer under way or to come, and no others.
+        wanted = {p for p in computed if sum(s // n == p for s in finished) < n}
+        assert set(batch.prompt.tolist()) == wanted
+        assert len(batch.prompt) == len(wanted)
+        np.testing.assert_array_equal(batch.prompt[batch.slot], batch.sequence // n)
+        np.testing.assert_array_equal(batch.length, plen[batch.prompt])
+        left = total - len(entered)
+        assert batch.ahead == min(max_rows, len(batch.sequence) + left)
         assert batch.sequence.tolist() == rows[: len(batch.sequence)].tolist()
         assert {int(s): int(t) for s, t in zip(batch.sequence, batch.token, strict=True)} == {
             s: before[s] for s in batch.sequence.tolist()
         }
         np.testing.assert_array_equal(batch.place, plen[batch.sequence // n] + batch.made - 1)
-    total = n * len(lengths)
     assert entered == list(range(total))
     assert computed == list(range(len(lengths)))
     assert sorted(finished) == list(range(total))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from itertools import accumulate, pairwise
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
 from keel.models import branching, layout
-from keel.models.attention import Rules, attend_rows, install
+from keel.models.attention import Rules, install
 from keel.models.layout import PackedLayout
 from keel.models.pieces import Pieces, alike
 from keel.types import KeelError
@@ -162,25 +161,6 @@ def test_flash_equals_the_loop_on_a_gpu() -> None:
         plain = PackedLayout(lengths, follows).attend(0, *(x.float() for x in heads), rule)
         # bfloat16 keeps 8 bits of values near 1.
         torch.testing.assert_close(flash.float(), plain, rtol=0, atol=2e-2)
-
-
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-def test_attend_rows_equals_a_loop(rules: dict) -> None:
-    torch.manual_seed(0)
-    rule = Rules(scaling=0.3, **rules)
-    ends = [1, 5, 3, 7]
-    query = torch.randn(4, HEADS, WIDTH, dtype=torch.float64)
-    key, value = torch.randn(2, 4, KV_HEADS, 7, WIDTH, dtype=torch.float64)
-    bias = torch.full((4, 7), -math.inf, dtype=torch.float64)
-    expected = []
-    for row, end in enumerate(ends):
-        first = 0 if rule.window is None else max(0, end - rule.window)
-        bias[row, first:end] = 0
-        # The query is the last of its sequence; what earlier ones would be does not matter.
-        whole = query[row].unsqueeze(1).expand(-1, end, -1)
-        expected.append(by_hand(whole, key[row, :, :end], value[row, :, :end], rule)[-1])
-    out = attend_rows(query, key, value, bias, rule)
-    torch.testing.assert_close(out, torch.stack(expected), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,7 +9,6 @@ import torch
 
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe, RLStage
-from keel.engines.store import Store
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.policy import Policy, load_policy
 from keel.models.reference import reference_for
@@ -36,7 +35,10 @@ from keel.pipelines.memory_passes import (
     Twins,
     learn,
     measure,
+    micro_batches,
+    packed_of,
     sample,
+    tokens_of,
 )
 from keel.types import Completion, Group, Prompt, Sampling
 
@@ -136,12 +138,11 @@ def test_the_store_is_as_large_as_the_engine_makes_it() -> None:
         sample(twin, call, Sampling(max_tokens=40))
         passing = ledger.peak - before
         assert ledger.now == before
-    store = Store(8, 48)
-    for places in range(8, 49):
-        store.reserve(places)
     config = policy.model.config
     width = config.hidden_size // config.num_attention_heads
-    kept = 2 * config.num_hidden_layers * config.num_key_value_heads * 8 * 48 * width * 4
+    # Two prompts once, in the longer one's places, and eight answers in the budget's.
+    places = 2 * 8 + 8 * 40
+    kept = 2 * config.num_hidden_layers * config.num_key_value_heads * places * width * 4
     # One layer's keys and values lie there twice while they grow, and a step's activations beside.
     assert kept <= passing <= 1.6 * kept
 
@@ -332,7 +333,17 @@ def test_answers_are_stretched_to_the_budget_within_the_context() -> None:
     assert to_budget(stage, rows, None) == [(Extent(6, 30),), (Extent(40, 30),)]
     prompt = Prompt("p", "x", tokens=(1, 2, 3))
     completion = _completion(4)
-    assert rows_of([Group(prompt, (completion, completion))]) == [(Extent(3, 4),)] * 2
+    assert rows_of([Group(prompt, (completion, completion))]) == [(Extent(3, 4, 0),)] * 2
+
+
+def test_a_prompt_counts_once_for_neighbours_of_its_group() -> None:
+    rows: list[Row] = [(Extent(6, 3, 0),), (Extent(6, 2, 0),), (Extent(5, 4, 1),), (Extent(5, 1),)]
+    assert tokens_of(rows) == 6 + 3 + 2 + 9 + 6
+    assert [tokens_of(part) for part in micro_batches(rows, 11)] == [11, 9, 6]
+    packed = packed_of(rows, torch.device("cpu"))
+    assert packed.lengths == (6, 3, 2, 9, 6)
+    assert packed.follows == (-1, 0, 0, -1, -1)
+    assert packed.target_N.tolist() == [6, 7, 8, 9, 10, 16, 17, 18, 19, 25]
 
 
 def _completion(tokens: int) -> Completion:

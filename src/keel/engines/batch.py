@@ -20,12 +20,17 @@ class Entry:
     held: int
 
 
+Moves = tuple[Ints, Ints]
+"""Which entries moved, and where they went."""
+
+
 class Batch:
-    """The live rows, and the queue of sequences before them.
+    """The live rows with their prompts, and the queue of sequences before them.
 
     Sequence s is completion s mod n of prompt s div n. Sequences enter in order, so at any time at
     most one prompt has entered in part; it is computed once all the same. Row r of the arrays is
-    row r of the store.
+    entry r of the store's answers, and slot g entry g of its prompts: those that have an answer to
+    come or under way.
     """
 
     def __init__(
@@ -38,6 +43,10 @@ class Batch:
         self._prefill_tokens = prefill_tokens
         self._total = n * len(lengths_P)
         self._next = 0
+        self._left_P = np.full(len(lengths_P), n, dtype=np.int64)
+        self._slot_P = np.full(len(lengths_P), -1, dtype=np.int64)
+        self.prompt = np.empty(0, dtype=np.int64)
+        """The prompt of each slot."""
         self.sequence = np.empty(0, dtype=np.int64)
         self.made = np.empty(0, dtype=np.int64)
         """Tokens sampled so far."""
@@ -54,6 +63,23 @@ class Batch:
         """Where each row's last token goes: as many tokens lie before it."""
         places: Ints = self._lengths_P[self.sequence // self.n] + self.made - 1
         return places
+
+    @property
+    def slot(self) -> Ints:
+        """The slot of each row's prompt."""
+        slots: Ints = self._slot_P[self.sequence // self.n]
+        return slots
+
+    @property
+    def length(self) -> Ints:
+        """Tokens of the prompt in each slot."""
+        lengths: Ints = self._lengths_P[self.prompt]
+        return lengths
+
+    @property
+    def ahead(self) -> int:
+        """The most rows that can be live from now on."""
+        return min(self._max_rows, len(self.sequence) + self._total - self._next)
 
     @property
     def limit(self) -> Ints:
@@ -80,22 +106,38 @@ class Batch:
     def add(self, entry: Entry) -> None:
         """The entry's sequences become the last rows, with nothing sampled yet."""
         none = np.zeros(len(entry.sequences), dtype=np.int64)
+        new = np.array(entry.prompts, dtype=np.int64)
+        self._slot_P[new] = len(self.prompt) + np.arange(len(new))
+        self.prompt = np.concatenate([self.prompt, new])
         self._next = entry.sequences.stop
         self.sequence = np.concatenate([self.sequence, np.array(entry.sequences, dtype=np.int64)])
         self.made = np.concatenate([self.made, none])
         self.token = np.concatenate([self.token, none])
 
-    def drop(self, done: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
-        """Take out the rows that are done; the last rows move into the holes.
+    def drop(self, done: npt.NDArray[np.bool_]) -> tuple[Moves, Moves]:
+        """Take out the rows that are done, and prompts without rows; the last go into the holes.
 
-        Returns the rows that moved and where they went, for the store to follow.
+        Returns the moves of rows and of slots, for the store to follow.
         """
-        left = len(done) - int(np.count_nonzero(done))
-        holes = np.flatnonzero(done[:left])
-        movers = left + np.flatnonzero(~done[left:])
+        np.subtract.at(self._left_P, self.sequence[done] // self.n, 1)
+        rows = _moves(done)
         for name in ("sequence", "made", "token"):
-            values = getattr(self, name)
-            kept = values[:left].copy()
-            kept[holes] = values[movers]
-            setattr(self, name, kept)
-        return movers, holes
+            setattr(self, name, _closed(getattr(self, name), rows, len(done) - done.sum()))
+        over = self._left_P[self.prompt] == 0
+        slots = _moves(over)
+        self.prompt = _closed(self.prompt, slots, len(over) - over.sum())
+        self._slot_P[self.prompt] = np.arange(len(self.prompt))
+        return rows, slots
+
+
+def _moves(gone: npt.NDArray[np.bool_]) -> Moves:
+    """The last entries that stay, and the holes before them."""
+    left = len(gone) - int(np.count_nonzero(gone))
+    return left + np.flatnonzero(~gone[left:]), np.flatnonzero(gone[:left])
+
+
+def _closed(values: Ints, moves: Moves, left: int) -> Ints:
+    movers, holes = moves
+    kept = values[:left].copy()
+    kept[holes] = values[movers]
+    return kept

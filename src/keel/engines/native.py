@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keel.engines.batch import Batch, Entry
+from keel.engines.decoding import StepLayout
 from keel.engines.sampler import check, draw
 from keel.engines.stopping import REASONS, Stops, budgets, context_length, eos_ids
-from keel.engines.store import Places, StepLayout, Store
+from keel.engines.store import Live, Places, Store
 from keel.engines.streams import Uniforms
 from keel.models.attention import ATTENTION, install
 from keel.models.backbone import autocast_for
@@ -185,10 +186,9 @@ class _Run:
         total = n * len(prompts)
         rows = min(engine.max_rows, total)
         self.batch = Batch(self.lengths, limits, n, rows, engine.prefill_tokens)
-        # Where not all fit, a row more keeps the prompt whose group has entered only in part.
-        self.spare = rows
-        self.store = Store(rows + (rows < total), int((self.lengths + limits).max()))
-        self.spare_logits: Tensor | None = None
+        self.store = Store(int(self.lengths.max()), int(limits.max()))
+        self.waiting_logits: Tensor | None = None
+        """Those of the last prompt that was computed: its group may have entered only in part."""
         self.trace = _Trace()
         self.codes = np.zeros(total, dtype=np.int8)
 
@@ -209,32 +209,31 @@ class _Run:
         done = codes > 0
         if done.any():
             self.codes[batch.sequence[done]] = codes[done]
-            width = int(batch.place.max())
-            movers, holes = batch.drop(done)
-            if len(movers):
-                self.store.copy(movers, holes, width)
+            places, width = int(batch.made.max()), int(batch.length.max())
+            rows, slots = batch.drop(done)
+            for shelf, (movers, holes), extent in (
+                (self.store.answers, rows, places),
+                (self.store.prompts, slots, width),
+            ):
+                if len(movers):
+                    shelf.copy(movers, holes, extent)
 
     def _logits(self, entry: Entry) -> Tensor:
         """The logits that the next token of each row is drawn from, live rows first. (R, V)"""
         batch = self.batch
         live = len(batch.sequence)
-        held = np.arange(live, live + entry.held)
-        if entry.held:
-            prompt = entry.sequences.start // batch.n
-            spare = np.full(entry.held, self.spare)
-            self.store.copy(spare, held, int(self.lengths[prompt]))
         parts = []
         if live or entry.prompts:
             logits = self._forward(entry)
             parts.append(logits[:live])
         if entry.held:
-            assert self.spare_logits is not None
-            parts.append(self.spare_logits.expand(entry.held, -1))
+            assert self.waiting_logits is not None
+            parts.append(self.waiting_logits.expand(entry.held, -1))
         if entry.prompts:
             numbers = np.arange(entry.sequences.start + entry.held, entry.sequences.stop)
             ranks = numbers // batch.n - entry.prompts.start
             parts.append(logits[live:].index_select(0, self._tensor(ranks)))
-            self.spare_logits = logits[-1:].clone()
+            self.waiting_logits = logits[-1:].clone()
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _forward(self, entry: Entry) -> Tensor:
@@ -244,30 +243,27 @@ class _Run:
         """
         batch = self.batch
         live = len(batch.sequence)
-        place = batch.place
-        width = int(place.max()) + 1 if live else 0
         lengths = self.lengths[entry.prompts.start : entry.prompts.stop]
-        self.store.reserve(max(width, *lengths.tolist(), 0))
+        self._reserve(entry, lengths)
         starts = lengths.cumsum() - lengths
-        source, row, inside = self._copies(entry, lengths, starts, live)
-        packed = PackedLayout(lengths.tolist()) if len(lengths) else None
+        total = int(lengths.sum())
+        slots = np.repeat(len(batch.prompt) + np.arange(len(lengths)), lengths)
+        inside = np.arange(total) - np.repeat(starts, lengths)
         layout = StepLayout(
             store=self.store,
-            prompts=packed,
-            source_T=self._tensor(source),
-            prompt_places=Places(self._tensor(row), self._tensor(inside)),
-            row_places=Places(self._tensor(np.arange(live)), self._tensor(place)),
-            width=width,
+            prompts=PackedLayout(lengths.tolist()) if len(lengths) else None,
+            prompt_places=Places(self._tensor(slots), self._tensor(inside)),
+            live=Live(batch.slot, batch.made - 1, batch.length, self.model.device)
+            if live
+            else None,
         )
         tokens = np.concatenate(
             [*self.prompts[entry.prompts.start : entry.prompts.stop], batch.token]
         )
-        positions = np.concatenate([*(np.arange(length) for length in lengths), place])
-        total = int(lengths.sum())
         last = np.concatenate([total + np.arange(live), starts + lengths - 1])
         out = self.model.base_model(
             input_ids=self._tensor(tokens)[None],
-            position_ids=self._tensor(positions)[None],
+            position_ids=self._tensor(np.concatenate([inside, batch.place]))[None],
             use_cache=False,
             layout=layout,
         )
@@ -275,22 +271,14 @@ class _Run:
         states: Tensor = out.last_hidden_state[0].index_select(0, self._tensor(last))
         return logits(states, head_of(self.model))
 
-    def _copies(
-        self, entry: Entry, lengths: Ints, starts: Ints, live: int
-    ) -> tuple[Ints, Ints, Ints]:
-        """Which prompt token is stored in which row and place, one entry a copy."""
-        none = np.empty(0, dtype=np.int64)
-        if not entry.prompts:
-            return none, none, none
-        numbers = np.arange(entry.sequences.start + entry.held, entry.sequences.stop)
-        ranks = numbers // self.batch.n - entry.prompts.start
-        rows = live + entry.held + np.arange(len(numbers))
-        if entry.sequences.stop % self.batch.n:
-            ranks, rows = np.append(ranks, len(lengths) - 1), np.append(rows, self.spare)
-        counts = lengths[ranks]
-        ends = counts.cumsum()
-        inside = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
-        return inside + np.repeat(starts[ranks], counts), np.repeat(rows, counts), inside
+    def _reserve(self, entry: Entry, lengths: Ints) -> None:
+        """Room for what enters, and for a new token of each live row."""
+        batch = self.batch
+        live, slots = len(batch.sequence), len(batch.prompt)
+        if live:
+            self.store.answers.reserve(batch.ahead, int(batch.made.max()), live)
+        if entry.prompts:
+            self.store.prompts.reserve(slots + len(lengths), int(lengths.max()), slots)
 
     def _tensor(self, values: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self.model.device)

@@ -1,7 +1,8 @@
-"""The keys and values of the rows being decoded, and the attention layout that reads them."""
+"""The keys and values of what is being decoded: each prompt's once, and each answer's own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,55 +11,63 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keel.models.attention import Rules, attend_rows, in_one_dtype
-from keel.models.layout import PackedLayout
-
 _CHUNK = 32
-"""Places by which the store grows at least."""
+"""Places by which a shelf grows at least."""
 
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where in the store a run of tokens goes: row and place within the row, one pair a token."""
+    """Where on a shelf a run of tokens goes: entry and place within it, one pair a token.
 
-    row_T: Int[Tensor, "T"]
+    `column` says that they are the first entries in order, all at this one place.
+    """
+
+    entry_T: Int[Tensor, "T"]
     place_T: Int[Tensor, "T"]
+    column: int | None = None
     _flat: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def flat(self, heads: int, capacity: int) -> Int[Tensor, "T_heads"]:
-        """Indices into a (rows, heads, capacity) tensor laid flat, token by token."""
+        """Indices into an (entries, heads, capacity) tensor laid flat, token by token."""
         shape = (heads, capacity)
         if shape not in self._flat:
-            head = torch.arange(heads, device=self.row_T.device)
-            index = (self.row_T[:, None] * heads + head) * capacity + self.place_T[:, None]
+            head = torch.arange(heads, device=self.entry_T.device)
+            index = (self.entry_T[:, None] * heads + head) * capacity + self.place_T[:, None]
             self._flat[shape] = index.flatten()
         return self._flat[shape]
 
 
-class Store:
-    """Keys and values by layer, row, head and place: two (rows, heads, capacity, width) a layer.
+class Shelf:
+    """Keys and values by layer: two tensors (entries, heads, capacity, width) a layer.
 
-    A row holds one sequence from its first token on. What lies beyond its end is hidden by a mask,
-    and is zero or of an earlier sequence: a NaN there would not stay hidden. The capacity grows in
-    chunks up to `longest`, what the longest sequence can need. Tensors are made when a layer first
-    writes, so nothing is assumed of its heads.
+    What lies beyond an entry's end is hidden by a mask, and is zero or of an earlier one: a NaN
+    there would not stay hidden. Tensors are made when a layer first writes, so nothing is assumed
+    of its heads. No entry ever needs more than `longest` places.
     """
 
-    def __init__(self, rows: int, longest: int) -> None:
-        self._rows = rows
+    def __init__(self, longest: int) -> None:
         self._longest = longest
-        self._capacity = 0
+        self._entries = self._capacity = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def reserve(self, places: int) -> None:
-        """Make every row hold at least `places` tokens."""
-        if places <= self._capacity:
+    def reserve(self, entries: int, places: int, live: int) -> None:
+        """Make room for so many entries of so many places; the first `live` are kept.
+
+        Where it grows in places it shrinks to the entries: what is dead is left behind.
+        """
+        if places > self._capacity:
+            room = max(places + _CHUNK, self._capacity * 3 // 2)
+            self._capacity = min(-(-room // _CHUNK) * _CHUNK, self._longest)
+            self._entries = entries
+        elif entries > self._entries:
+            self._entries = max(entries, self._entries * 3 // 2)
+        else:
             return
-        room = max(places + _CHUNK, self._capacity * 3 // 2)
-        self._capacity = min(-(-room // _CHUNK) * _CHUNK, self._longest)
-        for layer, pair in self._layers.items():
-            keys, values = (self._grown(old) for old in pair)
+        for layer, (keys, values) in list(self._layers.items()):
+            # One after the other, so that at most one is there twice.
+            keys = self._moved(keys, live)
             self._layers[layer] = keys, values
+            self._layers[layer] = keys, self._moved(values, live)
 
     def write(
         self,
@@ -71,85 +80,109 @@ class Store:
         if layer not in self._layers:
             self._layers[layer] = self._empty(key), self._empty(value)
         for stored, new in zip(self._layers[layer], (key, value), strict=True):
+            if places.column is not None:
+                stored[: len(new), :, places.column] = new
+                continue
             flat = places.flat(new.shape[1], self._capacity)
             new = new.to(stored.dtype).reshape(-1, new.shape[-1])
             stored.view(-1, new.shape[-1])[flat] = new
 
-    def read(self, layer: int, rows: int, places: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first rows and places, (rows, heads, places, width) each."""
+    def read(self, layer: int, entries: int, places: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first entries and places, (entries, heads, places, width) each."""
         keys, values = self._layers[layer]
-        return keys[:rows, :, :places], values[:rows, :, :places]
+        return keys[:entries, :, :places], values[:entries, :, :places]
 
     def copy(
         self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64], places: int
     ) -> None:
-        """Copy the first places of rows `source` to rows `target`, which share no row."""
+        """Copy the first places of entries `source` to entries `target`, which share none."""
         for pair in self._layers.values():
             for stored in pair:
                 device = stored.device
-                rows = torch.from_numpy(source).to(device), torch.from_numpy(target).to(device)
-                stored[rows[1], :, :places] = stored[rows[0], :, :places]
+                whence, where = (torch.from_numpy(x).to(device) for x in (source, target))
+                stored[where, :, :places] = stored[whence, :, :places]
 
     def _empty(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self._rows, like.shape[1], self._capacity, like.shape[2])
+        return like.new_zeros(self._entries, like.shape[1], self._capacity, like.shape[2])
 
-    def _grown(self, old: Tensor) -> Tensor:
-        new = old.new_zeros(old.shape[0], old.shape[1], self._capacity, old.shape[3])
-        new[:, :, : old.shape[2]] = old
+    def _moved(self, old: Tensor, live: int) -> Tensor:
+        new = old.new_zeros(self._entries, old.shape[1], self._capacity, old.shape[3])
+        places = min(old.shape[2], self._capacity)
+        new[:live, :, :places] = old[:live, :, :places]
         return new
 
 
-@dataclass(frozen=True, eq=False)
-class StepLayout:
-    """One step of the engine: prompts that enter, end to end, then one token of each live row.
+class Store:
+    """Two shelves: prompts, of which each is one entry, and what was written in answer to them."""
 
-    `source_T` repeats each prompt's tokens once for every row of its group, and `prompt_places`
-    says where they go: a prompt is computed once and stored n times. The R live rows are the first
-    of the store; `place_R` is where the new token of each goes, and how many tokens lie before it.
+    def __init__(self, longest_prompt: int, longest_answer: int) -> None:
+        self.prompts = Shelf(longest_prompt)
+        self.answers = Shelf(longest_answer)
+
+
+@dataclass(frozen=True, eq=False)
+class Live:
+    """The R rows that are decoded at a step, and the G prompts that they answer.
+
+    Row r answers prompt `slot_R[r]` and has its new token at `end_R[r]` of its own; prompt g has
+    `length_G[g]` tokens. Both are the first entries of their shelves.
     """
 
-    store: Store
-    prompts: PackedLayout | None
-    source_T: Int[Tensor, "T"]
-    prompt_places: Places
-    row_places: Places
-    width: int
-    """Places of the longest live row, its new token among them."""
-    _bias: dict[int | None, Tensor] = field(default_factory=dict)
+    slot_R: npt.NDArray[np.int64]
+    end_R: npt.NDArray[np.int64]
+    length_G: npt.NDArray[np.int64]
+    device: torch.device
+    _made: dict[object, Tensor | None] = field(default_factory=dict)
 
-    def attend(
-        self,
-        layer: int,
-        query: Float[Tensor, "1 H T D"],
-        key: Float[Tensor, "1 Hkv T D"],
-        value: Float[Tensor, "1 Hkv T D"],
-        rules: Rules,
-    ) -> Float[Tensor, "1 T H D"]:
-        """Prompts attend among themselves, live rows to what is stored of them."""
-        query, key, value = in_one_dtype(query, key, value)
-        split = 0 if self.prompts is None else self.prompts.tokens
-        keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # (T, Hkv, D)
-        parts = []
-        if self.prompts is not None:
-            q, k, v = (x[:, :, :split] for x in (query, key, value))
-            parts.append(self.prompts.attend(layer, q, k, v, rules)[0])
-            k, v = (x.index_select(0, self.source_T) for x in (keys, values))
-            self.store.write(layer, self.prompt_places, k, v)
-        if query.shape[2] > split:
-            self.store.write(layer, self.row_places, keys[split:], values[split:])
-            q = query[0, :, split:].transpose(0, 1)
-            k, v = self.store.read(layer, len(q), self.width)
-            parts.append(attend_rows(q, k, v, self._visible(rules.window, q.dtype), rules))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+    @property
+    def rows(self) -> int:
+        return len(self.slot_R)
 
-    def _visible(self, window: int | None, dtype: torch.dtype) -> Float[Tensor, "R C"]:
-        """0 at a row's own places up to its new token and within the window, -inf elsewhere."""
-        if window not in self._bias:
-            end = self.row_places.place_T[:, None]
-            places = torch.arange(self.width, device=end.device)
-            hidden = places > end
-            if window is not None:
-                hidden |= places <= end - window
-            bias = torch.zeros(hidden.shape, dtype=dtype, device=end.device)
-            self._bias[window] = bias.masked_fill_(hidden, float("-inf"))
-        return self._bias[window]
+    @property
+    def prompts(self) -> int:
+        return len(self.length_G)
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest prompt."""
+        return int(self.length_G.max())
+
+    @property
+    def places(self) -> int:
+        """Own tokens of the longest row, its new one among them."""
+        return int(self.end_R.max()) + 1
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row with its prompt."""
+        return int((self.length_G[self.slot_R] + self.end_R).max()) + 1
+
+    def written(self) -> Places:
+        """Where the rows' new tokens go."""
+        same = bool((self.end_R == self.end_R[0]).all())
+        rows = torch.arange(self.rows, device=self.device)
+        return Places(rows, self.tensor(self.end_R), int(self.end_R[0]) if same else None)
+
+    def by_prompt(self) -> tuple[Int[Tensor, "G K"], Int[Tensor, "R"]]:
+        """The rows of each prompt, K at most, and where each row is among these G·K.
+
+        Where a prompt has fewer, row 0 stands; nothing reads what comes of it.
+        """
+        order = np.argsort(self.slot_R, kind="stable")
+        counts = np.bincount(self.slot_R, minlength=self.prompts)
+        starts = counts.cumsum() - counts
+        rank = np.empty(self.rows, dtype=np.int64)
+        rank[order] = np.arange(self.rows) - np.repeat(starts, counts)
+        most = int(counts.max())
+        asks = np.zeros((self.prompts, most), dtype=np.int64)
+        asks[self.slot_R, rank] = np.arange(self.rows)
+        return self.tensor(asks), self.tensor(self.slot_R * most + rank)
+
+    def once(self, name: object, make: Callable[[], Tensor | None]) -> Tensor | None:
+        """What `make` gives, the same for all layers."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+    def tensor(self, values: npt.NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(self.device)

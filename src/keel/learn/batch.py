@@ -52,8 +52,8 @@ class Batch(Actions):
         moved = torch.tensor(cut.moved, device=device)
         shift_N = moved.repeat_interleave(self.lengths_S, output_size=sum(self.lengths))
         return Packed(
-            tokens_T=self.tokens_T[_ranges(list(zip(cut.starts, cut.lengths, strict=True)), device)],
-            lengths=cut.lengths,
+            tokens_T=self.tokens_T[_ranges(cut.spans, device)],
+            lengths=tuple(length for _, length in cut.spans),
             target_N=self.target_N + shift_N,
             follows=cut.follows,
         )
@@ -135,13 +135,12 @@ def from_groups(groups: Sequence[Group], device: torch.device | str = "cpu") -> 
 
 @dataclass(frozen=True)
 class _Cut:
-    """Sequences as pieces: where each begins among the T, its tokens, and what it follows.
+    """Sequences as pieces: where each begins among the T and its tokens, and what it follows.
 
     `moved` is by how many places the own tokens of each sequence lie elsewhere then.
     """
 
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
     follows: tuple[int, ...]
     moved: tuple[int, ...]
 
@@ -161,8 +160,8 @@ def _cut(lengths: Sequence[int], shared: Sequence[int]) -> _Cut:
         pieces.append((start + common, length - common, prompt if common else -1))
         moved.append(used - start - common)
         used += length - common
-    starts, kept, follows = zip(*pieces, strict=True)
-    return _Cut(starts, kept, follows, tuple(moved))
+    spans = tuple((start, length) for start, length, _ in pieces)
+    return _Cut(spans, tuple(first for _, _, first in pieces), tuple(moved))
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
@@ -108,33 +107,6 @@ def _attention(
     return layout.attend(int(module.layer_idx), query, key, value, rules), None  # type: ignore[arg-type]
 
 
-def attend_rows(
-    query: Float[Tensor, "R H D"],
-    key: Float[Tensor, "R Hkv C D"],
-    value: Float[Tensor, "R Hkv C D"],
-    bias: Float[Tensor, "R C"],
-    rules: Rules,
-) -> Float[Tensor, "R H D"]:
-    """One query token a row against the row's own stored keys, for decoding.
-
-    `bias` is 0 where a key is visible and -inf where not (beyond the row's end, or outside the
-    window); at least one key must be visible to each row. There is no causality to add.
-    """
-    rows, heads, width = query.shape
-    kv_heads = key.shape[1]
-    # The query heads of one key-value head become its queries, so that no key is repeated.
-    query = query.reshape(rows, kv_heads, heads // kv_heads, width)
-    bias = bias[:, None, None]
-    if rules.softcap is None and rules.sinks is None:
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=bias.to(query.dtype), scale=rules.scaling
-        )
-    else:
-        sinks = None if rules.sinks is None else rules.sinks.view(1, kv_heads, -1, 1)
-        out = explicit(query, key, value, rules, bias == 0, sinks)
-    return out.reshape(rows, heads, value.shape[-1])
-
-
 def in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rotary embeddings and norms leave query and key in float32 under autocast: undo that."""
     device = query.device.type
@@ -155,17 +127,27 @@ def explicit(
     """softmax(softcap(scaling · q·k) over visible keys and the sink) · v, written out.
 
     (…, Q, D), (…, K, D) and a mask that broadcasts to (…, Q, K); `sinks` broadcasts to (…, Q, 1).
+    """
+    scores = torch.matmul(query, key.transpose(-1, -2))
+    weights = attention_weights(scores, rules, visible, sinks)
+    return torch.matmul(weights.to(value.dtype), value)
+
+
+def attention_weights(
+    scores: Float[Tensor, "... Q K"], rules: Rules, visible: Tensor | None, sinks: Tensor | None
+) -> Float[Tensor, "... Q K"]:
+    """What each query gives to each key, from q·k; `visible` None lets all be seen.
+
     The softmax is taken in float32 at least. Sources: Gemma 2 (arXiv:2408.00118, section 2) for the
     soft cap; gpt-oss (arXiv:2508.10925, section 2.3) for the sink.
     """
-    scores = torch.matmul(query, key.transpose(-1, -2)) * rules.scaling
+    scores = scores * rules.scaling
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if rules.softcap is not None:
         scores = torch.tanh(scores / rules.softcap) * rules.softcap
-    scores = scores.masked_fill(~visible, float("-inf"))
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is None:
-        weights = scores.softmax(-1)
-    else:
-        column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
-    return torch.matmul(weights.to(value.dtype), value)
+        return scores.softmax(-1)
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]

@@ -79,6 +79,21 @@ def attend(
     return out
 
 
+def part(
+    query: Float[Tensor, "S H Q D"],
+    key: Float[Tensor, "S H K D"],
+    value: Float[Tensor, "S H K D"],
+    scaling: float,
+    bias: Float[Tensor, "S 1 1 K"] | None,
+) -> tuple[Float[Tensor, "S H Q D"], Float[Tensor, "S H Q"]]:
+    """One part without a gradient: its output and the logarithm of its denominator.
+
+    `bias` is 0 where a key is visible and -inf where not; at least one must be to each query.
+    """
+    out, norm = _FORWARD(query, key, value, 0.0, False, attn_mask=bias, scale=scaling)  # type: ignore[misc]
+    return out, norm
+
+
 class _Branching(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -128,7 +143,8 @@ def _runs(made: Plan, *tensors: Tensor) -> Iterator[list[Tensor]]:
     for count, length in made.runs:
         stop = start + count * length
         yield [
-            tensor[start:stop].unflatten(0, (count, length)).transpose(1, 2) for tensor in tensors
+            tensor[start:stop].view(count, length, *tensor.shape[1:]).transpose(1, 2)
+            for tensor in tensors
         ]
         start = stop
 

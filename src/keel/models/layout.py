@@ -91,9 +91,12 @@ class PackedLayout:
         for count in counts:
             length, before = self.pieces.lengths[order[first]], self.pieces.before[order[first]]
             first += count
-            q = query[start : start + count * length].unflatten(0, (count, length))
+            q = query[start : start + count * length].view(count, length, *query.shape[1:])
             seen = count * (before + length)
-            k, v = (x[stop : stop + seen].unflatten(0, (count, -1)) for x in (key, value))
+            k, v = (
+                x[stop : stop + seen].view(count, before + length, *x.shape[1:])
+                for x in (key, value)
+            )
             start, stop = start + count * length, stop + seen
             mask = self._mask(length, before, rules, device)
             part = _causal(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), rules, mask)

@@ -51,9 +51,7 @@ class Packed:
 
     def to(self, device: torch.device | str) -> Packed:
         """The same batch on another device."""
-        return replace(
-            self, tokens_T=self.tokens_T.to(device), target_N=self.target_N.to(device)
-        )
+        return replace(self, tokens_T=self.tokens_T.to(device), target_N=self.target_N.to(device))
 
     @property
     def device(self) -> torch.device:

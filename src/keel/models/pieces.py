@@ -67,7 +67,7 @@ class Pieces:
         return every + shift.repeat_interleave(lengths, output_size=self.tokens)
 
     def previous(self, device: torch.device | str = "cpu") -> Int[Tensor, "T"]:
-        """The token before each in its sequence; of a first token, the one before it among the T."""
+        """The token before each in its sequence; before a first one, what lies there."""
         places = torch.arange(self.tokens, device=device) - 1
         if self.follows:
             heads = [piece for piece, first in enumerate(self.follows) if first != -1]

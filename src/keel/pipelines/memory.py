@@ -121,8 +121,8 @@ class Held:
 def rows_of(groups: Iterable[Group]) -> list[Row]:
     """The lengths of what was sampled (or of demonstrations, as groups of one)."""
     return [
-        (Extent(len(group.prompt.tokens), len(completion)),)
-        for group in groups
+        (Extent(len(group.prompt.tokens), len(completion), number),)
+        for number, group in enumerate(groups)
         for completion in group.completions
     ]
 
@@ -131,7 +131,7 @@ def to_budget(stage: RLStage, rows: Sequence[Row], context: int | None) -> list[
     """The same prompts, each answer as long as the recipe and the model's context allow."""
     limit = stage.rollout.max_tokens * stage.rollout.max_turns
     room = [limit if context is None else min(limit, context - row[0].before) for row in rows]
-    return [(Extent(row[0].before, size),) for row, size in zip(rows, room, strict=True)]
+    return [(replace(row[0], scored=size),) for row, size in zip(rows, room, strict=True)]
 
 
 def stage_footprint(
@@ -346,8 +346,9 @@ def updates_of(stage: Stage) -> int:
 
 
 def _minibatches(stage: RLStage, rows: Sequence[Row]) -> list[list[Row]]:
-    size = -(-len(rows) // stage.minibatches)
-    return [list(rows[at : at + size]) for at in range(0, len(rows), size)]
+    """As many of each group in each, as a draw by chance has on average."""
+    parts = (list(rows[at :: stage.minibatches]) for at in range(stage.minibatches))
+    return [part for part in parts if part]
 
 
 def _closed(row: Row) -> Row:

@@ -6,8 +6,9 @@ what a pass takes depends on lengths alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -15,13 +16,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.engines.batch import Batch
+from keel.engines.decoding import StepLayout
 from keel.engines.sampler import draw
-from keel.engines.store import Places, StepLayout, Store
+from keel.engines.store import Live, Places, Store
 from keel.models.backbone import autocast_for
 from keel.models.families import head_of
 from keel.models.head import logits
 from keel.models.layout import PackedLayout
-from keel.models.packed import Packed, spans_within
+from keel.models.packed import Packed, entering, spans_within
 from keel.models.policy import Policy
 from keel.models.reading import Reading
 from keel.models.reference import Reference
@@ -35,10 +37,14 @@ PREFILL_TOKENS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How long a sequence is: tokens before the first scored one, and the scored ones."""
+    """How long a sequence is: tokens before the first scored one, and the scored ones.
+
+    Neighbours of one `group` have those before in common (-1: of none).
+    """
 
     before: int
     scored: int
+    group: int = -1
 
     @property
     def tokens(self) -> int:
@@ -70,15 +76,27 @@ class Twins:
         return [p for p in every if p.requires_grad]
 
 
-def tokens_of(rows: Iterable[Row]) -> int:
-    """Model-input tokens of rows."""
-    return sum(extent.tokens for row in rows for extent in row)
+def tokens_of(rows: Sequence[Row]) -> int:
+    """Model-input tokens of rows that enter one pass."""
+    return entering(_lengths(rows), slice(0, len(rows)), _shared(rows))
 
 
 def micro_batches(rows: Sequence[Row], token_budget: int) -> list[list[Row]]:
     """The rows in order, cut where the input would pass the budget."""
-    spans = spans_within([tokens_of([row]) for row in rows], token_budget)
+    spans = spans_within(_lengths(rows), token_budget, _shared(rows))
     return [list(rows[span]) for span in spans]
+
+
+def _lengths(rows: Sequence[Row]) -> list[int]:
+    return [sum(extent.tokens for extent in row) for row in rows]
+
+
+def _shared(rows: Sequence[Row]) -> list[int]:
+    """Tokens that each row has in common with the one before it."""
+    return [
+        row[0].before if i and row[0].group == rows[i - 1][0].group != -1 else 0
+        for i, row in enumerate(rows)
+    ]
 
 
 def learn(
@@ -123,7 +141,9 @@ def judge(model: RewardModel, rows: Sequence[Row], token_budget: int) -> None:
     """The largest pass of a reward model over the answers."""
     if model.device.type == "cpu":
         token_budget = min(token_budget, CPU_TOKENS)
-    parts = micro_batches([(extent,) for row in rows for extent in row], token_budget)
+    # A reward model reads each answer behind a prompt of its own.
+    apart = [(replace(extent, group=-1),) for row in rows for extent in row]
+    parts = micro_batches(apart, token_budget)
     model.logits(_reading(max(parts, key=tokens_of), model.device))
 
 
@@ -145,27 +165,26 @@ def sample(policy: Policy, call: Sampled, sampling: Sampling) -> None:
     rows = min(call.max_rows, total)
     lengths = np.array(call.prompts, dtype=np.int64)
     limits = np.full(len(lengths), call.budget)
-    entry = Batch(lengths, limits, call.answers, rows, PREFILL_TOKENS).waiting()
-    entering = lengths[entry.prompts.start : entry.prompts.stop]
-    store = Store(rows + (rows < total), int((lengths + limits).max()))
-    copies = torch.zeros(int(entering.sum()) * call.answers, dtype=torch.long, device=device)
-    nothing = torch.zeros(0, dtype=torch.long, device=device)
-    longest = int(entering.max())
+    batch = Batch(lengths, limits, call.answers, rows, PREFILL_TOKENS)
+    entry = batch.waiting()
+    new = lengths[entry.prompts.start : entry.prompts.stop]
+    store = Store(int(lengths.max()), call.budget)
+    tokens = torch.zeros(int(new.sum()), dtype=torch.long, device=device)
     with autocast_for(model, policy.autocast):
-        store.reserve(longest)
-        prompts = PackedLayout(sorted(entering.tolist()))
-        last = torch.zeros(len(entering), dtype=torch.long, device=device)
-        first = StepLayout(
-            store, prompts, copies, Places(copies, copies), Places(nothing, nothing), 0
-        )
-        _draw(_step(model, int(entering.sum()), first, last), last, sampling)
-        del first, copies
-        longest += call.budget - 1
-        for places in range(int(entering.max()), longest + 1):
-            store.reserve(places)
-        row = torch.zeros(rows, dtype=torch.long, device=device)
-        step = StepLayout(store, None, nothing, Places(nothing, nothing), Places(row, row), longest)
-        _draw(_step(model, rows, step, row), row, sampling)
+        store.prompts.reserve(len(new), int(new.max()), 0)
+        prompts = PackedLayout(sorted(new.tolist()))
+        last = torch.zeros(len(new), dtype=torch.long, device=device)
+        first = StepLayout(store, prompts, Places(tokens, tokens), None)
+        _draw(_step(model, len(tokens), first, last), last, sampling)
+        del first
+        batch.add(entry)
+        for places in range(1, call.budget + 1):
+            store.answers.reserve(rows, places, len(batch.sequence))
+        end = np.full(len(batch.sequence), call.budget - 1)
+        live = Live(batch.slot, end, batch.length, device)
+        row = torch.zeros(live.rows, dtype=torch.long, device=device)
+        step = StepLayout(store, None, Places(row[:0], row[:0]), live)
+        _draw(_step(model, live.rows, step, row), row, sampling)
 
 
 def _step(model: PreTrainedModel, tokens: int, layout: StepLayout, last: Tensor) -> Tensor:
@@ -181,16 +200,32 @@ def _draw(logits_RV: Tensor, like: Tensor, sampling: Sampling) -> None:
 
 
 def packed_of(rows: Sequence[Row], device: torch.device) -> Packed:
-    """The rows as one input; the shortest sequence first, so that no token need be moved."""
-    extents = sorted((extent for row in rows for extent in row), key=lambda e: e.tokens)
+    """The rows as one input, neighbours of a group behind one prompt; elsewhere the shortest
+    sequence first, so that no token need be moved."""
+    extents = [extent for row in rows for extent in row]
+    if all(extent.group == -1 for extent in extents):
+        extents.sort(key=lambda e: e.tokens)
+    lengths: list[int] = []
+    follows: list[int] = []
     targets, start = [], 0
-    for extent in extents:
-        targets.append(torch.arange(start + max(extent.before, 1), start + extent.tokens))
-        start += extent.tokens
+    for group, run in groupby(extents, key=lambda e: e.group):
+        answers = list(run)
+        if group == -1 or len(answers) == 1:
+            pieces = [(e.tokens, max(e.before, 1), -1) for e in answers]
+        else:
+            prompt = len(lengths)
+            pieces = [(answers[0].before, answers[0].before, -1)]
+            pieces += [(e.scored, 0, prompt) for e in answers]
+        for size, unscored, first in pieces:
+            targets.append(torch.arange(start + unscored, start + size))
+            start += size
+            lengths.append(size)
+            follows.append(first)
     return Packed(
         torch.zeros(start, dtype=torch.long, device=device),
-        tuple(extent.tokens for extent in extents),
+        tuple(lengths),
         torch.cat(targets).to(device),
+        tuple(follows) if max(follows) >= 0 else (),
     )
 
 

@@ -178,7 +178,7 @@ def improve(
     )
     taken: list[dict[str, float]] = []
     skipped = 0
-    for at, (places, part) in enumerate(parts * stage.epochs):
+    for at, (chosen, part) in enumerate(parts * stage.epochs):
         try:
             taken.append(update(loop.learner, row, part, progress.beta, rates))
         except NotFinite as error:
@@ -190,7 +190,7 @@ def improve(
                 progress.skipped + skipped,
                 loop.learner.optimizer.began,
             )
-            _not_taken(loop, rollouts, part, places, met, progress.beta, error)
+            _not_taken(loop, rollouts, part, chosen, met, progress.beta, error)
             skipped += 1
     metrics = {name: float(np.mean([m[name] for m in taken])) for name in taken[0]} if taken else {}
     watched = {
