@@ -250,6 +250,9 @@ def parsed() -> argparse.Namespace:
     if arguments.smoke:
         arguments.repeats, arguments.warm, arguments.vllm_python = 1, 0, None
         arguments.cases = [CASES[0]]
+    arguments.vllm_python = arguments.vllm_python or None
+    if arguments.vllm_python is not None and not os.access(arguments.vllm_python, os.X_OK):
+        parser.error(f"--vllm-python {arguments.vllm_python} is no program")
     wanted = arguments.tune or "vllm" in (arguments.sides or ())
     if wanted and arguments.vllm_python is None:
         parser.error("it takes vLLM. " + NEEDED)

@@ -14,6 +14,7 @@ import torch
 
 from keel.cli.main import main
 from keel.learn.budget import Budget, needing_memory, out_of_memory
+from keel.models.packed import Sizes
 from keel.runs.read import load
 from keel.train.run import train
 from keel.train.state import Progress
@@ -40,7 +41,7 @@ class Narrow:
 
     def attempt(self, tokens: int) -> str:
         self.asked.append(tokens)
-        # As spans_within cuts: in order, a longer sequence alone.
+        # As Sizes cuts: in order, a longer sequence alone.
         used = largest = 0
         for length in self.lengths:
             used = used + length if used + length <= tokens else length
@@ -74,7 +75,7 @@ def test_halved_until_there_is_room_and_kept() -> None:
     budget = Budget(1000, told.append)
     work = Narrow(12, [10, 10, 10, 10], cpu_refusal())
     assert budget.found is None
-    assert budget.fitting(work.attempt, work.lengths, work.undo) == "done"
+    assert budget.fitting(work.attempt, Sizes(work.lengths), work.undo) == "done"
     # 40 tokens are all there is, so that halving 1000 would ask for the same again.
     assert work.asked == [1000, 20, 10]
     assert work.undone == 2
@@ -85,7 +86,7 @@ def test_halved_until_there_is_room_and_kept() -> None:
     ]
     assert "set token_budget = 10" in told[1]
     again = Narrow(12, [10, 10], cpu_refusal())
-    budget.fitting(again.attempt, again.lengths)
+    budget.fitting(again.attempt, Sizes(again.lengths))
     assert again.asked == [10]
 
 
@@ -93,7 +94,7 @@ def test_a_sequence_alone_that_has_no_room_ends_it() -> None:
     budget = Budget(64)
     work = Narrow(12, [10, 30, 10], cpu_refusal())
     with pytest.raises(KeelError, match="one sequence of 30 tokens alone"):
-        budget.fitting(work.attempt, work.lengths, work.undo)
+        budget.fitting(work.attempt, Sizes(work.lengths), work.undo)
     assert work.undone == len(work.asked)
 
 
@@ -101,7 +102,7 @@ def test_another_error_is_not_taken_for_it() -> None:
     budget = Budget(64)
     work = Narrow(0, [10, 10], RuntimeError("shapes do not fit"))
     with pytest.raises(RuntimeError, match="shapes"):
-        budget.fitting(work.attempt, work.lengths, work.undo)
+        budget.fitting(work.attempt, Sizes(work.lengths), work.undo)
     assert work.undone == 0
     assert budget.tokens == 64
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.models.encode import decode, token_ends
-from keel.models.packed import spans_within
+from keel.models.packed import Sizes
 from keel.models.reading import Answered, Reader, joined, lay
 from keel.models.tokenizers import byte_tokenizer, character_tokenizer
 from keel.types import KeelError
@@ -223,7 +223,7 @@ def test_answers_lie_end_to_end() -> None:
 @same
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 20))
 def test_runs_of_neighbours_keep_to_the_budget(lengths: list[int], budget: int) -> None:
-    spans = spans_within(lengths, budget)
+    spans = Sizes(lengths).spans(budget)
     assert [n for span in spans for n in lengths[span]] == lengths
     for number, span in enumerate(spans):
         assert len(lengths[span]) >= 1
@@ -233,8 +233,18 @@ def test_runs_of_neighbours_keep_to_the_budget(lengths: list[int], budget: int) 
 
 
 def test_runs_of_neighbours_by_hand() -> None:
-    assert spans_within([3, 2, 1], 5) == [slice(0, 2), slice(2, 3)]
-    assert spans_within([9, 1, 9], 5) == [slice(0, 1), slice(1, 2), slice(2, 3)]
+    assert Sizes([3, 2, 1]).spans(5) == [slice(0, 2), slice(2, 3)]
+    assert Sizes([9, 1, 9]).spans(5) == [slice(0, 1), slice(1, 2), slice(2, 3)]
+
+
+def test_what_neighbours_share_enters_once_and_holds_them_together() -> None:
+    sizes = Sizes([5, 6, 5, 4, 4], [0, 3, 3, 0, 2])
+    assert sizes.spans(10) == [slice(0, 2), slice(2, 3), slice(3, 5)]
+    assert [sizes.entering(span) for span in sizes.spans(10)] == [8, 5, 6]
+    # Enough is enough only where the next one shares nothing.
+    enough = Sizes([5, 6, 5, 4, 4], [0, 3, 3, 0, 2], enough=6)
+    assert enough.spans(100) == [slice(0, 3), slice(3, 5)]
+    assert enough.spans(9) == [slice(0, 2), slice(2, 3), slice(3, 5)]
 
 
 # ---------------------------------------------------------------- places among a policy's tokens

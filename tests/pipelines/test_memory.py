@@ -339,7 +339,7 @@ def test_answers_are_stretched_to_the_budget_within_the_context() -> None:
 def test_a_prompt_counts_once_for_neighbours_of_its_group() -> None:
     rows: list[Row] = [(Extent(6, 3, 0),), (Extent(6, 2, 0),), (Extent(5, 4, 1),), (Extent(5, 1),)]
     assert tokens_of(rows) == 6 + 3 + 2 + 9 + 6
-    assert [tokens_of(part) for part in micro_batches(rows, 11)] == [11, 9, 6]
+    assert [tokens_of(part) for part in micro_batches(rows, 11, torch.device("cpu"))] == [11, 9, 6]
     packed = packed_of(rows, torch.device("cpu"))
     assert packed.lengths == (6, 3, 2, 9, 6)
     assert packed.follows == (-1, 0, 0, -1, -1)

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keel.learn.actions import Actions
-from keel.models.packed import Packed, spans_within
+from keel.models.packed import Packed, Sizes, sizes_on
 from keel.types import Group
 
 
@@ -58,6 +58,11 @@ class Batch(Actions):
             follows=cut.follows,
         )
 
+    @property
+    def sizes(self) -> Sizes:
+        """What micro-batches are cut by."""
+        return sizes_on(self.target_N.device, self.input_lengths, self.shared)
+
     def select(self, indices: Sequence[int]) -> Batch:
         """The batch of these sequences, in this order; sequences are never cut."""
         device = self.target_N.device
@@ -95,7 +100,7 @@ class Batch(Actions):
 
         A sequence longer than the budget goes alone.
         """
-        spans = spans_within(self.input_lengths, token_budget, self.shared)
+        spans = self.sizes.spans(token_budget)
         every = range(len(self.input_lengths))
         return [self] if len(spans) == 1 else [self.select(every[span]) for span in spans]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 
-from keel.models.packed import entering, spans_within
+from keel.models.packed import Sizes
 from keel.types import KeelError
 
 T = TypeVar("T")
@@ -48,15 +48,13 @@ class Budget:
     def fitting(
         self,
         attempt: Callable[[int], T],
-        lengths: Sequence[int],
+        sizes: Sizes,
         undo: Callable[[], None] = lambda: None,
-        shared: Sequence[int] = (),
     ) -> T:
         """What `attempt(tokens)` gives, with fewer tokens at a time until there is memory for it.
 
-        `lengths` are the model-input tokens of each sequence, in the order in which they are cut
-        into micro-batches, and `shared` how many each has in common with the one before; `undo`
-        takes back what an attempt left behind.
+        `sizes` say how what is attempted is cut into micro-batches; `undo` takes back what an
+        attempt left behind.
 
         Raises:
             KeelError: the largest micro-batch is a single sequence, and there is no memory for it.
@@ -72,12 +70,11 @@ class Budget:
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            self._halve(lengths, shared)
+            self._halve(sizes)
 
-    def _halve(self, lengths: Sequence[int], shared: Sequence[int]) -> None:
-        spans = spans_within(lengths, self.tokens, shared)
+    def _halve(self, sizes: Sizes) -> None:
         tokens, count = max(
-            (entering(lengths, span, shared), span.stop - span.start) for span in spans
+            (sizes.entering(span), span.stop - span.start) for span in sizes.spans(self.tokens)
         )
         if count == 1:
             raise KeelError(

@@ -68,8 +68,7 @@ class Learner:
         """
         return self.budget.fitting(
             lambda tokens: self._measure(batch, old, reference, values, tokens),
-            batch.input_lengths,
-            shared=batch.shared,
+            batch.sizes,
         )
 
     def clear(self) -> None:
@@ -110,9 +109,8 @@ def update(
     """
     metrics = learner.budget.fitting(
         lambda tokens: backward(learner, row, batch, beta, tokens),
-        batch.input_lengths,
+        batch.sizes,
         undo=learner.clear,
-        shared=batch.shared,
     )
     try:
         stop_unless_finite(metrics)

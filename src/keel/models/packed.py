@@ -87,28 +87,43 @@ def pack(
     )
 
 
-def spans_within(
-    lengths: Sequence[int], token_budget: int, shared: Sequence[int] = ()
-) -> list[slice]:
-    """Runs of neighbours whose lengths keep to the budget; one longer than it goes alone.
+ENOUGH_ON_CPU = 2048
+"""Tokens of a pass beyond which a CPU gains nothing, and pays for memory that it touches anew."""
 
-    Of a sequence that is not the first of its run, `shared` tokens (those that it has in common
-    with the one before) do not enter again.
+
+@dataclass(frozen=True)
+class Sizes:
+    """Model-input tokens of sequences (or of rows of them) in the order in which they are cut.
+
+    `shared` are the tokens that each has in common with the one before, which enter once; () where
+    nothing is shared. A pass of `enough` tokens ends where nothing is shared with what follows.
     """
-    cuts: list[int] = []
-    used = 0
-    for i, length in enumerate(lengths):
-        more = length - (shared[i] if shared else 0)
-        if not cuts or used + more > token_budget:
-            cuts.append(i)
-            used, more = 0, length
-        used += more
-    return [slice(a, b) for a, b in zip(cuts, [*cuts[1:], len(lengths)], strict=True)]
+
+    lengths: Sequence[int]
+    shared: Sequence[int] = ()
+    enough: int | None = None
+
+    def spans(self, token_budget: int) -> list[slice]:
+        """Runs of neighbours whose tokens keep to the budget; one longer than it goes alone."""
+        cuts: list[int] = []
+        used = 0
+        for i, length in enumerate(self.lengths):
+            common = self.shared[i] if self.shared else 0
+            full = not common and self.enough is not None and used + length > self.enough
+            if not cuts or full or used + length - common > token_budget:
+                cuts.append(i)
+                used = common = 0
+            used += length - common
+        return [slice(a, b) for a, b in zip(cuts, [*cuts[1:], len(self.lengths)], strict=True)]
+
+    def entering(self, span: slice) -> int:
+        """Tokens of one of the runs."""
+        return sum(self.lengths[span]) - sum(self.shared[span][1:])
 
 
-def entering(lengths: Sequence[int], span: slice, shared: Sequence[int] = ()) -> int:
-    """Tokens of a run of `spans_within`."""
-    return sum(lengths[span]) - sum(shared[span][1:])
+def sizes_on(device: torch.device, lengths: Sequence[int], shared: Sequence[int] = ()) -> Sizes:
+    """What is cut for this device."""
+    return Sizes(lengths, shared, ENOUGH_ON_CPU if device.type == "cpu" else None)
 
 
 def _indices(target: Tensor, length: int, number: int) -> Tensor:

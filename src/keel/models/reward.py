@@ -29,15 +29,13 @@ from keel.models.loading import (
     quiet,
     silence_dropout,
 )
-from keel.models.packed import spans_within
+from keel.models.packed import sizes_on
 from keel.models.policy import Policy
 from keel.models.probe import prepare_backbone
 from keel.models.reading import Answered, Reader, Reading, lay
 from keel.types import KeelError
 
 Kind = Literal["outcome", "process"]
-CPU_TOKENS = 2048
-"""More in one pass gain a CPU nothing, and every pass maps its larger activations anew."""
 STOCK: dict[Kind, Any] = {
     "outcome": AutoModelForSequenceClassification,
     "process": AutoModelForTokenClassification,
@@ -105,9 +103,8 @@ class RewardModel(nn.Module):
     def judge(self, answers: Sequence[Answered], token_budget: int) -> list[list[float]]:
         """What it says of each answer, at each of its ends; at most so many tokens at a time."""
         found: list[list[float]] = []
-        if self.device.type == "cpu":
-            token_budget = min(token_budget, CPU_TOKENS)
-        for span in spans_within([len(answer.tokens) for answer in answers], token_budget):
+        sizes = sizes_on(self.device, [len(answer.tokens) for answer in answers])
+        for span in sizes.spans(token_budget):
             part = answers[span]
             logits = self.logits(lay(part, self.device)).tolist()
             for answer in part:

@@ -201,7 +201,7 @@ class _Stage:
     # ------------------------------------------------------------ phases
 
     def _rollouts(self, stage: RLStage, ledger: Ledger) -> None:
-        choice, rows = stage.rollout, self.batches[0]
+        choice, rows, device = stage.rollout, self.batches[0], self.held.policy.device
         firsts = rows[:: choice.group_size]
         prompts = tuple(row[0].before for row in firsts)
         budget = max(row[0].scored for row in rows)
@@ -212,7 +212,7 @@ class _Stage:
         for model in self.twins.judges:
             passes.judge(model, [_closed(row) for row in rows], stage.token_budget)
             self._passing("rewards", "activations", ledger)
-        largest = max(passes.micro_batches(rows, stage.token_budget), key=passes.tokens_of)
+        largest = max(passes.micro_batches(rows, stage.token_budget, device), key=passes.tokens_of)
         passes.measure(self.twins, largest, choice.temperature)
         self._passing("measure", "activations", ledger)
 
@@ -228,9 +228,9 @@ class _Stage:
         self._passing("evaluation", "key-value store and sampling", ledger)
 
     def _update(self, ledger: Ledger) -> None:
-        stage = self.stage
+        stage, device = self.stage, self.held.policy.device
         cut = [
-            passes.micro_batches(rows, stage.token_budget)
+            passes.micro_batches(rows, stage.token_budget, device)
             for batch in self.batches
             for rows in (_minibatches(stage, batch) if isinstance(stage, RLStage) else [batch])
         ]

@@ -23,11 +23,11 @@ from keel.models.backbone import autocast_for
 from keel.models.families import head_of
 from keel.models.head import logits
 from keel.models.layout import PackedLayout
-from keel.models.packed import Packed, entering, spans_within
+from keel.models.packed import Packed, Sizes, sizes_on
 from keel.models.policy import Policy
 from keel.models.reading import Reading
 from keel.models.reference import Reference
-from keel.models.reward import CPU_TOKENS, RewardModel
+from keel.models.reward import RewardModel
 from keel.models.value import Critic, ValueHead
 from keel.types import Sampling
 
@@ -78,13 +78,13 @@ class Twins:
 
 def tokens_of(rows: Sequence[Row]) -> int:
     """Model-input tokens of rows that enter one pass."""
-    return entering(_lengths(rows), slice(0, len(rows)), _shared(rows))
+    return Sizes(_lengths(rows), _shared(rows)).entering(slice(0, len(rows)))
 
 
-def micro_batches(rows: Sequence[Row], token_budget: int) -> list[list[Row]]:
+def micro_batches(rows: Sequence[Row], token_budget: int, device: torch.device) -> list[list[Row]]:
     """The rows in order, cut where the input would pass the budget."""
-    spans = spans_within(_lengths(rows), token_budget, _shared(rows))
-    return [list(rows[span]) for span in spans]
+    sizes = sizes_on(device, _lengths(rows), _shared(rows))
+    return [list(rows[span]) for span in sizes.spans(token_budget)]
 
 
 def _lengths(rows: Sequence[Row]) -> list[int]:
@@ -139,11 +139,9 @@ def measure(twins: Twins, rows: Sequence[Row], temperature: float) -> None:
 @torch.no_grad()
 def judge(model: RewardModel, rows: Sequence[Row], token_budget: int) -> None:
     """The largest pass of a reward model over the answers."""
-    if model.device.type == "cpu":
-        token_budget = min(token_budget, CPU_TOKENS)
     # A reward model reads each answer behind a prompt of its own.
     apart = [(replace(extent, group=-1),) for row in rows for extent in row]
-    parts = micro_batches(apart, token_budget)
+    parts = micro_batches(apart, token_budget, model.device)
     model.logits(_reading(max(parts, key=tokens_of), model.device))
 
 

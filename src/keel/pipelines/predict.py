@@ -99,7 +99,8 @@ def timed(policy: Policy, stage: Stage, seen: Seen) -> Timed:
         if rows and tokens_of([*rows, row]) > TIMED:
             break
         rows.append(row)
-    parts = [packed_of(part, policy.device) for part in micro_batches(rows, stage.token_budget)]
+    device = policy.device
+    parts = [packed_of(part, device) for part in micro_batches(rows, stage.token_budget, device)]
 
     def read() -> None:
         for packed in parts:

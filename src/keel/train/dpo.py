@@ -12,7 +12,7 @@ from torch import Tensor
 from keel.config.judging import DPOStage
 from keel.learn.budget import Budget
 from keel.learn.optimizer import AdamW
-from keel.models.packed import Packed, pack, spans_within
+from keel.models.packed import Packed, pack, sizes_on
 from keel.models.policy import Policy
 from keel.models.reading import Answered
 from keel.models.reference import Reference
@@ -20,7 +20,7 @@ from keel.objective import preference
 from keel.objective.segments import segment_mean, segment_sum
 from keel.runs.session import Session
 from keel.train import fit
-from keel.train.judged_steps import judged_rows
+from keel.train.judged_steps import judged_rows, sizes_of
 from keel.train.measuring import Measured, measure_pairs
 from keel.train.rows_judged import Pair, Ready
 from keel.train.state import Progress
@@ -51,6 +51,7 @@ def run(work: Preferring, progress: Progress) -> Progress:
                 work.rows,
                 stage.batch_size,
                 work.seed,
+                work.policy.device,
                 lambda rows, tokens: learn(work, rows, tokens),
             ),
             policy=work.policy,
@@ -74,7 +75,7 @@ def learn(work: Preferring, rows: Sequence[Pair], token_budget: int) -> fit.Lear
     """The gradient of the mean loss over the pairs."""
     stage = work.stage
     sums: dict[str, float] = {}
-    for span in spans_within([row.length for row in rows], token_budget):
+    for span in sizes_of(rows, work.policy.device).spans(token_budget):
         part = rows[span]
         answers = [answer for row in part for answer in (row.chosen, row.rejected)]
         now_S = log_probs(work, answers, reference=False)
@@ -137,7 +138,7 @@ def measure(work: Preferring) -> Measured:
     def judge(answers: Sequence[Answered]) -> list[list[float]]:
         said: list[list[float]] = []
         lengths = [len(answer.tokens) for answer in answers]
-        for span in spans_within(lengths, work.budget.tokens):
+        for span in sizes_on(work.policy.device, lengths).spans(work.budget.tokens):
             now_S = log_probs(work, answers[span], reference=False)
             then_S = log_probs(work, answers[span], reference=True)
             said += [[value] for value in (work.stage.beta * (now_S - then_S)).tolist()]

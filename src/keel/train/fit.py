@@ -14,6 +14,7 @@ from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer
 from keel.learn.budget import LESS, Budget, needing_memory
 from keel.learn.finite import NotFinite, alone, in_weights, stop_unless_finite
 from keel.learn.optimizer import AdamW, learning_rate
+from keel.models.packed import Sizes
 from keel.models.policy import Policy
 from keel.models.reference import Reference
 from keel.runs.session import Session, due
@@ -37,13 +38,13 @@ class Rows(Generic[B]):
     """What a step's rows are to the loop.
 
     `draw` gives those of a step (counted from 1); `learn` leaves their gradient in the parameters,
-    so many tokens at a time; `lengths` are the tokens of each, `alone` is each by itself, `keep`
+    so many tokens at a time; `sizes` are their tokens, `alone` is each by itself, `keep`
     writes them into a folder; `stream` is what decides which come next beside the step.
     """
 
     draw: Callable[[int], B]
     learn: Callable[[B, int], Learned]
-    lengths: Callable[[B], Sequence[int]]
+    sizes: Callable[[B], Sizes]
     alone: Callable[[B], Sequence[B]]
     keep: Callable[[Path, B], None]
     stream: Callable[[], Mapping[str, Any]] = dict
@@ -128,14 +129,14 @@ def take_step(fit: Fit[Any], progress: Progress, number: int) -> Learned:
         except NotFinite as error:
             fit.optimizer.clear()
             _tell(fit, rows, progress, number, error)
-            learned = Learned({}, sum(fit.rows.lengths(rows)))  # they entered the model
+            learned = Learned({}, sum(fit.rows.sizes(rows).lengths))  # they entered the model
     return replace(learned, metrics={**learned.metrics, "learning_rate": rate})
 
 
 def improve(fit: Fit[Any], rows: Any, rate: float) -> Learned:
     """One optimizer step. Raises NotFinite where none was taken."""
     learned = fit.budget.fitting(
-        lambda tokens: fit.rows.learn(rows, tokens), fit.rows.lengths(rows), fit.optimizer.clear
+        lambda tokens: fit.rows.learn(rows, tokens), fit.rows.sizes(rows), fit.optimizer.clear
     )
     stop_unless_finite(learned.metrics)
     norm = {"grad_norm": fit.optimizer.step(rate)}

@@ -5,20 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
+
+from keel.models.packed import Sizes, sizes_on
 from keel.train import faults, fit
 from keel.train.rows_judged import Marked, Pair, Ready, of_step
 
 E = TypeVar("E", Pair, Marked)
 
 
+def sizes_of(rows: Sequence[Pair] | Sequence[Marked], device: torch.device) -> Sizes:
+    """What rows are cut by."""
+    return sizes_on(device, [row.length for row in rows])
+
+
 def judged_rows(
-    ready: Ready[E], size: int, seed: int, learn: Callable[[Sequence[E], int], fit.Learned]
+    ready: Ready[E],
+    size: int,
+    seed: int,
+    device: torch.device,
+    learn: Callable[[Sequence[E], int], fit.Learned],
 ) -> fit.Rows[Any]:
-    """`size` rows a step, in epochs."""
+    """`size` rows a step, in epochs, learned from on this device."""
     return fit.Rows(
         draw=lambda number: of_step(ready.train, size, number, seed),
         learn=learn,
-        lengths=lambda rows: [row.length for row in rows],
+        sizes=lambda rows: sizes_of(rows, device),
         alone=lambda rows: [[row] for row in rows],
         keep=faults.write_rows,
     )

@@ -12,14 +12,13 @@ from torch import Tensor
 from keel.config.judging import JudgingStage, RewardModelStage
 from keel.learn.budget import Budget
 from keel.learn.optimizer import AdamW
-from keel.models.packed import spans_within
 from keel.models.policy import Policy
 from keel.models.reading import lay
 from keel.models.reward import RewardModel
 from keel.objective.preference import bradley_terry, centering, label_cross_entropy
 from keel.runs.session import Session
 from keel.train import fit
-from keel.train.judged_steps import judged_rows
+from keel.train.judged_steps import judged_rows, sizes_of
 from keel.train.measuring import Measured
 from keel.train.rows_judged import Marked, Pair, Ready
 from keel.train.state import Progress
@@ -48,7 +47,7 @@ def run(work: Judging, progress: Progress) -> Progress:
     return fit.run(
         fit.Fit(
             steps=stage.steps,
-            rows=judged_rows(work.rows, stage.batch_size, work.seed, work.learn),
+            rows=judged_rows(work.rows, stage.batch_size, work.seed, work.model.device, work.learn),
             policy=work.policy,
             optimizer=work.optimizer,
             choice=stage.optimizer,
@@ -71,7 +70,7 @@ def learn_pairs(
     """The gradient of the mean Bradley–Terry loss over pairs, and of the centring."""
     sums: dict[str, float] = {}
     decided = sum(row.probability != 0.5 for row in rows)
-    for span in spans_within([row.length for row in rows], token_budget):
+    for span in sizes_of(rows, model.device).spans(token_budget):
         part = rows[span]
         logit_K = model.logits(
             lay([answer for row in part for answer in (row.chosen, row.rejected)], model.device)
@@ -100,7 +99,7 @@ def learn_marks(model: RewardModel, rows: Sequence[Marked], token_budget: int) -
     sums: dict[str, float] = {}
     every = [label for row in rows for label in row.labels if label is not None]
     judged, decided = len(every), sum(label != 0.5 for label in every)
-    for span in spans_within([row.length for row in rows], token_budget):
+    for span in sizes_of(rows, model.device).spans(token_budget):
         part = rows[span]
         logit_K = model.logits(lay([row.answer for row in part], model.device))
         labels = [label for row in part for label in row.labels]

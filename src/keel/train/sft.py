@@ -49,7 +49,7 @@ def run(work: Imitation, progress: Progress) -> Progress:
             rows=fit.Rows(
                 draw=lambda number: demonstrations(work, number),
                 learn=lambda batch, tokens: learn(work, batch, tokens),
-                lengths=lambda batch: batch.input_lengths,
+                sizes=lambda batch: batch.sizes,
                 alone=lambda batch: [batch.select([i]) for i in range(batch.sequences)],
                 keep=faults.write_batch,
                 stream=work.stream.state,
