@@ -42,17 +42,29 @@ class StepLayout:
     ) -> Float[Tensor, "1 T H D"]:
         """Prompts attend among themselves, live rows to what is stored of them."""
         query, key, value = in_one_dtype(query, key, value)
-        split = 0 if self.prompts is None else self.prompts.tokens
-        keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # (T, Hkv, D)
-        parts = []
-        if self.prompts is not None:
-            q, k, v = (x[:, :, :split] for x in (query, key, value))
-            parts.append(self.prompts.attend(layer, q, k, v, rules)[0])
-            self.store.prompts.write(layer, self.prompt_places, keys[:split], values[:split])
-        if self.live is not None:
-            self.store.answers.write(layer, self._row_places, keys[split:], values[split:])
-            parts.append(self._rows(layer, query[0, :, split:].transpose(0, 1), rules))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+        tokens = (x[0].transpose(0, 1) for x in (query, key, value))
+        return self.attend_tokens(layer, *tokens, rules).unsqueeze(0)
+
+    def attend_tokens(
+        self,
+        layer: int,
+        query: Float[Tensor, "T H D"],
+        key: Float[Tensor, "T Hkv D"],
+        value: Float[Tensor, "T Hkv D"],
+        rules: Rules,
+    ) -> Float[Tensor, "T H D"]:
+        """`attend`, token by token."""
+        if self.prompts is None:
+            self.store.answers.write(layer, self._row_places, key, value)
+            return self._rows(layer, query, rules)
+        split = self.prompts.tokens
+        first = [x[:split] for x in (query, key, value)]
+        self.store.prompts.write(layer, self.prompt_places, *first[1:])
+        out = self.prompts.attend_tokens(*first, rules)
+        if self.live is None:
+            return out
+        self.store.answers.write(layer, self._row_places, key[split:], value[split:])
+        return torch.cat([out, self._rows(layer, query[split:], rules)])
 
     def _rows(
         self, layer: int, query: Float[Tensor, "R H D"], rules: Rules

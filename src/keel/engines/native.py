@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from keel.engines.batch import Batch, Entry
 from keel.engines.decoding import StepLayout
+from keel.engines.lean import forward_of
 from keel.engines.sampler import check, draw
 from keel.engines.stopping import REASONS, Stops, budgets, context_length, eos_ids
 from keel.engines.store import Live, Places, Store
@@ -100,8 +101,8 @@ class NativeEngine:
         limits = budgets(prompts, sampling, self.context)
         if not prompts:
             return []
-        run = _Run(self.model, prompts, limits, n, sampling, seed, stops, self)
         with torch.no_grad(), _evaluating(self.model), autocast_for(self.model, self.autocast):
+            run = _Run(self.model, prompts, limits, n, sampling, seed, stops, self)
             while run.batch.live:
                 run.step()
                 beat()
@@ -178,6 +179,7 @@ class _Run:
         engine: NativeEngine,
     ) -> None:
         self.model = model
+        self.forward = forward_of(model)
         self.sampling = sampling
         self.stops = stops
         self.uniforms = Uniforms([prompt.id for prompt in prompts], n, seed)
@@ -261,15 +263,10 @@ class _Run:
             [*self.prompts[entry.prompts.start : entry.prompts.stop], batch.token]
         )
         last = np.concatenate([total + np.arange(live), starts + lengths - 1])
-        out = self.model.base_model(
-            input_ids=self._tensor(tokens)[None],
-            position_ids=self._tensor(np.concatenate([inside, batch.place]))[None],
-            use_cache=False,
-            layout=layout,
-        )
+        places = np.concatenate([inside, batch.place])
+        states = self.forward(self._tensor(tokens), self._tensor(places), layout)
         # The trainer's own head: float32 logits, whatever the backbone computes in.
-        states: Tensor = out.last_hidden_state[0].index_select(0, self._tensor(last))
-        return logits(states, head_of(self.model))
+        return logits(states.index_select(0, self._tensor(last)), head_of(self.model))
 
     def _reserve(self, entry: Entry, lengths: Ints) -> None:
         """Room for what enters, and for a new token of each live row."""

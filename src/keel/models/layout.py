@@ -62,14 +62,23 @@ class PackedLayout:
                 f"the layout has {self.tokens} tokens, the model was given {tuple(query.shape)}"
             )
         query, key, value = in_one_dtype(query, key, value)
-        flash = _flash_applies(query, value, rules)
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
-        if flash:
-            return self._flash(query, key, value, rules).unsqueeze(0)
+        tokens = (x[0].transpose(0, 1) for x in (query, key, value))
+        return self.attend_tokens(*tokens, rules).unsqueeze(0)
+
+    def attend_tokens(
+        self,
+        query: Float[Tensor, "T H D"],
+        key: Float[Tensor, "T Hkv D"],
+        value: Float[Tensor, "T Hkv D"],
+        rules: Rules,
+    ) -> Float[Tensor, "T H D"]:
+        """`attend`, token by token."""
+        if _flash_applies(query, value, rules):
+            return self._flash(query, key, value, rules)
         if self._plain(rules) and branching.applies(query, value):
             plan = self._once("plan", lambda: branching.plan(self.pieces))
-            return branching.attend(query, key, value, plan, rules.scaling).unsqueeze(0)
-        return self._in_runs(query, key, value, rules).unsqueeze(0)
+            return branching.attend(query, key, value, plan, rules.scaling)
+        return self._in_runs(query, key, value, rules)
 
     def _plain(self, rules: Rules) -> bool:
         """Whether the rules say no more than causality does."""

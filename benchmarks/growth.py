@@ -1,0 +1,321 @@
+"""How time grows: against tokens, rows, group size, prompt length and model width.
+
+    python -m benchmarks.growth                      # prints a Markdown table
+    python -m benchmarks.growth --series rows group --repeats 9 --json growth.json
+    python -m benchmarks.growth --smoke              # tiny, in seconds
+
+The model is the fp32 Llama that `loop.py` has (256 wide, 6 layers), with random weights and an end
+that is never drawn. Generation is `NativeEngine.sample`, an update forward and backward
+(`keel.learn.learner.backward`) on made-up rollouts, in groups of 8. One thing grows at a time:
+
+- length: generation of 16 completions, of 64 to 1,024 tokens each, behind prompts of 16.
+- rows: generation of 8 to 128 completions of 64 tokens.
+- sequences: an update from 8 to 128 completions of 60 tokens, behind prompts of 20.
+- update-length: an update from 8 completions of 64 to 1,024 tokens.
+- group: `sample` for one token, thus the prefill, of a prompt of 1,000 for 1 to 64 completions.
+- prompt: the same with a group of 8, and 125 to 2,000 tokens of prompt.
+- update-prompt: an update from 8 completions of 50 tokens, behind 125 to 2,000.
+- width, update-width: generation of 64 completions of 32 tokens, and an update from 32 of 60, by a
+  model 128 to 512 wide, whose weights grow with the square.
+
+Sizes take turns, and the medians of the repeats are told, with the least-squares slope of their
+logarithms: time ~ size^slope. Attention alone grows with the square of a length, in any program.
+`last` is the slope from the last size but one to the last, where fixed costs weigh least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from benchmarks.loop_keel import end
+from benchmarks.update import (
+    BUDGET,
+    FIRST,
+    MODEL,
+    SEED,
+    SMALL,
+    Case,
+    built,
+    grpo,
+    learner_of,
+    prepared,
+    rollouts,
+)
+from keel.config.model import BuildModel
+from keel.engines.native import NativeEngine
+from keel.learn.learner import Learner, backward
+from keel.models.build import build_model
+from keel.models.policy import Policy
+from keel.types import Prompt, Sampling
+
+GROUP = 8
+Once = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Series:
+    """What grows. `make` gives, for a size, something to be timed; `smoke` are tiny sizes."""
+
+    name: str
+    what: str
+    sizes: tuple[int, ...]
+    smoke: tuple[int, ...]
+    make: Callable[[int], Once]
+
+
+class Models:
+    """One of each width, made when it is first asked for."""
+
+    def __init__(self, spec: BuildModel) -> None:
+        self.spec = spec
+        self._engines: dict[int, NativeEngine] = {}
+        self._learners: dict[int, Learner] = {}
+
+    def learner(self, width: int) -> Learner:
+        if width not in self._learners:
+            self._learners[width] = learner_of(self._policy(width))
+        return self._learners[width]
+
+    def engine(self, width: int) -> NativeEngine:
+        """An engine whose model never ends a completion."""
+        if width not in self._engines:
+            model = build_model(self._spec(width), SEED, torch.float32)
+            end(model, None)
+            policy = self._policy(width)
+            policy.model.load_state_dict(model.state_dict())
+            self._engines[width] = NativeEngine(policy.model, policy.tokenizer)
+        return self._engines[width]
+
+    def _spec(self, width: int) -> BuildModel:
+        return self.spec.model_copy(update={"hidden_size": width})
+
+    def _policy(self, width: int) -> Policy:
+        return built(self._spec(width))
+
+
+# ---------------------------------------------------------------- what is timed
+
+
+def generating(engine: NativeEngine, rows: int, group: int, prompt: int, length: int) -> Once:
+    """So many completions, all of this length."""
+    rng = np.random.default_rng(SEED)
+    vocabulary = int(engine.model.config.vocab_size)
+    prompts = [
+        Prompt(f"{number}", "", tokens=tuple(rng.integers(FIRST, vocabulary, prompt).tolist()))
+        for number in range(rows // group)
+    ]
+
+    def once() -> None:
+        made = engine.sample(prompts, group, Sampling(max_tokens=length), SEED)
+        lengths = [len(one) for groups in made for one in groups.completions]
+        assert lengths == [length] * rows, "a completion ended early"
+
+    return once
+
+
+def learning(learner: Learner, case: Case) -> Once:
+    """Forward and backward on the case's rollouts."""
+    row = grpo()
+    vocabulary = int(learner.policy.model.config.vocab_size)
+    batch = prepared(row, rollouts(vocabulary, case), shared=True)
+
+    def once() -> None:
+        learner.clear()
+        # A batch keeps what it works out of itself, and a run has a new one each step.
+        backward(learner, row, replace(batch), 0.0, BUDGET)
+
+    return once
+
+
+def every(models: Models) -> list[Series]:
+    """All series, in the order of the table."""
+    own = models.spec.hidden_size
+
+    def generate(width: int, rows: int, group: int, prompt: int, length: int) -> Once:
+        return generating(models.engine(width), rows, group, prompt, length)
+
+    def learn(width: int, sequences: int, prompt: int, length: int) -> Once:
+        case = Case("equal", prompt, GROUP, sequences, length)
+        return learning(models.learner(width), case)
+
+    tokens, few = (64, 128, 256, 512, 1024), (8, 16)
+    rows = (8, 16, 32, 64, 128)
+    prompts = (125, 250, 500, 1000, 2000)
+    widths = (128, 256, 384, 512)
+    return [
+        Series(
+            "length",
+            "generation, tokens of a completion",
+            tokens,
+            few,
+            lambda length: generate(own, 16, GROUP, 16, length),
+        ),
+        Series(
+            "rows",
+            "generation, completions",
+            rows,
+            few,
+            lambda count: generate(own, count, GROUP, 16, 64),
+        ),
+        Series(
+            "sequences", "update, sequences", rows, few, lambda count: learn(own, count, 20, 60)
+        ),
+        Series(
+            "update-length",
+            "update, tokens of a completion",
+            tokens,
+            few,
+            lambda length: learn(own, GROUP, 20, length),
+        ),
+        Series(
+            "group",
+            "prefill, completions of a group",
+            (1, 4, 16, 64),
+            (1, 4),
+            lambda group: generate(own, group, group, 1000, 1),
+        ),
+        Series(
+            "prompt",
+            "prefill, tokens of a prompt",
+            prompts,
+            few,
+            lambda length: generate(own, GROUP, GROUP, length, 1),
+        ),
+        Series(
+            "update-prompt",
+            "update, tokens of a prompt",
+            prompts,
+            few,
+            lambda length: learn(own, GROUP, length, 50),
+        ),
+        Series(
+            "width",
+            "generation, model width",
+            widths,
+            (16, 32),
+            lambda width: generate(width, 64, GROUP, 16, 32),
+        ),
+        Series(
+            "update-width",
+            "update, model width",
+            widths,
+            (16, 32),
+            lambda width: learn(width, 32, 20, 60),
+        ),
+    ]
+
+
+# ---------------------------------------------------------------- figures
+
+
+def slope(sizes: Sequence[int], seconds: Sequence[float]) -> float:
+    """The exponent that fits best, by least squares of the logarithms."""
+    return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
+
+
+def measure(series: Series, sizes: Sequence[int], repeats: int) -> dict[str, Any]:
+    """A row's figures: the medians of each size, and their slopes."""
+    made = {size: series.make(size) for size in sizes}
+    made[sizes[0]]()
+    passes: dict[int, list[float]] = {size: [] for size in sizes}
+    for number in range(repeats):
+        turn = number % len(sizes)
+        for size in [*sizes[turn:], *sizes[:turn]]:
+            start = time.perf_counter()
+            made[size]()
+            passes[size].append(time.perf_counter() - start)
+    medians = [statistics.median(passes[size]) for size in sizes]
+    return {
+        "series": series.name,
+        "what": series.what,
+        "sizes": list(sizes),
+        "seconds": medians,
+        "exponent": slope(sizes, medians),
+        "last_exponent": slope(sizes[-2:], medians[-2:]),
+        "last_over_first": medians[-1] / medians[0],
+        "passes": [passes[size] for size in sizes],
+    }
+
+
+HEAD = (
+    "| series | time of | seconds by size | exponent | last | last / first |\n" + "|---" * 6 + "|"
+)
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """A row of the table."""
+    points = zip(row["sizes"], row["seconds"], strict=True)
+    said = ", ".join(f"{size:,}: {seconds:.3g}" for size, seconds in points)
+    return (
+        f"| {row['series']} | {row['what']} | {said} | {row['exponent']:.2f} "
+        f"| {row['last_exponent']:.2f} | {row['last_over_first']:.2f} |"
+    )
+
+
+def report(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What goes into the file; None is a figure whose series was not asked for."""
+    named = {row["series"]: row for row in rows}
+    figure = partial(_figure, named)
+    return {
+        "generation_exponent": figure("length", "exponent"),
+        "generation_rows_exponent": figure("rows", "exponent"),
+        "update_exponent": figure("sequences", "exponent"),
+        "prefill_group_ratio": figure("group", "last_over_first"),
+        "rows": rows,
+        "settings": settings,
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "machine": platform.machine(),
+            "cores": os.cpu_count(),
+        },
+    }
+
+
+def _figure(named: Mapping[str, Mapping[str, Any]], series: str, key: str) -> float | None:
+    found: float | None = named.get(series, {}).get(key)
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    names = [one.name for one in every(Models(MODEL))]
+    parser.add_argument("--series", nargs="+", choices=names, metavar="SERIES", help=str(names))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--smoke", action="store_true", help="tiny, in seconds")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args(words)
+    if min(arguments.repeats, arguments.threads) < 1:
+        parser.error("--repeats and --threads have to be 1 or more")
+    torch.set_num_threads(arguments.threads)
+    smoke = arguments.smoke
+    spec, repeats = (SMALL, 1) if smoke else (MODEL, arguments.repeats)
+    print(f"{os.cpu_count()} cores, {arguments.threads} threads, medians of {repeats}\n\n{HEAD}")
+    rows = []
+    for one in every(Models(spec)):
+        if arguments.series is None or one.name in arguments.series:
+            rows.append(measure(one, one.smoke if smoke else one.sizes, repeats))
+            print(line(rows[-1]), flush=True)
+    settings = {"threads": arguments.threads, "repeats": repeats, "model": spec.model_dump()}
+    written = json.dumps(report(rows, {**settings, "smoke": smoke}), indent=2) + "\n"
+    if arguments.json:
+        arguments.json.write_text(written, "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""A smoke run of each benchmark of speed and memory: it runs, agrees, and writes its figures.
+
+What the figures are is not looked at, for a test depends on no clock.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import growth, head_memory, loop, rollout, startup, update
+from benchmarks.update import SMALL, Case
+
+Told = tuple[dict[str, Any], str]
+
+
+@pytest.fixture
+def smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Told]:
+    """Runs a benchmark's `main`: what it wrote, and what it printed."""
+
+    def run(main: Callable[[list[str]], None], *words: str) -> Told:
+        file = tmp_path / "figures.json"
+        main(["--smoke", "--threads", "1", "--json", str(file), *words])
+        return json.loads(file.read_text("utf-8")), capsys.readouterr().out
+
+    return run
+
+
+def positive(values: list[Any]) -> bool:
+    return bool(values) and all(isinstance(v, float) and 0 < v < float("inf") for v in values)
+
+
+def as_command(module: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
+    """The `main` of a module that reads the words of the command."""
+
+    def main(words: list[str]) -> None:
+        monkeypatch.setattr(sys, "argv", [module.__file__, *words])
+        module.main()
+
+    return main
+
+
+# ---------------------------------------------------------------- update
+
+
+def test_update_writes_its_ratios_and_a_row_for_each_case(smoke: Callable[..., Told]) -> None:
+    found, printed = smoke(update.main)
+    names = ["ragged-20", "equal-20", "equal-2000"]
+    assert [row["row"] for row in found["rows"]] == names
+    ragged, equal, long = found["rows"]
+    assert found["packed_ragged_ratio"] == ragged["packed_ratio"]
+    assert found["packed_equal_ratio"] == equal["packed_ratio"]
+    assert found["shared_ratio"] == long["shared_ratio"]
+    for row in found["rows"]:
+        seconds = row["seconds"]
+        assert positive(list(seconds.values()))
+        assert row["packed_ratio"] == seconds["padded"] / seconds["packed"]
+        assert row["shared_ratio"] == seconds["packed"] / seconds["shared"]
+        assert row["whole_ratio"] == seconds["padded"] / seconds["shared"]
+        assert 0 < row["gradient_difference"] <= update.AGREEMENT
+    assert equal["tokens"] == equal["padded_tokens"] == 8 * (20 + 6)
+    assert equal["completion_tokens"] == 8 * 6
+    assert ragged["padded_tokens"] > ragged["tokens"]
+    assert printed.count("\n| ") == 1 + len(names)
+    # A table has as many cells in each row.
+    assert len({row.count("|") for row in printed.splitlines() if row.startswith("|")}) == 1
+
+
+def test_the_padded_side_learns_the_same_in_parts_and_at_once() -> None:
+    """The agreement with Keel's own gradient is asserted by each run; here, the cutting's."""
+    case = Case("ragged", 5, 2, 6, 4, 9)
+    found = []
+    for tokens in (1, 10_000):
+        bench = update.bench_of(SMALL, tokens)
+        bench.sides(case)["padded"]()
+        found.append(bench.gradients("padded"))
+    for name, gradient in found[0].items():
+        # float32 sums of a few dozen tokens, in another order.
+        torch.testing.assert_close(gradient, found[1][name], rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_a_side_that_learns_something_else_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = update.bench_of(SMALL, 10_000)
+    case = Case("ragged", 5, 2, 6, 4, 9)
+    assert update.agree(bench, case) <= update.AGREEMENT
+    honest = update.prepared
+
+    def skewed(row: Any, made: update.Rollouts, shared: bool) -> Any:
+        advantage_S = made.advantage_S * (1.001 if shared else 1.0)
+        return honest(row, update.Rollouts(made.groups, advantage_S), shared)
+
+    monkeypatch.setattr(update, "prepared", skewed)
+    with pytest.raises(AssertionError, match="shared: .* differs by 1.0e-03"):
+        update.agree(bench, case)
+
+
+def test_a_prompt_enters_once_on_the_shared_side_alone() -> None:
+    made = update.rollouts(97, Case("ragged", 20, 4, 8, 6, 20))
+    row = update.grpo()
+    packed, shared = (update.prepared(row, made, on).packed for on in (False, True))
+    assert len(packed.tokens_T) - len(shared.tokens_T) == 2 * 3 * 20
+
+
+def test_ragged_lengths_have_the_mean_and_the_bound_that_the_case_says() -> None:
+    case = Case("ragged", 1, 8, 8000)
+    lengths = [len(one) for _, one in update.rollouts(10, case).completions]
+    # The mean's standard error is under 60/√8000 = 0.7.
+    assert abs(np.mean(lengths) - 60) < 3
+    assert max(lengths) == 200
+    assert min(lengths) == 1
+
+
+# ---------------------------------------------------------------- growth
+
+
+def test_growth_fits_each_series(smoke: Callable[..., Told]) -> None:
+    found, printed = smoke(growth.main)
+    rows = {row["series"]: row for row in found["rows"]}
+    for row in rows.values():
+        assert len(row["sizes"]) == len(row["seconds"]) == len(row["passes"]) >= 2
+        assert positive(row["seconds"])
+        assert row["last_over_first"] == row["seconds"][-1] / row["seconds"][0]
+        assert row["exponent"] == growth.slope(row["sizes"], row["seconds"])
+    assert found["generation_exponent"] == rows["length"]["exponent"]
+    assert found["generation_rows_exponent"] == rows["rows"]["exponent"]
+    assert found["update_exponent"] == rows["sequences"]["exponent"]
+    assert found["prefill_group_ratio"] == rows["group"]["last_over_first"]
+    assert printed.count("\n| ") == 1 + len(rows)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 1.7])
+def test_a_slope_is_the_power_that_times_grow_with(exponent: float) -> None:
+    sizes = [3, 10, 40, 41]
+    assert growth.slope(sizes, [0.3 * size**exponent for size in sizes]) == pytest.approx(
+        exponent, abs=1e-12
+    )
+
+
+# ---------------------------------------------------------------- the others
+
+
+def test_startup_times_commands(smoke: Callable[..., Told]) -> None:
+    found, printed = smoke(startup.main)
+    assert [row["row"] for row in found["rows"]] == ["help", "import", "explain"]
+    for row in found["rows"]:
+        assert found[f"{row['row']}_seconds"] == row["wall"]
+        assert positive([row["wall"], row["cpu"]])
+    assert "| `keel explain grpo` | " in printed
+
+
+def test_startup_ends_a_run_at_its_first_update() -> None:
+    found = startup.first("tiny", threads=1)
+    step, update_ = found["first_step"], found["first_update"]
+    assert step.cpu is None
+    assert update_.cpu is not None
+    assert 0 < step.wall < update_.wall
+
+
+def test_startup_tells_the_last_words_of_a_command_that_fails() -> None:
+    command = (sys.executable, "-c", "raise SystemExit('out of paper')")
+    with pytest.raises(SystemExit, match="out of paper"):
+        startup.whole(command, 1)
+    with pytest.raises(SystemExit, match="no-such-recipe"):
+        startup.first("no-such-recipe", 1)
+
+
+def test_head_memory_tells_the_share(smoke: Callable[..., Told]) -> None:
+    found, _ = smoke(head_memory.main)
+    (row,) = found["rows"]
+    assert found["share"] == row["share"] == row["chunked_bytes"] / row["naive_bytes"]
+    # 1,024 × 20,000 logits alone are 78 MiB, and the naive side has more than two of them.
+    assert row["naive_bytes"] > 2 * 4 * 1024 * 20_000
+    assert found["share"] < 1
+
+
+def test_loop_times_keels_side(smoke: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--keel-only", "--rows", "ragged-8-short")
+    found, printed = smoke(as_command(loop, monkeypatch), *words)
+    (row,) = found["rows"]
+    assert positive([row["keel"]["tokens_per_second"], row["keel"]["mean_length"]])
+    assert found["ragged_ratio"] is None
+    assert "| ragged | 8 | short | Keel |" in printed
+
+
+def test_rollout_times_two_sides(
+    smoke: Callable[..., Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = smoke(as_command(rollout, monkeypatch), "--sides", "generate")
+    assert [row["side"] for row in found["rows"]] == ["keel", "generate"]
+    assert positive([row["tokens_per_second"] for row in found["rows"]])
+    assert positive([found["generate_ragged_ratio"]])
