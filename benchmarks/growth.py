@@ -10,10 +10,10 @@ that is never drawn. Generation is `NativeEngine.sample`, an update forward and 
 
 - length: generation of 16 completions, of 64 to 1,024 tokens each, behind prompts of 16.
 - rows: generation of 8 to 128 completions of 64 tokens.
-- sequences: an update from 8 to 128 completions of 60 tokens, behind prompts of 20.
-- update-length: an update from 8 completions of 64 to 1,024 tokens.
 - group: `sample` for one token, thus the prefill, of a prompt of 1,000 for 1 to 64 completions.
 - prompt: the same with a group of 8, and 125 to 2,000 tokens of prompt.
+- sequences: an update from 8 to 128 completions of 60 tokens, behind prompts of 20.
+- update-length: an update from 8 completions of 64 to 1,024 tokens.
 - update-prompt: an update from 8 completions of 50 tokens, behind 125 to 2,000.
 - width, update-width: generation of 64 completions of 32 tokens, and an update from 32 of 60, by a
   model 128 to 512 wide, whose weights grow with the square.
@@ -33,7 +33,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,81 +140,57 @@ def learning(learner: Learner, case: Case) -> Once:
     return once
 
 
+TOKENS, COUNTS = (64, 128, 256, 512, 1024), (8, 16, 32, 64, 128)
+PROMPTS, WIDTHS = (125, 250, 500, 1000, 2000), (128, 256, 384, 512)
+FEW, NARROW = (8, 16), (16, 32)
+"""Sizes of a smoke run."""
+
+
 def every(models: Models) -> list[Series]:
     """All series, in the order of the table."""
+    return [*generations(models), *prefills(models), *updates(models)]
+
+
+def generations(models: Models) -> list[Series]:
     own = models.spec.hidden_size
 
-    def generate(width: int, rows: int, group: int, prompt: int, length: int) -> Once:
-        return generating(models.engine(width), rows, group, prompt, length)
+    def make(width: int, rows: int, length: int) -> Once:
+        return generating(models.engine(width), rows, GROUP, 16, length)
 
-    def learn(width: int, sequences: int, prompt: int, length: int) -> Once:
-        case = Case("equal", prompt, GROUP, sequences, length)
-        return learning(models.learner(width), case)
-
-    tokens, few = (64, 128, 256, 512, 1024), (8, 16)
-    rows = (8, 16, 32, 64, 128)
-    prompts = (125, 250, 500, 1000, 2000)
-    widths = (128, 256, 384, 512)
+    by_length, by_rows = (lambda n: make(own, 16, n)), (lambda n: make(own, n, 64))
     return [
-        Series(
-            "length",
-            "generation, tokens of a completion",
-            tokens,
-            few,
-            lambda length: generate(own, 16, GROUP, 16, length),
-        ),
-        Series(
-            "rows",
-            "generation, completions",
-            rows,
-            few,
-            lambda count: generate(own, count, GROUP, 16, 64),
-        ),
-        Series(
-            "sequences", "update, sequences", rows, few, lambda count: learn(own, count, 20, 60)
-        ),
-        Series(
-            "update-length",
-            "update, tokens of a completion",
-            tokens,
-            few,
-            lambda length: learn(own, GROUP, 20, length),
-        ),
-        Series(
-            "group",
-            "prefill, completions of a group",
-            (1, 4, 16, 64),
-            (1, 4),
-            lambda group: generate(own, group, group, 1000, 1),
-        ),
-        Series(
-            "prompt",
-            "prefill, tokens of a prompt",
-            prompts,
-            few,
-            lambda length: generate(own, GROUP, GROUP, length, 1),
-        ),
-        Series(
-            "update-prompt",
-            "update, tokens of a prompt",
-            prompts,
-            few,
-            lambda length: learn(own, GROUP, length, 50),
-        ),
-        Series(
-            "width",
-            "generation, model width",
-            widths,
-            (16, 32),
-            lambda width: generate(width, 64, GROUP, 16, 32),
-        ),
-        Series(
-            "update-width",
-            "update, model width",
-            widths,
-            (16, 32),
-            lambda width: learn(width, 32, 20, 60),
-        ),
+        Series("length", "generation, tokens of a completion", TOKENS, FEW, by_length),
+        Series("rows", "generation, completions", COUNTS, FEW, by_rows),
+        Series("width", "generation, model width", WIDTHS, NARROW, lambda n: make(n, 64, 32)),
+    ]
+
+
+def prefills(models: Models) -> list[Series]:
+    own = models.spec.hidden_size
+
+    def make(group: int, prompt: int) -> Once:
+        return generating(models.engine(own), group, group, prompt, 1)
+
+    by_group, by_prompt = (lambda n: make(n, 1000)), (lambda n: make(GROUP, n))
+    return [
+        Series("group", "prefill, completions of a group", (1, 4, 16, 64), (1, 4), by_group),
+        Series("prompt", "prefill, tokens of a prompt", PROMPTS, FEW, by_prompt),
+    ]
+
+
+def updates(models: Models) -> list[Series]:
+    own = models.spec.hidden_size
+
+    def make(width: int, sequences: int, prompt: int, length: int) -> Once:
+        return learning(models.learner(width), Case("equal", prompt, GROUP, sequences, length))
+
+    by_count, by_length = (lambda n: make(own, n, 20, 60)), (lambda n: make(own, GROUP, 20, n))
+    by_prompt, by_width = (lambda n: make(own, GROUP, n, 50)), (lambda n: make(n, 32, 20, 60))
+    return [
+        Series("sequences", "update, sequences", COUNTS, FEW, by_count),
+        Series("update-length", "update, tokens of a completion", TOKENS, FEW, by_length),
+        Series("update-prompt", "update, tokens of a prompt", PROMPTS, FEW, by_prompt),
+        Series("update-width", "update, model width", WIDTHS, NARROW, by_width),
     ]
 
 
@@ -269,7 +244,11 @@ def line(row: Mapping[str, Any]) -> str:
 def report(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
     """What goes into the file; None is a figure whose series was not asked for."""
     named = {row["series"]: row for row in rows}
-    figure = partial(_figure, named)
+
+    def figure(series: str, key: str) -> float | None:
+        found: float | None = named.get(series, {}).get(key)
+        return found
+
     return {
         "generation_exponent": figure("length", "exponent"),
         "generation_rows_exponent": figure("rows", "exponent"),
@@ -286,15 +265,12 @@ def report(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> di
     }
 
 
-def _figure(named: Mapping[str, Mapping[str, Any]], series: str, key: str) -> float | None:
-    found: float | None = named.get(series, {}).get(key)
-    return found
-
-
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     names = [one.name for one in every(Models(MODEL))]
-    parser.add_argument("--series", nargs="+", choices=names, metavar="SERIES", help=str(names))
+    parser.add_argument(
+        "--series", nargs="+", choices=names, metavar="SERIES", help=", ".join(names)
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--smoke", action="store_true", help="tiny, in seconds")

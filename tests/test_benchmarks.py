@@ -1,6 +1,7 @@
 """A smoke run of each benchmark of speed and memory: it runs, agrees, and writes its figures.
 
-What the figures are is not looked at, for a test depends on no clock.
+What the figures are is not looked at, for a test depends on no clock. Of `loop` and `rollout`, of
+which each side takes seconds to import, Keel's side runs alone.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import growth, head_memory, loop, rollout, startup, update
+from benchmarks import growth, head_memory, loop, loop_keel, rollout, startup, update
 from benchmarks.update import SMALL, Case
 
 Told = tuple[dict[str, Any], str]
@@ -35,16 +37,6 @@ def smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., T
 
 def positive(values: list[Any]) -> bool:
     return bool(values) and all(isinstance(v, float) and 0 < v < float("inf") for v in values)
-
-
-def as_command(module: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
-    """The `main` of a module that reads the words of the command."""
-
-    def main(words: list[str]) -> None:
-        monkeypatch.setattr(sys, "argv", [module.__file__, *words])
-        module.main()
-
-    return main
 
 
 # ---------------------------------------------------------------- update
@@ -97,7 +89,7 @@ def test_a_side_that_learns_something_else_is_found_out(monkeypatch: pytest.Monk
         return honest(row, update.Rollouts(made.groups, advantage_S), shared)
 
     monkeypatch.setattr(update, "prepared", skewed)
-    with pytest.raises(AssertionError, match="shared: .* differs by 1.0e-03"):
+    with pytest.raises(AssertionError, match=r"shared: .* differs by 1\.0e-03"):
         update.agree(bench, case)
 
 
@@ -180,19 +172,35 @@ def test_head_memory_tells_the_share(smoke: Callable[..., Told]) -> None:
     assert found["share"] < 1
 
 
-def test_loop_times_keels_side(smoke: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("--keel-only", "--rows", "ragged-8-short")
-    found, printed = smoke(as_command(loop, monkeypatch), *words)
-    (row,) = found["rows"]
-    assert positive([row["keel"]["tokens_per_second"], row["keel"]["mean_length"]])
-    assert found["ragged_ratio"] is None
-    assert "| ragged | 8 | short | Keel |" in printed
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that `loop` and `rollout` begin with, made without a process of its own."""
+    folder = tmp_path_factory.mktemp("prepared")
+    loop_keel.prepare(asdict(loop.SMOKE), folder)
+    return folder
 
 
-def test_rollout_times_two_sides(
-    smoke: Callable[..., Told], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found, _ = smoke(as_command(rollout, monkeypatch), "--sides", "generate")
-    assert [row["side"] for row in found["rows"]] == ["keel", "generate"]
-    assert positive([row["tokens_per_second"] for row in found["rows"]])
-    assert positive([found["generate_ragged_ratio"]])
+def test_loop_times_keels_side(prepared: Path) -> None:
+    bench = loop.Bench(prepared, loop.SMOKE, 2, 1, trl_python=None, micro=16, continuous=False)
+    row = loop.compare(bench, loop.case_of("ragged-8-short"), repeats=1)
+    keel = row["keel"]
+    assert keel["steps"] == 1
+    assert positive([keel["tokens_per_second"], keel["seconds"], keel["phases"]["update"]])
+    assert 0 < keel["mean_length"] <= loop.SMOKE.most
+    assert keel["peak"] > 2**20
+    assert "| ragged | 8 | short | Keel |" in loop.lines(row)
+    assert loop.report(bench, [row])["ragged_ratio"] is None
+
+
+def test_rollout_times_keels_side(prepared: Path) -> None:
+    vllm = rollout.Threads("nobind", apart=False, count=1)
+    bench = rollout.Bench(prepared, loop.SMOKE, 1, 0, vllm_python=None, vllm=vllm)
+    with rollout.started(bench, "keel", "ragged") as side:
+        passes = [side.once(number) for number in range(2)]
+        assert side.process.stdout is not None
+        side.process.stdout.close()
+    row = rollout.summed("ragged", "keel", passes) | {"ratio": 1.0}
+    assert positive([row["tokens_per_second"], row["seconds"]])
+    assert 0 < row["mean_length"] <= loop.SMOKE.most
+    assert all(len(one["lengths"]) == loop.SMOKE.completions for one in passes)
+    assert "| ragged | keel |" in rollout.line(row)

@@ -21,7 +21,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def model_of(family: str, **changes: Any) -> PreTrainedModel:
-    """In float32, every vector of it drawn at random: norms and biases of 1 and 0 hide a mistake."""
+    """In float32, its vectors drawn at random: norms of 1 and biases of 0 hide a mistake."""
     model = tiny(family, **changes).float()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

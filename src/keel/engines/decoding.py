@@ -42,8 +42,8 @@ class StepLayout:
     ) -> Float[Tensor, "1 T H D"]:
         """Prompts attend among themselves, live rows to what is stored of them."""
         query, key, value = in_one_dtype(query, key, value)
-        tokens = (x[0].transpose(0, 1) for x in (query, key, value))
-        return self.attend_tokens(layer, *tokens, rules).unsqueeze(0)
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        return self.attend_tokens(layer, query, key, value, rules).unsqueeze(0)
 
     def attend_tokens(
         self,
@@ -58,9 +58,8 @@ class StepLayout:
             self.store.answers.write(layer, self._row_places, key, value)
             return self._rows(layer, query, rules)
         split = self.prompts.tokens
-        first = [x[:split] for x in (query, key, value)]
-        self.store.prompts.write(layer, self.prompt_places, *first[1:])
-        out = self.prompts.attend_tokens(*first, rules)
+        self.store.prompts.write(layer, self.prompt_places, key[:split], value[:split])
+        out = self.prompts.attend_tokens(query[:split], key[:split], value[:split], rules)
         if self.live is None:
             return out
         self.store.answers.write(layer, self._row_places, key[split:], value[split:])

@@ -1,4 +1,4 @@
-"""The backbone of a Llama-like model for decoding on a CPU: few operations, on weights laid out anew.
+"""A Llama-like backbone for decoding on a CPU: few operations, on weights laid out anew.
 
 A decode step has few rows, so what it costs is the number of operations and how the matrix product
 reads its weights. Here the projections that read the same input are one, and the weights lie as
@@ -79,10 +79,11 @@ class _Linear:
     """
 
     def __init__(self, *parts: nn.Linear, scale: Tensor | None = None) -> None:
-        weight = torch.cat([part.weight for part in parts]) if parts[1:] else parts[0].weight
+        weights: list[Tensor] = [part.weight for part in parts]
+        weight = torch.cat(weights) if len(parts) > 1 else weights[0]
         weight = weight if scale is None else weight * scale
-        biases = [part.bias for part in parts]
-        self.bias = None if biases[0] is None else torch.cat(biases)
+        biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
+        self.bias = torch.cat(biases) if biases else None
         packs = _PACK is not None and _LINEAR is not None and weight.dtype == torch.float32
         self.packed = _PACK(weight) if packs else None  # type: ignore[misc]
         self.weight = None if packs else weight
@@ -151,7 +152,8 @@ class _Lean:
         sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
         for block in self.blocks:
             x = block(x, cos, sin, layout)
-        return _normed(x, self.epsilon) * self.norm
+        out: Tensor = _normed(x, self.epsilon) * self.norm
+        return out
 
 
 def _block(number: int, layer: Any) -> _Block:

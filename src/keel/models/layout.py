@@ -62,8 +62,8 @@ class PackedLayout:
                 f"the layout has {self.tokens} tokens, the model was given {tuple(query.shape)}"
             )
         query, key, value = in_one_dtype(query, key, value)
-        tokens = (x[0].transpose(0, 1) for x in (query, key, value))
-        return self.attend_tokens(*tokens, rules).unsqueeze(0)
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        return self.attend_tokens(query, key, value, rules).unsqueeze(0)
 
     def attend_tokens(
         self,
