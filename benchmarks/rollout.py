@@ -159,6 +159,8 @@ def started(bench: Bench, name: str, case: str) -> Iterator[Side]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 # ---------------------------------------------------------------- figures

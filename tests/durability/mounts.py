@@ -110,6 +110,7 @@ def free(disk: Path) -> int:
 
 def fill(disk: Path, leave: int) -> None:
     """Takes all but so many bytes (a multiple of the page) of a disk with one file."""
+    assert os.path.ismount(disk), f"{disk} is no disk of its own"
     with (disk / "ballast").open("wb", buffering=0) as file:
         try:
             while free(disk) > leave:

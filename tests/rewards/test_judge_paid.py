@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import pytest
 
 from keel.config.sources import RewardSource
 from keel.rewards import Scorer, load_reward
-from keel.rewards.calling import LoopThread
 from keel.rewards.judge import Judge
 from keel.rewards.judge_budget import Budget, Cost, Prices
 from keel.rewards.judge_store import Account, Answer, Store, Ticket
@@ -203,28 +202,6 @@ def test_closing_keeps_what_was_sent_when_time_ran_out(
         assert rewards(scorer(TWENTY, 1)) == [n / 20 for n in range(20)]
         scorer.close()
         assert len(server.log) == 20
-
-
-def test_a_loop_that_ends_meanwhile_loses_what_was_sent_and_no_more(tmp_path: Path) -> None:
-    loop = LoopThread()
-    with JudgeServer() as server:
-        server.holds = lambda number: True
-        reward = made(server.url, tmp_path, **SCALE)
-
-        async def asking() -> None:
-            await reward(prompts=["q"], completions=["a"])
-
-        loop.submit(asking())
-        server.wait_for(lambda: server.active == 1)
-        with ThreadPoolExecutor() as pool:
-            closing = pool.submit(reward.close)
-            while not reward.asker._ending:
-                assert not closing.done()
-            # Behind what `close` asked of the loop: it is waiting there.
-            loop.soon(loop.abandon)
-            closing.result()
-        assert (account_of(tmp_path).lost, account_of(tmp_path).open) == (1, 0)
-        server.let_go.set()
 
 
 def test_a_loop_that_something_blocks_does_not_block_the_end(

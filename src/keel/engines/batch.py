@@ -81,6 +81,13 @@ class Batch:
         """The most rows that can be live from now on."""
         return min(self._max_rows, len(self.sequence) + self._total - self._next)
 
+    def prompts_ahead(self, entry: Entry) -> int:
+        """The most prompts with an answer to come or under way, from this entry on."""
+        now = len(self.prompt) + len(entry.prompts)
+        return (
+            now if entry.sequences.stop == self._total else max(now, self._max_rows // self.n + 2)
+        )
+
     @property
     def limit(self) -> Ints:
         """The budget of each row, in sampled tokens."""

@@ -77,7 +77,7 @@ class StepLayout:
         query = query.reshape(live.rows, heads, -1, query.shape[-1])
         windowed = rules.window is not None and rules.window < live.longest
         plain = not windowed and rules.softcap is None and rules.sinks is None
-        if plain and branching.applies(query, own[1]):
+        if plain and branching.applies(query, *own):
             return self._joined(query, first, own, rules.scaling).flatten(1, 2)
         return self._written_out(query, first, own, rules).flatten(1, 2)
 

@@ -275,7 +275,8 @@ class _Run:
         if live:
             self.store.answers.reserve(batch.ahead, int(batch.made.max()), live)
         if entry.prompts:
-            self.store.prompts.reserve(slots + len(lengths), int(lengths.max()), slots)
+            most = int(lengths.max())
+            self.store.prompts.reserve(batch.prompts_ahead(entry), most, slots)
 
     def _tensor(self, values: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self.model.device)

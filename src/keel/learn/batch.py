@@ -96,10 +96,7 @@ class Batch(Actions):
         )
 
     def micro_batches(self, token_budget: int) -> list[Batch]:
-        """The batch in order, cut where the model's input would pass the budget.
-
-        A sequence longer than the budget goes alone.
-        """
+        """The batch in order, cut as `Sizes` does."""
         spans = self.sizes.spans(token_budget)
         every = range(len(self.input_lengths))
         return [self] if len(spans) == 1 else [self.select(every[span]) for span in spans]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from keel.algorithms.spec import Algorithm
 from keel.learn.batch import Batch
 from keel.learn.budget import Budget
 from keel.learn.finite import Cause, alone, in_tensors, in_weights, stop_unless_finite
-from keel.learn.loss import loss
+from keel.learn.loss import Loss, loss
 from keel.learn.optimizer import AdamW, step_all
 from keel.models.policy import Policy
 from keel.models.reference import Reference
@@ -107,11 +108,17 @@ def update(
     Raises:
         NotFinite: the loss or a gradient is; no step was taken, by none of the optimizers.
     """
+    moving, still = _by_gradient(row, batch, beta)
     metrics = learner.budget.fitting(
-        lambda tokens: backward(learner, row, batch, beta, tokens),
-        batch.sizes,
+        lambda tokens: backward(learner, row, moving, beta, tokens),
+        moving.sizes,
         undo=learner.clear,
     )
+    if still.sequences:
+        more = learner.budget.fitting(
+            lambda tokens: _watched(learner, row, still, beta, tokens), still.sizes
+        )
+        metrics = {name: value + more[name] for name, value in metrics.items()}
     try:
         stop_unless_finite(metrics)
     except KeelError:
@@ -127,20 +134,30 @@ def update(
 def backward(
     learner: Learner, row: Algorithm, batch: Batch, beta: float, tokens: int
 ) -> dict[str, float]:
-    """Leave the gradient of a prepared batch in the parameters, so many tokens at a time.
+    """Leave the gradient of a prepared batch in the parameters, so many tokens at a time."""
 
-    Sequences that no gradient comes from are only measured.
-    """
+    def learned(micro: Batch) -> Loss:
+        said = loss(row, micro, learner.scores(row, micro), beta)
+        said.total.backward()  # type: ignore[no-untyped-call]
+        return said
+
+    return _summed(map(learned, batch.micro_batches(tokens)))
+
+
+@torch.no_grad()
+def _watched(
+    learner: Learner, row: Algorithm, batch: Batch, beta: float, tokens: int
+) -> dict[str, float]:
+    """What `backward` says of a batch, without it."""
+    micros = batch.micro_batches(tokens)
+    return _summed(loss(row, micro, learner.scores(row, micro), beta) for micro in micros)
+
+
+def _summed(parts: Iterable[Loss]) -> dict[str, float]:
     sums: dict[str, Tensor] = {}
-    moving, still = _by_gradient(row, batch, beta)
-    for part, moves in ((moving, True), (still, False)):
-        for micro in part.micro_batches(tokens) if part.sequences else ():
-            with torch.set_grad_enabled(moves):
-                said = loss(row, micro, learner.scores(row, micro), beta)
-            if moves:
-                said.total.backward()  # type: ignore[no-untyped-call]
-            for name, value in said.metrics.items():
-                sums[name] = sums[name] + value if name in sums else value
+    for part in parts:
+        for name, value in part.metrics.items():
+            sums[name] = sums[name] + value if name in sums else value
     return {name: float(value) for name, value in sums.items()}
 
 

@@ -41,14 +41,15 @@ class Plan:
     families: tuple[tuple[slice, slice], ...]
 
 
-def applies(query: Tensor, value: Tensor) -> bool:
-    """Whether torch has the kernels for these tensors (T, heads, D)."""
+def applies(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether torch has the kernels for these tensors (…, D); they read a D that lies in a row."""
     return (
         _FORWARD is not None
         and _BACKWARD is not None
         and query.device.type == "cpu"
         and query.dtype in (torch.float32, torch.float64, torch.bfloat16)
         and query.shape[-1] == value.shape[-1]
+        and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
     )
 
 
@@ -121,9 +122,9 @@ class _Branching(torch.autograd.Function):
         parts: tuple[list[Tensor], ...] = ([], [], [])
         for g, q, k, v, o, n in _runs(made, grad, query, key, value, out, norm):
             found = _BACKWARD(g, q, k, v, o, n, 0.0, True, scale=scaling)  # type: ignore[misc]
-            for part, one in zip(parts, found, strict=True):
-                part.append(one.transpose(1, 2).flatten(0, 1))
-        d_query, d_key, d_value = (_restored(made, part) for part in parts)
+            for column, one in zip(parts, found, strict=True):
+                column.append(one.transpose(1, 2).flatten(0, 1))
+        d_query, d_key, d_value = (_restored(made, column) for column in parts)
         for own, first in made.families:
             g, q, o, n = (_batched(x[own]) for x in (grad, query, out, norm))
             k, v = _batched(key[first]), _batched(value[first])

@@ -75,7 +75,7 @@ class PackedLayout:
         """`attend`, token by token."""
         if _flash_applies(query, value, rules):
             return self._flash(query, key, value, rules)
-        if self._plain(rules) and branching.applies(query, value):
+        if self._plain(rules) and branching.applies(query, key, value):
             plan = self._once("plan", lambda: branching.plan(self.pieces))
             return branching.attend(query, key, value, plan, rules.scaling)
         return self._in_runs(query, key, value, rules)

@@ -82,7 +82,7 @@ def tokens_of(rows: Sequence[Row]) -> int:
 
 
 def micro_batches(rows: Sequence[Row], token_budget: int, device: torch.device) -> list[list[Row]]:
-    """The rows in order, cut where the input would pass the budget."""
+    """The rows in order, cut as `Sizes` does."""
     sizes = sizes_on(device, _lengths(rows), _shared(rows))
     return [list(rows[span]) for span in sizes.spans(token_budget)]
 
@@ -94,9 +94,14 @@ def _lengths(rows: Sequence[Row]) -> list[int]:
 def _shared(rows: Sequence[Row]) -> list[int]:
     """Tokens that each row has in common with the one before it."""
     return [
-        row[0].before if i and row[0].group == rows[i - 1][0].group != -1 else 0
+        row[0].before if i and _together(rows[i - 1][0], row[0]) else 0
         for i, row in enumerate(rows)
     ]
+
+
+def _together(one: Extent, other: Extent) -> bool:
+    """Whether they answer one prompt. An answer without tokens is left with a prompt of its own."""
+    return one.group == other.group != -1 and one.scored > 0 and other.scored > 0
 
 
 def learn(
@@ -164,18 +169,16 @@ def sample(policy: Policy, call: Sampled, sampling: Sampling) -> None:
     lengths = np.array(call.prompts, dtype=np.int64)
     limits = np.full(len(lengths), call.budget)
     batch = Batch(lengths, limits, call.answers, rows, PREFILL_TOKENS)
-    entry = batch.waiting()
-    new = lengths[entry.prompts.start : entry.prompts.stop]
     store = Store(int(lengths.max()), call.budget)
-    tokens = torch.zeros(int(new.sum()), dtype=torch.long, device=device)
     with autocast_for(model, policy.autocast):
-        store.prompts.reserve(len(new), int(new.max()), 0)
-        prompts = PackedLayout(sorted(new.tolist()))
-        last = torch.zeros(len(new), dtype=torch.long, device=device)
-        first = StepLayout(store, prompts, Places(tokens, tokens), None)
-        _draw(_step(model, len(tokens), first, last), last, sampling)
-        del first
-        batch.add(entry)
+        # As long as rows are free prompts enter; those that do later find rows beside them.
+        while (entry := batch.waiting()).sequences:
+            new = lengths[entry.prompts.start : entry.prompts.stop]
+            if len(new):
+                slots = len(batch.prompt)
+                store.prompts.reserve(batch.prompts_ahead(entry), int(new.max()), slots)
+                _enter(model, sorted(new.tolist()), store, sampling)
+            batch.add(entry)
         for places in range(1, call.budget + 1):
             store.answers.reserve(rows, places, len(batch.sequence))
         end = np.full(len(batch.sequence), call.budget - 1)
@@ -183,6 +186,16 @@ def sample(policy: Policy, call: Sampled, sampling: Sampling) -> None:
         row = torch.zeros(live.rows, dtype=torch.long, device=device)
         step = StepLayout(store, None, Places(row[:0], row[:0]), live)
         _draw(_step(model, live.rows, step, row), row, sampling)
+
+
+def _enter(
+    model: PreTrainedModel, lengths: Sequence[int], store: Store, sampling: Sampling
+) -> None:
+    """Prompts of these lengths through the model, and a token drawn behind each."""
+    tokens = torch.zeros(sum(lengths), dtype=torch.long, device=model.device)
+    last = torch.zeros(len(lengths), dtype=torch.long, device=model.device)
+    layout = StepLayout(store, PackedLayout(lengths), Places(tokens, tokens), None)
+    _draw(_step(model, len(tokens), layout, last), last, sampling)
 
 
 def _step(model: PreTrainedModel, tokens: int, layout: StepLayout, last: Tensor) -> Tensor:
@@ -206,9 +219,9 @@ def packed_of(rows: Sequence[Row], device: torch.device) -> Packed:
     lengths: list[int] = []
     follows: list[int] = []
     targets, start = [], 0
-    for group, run in groupby(extents, key=lambda e: e.group):
+    for (group, some), run in groupby(extents, key=lambda e: (e.group, e.scored > 0)):
         answers = list(run)
-        if group == -1 or len(answers) == 1:
+        if group == -1 or not some or len(answers) == 1:
             pieces = [(e.tokens, max(e.before, 1), -1) for e in answers]
         else:
             prompt = len(lengths)

@@ -1,0 +1,213 @@
+"""A prompt once for its answers, and what has no gradient left out: against a plain pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from keel.algorithms.presets import PRESETS
+from keel.algorithms.spec import Algorithm
+from keel.config.optimisation import Optimizer
+from keel.learn import learner as room
+from keel.learn.batch import Batch, from_groups
+from keel.learn.budget import Budget
+from keel.learn.learner import Learner, backward, update
+from keel.learn.loss import prepare
+from keel.learn.optimizer import AdamW, trainable
+from keel.models.attention import install
+from keel.models.packed import Packed
+from keel.models.policy import Policy
+from keel.models.value import value_head_for
+from keel.types import Completion, Group, Prompt
+from tests.engines.tiny import TOKENIZER, tiny
+
+PLAN = [  # tokens of the prompt, and of each answer which are the policy's
+    (1, ["1", "0110", "1"]),
+    (5, ["111"]),
+    (9, ["001", "00", "111111", "111"]),
+    (4, ["1111", "1111", "1111"]),
+]
+
+
+def batch() -> Batch:
+    """Groups of several sizes; the third prompt comes again as a group of its own."""
+    rng = np.random.default_rng(0)
+
+    def tokens(count: int) -> np.ndarray:
+        return rng.integers(2, len(TOKENIZER), count)
+
+    def answer(marks: str) -> Completion:
+        return Completion(
+            tokens=tokens(len(marks)),
+            log_probs=rng.normal(-3, 1, len(marks)).astype(np.float32),
+            written=np.array([mark == "1" for mark in marks]),
+            finish="stop",
+            text="",
+        )
+
+    groups = [
+        Group(Prompt(f"p{i}", "", tokens=tuple(tokens(count).tolist())), tuple(map(answer, marks)))
+        for i, (count, marks) in enumerate(PLAN)
+    ]
+    groups.append(Group(groups[2].prompt, (answer("10011"), answer("11"), answer(""))))
+    return from_groups(groups)
+
+
+def policy(family: str) -> Policy:
+    model = tiny(family)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    install(model)
+    return Policy(model, TOKENIZER)
+
+
+def learner(family: str = "llama", tokens: int = 1000, *, value: bool = False) -> Learner:
+    made = policy(family)
+    head = value_head_for(made) if value else None
+    named = trainable(made) + ([] if head is None else trainable(head, "value_head."))
+    return Learner(made, AdamW(named, Optimizer()), Budget(tokens), value_head=head)
+
+
+def gradients(found: Learner) -> dict[str, Tensor | None]:
+    return {
+        name: None if p.grad is None else p.grad.clone() for name, p in found.optimizer.parameters
+    }
+
+
+def alike(one: dict[str, Tensor | None], other: dict[str, Tensor | None]) -> None:
+    """Norms and rotary embeddings work in float32 inside transformers: hence 1e-6."""
+    assert one.keys() == other.keys()
+    scale = max(float(g.abs().max()) for g in other.values() if g is not None)
+    for name, gradient in one.items():
+        wanted = other[name]
+        assert (gradient is None) == (wanted is None), name
+        if gradient is not None and wanted is not None:
+            torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-6 * scale, msg=name)
+
+
+ORDERS: dict[str, Sequence[int]] = {
+    "as they come": range(14),
+    "shuffled": [3, 2, 0, 1, 8, 9, 7, 6, 5, 4, 10, 13, 11, 12],
+    "some": [0, 2, 4, 6, 7, 11, 12],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3"])
+def test_a_shared_prompt_changes_no_score_and_no_gradient(
+    family: str, order: Sequence[int]
+) -> None:
+    chosen = batch().select(order)
+    found = learner(family, value=True)
+    plain = Packed(chosen.tokens_T, chosen.input_lengths, chosen.target_N)
+    said = []
+    for packed in (chosen.packed, plain):
+        assert torch.equal(packed.scored(), plain.scored())
+        scores = found.policy.scores(packed, 0.7, entropy=True, value_head=found.value_head)
+        weight = torch.randn(
+            len(scores.log_prob_N), generator=torch.Generator().manual_seed(1)
+        ).double()
+        assert scores.entropy_N is not None and scores.value_N is not None  # noqa: PT018
+        total = scores.log_prob_N + 0.3 * scores.entropy_N + scores.value_N
+        (total * weight).sum().backward()
+        said.append((scores.log_prob_N.detach(), gradients(found)))
+        found.clear()
+    assert len(chosen.packed.tokens_T) < len(plain.tokens_T)
+    torch.testing.assert_close(said[0][0], said[1][0], rtol=0, atol=1e-5)
+    alike(said[0][1], said[1][1])
+
+
+def test_a_prompt_enters_once_for_neighbours_alone() -> None:
+    found = batch()
+    #        p0       p1  p2          p3       p2 again; an answer without tokens goes alone
+    assert found.shared == (0, 1, 1, 0, 0, 9, 9, 9, 0, 4, 4, 0, 9, 0)
+    assert len(found.packed.tokens_T) == sum(found.input_lengths) - sum(found.shared)
+    assert found.select([0, 3, 1]).shared == (0, 0, 0)
+    assert found.select([1, 2, 4, 7]).shared == (0, 1, 0, 9)
+    micros = found.micro_batches(17)
+    entering = [sum(m.input_lengths) - sum(m.shared) for m in micros]
+    assert entering == [len(m.packed.tokens_T) for m in micros] == [15, 14, 15, 12, 16, 16, 9]
+
+
+def still(row: Algorithm) -> Batch:
+    """A prepared batch in which every second group has nothing to learn from."""
+    made = batch().select(range(11))
+    generator = torch.Generator().manual_seed(3)
+    old_N = -torch.rand(len(made.target_N), generator=generator, dtype=torch.float64) - 1
+    advantage_S = torch.randn(made.sequences, generator=generator, dtype=torch.float64)
+    advantage_S[[0, 1, 2, 4, 5, 6, 7]] = 0
+    made = replace(
+        made,
+        engine_log_prob_N=old_N + 0.1,
+        old_log_prob_N=old_N,
+        reference_log_prob_N=old_N - 0.2,
+        value_N=old_N,
+        return_N=old_N + 1,
+        advantage_N=advantage_S.repeat_interleave(made.lengths_S),
+    )
+    return prepare(row, made, 8)
+
+
+def row_of(name: str, **changes: object) -> Algorithm:
+    return PRESETS[name].row.model_copy(update=changes)
+
+
+ROWS = {
+    "grpo without a divergence": (row_of("grpo", divergence=None), 0.0, 7),
+    "grpo, beta 0": (row_of("grpo"), 0.0, 7),
+    "grpo": (row_of("grpo"), 0.1, 0),
+    "gspo": (row_of("gspo", divergence=None), 0.0, 7),
+    "entropy": (row_of("grpo", divergence=None, entropy=0.01), 0.0, 0),
+    "dr_grpo": (row_of("dr_grpo", divergence=None), 0.0, 7),
+    "value": (row_of("ppo"), 0.0, 0),
+}
+
+
+@pytest.mark.parametrize(("row", "beta", "left_out"), ROWS.values(), ids=ROWS)
+def test_what_has_no_gradient_is_measured_all_the_same(
+    row: Algorithm, beta: float, left_out: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = learner(tokens=20, value=row.value is not None)
+    prepared = still(row)
+    assert room._by_gradient(row, prepared, beta)[1].sequences == left_out
+    whole = backward(found, row, prepared, beta, 1000)
+    wanted = gradients(found)
+    found.clear()
+    seen: dict[str, Tensor | None] = {}
+
+    def stop(*given: object) -> list[float]:
+        seen.update(gradients(found))
+        found.clear()
+        return [1.0]
+
+    monkeypatch.setattr(room, "step_all", stop)
+    metrics = update(found, row, prepared, beta, (0.0, 0.0))
+    alike(seen, wanted)
+    assert list(metrics) == [*whole, "grad_norm"]
+    for name, value in whole.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+
+
+def test_where_nothing_has_a_gradient_each_weight_has_one_of_zero() -> None:
+    """Moments decay and weights shrink as they would."""
+    row = row_of("grpo", divergence=None)
+    prepared = replace(still(row), advantage_N=torch.zeros_like(still(row).advantage_N))
+    found = learner()
+    moving, others = room._by_gradient(row, prepared, 0.0)
+    assert (moving.sequences, others.sequences) == (1, 10)
+    backward(found, row, moving, 0.0, 1000)
+    assert all(g is not None and not g.any() for g in gradients(found).values())
+
+
+def test_a_users_own_surrogate_is_never_left_out() -> None:
+    row = row_of("grpo", divergence=None)
+    own = row.surrogate.model_copy(update={"kind": "custom"})
+    assert not room._by_gradient(row.model_copy(update={"surrogate": own}), still(row), 0.0)[
+        1
+    ].sequences
