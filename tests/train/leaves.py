@@ -40,6 +40,7 @@ PLAIN = (
 HANDLES = (
     *(threading.Thread, type(threading.Lock()), type(threading.RLock()), threading.Event),
     *(io.IOBase, asyncio.AbstractEventLoop, threading.local, type(json.JSONDecoder().scan_once)),
+    type(torch.ops.aten.add),
 )
 """What belongs to the process and cannot be kept."""
 DECLARATIONS = (
