@@ -143,8 +143,11 @@ def test_the_store_is_as_large_as_the_engine_makes_it() -> None:
     # Two prompts once, in the longer one's places, and eight answers in the budget's.
     places = 2 * 8 + 8 * 40
     kept = 2 * config.num_hidden_layers * config.num_key_value_heads * places * width * 4
+    # On a CPU the engine lays a Llama's linear weights out anew for as long as it samples.
+    layers = policy.model.base_model.layers
+    laid = sum(m.weight.nbytes for m in layers.modules() if isinstance(m, torch.nn.Linear))
     # One layer's keys and values lie there twice while they grow, and a step's activations beside.
-    assert kept <= passing <= 1.6 * kept
+    assert laid + kept <= passing <= laid + 1.6 * kept
 
 
 def test_each_phase_has_what_is_there_at_its_time() -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
+import select
+import shutil
 import signal
 import sys
 import time
@@ -31,6 +33,12 @@ FREE = frozenset({"timings.jsonl", "events.jsonl", "trackers", ".lock"})
 PATIENCE = 300.0
 """Seconds after which a process that was to end by itself is taken to hang."""
 KILLS = (signal.SIGKILL, signal.SIGXFSZ)
+UNKNOWN = 255
+"""What multiprocessing gives as the exit code where its fork server died before the process."""
+
+
+class Lost(Exception):
+    """How a process ended is not known, because what forked it is gone."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,18 @@ def whole(recipe: Recipe, folder: Path) -> Ended:
 
 
 def killed(recipe: Recipe, folder: Path, sound: Path, plan: Sequence[Instant]) -> Outcome:
-    """A run that dies at each instant of the plan in turn, goes on each time, and is compared."""
+    """A run that dies at each instant of the plan in turn, goes on each time, and is compared.
+
+    Begun anew where the fork server was killed from outside: then nothing is known of the run.
+    """
+    try:
+        return _killed(recipe, folder, sound, plan)
+    except Lost:
+        shutil.rmtree(folder, ignore_errors=True)
+        return _killed(recipe, folder, sound, plan)
+
+
+def _killed(recipe: Recipe, folder: Path, sound: Path, plan: Sequence[Instant]) -> Outcome:
     outcome = Outcome(plan)
     for instant in (*plan, None):
         outcome.resumes += (folder / "recipe.toml").exists()
@@ -109,11 +128,14 @@ def killed(recipe: Recipe, folder: Path, sound: Path, plan: Sequence[Instant]) -
 def attempt(recipe: Recipe, folder: Path, instant: Instant | None) -> Ended:
     """One process: it starts the run, or goes on with it where the folder holds a recipe.
 
-    A run that died before its recipe was written is started again, as a user would.
+    A run that died before its recipe was written is started again, as a user would. Raises Lost.
     """
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = server().Process(target=_run, args=(to_toml(recipe), str(folder), instant, theirs))
-    process.start()
+    try:
+        process.start()
+    except EOFError as error:
+        raise Lost from error
     theirs.close()
     told: dict[str, Any] = _next(ours)
     start = time.perf_counter()
@@ -127,10 +149,27 @@ def attempt(recipe: Recipe, folder: Path, instant: Instant | None) -> Ended:
         process.join()
         return Ended(False, PATIENCE, wrong=f"hung at {instant}")
     seconds, code = time.perf_counter() - start, process.exitcode
+    if code == UNKNOWN:
+        _end(process.pid)
+        raise Lost
     if code in [-signum for signum in KILLS]:
         return Ended(True, seconds)
     wrong = "" if code == 0 else str(told.get("wrong") or f"exit code {code}")
     return Ended(False, seconds, told.get("rows", 0), told.get("done", ()), wrong)
+
+
+def _end(pid: int | None) -> None:
+    """Kill a process that nobody waits for, and return when it is gone."""
+    assert pid is not None
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        select.select([handle], [], [], PATIENCE)
+    finally:
+        os.close(handle)
 
 
 def differences(a: Path, b: Path) -> list[str]:

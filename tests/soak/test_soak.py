@@ -9,7 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,26 @@ def test_dead_between_the_last_checkpoint_and_the_end(tmp_path: Path) -> None:
     outcome = killed(recipe, tmp_path / "killed", tmp_path / "whole", plan)
     assert outcome.differences == []
     assert outcome.kills == plan[:1], "a step was taken twice"
+
+
+def test_a_run_of_which_nothing_is_known_is_begun_anew(tmp_path: Path) -> None:
+    """What forks the processes is killed from outside in the midst of a run."""
+    recipe = CASES["ppo-head"].make(tmp_path)
+    whole(recipe, tmp_path / "whole")
+    rows = tmp_path / "killed" / "metrics.jsonl"
+
+    def end_the_server() -> None:
+        while not rows.exists():
+            time.sleep(0.01)
+        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+
+    ending = threading.Thread(target=end_the_server)
+    ending.start()
+    plan = [Instant("row", 3)]
+    outcome = killed(recipe, tmp_path / "killed", tmp_path / "whole", plan)
+    ending.join()
+    assert outcome.differences == []
+    assert outcome.kills == plan
 
 
 def test_a_difference_is_found(tmp_path: Path) -> None:

@@ -43,10 +43,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten._grouped_mm.default:
-            out = _grouped(args[0], args[1], *args[2:3], **(kwargs or {}))
-        else:
-            out = func(*args, **(kwargs or {}))
+        shaped = _SHAPED.get(str(func), func)
+        out = shaped(*args, **(kwargs or {}))
         for leaf in tree_iter(out):
             if isinstance(leaf, Tensor):
                 self.note(leaf)
@@ -138,7 +136,7 @@ def bytes_of(module: nn.Module, trainable: bool = False) -> int:
 
 
 def _grouped(left: Tensor, right: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
-    """What a grouped matrix product fills; its shape function in torch knows bfloat16 alone."""
+    """What a grouped matrix product fills."""
     if left.dim() == 3 and right.dim() == 3:
         return left.new_empty(*left.shape[:2], right.shape[2])
     if left.dim() == 3:
@@ -147,3 +145,21 @@ def _grouped(left: Tensor, right: Tensor, offs: Tensor | None = None, **_: Any) 
         return left.new_empty(left.shape[0], right.shape[2])
     assert offs is not None
     return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])
+
+
+def _relaid(weight: Tensor, *_: Any) -> Tensor:
+    """A weight as oneDNN lays it out, of the same size."""
+    return torch.empty_like(weight)
+
+
+def _linear(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    """What a product with such a weight fills."""
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+_SHAPED = {
+    "aten._grouped_mm.default": _grouped,
+    "mkldnn._reorder_linear_weight.default": _relaid,
+    "mkldnn._linear_pointwise.default": _linear,
+}
+"""Operators that torch has no shape functions of, or (the first) for bfloat16 alone."""

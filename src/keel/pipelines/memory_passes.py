@@ -13,15 +13,15 @@ from itertools import groupby
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from keel.engines.batch import Batch
 from keel.engines.decoding import StepLayout
+from keel.engines.lean import Forward, forward_of
 from keel.engines.sampler import draw
 from keel.engines.store import Live, Places, Store
 from keel.models.backbone import autocast_for
 from keel.models.families import head_of
-from keel.models.head import logits
+from keel.models.head import Head, logits
 from keel.models.layout import PackedLayout
 from keel.models.packed import Packed, Sizes, sizes_on
 from keel.models.policy import Policy
@@ -170,6 +170,7 @@ def sample(policy: Policy, call: Sampled, sampling: Sampling) -> None:
     limits = np.full(len(lengths), call.budget)
     batch = Batch(lengths, limits, call.answers, rows, PREFILL_TOKENS)
     store = Store(int(lengths.max()), call.budget)
+    forward, head = forward_of(model), head_of(model)
     with autocast_for(model, policy.autocast):
         # As long as rows are free prompts enter; those that do later find rows beside them.
         while (entry := batch.waiting()).sequences:
@@ -177,7 +178,7 @@ def sample(policy: Policy, call: Sampled, sampling: Sampling) -> None:
             if len(new):
                 slots = len(batch.prompt)
                 store.prompts.reserve(batch.prompts_ahead(entry), int(new.max()), slots)
-                _enter(model, sorted(new.tolist()), store, sampling)
+                _draw(_enter(forward, sorted(new.tolist()), store, device), head, sampling)
             batch.add(entry)
         for places in range(1, call.budget + 1):
             store.answers.reserve(rows, places, len(batch.sequence))
@@ -185,28 +186,21 @@ def sample(policy: Policy, call: Sampled, sampling: Sampling) -> None:
         live = Live(batch.slot, end, batch.length, device)
         row = torch.zeros(live.rows, dtype=torch.long, device=device)
         step = StepLayout(store, None, Places(row[:0], row[:0]), live)
-        _draw(_step(model, live.rows, step, row), row, sampling)
+        _draw(forward(row, row, step), head, sampling)
 
 
-def _enter(
-    model: PreTrainedModel, lengths: Sequence[int], store: Store, sampling: Sampling
-) -> None:
-    """Prompts of these lengths through the model, and a token drawn behind each."""
-    tokens = torch.zeros(sum(lengths), dtype=torch.long, device=model.device)
-    last = torch.zeros(len(lengths), dtype=torch.long, device=model.device)
+def _enter(forward: Forward, lengths: Sequence[int], store: Store, device: torch.device) -> Tensor:
+    """Prompts of these lengths through the model; the states behind each."""
+    tokens = torch.zeros(sum(lengths), dtype=torch.long, device=device)
+    last = torch.zeros(len(lengths), dtype=torch.long, device=device)
     layout = StepLayout(store, PackedLayout(lengths), Places(tokens, tokens), None)
-    _draw(_step(model, len(tokens), layout, last), last, sampling)
+    return forward(tokens, tokens, layout).index_select(0, last)
 
 
-def _step(model: PreTrainedModel, tokens: int, layout: StepLayout, last: Tensor) -> Tensor:
-    ids = torch.zeros(1, tokens, dtype=torch.long, device=last.device)
-    out = model.base_model(input_ids=ids, position_ids=ids, use_cache=False, layout=layout)
-    return logits(out.last_hidden_state[0].index_select(0, last), head_of(model))
-
-
-def _draw(logits_RV: Tensor, like: Tensor, sampling: Sampling) -> None:
-    # A prompt's logits serve each of its answers.
-    uniform = torch.zeros(len(logits_RV), dtype=torch.float64, device=like.device)
+def _draw(states_RH: Tensor, head: Head, sampling: Sampling) -> None:
+    """A token behind each state: a prompt's logits serve each of its answers."""
+    logits_RV = logits(states_RH, head)
+    uniform = torch.zeros(len(logits_RV), dtype=torch.float64, device=logits_RV.device)
     draw(logits_RV, uniform, sampling)
 
 
