@@ -50,7 +50,7 @@ def test_it_draws_and_scores_as_the_modules_do(
     model = model_of(family)
     if not packs:
         monkeypatch.setattr(lean, "_PACK", None)
-    assert isinstance(forward_of(model), lean._Lean)
+    assert isinstance(forward_of(model, 64), lean._Lean)
     engine = NativeEngine(model, TOKENIZER, max_rows=6)
     quick = engine.sample(prompts(3, 9, 5), 4, Sampling(max_tokens=24), 0)
     monkeypatch.setattr(lean, "ALIKE", ())
@@ -72,7 +72,7 @@ def test_mistral_sees_through_its_own_window() -> None:
     """Its layers read the window from the config, at their call."""
     narrow, wide = (model_of("mistral", sliding_window=n) for n in (4, 64))
     for window, model in ((4, narrow), (64, wide)):
-        forward = forward_of(model)
+        forward = forward_of(model, 64)
         assert isinstance(forward, lean._Lean)
         assert {block.rules.window for block in forward.blocks} == {window}
 
@@ -85,7 +85,7 @@ def test_what_is_built_otherwise_goes_through_its_own_modules() -> None:
     for model in (tiny("llama").double(), model_of("gemma2"), adapted, other):
         if model.config._attn_implementation != "keel":
             install(model)
-        assert not isinstance(forward_of(model), lean._Lean)
+        assert not isinstance(forward_of(model, 64), lean._Lean)
 
 
 def test_weights_are_those_of_the_moment() -> None:

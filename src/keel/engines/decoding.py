@@ -5,18 +5,22 @@ Rows that answer one prompt read its keys and values together, where they lie on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from keel.engines.store import Live, Places, Store
 from keel.models import branching
 from keel.models.attention import Rules, attention_weights, in_one_dtype
 from keel.models.layout import PackedLayout
+
+_ROUNDED = (torch.bfloat16, torch.float16)
+"""Written out, scores of these would be rounded before the softmax."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +35,7 @@ class StepLayout:
     prompts: PackedLayout | None
     prompt_places: Places
     live: Live | None
+    _made: dict[str, Any] = field(default_factory=dict)
 
     def attend(
         self,
@@ -72,74 +77,92 @@ class StepLayout:
         assert live is not None
         own = self.store.answers.read(layer, live.rows, live.places)
         first = self.store.prompts.read(layer, live.prompts, live.width)
-        heads = own[0].shape[1]
-        # The query heads of one key-value head become its queries, so that no key is repeated.
-        query = query.reshape(live.rows, heads, -1, query.shape[-1])
         windowed = rules.window is not None and rules.window < live.longest
         plain = not windowed and rules.softcap is None and rules.sinks is None
-        if plain and branching.applies(query, *own):
-            return self._joined(query, first, own, rules.scaling).flatten(1, 2)
-        return self._written_out(query, first, own, rules).flatten(1, 2)
+        # The query heads of one key-value head become its queries, so that no key is repeated.
+        heads = own[0].shape[0] // live.rows
+        rows = query.reshape(live.rows * heads, -1, query.shape[-1])
+        if plain and query.dtype in _ROUNDED and branching.applies(rows, *own):
+            return self._joined(rows, first, own, rules.scaling).view(query.shape)
+        return self._written_out(rows, first, own, rules, plain).view(query.shape)
 
     def _joined(
         self,
-        query: Float[Tensor, "R Hkv Q D"],
+        query: Float[Tensor, "RHkv Q D"],
         first: tuple[Tensor, Tensor],
         own: tuple[Tensor, Tensor],
         scaling: float,
-    ) -> Float[Tensor, "R Hkv Q D"]:
+    ) -> Float[Tensor, "RHkv Q D"]:
         """Two parts by the processor's own kernel, joined as in `branching`."""
-        out, norm = branching.part(query, *own, scaling, self._own_bias(query.dtype))
-        asks, back = self._by_prompt
-        grouped = _grouped(query, asks)
-        other, other_norm = branching.part(grouped, *first, scaling, self._first_bias(query.dtype))
-        share = query.shape[2]
-        other = _apart(other, share).index_select(0, back)
-        other_norm = _apart(other_norm.unsqueeze(-1), share).index_select(0, back)
+        kept, before = self._hidden(query)
+        asks, back = self._by_prompt(query)
+        out, norm = branching.part(query, *own, scaling, kept)
+        other, other_norm = branching.part(_grouped(query, asks), *first, scaling, before)
+        other = _apart(other, query).index_select(0, back)
+        other_norm = _apart(other_norm.unsqueeze(-1), query).index_select(0, back)
         # e^(l₂−l) with l = log(e^l₁ + e^l₂).
         return torch.lerp(out, other, (other_norm - norm.unsqueeze(-1)).sigmoid_().to(out.dtype))
 
     def _written_out(
         self,
-        query: Float[Tensor, "R Hkv Q D"],
+        query: Float[Tensor, "RHkv Q D"],
         first: tuple[Tensor, Tensor],
         own: tuple[Tensor, Tensor],
         rules: Rules,
-    ) -> Float[Tensor, "R Hkv Q D"]:
-        """Any rules, on any device: one softmax over both parts."""
-        asks, back = self._by_prompt
-        width, share = first[0].shape[2], query.shape[2]
-        before = torch.matmul(_grouped(query, asks), first[0].transpose(-1, -2))
-        before = _apart(before, share).index_select(0, back)
-        scores = torch.cat([before, torch.matmul(query, own[0].transpose(-1, -2))], dim=-1)
-        sinks = None if rules.sinks is None else rules.sinks.view(1, query.shape[1], -1, 1)
-        weights = attention_weights(scores, rules, self._visible(rules.window), sinks)
+        plain: bool,
+    ) -> Float[Tensor, "RHkv Q D"]:
+        """Any rules, on any device: one softmax over both parts.
+
+        `plain` ones need no more than that what lies beyond an end is hidden.
+        """
+        kept, before = self._hidden(query) if plain else (None, None)
+        asks, back = self._by_prompt(query)
+        theirs = _product(_grouped(query, asks), first[0], rules.scaling, before)
+        theirs = _apart(theirs, query).index_select(0, back)
+        scores = torch.cat([theirs, _product(query, own[0], rules.scaling, kept)], dim=-1)
+        if plain:
+            weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        else:
+            weights = self._weights(scores, rules)
         weights = weights.to(query.dtype)
-        out = torch.matmul(weights[..., width:], own[1])
-        other = torch.matmul(_grouped(weights[..., :width], asks), first[1])
-        return out + _apart(other, share).index_select(0, back)
+        width = first[0].shape[1]
+        other = torch.bmm(_grouped(weights[..., :width], asks), first[1])
+        other = _apart(other, query).index_select(0, back)
+        return torch.baddbmm(other, weights[..., width:], own[1])
+
+    def _weights(
+        self, scores: Float[Tensor, "RHkv Q K"], rules: Rules
+    ) -> Float[Tensor, "RHkv Q K"]:
+        assert self.live is not None
+        apart = scores.view(self.live.rows, -1, *scores.shape[1:])
+        sinks = None if rules.sinks is None else rules.sinks.view(1, apart.shape[1], -1, 1)
+        return attention_weights(apart, rules, self._visible(rules.window), sinks).flatten(0, 1)
+
+    def _hidden(self, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """For a row's own places and for its prompt's: 0 where there is a token, -inf beyond; None
+        where all are alike. (R·Hkv, 1, C), (G·Hkv, 1, W)"""
+        live, dtype = self.live, query.dtype
+        assert live is not None
+        heads = len(query) // live.rows
+        own = live.once(
+            ("own", dtype), lambda: _beyond(live, live.end_R + 1, live.places, heads, dtype)
+        )
+        first = live.once(
+            ("first", dtype), lambda: _beyond(live, live.length_G, live.width, heads, dtype)
+        )
+        return own, first
+
+    def _by_prompt(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """`Live.by_prompt`, head by head."""
+        assert self.live is not None
+        if "by prompt" not in self._made:
+            self._made["by prompt"] = self.live.by_prompt(len(query) // self.live.rows)
+        return self._made["by prompt"]
 
     @cached_property
     def _row_places(self) -> Places:
         assert self.live is not None
         return self.live.written()
-
-    @cached_property
-    def _by_prompt(self) -> tuple[Tensor, Tensor]:
-        assert self.live is not None
-        return self.live.by_prompt()
-
-    def _own_bias(self, dtype: torch.dtype) -> Float[Tensor, "R 1 1 C"] | None:
-        """0 at a row's own places up to its new token, -inf beyond; None where all are alike."""
-        live = self.live
-        assert live is not None
-        return live.once(("own", dtype), lambda: _beyond(live, live.end_R + 1, live.places, dtype))
-
-    def _first_bias(self, dtype: torch.dtype) -> Float[Tensor, "G 1 1 W"] | None:
-        """0 at a prompt's places, -inf beyond; None where all are alike."""
-        live = self.live
-        assert live is not None
-        return live.once(("first", dtype), lambda: _beyond(live, live.length_G, live.width, dtype))
 
     def _visible(self, window: int | None) -> Tensor | None:
         """Which places each row sees, first of its prompt and then of its own. (R, 1, 1, W + C)"""
@@ -148,12 +171,15 @@ class StepLayout:
         return live.once(("visible", window), lambda: _seen(live, window))
 
 
-def _beyond(live: Live, lengths: np.ndarray, places: int, dtype: torch.dtype) -> Tensor | None:
+def _beyond(
+    live: Live, lengths: np.ndarray, places: int, heads: int, dtype: torch.dtype
+) -> Tensor | None:
     if bool((lengths == places).all()):
         return None
     hidden = torch.arange(places, device=live.device) >= live.tensor(lengths)[:, None]
     bias = torch.zeros(hidden.shape, dtype=dtype, device=live.device)
-    return bias.masked_fill_(hidden, float("-inf"))[:, None, None]
+    bias.masked_fill_(hidden, float("-inf"))
+    return bias.repeat_interleave(heads, dim=0).unsqueeze(1)
 
 
 def _seen(live: Live, window: int | None) -> Tensor:
@@ -168,14 +194,30 @@ def _seen(live: Live, window: int | None) -> Tensor:
     return seen[:, None, None]
 
 
-def _grouped(rows: Float[Tensor, "R Hkv Q X"], asks: Tensor) -> Float[Tensor, "G Hkv KQ X"]:
-    """The rows of each prompt as its queries."""
+def _product(
+    query: Float[Tensor, "S Q D"],
+    key: Float[Tensor, "S K D"],
+    scaling: float,
+    bias: Float[Tensor, "S 1 K"] | None,
+) -> Float[Tensor, "S Q K"]:
+    """scaling · q·k + bias"""
+    keys = key.transpose(1, 2)
+    if bias is None:
+        # What is multiplied by 0 is not read.
+        return torch.baddbmm(query.new_empty(()), query, keys, beta=0, alpha=scaling)
+    return torch.baddbmm(bias, query, keys, alpha=scaling)
+
+
+def _grouped(
+    rows: Float[Tensor, "RHkv Q X"], asks: Int[Tensor, "G Hkv K"]
+) -> Float[Tensor, "GHkv KQ X"]:
+    """The rows of each prompt as its queries, head by head."""
     chosen = rows.index_select(0, asks.flatten())
-    return chosen.view(*asks.shape, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
+    return chosen.view(asks.shape[0] * asks.shape[1], -1, rows.shape[-1])
 
 
-def _apart(grouped: Float[Tensor, "G Hkv KQ X"], share: int) -> Float[Tensor, "GK Hkv Q X"]:
+def _apart(
+    grouped: Float[Tensor, "GHkv KQ X"], query: Float[Tensor, "RHkv Q D"]
+) -> Float[Tensor, "GHkvK Q X"]:
     """`_grouped` undone, before the rows are put in order."""
-    prompts, heads, queries, width = grouped.shape
-    parts = grouped.reshape(prompts, heads, queries // share, share, width)
-    return parts.transpose(1, 2).flatten(0, 1)
+    return grouped.reshape(-1, query.shape[1], grouped.shape[-1])

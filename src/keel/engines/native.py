@@ -179,12 +179,12 @@ class _Run:
         engine: NativeEngine,
     ) -> None:
         self.model = model
-        self.forward = forward_of(model)
         self.sampling = sampling
         self.stops = stops
         self.uniforms = Uniforms([prompt.id for prompt in prompts], n, seed)
         self.prompts = [np.array(prompt.tokens, dtype=np.int64) for prompt in prompts]
         self.lengths = np.array([len(tokens) for tokens in self.prompts], dtype=np.int64)
+        self.forward = forward_of(model, int((self.lengths + limits).max()))
         total = n * len(prompts)
         rows = min(engine.max_rows, total)
         self.batch = Batch(self.lengths, limits, n, rows, engine.prefill_tokens)

@@ -81,16 +81,16 @@ class Shelf:
             self._layers[layer] = self._empty(key), self._empty(value)
         for stored, new in zip(self._layers[layer], (key, value), strict=True):
             if places.column is not None:
-                stored[: len(new), :, places.column] = new
+                stored.narrow(0, 0, len(new)).select(2, places.column).copy_(new)
                 continue
             flat = places.flat(new.shape[1], self._capacity)
             new = new.to(stored.dtype).reshape(-1, new.shape[-1])
             stored.view(-1, new.shape[-1])[flat] = new
 
     def read(self, layer: int, entries: int, places: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first entries and places, (entries, heads, places, width) each."""
+        """Keys and values of the first entries and places, (entries·heads, places, width) each."""
         keys, values = self._layers[layer]
-        return keys[:entries, :, :places], values[:entries, :, :places]
+        return _first(keys, entries, places), _first(values, entries, places)
 
     def copy(
         self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64], places: int
@@ -110,6 +110,11 @@ class Shelf:
         places = min(old.shape[2], self._capacity)
         new[:live, :, :places] = old[:live, :, :places]
         return new
+
+
+def _first(stored: Tensor, entries: int, places: int) -> Float[Tensor, "EH P D"]:
+    entries = min(entries, stored.shape[0])
+    return stored.flatten(0, 1).narrow(0, 0, entries * stored.shape[1])[:, :places]
 
 
 class Store:
@@ -163,10 +168,11 @@ class Live:
         rows = torch.arange(self.rows, device=self.device)
         return Places(rows, self.tensor(self.end_R), int(self.end_R[0]) if same else None)
 
-    def by_prompt(self) -> tuple[Int[Tensor, "G K"], Int[Tensor, "R"]]:
-        """The rows of each prompt, K at most, and where each row is among these G·K.
+    def by_prompt(self, heads: int) -> tuple[Int[Tensor, "G H K"], Int[Tensor, "RH"]]:
+        """The rows of each prompt, K at most, and where each row is among these; head by head.
 
-        Where a prompt has fewer, row 0 stands; nothing reads what comes of it.
+        Row r's head h counts as row r·H + h. Where a prompt has fewer, row 0 stands; nothing reads
+        what comes of it.
         """
         order = np.argsort(self.slot_R, kind="stable")
         counts = np.bincount(self.slot_R, minlength=self.prompts)
@@ -176,7 +182,10 @@ class Live:
         most = int(counts.max())
         asks = np.zeros((self.prompts, most), dtype=np.int64)
         asks[self.slot_R, rank] = np.arange(self.rows)
-        return self.tensor(asks), self.tensor(self.slot_R * most + rank)
+        head = np.arange(heads)
+        asks = asks[:, None] * heads + head[:, None]
+        back = (self.slot_R[:, None] * heads + head) * most + rank[:, None]
+        return self.tensor(asks), self.tensor(back.ravel())
 
     def once(self, name: object, make: Callable[[], Tensor | None]) -> Tensor | None:
         """What `make` gives, the same for all layers."""

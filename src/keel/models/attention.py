@@ -128,7 +128,7 @@ def explicit(
 
     (…, Q, D), (…, K, D) and a mask that broadcasts to (…, Q, K); `sinks` broadcasts to (…, Q, 1).
     """
-    scores = torch.matmul(query, key.transpose(-1, -2))
+    scores = torch.matmul(query, key.transpose(-1, -2)) * rules.scaling
     weights = attention_weights(scores, rules, visible, sinks)
     return torch.matmul(weights.to(value.dtype), value)
 
@@ -136,12 +136,11 @@ def explicit(
 def attention_weights(
     scores: Float[Tensor, "... Q K"], rules: Rules, visible: Tensor | None, sinks: Tensor | None
 ) -> Float[Tensor, "... Q K"]:
-    """What each query gives to each key, from q·k; `visible` None lets all be seen.
+    """What each query gives to each key, from scaling · q·k; `visible` None lets all be seen.
 
     The softmax is taken in float32 at least. Sources: Gemma 2 (arXiv:2408.00118, section 2) for the
     soft cap; gpt-oss (arXiv:2508.10925, section 2.3) for the sink.
     """
-    scores = scores * rules.scaling
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if rules.softcap is not None:
         scores = torch.tanh(scores / rules.softcap) * rules.softcap

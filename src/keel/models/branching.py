@@ -81,18 +81,20 @@ def attend(
 
 
 def part(
-    query: Float[Tensor, "S H Q D"],
-    key: Float[Tensor, "S H K D"],
-    value: Float[Tensor, "S H K D"],
+    query: Float[Tensor, "S Q D"],
+    key: Float[Tensor, "S K D"],
+    value: Float[Tensor, "S K D"],
     scaling: float,
-    bias: Float[Tensor, "S 1 1 K"] | None,
-) -> tuple[Float[Tensor, "S H Q D"], Float[Tensor, "S H Q"]]:
+    bias: Float[Tensor, "S 1 K"] | None,
+) -> tuple[Float[Tensor, "S Q D"], Float[Tensor, "S Q"]]:
     """One part without a gradient: its output and the logarithm of its denominator.
 
     `bias` is 0 where a key is visible and -inf where not; at least one must be to each query.
     """
+    query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+    bias = None if bias is None else bias.unsqueeze(1)
     out, norm = _FORWARD(query, key, value, 0.0, False, attn_mask=bias, scale=scaling)  # type: ignore[misc]
-    return out, norm
+    return out[:, 0], norm[:, 0]
 
 
 class _Branching(torch.autograd.Function):

@@ -157,9 +157,15 @@ def _linear(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
+def _linear_with(x: Tensor, _: Tensor, weight: Tensor, *__: Any) -> Tensor:
+    """The same, a second operand added or multiplied."""
+    return _linear(x, weight)
+
+
 _SHAPED = {
     "aten._grouped_mm.default": _grouped,
     "mkldnn._reorder_linear_weight.default": _relaid,
     "mkldnn._linear_pointwise.default": _linear,
+    "mkldnn._linear_pointwise.binary": _linear_with,
 }
 """Operators that torch has no shape functions of, or (the first) for bfloat16 alone."""

@@ -170,7 +170,7 @@ def sample(policy: Policy, call: Sampled, sampling: Sampling) -> None:
     limits = np.full(len(lengths), call.budget)
     batch = Batch(lengths, limits, call.answers, rows, PREFILL_TOKENS)
     store = Store(int(lengths.max()), call.budget)
-    forward, head = forward_of(model), head_of(model)
+    forward, head = forward_of(model, int(lengths.max()) + call.budget), head_of(model)
     with autocast_for(model, policy.autocast):
         # As long as rows are free prompts enter; those that do later find rows beside them.
         while (entry := batch.waiting()).sequences:
