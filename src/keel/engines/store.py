@@ -40,14 +40,15 @@ class Places:
 class Shelf:
     """Keys and values by layer: two tensors (entries, heads, capacity, width) a layer.
 
-    What lies beyond an entry's end is hidden by a mask, and is zero or of an earlier one: a NaN
-    there would not stay hidden. Tensors are made when a layer first writes, so nothing is assumed
+    What is read beyond an entry's end is hidden by a mask, and is zero or of an earlier one: a NaN
+    there would not stay hidden. Zeros are written as places come into use, so that memory which
+    nobody needs yet is not touched. Tensors are made when a layer first writes, so nothing is assumed
     of its heads. No entry ever needs more than `longest` places.
     """
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
-        self._entries = self._capacity = 0
+        self._entries = self._capacity = self._clean = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def reserve(self, entries: int, places: int, live: int) -> None:
@@ -62,12 +63,23 @@ class Shelf:
         elif entries > self._entries:
             self._entries = max(entries, self._entries * 3 // 2)
         else:
+            self._clear(places)
             return
         for layer, (keys, values) in list(self._layers.items()):
             # One after the other, so that at most one is there twice.
             keys = self._moved(keys, live)
             self._layers[layer] = keys, values
             self._layers[layer] = keys, self._moved(values, live)
+        self._clear(places)
+
+    def _clear(self, places: int) -> None:
+        """Zeros in all places that are used now."""
+        if places <= self._clean:
+            return
+        before, self._clean = self._clean, min(-(-places // _CHUNK) * _CHUNK, self._capacity)
+        for pair in self._layers.values():
+            for stored in pair:
+                stored[:, :, before : self._clean].zero_()
 
     def write(
         self,
@@ -103,12 +115,14 @@ class Shelf:
                 stored[where, :, :places] = stored[whence, :, :places]
 
     def _empty(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self._entries, like.shape[1], self._capacity, like.shape[2])
+        new = like.new_empty(self._entries, like.shape[1], self._capacity, like.shape[2])
+        new[:, :, : self._clean].zero_()
+        return new
 
     def _moved(self, old: Tensor, live: int) -> Tensor:
-        new = old.new_zeros(self._entries, old.shape[1], self._capacity, old.shape[3])
-        places = min(old.shape[2], self._capacity)
-        new[:live, :, :places] = old[:live, :, :places]
+        new = old.new_empty(self._entries, old.shape[1], self._capacity, old.shape[3])
+        new[:live, :, : self._clean] = old[:live, :, : self._clean]
+        new[live:, :, : self._clean].zero_()
         return new
 
 
