@@ -17,11 +17,19 @@ from keel.models.lora import add_lora
 from keel.types import Prompt, Sampling
 from tests.engines.tiny import TOKENIZER, tiny
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "yarn")
+
+
+def rotary(kind: str) -> dict[str, Any]:
+    """Keys of a config whose rotary embedding is of this kind."""
+    reach = {"original_max_position_embeddings": 24, "factor": 4.0, "rope_theta": 10000.0}
+    return {"rope_parameters": {"rope_type": kind, **reach}}
 
 
 def model_of(family: str, **changes: Any) -> PreTrainedModel:
     """In float32, its vectors drawn at random: norms of 1 and biases of 0 hide a mistake."""
+    if family == "yarn":  # which also scales cosines and sines
+        return model_of("llama", **rotary("yarn"))
     model = tiny(family, **changes).float()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -82,7 +90,8 @@ def test_what_is_built_otherwise_goes_through_its_own_modules() -> None:
     add_lora(adapted, Lora(), 0)
     other = model_of("llama")
     other.config.hidden_act = "gelu"
-    for model in (tiny("llama").double(), model_of("gemma2"), adapted, other):
+    moving = model_of("llama", **rotary("dynamic"))
+    for model in (tiny("llama").double(), model_of("gemma2"), adapted, other, moving):
         if model.config._attn_implementation != "keel":
             install(model)
         assert not isinstance(forward_of(model, 64), lean._Lean)

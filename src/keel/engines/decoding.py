@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ class StepLayout:
     prompts: PackedLayout | None
     prompt_places: Places
     live: Live | None
-    _made: dict[str, Any] = field(default_factory=dict)
+    _made: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def attend(
         self,
@@ -155,9 +154,9 @@ class StepLayout:
     def _by_prompt(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """`Live.by_prompt`, head by head."""
         assert self.live is not None
-        if "by prompt" not in self._made:
-            self._made["by prompt"] = self.live.by_prompt(len(query) // self.live.rows)
-        return self._made["by prompt"]
+        if not self._made:
+            self._made.append(self.live.by_prompt(len(query) // self.live.rows))
+        return self._made[0]
 
     @cached_property
     def _row_places(self) -> Places:

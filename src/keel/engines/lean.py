@@ -167,7 +167,7 @@ class _Block:
         turned, value = both.split_with_sizes((queries + keys, keys), dim=1)
         if self.turned_norm is not None:
             turned = _normed(turned, self.epsilon) * self.turned_norm
-        pairs = torch.view_as_complex(turned.unflatten(-1, (-1, 2)))
+        pairs = torch.view_as_complex(turned.view(*turned.shape[:2], -1, 2))
         turned = torch.view_as_real(pairs * turns).flatten(-2)
         query, key = turned.split_with_sizes(self.heads, dim=1)
         seen = layout.attend_tokens(self.number, query, key, value, self.rules)

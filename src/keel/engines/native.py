@@ -179,6 +179,7 @@ class _Run:
         engine: NativeEngine,
     ) -> None:
         self.model = model
+        self.device = model.device
         self.sampling = sampling
         self.stops = stops
         self.uniforms = Uniforms([prompt.id for prompt in prompts], n, seed)
@@ -255,9 +256,7 @@ class _Run:
             store=self.store,
             prompts=PackedLayout(lengths.tolist()) if len(lengths) else None,
             prompt_places=Places(self._tensor(slots), self._tensor(inside)),
-            live=Live(batch.slot, batch.made - 1, batch.length, self.model.device)
-            if live
-            else None,
+            live=Live(batch.slot, batch.made - 1, batch.length, self.device) if live else None,
         )
         tokens = np.concatenate(
             [*self.prompts[entry.prompts.start : entry.prompts.stop], batch.token]
@@ -279,7 +278,7 @@ class _Run:
             self.store.prompts.reserve(batch.prompts_ahead(entry), most, slots)
 
     def _tensor(self, values: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values).to(self.model.device)
+        return torch.from_numpy(values).to(self.device)
 
 
 @contextmanager

@@ -42,8 +42,8 @@ class Shelf:
 
     What is read beyond an entry's end is hidden by a mask, and is zero or of an earlier one: a NaN
     there would not stay hidden. Zeros are written as places come into use, so that memory which
-    nobody needs yet is not touched. Tensors are made when a layer first writes, so nothing is assumed
-    of its heads. No entry ever needs more than `longest` places.
+    nobody needs yet is not touched. Tensors are made when a layer first writes, so nothing is
+    assumed of its heads. No entry ever needs more than `longest` places.
     """
 
     def __init__(self, longest: int) -> None:

@@ -87,7 +87,7 @@ def pack(
     )
 
 
-ENOUGH_ON_CPU = 1024
+ENOUGH_ON_CPU = 640
 """Tokens of a pass beyond which a CPU gains nothing, and pays for memory that it touches anew."""
 
 

@@ -35,6 +35,7 @@ from keel.pipelines.memory_machine import machine, resident
 from keel.pipelines.predict import predict, totals
 from keel.pipelines.rows_look import look_at_demonstrations, look_at_rows
 from keel.pipelines.seen import Figure, Seen, Trained
+from keel.runs.malloc import keep_freed
 from keel.types import KeelError
 
 LOOKED_AT = 4_000_000
@@ -90,6 +91,7 @@ def check(
     start, before = time.perf_counter(), resident() or 0
     recipe = load_recipe(source, overrides)
     keys = given(source, overrides, recipe)
+    keep_freed()
     with _threads(recipe.threads):
         policy = load_policy(recipe.model, recipe.seed)
         seen = [_stage(recipe, number, policy) for number in range(len(recipe.stages))]

@@ -13,6 +13,7 @@ from keel.models.policy import load_policy
 from keel.runs import checkpoint, opening
 from keel.runs.interrupt import Interrupt, Interrupted
 from keel.runs.layout import RunFolder
+from keel.runs.malloc import keep_freed
 from keel.runs.record import update_run_json
 from keel.runs.session import Session
 from keel.runs.trackers import open_trackers
@@ -57,6 +58,7 @@ def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | Non
     """Every stage from `progress` on, each from the model before it."""
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
+    keep_freed()
     policy = load_policy(recipe.model, recipe.seed)
     if start is not None:
         restore_policy(start, policy)
