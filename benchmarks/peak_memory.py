@@ -91,8 +91,8 @@ def recipes(folder: Path) -> dict[str, dict[str, Any]]:
                 folder,
                 "grpo",
                 learned=False,
-                rollout={"prompts_per_step": 2, "group_size": 8, "max_tokens": 96},
-                # Less than a step has, so that its passes are full whatever lengths are drawn.
+                # More than a pass takes, so that one is full whatever lengths are drawn.
+                rollout={"prompts_per_step": 1, "group_size": 16, "max_tokens": 96},
                 token_budget=1024,
                 epochs=1,
                 checkpoints={"every": 1},

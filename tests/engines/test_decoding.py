@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,12 +11,16 @@ from torch import Tensor
 
 from keel.engines import decoding
 from keel.engines.decoding import StepLayout
+from keel.engines.native import NativeEngine
 from keel.engines.store import Live, Places, Shelf, Store
 from keel.models.attention import Rules
 from keel.models.layout import PackedLayout
+from keel.types import Prompt, Sampling
+from tests.engines.tiny import TOKENIZER, tiny
 from tests.models.test_attention import HEADS, KV_HEADS, RULES, WIDTH, by_hand
 
 CPU = torch.device("cpu")
+RULE = Rules(scaling=0.3)
 STEPS = {
     "one prompt": ([5], [0, 0, 0], [2, 2, 2]),
     "alike": ([4, 4], [0, 0, 1, 1], [3, 3, 3, 3]),
@@ -81,7 +87,56 @@ def test_rows_see_their_prompt_and_their_own(
     torch.testing.assert_close(out[:5], prompts, rtol=0, atol=0)
 
 
-def test_a_shelf_keeps_what_lives_and_leaves_the_dead_behind() -> None:
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nothing was written to holds NaN."""
+    empty = Tensor.new_empty
+
+    def poisoned(self: Tensor, *size: Any, **options: Any) -> Tensor:
+        new = empty(self, *size, **options)
+        return new.fill_(float("nan")) if new.is_floating_point() else new
+
+    monkeypatch.setattr(Tensor, "new_empty", poisoned)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_memory_that_nothing_was_written_to_is_not_read(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows enter late, behind longer prompts and beside older rows, over shelves that grow."""
+    model = tiny(family).float()
+    engine = NativeEngine(model, TOKENIZER, max_rows=5)
+    asked = [
+        Prompt(f"p{n}", "x", tokens=tuple(2 + i % 40 for i in range(n))) for n in (3, 40, 1, 9, 44)
+    ]
+    clean = engine.sample(asked, 3, Sampling(max_tokens=50), 0)
+    poison(monkeypatch)
+    for group, then in zip(engine.sample(asked, 3, Sampling(max_tokens=50), 0), clean, strict=True):
+        for one, other in zip(group.completions, then.completions, strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist()
+            assert (one.log_probs == other.log_probs).all()
+
+
+def test_layers_may_differ_in_their_heads() -> None:
+    live = Live(np.array([0, 0, 1]), np.array([0, 0, 0]), np.array([2, 1]), CPU)
+    store = Store(2, 4)
+    store.prompts.reserve(2, 2, 0)
+    store.answers.reserve(3, 4, 0)
+    generator = torch.Generator().manual_seed(0)
+    layout = StepLayout(store, None, Places(torch.arange(0), torch.arange(0)), live)
+    for layer, count in enumerate((2, 1, 4)):
+        first, own = (heads(count, n, generator)[0].transpose(0, 1) for n in (3, 3))
+        places = Places(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0]))
+        store.prompts.write(layer, places, first, first)
+        out = layout.attend_tokens(layer, heads(4, 3, generator)[0].transpose(0, 1), own, own, RULE)
+        assert out.shape == (3, 4, WIDTH)
+        if count == 4:
+            assert torch.isfinite(out).all()
+
+
+def test_a_shelf_keeps_what_lives_and_leaves_the_dead_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    poison(monkeypatch)
     shelf = Shelf(longest=200)
     shelf.reserve(4, 2, 0)
     rows, values = torch.arange(4), torch.randn(4, 1, 3)
@@ -101,3 +156,5 @@ def test_a_shelf_keeps_what_lives_and_leaves_the_dead_behind() -> None:
     keys, _ = shelf.read(0, 9, 999)
     assert keys.shape[0] >= 5
     assert torch.equal(keys[:2, :2], before[0][[3, 1]])
+    # Of a row that comes later nothing lies in the places that the others use.
+    assert not shelf.read(0, 5, 10)[0][2:].any()

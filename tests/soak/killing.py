@@ -128,14 +128,13 @@ def _killed(recipe: Recipe, folder: Path, sound: Path, plan: Sequence[Instant]) 
 def attempt(recipe: Recipe, folder: Path, instant: Instant | None) -> Ended:
     """One process: it starts the run, or goes on with it where the folder holds a recipe.
 
-    A run that died before its recipe was written is started again, as a user would. Raises Lost.
+    A run that died before its recipe was written is started again, as a user would.
+
+    Raises Lost where the fork server died meanwhile, its own error where it did before it answered.
     """
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = server().Process(target=_run, args=(to_toml(recipe), str(folder), instant, theirs))
-    try:
-        process.start()
-    except EOFError as error:
-        raise Lost from error
+    process.start()
     theirs.close()
     told: dict[str, Any] = _next(ours)
     start = time.perf_counter()

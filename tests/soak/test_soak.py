@@ -71,16 +71,23 @@ def test_a_run_of_which_nothing_is_known_is_begun_anew(tmp_path: Path) -> None:
     whole(recipe, tmp_path / "whole")
     rows = tmp_path / "killed" / "metrics.jsonl"
 
-    def end_the_server() -> None:
-        while not rows.exists():
-            time.sleep(0.01)
-        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    def server() -> int:
+        return int(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
 
-    ending = threading.Thread(target=end_the_server)
+    def end_the_server() -> None:
+        for _ in range(6000):
+            if rows.exists():
+                os.kill(before, signal.SIGKILL)
+                return
+            time.sleep(0.01)
+
+    before = server()
+    ending = threading.Thread(target=end_the_server, daemon=True)
     ending.start()
     plan = [Instant("row", 3)]
     outcome = killed(recipe, tmp_path / "killed", tmp_path / "whole", plan)
     ending.join()
+    assert server() != before
     assert outcome.differences == []
     assert outcome.kills == plan
 

@@ -143,7 +143,7 @@ class RLStage(Row):
     """Optimizer steps per epoch."""
     token_budget: Count = 16_384
     """Model-input tokens of a micro-batch at the most; a longer sequence goes alone. A CPU takes
-    2,048, unless more share a prompt."""
+    640, unless more share a prompt."""
     optimizer: Optimizer = Optimizer()
     on_nonfinite: OnNonfinite = "stop"
     """What happens where a loss or gradient is NaN or infinite: the optimizer step is not taken in

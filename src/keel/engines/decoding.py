@@ -34,7 +34,7 @@ class StepLayout:
     prompts: PackedLayout | None
     prompt_places: Places
     live: Live | None
-    _made: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _made: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def attend(
         self,
@@ -144,19 +144,20 @@ class StepLayout:
         assert live is not None
         heads = len(query) // live.rows
         own = live.once(
-            ("own", dtype), lambda: _beyond(live, live.end_R + 1, live.places, heads, dtype)
+            ("own", heads, dtype), lambda: _beyond(live, live.end_R + 1, live.places, heads, dtype)
         )
         first = live.once(
-            ("first", dtype), lambda: _beyond(live, live.length_G, live.width, heads, dtype)
+            ("first", heads, dtype), lambda: _beyond(live, live.length_G, live.width, heads, dtype)
         )
         return own, first
 
     def _by_prompt(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """`Live.by_prompt`, head by head."""
         assert self.live is not None
-        if not self._made:
-            self._made.append(self.live.by_prompt(len(query) // self.live.rows))
-        return self._made[0]
+        heads = len(query) // self.live.rows
+        if heads not in self._made:
+            self._made[heads] = self.live.by_prompt(heads)
+        return self._made[heads]
 
     @cached_property
     def _row_places(self) -> Places:

@@ -85,8 +85,9 @@ def check(
     """Look at a recipe: a TOML file, a shipped name or a mapping, with `key=value` overrides.
 
     `price` is of an hour of this machine. Without `predicts` memory and time are left out, which
-    take most of the seconds where the model is small. Raises KeelError where the recipe cannot be
-    read or its model not be loaded; whatever else would stop a stage is a finding.
+    take most of the seconds where the model is small. This process's malloc is set as a run's is.
+    Raises KeelError where the recipe cannot be read or its model not be loaded; whatever else would
+    stop a stage is a finding.
     """
     start, before = time.perf_counter(), resident() or 0
     recipe = load_recipe(source, overrides)

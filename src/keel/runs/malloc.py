@@ -8,16 +8,17 @@ import sys
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """glibc's `mallopt` parameters."""
 _NEVER = -1
-_LARGEST = 32 * 2**20
-"""The most that glibc lets its heap serve; what is larger has pages of its own."""
+_LARGEST = 8 * 2**20
+"""Larger blocks have pages of their own, which the system takes back when they are freed: they are
+worth that, and leave no holes."""
 
 
 def keep_freed() -> bool:
-    """Keep what is freed, for good: False where malloc is not glibc's.
+    """Keep what is freed on the heap, for good: False where malloc is not glibc's.
 
     glibc gives the free top of its heap back to the system, so that every phase of a training step
-    takes its memory anew, page by page: up to a third of an update's time. The most that the
-    process ever holds is the same either way.
+    takes its memory anew, page by page: up to a third of a small model's update. In return the
+    holes between blocks that live on stay with the process too.
     """
     if not sys.platform.startswith("linux"):
         return False
