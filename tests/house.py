@@ -62,6 +62,7 @@ def listing() -> str:
         *("", "cli", "pipelines", "train", "control", "engines", "rewards", "tasks", "learn"),
         *(
             "models",
+            "kernels",
             "insight",
             "preferences",
             "runs",

@@ -144,7 +144,7 @@ def test_a_shelf_keeps_what_lives_and_leaves_the_dead_behind(
         column = place if place else None  # both ways of writing
         shelf.write(0, Places(rows, rows * 0 + place, column), values + place, values - place)
     before = [x.clone() for x in shelf.read(0, 4, 2)]
-    shelf.copy(np.array([3]), np.array([0]), 2)
+    shelf.copy(np.array([3]), np.array([0]))
     shelf.reserve(2, 150, 2)
     for now, then in zip(shelf.read(0, 2, 2), before, strict=True):
         assert torch.equal(now, then[[3, 1]])

@@ -140,14 +140,14 @@ def test_the_store_is_as_large_as_the_engine_makes_it() -> None:
         assert ledger.now == before
     config = policy.model.config
     width = config.hidden_size // config.num_attention_heads
-    # Two prompts once, in the longer one's places, and eight answers in the budget's.
-    places = 2 * 8 + 8 * 40
+    # Two prompts once and eight answers, each in pages of 16 places.
+    places = 2 * 16 + 8 * 48
     kept = 2 * config.num_hidden_layers * config.num_key_value_heads * places * width * 4
     # On a CPU the engine lays a Llama's linear weights out anew for as long as it samples.
     layers = policy.model.base_model.layers
     laid = sum(m.weight.nbytes for m in layers.modules() if isinstance(m, torch.nn.Linear))
-    # One layer's keys and values lie there twice while they grow, and a step's activations beside.
-    assert laid + kept <= passing <= laid + 1.6 * kept
+    # A quarter of the pages may be ahead of what is used, and a step's activations are beside.
+    assert laid + kept <= passing <= laid + 1.4 * kept
 
 
 def test_each_phase_has_what_is_there_at_its_time() -> None:

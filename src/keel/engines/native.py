@@ -14,18 +14,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keel.engines.batch import Batch, Entry
-from keel.engines.decoding import StepLayout
-from keel.engines.lean import forward_of
+from keel.engines.passes import pass_of
 from keel.engines.sampler import check, draw
 from keel.engines.stopping import REASONS, Stops, budgets, context_length, eos_ids
-from keel.engines.store import Live, Places, Store
+from keel.engines.store import Entering, Live
 from keel.engines.streams import Uniforms
 from keel.models.attention import ATTENTION, install
 from keel.models.backbone import autocast_for
 from keel.models.encode import decode
 from keel.models.families import head_of
 from keel.models.head import logits
-from keel.models.layout import PackedLayout
 from keel.runs.watchdog import beat
 from keel.types import Completion, Group, KeelError, Prompt, Sampling
 
@@ -178,18 +176,18 @@ class _Run:
         stops: Stops,
         engine: NativeEngine,
     ) -> None:
-        self.model = model
         self.device = model.device
+        # The trainer's own head: float32 logits, whatever the backbone computes in.
+        self.head = head_of(model)
         self.sampling = sampling
         self.stops = stops
         self.uniforms = Uniforms([prompt.id for prompt in prompts], n, seed)
         self.prompts = [np.array(prompt.tokens, dtype=np.int64) for prompt in prompts]
         self.lengths = np.array([len(tokens) for tokens in self.prompts], dtype=np.int64)
-        self.forward = forward_of(model, int((self.lengths + limits).max()))
+        self.forward = pass_of(model, int(self.lengths.max()), int(limits.max()))
         total = n * len(prompts)
         rows = min(engine.max_rows, total)
         self.batch = Batch(self.lengths, limits, n, rows, engine.prefill_tokens)
-        self.store = Store(int(self.lengths.max()), int(limits.max()))
         self.waiting_logits: Tensor | None = None
         """Those of the last prompt that was computed: its group may have entered only in part."""
         self.trace = _Trace()
@@ -212,14 +210,8 @@ class _Run:
         done = codes > 0
         if done.any():
             self.codes[batch.sequence[done]] = codes[done]
-            places, width = int(batch.made.max()), int(batch.length.max())
             rows, slots = batch.drop(done)
-            for shelf, (movers, holes), extent in (
-                (self.store.answers, rows, places),
-                (self.store.prompts, slots, width),
-            ):
-                if len(movers):
-                    shelf.copy(movers, holes, extent)
+            self.forward.drop(rows, len(batch.sequence), slots, len(batch.prompt))
 
     def _logits(self, entry: Entry) -> Tensor:
         """The logits that the next token of each row is drawn from, live rows first. (R, V)"""
@@ -245,37 +237,27 @@ class _Run:
         Returns the logits (live rows + prompts, V), each at the last token.
         """
         batch = self.batch
-        live = len(batch.sequence)
-        lengths = self.lengths[entry.prompts.start : entry.prompts.stop]
-        self._reserve(entry, lengths)
-        starts = lengths.cumsum() - lengths
-        total = int(lengths.sum())
-        slots = np.repeat(len(batch.prompt) + np.arange(len(lengths)), lengths)
-        inside = np.arange(total) - np.repeat(starts, lengths)
-        layout = StepLayout(
-            store=self.store,
-            prompts=PackedLayout(lengths.tolist()) if len(lengths) else None,
-            prompt_places=Places(self._tensor(slots), self._tensor(inside)),
-            live=Live(batch.slot, batch.made - 1, batch.length, self.device) if live else None,
+        rows = len(batch.sequence)
+        entering = Entering(
+            self.lengths[entry.prompts.start : entry.prompts.stop], len(batch.prompt)
         )
-        tokens = np.concatenate(
-            [*self.prompts[entry.prompts.start : entry.prompts.stop], batch.token]
+        live = Live(batch.slot, batch.made - 1, batch.length, self.device) if rows else None
+        if rows:
+            self.forward.reserve(batch.made, batch.ahead)
+        if not entry.prompts:
+            tokens, places = self._tensor(batch.token), self._tensor(batch.place)
+            return logits(self.forward(tokens, places, entering, live), self.head)
+        self.forward.admit(entering, batch.prompts_ahead(entry))
+        _, inside = entering.places()
+        prompts = self.prompts[entry.prompts.start : entry.prompts.stop]
+        states = self.forward(
+            self._tensor(np.concatenate([*prompts, batch.token])),
+            self._tensor(np.concatenate([inside, batch.place])),
+            entering,
+            live,
         )
-        last = np.concatenate([total + np.arange(live), starts + lengths - 1])
-        places = np.concatenate([inside, batch.place])
-        states = self.forward(self._tensor(tokens), self._tensor(places), layout)
-        # The trainer's own head: float32 logits, whatever the backbone computes in.
-        return logits(states.index_select(0, self._tensor(last)), head_of(self.model))
-
-    def _reserve(self, entry: Entry, lengths: Ints) -> None:
-        """Room for what enters, and for a new token of each live row."""
-        batch = self.batch
-        live, slots = len(batch.sequence), len(batch.prompt)
-        if live:
-            self.store.answers.reserve(batch.ahead, int(batch.made.max()), live)
-        if entry.prompts:
-            most = int(lengths.max())
-            self.store.prompts.reserve(batch.prompts_ahead(entry), most, slots)
+        last = np.concatenate([entering.tokens + np.arange(rows), entering.lengths.cumsum() - 1])
+        return logits(states.index_select(0, self._tensor(last)), self.head)
 
     def _tensor(self, values: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self.device)

@@ -104,15 +104,15 @@ class Shelf:
         keys, values = self._layers[layer]
         return _first(keys, entries, places), _first(values, entries, places)
 
-    def copy(
-        self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64], places: int
-    ) -> None:
-        """Copy the first places of entries `source` to entries `target`, which share none."""
+    def copy(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> None:
+        """Copy entries `source` to entries `target`, which share none."""
+        if not len(source):
+            return
         for pair in self._layers.values():
             for stored in pair:
                 device = stored.device
                 whence, where = (torch.from_numpy(x).to(device) for x in (source, target))
-                stored[where, :, :places] = stored[whence, :, :places]
+                stored[where, :, : self._clean] = stored[whence, :, : self._clean]
 
     def _empty(self, like: Tensor) -> Tensor:
         new = like.new_empty(self._entries, like.shape[1], self._capacity, like.shape[2])
@@ -137,6 +137,24 @@ class Store:
     def __init__(self, longest_prompt: int, longest_answer: int) -> None:
         self.prompts = Shelf(longest_prompt)
         self.answers = Shelf(longest_answer)
+
+
+@dataclass(frozen=True, eq=False)
+class Entering:
+    """Prompts that enter at a step, end to end: their tokens each, and the slot of the first."""
+
+    lengths: npt.NDArray[np.int64]
+    first: int
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def places(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Slot, and place within the prompt, of each token."""
+        starts = self.lengths.cumsum() - self.lengths
+        slots = self.first + np.repeat(np.arange(len(self.lengths)), self.lengths)
+        return slots, np.arange(self.tokens) - np.repeat(starts, self.lengths)
 
 
 @dataclass(frozen=True, eq=False)

@@ -147,25 +147,5 @@ def _grouped(left: Tensor, right: Tensor, offs: Tensor | None = None, **_: Any) 
     return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])
 
 
-def _relaid(weight: Tensor, *_: Any) -> Tensor:
-    """A weight as oneDNN lays it out, of the same size."""
-    return torch.empty_like(weight)
-
-
-def _linear(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
-    """What a product with such a weight fills."""
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-def _linear_with(x: Tensor, _: Tensor, weight: Tensor, *__: Any) -> Tensor:
-    """The same, a second operand added or multiplied."""
-    return _linear(x, weight)
-
-
-_SHAPED = {
-    "aten._grouped_mm.default": _grouped,
-    "mkldnn._reorder_linear_weight.default": _relaid,
-    "mkldnn._linear_pointwise.default": _linear,
-    "mkldnn._linear_pointwise.binary": _linear_with,
-}
-"""Operators that torch has no shape functions of, or (the first) for bfloat16 alone."""
+_SHAPED = {"aten._grouped_mm.default": _grouped}
+"""Operators that torch has shape functions of for bfloat16 alone."""

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from keel.engines.batch import Batch
-from keel.engines.decoding import StepLayout
-from keel.engines.lean import Forward, forward_of
+from keel.engines.passes import Pass, pass_of
 from keel.engines.sampler import draw
-from keel.engines.store import Live, Places, Store
+from keel.engines.store import Entering, Live
 from keel.models.backbone import autocast_for
 from keel.models.families import head_of
 from keel.models.head import Head, logits
-from keel.models.layout import PackedLayout
 from keel.models.packed import Packed, Sizes, sizes_on
 from keel.models.policy import Policy
 from keel.models.reading import Reading
@@ -169,32 +167,30 @@ def sample(policy: Policy, call: Sampled, sampling: Sampling) -> None:
     lengths = np.array(call.prompts, dtype=np.int64)
     limits = np.full(len(lengths), call.budget)
     batch = Batch(lengths, limits, call.answers, rows, PREFILL_TOKENS)
-    store = Store(int(lengths.max()), call.budget)
-    forward, head = forward_of(model, int(lengths.max()) + call.budget), head_of(model)
+    forward, head = pass_of(model, int(lengths.max()), call.budget), head_of(model)
     with autocast_for(model, policy.autocast):
         # As long as rows are free prompts enter; those that do later find rows beside them.
         while (entry := batch.waiting()).sequences:
-            new = lengths[entry.prompts.start : entry.prompts.stop]
+            new = np.sort(lengths[entry.prompts.start : entry.prompts.stop])
             if len(new):
-                slots = len(batch.prompt)
-                store.prompts.reserve(batch.prompts_ahead(entry), int(new.max()), slots)
-                _draw(_enter(forward, sorted(new.tolist()), store, device), head, sampling)
+                entering = Entering(new, len(batch.prompt))
+                forward.admit(entering, batch.prompts_ahead(entry))
+                _draw(_enter(forward, entering, device), head, sampling)
             batch.add(entry)
+        live = len(batch.sequence)
         for places in range(1, call.budget + 1):
-            store.answers.reserve(rows, places, len(batch.sequence))
-        end = np.full(len(batch.sequence), call.budget - 1)
-        live = Live(batch.slot, end, batch.length, device)
-        row = torch.zeros(live.rows, dtype=torch.long, device=device)
-        step = StepLayout(store, None, Places(row[:0], row[:0]), live)
-        _draw(forward(row, row, step), head, sampling)
+            forward.reserve(np.full(live, places), rows)
+        end = np.full(live, call.budget - 1)
+        row = torch.zeros(live, dtype=torch.long, device=device)
+        decoded = Live(batch.slot, end, batch.length, device)
+        _draw(forward(row, row, Entering(lengths[:0], 0), decoded), head, sampling)
 
 
-def _enter(forward: Forward, lengths: Sequence[int], store: Store, device: torch.device) -> Tensor:
-    """Prompts of these lengths through the model; the states behind each."""
-    tokens = torch.zeros(sum(lengths), dtype=torch.long, device=device)
-    last = torch.zeros(len(lengths), dtype=torch.long, device=device)
-    layout = StepLayout(store, PackedLayout(lengths), Places(tokens, tokens), None)
-    return forward(tokens, tokens, layout).index_select(0, last)
+def _enter(forward: Pass, entering: Entering, device: torch.device) -> Tensor:
+    """Prompts through the model; the states behind each."""
+    tokens = torch.zeros(entering.tokens, dtype=torch.long, device=device)
+    last = torch.zeros(len(entering.lengths), dtype=torch.long, device=device)
+    return forward(tokens, tokens, entering, None).index_select(0, last)
 
 
 def _draw(states_RH: Tensor, head: Head, sampling: Sampling) -> None:

@@ -9,8 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keel.config.model import Lora
-from keel.engines import lean
-from keel.engines.lean import forward_of
+from keel.engines import compiled
 from keel.engines.native import NativeEngine
 from keel.models.attention import install
 from keel.models.lora import add_lora
@@ -50,18 +49,15 @@ def prompts(*lengths: int) -> list[Prompt]:
     ]
 
 
-@pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_draws_and_scores_as_the_modules_do(
-    family: str, packs: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of(family)
-    if not packs:
-        monkeypatch.setattr(lean, "_PACK", None)
-    assert isinstance(forward_of(model, 64), lean._Lean)
+    assert compiled.compiled(model, 64) is not None
     engine = NativeEngine(model, TOKENIZER, max_rows=6)
     quick = engine.sample(prompts(3, 9, 5), 4, Sampling(max_tokens=24), 0)
-    monkeypatch.setattr(lean, "ALIKE", ())
+    monkeypatch.setattr(compiled, "ALIKE", ())
     own = engine.sample(prompts(3, 9, 5), 4, Sampling(max_tokens=24), 0)
     compared = 0
     for one, other in zip(quick, own, strict=True):
@@ -80,9 +76,9 @@ def test_mistral_sees_through_its_own_window() -> None:
     """Its layers read the window from the config, at their call."""
     narrow, wide = (model_of("mistral", sliding_window=n) for n in (4, 64))
     for window, model in ((4, narrow), (64, wide)):
-        forward = forward_of(model, 64)
-        assert isinstance(forward, lean._Lean)
-        assert {block.rules.window for block in forward.blocks} == {window}
+        found = compiled.compiled(model, 64)
+        assert found is not None
+        assert {block.rules.window for block in found._blocks} == {window}
 
 
 def test_what_is_built_otherwise_goes_through_its_own_modules() -> None:
@@ -94,7 +90,7 @@ def test_what_is_built_otherwise_goes_through_its_own_modules() -> None:
     for model in (tiny("llama").double(), model_of("gemma2"), adapted, other, moving):
         if model.config._attn_implementation != "keel":
             install(model)
-        assert not isinstance(forward_of(model, 64), lean._Lean)
+        assert compiled.compiled(model, 64) is None
 
 
 def test_weights_are_those_of_the_moment() -> None:

@@ -1,0 +1,110 @@
+/* Products of few rows with weights that lie in panels.
+
+   A panel holds PANEL columns of a weight, number by number of the input: it is read end to end. A
+   row's result does not depend on the rows beside it: each number is one sum, in the order of the
+   inputs. */
+
+#ifndef KEEL_PRODUCT_H
+#define KEEL_PRODUCT_H
+
+#include "vector.h"
+
+#define PANEL 32
+#define VECTORS (PANEL / WIDE)
+
+/* Rows of a tile: their sums stay in registers. */
+#if WIDE == 16
+#define ROWS 12
+#else
+#define ROWS 3
+#endif
+
+/* What becomes of x W^T + b. */
+enum end {
+    PLAIN, /* written */
+    ADDED, /* added to what is there */
+    GATED  /* SiLU of a panel's first half times its second half, written */
+};
+
+struct weight {
+    const float *panels; /* (outputs / PANEL, inputs, PANEL), outputs filled up with zeros */
+    const float *bias;   /* outputs, filled up; or null */
+    int64_t inputs, outputs;
+};
+
+INLINE void summed(
+    int rows, const float *x, long inputs, const float *panel, float out[ROWS][PANEL]
+) {
+    vec sum[ROWS][VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = (vec){};
+    for (long k = 0; k < inputs; k++, panel += PANEL) {
+        vec weight[VECTORS];
+        for (int v = 0; v < VECTORS; v++) weight[v] = load(panel + v * WIDE);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            vec one = all(x[r * inputs + k]);
+            for (int v = 0; v < VECTORS; v++) sum[r][v] += one * weight[v];
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) store(out[r] + v * WIDE, sum[r][v]);
+}
+
+/* As many rows as are given, each number of them a loop of its own. */
+static void tile(int rows, const float *x, long inputs, const float *panel, float out[ROWS][PANEL]) {
+    switch (rows) {
+#define CASE(n) case n: summed(n, x, inputs, panel, out); break;
+        CASE(1) CASE(2) CASE(3)
+#if ROWS > 3
+        CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+#undef CASE
+    }
+}
+
+static void finish(const float sum[PANEL], float scale, const float *bias, enum end end, long left,
+                   float *out) {
+    float y[PANEL];
+    for (int i = 0; i < PANEL; i++) y[i] = sum[i] * scale + (bias ? bias[i] : 0.0f);
+    if (end == GATED) {
+        for (int i = 0; i < PANEL / 2; i += WIDE) {
+            vec gate = load(y + i);
+            store(y + i, gate / (1.0f + exponential(-gate)) * load(y + PANEL / 2 + i));
+        }
+        left = left < PANEL / 2 ? left : PANEL / 2;
+    }
+    long width = left < PANEL ? left : PANEL;
+    if (end == ADDED)
+        for (long i = 0; i < width; i++) out[i] += y[i];
+    else
+        memcpy(out, y, width * sizeof *out);
+}
+
+/* out (rows, w's outputs; half of them if GATED) from x (rows, w's inputs); with an epsilon of 0 or
+   more, x stands for x / sqrt(mean x^2 + epsilon). By all threads of the region together. */
+static void product(const struct weight *w, const float *x, long rows, float epsilon, enum end end,
+                    float *out) {
+    long width = end == GATED ? w->outputs / 2 : w->outputs;
+    long step = end == GATED ? PANEL / 2 : PANEL;
+    long panels = (width + step - 1) / step, tiles = (rows + ROWS - 1) / ROWS;
+    /* Tiles of one size, or one less. */
+    long each = tiles ? rows / tiles : 0, more = tiles ? rows % tiles : 0;
+#pragma omp for schedule(static)
+    for (long item = 0; item < panels * tiles; item++) {
+        long panel = item / tiles, t = item % tiles;
+        long first = t * each + (t < more ? t : more), count = each + (t < more);
+        const float *in = x + first * w->inputs;
+        float sum[ROWS][PANEL];
+        tile((int)count, in, w->inputs, w->panels + panel * w->inputs * PANEL, sum);
+        for (long r = 0; r < count; r++) {
+            float scale = 1.0f;
+            if (epsilon >= 0)
+                scale = 1.0f / sqrtf(squares(in + r * w->inputs, w->inputs) / w->inputs + epsilon);
+            finish(sum[r], scale, w->bias ? w->bias + panel * PANEL : 0, end, width - panel * step,
+                   out + (first + r) * width + panel * step);
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,107 @@
+/* Vectors of single precision, as wide as this processor has them. */
+
+#ifndef KEEL_VECTOR_H
+#define KEEL_VECTOR_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define WIDE 16
+#elif defined(__AVX__)
+#define WIDE 8
+#else
+#define WIDE 4
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(4 * WIDE)));
+typedef int32_t ivec __attribute__((vector_size(4 * WIDE)));
+
+INLINE vec load(const float *from) {
+    vec x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+INLINE void store(float *to, vec x) { memcpy(to, &x, sizeof x); }
+
+INLINE vec all(float x) { return x - (vec){}; }
+
+INLINE vec choose(ivec mask, vec yes, vec no) {
+    return (vec)((mask & (ivec)yes) | (~mask & (ivec)no));
+}
+
+/* e^x to 2 units in the last place (Cody and Waite's reduction, a Taylor polynomial of degree 7 on
+   |r| <= ln 2 / 2). Below -87 it stays at e^-87, above 88 at e^88; what is no number stays none. */
+INLINE vec exponential(vec x) {
+    x = choose(x < all(-87.0f), all(-87.0f), x);
+    x = choose(x > all(88.0f), all(88.0f), x);
+    vec halves = choose(x < all(0.0f), all(-0.5f), all(0.5f));
+    ivec n = __builtin_convertvector(x * 1.44269504f + halves, ivec);
+    vec whole = __builtin_convertvector(n, vec);
+    vec r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
+    vec y = all(1.0f / 5040);
+    y = y * r + 1.0f / 720;
+    y = y * r + 1.0f / 120;
+    y = y * r + 1.0f / 24;
+    y = y * r + 1.0f / 6;
+    y = y * r + 0.5f;
+    y = y * r + 1.0f;
+    y = y * r + 1.0f;
+    return y * (vec)((n + 127) << 23);
+}
+
+/* The sums of WIDE vectors, each in the place of its number. */
+INLINE vec sums(vec x[WIDE]) {
+    ivec even, odd;
+    for (int i = 0; i < WIDE; i++) {
+        even[i] = 2 * i;
+        odd[i] = 2 * i + 1;
+    }
+#pragma GCC unroll 5
+    for (int left = WIDE / 2; left > 0; left /= 2)
+#pragma GCC unroll 16
+        for (int i = 0; i < left; i++) {
+#if defined(__clang__)
+            vec a, b;
+            for (int j = 0; j < WIDE / 2; j++) {
+                a[j] = x[2 * i][2 * j], a[j + WIDE / 2] = x[2 * i + 1][2 * j];
+                b[j] = x[2 * i][2 * j + 1], b[j + WIDE / 2] = x[2 * i + 1][2 * j + 1];
+            }
+#else
+            vec a = __builtin_shuffle(x[2 * i], x[2 * i + 1], even);
+            vec b = __builtin_shuffle(x[2 * i], x[2 * i + 1], odd);
+#endif
+            x[i] = a + b;
+        }
+    return x[0];
+}
+
+INLINE float total(vec x) {
+    float sum[WIDE];
+    store(sum, x);
+    for (int left = WIDE / 2; left > 0; left /= 2)
+        for (int i = 0; i < left; i++) sum[i] += sum[i + left];
+    return sum[0];
+}
+
+INLINE float largest(vec x) {
+    float most = x[0];
+    for (int i = 1; i < WIDE; i++) most = x[i] > most ? x[i] : most;
+    return most;
+}
+
+/* The sum of squares of `width` numbers. */
+INLINE float squares(const float *x, long width) {
+    vec sum = {};
+    long i = 0;
+    for (; i + WIDE <= width; i += WIDE) sum += load(x + i) * load(x + i);
+    float rest = total(sum);
+    for (; i < width; i++) rest += x[i] * x[i];
+    return rest;
+}
+
+#endif
