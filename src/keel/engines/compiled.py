@@ -23,10 +23,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaModel
-from transformers.models.mistral.modeling_mistral import MistralAttention, MistralModel
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from keel.engines.batch import Moves
 from keel.engines.pages import Pool, Table, page_numbers
@@ -34,39 +30,26 @@ from keel.engines.store import Entering, Live
 from keel.kernels.decode import PAGE, Arena, Layer, Panels, Step, library, pointer
 from keel.models.attention import Rules
 from keel.models.layout import PackedLayout
+from keel.models.llama import angles, is_alike, rules_of
 
 Ints = npt.NDArray[np.int64]
-ALIKE = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
-"""Backbones of one build: norm, attention with rotary embeddings, norm, gated SiLU, both added."""
-STILL = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embeddings whose frequencies are fixed."""
 
 
 def compiled(model: PreTrainedModel, longest: int) -> CompiledPass | None:
     """The pass with the model's weights of now, for positions below `longest`; None where the model
     is built otherwise, does not work in float32 on a CPU, or there is no compiler."""
     backbone = model.base_model
-    # In float64 the model's own norms and rotary embeddings still work in float32.
-    if model.device.type != "cpu" or model.dtype != torch.float32:
-        return None
-    if type(backbone) not in ALIKE or not _plain(backbone):
+    if not is_alike(backbone) or not _plain(backbone):
         return None
     functions = library()
     return None if functions is None else CompiledPass(backbone, longest, functions)
 
 
 def _plain(backbone: Any) -> bool:
-    """Whether nothing was put into the modules (adapters), the activation is the usual one, layers
-    have the same heads, and a position's rotation does not depend on what else enters."""
-    still = getattr(backbone.rotary_emb, "rope_type", "") in STILL
-    alike = len({_heads(layer) for layer in backbone.layers}) == 1
-    return (
-        still
-        and alike
-        and backbone.config.hidden_act == "silu"
-        and all(
-            type(linear) is nn.Linear for layer in backbone.layers for linear in _linears(layer)
-        )
+    """Whether nothing was put into the modules (adapters) and all layers have the same heads."""
+    same = len({_heads(layer) for layer in backbone.layers}) == 1
+    return same and all(
+        type(linear) is nn.Linear for layer in backbone.layers for linear in _linears(layer)
     )
 
 
@@ -117,12 +100,12 @@ class _Block:
 
 
 class CompiledPass:
-    """`engines.passes.Pass` of a backbone of `ALIKE`."""
+    """`engines.passes.Pass` of a backbone built like Llama's."""
 
     def __init__(self, backbone: Any, longest: int, functions: Any) -> None:
         self._functions = functions
         self._embed, self._norm = backbone.embed_tokens.weight, backbone.norm
-        self._cos, self._sin = _turns(backbone, longest)
+        self._cos, self._sin = angles(backbone, torch.arange(longest))
         arena = Arena(sum(map(_numbers, backbone.layers)), self._embed)
         self._blocks = [_block(n, layer, arena) for n, layer in enumerate(backbone.layers)]
         self._heads = _heads(backbone.layers[0])
@@ -252,15 +235,6 @@ class _Rows:
         self.width, self.places = (0, 0) if live is None else (live.width, live.places)
 
 
-def _turns(backbone: Any, longest: int) -> tuple[Float[Tensor, "P D"], Float[Tensor, "P D"]]:
-    """Cosines and sines of each position below `longest`, as the rotary module has them."""
-    like = backbone.norm.weight
-    positions = torch.arange(longest, device=like.device)
-    cos, sin = (table[0] for table in backbone.rotary_emb(like, positions[None]))
-    half = cos.shape[-1] // 2
-    return cos[:, :half].contiguous(), sin[:, :half].contiguous()
-
-
 def _numbers(layer: Any) -> int:
     """Of a layer's panels."""
     attention, mlp = layer.self_attn, layer.mlp
@@ -275,8 +249,6 @@ def _numbers(layer: Any) -> int:
 def _block(number: int, layer: Any, arena: Arena) -> _Block:
     attention, mlp = layer.self_attn, layer.mlp
     norms = [getattr(getattr(attention, n, None), "weight", None) for n in ("q_norm", "k_norm")]
-    # Mistral's layers read it from the config.
-    alone = attention.config.sliding_window if type(attention) is MistralAttention else None
     first, second = layer.input_layernorm, layer.post_attention_layernorm
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     return _Block(
@@ -287,5 +259,5 @@ def _block(number: int, layer: Any, arena: Arena) -> _Block:
         out=Panels(arena, attention.o_proj),
         gate_up=Panels(arena, mlp.gate_proj, mlp.up_proj, scale=second.weight, gated=True),
         down=Panels(arena, mlp.down_proj),
-        rules=Rules(attention.scaling, getattr(attention, "sliding_window", alone)),
+        rules=rules_of(layer),
     )

@@ -7,17 +7,7 @@
 #ifndef KEEL_PRODUCT_H
 #define KEEL_PRODUCT_H
 
-#include "vector.h"
-
-#define PANEL 32
-#define VECTORS (PANEL / WIDE)
-
-/* Rows of a tile: their sums stay in registers. */
-#if WIDE == 16
-#define ROWS 12
-#else
-#define ROWS 3
-#endif
+#include "tile.h"
 
 /* What becomes of x W^T + b. */
 enum end {
@@ -31,37 +21,6 @@ struct weight {
     const float *bias;   /* outputs, filled up; or null */
     int64_t inputs, outputs;
 };
-
-INLINE void summed(
-    int rows, const float *x, long inputs, const float *panel, float out[ROWS][PANEL]
-) {
-    vec sum[ROWS][VECTORS];
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < VECTORS; v++) sum[r][v] = (vec){};
-    for (long k = 0; k < inputs; k++, panel += PANEL) {
-        vec weight[VECTORS];
-        for (int v = 0; v < VECTORS; v++) weight[v] = load(panel + v * WIDE);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            vec one = all(x[r * inputs + k]);
-            for (int v = 0; v < VECTORS; v++) sum[r][v] += one * weight[v];
-        }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < VECTORS; v++) store(out[r] + v * WIDE, sum[r][v]);
-}
-
-/* As many rows as are given, each number of them a loop of its own. */
-static void tile(int rows, const float *x, long inputs, const float *panel, float out[ROWS][PANEL]) {
-    switch (rows) {
-#define CASE(n) case n: summed(n, x, inputs, panel, out); break;
-        CASE(1) CASE(2) CASE(3)
-#if ROWS > 3
-        CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-#undef CASE
-    }
-}
 
 static void finish(const float sum[PANEL], float scale, const float *bias, enum end end, long left,
                    float *out) {
@@ -95,8 +54,10 @@ static void product(const struct weight *w, const float *x, long rows, float eps
         long panel = item / tiles, t = item % tiles;
         long first = t * each + (t < more ? t : more), count = each + (t < more);
         const float *in = x + first * w->inputs;
+        struct left a = {in, w->inputs, 1};
+        struct panel b = {w->panels + panel * w->inputs * PANEL, PANEL};
         float sum[ROWS][PANEL];
-        tile((int)count, in, w->inputs, w->panels + panel * w->inputs * PANEL, sum);
+        tile(count, a, b, w->inputs, sum[0], PANEL, 0);
         for (long r = 0; r < count; r++) {
             float scale = 1.0f;
             if (epsilon >= 0)

@@ -54,30 +54,56 @@ INLINE vec exponential(vec x) {
     return y * (vec)((n + 127) << 23);
 }
 
+/* Every other number of two vectors, from the first or the second on. */
+INLINE vec every_other(vec x, vec y, int from) {
+#if defined(__clang__)
+    vec out;
+    for (int i = 0; i < WIDE / 2; i++) out[i] = x[2 * i + from], out[i + WIDE / 2] = y[2 * i + from];
+    return out;
+#else
+    ivec which;
+    for (int i = 0; i < WIDE; i++) which[i] = 2 * i + from;
+    return __builtin_shuffle(x, y, which);
+#endif
+}
+
+/* The halves of two vectors, number by number in turn; the first halves or the second. */
+INLINE vec in_turn(vec x, vec y, int half) {
+#if defined(__clang__)
+    vec out;
+    for (int i = 0; i < WIDE / 2; i++)
+        out[2 * i] = x[i + half * (WIDE / 2)], out[2 * i + 1] = y[i + half * (WIDE / 2)];
+    return out;
+#else
+    ivec which;
+    for (int i = 0; i < WIDE; i++) which[i] = i / 2 + half * (WIDE / 2) + i % 2 * WIDE;
+    return __builtin_shuffle(x, y, which);
+#endif
+}
+
 /* The sums of WIDE vectors, each in the place of its number. */
 INLINE vec sums(vec x[WIDE]) {
-    ivec even, odd;
-    for (int i = 0; i < WIDE; i++) {
-        even[i] = 2 * i;
-        odd[i] = 2 * i + 1;
-    }
 #pragma GCC unroll 5
     for (int left = WIDE / 2; left > 0; left /= 2)
 #pragma GCC unroll 16
-        for (int i = 0; i < left; i++) {
-#if defined(__clang__)
-            vec a, b;
-            for (int j = 0; j < WIDE / 2; j++) {
-                a[j] = x[2 * i][2 * j], a[j + WIDE / 2] = x[2 * i + 1][2 * j];
-                b[j] = x[2 * i][2 * j + 1], b[j + WIDE / 2] = x[2 * i + 1][2 * j + 1];
-            }
-#else
-            vec a = __builtin_shuffle(x[2 * i], x[2 * i + 1], even);
-            vec b = __builtin_shuffle(x[2 * i], x[2 * i + 1], odd);
-#endif
-            x[i] = a + b;
-        }
+        for (int i = 0; i < left; i++)
+            x[i] = every_other(x[2 * i], x[2 * i + 1], 0) + every_other(x[2 * i], x[2 * i + 1], 1);
     return x[0];
+}
+
+/* Rows become columns: a perfect shuffle, as often as it takes to come round. */
+INLINE void transposed(vec x[WIDE]) {
+#pragma GCC unroll 5
+    for (int times = 1; times < WIDE; times *= 2) {
+        vec y[WIDE];
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDE / 2; i++) {
+            y[2 * i] = in_turn(x[i], x[i + WIDE / 2], 0);
+            y[2 * i + 1] = in_turn(x[i], x[i + WIDE / 2], 1);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDE; i++) x[i] = y[i];
+    }
 }
 
 INLINE float total(vec x) {

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from keel.models import llama
 from keel.models.layout import PackedLayout
 from keel.models.packed import Packed
 
@@ -33,12 +34,17 @@ def states_at(
     packed attention. No cache is kept: transformers' own would let sequences see each other.
     """
     backbone: nn.Module = model.base_model
+    layout = PackedLayout(packed.lengths, packed.follows)
+    states: Tensor
+    if llama.applies(backbone):
+        states = llama.states(backbone, packed.tokens_T, packed.positions(), layout)
+        return states.index_select(0, at_K)
     with autocast_for(model, autocast):
         out = backbone(
             input_ids=packed.tokens_T[None],
             position_ids=packed.positions()[None],
             use_cache=False,
-            layout=PackedLayout(packed.lengths, packed.follows),
+            layout=layout,
         )
-    states: Tensor = out.last_hidden_state[0]
+    states = out.last_hidden_state[0]
     return states.index_select(0, at_K)

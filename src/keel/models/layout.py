@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from keel.models import branching
+from keel.kernels.causal import Plan
+from keel.models import branching, causal
 from keel.models.attention import Rules, explicit, in_one_dtype
 from keel.models.pieces import Pieces, alike
 
@@ -75,10 +76,15 @@ class PackedLayout:
         """`attend`, token by token."""
         if _flash_applies(query, value, rules):
             return self._flash(query, key, value, rules)
+        if causal.applies(query, key, value, rules):
+            return causal.attend(query, key, value, self._once("causal", self._causal), rules)
         if self._plain(rules) and branching.applies(query, key, value):
             plan = self._once("plan", lambda: branching.plan(self.pieces))
             return branching.attend(query, key, value, plan, rules.scaling)
         return self._in_runs(query, key, value, rules)
+
+    def _causal(self) -> Plan:
+        return Plan(self.pieces.lengths, self.pieces.follows)
 
     def _plain(self, rules: Rules) -> bool:
         """Whether the rules say no more than causality does."""

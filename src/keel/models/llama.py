@@ -1,0 +1,100 @@
+"""Backbones built like Llama's, in fewer operations: on a CPU, in float32.
+
+A layer's products stay its own modules, whatever was put into them; what lies between them is one
+pass over memory each. The engine's compiled steps know the same backbones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaModel
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
+
+from keel.kernels import rows as compiled
+from keel.models.attention import Rules
+from keel.models.layout import PackedLayout
+from keel.models.rows import gated, rms_norm, turned
+
+ALIKE = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
+"""Backbones of one build: norm, attention with rotary embeddings, norm, gated SiLU, both added."""
+STILL = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embeddings whose frequencies are fixed."""
+
+
+def is_alike(backbone: Any) -> bool:
+    """Whether a backbone is of this build, with its usual activation, rotations that do not depend
+    on what else enters, and weights in float32 on a CPU."""
+    return (
+        type(backbone) in ALIKE
+        and getattr(backbone.rotary_emb, "rope_type", "") in STILL
+        and backbone.config.hidden_act == "silu"
+        and {(p.device.type, p.dtype) for p in backbone.parameters()} == {("cpu", torch.float32)}
+    )
+
+
+def rules_of(layer: Any) -> Rules:
+    """How a layer attends."""
+    attention = layer.self_attn
+    # Mistral's layers read it from the config.
+    alone = attention.config.sliding_window if type(attention) is MistralAttention else None
+    return Rules(attention.scaling, getattr(attention, "sliding_window", alone))
+
+
+def angles(
+    backbone: Any, positions: Int[Tensor, "T"]
+) -> tuple[Float[Tensor, "T half"], Float[Tensor, "T half"]]:
+    """Cosines and sines of each position, as the rotary module has them."""
+    cos, sin = (table[0] for table in backbone.rotary_emb(backbone.norm.weight, positions[None]))
+    half = cos.shape[-1] // 2
+    return cos[:, :half].contiguous(), sin[:, :half].contiguous()
+
+
+def applies(backbone: Any) -> bool:
+    """Whether `states` says what the backbone's own forward says: activations are not to be
+    recomputed, and there is a compiler."""
+    return is_alike(backbone) and not _recomputes(backbone) and compiled.library() is not None
+
+
+def _recomputes(backbone: Any) -> bool:
+    asked = (getattr(m, "gradient_checkpointing", False) for m in (backbone, *backbone.layers))
+    return backbone.training and any(asked)
+
+
+def states(
+    backbone: Any, tokens: Int[Tensor, "T"], positions: Int[Tensor, "T"], layout: PackedLayout
+) -> Float[Tensor, "T H"]:
+    """The last hidden state of each token."""
+    x: Tensor = backbone.embed_tokens(tokens)
+    turns = angles(backbone, positions)
+    for layer in backbone.layers:
+        x = x + _attention(layer, _normed(layer.input_layernorm, x), turns, layout)
+        x = x + _mlp(layer.mlp, _normed(layer.post_attention_layernorm, x))
+    return _normed(backbone.norm, x)
+
+
+def _normed(norm: Any, x: Tensor) -> Tensor:
+    return rms_norm(x, norm.weight, norm.variance_epsilon)
+
+
+def _attention(layer: Any, x: Tensor, turns: tuple[Tensor, Tensor], layout: PackedLayout) -> Tensor:
+    own = layer.self_attn
+    query, key, value = (
+        module(x).view(len(x), -1, own.head_dim) for module in (own.q_proj, own.k_proj, own.v_proj)
+    )
+    if hasattr(own, "q_norm"):
+        query, key = _normed(own.q_norm, query), _normed(own.k_norm, key)
+    query, key = turned(query, *turns), turned(key, *turns)
+    seen = layout.attend_tokens(query, key, value, rules_of(layer))
+    out: Tensor = own.o_proj(seen.flatten(1))
+    return out
+
+
+def _mlp(mlp: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = mlp.down_proj(gated(mlp.gate_proj(x), mlp.up_proj(x)))  # type: ignore[operator]
+    return out

@@ -1,0 +1,76 @@
+"""What a Llama-like layer does to each token by itself, by compiled code, with gradients.
+
+Inputs are float32 on a CPU; see `kernels.rows`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from keel.kernels import rows
+
+
+def rms_norm(x: Float[Tensor, "... H"], weight: Float[Tensor, "H"], epsilon: float) -> Tensor:
+    """x / √(mean x² + ε) · weight (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4)."""
+    out: Tensor = _Norm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call]
+    return out
+
+
+def turned(
+    x: Float[Tensor, "T heads D"], cos: Float[Tensor, "T half"], sin: Float[Tensor, "T half"]
+) -> Float[Tensor, "T heads D"]:
+    """Numbers i and i + D/2 of each head turned by the token's angle i (RoFormer, arXiv:2104.09864,
+    equation 34, with its pairs a half apart)."""
+    out: Tensor = _Turned.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return out
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) · up (Shazeer 2020, arXiv:2002.05202, equation 6)."""
+    out: Tensor = _Gated.apply(gate, up)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        x = x.contiguous()
+        out, scale = rows.rms(x, weight, epsilon)
+        ctx.save_for_backward(x, weight, scale)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *rows.rms_back(grad.contiguous(), *ctx.saved_tensors), None
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rows.turn(x.contiguous(), cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return rows.turn(grad.contiguous(), cos, sin, -1), None, None
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        return rows.gated(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return rows.gated_back(grad.contiguous(), *ctx.saved_tensors)
