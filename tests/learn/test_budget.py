@@ -226,7 +226,7 @@ def test_a_run_that_meets_it_ends_as_one_with_that_budget(tmp_path: Path) -> Non
         )
         return folder
 
-    met = run("met", 46 << 20, 100_000)
+    met = run("met", 20 << 20, 100_000)
     state = json.loads((met / "checkpoints" / "step-000002" / "state.json").read_text())
     found = state["token_budget"]
     events = [json.loads(line) for line in (met / "events.jsonl").read_text().splitlines()]

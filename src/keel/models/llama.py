@@ -6,6 +6,7 @@ pass over memory each. The engine's compiled steps know the same backbones.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -57,8 +58,13 @@ def angles(
 
 def applies(backbone: Any) -> bool:
     """Whether `states` says what the backbone's own forward says: activations are not to be
-    recomputed, and there is a compiler."""
-    return is_alike(backbone) and not _recomputes(backbone) and compiled.library() is not None
+    recomputed, nobody listens to modules that it passes over, and there is a compiler."""
+    return (
+        is_alike(backbone)
+        and not _recomputes(backbone)
+        and not any(map(_hooked, _passed_over(backbone)))
+        and compiled.library() is not None
+    )
 
 
 def _recomputes(backbone: Any) -> bool:
@@ -66,16 +72,31 @@ def _recomputes(backbone: Any) -> bool:
     return backbone.training and any(asked)
 
 
+def _passed_over(backbone: Any) -> Iterator[nn.Module]:
+    yield from (backbone, backbone.norm)
+    for layer in backbone.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        yield from (layer, attention, mlp, mlp.act_fn)
+        yield from (layer.input_layernorm, layer.post_attention_layernorm)
+        yield from (getattr(attention, n) for n in ("q_norm", "k_norm") if hasattr(attention, n))
+
+
+def _hooked(module: nn.Module) -> bool:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in hooks)
+
+
 def states(
     backbone: Any, tokens: Int[Tensor, "T"], positions: Int[Tensor, "T"], layout: PackedLayout
 ) -> Float[Tensor, "T H"]:
     """The last hidden state of each token."""
-    x: Tensor = backbone.embed_tokens(tokens)
+    # Modules are given a batch of one, as the backbone itself would.
+    x: Tensor = backbone.embed_tokens(tokens[None])
     turns = angles(backbone, positions)
     for layer in backbone.layers:
         x = x + _attention(layer, _normed(layer.input_layernorm, x), turns, layout)
         x = x + _mlp(layer.mlp, _normed(layer.post_attention_layernorm, x))
-    return _normed(backbone.norm, x)
+    return _normed(backbone.norm, x)[0]
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:
@@ -85,13 +106,13 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
 def _attention(layer: Any, x: Tensor, turns: tuple[Tensor, Tensor], layout: PackedLayout) -> Tensor:
     own = layer.self_attn
     query, key, value = (
-        module(x).view(len(x), -1, own.head_dim) for module in (own.q_proj, own.k_proj, own.v_proj)
+        module(x).view(x.shape[1], -1, own.head_dim) for module in (own.q_proj, own.k_proj, own.v_proj)
     )
     if hasattr(own, "q_norm"):
         query, key = _normed(own.q_norm, query), _normed(own.k_norm, key)
     query, key = turned(query, *turns), turned(key, *turns)
     seen = layout.attend_tokens(query, key, value, rules_of(layer))
-    out: Tensor = own.o_proj(seen.flatten(1))
+    out: Tensor = own.o_proj(seen.flatten(1)[None])
     return out
 
 
