@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from keel.config.model import Lora
 from keel.engines import compiled
 from keel.engines.native import NativeEngine
+from keel.engines.store import Entering, Live
+from keel.models import llama
 from keel.models.attention import install
+from keel.models.backbone import states_at
 from keel.models.lora import add_lora
+from keel.models.packed import Packed
 from keel.types import Prompt, Sampling
+from tests.engines.test_decoding import poison
 from tests.engines.tiny import TOKENIZER, tiny
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "yarn")
@@ -91,6 +98,85 @@ def test_what_is_built_otherwise_goes_through_its_own_modules() -> None:
         if model.config._attn_implementation != "keel":
             install(model)
         assert compiled.compiled(model, 64) is None
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "a vector's width and less": {
+        "hidden_size": 20,
+        "num_attention_heads": 2,
+        "intermediate_size": 7,
+    },
+    "one head": {"num_attention_heads": 1, "num_key_value_heads": 1},
+    "one key head": {"num_attention_heads": 6, "num_key_value_heads": 1, "hidden_size": 36},
+    "heads of 32": {"hidden_size": 64, "num_attention_heads": 2},
+    "biases everywhere": {"attention_bias": True, "mlp_bias": True, "intermediate_size": 100},
+}
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_sizes_that_fill_no_panel(size: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token, over pages and windows, in memory that held NaN before."""
+    poison(monkeypatch)
+    model = model_of("llama", **size)
+    asked = prompts(17, 1, 40)
+    (group,) = NativeEngine(model, TOKENIZER).sample(asked[:1], 1, Sampling(max_tokens=60), 3)
+    tokens = torch.tensor([*asked[0].tokens, *group.completions[0].tokens.tolist()])
+    found = compiled.compiled(model, 100)
+    assert found is not None
+    stepped = states_of(found, tokens, 17)
+    monkeypatch.setattr(llama, "applies", lambda backbone: False)
+    given = Packed(tokens, (len(tokens),), torch.arange(1, len(tokens)), ())
+    with torch.no_grad():
+        whole = states_at(model, given, torch.arange(len(tokens)))
+    torch.testing.assert_close(stepped, whole[16:], rtol=1e-5, atol=2e-5)
+
+
+def states_of(found: compiled.CompiledPass, tokens: Tensor, prompt: int) -> Tensor:
+    """A prompt at once, then token by token."""
+    none = Entering(np.zeros(0, dtype=np.int64), 0)
+    enters = Entering(np.array([prompt]), 0)
+    found.admit(enters, 1)
+    states = [found(tokens[:prompt], torch.arange(prompt), enters, None)[-1:]]
+    for place, token in enumerate(tokens[prompt:]):
+        found.reserve(np.array([place + 1]), 1)
+        live = Live(np.array([0]), np.array([place]), np.array([prompt]), torch.device("cpu"))
+        states.append(found(token[None], torch.tensor([prompt + place]), none, live))
+    return torch.cat(states)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_neither_company_nor_threads_change_a_bit_of_a_row(family: str) -> None:
+    """Ten rows of three prompts in one step, against each in a step of its own."""
+    model = model_of(family, hidden_size=64)
+    lengths, slots, ends = np.array([20, 3, 33]), np.arange(10) % 3, np.arange(10) * 5 % 37
+    tokens = torch.randint(2, 40, (56,), generator=torch.Generator().manual_seed(0))
+
+    def stepped(rows: list[int], threads: int) -> Tensor:
+        """The rows' states, after answers of as many tokens as `ends` says."""
+        torch.set_num_threads(threads)
+        found = compiled.compiled(model, 100)
+        assert found is not None
+        enters, none = Entering(lengths, 0), Entering(lengths[:0], 0)
+        found.admit(enters, 3)
+        found(tokens, torch.from_numpy(enters.places()[1]), enters, None)
+        out = None
+        for place in range(37):
+            end = np.minimum(ends[rows], place)
+            found.reserve(end + 1, len(rows))
+            live = Live(slots[rows], end, lengths, torch.device("cpu"))
+            ids = torch.from_numpy((end * 7 + rows) % 40)
+            out = found(ids, torch.from_numpy(lengths[slots[rows]] + end), none, live)
+        assert out is not None
+        return out
+
+    before = torch.get_num_threads()
+    try:
+        together = stepped(list(range(10)), 1)
+        assert torch.equal(together, stepped(list(range(10)), 3))
+        for row in (0, 4, 9):
+            assert torch.equal(together[row], stepped([row], 2)[0])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_weights_are_those_of_the_moment() -> None:

@@ -329,6 +329,11 @@ def test_weights_that_do_not_move() -> None:
     assert c.adapter_rate(adapter, Optimizer(learning_rate=1e-5), "k") is None
 
 
+def test_a_model_that_could_be_quicker() -> None:
+    assert kind(c.no_compiler("none")) == "no-compiler"
+    assert c.no_compiler("3fa25c0d9e11") is None
+
+
 # ---------------------------------------------------------------- judges, kinds, the page
 
 

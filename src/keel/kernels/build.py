@@ -28,25 +28,44 @@ def load(name: str) -> ctypes.CDLL | None:
     process alone. Threads are those of torch's own OpenMP, which must be loaded: a second pool of
     them would compete with the first. Where that cannot be, the library has one thread.
     """
-    compiler = shutil.which(os.environ.get("CC") or "cc")
+    compiler = _compiler()
     if compiler is None:
         return None
     for flags in ((*_FLAGS, *_THREADS), _FLAGS):
-        try:
-            return ctypes.CDLL(str(_made(name, compiler, flags)))
-        except (OSError, subprocess.SubprocessError):
-            continue
+        # One that is there and does not load was damaged: it is made again.
+        for anew in (False, True):
+            try:
+                return ctypes.CDLL(str(_made(name, compiler, flags, anew)))
+            except (OSError, subprocess.SubprocessError):
+                continue
     return None
 
 
-def _made(name: str, compiler: str, flags: tuple[str, ...]) -> Path:
+def fingerprint(name: str) -> str:
+    """Of what compiled code is made of, here: source, compiler, processor; "none" where there is
+    none. Two machines that differ in it may differ in the last bits of a sum."""
+    compiler = _compiler()
+    if compiler is None or load(name) is None:
+        return "none"
+    return _key(compiler, _FLAGS)[:12]
+
+
+def _compiler() -> str | None:
+    return shutil.which(os.environ.get("CC") or "cc")
+
+
+def _key(compiler: str, flags: tuple[str, ...]) -> str:
     key = hashlib.sha256()
     for source in sorted((*SOURCES.glob("*.c"), *SOURCES.glob("*.h"))):
         key.update(source.name.encode() + source.read_bytes())
     key.update("\0".join((os.path.realpath(compiler), *flags, _processor())).encode())
+    return key.hexdigest()
+
+
+def _made(name: str, compiler: str, flags: tuple[str, ...], anew: bool) -> Path:
     folder = _folder()
-    path = folder / f"{name}-{key.hexdigest()[:24]}.so"
-    if path.exists():
+    path = folder / f"{name}-{_key(compiler, flags)[:24]}.so"
+    if path.exists() and not anew:
         return path
     with tempfile.TemporaryDirectory(dir=folder) as inside:
         unlinked, new = Path(inside, "made.o"), Path(inside, "made.so")

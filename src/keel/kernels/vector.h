@@ -35,10 +35,10 @@ INLINE vec choose(ivec mask, vec yes, vec no) {
 }
 
 /* e^x to 2 units in the last place (Cody and Waite's reduction, a Taylor polynomial of degree 7 on
-   |r| <= ln 2 / 2). Below -87 it stays at e^-87, above 88 at e^88; what is no number stays none. */
+   |r| <= ln 2 / 2), 0 and infinite where it is that; what is no number stays none. */
 INLINE vec exponential(vec x) {
-    x = choose(x < all(-87.0f), all(-87.0f), x);
-    x = choose(x > all(88.0f), all(88.0f), x);
+    x = choose(x < all(-104.0f), all(-104.0f), x);
+    x = choose(x > all(89.0f), all(89.0f), x);
     vec halves = choose(x < all(0.0f), all(-0.5f), all(0.5f));
     ivec n = __builtin_convertvector(x * 1.44269504f + halves, ivec);
     vec whole = __builtin_convertvector(n, vec);
@@ -51,7 +51,9 @@ INLINE vec exponential(vec x) {
     y = y * r + 0.5f;
     y = y * r + 1.0f;
     y = y * r + 1.0f;
-    return y * (vec)((n + 127) << 23);
+    /* 2^n in two steps, for n goes from -150 to 128. */
+    ivec half = n >> 1;
+    return y * (vec)((half + 127) << 23) * (vec)((n - half + 127) << 23);
 }
 
 /* Every other number of two vectors, from the first or the second on. */

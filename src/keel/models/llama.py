@@ -35,6 +35,7 @@ def is_alike(backbone: Any) -> bool:
         type(backbone) in ALIKE
         and getattr(backbone.rotary_emb, "rope_type", "") in STILL
         and backbone.config.hidden_act == "silu"
+        and 2 * backbone.rotary_emb.inv_freq.numel() == backbone.layers[0].self_attn.head_dim
         and {(p.device.type, p.dtype) for p in backbone.parameters()} == {("cpu", torch.float32)}
     )
 
@@ -106,7 +107,8 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
 def _attention(layer: Any, x: Tensor, turns: tuple[Tensor, Tensor], layout: PackedLayout) -> Tensor:
     own = layer.self_attn
     query, key, value = (
-        module(x).view(x.shape[1], -1, own.head_dim) for module in (own.q_proj, own.k_proj, own.v_proj)
+        module(x).view(x.shape[1], -1, own.head_dim)
+        for module in (own.q_proj, own.k_proj, own.v_proj)
     )
     if hasattr(own, "q_norm"):
         query, key = _normed(own.q_norm, query), _normed(own.k_norm, key)

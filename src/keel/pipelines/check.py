@@ -21,8 +21,10 @@ from keel.config.load import Source, load_recipe
 from keel.config.schema import Recipe, RLStage, SFTStage, Stage
 from keel.config.seeds import derive
 from keel.engines.stopping import eos_ids
+from keel.kernels.build import fingerprint
 from keel.learn.loss import check_entries
 from keel.learn.optimizer import trainable
+from keel.models.llama import is_alike
 from keel.models.policy import Policy, load_policy
 from keel.models.value import load_critic
 from keel.pipelines import prompt_findings, setting_findings, token_findings
@@ -208,6 +210,10 @@ def _of_model(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
     )
     if pair is not None:
         yield pair
+    if is_alike(policy.model.base_model):
+        slow = setting_findings.no_compiler(fingerprint("decode"))
+        if slow is not None:
+            yield slow
     for stage in recipe.stages:
         if not _trains_policy(stage) or recipe.model.dtype != "bfloat16":
             continue

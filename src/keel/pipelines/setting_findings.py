@@ -125,3 +125,17 @@ def adapter_rate(model: Model, choice: Optimizer, key: str) -> Finding | None:
         f"{key}.learning_rate",
         "set ten to a hundred times a whole model's, 1e-5 to 1e-4",
     )
+
+
+def no_compiler(kernels: str) -> Finding | None:
+    """There is compiled code for the model, and no compiler (`kernels` as in run.json)."""
+    if kernels != "none":
+        return None
+    return found(
+        "no-compiler",
+        "sampling and updates take longer than they need to",
+        "this model has compiled steps on a CPU, and no C compiler was found, or none whose code "
+        "loads: it runs through its modules",
+        "CC",
+        "install a C compiler (gcc or clang), or name one in the environment variable CC",
+    )

@@ -89,12 +89,21 @@ def running(
         yield session, None if start is None else start.path
 
 
-def declare(session: Session, name: str, seed: int, threads: int, packages: Sequence[str]) -> None:
-    """Say in run.json what a run is made with.
+def declare(
+    session: Session,
+    name: str,
+    seed: int,
+    threads: int,
+    packages: Sequence[str],
+    kernels: str | None = None,
+) -> None:
+    """Say in run.json what a run is made with; `kernels` names the compiled code that it may use.
 
     A run that goes on keeps what it began with; what differs now is noted.
     """
     now = facts(name, seed, threads, packages)
+    if kernels is not None:
+        now["versions"]["kernels"] = kernels
     begun: dict[str, Any] = {}
     if session.reached.step is not None:
         begun = update_run_json(session.folder, {})

@@ -9,6 +9,7 @@ import torch
 
 from keel.config.load import load_recipe, to_toml
 from keel.config.schema import Recipe
+from keel.kernels.build import fingerprint
 from keel.models.policy import load_policy
 from keel.runs import checkpoint, opening
 from keel.runs.interrupt import Interrupt, Interrupted
@@ -62,7 +63,8 @@ def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | Non
     policy = load_policy(recipe.model, recipe.seed)
     if start is not None:
         restore_policy(start, policy)
-    opening.declare(session, recipe.name, recipe.seed, torch.get_num_threads(), REPORTED)
+    threads = torch.get_num_threads()
+    opening.declare(session, recipe.name, recipe.seed, threads, REPORTED, fingerprint("decode"))
     look_ahead(recipe, policy, progress.stage)
     for number in range(progress.stage, len(recipe.stages)):
         stage = recipe.stages[number]

@@ -1,0 +1,106 @@
+"""Pages against a dictionary of what each entry was given."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from keel.engines.batch import Batch
+from keel.engines.pages import Pool, Table, page_numbers
+from keel.kernels.decode import PAGE
+
+LIKE = torch.empty(0)
+
+
+def moves(movers: list[int], holes: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array(movers, dtype=np.int64), np.array(holes, dtype=np.int64)
+
+
+def places(*counts: int) -> np.ndarray:
+    return np.array(counts, dtype=np.int64)
+
+
+def test_pages_lie_apart_and_are_given_out_again() -> None:
+    numbers = page_numbers(3, 2, 8)
+    assert numbers == 3 * 2 * 2 * PAGE * 8
+    pool = Pool(numbers, LIKE)
+    first = pool.take(5)
+    more = pool.take(40)
+    ends = sorted([*first, *more])
+    assert len(set(ends)) == 45
+    assert all(b - a >= 4 * numbers for a, b in pairwise(ends))
+    pool.give(more[:3])
+    assert set(pool.take(3)) == set(more[:3])
+
+
+def test_an_entry_keeps_its_pages_as_it_grows_and_moves() -> None:
+    table = Table(Pool(4, LIKE))
+    table.reserve(places(1, PAGE, PAGE + 1))
+    one, two, three = (table.pages[e, :n].tolist() for e, n in enumerate((1, 1, 2)))
+    table.reserve(places(1, PAGE + 1, 5 * PAGE))
+    assert table.pages[0, 0] == one[0]
+    assert table.pages[1, 0] == two[0]
+    assert table.pages[2, :2].tolist() == three
+    assert len({int(p) for e, n in enumerate((1, 2, 5)) for p in table.pages[e, :n]}) == 8
+    whole = table.pages[2, :5].tolist()
+    gone = table.pages[0, 0]
+    table.close(moves([2], [0]), 2)
+    assert table.pages[0, :5].tolist() == whole
+    assert table.pages[1, 0] == two[0]
+    # What the entry that is gone had is the next to be given.
+    table.reserve(places(1, 1, 1))
+    assert table.pages[2, 0] == gone
+
+
+def test_a_row_that_ends_at_its_first_token_never_had_a_page() -> None:
+    table = Table(Pool(4, LIKE))
+    table.reserve(places(1, 1))
+    kept = table.pages[1, 0]
+    # Four rows, of which the last two never came to be decoded; the second stays, and the fourth.
+    table.close(moves([3], [0]), 2)
+    assert table.pages[1, 0] == kept
+    table.reserve(places(3, 3))
+    assert table.pages[0, 0] != kept
+
+
+def test_entries_from_some_slot_on() -> None:
+    table = Table(Pool(4, LIKE))
+    table.reserve(places(3 * PAGE))
+    table.reserve(places(PAGE, 2 * PAGE + 1), first=1)
+    assert len(set(table.pages[:3].flatten().tolist()) - {0}) == 3 + 1 + 3
+    homes = table.homes(np.array([1, 2]), np.array([3, 2 * PAGE]), width=8)
+    assert homes.tolist() == [table.pages[1, 0] + 3 * 32, table.pages[2, 2]]
+
+
+def test_no_page_is_held_twice_in_a_long_life() -> None:
+    """Rows and prompts as a batch moves them, with lengths and ends at random."""
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(1, 50, size=12)
+    batch = Batch(lengths, np.full(12, 70), 3, 7, 120)
+    pool = Pool(4, LIKE)
+    prompts, answers = Table(pool), Table(pool)
+    held: dict[int, int] = {}
+    while batch.live:
+        entry = batch.waiting()
+        if len(batch.sequence):
+            answers.reserve(batch.made)
+            for row, sequence in enumerate(batch.sequence.tolist()):
+                first = int(answers.pages[row, 0])
+                assert held.setdefault(sequence, first) == first
+        prompts.reserve(lengths[entry.prompts.start : entry.prompts.stop], len(batch.prompt))
+        batch.add(entry)
+        batch.made += 1
+        own = [-(-int(n) // PAGE) for n in batch.made - 1]
+        used = [p for row, n in enumerate(own) if n for p in answers.pages[row, :n].tolist()]
+        used += [
+            p
+            for slot, n in enumerate(batch.length.tolist())
+            for p in prompts.pages[slot, : -(-n // PAGE)].tolist()
+        ]
+        assert len(used) == len(set(used))
+        assert 0 not in used
+        rows, slots = batch.drop(generator.random(len(batch.sequence)) < 0.1)
+        answers.close(rows, len(batch.sequence))
+        prompts.close(slots, len(batch.prompt))
