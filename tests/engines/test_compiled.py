@@ -17,7 +17,13 @@ from keel.engines.store import Entering, Live
 from keel.models import llama
 from keel.models.attention import install
 from keel.models.backbone import states_at
-from keel.models.lora import add_lora
+from keel.models.lora import (
+    adapter_off,
+    add_lora,
+    freeze_reference,
+    lora_layers,
+    reference_adapter,
+)
 from keel.models.packed import Packed
 from keel.types import Prompt, Sampling
 from tests.engines.test_decoding import poison
@@ -89,12 +95,10 @@ def test_mistral_sees_through_its_own_window() -> None:
 
 
 def test_what_is_built_otherwise_goes_through_its_own_modules() -> None:
-    adapted = model_of("llama")
-    add_lora(adapted, Lora(), 0)
     other = model_of("llama")
     other.config.hidden_act = "gelu"
     moving = model_of("llama", **rotary("dynamic"))
-    for model in (tiny("llama").double(), model_of("gemma2"), adapted, other, moving):
+    for model in (tiny("llama").double(), model_of("gemma2"), other, moving):
         if model.config._attn_implementation != "keel":
             install(model)
         assert compiled.compiled(model, 64) is None
@@ -177,6 +181,48 @@ def test_neither_company_nor_threads_change_a_bit_of_a_row(family: str) -> None:
             assert torch.equal(together[row], stepped([row], 2)[0])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("inside", ["", "embed_tokens", "layers.1", "layers.0.self_attn.q_proj"])
+def test_who_listens_to_a_module_hears_what_is_sampled(inside: str) -> None:
+    model = model_of("llama")
+    handle = model.base_model.get_submodule(inside).register_forward_hook(lambda *_: None)
+    assert compiled.compiled(model, 64) is None
+    handle.remove()
+    assert compiled.compiled(model, 64) is not None
+
+
+def test_the_adapter_that_speaks_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("qwen2")
+    base = scores(model)
+    add_lora(model, Lora(rank=2, targets=("q_proj", "o_proj", "up_proj", "down_proj")), 0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, layer in lora_layers(model):
+            layer.lora_B["policy"].weight.normal_(std=0.1, generator=generator)
+    freeze_reference(model)
+    with torch.no_grad():
+        for _, layer in lora_layers(model):
+            layer.lora_B["policy"].weight.mul_(-1)
+    assert compiled.compiled(model, 64) is not None
+    quick = scores(model)
+    with reference_adapter(model):
+        frozen = scores(model)
+    with adapter_off(model):
+        assert torch.equal(scores(model), base)
+    monkeypatch.setattr(compiled, "library", lambda: None)
+    torch.testing.assert_close(quick, scores(model), rtol=0, atol=5e-5)
+    with reference_adapter(model):
+        torch.testing.assert_close(frozen, scores(model), rtol=0, atol=5e-5)
+    assert (quick - frozen).abs().max() > 0.01
+
+
+def scores(model: PreTrainedModel) -> Tensor:
+    """Log-probabilities of the likeliest first token behind each of some prompts."""
+    groups = NativeEngine(model, TOKENIZER).sample(
+        prompts(3, 8, 20, 5), 1, Sampling(max_tokens=1, temperature=0), 0
+    )
+    return torch.tensor([float(g.completions[0].log_probs[0]) for g in groups])
 
 
 def test_weights_are_those_of_the_moment() -> None:

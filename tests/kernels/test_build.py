@@ -6,10 +6,12 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from keel.kernels import build
 from keel.kernels.build import SOURCES
 
 PROGRAM = """
@@ -46,11 +48,11 @@ def test_it_is_compiled_once_and_kept(tmp_path: Path) -> None:
     compiler = counting(tmp_path, 'exec cc "$@"')
     first = loaded(tmp_path / "cache", CC=str(compiler))
     calls = (tmp_path / "calls").read_text()
-    assert calls.count("called") == 2  # to compile, and to link
+    assert calls.count("called") == 3  # to say its version, to compile, and to link
     assert Path(first[0]).parent == tmp_path / "cache" / "keel" / "kernels"
     assert Path(first[0]).parent.stat().st_mode & 0o077 == 0
     assert loaded(tmp_path / "cache", CC=str(compiler)) == first
-    assert (tmp_path / "calls").read_text() == calls
+    assert (tmp_path / "calls").read_text() == f"{calls}called\n"
     # Nothing is left beside it.
     assert len(list(Path(first[0]).parent.iterdir())) == 1
 
@@ -58,10 +60,15 @@ def test_it_is_compiled_once_and_kept(tmp_path: Path) -> None:
 def test_what_is_damaged_is_made_again(tmp_path: Path) -> None:
     first = loaded(tmp_path)
     whole = Path(first[0]).read_bytes()
-    for content in (b"", whole[:64]):
+    # Cut behind its headers it would load, and end the process at the first call.
+    for content in (b"", whole[:64], whole[: len(whole) // 2], whole[:-4096]):
         Path(first[0]).write_bytes(content)
-        assert loaded(tmp_path) == first
-        assert len(Path(first[0]).read_bytes()) == len(whole)
+        again = loaded(tmp_path)
+        assert again[1] == first[1]
+        assert Path(again[0]).parent == Path(first[0]).parent
+        assert len(Path(again[0]).read_bytes()) == len(whole)
+        assert len(list(Path(again[0]).parent.iterdir())) == 1
+        first = again
 
 
 @pytest.mark.parametrize("compiler", ["/nonexistent/cc", "/bin/false"])
@@ -72,9 +79,25 @@ def test_without_a_compiler_there_is_none(compiler: str, tmp_path: Path) -> None
 def test_a_compiler_without_threads_gives_one_thread(tmp_path: Path) -> None:
     refuses = 'case "$*" in *-fopenmp*) exit 1;; esac; exec cc "$@"'
     compiler = counting(tmp_path, refuses)
-    found, print_ = loaded(tmp_path / "cache", CC=str(compiler))
-    assert found.endswith(".so")
-    assert print_ != "none"
+    first = loaded(tmp_path / "cache", CC=str(compiler))
+    assert first[0].endswith(".so")
+    assert first[1] not in ("none", loaded(tmp_path / "cache")[1])
+
+
+def test_a_library_that_does_not_load_is_made_once(tmp_path: Path) -> None:
+    """As where another OpenMP than torch's would be needed: what takes its place has one thread."""
+    (tmp_path / "more.h").write_text(
+        "void no_such(void); __attribute__((constructor)) static void at_once(void) { no_such(); }"
+    )
+    more = f'set -- "$@" -include "{tmp_path}/more.h"'
+    broken = f'case "$*" in *-fopenmp*) {more};; esac; exec cc "$@"'
+    compiler = counting(tmp_path, broken)
+    first = loaded(tmp_path / "cache", CC=str(compiler))
+    assert first[1] != "none"
+    calls = (tmp_path / "calls").read_text().count("called")
+    assert loaded(tmp_path / "cache", CC=str(compiler)) == first
+    # It is asked for its version, once for each set of flags.
+    assert (tmp_path / "calls").read_text().count("called") == calls + 2
 
 
 def test_a_folder_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
@@ -103,3 +126,22 @@ def test_the_sources_are_part_of_the_package() -> None:
     patterns = project["tool"]["setuptools"]["package-data"]["keel"]
     shipped = {path for p in patterns for path in SOURCES.parent.glob(p)}
     assert shipped.issuperset([*SOURCES.glob("*.c"), *SOURCES.glob("*.h")])
+
+
+def test_the_compiler_may_be_given_arguments(tmp_path: Path) -> None:
+    compiler = counting(tmp_path, 'test "$1" = -g0 || exit 1; exec cc "$@"')
+    assert loaded(tmp_path / "cache", CC=f"'{compiler}' -g0")[1] != "none"
+    assert loaded(tmp_path / "cache", CC=str(compiler)) == ["none", "none"]
+
+
+def test_without_a_home_it_is_made_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no entry."""
+
+    def homeless(kind: type[Path]) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", classmethod(homeless))
+    folder = build._folder()
+    assert folder.is_dir()
+    assert folder.is_relative_to(tempfile.gettempdir())

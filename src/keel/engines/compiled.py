@@ -30,26 +30,31 @@ from keel.engines.store import Entering, Live
 from keel.kernels.decode import PAGE, Arena, Layer, Panels, Step, library, pointer
 from keel.models.attention import Rules
 from keel.models.layout import PackedLayout
-from keel.models.llama import angles, is_alike, rules_of
+from keel.models.llama import angles, is_alike, is_listened_to, rules_of
+from keel.models.lora import affine, is_affine
 
 Ints = npt.NDArray[np.int64]
 
 
 def compiled(model: PreTrainedModel, longest: int) -> CompiledPass | None:
     """The pass with the model's weights of now, for positions below `longest`; None where the model
-    is built otherwise, does not work in float32 on a CPU, or there is no compiler."""
+    is built otherwise, does not work in float32 on a CPU, someone listens to one of its modules, or
+    there is no compiler."""
     backbone = model.base_model
     if not is_alike(backbone) or not _plain(backbone):
+        return None
+    if any(map(is_listened_to, backbone.modules())):
         return None
     functions = library()
     return None if functions is None else CompiledPass(backbone, longest, functions)
 
 
 def _plain(backbone: Any) -> bool:
-    """Whether nothing was put into the modules (adapters) and all layers have the same heads."""
+    """Whether projections are linear layers, with adapters or without, and all layers have the same
+    heads."""
     same = len({_heads(layer) for layer in backbone.layers}) == 1
     return same and all(
-        type(linear) is nn.Linear for layer in backbone.layers for linear in _linears(layer)
+        is_affine(linear) for layer in backbone.layers for linear in _linears(layer)
     )
 
 
@@ -104,7 +109,8 @@ class CompiledPass:
 
     def __init__(self, backbone: Any, longest: int, functions: Any) -> None:
         self._functions = functions
-        self._embed, self._norm = backbone.embed_tokens.weight, backbone.norm
+        self._embed = backbone.embed_tokens.weight
+        self._norm = backbone.norm.weight.contiguous(), backbone.norm.variance_epsilon
         self._cos, self._sin = angles(backbone, torch.arange(longest))
         arena = Arena(sum(map(_numbers, backbone.layers)), self._embed)
         self._blocks = [_block(n, layer, arena) for n, layer in enumerate(backbone.layers)]
@@ -141,9 +147,8 @@ class CompiledPass:
             self._layer_by_layer(work, step, entering)
         else:
             self._functions.keel_decode(addressof(self._layers), len(self._layers), addressof(step))
-        self._functions.keel_norm(
-            pointer(self._norm.weight), self._norm.variance_epsilon, addressof(step)
-        )
+        weight, epsilon = self._norm
+        self._functions.keel_norm(pointer(weight), epsilon, addressof(step))
         return x
 
     def _layer_by_layer(self, work: _Work, step: Step, entering: Entering) -> None:
@@ -248,16 +253,26 @@ def _numbers(layer: Any) -> int:
 
 def _block(number: int, layer: Any, arena: Arena) -> _Block:
     attention, mlp = layer.self_attn, layer.mlp
-    norms = [getattr(getattr(attention, n, None), "weight", None) for n in ("q_norm", "k_norm")]
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     first, second = layer.input_layernorm, layer.post_attention_layernorm
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
     return _Block(
         number=number,
         epsilon=first.variance_epsilon,
-        qkv=Panels(arena, *projections, scale=first.weight),
-        norms=(norms[0], norms[1]),
-        out=Panels(arena, attention.o_proj),
-        gate_up=Panels(arena, mlp.gate_proj, mlp.up_proj, scale=second.weight, gated=True),
-        down=Panels(arena, mlp.down_proj),
+        qkv=Panels(arena, *map(affine, qkv), scale=first.weight),
+        norms=(_weight(norms[0]), _weight(norms[1])),
+        out=Panels(arena, affine(attention.o_proj)),
+        gate_up=Panels(
+            arena,
+            affine(mlp.gate_proj),
+            affine(mlp.up_proj),
+            scale=second.weight,
+            gated=True,
+        ),
+        down=Panels(arena, affine(mlp.down_proj)),
         rules=rules_of(layer),
     )
+
+
+def _weight(norm: Any) -> Tensor | None:
+    return None if norm is None else norm.weight.contiguous()

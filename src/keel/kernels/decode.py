@@ -92,12 +92,12 @@ class Panels:
     def __init__(
         self,
         arena: Arena,
-        *parts: nn.Linear,
+        *parts: tuple[Tensor, Tensor | None],
         scale: Tensor | None = None,
         gated: bool = False,
     ) -> None:
-        weights: list[Tensor] = [part.weight for part in parts]
-        biases = [part.bias for part in parts]
+        weights = [weight for weight, _ in parts]
+        biases = [bias for _, bias in parts]
         join = _by_turns if gated else _side_by_side
         weight = join(weights)
         weight = weight if scale is None else weight * scale

@@ -18,7 +18,8 @@ void keel_rms(const float *x, const float *weight, float epsilon, int64_t rows, 
 /* Columns of a norm's weight that one thread sums at a time. */
 #define COLUMNS 64
 
-/* With g = dy * weight, s the scale: dx = s (g - x s^2 mean(g x)), d weight = sum over rows of dy x s. */
+/* With g = dy * weight, s the scale: dx = s (g - x s^2 mean(g x)), d weight = sum over rows of dy x s,
+   unless it is null. */
 void keel_rms_back(const float *dy, const float *x, const float *weight, const float *scale,
                    int64_t rows, int64_t width, int64_t threads, float *dx, float *d_weight) {
 #pragma omp parallel num_threads(threads)
@@ -35,6 +36,7 @@ void keel_rms_back(const float *dy, const float *x, const float *weight, const f
             mean = mean / width * s * s;
             for (i = 0; i < width; i++) out[i] = s * (grad[i] * weight[i] - in[i] * mean);
         }
+        if (d_weight)
 #pragma omp for schedule(static)
         for (int64_t first = 0; first < width; first += COLUMNS) {
             int64_t count = width - first < COLUMNS ? width - first : COLUMNS;

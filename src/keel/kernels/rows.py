@@ -42,9 +42,11 @@ def rms(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     return out, scale
 
 
-def rms_back(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight, given that of the output."""
-    d_x, d_weight = torch.empty_like(x), torch.empty_like(weight)
+def rms_back(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, learns: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and, if it `learns`, of the weight, given that of the output."""
+    d_x, d_weight = torch.empty_like(x), torch.empty_like(weight) if learns else None
     sizes = (len(scale), x.shape[-1], _threads())
     _call("keel_rms_back", grad, x, weight, scale, *sizes, d_x, d_weight)
     return d_x, d_weight

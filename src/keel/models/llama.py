@@ -63,7 +63,8 @@ def applies(backbone: Any) -> bool:
     return (
         is_alike(backbone)
         and not _recomputes(backbone)
-        and not any(map(_hooked, _passed_over(backbone)))
+        and not any(map(is_listened_to, _passed_over(backbone)))
+        and not torch.is_autocast_enabled("cpu")
         and compiled.library() is not None
     )
 
@@ -82,9 +83,10 @@ def _passed_over(backbone: Any) -> Iterator[nn.Module]:
         yield from (getattr(attention, n) for n in ("q_norm", "k_norm") if hasattr(attention, n))
 
 
-def _hooked(module: nn.Module) -> bool:
+def is_listened_to(module: nn.Module) -> bool:
+    """Whether a module has hooks, or a forward of its own put over its class's."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name) for name in hooks)
+    return any(getattr(module, name) for name in hooks) or "forward" in vars(module)
 
 
 def states(

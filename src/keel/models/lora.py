@@ -170,6 +170,28 @@ def adapter_weights(model: nn.Module, adapter: str) -> dict[str, Tensor]:
     }
 
 
+def is_affine(module: nn.Module) -> bool:
+    """Whether it is a linear layer, with plain adapters (as `add_lora` makes them) or without."""
+    if type(module) is nn.Linear:
+        return True
+    if type(getattr(module, "base_layer", None)) is not nn.Linear or not hasattr(module, "lora_A"):
+        return False
+    others = ("merged", "lora_magnitude_vector", "lora_variant")
+    biased = any(half.bias is not None for half in module.lora_B.values())  # type: ignore[operator]
+    return not biased and not any(getattr(module, name, None) for name in others)
+
+
+def affine(linear: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight (outputs, inputs) and bias of what `is_affine`, as it acts now: an adapter that speaks
+    is merged in a new tensor."""
+    base = getattr(linear, "base_layer", linear)
+    weight: Tensor = base.weight
+    if base is not linear and not linear.disable_adapters:
+        for name in (n for n in linear.active_adapters if n in linear.lora_A):
+            weight = weight + linear.get_delta_weight(name)
+    return weight, base.bias
+
+
 def plain_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """The weights under the names of the plain model, adapters merged: W + (α/r) B A.
 

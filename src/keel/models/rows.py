@@ -39,7 +39,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        x = x.contiguous()
+        x, weight = x.contiguous(), weight.contiguous()
         out, scale = rows.rms(x, weight, epsilon)
         ctx.save_for_backward(x, weight, scale)
         return out
@@ -47,7 +47,9 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *rows.rms_back(grad.contiguous(), *ctx.saved_tensors), None
+        learns = ctx.needs_input_grad[1]
+        x, weight, scale = ctx.saved_tensors
+        return *rows.rms_back(grad.contiguous(), x, weight, scale, learns), None
 
 
 class _Turned(torch.autograd.Function):
