@@ -100,11 +100,22 @@ def test_a_library_that_does_not_load_is_made_once(tmp_path: Path) -> None:
     assert (tmp_path / "calls").read_text().count("called") == calls + 2
 
 
-def test_a_folder_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
+def test_a_folder_of_someone_else_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build._folder().is_relative_to(tmp_path)
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    assert not build._folder().is_relative_to(tmp_path)
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702])
+def test_a_folder_that_others_may_write_to_is_not_used(mode: int, tmp_path: Path) -> None:
     """What lies there is run."""
     folder = tmp_path / "keel" / "kernels"
     folder.mkdir(parents=True)
-    folder.chmod(0o777)
+    folder.chmod(mode)
     found, _ = loaded(tmp_path)
     assert not Path(found).is_relative_to(tmp_path)
     assert not list(folder.iterdir())

@@ -36,7 +36,7 @@ def by_loop(lengths: list[int], follows: list[int], heads: list[Tensor], rules: 
     return each_by_hand(lengths, follows, tuple(x.transpose(0, 1)[None] for x in heads), rules)
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 64])
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 64])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("made", LAYOUTS.values(), ids=LAYOUTS)
 def test_forward_and_backward_equal_a_loop(
@@ -103,6 +103,49 @@ def test_heads_need_not_lie_in_a_row() -> None:
     assert torch.equal(*(torch.autograd.grad(x, given[0], seed)[0] for x in (one, other)))
 
 
+@pytest.mark.parametrize("view", ["query", "key", "value", "all"])
+def test_queries_keys_and_values_may_be_parts_of_one_tensor(view: str) -> None:
+    given = leaves(24, SHAPES["grouped"])
+    parts = torch.cat([x.detach() for x in given], 1).split_with_sizes([4, 2, 2], 1)
+    names = ("query", "key", "value")
+    strided = [
+        (part if view in ("all", name) else part.contiguous()).detach().requires_grad_()
+        for name, part in zip(names, parts, strict=True)
+    ]
+    outs, slopes = [], []
+    for x in (given, strided):
+        outs.append(PackedLayout([17, 7], [-1, 0]).attend_tokens(*x, Rules(0.3)))
+        slopes.append(torch.autograd.grad(outs[-1].square().sum(), x))
+    assert torch.equal(*outs)
+    assert all(map(torch.equal, *slopes))
+
+
+def test_no_more_room_is_used_than_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    behind: list[Tensor] = []
+
+    def guarded(query: Tensor, plan: kernel.Plan) -> Tensor:
+        size = plan.room(query.shape[-1])
+        whole = torch.full((size + 4096,), 7.5)
+        behind.append(whole[size:])
+        return whole[:size].view(1, size)
+
+    monkeypatch.setattr(kernel, "_room", guarded)
+    given = leaves(2 * 577, (1, 1, 32))
+    out = PackedLayout([577, 577], [-1, 0]).attend_tokens(*given, Rules(0.3))
+    torch.autograd.grad(out.sum(), given)
+    assert len(behind) == 2
+    assert all((numbers == 7.5).all() for numbers in behind)
+
+
+def test_a_weight_that_is_next_to_nothing_is_not_rounded_up() -> None:
+    query, key, value = (torch.zeros(2, 1, 32) for _ in range(3))
+    query[:, 0, 0], key[0, 0, 0], value[0] = 1, -95.0, 1e38
+    out = PackedLayout([2]).attend_tokens(query, key, value, Rules(1.0))
+    want = torch.tensor(-95.0).double().exp() * 1e38
+    # e^-95 is subnormal in float32, of which 11 bits are left.
+    torch.testing.assert_close(out[1, 0, 0].double(), want, rtol=1e-3, atol=0)
+
+
 def test_what_is_no_number_stays_none() -> None:
     for bad in (float("nan"), float("inf")):
         given = [x.detach() for x in leaves(9, SHAPES["grouped"])]
@@ -125,6 +168,11 @@ def test_what_is_no_number_stays_none() -> None:
 def test_the_rest_goes_elsewhere(dtype: torch.dtype, width: int, rules: dict[str, Any]) -> None:
     given = [x.to(dtype) for x in leaves(4, (4, 2, width))]
     assert not causal.applies(*given, Rules(0.3, **rules))
+
+
+def test_values_of_another_width_go_elsewhere() -> None:
+    query, key, value = leaves(4, (4, 2, 32))
+    assert not causal.applies(query, key, torch.cat([value, value], -1), Rules(0.3))
 
 
 def test_without_a_compiler_too(monkeypatch: pytest.MonkeyPatch) -> None:

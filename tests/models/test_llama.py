@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keel.config.model import BuildModel, Lora, Model
+from keel.engines.compiled import compiled
 from keel.models import llama
 from keel.models.backbone import states_at
 from keel.models.lora import add_lora
@@ -81,19 +82,35 @@ def noted(notes: list[str]) -> Any:
     return lambda *_: notes.append("heard")
 
 
-@pytest.mark.parametrize("inside", ["", "layers.1", "layers.0.mlp", "layers.2.input_layernorm"])
+INSIDE = (
+    *("", "norm", "layers.1", "layers.0.mlp", "layers.0.mlp.act_fn"),
+    *("layers.2.input_layernorm", "layers.1.post_attention_layernorm"),
+    *("layers.0.self_attn.q_norm", "layers.2.self_attn.k_norm"),
+)
+
+
+@pytest.mark.parametrize("inside", INSIDE)
 def test_who_listens_to_a_module_hears_it(inside: str) -> None:
-    model = model_of("llama")
+    model = model_of("qwen3")
     module = model.base_model.get_submodule(inside)
     registers = [module.register_forward_hook, module.register_forward_pre_hook]
     if inside:  # what the backbone itself says is no tensor
         registers.append(module.register_full_backward_hook)
+        registers.append(module.register_full_backward_pre_hook)
     for register in registers:
         notes: list[str] = []
         handle = register(noted(notes))
         gradients(model)
         handle.remove()
         assert notes
+
+
+def test_a_forward_put_over_a_module_is_called() -> None:
+    model = model_of("llama")
+    mlp = model.base_model.layers[0].mlp
+    mlp.forward = lambda x: 0 * x
+    assert not llama.applies(model.base_model)
+    assert compiled(model, 64) is None
 
 
 def test_projections_and_embeddings_are_called_as_modules() -> None:
@@ -115,9 +132,16 @@ def test_the_rest_goes_through_its_modules() -> None:
     other.config.hidden_act = "gelu"
     recomputing = load_policy(Model(build=BuildModel(), activation_checkpointing=True), 0).model
     recomputing.train()
+    one = model_of("llama").train()
+    one.base_model.layers[0].gradient_checkpointing = True
     half = model_of("llama")
     half.base_model.layers[1].to(torch.bfloat16)
-    models = (model_of("llama").double(), model_of("gemma2"), moving, other, recomputing, half)
+    part = model_of("llama")  # of each head's numbers half are turned
+    part.base_model.rotary_emb.inv_freq = part.base_model.rotary_emb.inv_freq[::2]
+    others = (moving, other, recomputing, one, half, part)
+    models = (model_of("llama").double(), model_of("gemma2"), *others)
     for model in models:
         assert not llama.applies(model.base_model)
     assert llama.applies(recomputing.eval().base_model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not llama.applies(recomputing.base_model)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
 
 from keel.config.model import Lora
 from keel.models import lora
@@ -242,3 +242,21 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(KeelError, match=r"pip install 'keel-rl\[lora\]'"):
         load_policy(spec(rank=4), 0)
+
+
+def test_what_an_adapter_adds_is_merged_aside_where_it_is_plain(learnt: Policy) -> None:
+    _, layer = lora.lora_layers(learnt.model)[0]
+    x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0))
+    weight, bias = lora.affine(layer)
+    torch.testing.assert_close(torch.nn.functional.linear(x, weight, bias), layer(x))
+    assert lora.is_affine(layer)
+    layer.merge()
+    assert not lora.is_affine(layer)
+
+
+@pytest.mark.parametrize("options", [{"lora_bias": True}, {"use_dora": True}])
+def test_other_adapters_are_not_taken_for_plain_ones(options: dict[str, bool]) -> None:
+    model = stock("qwen2")  # whose q_proj has a bias
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"], **options), model)
+    _, layer = lora.lora_layers(model)[0]
+    assert not lora.is_affine(layer)

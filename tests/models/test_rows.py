@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from keel.kernels import rows
 from keel.models.rows import gated, rms_norm, turned
 from tests.engines.test_decoding import poison
 
@@ -101,3 +103,20 @@ def test_threads_change_no_bit() -> None:
         torch.set_num_threads(before)
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
+
+
+def test_no_gradient_is_made_for_a_weight_that_does_not_learn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[bool] = []
+    back = rows.rms_back
+
+    def noting(*given: Any) -> Any:
+        asked.append(given[-1])
+        return back(*given)
+
+    monkeypatch.setattr(rows, "rms_back", noting)
+    for learns in (False, True):
+        weight = torch.ones(8, requires_grad=learns)
+        rms_norm(drawn(3, 8), weight, 1e-5).sum().backward()
+    assert asked == [False, True]
