@@ -34,5 +34,6 @@ def test_what_is_freed_stays_with_the_process() -> None:
             [sys.executable, "-c", CHILD, *words], capture_output=True, text=True, check=True
         )
         most, left = map(int, done.stdout.split())
-        assert most >= 400 * 2**20
+        # A little may have been free on the heap before.
+        assert most >= 390 * 2**20
         assert (left == most) == keeps, done.stdout
