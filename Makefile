@@ -24,10 +24,12 @@ check: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/quickstart.py
 	$(BIN)/python benchmarks/head_memory.py
+	$(BIN)/python benchmarks/draw.py
 	$(BIN)/python -m benchmarks.loop $(if $(KEEL_TRL_PYTHON),,--keel-only)
 	$(BIN)/python -m benchmarks.rollout
 	$(BIN)/python -m benchmarks.update
 	$(BIN)/python -m benchmarks.growth
+	$(BIN)/python -m benchmarks.turns
 	$(BIN)/python -m benchmarks.startup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rewards.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/preflight.py

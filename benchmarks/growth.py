@@ -9,6 +9,8 @@ that is never drawn. Generation is `NativeEngine.sample`, an update forward and 
 (`keel.learn.learner.backward`) on made-up rollouts, in groups of 8. One thing grows at a time:
 
 - length: generation of 16 completions, of 64 to 1,024 tokens each, behind prompts of 16.
+- length-shared: the same with one key-value head for four query heads, as most models now share
+  them (Qwen2.5: one for six or seven, Llama 3: for four); the other series' has one for each.
 - rows: generation of 8 to 128 completions of 64 tokens.
 - group: `sample` for one token, thus the prefill, of a prompt of 1,000 for 1 to 64 completions.
 - prompt: the same with a group of 8, and 125 to 2,000 tokens of prompt.
@@ -58,7 +60,6 @@ from keel.config.model import BuildModel
 from keel.engines.native import NativeEngine
 from keel.learn.learner import Learner, backward
 from keel.models.build import build_model
-from keel.models.policy import Policy
 from keel.types import Prompt, Sampling
 
 GROUP = 8
@@ -77,33 +78,32 @@ class Series:
 
 
 class Models:
-    """One of each width, made when it is first asked for."""
+    """One of each width and number of key-value heads, made when it is first asked for."""
 
     def __init__(self, spec: BuildModel) -> None:
         self.spec = spec
-        self._engines: dict[int, NativeEngine] = {}
+        self._engines: dict[tuple[int, int | None], NativeEngine] = {}
         self._learners: dict[int, Learner] = {}
 
     def learner(self, width: int) -> Learner:
         if width not in self._learners:
-            self._learners[width] = learner_of(self._policy(width))
+            self._learners[width] = learner_of(built(self._spec(width)))
         return self._learners[width]
 
-    def engine(self, width: int) -> NativeEngine:
+    def engine(self, width: int, kv_heads: int | None = None) -> NativeEngine:
         """An engine whose model never ends a completion."""
-        if width not in self._engines:
-            model = build_model(self._spec(width), SEED, torch.float32)
+        key = width, kv_heads
+        if key not in self._engines:
+            spec = self._spec(width, kv_heads)
+            model = build_model(spec, SEED, torch.float32)
             end(model, None)
-            policy = self._policy(width)
+            policy = built(spec)
             policy.model.load_state_dict(model.state_dict())
-            self._engines[width] = NativeEngine(policy.model, policy.tokenizer)
-        return self._engines[width]
+            self._engines[key] = NativeEngine(policy.model, policy.tokenizer)
+        return self._engines[key]
 
-    def _spec(self, width: int) -> BuildModel:
-        return self.spec.model_copy(update={"hidden_size": width})
-
-    def _policy(self, width: int) -> Policy:
-        return built(self._spec(width))
+    def _spec(self, width: int, kv_heads: int | None = None) -> BuildModel:
+        return self.spec.model_copy(update={"hidden_size": width, "kv_heads": kv_heads})
 
 
 # ---------------------------------------------------------------- what is timed
@@ -154,12 +154,14 @@ def every(models: Models) -> list[Series]:
 def generations(models: Models) -> list[Series]:
     own = models.spec.hidden_size
 
-    def make(width: int, rows: int, length: int) -> Once:
-        return generating(models.engine(width), rows, GROUP, 16, length)
+    def make(width: int, rows: int, length: int, kv_heads: int | None = None) -> Once:
+        return generating(models.engine(width, kv_heads), rows, GROUP, 16, length)
 
     by_length, by_rows = (lambda n: make(own, 16, n)), (lambda n: make(own, n, 64))
+    shared = "generation, tokens of a completion, heads shared"
     return [
         Series("length", "generation, tokens of a completion", TOKENS, FEW, by_length),
+        Series("length-shared", shared, TOKENS, FEW, lambda n: make(own, 16, n, 1)),
         Series("rows", "generation, completions", COUNTS, FEW, by_rows),
         Series("width", "generation, model width", WIDTHS, NARROW, lambda n: make(n, 64, 32)),
     ]
@@ -251,6 +253,7 @@ def report(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> di
 
     return {
         "generation_exponent": figure("length", "exponent"),
+        "generation_shared_exponent": figure("length-shared", "exponent"),
         "generation_rows_exponent": figure("rows", "exponent"),
         "update_exponent": figure("sequences", "exponent"),
         "prefill_group_ratio": figure("group", "last_over_first"),

@@ -9,7 +9,8 @@ A row is LENGTHS-GROUP-PROMPTS. 64 completions a step, in groups of GROUP, of a 
 4.8 M random weights (256 wide, 6 layers, one token a character). `ragged` lengths are geometric,
 of mean 60 and at most 200: the end's logit is set to the same at every place, and the learning
 rate (1e-7) moves nothing. `equal` ones are 60 tokens each, for the end is never drawn. `short`
-prompts have 16 to 24 tokens, `long` ones 450 to 550.
+prompts have 16 to 24 tokens, `long` ones 450 to 550. With -bf16 behind it, Keel samples in
+bfloat16, with the truncated correction, and TRL in fp32 as in the others.
 
 Both sides load one folder, read the same prompts, and are given the same reward, seed, AdamW and
 GRPO: β 0 (TRL's default; no reference model), ε 0.2, rewards less the group's mean over its
@@ -45,6 +46,7 @@ KEEL, TRL = (Path(__file__).with_name(f"loop_{side}.py") for side in ("keel", "t
 MAIN = ("ragged-8-short", "equal-8-short")
 """The rows that the two ratios are of."""
 MORE = (
+    "ragged-8-short-bf16",
     "ragged-4-short",
     "ragged-16-short",
     "ragged-64-short",
@@ -83,21 +85,30 @@ class Case:
     lengths: str
     group: int
     prompts: str
+    rollouts: str = "fp32"
 
     @property
     def name(self) -> str:
-        return f"{self.lengths}-{self.group}-{self.prompts}"
+        name = f"{self.lengths}-{self.group}-{self.prompts}"
+        return name if self.rollouts == "fp32" else f"{name}-{self.rollouts}"
+
+    @property
+    def keel(self) -> tuple[str, ...]:
+        """Keys of the recipe that the row sets."""
+        rounded = ("rollout.dtype=bfloat16", "algorithm.correction.kind=truncate")
+        return rounded if self.rollouts == "bf16" else ()
 
 
 def case_of(name: str) -> Case:
     """The row of a name; raises argparse's error for one that is none."""
-    lengths, group, prompts = (*name.split("-"), "", "")[:3]
-    known = lengths in ("ragged", "equal") and prompts in ("short", "long")
-    if not known or not group.isdigit() or int(group) < 2 or name.count("-") != 2:
+    plain, _, rollouts = name.partition("-bf16")
+    lengths, group, prompts = (*plain.split("-"), "", "")[:3]
+    known = lengths in ("ragged", "equal") and prompts in ("short", "long") and not rollouts
+    if not known or not group.isdigit() or int(group) < 2 or plain.count("-") != 2:
         raise argparse.ArgumentTypeError(
-            f"'{name}' is no row: give ragged-8-short, equal-64-long or the like"
+            f"'{name}' is no row: give ragged-8-short, equal-64-long-bf16 or the like"
         )
-    return Case(lengths, int(group), prompts)
+    return Case(lengths, int(group), prompts, "fp32" if name == plain else "bf16")
 
 
 @dataclass(frozen=True)
@@ -130,7 +141,7 @@ class Bench:
             "threads": self.threads,
             "micro": min(self.micro, size.completions),
             "continuous": self.continuous,
-            "keel": list(self.keel),
+            "keel": [*case.keel, *self.keel],
         }
 
     def measure(self, side: str, case: Case) -> dict[str, Any]:
@@ -224,7 +235,7 @@ def lines(row: dict[str, Any]) -> str:
         phases = ", ".join(f"{k} {v:.2f}" for k, v in found["phases"].items() if v >= 0.005)
         out.append(
             f"| {row['lengths']} | {row['group']} | {row['prompts']} "
-            f"| {'Keel' if side == 'keel' else 'TRL'} "
+            f"| {'TRL' if side == 'trl' else 'Keel' + ', bf16' * (row['rollouts'] == 'bf16')} "
             f"| {found['tokens_per_second']:,.0f} | {ratio} | {found['seconds']:.2f} | {phases} "
             f"| {found['mean_length']:.1f} | {found['peak'] / MIB:,.0f} "
             f"| {found['peak_above_import'] / MIB:,.0f} | {memory} |"

@@ -46,6 +46,9 @@ def recipe(job: dict[str, Any]) -> dict[str, Any]:
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
     """Tokens, seconds (also of the CPU, and of each phase) of each step; the most memory."""
+    from keel.runs.waiting import sleep_soon
+
+    sleep_soon()  # as `keel train`
     import torch
 
     from benchmarks.loop_trl import differences, resident

@@ -7,10 +7,12 @@
 
 64 completions, groups of 8 for 8 prompts of 16 to 24 tokens, of the fp32 Llama that `loop.py` has
 (256 wide, 6 layers): `ragged` of mean length 60 and at most 200, the end being as likely at every
-place, or `equal`, 60 tokens each. Temperature 1, nothing truncated, fp32 throughout.
+place, or `equal`, 60 tokens each. Temperature 1, nothing truncated.
 
 - keel: `NativeEngine.sample`, which also gives log-probabilities and text. The others are asked
   for tokens alone.
+- keel-bf16: the same with `dtype=torch.bfloat16`, as `rollout.dtype = "bfloat16"` has it: weights,
+  keys and values rounded. All others are fp32.
 - generate: transformers' `generate`, prompts padded left, n sequences of each.
 - continuous: transformers' `generate_batch`, its manager kept between passes, and its cache bounded
   to twice what the rows can fill (left to itself it takes most of the machine's memory).
@@ -44,7 +46,7 @@ from benchmarks import loop
 ROOT = Path(__file__).resolve().parent.parent
 VLLM = Path(__file__).with_name("rollout_vllm.py")
 CASES = ("ragged", "equal")
-SIDES = ("keel", "generate", "continuous", "vllm")
+SIDES = ("keel", "keel-bf16", "generate", "continuous", "vllm")
 GROUP = 8
 NEEDED = (
     "vLLM is left out: name a Python that has it, by --vllm-python or KEEL_VLLM_PYTHON; one is "

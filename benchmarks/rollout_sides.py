@@ -8,21 +8,25 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.rollout_vllm import Pass, prompts_of, serve
 
 
-def keel(job: dict[str, Any]) -> Pass:
+def keel(job: dict[str, Any], rounded: bool = False) -> Pass:
     """The native engine, as a run has it."""
+    import torch
+
     from keel.config.model import Model
     from keel.engines.native import NativeEngine
     from keel.models.policy import load_policy
     from keel.types import Prompt, Sampling
 
     policy = load_policy(Model(name=job["model"], device="cpu"), 0)
-    engine = NativeEngine(policy.model, policy.tokenizer)
+    dtype = torch.bfloat16 if rounded else None
+    engine = NativeEngine(policy.model, policy.tokenizer, dtype=dtype)
     chosen = prompts_of(job)
     sampling = Sampling(max_tokens=job["max_tokens"])
 
@@ -105,7 +109,12 @@ def main(name: str, job: dict[str, Any]) -> None:
     import torch
 
     torch.set_num_threads(job["threads"])
-    build = {"keel": keel, "generate": generate, "continuous": continuous}[name]
+    build = {
+        "keel": keel,
+        "keel-bf16": partial(keel, rounded=True),
+        "generate": generate,
+        "continuous": continuous,
+    }[name]
     serve(lambda: build(job))
 
 

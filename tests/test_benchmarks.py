@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import growth, head_memory, loop, loop_keel, rollout, startup, update
+from benchmarks import draw, growth, head_memory, loop, loop_keel, rollout, startup, turns, update
 from benchmarks.update import SMALL, Case
 
 Told = tuple[dict[str, Any], str]
@@ -171,6 +171,18 @@ def test_startup_tells_the_last_words_of_a_command_that_fails() -> None:
         startup.first("no-such-recipe", 1)
 
 
+def test_drawing_has_a_row_for_each_case(smoke: Callable[..., Told]) -> None:
+    before = torch.get_num_threads()
+    found, printed = smoke(draw.main)
+    assert [row["case"] for row in found["rows"]] == list(draw.CASES)
+    for row in found["rows"]:
+        assert positive([row["torch"], row["compiled"]])
+        assert row["ratio"] == row["torch"] / row["compiled"]
+        assert draw.line(row) in printed
+    assert torch.get_num_threads() == before
+    assert draw.compiled.library()
+
+
 def test_head_memory_tells_the_share(smoke: Callable[..., Told]) -> None:
     found, _ = smoke(head_memory.main)
     (row,) = found["rows"]
@@ -212,3 +224,15 @@ def test_rollout_times_keels_side(prepared: Path) -> None:
     assert 0 < row["mean_length"] <= loop.SMOKE.most
     assert all(len(one["lengths"]) == loop.SMOKE.completions for one in passes)
     assert "| ragged | keel |" in rollout.line(row)
+
+
+# ---------------------------------------------------------------- turns
+
+
+def test_turns_with_a_memory_feed_what_is_said_once(smoke: Callable[..., Told]) -> None:
+    found, printed = smoke(turns.main)
+    ((seconds, once),), ((other, anew),) = found["with"], found["without"]
+    assert positive([seconds, other])
+    # Two prompts, and the second and third turn behind each of four conversations.
+    assert 0 < once < anew - 2 * 4 * 20
+    assert f"{anew:,}" in printed

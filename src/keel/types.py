@@ -6,7 +6,7 @@ completion or a verdict without importing torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
 
@@ -132,6 +132,30 @@ class Engine(Protocol):
 
     def sync(self, weights: Mapping[str, Any]) -> None:
         """Take over the policy's weights (name to tensor)."""
+        ...
+
+
+OnGroup = Callable[[int, Group], None]
+"""Takes over a group, with the place of its prompt in the call."""
+
+
+@runtime_checkable
+class StreamingEngine(Engine, Protocol):
+    """An engine that does not keep a group to itself until all others are done too."""
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        on_group: OnGroup | None = None,
+    ) -> list[Group]:
+        """What `sample` returns; each group goes to `on_group` once its last completion is done.
+
+        It is called in the caller's thread, in no particular order of groups; what it raises ends
+        the call.
+        """
         ...
 
 

@@ -70,7 +70,7 @@ def test_it_draws_and_scores_as_the_modules_do(
     assert compiled.compiled(model, 64) is not None
     engine = NativeEngine(model, TOKENIZER, max_rows=6)
     quick = engine.sample(prompts(3, 9, 5), 4, Sampling(max_tokens=24), 0)
-    monkeypatch.setattr(compiled, "library", lambda: None)
+    monkeypatch.setattr(compiled, "library", lambda dtype: None)
     own = engine.sample(prompts(3, 9, 5), 4, Sampling(max_tokens=24), 0)
     compared = 0
     for one, other in zip(quick, own, strict=True):
@@ -182,17 +182,19 @@ def states_of(found: compiled.CompiledPass, tokens: Tensor, prompt: int) -> Tens
     return torch.cat(states)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-def test_neither_company_nor_threads_change_a_bit_of_a_row(family: str) -> None:
+def test_neither_company_nor_threads_change_a_bit_of_a_row(family: str, dtype: torch.dtype) -> None:
     """Ten rows of three prompts in one step, against each in a step of its own."""
-    model = model_of(family, hidden_size=64)
+    # Heads of 32 and 8, whose code differs.
+    model = model_of(family, hidden_size=64, num_attention_heads=2 if family == "llama" else 4)
     lengths, slots, ends = np.array([20, 3, 33]), np.arange(10) % 3, np.arange(10) * 5 % 37
     tokens = torch.randint(2, 40, (56,), generator=torch.Generator().manual_seed(0))
 
     def stepped(rows: list[int], threads: int) -> Tensor:
         """The rows' states, after answers of as many tokens as `ends` says."""
         torch.set_num_threads(threads)
-        found = compiled.compiled(model, 100)
+        found = compiled.compiled(model, 100, dtype)
         assert found is not None
         enters, none = Entering(lengths, 0), Entering(lengths[:0], 0)
         found.admit(enters, 3)
@@ -244,7 +246,7 @@ def test_the_adapter_that_speaks_is_merged(monkeypatch: pytest.MonkeyPatch) -> N
         frozen = scores(model)
     with adapter_off(model):
         assert torch.equal(scores(model), base)
-    monkeypatch.setattr(compiled, "library", lambda: None)
+    monkeypatch.setattr(compiled, "library", lambda dtype: None)
     torch.testing.assert_close(quick, scores(model), rtol=0, atol=5e-5)
     with reference_adapter(model):
         torch.testing.assert_close(frozen, scores(model), rtol=0, atol=5e-5)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +13,17 @@ from hypothesis import strategies as st
 
 from keel.engines import sampler
 from keel.engines.sampler import draw
+from keel.kernels import draw as compiled
 from keel.types import Sampling
+
+
+@pytest.fixture(scope="module", params=["compiled", "torch"], autouse=True)
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each way in which tokens are drawn on a CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(compiled, "library", lambda: None)
+        yield request.param
 
 
 @pytest.mark.parametrize(
@@ -95,3 +108,43 @@ def test_chunks_over_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sampler, "_CHUNK", 25)
     for left, right in zip(whole, draw(logits, uniform, sampling), strict=True):
         assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"top_k": 5, "top_p": 0.9}])
+def test_rows_may_lie_apart(options: dict) -> None:
+    """Every second row, one for all, by columns; every second number."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(12, 40, generator=generator)
+    uniform = torch.rand(12, dtype=torch.float64, generator=generator)
+    sampling = Sampling(1, **options)
+    for given_, numbers in (
+        (logits[::2], uniform[:6]),
+        (logits[1:2].expand(6, -1), uniform[::2]),
+        (logits.t().contiguous().t(), uniform),
+        (logits[:, ::2], uniform),
+        (logits[:, ::40], uniform),
+        (logits[:1, ::40], uniform[:1]),
+    ):
+        want = draw(given_.clone(memory_format=torch.contiguous_format), numbers.clone(), sampling)
+        tokens, log_probs = draw(given_, numbers, sampling)
+        assert torch.equal(tokens, want[0])
+        # Torch sums in the order of memory.
+        torch.testing.assert_close(log_probs, want[1], rtol=1e-13, atol=1e-13)
+
+
+def test_compiled_code_draws_from_float32_on_a_cpu(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    theirs = compiled.draw
+
+    def noting(*given_: Any) -> Any:
+        asked.append(given_[0].dtype)
+        return theirs(*given_)
+
+    monkeypatch.setattr(compiled, "draw", noting)
+    logits, uniform = torch.randn(3, 9), torch.rand(3, dtype=torch.float64)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        tokens, log_probs = draw(logits.to(dtype), uniform, Sampling(1))
+        assert (tokens.dtype, log_probs.dtype) == (torch.int64, torch.float64)
+    assert asked == ([torch.float32] if path == "compiled" else [])

@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelStage
 from keel.config.load import load_recipe, shipped, to_toml
 from keel.config.schema import Recipe, RLStage, SFTStage
-from keel.pipelines.effects import ALWAYS, IDLE, Facts, idle_keys, known_as
+from keel.pipelines.always import ALWAYS
+from keel.pipelines.effects import IDLE, Facts, idle_keys, known_as
 from keel.pipelines.given import given, own
 
 STAGES = (SFTStage, RewardModelStage, ProcessRewardModelStage, DPOStage, RLStage)
@@ -134,6 +135,8 @@ IN_VAIN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("algorithm.value.clip", rl(), ("algorithm=ppo", "epochs=1", "algorithm.value.clip=0.5")),
     ("algorithm.correction.floor", rl(),
      ("algorithm.correction.kind=truncate", "algorithm.correction.floor=0.1")),
+    ("rollout.dtype", rl(), ("algorithm.correction.kind=truncate", "model.dtype=bfloat16",
+                             "rollout.dtype=bfloat16")),
     ("value.kind", rl(), ("value.kind=head",)),
     ("value.optimizer.learning_rate", rl(), ("value.optimizer.learning_rate=1e-4",)),
     ("reference.reset_every", rl(), ("algorithm=dapo", "reference.reset_every=5")),

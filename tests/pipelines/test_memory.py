@@ -9,6 +9,8 @@ import torch
 
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe, RLStage
+from keel.engines.pages import Pool
+from keel.kernels.decode import library
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.policy import Policy, load_policy
 from keel.models.reference import reference_for
@@ -150,6 +152,50 @@ def test_the_store_is_as_large_as_the_engine_makes_it() -> None:
     assert laid + kept <= passing <= laid + 1.4 * kept
 
 
+@pytest.mark.parametrize("rows", [256, 3])
+def test_what_was_said_stays_for_the_next_turn(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside rows that are decoded, or in their place as they end."""
+    policy, made = load_policy(recipe().model, 0), []
+    grow = Pool._grow
+
+    def seen(pool: Pool, count: int) -> None:
+        grow(pool, count)
+        made[-1] = pool._pages
+
+    monkeypatch.setattr(Pool, "_grow", seen)
+    for turns in (1, 2):
+        made.append(0)
+        dry = DryRun()
+        twin = dry.twin(policy)
+        call = Sampled((200, 200), 40, answers=4, max_rows=rows, turns=turns)
+        with dry.running() as ledger:
+            before = ledger.now
+            sample(twin, call, Sampling(max_tokens=40))
+            assert ledger.now == before
+    once, kept = made
+    # In pages of 16 places: a prompt, an answer, and both.
+    prompt, own, both = 13, 3, 15
+    live = 2 * prompt + 8 * own if rows > 8 else prompt + 3 * own
+    # An answer that ends gives its own pages back, and a prompt's last takes over the prompt's.
+    # Where not all enter at once, as many as are decoded are kept beside those.
+    more = 6 * (both - own) if rows > 8 else 3 * both
+    assert live <= once <= 1.25 * live
+    assert live + more - own <= kept <= 1.25 * (live + more + own)
+
+
+def test_turns_count_in_rollouts_and_evaluation() -> None:
+    rows: list[Row] = [(Extent(200, 40, number // 4),) for number in range(8)]
+    one, two = (
+        footprint(found, held_of(found), rows, heldout=[200, 200])
+        for found in (
+            recipe("algorithm=grpo", f"rollout.max_turns={turns}", "evaluation.samples=4")
+            for turns in (1, 2)
+        )
+    )
+    for name in ("rollout", "evaluation"):
+        assert named(two, name).bytes > named(one, name).bytes, name
+
+
 def test_each_phase_has_what_is_there_at_its_time() -> None:
     found = recipe("algorithm=ppo", "epochs=1", "minibatches=1")
     said = footprint(found, held_of(found), heldout=[6, 6])
@@ -186,6 +232,25 @@ def test_one_optimizer_step_has_no_moments_before_it() -> None:
     assert bytes_in(named(said, "update"), "optimizer moments") > 0
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_rounded_copy_takes_half_of_the_backbone(family: str) -> None:
+    """Beside the weights through the modules, and in place of the panels where there is compiled
+    code; an evaluation is of the model's own."""
+    fixed = ("algorithm=grpo", "model.build.hidden_size=256", f"model.build.family={family}")
+    taken: dict[str, list[int]] = {}
+    for dtype in ("model", "bfloat16"):
+        found = recipe(*fixed, "algorithm.correction.kind=truncate", f"rollout.dtype={dtype}")
+        held = held_of(found)
+        said = footprint(found, held, heldout=(6, 6))
+        for phase in ("rollout", "evaluation"):
+            size = bytes_in(named(said, phase), "key-value store and sampling")
+            taken.setdefault(phase, []).append(size)
+    backbone = sum(p.nbytes for p in held.policy.model.base_model.parameters())
+    half = -backbone / 2 if family == "llama" and library(torch.float32) else backbone / 2
+    assert taken["rollout"][1] - taken["rollout"][0] == pytest.approx(half, rel=0.1)
+    assert taken["evaluation"][1] == taken["evaluation"][0]
+
+
 def test_a_lora_reference_takes_nothing_and_a_copy_as_much_as_the_policy() -> None:
     whole = {p.name: p.bytes for p in weights_of(held_of(recipe("algorithm=grpo")))}
     assert whole["reference weights"] == whole["policy weights"]
@@ -196,6 +261,30 @@ def test_a_lora_reference_takes_nothing_and_a_copy_as_much_as_the_policy() -> No
     merged = bytes_in(named(footprint(found, held), "checkpoint"), "copies")
     linear = [m for m in held.policy.modules() if hasattr(m, "lora_A")]
     assert merged >= sum(m.get_base_layer().weight.nbytes for m in linear)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("lora", [(), ("model.lora.rank=4",)])
+def test_drawing_ahead_takes_the_weights_that_learn_and_its_store(lora: tuple[str, ...]) -> None:
+    keys = ("algorithm=grpo", "algorithm.correction.kind=truncate", *lora)
+    held = held_of(recipe(*keys))
+    alone = footprint(recipe(*keys), held)
+    beside = footprint(recipe(*keys, "rollout.ahead=1"), held)
+    learns = sum(p.nbytes for p in held.policy.parameters() if p.requires_grad)
+    store = "key-value store and sampling"
+    for name in ("rollout", "measure", "update", "optimizer step", "checkpoint"):
+        assert bytes_in(named(beside, name), "engine weights") == learns
+        assert bytes_in(named(alone, name), "engine weights") == 0
+    taken = bytes_in(named(alone, "rollout"), store)
+    for name in ("measure", "update", "optimizer step"):
+        more = named(beside, name).bytes - named(alone, name).bytes
+        assert more == learns + taken > learns
+    assert named(beside, "rollout").bytes == named(alone, "rollout").bytes + learns
+
+
+def test_one_step_draws_nothing_ahead() -> None:
+    keys = ("algorithm=grpo", "algorithm.correction.kind=truncate", "steps=1")
+    held = held_of(recipe(*keys))
+    assert footprint(recipe(*keys, "rollout.ahead=1"), held) == footprint(recipe(*keys), held)
 
 
 def test_activations_grow_with_the_budget_and_with_longer_answers() -> None:

@@ -196,6 +196,15 @@ def test_what_functions_log() -> None:
     assert scored.extras == {"text": ["AA", "B", "CCC", "B"]}
     assert scored.metrics["share"] == 1.5
 
+    def odd(completions: list[str], log_extra: Any) -> list[float]:
+        log_extra("made", [object() for _ in completions])
+        return [0.0] * len(completions)
+
+    with pytest.raises(
+        KeelError, match=r"'odd' at step 0 .*: log_extra\('made'\): no JSON for obj"
+    ):
+        Scorer([named_reward(odd)])(two_groups(), 0)
+
     def short(completions: list[str], log_extra: Any) -> list[float]:
         log_extra("text", ["x"])
         return [0.0] * len(completions)

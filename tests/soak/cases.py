@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from keel.algorithms.presets import PRESETS
@@ -38,6 +39,7 @@ COMPOSED = (
 SPOILED = "algorithm.surrogate={kind='custom', function='tests.soak.cases:spoiled'}"
 FAST_RATE = "optimizer.learning_rate=1e-2"
 LORA = "model.lora.rank=4"
+AHEAD = ("rollout.ahead=1", "algorithm.correction.kind=truncate")
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,23 @@ LOOPS: dict[str, tuple[Make, Shows]] = {
         "rollout.max_tokens=14",
         shows=lambda run: any(not all(row["written"]) for row in run.rollouts(1)),
     ),
+    "overlap": _rl(COMPOSED, "evaluation.component=whole", "rollout.overlap_rewards=true"),
+    "ahead": _rl(*AHEAD, "minibatches=2", FAST_RATE, "steps=5"),
+    "ahead-lora-reset": _rl(
+        *AHEAD, COMPOSED, LORA, "reference.reset_every=2", "evaluation.every=1", FAST_RATE
+    ),
+    "ahead-overlap-refills": _rl(
+        *AHEAD,
+        "rewards.functions=[{function='tests.soak.cases:mostly_flat'}]",
+        "rollout.overlap_rewards=true",
+        "rollout.dynamic_sampling=true",
+        "rollout.max_refills=2",
+        FAST_RATE,
+        "steps=5",
+        shows=lambda run: max(_column(run, "rollout/refills")) > 0,
+    ),
+    "ahead-remax": _rl("algorithm.preset=remax", *AHEAD, FAST_RATE),
+    "ahead-process": _rl("algorithm.preset=grpo_process", *AHEAD, STEPWISE, "steps=3"),
     "tensorboard": _rl("trackers.tensorboard=true"),
     "skip": _rl(
         SPOILED,
@@ -299,6 +318,12 @@ def brevity(completions: list[str]) -> list[float]:
 def says_something(completions: list[str]) -> list[float]:
     """1 for an answer that is not empty."""
     return [float(bool(text)) for text in completions]
+
+
+def mostly_flat(completion_ids: list[list[int]], log_extra: Any) -> list[float]:
+    """Leaves most groups without variance; records a whole array."""
+    log_extra("halves", [np.array([len(ids), 0.5]) for ids in completion_ids])
+    return [float(len(ids) < 3) for ids in completion_ids]
 
 
 def spoiled(log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:

@@ -31,6 +31,9 @@ KILLS = {
     "three-stages": [Instant("second", 0.2), Instant("row", 5), Instant("operation", 100)],
     "dpo": [Instant("row", 2), Instant("operation", 40)],
     "best": [Instant("row", 4)],
+    # With rollouts of the next step in the last checkpoint; in the midst of writing them.
+    "ahead": [Instant("row", 2), Instant("operation", 55), Instant("second", 0.5)],
+    "ahead-overlap-refills": [Instant("row", 3), Instant("second", 0.3)],
     "skip": [Instant("row", 3)],
 }
 """Where each case dies, in turn. Seconds are a share of the whole run's."""

@@ -49,6 +49,7 @@ def change(folder: Path, recipe: str, seed: int, *more: str) -> float:
     ("recipe", "more"),
     [
         ("quickstart", GROUPS),
+        ("quickstart", (*GROUPS, "rollout.dtype=bfloat16", "algorithm.correction.kind=truncate")),
         ("quickstart-gspo", GROUPS),
         ("quickstart-ppo", (*SINGLE, "steps=15", "value.optimizer.learning_rate=2e-3")),
     ],

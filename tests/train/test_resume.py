@@ -44,6 +44,12 @@ CASES = {
         "minibatches=2",
     ],
     "dynamic": ["algorithm=dapo", "rollout.max_refills=2"],
+    "bfloat16": [
+        "algorithm=grpo",
+        "rollout.dtype=bfloat16",
+        "algorithm.correction.kind=truncate",
+        "minibatches=2",
+    ],
 }
 DENSE = "rewards.functions=[{function='place_match'}]"
 SAME = ("metrics.jsonl", "recipe.toml")

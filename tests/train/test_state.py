@@ -46,6 +46,8 @@ SAVED: dict[str, str] = {
     r"\.stream\._(draws|taken\[.*\]|left_out\[.*\])$": "progress.stream",
     r"\.budget\.tokens$": "progress.token_budget",
     r"\.inner\.state(#|\.key#\d+|\[#\d+\].*)$": "the optimizers' moments",
+    r"\.drawing\.pending\b": "the rollouts that no step has learned from",
+    r"\.engine\.model\._(parameters|buffers|modules)\b": "where it is a copy: the policy's weights",
     r"\['reference'\]|\.peft_config#$": "the reference: a second adapter, made when it is re-set",
     r"\._modules\['(lora_\w+|base_layer)'\]\._modules#$": "the same",
     r"\.(lora_alpha|lora_bias|lora_variant|r|scaling|use_dora|use_rslora)#$": "the same",
@@ -66,6 +68,8 @@ FREE: dict[str, str] = {
 """Leaves that change and decide nothing, with the reason."""
 
 STOPPED = {
+    "ahead": 2,
+    "ahead-lora-reset": 2,
     "dynamic": 3,
     "ppo-critic-rate": 2,
     "adaptive-ppo": 2,

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from keel.cli.parser import parse
+from keel.runs.waiting import sleep_soon
 
 USAGE = 2
 FAILURE = 1
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # No verb may reach a hub unless a recipe names one; telemetry of libraries stays off.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sleep_soon()
     try:
         code = importlib.import_module(arguments.module).run(arguments)
         return int(code or 0)

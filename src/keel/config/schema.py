@@ -64,10 +64,19 @@ class Rollout(Row):
     """Punish length over the last so many tokens of the budget (DAPO); the preset's unless set."""
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     """Who computes log π_old: the trainer's own forward, or the engine as it sampled."""
+    dtype: Literal["model", "bfloat16"] = "model"
+    """Of the weights, keys and values that the native engine samples with: the model's own, or
+    bfloat16, a copy made for each call. Its log-probs are then not the trainer's: it takes
+    algorithm.correction. Evaluation is of the model's own."""
     timeout: Seconds = 1800.0
     """Seconds that the engine may be silent: between two tokens of a batch (native)."""
     max_rows: Count = 256
     """How many sequences the native engine decodes at once."""
+    overlap_rewards: bool = False
+    """Ask the rewards about the first groups while the last are still being drawn."""
+    ahead: Literal[0, 1] = 0
+    """Steps that rollouts may be ahead of the weights: with 1 the next step's are drawn, by a copy
+    of the model, while this one is learned from. Takes algorithm.correction."""
 
     @model_validator(mode="after")
     def _on_policy(self) -> Rollout:
@@ -174,10 +183,23 @@ class RLStage(Row):
                 "rollout.dynamic_sampling drops groups without variance, and a group of one never "
                 "has any: set rollout.dynamic_sampling = false, or rollout.group_size = 2 or more"
             )
+        if r.ahead and (self.algorithm.correction is None or r.old_log_probs == "engine"):
+            raise ValueError(
+                f"rollout.ahead = {r.ahead} learns from rollouts of weights one step older: set "
+                'algorithm.correction.kind = "truncate" or "mask" and rollout.old_log_probs = '
+                '"trainer", which weigh them, or rollout.ahead = 0'
+            )
         if self.algorithm.correction is not None and r.old_log_probs == "engine":
             raise ValueError(
                 "algorithm.correction weighs the trainer's old log-probs against the engine's, and "
                 'rollout.old_log_probs = "engine" makes them the same: set it to "trainer"'
+            )
+        if r.dtype != "model" and self.algorithm.correction is None:
+            both = "" if r.old_log_probs == "trainer" else ' and rollout.old_log_probs = "trainer"'
+            raise ValueError(
+                f'rollout.dtype = "{r.dtype}" samples with log-probs that are not the trainer\'s, '
+                "and nothing corrects for that: set algorithm.correction.kind = "
+                f'"truncate"{both}, or rollout.dtype = "model"'
             )
         if self.value.kind == "head" and (self.value.name or self.value.optimizer):
             raise ValueError(

@@ -20,6 +20,20 @@ class Entry:
     held: int
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A row that is done: its sequence, its prompt's slot and tokens, and its own tokens that went
+    through the model, which are all but the last."""
+
+    sequence: int
+    row: int
+    slot: int
+    prompt: int
+    own: int
+    alone: bool
+    """Whether it was the last to answer the prompt."""
+
+
 Moves = tuple[Ints, Ints]
 """Which entries moved, and where they went."""
 
@@ -28,16 +42,24 @@ class Batch:
     """The live rows with their prompts, and the queue of sequences before them.
 
     Sequence s is completion s mod n of prompt s div n. Sequences enter in order, so at any time at
-    most one prompt has entered in part; it is computed once all the same. Row r of the arrays is
+    most one prompt has entered in part; it is computed once all the same. Of prompt p the first
+    `known_P` tokens need not be computed. Row r of the arrays is
     entry r of the store's answers, and slot g entry g of its prompts: those that have an answer to
     come or under way.
     """
 
     def __init__(
-        self, lengths_P: Ints, limits_P: Ints, n: int, max_rows: int, prefill_tokens: int
+        self,
+        lengths_P: Ints,
+        limits_P: Ints,
+        n: int,
+        max_rows: int,
+        prefill_tokens: int,
+        known_P: Ints | int = 0,
     ) -> None:
         self.n = n
         self._lengths_P = lengths_P
+        self._entering_P = lengths_P - known_P
         self._limits_P = limits_P
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
@@ -52,6 +74,18 @@ class Batch:
         """Tokens sampled so far."""
         self.token = np.empty(0, dtype=np.int64)
         """The last token sampled, which is the next to enter the model."""
+        self._look()
+
+    def _look(self) -> None:
+        """What is true until rows enter or leave."""
+        prompts = self.sequence // self.n
+        self._before: Ints = self._lengths_P[prompts]
+        self.slot: Ints = self._slot_P[prompts]
+        """The slot of each row's prompt."""
+        self.limit: Ints = self._limits_P[prompts]
+        """The budget of each row, in sampled tokens."""
+        self.length: Ints = self._lengths_P[self.prompt]
+        """Tokens of the prompt in each slot."""
 
     @property
     def live(self) -> bool:
@@ -61,25 +95,25 @@ class Batch:
     @property
     def place(self) -> Ints:
         """Where each row's last token goes: as many tokens lie before it."""
-        places: Ints = self._lengths_P[self.sequence // self.n] + self.made - 1
-        return places
-
-    @property
-    def slot(self) -> Ints:
-        """The slot of each row's prompt."""
-        slots: Ints = self._slot_P[self.sequence // self.n]
-        return slots
-
-    @property
-    def length(self) -> Ints:
-        """Tokens of the prompt in each slot."""
-        lengths: Ints = self._lengths_P[self.prompt]
-        return lengths
+        return self._before + self.made - 1
 
     @property
     def ahead(self) -> int:
         """The most rows that can be live from now on."""
         return min(self._max_rows, len(self.sequence) + self._total - self._next)
+
+    def ended(self, row: int) -> Ended:
+        """A row as it is before it is dropped."""
+        sequence = int(self.sequence[row])
+        prompt = sequence // self.n
+        return Ended(
+            sequence=sequence,
+            row=row,
+            slot=int(self._slot_P[prompt]),
+            prompt=int(self._lengths_P[prompt]),
+            own=int(self.made[row]) - 1,
+            alone=bool(self._left_P[prompt] == 1),
+        )
 
     def prompts_ahead(self, entry: Entry) -> int:
         """The most prompts with an answer to come or under way, from this entry on."""
@@ -88,11 +122,10 @@ class Batch:
             now if entry.sequences.stop == self._total else max(now, self._max_rows // self.n + 2)
         )
 
-    @property
-    def limit(self) -> Ints:
-        """The budget of each row, in sampled tokens."""
-        limits: Ints = self._limits_P[self.sequence // self.n]
-        return limits
+    def left(self, prompts: Ints) -> Ints:
+        """How many answers of each of these prompts are not done."""
+        left: Ints = self._left_P[prompts]
+        return left
 
     def waiting(self) -> Entry:
         """What enters now: as many sequences as rows are free and the token budget lets in."""
@@ -102,7 +135,7 @@ class Batch:
         budget = self._prefill_tokens
         prompt = computed
         while prompt * self.n < stop:
-            budget -= int(self._lengths_P[prompt])
+            budget -= int(self._entering_P[prompt])
             if budget < 0 and prompt > computed:
                 stop = prompt * self.n
                 break
@@ -112,6 +145,8 @@ class Batch:
 
     def add(self, entry: Entry) -> None:
         """The entry's sequences become the last rows, with nothing sampled yet."""
+        if not entry.sequences:
+            return
         none = np.zeros(len(entry.sequences), dtype=np.int64)
         new = np.array(entry.prompts, dtype=np.int64)
         self._slot_P[new] = len(self.prompt) + np.arange(len(new))
@@ -120,6 +155,7 @@ class Batch:
         self.sequence = np.concatenate([self.sequence, np.array(entry.sequences, dtype=np.int64)])
         self.made = np.concatenate([self.made, none])
         self.token = np.concatenate([self.token, none])
+        self._look()
 
     def drop(self, done: npt.NDArray[np.bool_]) -> tuple[Moves, Moves]:
         """Take out the rows that are done, and prompts without rows; the last go into the holes.
@@ -134,6 +170,7 @@ class Batch:
         slots = _moves(over)
         self.prompt = _closed(self.prompt, slots, len(over) - over.sum())
         self._slot_P[self.prompt] = np.arange(len(self.prompt))
+        self._look()
         return rows, slots
 
 

@@ -10,7 +10,8 @@ compiler, goes through its own modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from ctypes import addressof
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +19,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
-from keel.engines.batch import Moves
-from keel.engines.pages import Pool, Table, page_numbers
+from keel.engines.batch import Ended, Moves
+from keel.engines.beginnings import Beginnings
+from keel.engines.pages import Homes, Table, joined, page_numbers
 from keel.engines.store import Entering, Live
-from keel.kernels.decode import PAGE, Arena, Layer, Panels, Step, library, pointer
+from keel.kernels.decode import PAGE, Arena, Layer, Panels, Step, filled, library, pointer
 from keel.models.attention import Rules
 from keel.models.layout import PackedLayout
 from keel.models.llama import angles, is_alike, is_listened_to, rules_of
@@ -36,17 +37,24 @@ from keel.models.lora import affine, is_affine
 Ints = npt.NDArray[np.int64]
 
 
-def compiled(model: PreTrainedModel, longest: int) -> CompiledPass | None:
-    """The pass with the model's weights of now, for positions below `longest`; None where the model
-    is built otherwise, does not work in float32 on a CPU, someone listens to one of its modules, or
-    there is no compiler."""
+def compiled(
+    model: PreTrainedModel,
+    longest: int,
+    dtype: torch.dtype = torch.float32,
+    beginnings: Beginnings | None = None,
+) -> CompiledPass | None:
+    """The pass with the model's weights of now, for positions below `longest`, weights, keys and
+    values stored as `dtype`; None where the model is built otherwise, does not work in float32 on a
+    CPU, someone listens to one of its modules, or there is no compiler."""
     backbone = model.base_model
     if not is_alike(backbone) or not _plain(backbone):
         return None
     if any(map(is_listened_to, backbone.modules())):
         return None
-    functions = library()
-    return None if functions is None else CompiledPass(backbone, longest, functions)
+    functions = library(dtype)
+    if functions is None:
+        return None
+    return CompiledPass(backbone, longest, functions, dtype, beginnings or Beginnings())
 
 
 def _plain(backbone: Any) -> bool:
@@ -107,26 +115,71 @@ class _Block:
 class CompiledPass:
     """`engines.passes.Pass` of a backbone built like Llama's."""
 
-    def __init__(self, backbone: Any, longest: int, functions: Any) -> None:
+    def __init__(
+        self,
+        backbone: Any,
+        longest: int,
+        functions: Any,
+        dtype: torch.dtype,
+        beginnings: Beginnings,
+    ) -> None:
         self._functions = functions
-        self._embed = backbone.embed_tokens.weight
+        self._embed: Tensor = backbone.embed_tokens.weight.detach()
         self._norm = backbone.norm.weight.contiguous(), backbone.norm.variance_epsilon
         self._cos, self._sin = angles(backbone, torch.arange(longest))
-        arena = Arena(sum(map(_numbers, backbone.layers)), self._embed)
+        self._like: Tensor = self._embed.new_empty(0, dtype=dtype)
+        arena = Arena(sum(_numbers(layer, dtype) for layer in backbone.layers), self._like)
         self._blocks = [_block(n, layer, arena) for n, layer in enumerate(backbone.layers)]
         self._heads = _heads(backbone.layers[0])
         # A dry run has no memory to compute on: shapes alone.
         self._dry = isinstance(self._embed, FakeTensor)
         if not self._dry:
             self._layers = (Layer * len(self._blocks))(*(b.pointers() for b in self._blocks))
-        pool = Pool(page_numbers(len(self._blocks), *self._heads[1:]), self._embed)
-        self._prompts, self._answers = Table(pool), Table(pool)
+        self._beginnings = beginnings
+        self._recalled: deque[list[int]] = deque()
+        numbers = page_numbers(len(self._blocks), *self._heads[1:])
+        self._pool = beginnings.pool(numbers, self._like)
+        self._prompts, self._answers = Table(self._pool), Table(self._pool)
+        self._work: _Work | None = None
+        self._step = self._fixed()
+
+    def recall(self, prompts: Sequence[Ints]) -> Ints:
+        known, pages = self._beginnings.take(prompts)
+        self._recalled.extend(pages)
+        return known
 
     def admit(self, entering: Entering, ahead: int) -> None:
+        for number in np.flatnonzero(entering.before).tolist():
+            self._prompts.adopt(entering.first + number, self._recalled.popleft())
         self._prompts.reserve(entering.lengths, entering.first)
 
     def reserve(self, places_R: Ints, ahead: int) -> None:
         self._answers.reserve(places_R)
+
+    def keep(self, ended: Ended) -> None:
+        """The prompt's places with the row's own behind them, in pages of their own."""
+        if self._beginnings.full:
+            return
+        kept, places = Table(self._pool), np.arange(ended.prompt + ended.own)
+        behind = places[ended.prompt :]
+        source = self._answers.homes(np.full(ended.own, ended.row), behind - ended.prompt)
+        if ended.alone:  # nobody else will read the prompt's
+            kept.adopt(0, self._prompts.release(ended.slot))
+            places = behind
+        else:
+            before = places[: ended.prompt]
+            slots = np.full(ended.prompt, ended.slot)
+            source = joined(self._prompts.homes(slots, before), source)
+        kept.reserve(np.array([ended.prompt + ended.own]))
+        self._copy(source, kept.homes(np.zeros_like(places), places))
+        self._beginnings.hold(ended.sequence, kept.release(0))
+
+    def _copy(self, source: Homes, target: Homes) -> None:
+        if self._dry:
+            return
+        arrays = (source.page, source.place, target.page, target.place)
+        shape = (len(self._blocks), *self._heads[1:], len(source.page))
+        self._functions.keel_copy(*shape, *(values.ctypes.data for values in arrays))
 
     def drop(self, rows: Moves, rows_left: int, slots: Moves, slots_left: int) -> None:
         self._answers.close(rows, rows_left)
@@ -135,119 +188,156 @@ class CompiledPass:
     def __call__(
         self, tokens: Tensor, positions: Tensor, entering: Entering, live: Live | None
     ) -> Tensor:
-        x: Tensor = F.embedding(tokens, self._embed)
-        rows = _Rows(live)
-        work = self._work(x, rows)
+        x = self._embed.index_select(0, tokens)
+        rows = _Rows(entering, live)
+        work = self._room(len(tokens), rows)
         if self._dry:
-            self._layer_by_layer(work, Step(), entering)
+            self._layer_by_layer(work, entering)
             return x
-        homes = self._homes(entering, rows)
-        step = self._step(work, positions, homes, entering, rows)
-        if entering.tokens:
-            self._layer_by_layer(work, step, entering)
+        # The step is valid as long as what it is set to.
+        homes, own = self._homes(entering, rows), self._own_pages(rows)
+        self._set(x, positions, homes, own, rows)
+        step = addressof(self._step)
+        if len(entering.lengths) and len(entering.whole):
+            self._layer_by_layer(work, entering)
         else:
-            self._functions.keel_decode(addressof(self._layers), len(self._layers), addressof(step))
+            self._functions.keel_decode(addressof(self._layers), len(self._layers), step)
         weight, epsilon = self._norm
-        self._functions.keel_norm(pointer(weight), epsilon, addressof(step))
+        self._functions.keel_norm(pointer(weight), epsilon, step)
         return x
 
-    def _layer_by_layer(self, work: _Work, step: Step, entering: Entering) -> None:
-        """What enters attends among itself as in training."""
-        layout, split = PackedLayout(entering.lengths.tolist()), entering.tokens
+    def _layer_by_layer(self, work: _Work, entering: Entering) -> None:
+        """What enters whole attends among itself as in training."""
+        layout = PackedLayout(entering.whole.tolist())
+        split = layout.tokens
         queries, keys, _ = self._heads
         for block in self._blocks:
             if not self._dry:
-                layer = addressof(self._layers[block.number])
-                self._functions.keel_enter(layer, addressof(step))
+                layer, step = addressof(self._layers[block.number]), addressof(self._step)
+                self._functions.keel_enter(layer, step)
             if split:
                 query, key, value = work.qkv[:split].split_with_sizes((queries, keys, keys), dim=1)
                 work.seen[:split] = layout.attend_tokens(query, key, value, block.rules)
             if not self._dry:
-                self._functions.keel_leave(layer, addressof(step))
+                self._functions.keel_leave(layer, step)
 
-    def _work(self, x: Tensor, rows: _Rows) -> _Work:
-        queries, keys, width = self._heads
+    def _room(self, tokens: int, rows: _Rows) -> _Work:
+        """What the step works on: the last one's, unless that is too small or much too large."""
         room = PAGE * (-(-rows.width // PAGE) + -(-rows.places // PAGE))
-        return _Work(
-            x=x,
-            qkv=x.new_empty(len(x), queries + 2 * keys, width),
-            seen=x.new_empty(len(x), queries, width),
-            mid=x.new_empty(len(x), self._blocks[0].down.shape[1]),
-            scores=x.new_empty(torch.get_num_threads(), room),
-        )
+        work = self._work
+        if work is None or not tokens <= len(work.qkv) <= 2 * tokens or room > work.scores.shape[1]:
+            self._work = work = self._new_room(tokens, 2 * room)
+            for name, tensor in vars(work).items() if not self._dry else ():
+                setattr(self._step, name, pointer(tensor))
+            self._step.threads, self._step.score_room = work.scores.shape
+        return work
 
-    def _homes(self, entering: Entering, rows: _Rows) -> Ints:
-        """Where each token's keys and values go."""
-        width = self._heads[2]
-        own = self._answers.homes(np.arange(len(rows.end)), rows.end, width)
-        if not entering.tokens:
-            return own
-        return np.concatenate([self._prompts.homes(*entering.places(), width), own])
-
-    def _step(
-        self, work: _Work, positions: Tensor, homes: Ints, entering: Entering, rows: _Rows
-    ) -> Step:
-        """Valid as long as its arguments and this."""
+    def _new_room(self, tokens: int, room: int) -> _Work:
         queries, keys, width = self._heads
-        tensors = vars(work) | {"position": positions, "cos": self._cos, "sin": self._sin}
-        arrays = {
-            "home": homes,
-            "slot": rows.slot,
-            "end": rows.end,
-            "length": rows.length,
-            "order": rows.order,
-            "prompt_pages": self._prompts.pages,
-            "answer_pages": self._answers.pages,
-        }
-        return Step(
-            hidden=work.x.shape[1],
-            heads=queries,
-            shared_heads=keys,
-            width=width,
-            tokens=len(work.x),
-            prompt_tokens=entering.tokens,
-            threads=len(work.scores),
-            score_room=work.scores.shape[1],
-            prompt_most=self._prompts.pages.shape[1],
-            answer_most=self._answers.pages.shape[1],
-            **{name: pointer(tensor) for name, tensor in tensors.items()},
-            **{name: values.ctypes.data for name, values in arrays.items()},
+        new = self._embed.new_empty
+        return _Work(
+            qkv=new(tokens, queries + 2 * keys, width),
+            seen=new(tokens, queries, width),
+            mid=new(tokens, self._blocks[0].down.shape[1]),
+            scores=new(torch.get_num_threads(), room),
+            taken=self._taken(tokens),
         )
+
+    def _taken(self, tokens: int) -> Tensor:
+        """Room for the inputs of any product, where they are rounded."""
+        if self._like.dtype == self._embed.dtype:
+            return self._like
+        block = self._blocks[0]
+        most = max(part.shape[1] for part in (block.qkv, block.out, block.down))
+        return self._like.new_empty(tokens, filled(most, self._like.dtype))
+
+    def _homes(self, entering: Entering, rows: _Rows) -> Homes:
+        """Where each token's keys and values go."""
+        end = rows.end[len(rows.behind) :]
+        own = self._answers.homes(np.arange(len(end)), end)
+        if not len(entering.lengths):
+            return own
+        return joined(self._prompts.homes(*entering.places()), own)
+
+    def _own_pages(self, rows: _Rows) -> Ints:
+        """What each row has of its own: what enters behind a beginning, its prompt's."""
+        answers = self._answers.pages
+        if not len(rows.behind):
+            return answers
+        first, rest = self._prompts.pages[rows.behind], answers[: len(rows.end) - len(rows.behind)]
+        pages = np.zeros((len(rows.end), max(first.shape[1], rest.shape[1])), dtype=np.int64)
+        pages[: len(first), : first.shape[1]] = first
+        pages[len(first) :, : rest.shape[1]] = rest
+        return pages
+
+    def _fixed(self) -> Step:
+        """What is the same for every step."""
+        queries, keys, width = self._heads
+        sizes = {"heads": queries, "shared_heads": keys, "width": width}
+        if self._dry:
+            return Step(**sizes)
+        tables = {"cos": pointer(self._cos), "sin": pointer(self._sin)}
+        return Step(hidden=self._embed.shape[1], **sizes, **tables)
+
+    def _set(self, x: Tensor, positions: Tensor, homes: Homes, own: Ints, rows: _Rows) -> None:
+        """What is this step's own."""
+        step, prompts = self._step, self._prompts.pages
+        step.tokens = len(positions)
+        step.prompt_tokens = len(positions) - len(rows.end)
+        step.prompt_most, step.answer_most = prompts.shape[1], own.shape[1]
+        step.x, step.position = pointer(x), pointer(positions)
+        step.page, step.place = homes.page.ctypes.data, homes.place.ctypes.data
+        step.slot, step.end = rows.slot.ctypes.data, rows.end.ctypes.data
+        step.length, step.order = rows.length.ctypes.data, rows.order.ctypes.data
+        step.prompt_pages, step.answer_pages = prompts.ctypes.data, own.ctypes.data
 
 
 @dataclass(frozen=True, eq=False)
 class _Work:
     """What a step works on."""
 
-    x: Float[Tensor, "T H"]
     qkv: Float[Tensor, "T A D"]
     """Query heads, key heads, value heads."""
     seen: Float[Tensor, "T Hq D"]
     mid: Float[Tensor, "T I"]
     scores: Float[Tensor, "threads S"]
+    taken: Float[Tensor, "..."]
+    """What a product takes in, rounded."""
 
 
 class _Rows:
-    """`Live` as the compiled code reads it; without a row where there is none."""
+    """What enters behind a known beginning, and then `Live`, as the compiled code reads them.
 
-    def __init__(self, live: Live | None) -> None:
+    A token of the former is a row whose own places are its prompt's, behind a prompt without any.
+    """
+
+    def __init__(self, entering: Entering, live: Live | None) -> None:
         none = np.zeros(0, dtype=np.int64)
         self.slot, self.end, self.length = (
             (none, none, none) if live is None else (live.slot_R, live.end_R, live.length_G)
         )
+        self.width, self.places = (0, 0) if live is None else (live.width, live.places)
+        self.behind: Ints = none
+        """The slot of each token that enters so."""
+        if len(entering.lengths) and entering.before.any():
+            slots, places = (x[entering.whole.sum() :] for x in entering.places())
+            self.behind = slots
+            self.slot = np.concatenate([np.full_like(slots, len(self.length)), self.slot])
+            self.end = np.concatenate([places, self.end])
+            self.length = np.append(self.length, 0)
+            self.places = max(self.places, int(places.max()) + 1)
         self.order: Ints = np.argsort(self.slot, kind="stable")
         """Rows of one prompt behind each other: its keys stay in the processor's cache."""
-        self.width, self.places = (0, 0) if live is None else (live.width, live.places)
 
 
-def _numbers(layer: Any) -> int:
+def _numbers(layer: Any, dtype: torch.dtype) -> int:
     """Of a layer's panels."""
     attention, mlp = layer.self_attn, layer.mlp
     return (
-        Panels.numbers(attention.q_proj, attention.k_proj, attention.v_proj)
-        + Panels.numbers(attention.o_proj)
-        + Panels.numbers(mlp.gate_proj, mlp.up_proj, gated=True)
-        + Panels.numbers(mlp.down_proj)
+        Panels.numbers(attention.q_proj, attention.k_proj, attention.v_proj, dtype=dtype)
+        + Panels.numbers(attention.o_proj, dtype=dtype)
+        + Panels.numbers(mlp.gate_proj, mlp.up_proj, dtype=dtype, gated=True)
+        + Panels.numbers(mlp.down_proj, dtype=dtype)
     )
 
 

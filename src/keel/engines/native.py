@@ -1,4 +1,4 @@
-"""The native engine: continuous batching over the trainer's own model, without a second copy."""
+"""The native engine: continuous batching over the trainer's own model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keel.engines.batch import Batch, Entry
+from keel.engines.beginnings import Beginnings
 from keel.engines.passes import pass_of
 from keel.engines.sampler import check, draw
-from keel.engines.stopping import REASONS, Stops, budgets, context_length, eos_ids
+from keel.engines.stopping import LENGTH, REASONS, Stops, budgets, context_length, eos_ids
 from keel.engines.store import Entering, Live
 from keel.engines.streams import Uniforms
 from keel.models.attention import ATTENTION, install
@@ -25,7 +26,7 @@ from keel.models.encode import decode
 from keel.models.families import head_of
 from keel.models.head import logits
 from keel.runs.watchdog import beat
-from keel.types import Completion, Group, KeelError, Prompt, Sampling
+from keel.types import Completion, Group, KeelError, OnGroup, Prompt, Sampling
 
 Ints = npt.NDArray[np.int64]
 
@@ -37,6 +38,23 @@ class _Trace:
     sequences: list[Ints] = field(default_factory=list)
     tokens: list[Ints] = field(default_factory=list)
     log_probs: list[Tensor] = field(default_factory=list)
+
+    def take(self, places: Ints, n: int) -> _Trace:
+        """What was sampled for the prompts at these places, which is then no longer in here."""
+        sequences, tokens = np.concatenate(self.sequences), np.concatenate(self.tokens)
+        log_probs = torch.cat(self.log_probs)
+        mine = np.isin(sequences // n, places)
+        taken, left = (
+            _Trace(
+                [sequences[chosen]],
+                [tokens[chosen]],
+                [log_probs[torch.from_numpy(chosen).to(log_probs.device)]],
+            )
+            for chosen in (mine, ~mine)
+        )
+        for name in ("sequences", "tokens", "log_probs"):
+            getattr(self, name)[:] = getattr(left, name)
+        return taken
 
 
 class NativeEngine:
@@ -65,11 +83,14 @@ class NativeEngine:
         max_rows: int = 256,
         prefill_tokens: int = 16_384,
         autocast: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Share `model`, turned to packed attention if it is not yet.
 
-        `autocast` as in the policy: float32 weights on a GPU work in bfloat16. Raises KeelError
-        for a model without an end-of-sequence token.
+        `autocast` as in the policy: float32 weights on a GPU work in bfloat16. With a `dtype` each
+        call of `sample` works on a copy of the backbone's weights in it, beside the model's own
+        head: log-probabilities are then not the trainer's. Raises KeelError for a model without an
+        end-of-sequence token.
         """
         if max_rows < 1 or prefill_tokens < 1:
             raise ValueError("max_rows and prefill_tokens must be at least 1")
@@ -78,6 +99,7 @@ class NativeEngine:
         self.max_rows = max_rows
         self.prefill_tokens = prefill_tokens
         self.autocast = autocast
+        self.dtype = dtype
         self.context = context_length(model)
         self._eos = eos_ids(model, tokenizer)
         if model.config._attn_implementation != ATTENTION:
@@ -86,11 +108,50 @@ class NativeEngine:
     def sample(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
     ) -> list[Group]:
-        """`n` completions for each prompt; see `keel.types.Engine`.
+        """`n` completions for each prompt; see `keel.types.Engine`. Raises as `stream`."""
+        return self.stream(prompts, n, sampling, seed)
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        on_group: OnGroup | None = None,
+    ) -> list[Group]:
+        """`sample`, which hands each group over as it is done; see `keel.types.StreamingEngine`.
 
         Raises KeelError for settings that cannot be drawn with, a prompt without tokens or too long
         for the context, and logits that are not finite.
         """
+        return self.sample_from(Beginnings(), prompts, n, sampling, seed, on_group)
+
+    @contextmanager
+    def conversation(self) -> Iterator[Conversation]:
+        """The engine with a memory, for calls of `sample` that go on from each other's sequences.
+
+        In it a prompt that begins with one of the last call's sequences enters with its new tokens
+        alone. This is for one set of weights: do not change them before it ends, and nothing of it
+        is left then. Only the compiled pass remembers (`engines.compiled`), and of the sequences of
+        a call no more than `max_rows`; the others enter whole, as all do elsewhere.
+        """
+        beginnings = Beginnings(self.max_rows)
+        try:
+            yield Conversation(self, beginnings)
+        finally:
+            beginnings.close()
+
+    def sample_from(
+        self,
+        beginnings: Beginnings,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        on_group: OnGroup | None = None,
+    ) -> list[Group]:
+        """`stream` behind what earlier calls left in `beginnings`, where this one leaves what a
+        later one may go on from."""
         if n < 1:
             raise KeelError(f"{n} completions a prompt were asked for: ask for at least 1")
         check(sampling)
@@ -100,11 +161,17 @@ class NativeEngine:
         if not prompts:
             return []
         with torch.no_grad(), _evaluating(self.model), autocast_for(self.model, self.autocast):
-            run = _Run(self.model, prompts, limits, n, sampling, seed, stops, self)
+            run = _Run(self.model, prompts, limits, n, sampling, seed, stops, self, beginnings)
+            cut = _Cut(prompts, n, run, self.tokenizer)
             while run.batch.live:
-                run.step()
+                over = run.step()
                 beat()
-        return self._groups(prompts, n, run)
+                if on_group is not None and len(over):
+                    for place, group in cut(over):
+                        on_group(place, group)
+        groups = cut.rest()
+        beginnings.name(groups)
+        return groups
 
     def sync(self, weights: Mapping[str, Any]) -> None:
         """Take over weights by the model's own names; tensors that it shares are left alone.
@@ -126,24 +193,29 @@ class NativeEngine:
             with torch.no_grad():
                 old.copy_(new)
 
-    def _groups(self, prompts: Sequence[Prompt], n: int, run: _Run) -> list[Group]:
-        """The trace, cut into completions."""
-        sequences = np.concatenate(run.trace.sequences)
+
+class _Cut:
+    """The trace of a run, cut into groups: those of some prompts at a time, or all at the end."""
+
+    def __init__(self, prompts: Sequence[Prompt], n: int, run: _Run, tokenizer: Any) -> None:
+        self._prompts, self._n, self._run, self._tokenizer = prompts, n, run, tokenizer
+        self._groups: dict[int, Group] = {}
+        self._broken: list[int] = []
+
+    def __call__(self, places: Ints) -> Iterator[tuple[int, Group]]:
+        """The groups of the prompts at these places (in order), whose answers are done.
+
+        Those with logits that are not finite are left out: `rest` speaks of them.
+        """
+        trace = self._run.trace.take(places, self._n)
+        sequences = np.concatenate(trace.sequences)
         order = np.argsort(sequences, kind="stable")
-        tokens = np.concatenate(run.trace.tokens)[order]
-        log_probs = torch.cat(run.trace.log_probs).float().cpu().numpy()[order]
-        bounds = np.bincount(sequences, minlength=n * len(prompts)).cumsum()
-        if not np.isfinite(log_probs).all():
-            first = int(
-                np.searchsorted(bounds, np.flatnonzero(~np.isfinite(log_probs))[0], "right")
-            )
-            raise KeelError(
-                f"the model's logits for prompt '{prompts[first // n].id}' are not finite: "
-                "its weights are broken or have diverged; use an earlier checkpoint or a lower "
-                "learning rate"
-            )
-        pieces = np.split(tokens, bounds[:-1])
-        texts = decode(self.tokenizer, [piece.tolist() for piece in pieces])
+        tokens = np.concatenate(trace.tokens)[order]
+        log_probs = torch.cat(trace.log_probs).float().cpu().numpy()[order]
+        chosen = (places[:, None] * self._n + np.arange(self._n)).ravel()
+        bounds = np.searchsorted(sequences[order], chosen, "right")[:-1]
+        pieces, said = np.split(tokens, bounds), np.split(log_probs, bounds)
+        texts = decode(self._tokenizer, [piece.tolist() for piece in pieces])
         completions = [
             Completion(
                 tokens=piece,
@@ -153,13 +225,51 @@ class NativeEngine:
                 text=text,
             )
             for piece, log_prob, code, text in zip(
-                pieces, np.split(log_probs, bounds[:-1]), run.codes.tolist(), texts, strict=True
+                pieces, said, self._run.codes[chosen].tolist(), texts, strict=True
             )
         ]
-        return [
-            Group(prompt, tuple(completions[p * n : (p + 1) * n]))
-            for p, prompt in enumerate(prompts)
-        ]
+        for at, place in enumerate(places.tolist()):
+            answers = tuple(completions[at * self._n : (at + 1) * self._n])
+            if not all(np.isfinite(answer.log_probs).all() for answer in answers):
+                self._broken.append(place)
+                continue
+            self._groups[place] = Group(self._prompts[place], answers)
+            yield place, self._groups[place]
+
+    def rest(self) -> list[Group]:
+        """Every group, in the order of the prompts, at the end of the run.
+
+        Raises KeelError for logits that are not finite.
+        """
+        done = [*self._groups, *self._broken]
+        left = np.setdiff1d(np.arange(len(self._prompts)), done)
+        if len(left):
+            list(self(left))
+        if self._broken:
+            raise KeelError(
+                f"the model's logits for prompt '{self._prompts[min(self._broken)].id}' are not "
+                "finite: its weights are broken or have diverged; use an earlier checkpoint or a "
+                "lower learning rate"
+            )
+        return [self._groups[place] for place in range(len(self._prompts))]
+
+
+class Conversation:
+    """See `NativeEngine.conversation`."""
+
+    def __init__(self, engine: NativeEngine, beginnings: Beginnings) -> None:
+        self._engine = engine
+        self._beginnings = beginnings
+
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
+    ) -> list[Group]:
+        """As `NativeEngine.sample`; after a call that raised, all is forgotten."""
+        try:
+            return self._engine.sample_from(self._beginnings, prompts, n, sampling, seed)
+        except BaseException:
+            self._beginnings.clear()
+            raise
 
 
 class _Run:
@@ -175,6 +285,7 @@ class _Run:
         seed: int,
         stops: Stops,
         engine: NativeEngine,
+        beginnings: Beginnings,
     ) -> None:
         self.device = model.device
         # The trainer's own head: float32 logits, whatever the backbone computes in.
@@ -184,17 +295,22 @@ class _Run:
         self.uniforms = Uniforms([prompt.id for prompt in prompts], n, seed)
         self.prompts = [np.array(prompt.tokens, dtype=np.int64) for prompt in prompts]
         self.lengths = np.array([len(tokens) for tokens in self.prompts], dtype=np.int64)
-        self.forward = pass_of(model, int(self.lengths.max()), int(limits.max()))
+        answer = int(limits.max())
+        self.forward = pass_of(model, int(self.lengths.max()), answer, engine.dtype, beginnings)
+        self.known = self.forward.recall(self.prompts)
         total = n * len(prompts)
         rows = min(engine.max_rows, total)
-        self.batch = Batch(self.lengths, limits, n, rows, engine.prefill_tokens)
+        self.batch = Batch(self.lengths, limits, n, rows, engine.prefill_tokens, self.known)
         self.waiting_logits: Tensor | None = None
         """Those of the last prompt that was computed: its group may have entered only in part."""
         self.trace = _Trace()
         self.codes = np.zeros(total, dtype=np.int8)
 
-    def step(self) -> None:
-        """Let sequences enter, run the model once, and draw a token for every row."""
+    def step(self) -> Ints:
+        """Let sequences enter, run the model once, and draw a token for every row.
+
+        Returns the prompts whose last answer is now done, in order.
+        """
         batch = self.batch
         entry = batch.waiting()
         logits = self._logits(entry)
@@ -208,10 +324,17 @@ class _Run:
         self.trace.log_probs.append(log_probs)
         codes = self.stops.check(batch.sequence, batch.token, batch.made >= batch.limit)
         done = codes > 0
-        if done.any():
-            self.codes[batch.sequence[done]] = codes[done]
-            rows, slots = batch.drop(done)
-            self.forward.drop(rows, len(batch.sequence), slots, len(batch.prompt))
+        if not done.any():
+            return np.empty(0, dtype=np.int64)
+        self.codes[batch.sequence[done]] = codes[done]
+        # Behind a budget that is used up nothing follows.
+        for row in np.flatnonzero(done & (codes != LENGTH)).tolist():
+            self.forward.keep(batch.ended(row))
+        touched = np.unique(batch.sequence[done] // batch.n)
+        rows, slots = batch.drop(done)
+        self.forward.drop(rows, len(batch.sequence), slots, len(batch.prompt))
+        over: Ints = touched[batch.left(touched) == 0]
+        return over
 
     def _logits(self, entry: Entry) -> Tensor:
         """The logits that the next token of each row is drawn from, live rows first. (R, V)"""
@@ -232,15 +355,14 @@ class _Run:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _forward(self, entry: Entry) -> Tensor:
-        """One pass: prompts that enter, end to end, then the last token of each live row.
+        """One pass: what enters of prompts, then the last token of each live row.
 
         Returns the logits (live rows + prompts, V), each at the last token.
         """
         batch = self.batch
         rows = len(batch.sequence)
-        entering = Entering(
-            self.lengths[entry.prompts.start : entry.prompts.stop], len(batch.prompt)
-        )
+        new = slice(entry.prompts.start, entry.prompts.stop)
+        entering = Entering(self.lengths[new], len(batch.prompt), self.known[new])
         live = Live(batch.slot, batch.made - 1, batch.length, self.device) if rows else None
         if rows:
             self.forward.reserve(batch.made, batch.ahead)
@@ -249,14 +371,15 @@ class _Run:
             return logits(self.forward(tokens, places, entering, live), self.head)
         self.forward.admit(entering, batch.prompts_ahead(entry))
         _, inside = entering.places()
-        prompts = self.prompts[entry.prompts.start : entry.prompts.stop]
+        numbers = (entry.prompts.start + entering.order()).tolist()
+        prompts = [self.prompts[number][self.known[number] :] for number in numbers]
         states = self.forward(
             self._tensor(np.concatenate([*prompts, batch.token])),
             self._tensor(np.concatenate([inside, batch.place])),
             entering,
             live,
         )
-        last = np.concatenate([entering.tokens + np.arange(rows), entering.lengths.cumsum() - 1])
+        last = np.concatenate([entering.tokens + np.arange(rows), entering.last()])
         return logits(states.index_select(0, self._tensor(last)), self.head)
 
     def _tensor(self, values: npt.NDArray[Any]) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
@@ -48,6 +50,22 @@ class Pool:
         self._free.extend(start + size * page for page in reversed(range(count)))
 
 
+@dataclass(frozen=True, eq=False)
+class Homes:
+    """Where tokens' keys and values are: pages, by their addresses, and places in these."""
+
+    page: Ints
+    place: Ints
+
+
+def joined(first: Homes, second: Homes) -> Homes:
+    """One behind the other."""
+    page, place = (
+        np.concatenate([getattr(first, name), getattr(second, name)]) for name in ("page", "place")
+    )
+    return Homes(page, place)
+
+
 class Table:
     """The pages of each entry, in the order of its places: entry e's first `PAGE` in `pages[e, 0]`.
 
@@ -70,6 +88,18 @@ class Table:
             self.pages[first + entry, have[entry] : need[entry]] = taken
             have[entry] = need[entry]
 
+    def adopt(self, entry: int, pages: list[int]) -> None:
+        """Pages of the same pool become the first of an entry that has none."""
+        self._widen(entry + 1, len(pages))
+        self.pages[entry, : len(pages)] = pages
+        self._count[entry] = len(pages)
+
+    def release(self, entry: int) -> list[int]:
+        """An entry's pages, which it has no more."""
+        pages: list[int] = self.pages[entry, : self._count[entry]].tolist()
+        self._count[entry] = 0
+        return pages
+
     def close(self, moves: Moves, left: int) -> None:
         """Entries `moves` take the places of others, of which `left` remain; their pages go back
         that are gone."""
@@ -84,10 +114,9 @@ class Table:
         self.pages[holes], self._count[holes] = self.pages[movers], self._count[movers]
         self.pages, self._count = self.pages[:left].copy(), self._count[:left].copy()
 
-    def homes(self, entry_T: Ints, place_T: Ints, width: int) -> Ints:
-        """Where the places' numbers begin, `width` of 4 bytes each, in their pages' first part."""
-        homes: Ints = self.pages[entry_T, place_T // PAGE] + place_T % PAGE * (4 * width)
-        return homes
+    def homes(self, entry_T: Ints, place_T: Ints) -> Homes:
+        """Where the entries' places are."""
+        return Homes(self.pages[entry_T, place_T // PAGE], place_T % PAGE)
 
     def _widen(self, entries: int, most: int) -> None:
         old, wide = self.pages.shape
@@ -102,5 +131,5 @@ class Table:
 
 
 def page_numbers(layers: int, heads: int, width: int) -> int:
-    """Of keys and values (layers, 2, heads, `PAGE`, width), as `kernels/decode.c` reads them."""
+    """Of keys and values (layers, 2, heads, `PAGE` * width), as `kernels/decode.c` reads them."""
     return layers * 2 * heads * PAGE * width

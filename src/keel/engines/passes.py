@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import copy
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from keel.engines.batch import Moves
+from keel.engines.batch import Ended, Moves
+from keel.engines.beginnings import Beginnings
 from keel.engines.compiled import compiled
 from keel.engines.decoding import StepLayout
 from keel.engines.store import Entering, Live, Places, Store
@@ -25,6 +28,11 @@ class Pass(Protocol):
 
     Entries are as in `Batch`: rows with an answer under way, and slots with their prompts.
     """
+
+    def recall(self, prompts: Sequence[Ints]) -> Ints:
+        """How many of each prompt's first tokens have keys and values from an earlier call. These
+        are the prompts that `admit` makes room for, in this order."""
+        ...
 
     def admit(self, entering: Entering, ahead: int) -> None:
         """Make room for prompts; there will never be more than `ahead` slots."""
@@ -41,7 +49,11 @@ class Pass(Protocol):
         entering: Entering,
         live: Live | None,
     ) -> Float[Tensor, "T H"]:
-        """Prompts that enter, end to end, then one token of each live row: the states of each."""
+        """What enters of prompts, then one token of each live row: the states of each."""
+        ...
+
+    def keep(self, ended: Ended) -> None:
+        """Leave keys and values of a row, which is dropped next, to a later call."""
         ...
 
     def drop(self, rows: Moves, rows_left: int, slots: Moves, slots_left: int) -> None:
@@ -49,19 +61,45 @@ class Pass(Protocol):
         ...
 
 
-def pass_of(model: PreTrainedModel, longest_prompt: int, longest_answer: int) -> Pass:
-    """The quickest pass that says what the model's own modules say, with its weights of now."""
-    found = compiled(model, longest_prompt + longest_answer)
-    return found or ModulePass(model, longest_prompt, longest_answer)
+def pass_of(
+    model: PreTrainedModel,
+    longest_prompt: int,
+    longest_answer: int,
+    dtype: torch.dtype | None = None,
+    beginnings: Beginnings | None = None,
+) -> Pass:
+    """The quickest pass that says what the model's own modules say, with its weights of now.
+
+    With a `dtype` it works on a copy of the weights in that one, which goes with the pass.
+    `beginnings`: what earlier calls left, and where this one leaves something; None: nothing.
+    """
+    longest = longest_prompt + longest_answer
+    found = compiled(model, longest, dtype or torch.float32, beginnings)
+    return found or ModulePass(model, longest_prompt, longest_answer, dtype)
 
 
 class ModulePass:
-    """`Pass` through the model's own modules, on any device."""
+    """`Pass` through the model's own modules, or a copy of them in `dtype`, on any device.
 
-    def __init__(self, model: PreTrainedModel, longest_prompt: int, longest_answer: int) -> None:
-        self._backbone = model.base_model
+    It leaves nothing to a later call.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        longest_prompt: int,
+        longest_answer: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._backbone = model.base_model if dtype is None else cast_copy(model.base_model, dtype)
         self._device = model.device
         self._store = Store(longest_prompt, longest_answer)
+
+    def recall(self, prompts: Sequence[Ints]) -> Ints:
+        return np.zeros(len(prompts), dtype=np.int64)
+
+    def keep(self, ended: Ended) -> None:
+        pass
 
     def admit(self, entering: Entering, ahead: int) -> None:
         most = int(entering.lengths.max())
@@ -89,3 +127,18 @@ class ModulePass:
     def drop(self, rows: Moves, rows_left: int, slots: Moves, slots_left: int) -> None:
         self._store.answers.copy(*rows)
         self._store.prompts.copy(*slots)
+
+
+def cast_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy with its weights, adapters included, in `dtype`: those that two modules share stay
+    shared, and those that have the type already are the module's own. What has it whole is given
+    back as it is. Buffers keep their type: frequencies of rotations are not to be rounded."""
+    parameters = list(module.parameters())
+    if all(p.dtype == dtype for p in parameters if p.is_floating_point()):
+        return module
+    # A memo of what is copied already: no copy in the old type is ever there.
+    made: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().to(dtype) if p.is_floating_point() else p.detach(), False)
+        for p in parameters
+    }
+    return copy.deepcopy(module, made)

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from keel.kernels import draw as compiled
 from keel.types import KeelError, Sampling
 
 _CHUNK = 1 << 24
@@ -35,8 +36,13 @@ def draw(
     token depends on its own logits and number alone. The distribution is softmax(logits / T), cut
     by top-k, then top-p (over what top-k left), then min-p, and renormalised. Temperature 0 takes
     the largest logit (the lowest id among equals) and reports its log-probability at temperature 1;
-    truncation does not touch it. Everything is done in float64, in chunks over rows.
+    truncation does not touch it. Everything is done in float64: by compiled code for float32 logits
+    on a CPU, else in chunks over rows.
     """
+    if logits.dtype == torch.float32 and logits.device.type == "cpu" and compiled.library():
+        if logits.shape[1] > 1 and logits.stride(1) != 1:
+            logits = logits.contiguous()
+        return compiled.draw(logits, uniform.contiguous(), sampling)
     rows = max(1, _CHUNK // logits.shape[-1])
     if len(logits) <= rows:
         return _draw(logits, uniform, sampling)

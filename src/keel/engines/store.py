@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+Ints = npt.NDArray[np.int64]
+
 _CHUNK = 32
 """Places by which a shelf grows at least."""
 
@@ -141,20 +143,52 @@ class Store:
 
 @dataclass(frozen=True, eq=False)
 class Entering:
-    """Prompts that enter at a step, end to end: their tokens each, and the slot of the first."""
+    """Prompts that enter at a step: their tokens each, and the slot of the first.
 
-    lengths: npt.NDArray[np.int64]
+    Prompts of which nothing is `known` enter whole, end to end; behind them what is left of the
+    others, whose first `known` tokens have their keys and values already (None: of all nothing).
+    """
+
+    lengths: Ints
     first: int
+    known: Ints | None = None
 
     @property
     def tokens(self) -> int:
-        return int(self.lengths.sum())
+        """Those that enter."""
+        return int(self._counts().sum())
 
-    def places(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Slot, and place within the prompt, of each token."""
-        starts = self.lengths.cumsum() - self.lengths
-        slots = self.first + np.repeat(np.arange(len(self.lengths)), self.lengths)
-        return slots, np.arange(self.tokens) - np.repeat(starts, self.lengths)
+    @property
+    def whole(self) -> Ints:
+        """Lengths of the prompts of which nothing is known."""
+        return self.lengths if self.known is None else self.lengths[self.known == 0]
+
+    def order(self) -> Ints:
+        """Which prompt enters first, and so on, counted from that of the first slot."""
+        return np.argsort(self.before > 0, kind="stable")
+
+    def places(self) -> tuple[Ints, Ints]:
+        """Slot, and place within the prompt, of each token that enters."""
+        order = self.order()
+        counts = self._counts()[order]
+        starts = counts.cumsum() - counts - self.before[order]
+        return self.first + np.repeat(order, counts), np.arange(self.tokens) - np.repeat(
+            starts, counts
+        )
+
+    def last(self) -> Ints:
+        """Where each prompt's last token is among those that enter."""
+        order, last = self.order(), np.empty_like(self.lengths)
+        last[order] = self._counts()[order].cumsum() - 1
+        return last
+
+    @property
+    def before(self) -> Ints:
+        """Tokens of each that are known."""
+        return np.zeros_like(self.lengths) if self.known is None else self.known
+
+    def _counts(self) -> Ints:
+        return self.lengths - self.before
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,21 @@ class _Talk:
         return self.budget - len(self.said)
 
 
+class _Voice(Protocol):
+    """What of `Engine` a conversation needs."""
+
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
+    ) -> list[Group]: ...
+
+
+@runtime_checkable
+class _Remembers(Protocol):
+    """An engine to which what was said need not be fed again; see `NativeEngine.conversation`."""
+
+    def conversation(self) -> AbstractContextManager[_Voice]: ...
+
+
 def converse(
     engine: Engine,
     prompts: Sequence[Prompt],
@@ -47,32 +63,39 @@ def converse(
     policy goes on from prompt, completion and reply. A task that replies None ends the completion,
     as does the last turn. `sampling.max_tokens` covers all tokens of the completion, and so does
     the engine's `context` where it has one; a reply that does not fit is cut there. `finish` is
-    that of the last turn, or "length" where a reply used up the budget.
+    that of the last turn, or "length" where a reply used up the budget. An engine that offers a
+    `conversation` is fed what was said once.
 
     Raises KeelError for a reply that the tokenizer cannot encode.
     """
     if max_turns < 1:
         raise KeelError(f"max_turns = {max_turns}: give at least 1")
-    groups = engine.sample(prompts, n, sampling, seed)
     if max_turns == 1:
-        return groups
-    talks = _begin(groups, sampling, getattr(engine, "context", None))
-    going = list(range(len(talks)))
-    for turn in range(1, max_turns):
-        replies = {number: _reply(talks[number], tasks) for number in going}
-        answered = {number: text for number, text in replies.items() if text is not None}
-        for number, text in answered.items():
-            talks[number] = _with_reply(talks[number], text, tokenizer)
-        going = [number for number in answered if talks[number].left > 0]
-        if not going:
-            break
-        spoken = _speak(engine, [talks[number] for number in going], turn, sampling, seed)
-        for number, words in zip(going, spoken, strict=True):
-            talks[number] = _extended(talks[number], words, tokenizer)
+        return engine.sample(prompts, n, sampling, seed)
+    with _remembering(engine) as voice:
+        groups = voice.sample(prompts, n, sampling, seed)
+        talks = _begin(groups, sampling, getattr(engine, "context", None))
+        going = list(range(len(talks)))
+        for turn in range(1, max_turns):
+            replies = {number: _reply(talks[number], tasks) for number in going}
+            answered = {number: text for number, text in replies.items() if text is not None}
+            for number, text in answered.items():
+                talks[number] = _with_reply(talks[number], text, tokenizer)
+            going = [number for number in answered if talks[number].left > 0]
+            if not going:
+                break
+            spoken = _speak(voice, [talks[number] for number in going], turn, sampling, seed)
+            for number, words in zip(going, spoken, strict=True):
+                talks[number] = _extended(talks[number], words, tokenizer)
     return [
         Group(group.prompt, tuple(talk.said for talk in talks[p * n : (p + 1) * n]))
         for p, group in enumerate(groups)
     ]
+
+
+def _remembering(engine: Engine) -> AbstractContextManager[_Voice]:
+    """The engine, with its memory of the conversations where it offers one."""
+    return engine.conversation() if isinstance(engine, _Remembers) else nullcontext(engine)
 
 
 def _begin(groups: Sequence[Group], sampling: Sampling, context: int | None) -> list[_Talk]:
@@ -116,7 +139,7 @@ def _with_reply(talk: _Talk, text: str, tokenizer: Any) -> _Talk:
 
 
 def _speak(
-    engine: Engine, talks: Sequence[_Talk], turn: int, sampling: Sampling, seed: int
+    voice: _Voice, talks: Sequence[_Talk], turn: int, sampling: Sampling, seed: int
 ) -> list[Completion]:
     """The policy's next words in each conversation.
 
@@ -132,7 +155,7 @@ def _speak(
         for talk in talks
     ]
     budget = max(talk.left for talk in talks)
-    groups = engine.sample(prompts, 1, replace(sampling, max_tokens=budget), seed)
+    groups = voice.sample(prompts, 1, replace(sampling, max_tokens=budget), seed)
     return [
         _cut(group.completions[0], talk.left) for group, talk in zip(groups, talks, strict=True)
     ]

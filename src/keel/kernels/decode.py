@@ -19,6 +19,8 @@ PANEL = 32
 """Columns of a panel, as in product.h."""
 PAGE = 16
 """Places of a page, as in attention.h."""
+STORED = {torch.float32: "decode", torch.bfloat16: "decode_bf16"}
+"""The library for each type that weights, keys and values may be stored as."""
 
 
 class Weight(ctypes.Structure):
@@ -50,23 +52,31 @@ class Step(ctypes.Structure):
         *((name, c_int64) for name in ("hidden", "heads", "shared_heads", "width")),
         *((name, c_int64) for name in ("tokens", "prompt_tokens", "threads", "score_room")),
         *((name, c_int64) for name in ("prompt_most", "answer_most")),
-        *((name, c_void_p) for name in ("position", "home", "slot", "end", "length", "order")),
+        *((name, c_void_p) for name in ("position", "page", "place")),
+        *((name, c_void_p) for name in ("slot", "end", "length", "order")),
         *((name, c_void_p) for name in ("prompt_pages", "answer_pages", "cos", "sin")),
-        *((name, c_void_p) for name in ("x", "qkv", "seen", "mid", "scores")),
+        *((name, c_void_p) for name in ("x", "qkv", "seen", "mid", "scores", "taken")),
     )
 
 
-def library() -> Any:
-    """The compiled functions, or None."""
-    found = load("decode")
+def library(dtype: torch.dtype) -> Any:
+    """The compiled functions that store numbers as `dtype`, or None."""
+    found = load(STORED[dtype]) if dtype in STORED else None
     if found is not None:
         for name in ("keel_enter", "keel_leave"):
             function = getattr(found, name)
             function.argtypes, function.restype = (c_void_p, c_void_p), None
         found.keel_decode.argtypes = (c_void_p, c_int64, c_void_p)
         found.keel_norm.argtypes = (c_void_p, c_float, c_void_p)
-        found.keel_decode.restype = found.keel_norm.restype = None
+        found.keel_copy.argtypes = (*(c_int64,) * 4, *(c_void_p,) * 4)
+        for name in ("keel_decode", "keel_norm", "keel_copy"):
+            getattr(found, name).restype = None
     return found
+
+
+def filled(inputs: int, dtype: torch.dtype) -> int:
+    """FILLED of stored.h: bfloat16 numbers are multiplied by pairs."""
+    return inputs + inputs % 2 if dtype == torch.bfloat16 else inputs
 
 
 class Arena:
@@ -76,6 +86,11 @@ class Arena:
         self._room = like.new_empty(numbers)
         self._used = 0
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its tensors."""
+        return self._room.dtype
+
     def take(self, *shape: int) -> Tensor:
         """The next tensor of this shape; undefined numbers."""
         first, self._used = self._used, self._used + math.prod(shape)
@@ -83,7 +98,7 @@ class Arena:
 
 
 class Panels:
-    """A weight (outputs, inputs) with its bias, as `struct weight` reads them.
+    """A weight (outputs, inputs) with its bias, as `struct weight` reads them, in the arena's type.
 
     The projections' outputs lie side by side; `gated`: the two lie by turns, half a panel each.
     `scale (inputs,)` is what x would be multiplied with before: a norm's weights.
@@ -101,18 +116,21 @@ class Panels:
         join = _by_turns if gated else _side_by_side
         weight = join(weights)
         weight = weight if scale is None else weight * scale
-        panels = weight.view(-1, PANEL, weight.shape[1]).transpose(1, 2)
+        inputs = filled(weight.shape[1], arena.dtype)
+        weight = F.pad(weight, (0, inputs - weight.shape[1]))
+        unit = 2 if arena.dtype == torch.bfloat16 else 1
+        panels = weight.view(-1, PANEL, inputs // unit, unit).transpose(1, 2)
         self.panels = arena.take(*panels.shape).copy_(panels)
         self.bias = None if all(b is None for b in biases) else join(_columns(biases, weights))
         self.shape = sum(len(part) for part in weights), weights[0].shape[1]
 
     @staticmethod
-    def numbers(*parts: nn.Linear, gated: bool = False) -> int:
+    def numbers(*parts: nn.Linear, dtype: torch.dtype, gated: bool = False) -> int:
         """Of the panels of these projections."""
         step = PANEL // len(parts) if gated else PANEL
         outputs = [part.out_features for part in parts]
-        filled = [-(-n // step) * step for n in (outputs if gated else [sum(outputs)])]
-        return sum(filled) * parts[0].in_features
+        whole = [-(-n // step) * step for n in (outputs if gated else [sum(outputs)])]
+        return sum(whole) * filled(parts[0].in_features, dtype)
 
     @property
     def pointers(self) -> Weight:

@@ -17,8 +17,8 @@ enum end {
 };
 
 struct weight {
-    const float *panels; /* (outputs / PANEL, inputs, PANEL), outputs filled up with zeros */
-    const float *bias;   /* outputs, filled up; or null */
+    const stored *panels; /* (outputs / PANEL, inputs / UNIT, PANEL, UNIT), filled up with zeros */
+    const float *bias;    /* outputs, filled up; or null */
     int64_t inputs, outputs;
 };
 
@@ -40,28 +40,49 @@ static void finish(const float sum[PANEL], float scale, const float *bias, enum 
         memcpy(out, y, width * sizeof *out);
 }
 
+/* x (rows, inputs) as products take it. */
+static const stored *taken(const float *x, long rows, long inputs, stored *room) {
+#if defined(KEEL_BF16)
+    long filled = FILLED(inputs);
+#pragma omp for schedule(static)
+    for (long r = 0; r < rows; r++) {
+        const float *from = x + r * inputs;
+        stored *to = room + r * filled;
+        long i = 0;
+        for (; i + WIDE <= inputs; i += WIDE) put(to + i, load(from + i));
+        for (; i < filled; i++) to[i] = i < inputs ? rounded(from[i]) : 0;
+    }
+    return room;
+#else
+    return x;
+#endif
+}
+
 /* out (rows, w's outputs; half of them if GATED) from x (rows, w's inputs); with an epsilon of 0 or
-   more, x stands for x / sqrt(mean x^2 + epsilon). By all threads of the region together. */
+   more, x stands for x / sqrt(mean x^2 + epsilon). `room`: of x as `taken`. By all threads of the
+   region together. */
 static void product(const struct weight *w, const float *x, long rows, float epsilon, enum end end,
-                    float *out) {
+                    stored *room, float *out) {
     long width = end == GATED ? w->outputs / 2 : w->outputs;
     long step = end == GATED ? PANEL / 2 : PANEL;
     long panels = (width + step - 1) / step, tiles = (rows + ROWS - 1) / ROWS;
     /* Tiles of one size, or one less. */
     long each = tiles ? rows / tiles : 0, more = tiles ? rows % tiles : 0;
+    long inputs = w->inputs, filled = FILLED(inputs);
+    const stored *numbers = taken(x, rows, inputs, room);
 #pragma omp for schedule(static)
     for (long item = 0; item < panels * tiles; item++) {
         long panel = item / tiles, t = item % tiles;
         long first = t * each + (t < more ? t : more), count = each + (t < more);
-        const float *in = x + first * w->inputs;
-        struct left a = {in, w->inputs, 1};
-        struct panel b = {w->panels + panel * w->inputs * PANEL, PANEL};
+        const float *in = x + first * inputs;
+        struct left a = {numbers + first * filled, filled, UNIT};
+        struct panel b = {w->panels + panel * filled * PANEL, UNIT * PANEL};
         float sum[ROWS][PANEL];
-        tile(count, a, b, w->inputs, sum[0], PANEL, 0);
+        tile(count, a, b, filled / UNIT, sum[0], PANEL, 0);
         for (long r = 0; r < count; r++) {
             float scale = 1.0f;
             if (epsilon >= 0)
-                scale = 1.0f / sqrtf(squares(in + r * w->inputs, w->inputs) / w->inputs + epsilon);
+                scale = 1.0f / sqrtf(squares(in + r * inputs, inputs) / inputs + epsilon);
             finish(sum[r], scale, w->bias ? w->bias + panel * PANEL : 0, end, width - panel * step,
                    out + (first + r) * width + panel * step);
         }

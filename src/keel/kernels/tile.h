@@ -3,7 +3,7 @@
 #ifndef KEEL_TILE_H
 #define KEEL_TILE_H
 
-#include "vector.h"
+#include "stored.h"
 
 #define PANEL 32
 #define VECTORS (PANEL / WIDE)
@@ -15,15 +15,16 @@
 #define ROWS 3
 #endif
 
-/* Numbers of which row r, inner k is at x[r * down + k * along]. */
+/* Numbers of which row r, inner k is at x[r * down + k * along]. Inner ones count by UNIT, here and in
+   a panel: UNIT of them lie beside each other. */
 struct left {
-    const float *x;
+    const stored *x;
     long down, along;
 };
 
 /* PANEL columns side by side, inner k at x[k * next]. */
 struct panel {
-    const float *x;
+    const stored *x;
     long next;
 };
 
@@ -34,12 +35,12 @@ INLINE void tile_as(int rows, struct left a, struct panel b, long inner, float *
         for (int v = 0; v < VECTORS; v++)
             sum[r][v] = add ? load(out + r * stride + v * WIDE) : (vec){};
     for (long k = 0; k < inner; k++) {
-        vec right[VECTORS];
-        for (int v = 0; v < VECTORS; v++) right[v] = load(b.x + k * b.next + v * WIDE);
+        several right[VECTORS];
+        for (int v = 0; v < VECTORS; v++) right[v] = get(b.x + k * b.next + v * UNIT * WIDE);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            vec one = all(a.x[r * a.down + k * a.along]);
-            for (int v = 0; v < VECTORS; v++) sum[r][v] += one * right[v];
+            several one = repeated(a.x + r * a.down + k * a.along);
+            for (int v = 0; v < VECTORS; v++) sum[r][v] = multiplied(sum[r][v], one, right[v]);
         }
     }
     for (int r = 0; r < rows; r++)

@@ -59,15 +59,21 @@ class Readout:
 
 def logits(hidden: Float[Tensor, "... H"], head: Head) -> Float[Tensor, "... V"]:
     """The model's logits, all at once and differentiable: for a few positions, as in decoding."""
+    if not torch.is_autocast_enabled(hidden.device.type):
+        return _logits(hidden, head)
     with torch.autocast(hidden.device.type, enabled=False):
-        dtype = _precision(hidden)
-        bias = None if head.bias is None else head.bias.to(dtype)
-        out = torch.nn.functional.linear(hidden.to(dtype), head.weight.to(dtype), bias)
-        if head.scale != 1.0:
-            out = out * head.scale
-        if head.softcap is not None:
-            out = head.softcap * torch.tanh(out / head.softcap)
-        return out
+        return _logits(hidden, head)
+
+
+def _logits(hidden: Tensor, head: Head) -> Tensor:
+    dtype = _precision(hidden)
+    bias = None if head.bias is None else head.bias.to(dtype)
+    out = torch.nn.functional.linear(hidden.to(dtype), head.weight.to(dtype), bias)
+    if head.scale != 1.0:
+        out = out * head.scale
+    if head.softcap is not None:
+        out = head.softcap * torch.tanh(out / head.softcap)
+    return out
 
 
 def readout(

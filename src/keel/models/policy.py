@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -162,6 +163,15 @@ class Policy(nn.Module):
         self.tokenizer.save_pretrained(folder)
         if self.has_lora:
             lora.save_adapter(self.model, folder / "adapter")
+
+
+def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy that does not learn, adapters and all; what does not learn in the model is shared."""
+    shared = {id(p): p for p in model.parameters() if not p.requires_grad}
+    twin = copy.deepcopy(model, shared).requires_grad_(False)
+    for parameter in twin.parameters():
+        parameter.grad = None
+    return twin.eval()
 
 
 def load_policy(spec: Model, seed: int) -> Policy:

@@ -10,6 +10,7 @@ from typing import Final
 
 from keel.engines.native import NativeEngine
 from keel.engines.stopping import context_length
+from keel.models.loading import DTYPES
 from keel.models.policy import Policy
 from keel.pipelines.asking import Asked, Prompted
 from keel.pipelines.pace import Pace, pace_of
@@ -128,7 +129,11 @@ def sample(policy: Policy, ask: Asked, source: Prompted, scorer: Scorer, *, tria
     budget = min(TRIED, rollout.max_tokens) if trial else rollout.max_tokens
     size = size_for(prompts, rollout.group_size, budget, load)
     engine = NativeEngine(
-        policy.model, policy.tokenizer, max_rows=rollout.max_rows, autocast=policy.autocast
+        policy.model,
+        policy.tokenizer,
+        max_rows=rollout.max_rows,
+        autocast=policy.autocast,
+        dtype=DTYPES.get(rollout.dtype),
     )
     sampler = Sampler(
         engine=engine,

@@ -1,8 +1,8 @@
 """Which keys do nothing in which combination: one table, held complete by a test.
 
-`ALWAYS` are the keys that do something wherever they may be set; `IDLE` says of every other key
-when it does nothing, and why. The schema refuses what can never be right; here is what is allowed,
-and in vain. Keys below `sampled` are those of a stage's own tasks, prompts and rewards.
+`always.ALWAYS` are the keys that do something wherever they may be set; `IDLE` says of every other
+key when it does nothing, and why. The schema refuses what can never be right; here is what is
+allowed, and in vain. Keys below `sampled` are those of a stage's own tasks, prompts and rewards.
 """
 
 from __future__ import annotations
@@ -110,6 +110,10 @@ def _autocast(w: Where) -> str | None:
     return None
 
 
+def _rollout_dtype(w: Where) -> str | None:
+    return "it is the model's own" if w.given.value == w.recipe.model.dtype else None
+
+
 def _alphabet(w: Where) -> str | None:
     build = w.recipe.model.build
     bytes_ = build is not None and build.tokenizer == "bytes"
@@ -199,6 +203,11 @@ def _max_turns(w: Where) -> str | None:
 def _max_refills(w: Where) -> str | None:
     on = w.stage.rollout.dynamic_sampling
     return None if on else "rollout.dynamic_sampling is off: no step is refilled"
+
+
+def _overlap(w: Where) -> str | None:
+    turns = w.stage.rollout.max_turns
+    return f"with rollout.max_turns = {turns} rewards come after it" if turns > 1 else None
 
 
 def _one_update(w: Where) -> str | None:
@@ -326,7 +335,9 @@ IDLE: Final[Mapping[str, Rule]] = {
     "sampled.pairs": _pairs,
     "sampled.heldout": _evaluated,
     "rollout.max_turns": _max_turns,
+    "rollout.dtype": _rollout_dtype,
     "rollout.max_refills": _max_refills,
+    "rollout.overlap_rewards": _overlap,
     "algorithm.advantage.lam": _lam,
     "algorithm.advantage.epsilon": _epsilon,
     **{f"algorithm.surrogate.{key}": _clips for key in ("low", "high", "dual", "cap", "floor")},
@@ -356,44 +367,3 @@ IDLE: Final[Mapping[str, Rule]] = {
     "threshold": _evaluated,
     "rollouts_every": _rollouts_every,
 }
-
-_ALWAYS: Final = """
-    name description seed threads stage
-    model.name model.build.family model.build.tokenizer model.build.hidden_size model.build.layers
-    model.build.heads model.build.intermediate_size model.build.context model.build.options
-    model.dtype model.device model.activation_checkpointing
-    model.lora model.lora.rank model.lora.alpha model.lora.targets
-    steps epochs minibatches batch_size token_budget max_tokens on_nonfinite demonstration
-    tasks.name tasks.path tasks.heldout_path tasks.prompt tasks.answer tasks.system tasks.options
-    prompts.max_tokens
-    rewards.functions.function rewards.functions.name rewards.functions.weight
-    rewards.functions.gate rewards.functions.closed rewards.timeout rewards.on_error
-    optimizer.learning_rate optimizer.schedule optimizer.warmup_steps optimizer.betas
-    optimizer.epsilon optimizer.weight_decay optimizer.max_grad_norm
-    checkpoints.every checkpoints.keep trackers.tensorboard trackers.wandb
-    data.name data.path data.heldout_path data.group data.columns data.empty data.bad_rows
-    data.options
-    sampled.train sampled.group_size sampled.max_tokens sampled.temperature sampled.noise
-    learns centering separator loss beta smoothing
-    base.name base.stage base.lora base.lora.rank base.lora.alpha base.lora.targets
-    evaluation.rows evaluation.prompts
-    algorithm.preset algorithm.ratio algorithm.entropy
-    algorithm.advantage.kind algorithm.advantage.gamma algorithm.advantage.critic_lam
-    algorithm.advantage.adaptive_alpha algorithm.advantage.whiten algorithm.advantage.baseline
-    algorithm.advantage.steps algorithm.advantage.scale algorithm.advantage.group_baseline
-    algorithm.advantage.function algorithm.advantage.options algorithm.advantage.needs_value
-    algorithm.advantage.per_token
-    algorithm.surrogate.kind algorithm.surrogate.function algorithm.surrogate.options
-    algorithm.weights.kind
-    algorithm.divergence algorithm.divergence.beta algorithm.divergence.adaptive
-    algorithm.divergence.adaptive.rule algorithm.divergence.adaptive.target
-    algorithm.value algorithm.value.coefficient
-    algorithm.correction algorithm.correction.kind algorithm.correction.level
-    algorithm.correction.cap
-    rollout.prompts_per_step rollout.group_size rollout.max_tokens rollout.temperature
-    rollout.top_k rollout.top_p rollout.min_p rollout.stop rollout.stop_ids
-    rollout.dynamic_sampling rollout.mask_truncated rollout.soft_overlong rollout.old_log_probs
-    rollout.max_rows rollout.timeout
-    value.optimizer
-"""
-ALWAYS: Final = frozenset(_ALWAYS.split())

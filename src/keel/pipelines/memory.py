@@ -18,6 +18,7 @@ from keel.config.judging import DPOStage
 from keel.config.model import Model
 from keel.config.schema import RLStage, Stage
 from keel.models import lora
+from keel.models.loading import DTYPES
 from keel.models.policy import Policy
 from keel.models.reference import AdapterOff, FrozenCopy, Reference
 from keel.models.reward import RewardModel
@@ -33,6 +34,7 @@ LIBRARIES, LORA_LIBRARIES = 110 * MIB, 60 * MIB
 """What a run on a CPU loads beside tensors when it first needs it: the model's code, tokenizers,
 pyarrow, the kernels' own buffers; and peft."""
 HEAP = "heap"
+STORE = "key-value store and sampling"
 PASSES = 4
 """Micro-batches of an update that are gone through: by then the heap has its holes."""
 
@@ -168,6 +170,13 @@ class _Stage:
         self.dry = DryRun()
         self.twins = twins_of(self.dry, held)
         self.weights = weights_of(held)
+        self.ahead = isinstance(stage, RLStage) and stage.rollout.ahead > 0 and stage.steps > 1
+        if self.ahead:
+            learning = [p for p in held.policy.parameters() if p.requires_grad]
+            size = sum(p.numel() * p.element_size() for p in learning)
+            self.weights.append(Part("engine weights", size))
+        self.beside = 0
+        """What the next step's rollouts take while this one is learned from."""
         self.moments = 0
         self.phases: dict[str, Phase] = {}
         self.base = self.dry.ledger.now
@@ -205,10 +214,13 @@ class _Stage:
         firsts = rows[:: choice.group_size]
         prompts = tuple(row[0].before for row in firsts)
         budget = max(row[0].scored for row in rows)
-        call = Sampled(prompts, budget, choice.group_size, choice.max_rows)
+        dtype, turns = DTYPES.get(choice.dtype), choice.max_turns
+        call = Sampled(prompts, budget, choice.group_size, choice.max_rows, dtype, turns)
         sampling = Sampling(max_tokens=budget, temperature=choice.temperature)
         passes.sample(self.twins.policy, call, sampling)
-        self._passing("rollout", "key-value store and sampling", ledger)
+        self._passing("rollout", STORE, ledger)
+        if self.ahead:
+            self.beside = max(p.bytes for p in self.phases["rollout"].parts if p.name == STORE)
         for model in self.twins.judges:
             passes.judge(model, [_closed(row) for row in rows], stage.token_budget)
             self._passing("rewards", "activations", ledger)
@@ -223,9 +235,10 @@ class _Stage:
             budget,
             max(1, stage.evaluation.samples),
             stage.rollout.max_rows,
+            turns=stage.rollout.max_turns,
         )
         passes.sample(self.twins.policy, call, Sampling(max_tokens=budget, temperature=0.0))
-        self._passing("evaluation", "key-value store and sampling", ledger)
+        self._passing("evaluation", STORE, ledger)
 
     def _update(self, ledger: Ledger) -> None:
         stage, device = self.stage, self.held.policy.device
@@ -282,6 +295,8 @@ class _Stage:
         if self.heap is not None and name != "load":
             moving = self.moments + sum(part.bytes for part in passing)
             parts.append(Part(HEAP, max(top - self.used - moving, 0)))
+        if name in ("measure", "update", "optimizer step"):
+            parts.append(Part(STORE, self.beside))
         if self.on_cpu:
             libraries = LIBRARIES + (LORA_LIBRARIES if self.held.policy.has_lora else 0)
             parts.append(Part("libraries", libraries))

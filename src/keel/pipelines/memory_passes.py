@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.engines.batch import Batch
+from keel.engines.beginnings import Beginnings
 from keel.engines.passes import Pass, pass_of
 from keel.engines.sampler import draw
 from keel.engines.store import Entering, Live
@@ -150,24 +151,33 @@ def judge(model: RewardModel, rows: Sequence[Row], token_budget: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One call of the engine: a prompt's tokens and budget each, and answers to each."""
+    """One call of the engine: a prompt's tokens and budget each, and answers to each.
+
+    With a `dtype` on a copy of the weights. `turns`: of more than one, what was said stays for the
+    next.
+    """
 
     prompts: tuple[int, ...]
     budget: int
     answers: int
     max_rows: int
+    dtype: torch.dtype | None = None
+    turns: int = 1
 
 
 @torch.no_grad()
 def sample(policy: Policy, call: Sampled, sampling: Sampling) -> None:
-    """The engine's first step, and its last with all rows at their budget: store, logits, draw."""
+    """The engine's first step, and its last with all rows at their budget: store, logits, draw;
+    and what these leave to a next turn."""
     model, device = policy.model, policy.device
     total = call.answers * len(call.prompts)
     rows = min(call.max_rows, total)
     lengths = np.array(call.prompts, dtype=np.int64)
     limits = np.full(len(lengths), call.budget)
     batch = Batch(lengths, limits, call.answers, rows, PREFILL_TOKENS)
-    forward, head = pass_of(model, int(lengths.max()), call.budget), head_of(model)
+    beginnings = Beginnings(call.max_rows if call.turns > 1 else 0)
+    forward = pass_of(model, int(lengths.max()), call.budget, call.dtype, beginnings)
+    head = head_of(model)
     with autocast_for(model, policy.autocast):
         # As long as rows are free prompts enter; those that do later find rows beside them.
         while (entry := batch.waiting()).sequences:
@@ -180,10 +190,17 @@ def sample(policy: Policy, call: Sampled, sampling: Sampling) -> None:
         live = len(batch.sequence)
         for places in range(1, call.budget + 1):
             forward.reserve(np.full(live, places), rows)
+        batch.made += call.budget
+        for waiting in range(total - live):  # They may have been before these, and be kept.
+            forward.keep(replace(batch.ended(0), sequence=total + waiting, alone=False))
         end = np.full(live, call.budget - 1)
         row = torch.zeros(live, dtype=torch.long, device=device)
         decoded = Live(batch.slot, end, batch.length, device)
         _draw(forward(row, row, Entering(lengths[:0], 0), decoded), head, sampling)
+        for last in reversed(range(live if call.turns > 1 else 0)):
+            forward.keep(batch.ended(last))
+            rows_moved, slots_moved = batch.drop(np.arange(last + 1) == last)
+            forward.drop(rows_moved, last, slots_moved, len(batch.prompt))
 
 
 def _enter(forward: Pass, entering: Entering, device: torch.device) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from keel.pipelines.effects import ALWAYS, IDLE
+from keel.pipelines.always import ALWAYS
+from keel.pipelines.effects import IDLE
 
 KEYS = frozenset({*ALWAYS, *IDLE})
 TABLES = frozenset(key.split(".")[0] for key in KEYS if "." in key)

@@ -22,6 +22,15 @@ from keel.runs.watchdog import Ending, Patience, stack_of, stack_of_task
 NOTICE = 5.0
 """Seconds that an event loop gets to act on a timeout. One that takes longer is blocked, not merely
 short of processor time; what it has on its way to a server is then lost. Below watchdog.GRACE."""
+LOOK = 0.1
+"""Seconds between two looks at whether a call that can be given up is."""
+
+GivesUp = Callable[[], bool]
+"""Whether nobody wants the outcome any longer."""
+
+
+class GivenUp(BaseException):
+    """Nobody wants the outcome of a call any longer; what hangs in it is left behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +43,31 @@ class Outcome:
     stack: str = ""
 
 
-def call(function: Callable[[], Any], timeout: float) -> Outcome:
-    """Call a function in a thread and wait at most `timeout` seconds."""
-    return next(call_each([function], timeout))
+def call(function: Callable[[], Any], timeout: float, given_up: GivesUp | None = None) -> Outcome:
+    """Call a function in a thread and wait at most `timeout` seconds.
+
+    Raises GivenUp once `given_up` says so.
+    """
+    return next(call_each([function], timeout, given_up))
 
 
-def call_each(functions: Sequence[Callable[[], Any]], timeout: float) -> Iterator[Outcome]:
+def call_each(
+    functions: Sequence[Callable[[], Any]], timeout: float, given_up: GivesUp | None = None
+) -> Iterator[Outcome]:
     """Call functions one after the other in one thread, each with a timeout of its own.
 
-    After one that hangs, the rest go on in a new thread.
+    After one that hangs, the rest go on in a new thread. Raises GivenUp as `call`.
     """
     done = 0
     with Ending() as end:
         while done < len(functions):
-            for outcome in _in_one_thread(functions[done:], timeout, end):
+            for outcome in _in_one_thread(functions[done:], timeout, end, given_up):
                 done += 1
                 yield outcome
 
 
 def _in_one_thread(
-    functions: Sequence[Callable[[], Any]], timeout: float, end: Ending
+    functions: Sequence[Callable[[], Any]], timeout: float, end: Ending, given_up: GivesUp | None
 ) -> Iterator[Outcome]:
     """The outcomes up to the first that hangs."""
     outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
@@ -65,7 +79,7 @@ def _in_one_thread(
     thread.start()
     try:
         for _ in functions:
-            outcome = _wait(outcomes, timeout, end)
+            outcome = _wait(outcomes, timeout, end, given_up)
             if outcome is None:
                 outcome = Outcome(timed_out=True, stack=stack_of(thread.ident))
             yield outcome
@@ -75,13 +89,17 @@ def _in_one_thread(
         stop.set()
 
 
-def _wait(outcomes: queue.SimpleQueue[Outcome], timeout: float, end: Ending) -> Outcome | None:
+def _wait(
+    outcomes: queue.SimpleQueue[Outcome], timeout: float, end: Ending, given_up: GivesUp | None
+) -> Outcome | None:
     """The next outcome; None where there is none in time."""
     patience = Patience(timeout)
     for wait in patience:
         end.renew(patience.left)
         with contextlib.suppress(queue.Empty):
-            return outcomes.get(timeout=wait)
+            return outcomes.get(timeout=wait if given_up is None else min(wait, LOOK))
+        if given_up is not None and given_up():
+            raise GivenUp
     return None
 
 
@@ -107,41 +125,39 @@ class LoopThread:
     """
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._served: Served | None = None
+        self._lock = threading.Lock()
 
-    def submit(self, work: Coroutine[Any, Any, None]) -> None:
-        """Let the loop run a coroutine."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(
-                target=_serve, args=(self._loop,), name="keel-async-rewards", daemon=True
-            )
-            self._thread.start()
-            weakref.finalize(self, _stop, self._loop)
-        asyncio.run_coroutine_threadsafe(work, self._loop)
+    def submit(self, work: Coroutine[Any, Any, None]) -> Served:
+        """Let the loop run a coroutine; returns the loop with its thread."""
+        with self._lock:
+            if self._served is None:
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(
+                    target=_serve, args=(loop,), name="keel-async-rewards", daemon=True
+                )
+                thread.start()
+                weakref.finalize(self, _stop, loop)
+                self._served = loop, thread
+            asyncio.run_coroutine_threadsafe(work, self._served[0])
+            return self._served
 
-    def soon(self, function: Callable[[], Any]) -> None:
-        """Call a function in the loop, behind what was submitted to it."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(function)
-
-    def stack(self) -> str:
-        """Where the loop's thread is now."""
-        return "" if self._thread is None else stack_of(self._thread.ident)
-
-    def abandon(self) -> None:
+    def abandon(self, blocked: Served) -> None:
         """Leave a blocked loop; it stops when, and if, what blocks it returns."""
-        if self._loop is not None:
-            _stop(self._loop)
-        self._loop = self._thread = None
+        with self._lock:
+            _stop(blocked[0])
+            if self._served is blocked:
+                self._served = None
 
     def close(self) -> None:
         """End the loop and its thread; one that is blocked is left behind after a second."""
-        thread = self._thread
-        self.abandon()
-        if thread is not None:
-            thread.join(1.0)
+        if (served := self._served) is not None:
+            self.abandon(served)
+            served[1].join(1.0)
+
+
+Served = tuple[asyncio.AbstractEventLoop, threading.Thread]
+"""A loop and its thread."""
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
@@ -177,21 +193,24 @@ class AsyncCalls:
         self._task: asyncio.Task[None] | None = None
         self._started = time.monotonic()
         self._ending = Ending()
+        self._served: Served | None = None
         if self._functions:
             self._ending.__enter__()  # left in outcomes() or cancel()
             self._ending.renew(timeout)
-            loop.submit(self._gather())
+            self._served = loop.submit(self._gather())
         else:
             self._ended.set()
 
-    def outcomes(self) -> dict[str, Outcome]:
-        """Wait for the calls, each at most its timeout from the start; then how each ended."""
-        # The loop keeps time itself, unless a coroutine blocks it.
-        left = max(0.0, self._started + self.timeout + NOTICE - time.monotonic())
+    def outcomes(self, given_up: GivesUp | None = None) -> dict[str, Outcome]:
+        """Wait for the calls, each at most its timeout from the start; then how each ended.
+
+        Raises GivenUp once `given_up` says so; `cancel` is then still to be called.
+        """
         blocked = ""
-        if not self._ended.wait(left):
-            blocked = self._loop.stack()
-            self._loop.abandon()
+        if not self._wait(given_up):
+            assert self._served is not None
+            blocked = stack_of(self._served[1].ident)
+            self._loop.abandon(self._served)
             self._gone.set()
         self._ending.__exit__()
         ended = dict(self._outcomes)
@@ -202,13 +221,27 @@ class AsyncCalls:
             for name in self._functions
         }
 
+    def _wait(self, given_up: GivesUp | None) -> bool:
+        """Whether the loop told in time how the calls ended."""
+        # It keeps time itself, unless a coroutine blocks it.
+        until = self._started + self.timeout + NOTICE
+        while True:
+            # In slices, since nothing raised in this thread from outside would end one wait.
+            if self._ended.wait(min(max(0.0, until - time.monotonic()), LOOK)):
+                return True
+            if given_up is not None and given_up():
+                raise GivenUp
+            if time.monotonic() >= until:
+                return False
+
     def cancel(self) -> None:
         """Give the calls up, so that none goes on behind an error of another."""
         self._ending.__exit__()
-        if self._functions and not self._gone.is_set():
-            self._loop.soon(self._drop)
+        if self._served is not None and not self._gone.is_set():
+            with contextlib.suppress(RuntimeError):  # left behind by another, and closed since
+                self._served[0].call_soon_threadsafe(self._drop)
             if not self._gone.wait(NOTICE):
-                self._loop.abandon()
+                self._loop.abandon(self._served)
 
     def _drop(self) -> None:
         self._over = True

@@ -6,9 +6,10 @@ import inspect
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from keel.rewards.batch import log_summary
 from keel.rewards.loading import check_column
 from keel.rewards.rule import texts
 from keel.rewards.surroundings import Surroundings
@@ -110,9 +111,7 @@ class CodeReward:
         finally:
             self._running.discard(stop)
         log_extra("code/cause", ["" if one is None else one.cause for one in tested])
-        counts = Counter(one.status for one in tested if one is not None)
-        for status, count in sorted(counts.items()):
-            log_metric(f"code/{status}", count / counts.total())
+        log_summary(log_metric, [one.status for one in tested if one is not None], _shares)
         return [None if one is None else self._worth(one) for one in tested]
 
     def abandon(self) -> None:
@@ -134,6 +133,12 @@ class CodeReward:
 
     def _worth(self, tested: Checked) -> float:
         return tested.share if self._partial else float(tested.status == "passed")
+
+
+def _shares(statuses: Sequence[str]) -> Mapping[str, float]:
+    """The share of each way in which code ended."""
+    counts = Counter(statuses)
+    return {f"code/{status}": n / counts.total() for status, n in sorted(counts.items())}
 
 
 def in_threads(

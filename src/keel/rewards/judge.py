@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 from keel.algorithms.spec import Coefficient, Positive, Row
 from keel.config.errors import explain_validation
 from keel.config.fields import Count, Index, Words
+from keel.rewards.batch import Summary, log_summary
 from keel.rewards.judge_asking import Asker, Judgement, Plan
 from keel.rewards.judge_budget import Budget, Cost, Prices
 from keel.rewards.judge_client import Client
@@ -168,13 +170,12 @@ class Judge:
         else:
             baseline = _words(columns[self.options.against])
             said = await self._against(prompts, answers, references, baseline)
-        rewards, reasons, wrong, metrics = said
+        rewards, reasons, wrong, found, summary = said
         if log_extra is not None:
             log_extra(f"{self.options.label}_reason", reasons)
             log_extra(f"{self.options.label}_unparsed", wrong)
         if log_metric is not None:
-            for name, value in metrics.items():
-                log_metric(f"{self.options.label}/{name}", value)
+            log_summary(log_metric, found, partial(_labelled, self.options.label, summary))
         return rewards
 
     def account(self) -> Account:
@@ -205,11 +206,9 @@ class Judge:
         ]
         found = await together(self.asker, [self.asker.judge(q) for q in questions])
         rewards = [_scaled(judgement, low, high) for judgement in found]
-        metrics = _costs([judgement.costs for judgement in found])
-        if found:
-            metrics["unparsed"] = sum(r is None for r in rewards) / len(found)
         reasons = [judgement.parsed.reason for judgement in found]
-        return rewards, reasons, [judgement.parsed.wrong for judgement in found], metrics
+        wrong = [judgement.parsed.wrong for judgement in found]
+        return rewards, reasons, wrong, found, _score_metrics
 
     async def _among(
         self, prompts: Sequence[Any], answers: Sequence[str], references: Sequence[str | None]
@@ -257,11 +256,11 @@ class Judge:
                     wrong[at] += verdict.wrong
         rewards = [math.fsum(values) / len(values) if values else None for values in worth]
         joined = ["\n".join(lines) for lines in reasons], ["\n".join(lines) for lines in wrong]
-        return rewards, *joined, _pair_metrics(found)
+        return rewards, *joined, found, _pair_metrics
 
 
-_Said = tuple[list[float | None], list[str], list[str], dict[str, float]]
-"""Rewards, reasons, what was wrong, and metrics."""
+_Said = tuple[list[float | None], list[str], list[str], Sequence[Any], Summary]
+"""Rewards, reasons, what was wrong, what was found, and the metrics that come of that."""
 
 
 def judge(around: Surroundings, **options: Any) -> Judge:
@@ -313,6 +312,17 @@ def _check_json(key: str, value: Any) -> None:
             f"extra.{key} = {value!r:.60}: JSON has no such value: write a string, a finite number "
             "or the like"
         ) from None
+
+
+def _labelled(label: str, summary: Summary, found: list[Any]) -> dict[str, float]:
+    return {f"{label}/{name}": value for name, value in summary(found).items()}
+
+
+def _score_metrics(found: Sequence[Judgement]) -> dict[str, float]:
+    metrics = _costs([judgement.costs for judgement in found])
+    if found:
+        metrics["unparsed"] = sum(one.parsed.value is None for one in found) / len(found)
+    return metrics
 
 
 def _pair_metrics(found: Sequence[PairVerdict]) -> dict[str, float]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from keel.rewards.batch import log_summary
 from keel.rewards.checking import Wrong
 from keel.rewards.rule import texts
 from keel.rewards.surroundings import Surroundings
@@ -56,8 +57,7 @@ class MathReward:
             else:
                 rewards[at] = float(finding == "same")
         if log_metric is not None:
-            log_metric("math/timed_out", found.count("timed out"))
-            log_metric("math/died", found.count("died"))
+            log_summary(log_metric, found, _ended)
         return rewards
 
     def _said(self, text: str) -> str:
@@ -69,3 +69,8 @@ class MathReward:
     def close(self) -> None:
         """End the worker processes."""
         self._mathematics.close()
+
+
+def _ended(found: Sequence[str]) -> Mapping[str, float]:
+    """How many comparisons came to no end."""
+    return {"math/timed_out": found.count("timed out"), "math/died": found.count("died")}

@@ -194,7 +194,7 @@ class _Watch:
             with self._lock:
                 self._left.set()
                 if self.thread != threading.main_thread().ident:
-                    _raise_in(self.thread, None)
+                    raise_in(self.thread, None)
             _WATCHES.remove(self)
 
     def _tick(self, end: Ending) -> None:
@@ -218,14 +218,14 @@ class _Watch:
             if self.thread == threading.main_thread().ident:
                 signal.pthread_kill(self.thread, signal.SIGALRM)  # wakes what waits for a lock
             else:
-                _raise_in(self.thread, _Expired)
+                raise_in(self.thread, _Expired)
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
         if self.stack is not None and not self._left.is_set():
             raise _Expired
 
 
-def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+def raise_in(thread: int, error: type[BaseException] | None) -> None:
     """Let a thread meet an error at its next step; None takes back one that it has not met yet."""
     what = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)

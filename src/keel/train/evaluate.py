@@ -75,8 +75,8 @@ class Evaluator:
         self, n: int, sampling: Sampling, step: int
     ) -> tuple[list[Group], Sequence[Sequence[Verdict]]]:
         seed = derive(self.sampler.seed, "evaluation")
-        groups = self.sampler.sample(self.prompts, n, sampling, seed)
-        return groups, self.scorer(groups, step).verdicts
+        groups, scored = self.sampler.judged(self.prompts, n, sampling, seed, self.scorer, step)
+        return groups, scored.verdicts
 
     def _passed(self, verdict: Verdict) -> bool:
         """By the component that the recipe names, else the first one."""

@@ -26,9 +26,10 @@ from keel.learn.optimizer import learning_rate
 from keel.objective import divergences
 from keel.runs.session import Session, due
 from keel.train import faults
+from keel.train.drawing import Drawing
 from keel.train.evaluate import Evaluator
 from keel.train.evaluate import metrics as evaluation_metrics
-from keel.train.rollout import Rollouts, Sampler, collect
+from keel.train.rollout import Rollouts, Sampler
 from keel.train.rows import rollout_rows
 from keel.train.state import Progress, State
 
@@ -40,6 +41,7 @@ class Loop:
     stage: RLStage
     learner: Learner
     sampler: Sampler
+    drawing: Drawing
     evaluator: Evaluator | None
     session: Session
     seed: int
@@ -106,10 +108,20 @@ def run(loop: Loop, progress: Progress) -> Progress:
 
 def take_step(loop: Loop, progress: Progress, number: int) -> Step:
     """One step: rollouts, judgement, learning, and the engine brought up to date."""
-    stage, learner, row = loop.stage, loop.learner, loop.stage.algorithm
-    clock = loop.session.clock
+    stage, clock = loop.stage, loop.session.clock
     with clock("rollout"):
-        rollouts = collect(loop.sampler, row, number)
+        rollouts = loop.drawing(number)
+    with loop.drawing.beside(number + 1, stage.steps):
+        made = learn(loop, rollouts, progress, number)
+    if made.batch is not None:
+        with clock("sync"):
+            sync(loop)
+    return made
+
+
+def learn(loop: Loop, rollouts: Rollouts, progress: Progress, number: int) -> Step:
+    """The optimizer steps on a step's rollouts, and what they say of it."""
+    stage, learner, clock = loop.stage, loop.learner, loop.session.clock
     metrics = {**rollouts.metrics, "step/tokens": 0.0}
     if not rollouts.groups:
         loop.session.note(f"step {number}: no group had anything to learn from")
@@ -124,15 +136,14 @@ def take_step(loop: Loop, progress: Progress, number: int) -> Step:
     every = stage.reference.reset_every
     if learner.reference is not None and every is not None and number % every == 0:
         learner.reference.refresh(learner.policy)
-    with clock("sync"):
-        sync(loop)
     return Step(rollouts, _recorded(batch, learned.parts), metrics, beta, learned.skipped)
 
 
 @needing_memory("the engine took the weights over", LESS)
 def sync(loop: Loop) -> None:
     """Give the engine the weights as they are now."""
-    loop.sampler.engine.sync(dict(loop.learner.policy.model.named_parameters()))
+    named = loop.learner.policy.model.named_parameters()
+    loop.sampler.engine.sync({name: weight for name, weight in named if weight.requires_grad})
 
 
 def measure(loop: Loop, rollouts: Rollouts, beta: float) -> Batch:
@@ -240,7 +251,14 @@ def save(loop: Loop, progress: Progress) -> None:
 def state_of(loop: Loop, progress: Progress) -> State:
     """All that decides what comes next."""
     learner = loop.learner
-    return State(progress, learner.policy, learner.optimizers, learner.modules, learner.reference)
+    return State(
+        progress,
+        learner.policy,
+        learner.optimizers,
+        learner.modules,
+        learner.reference,
+        loop.drawing.pending,
+    )
 
 
 # ---------------------------------------------------------------- details

@@ -12,10 +12,19 @@ from keel.config.schema import Rollout as RolloutChoice
 from keel.config.seeds import derive
 from keel.engines.turns import converse
 from keel.learn.budget import needing_memory
-from keel.rewards.score import Scorer
+from keel.rewards.score import Scored, Scorer
 from keel.runs.watchdog import Hung, watching
 from keel.tasks.mixture import PromptStream
-from keel.types import Engine, Group, Prompt, Sampling, Task, Verdict
+from keel.types import (
+    Engine,
+    Group,
+    OnGroup,
+    Prompt,
+    Sampling,
+    StreamingEngine,
+    Task,
+    Verdict,
+)
 
 Judged = tuple[Verdict, ...]
 
@@ -52,11 +61,39 @@ class Sampler:
             max_tokens=c.max_tokens, temperature=c.temperature, stop=c.stop, stop_ids=c.stop_ids
         )
 
+    def judged(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        scorer: Scorer,
+        step: int,
+    ) -> tuple[list[Group], Scored]:
+        """Completions of the prompts, and what a scorer says of them.
+
+        It is asked while the last of them are drawn, where the recipe says so and the engine can
+        hand over the first ones; a conversation must be over first.
+        """
+        overlaps = self.choice.overlap_rewards and self.choice.max_turns == 1
+        if not overlaps or not isinstance(self.engine, StreamingEngine):
+            groups = self.sample(prompts, n, sampling, seed)
+            return groups, scorer(groups, step)
+        with scorer.overlapping(prompts, step) as overlap:
+            groups = self.sample(prompts, n, sampling, seed, overlap.add)
+            return groups, scorer.concluded(groups, step, overlap.asked())
+
     def sample(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
         """Completions of the prompts, through as many turns as the task and the recipe allow.
 
+        With `on_group` each goes there as well, as `StreamingEngine.stream` says, after one turn.
         Raises KeelError where there is no answer in time, or no memory for it.
         """
         smaller = self.less or f"lower rollout.max_rows (now {self.choice.max_rows})"
@@ -65,6 +102,8 @@ class Sampler:
                 needing_memory(f"{len(prompts)} prompts were answered", smaller),
                 watching("the engine", self.choice.timeout, "rollout.timeout"),
             ):
+                if on_group is not None and isinstance(self.engine, StreamingEngine):
+                    return self.engine.stream(prompts, n, sampling, seed, on_group)
                 return converse(
                     self.engine,
                     prompts,
@@ -98,8 +137,9 @@ def collect(sampler: Sampler, row: Algorithm, step: int) -> Rollouts:
     while True:
         prompts = sampler.stream.take(choice.prompts_per_step - len(kept))
         seed = derive(sampler.seed, "rollout", step, refills)
-        groups = sampler.sample(prompts, choice.group_size, sampler.sampling, seed)
-        scored = sampler.scorer(groups, step)
+        groups, scored = sampler.judged(
+            prompts, choice.group_size, sampler.sampling, seed, sampler.scorer, step
+        )
         pairs = list(zip(groups, scored.verdicts, strict=True))
         keep = [_worth_keeping(judged, choice.dynamic_sampling) for _, judged in pairs]
         every += pairs
@@ -202,8 +242,9 @@ def _with_greedy(sampler: Sampler, rollouts: Rollouts, step: int) -> Rollouts:
     """The reward of each prompt's greedy completion (ReMax)."""
     prompts = [group.prompt for group in rollouts.groups]
     greedy = replace(sampler.sampling, temperature=0.0)
-    groups = sampler.sample(prompts, 1, greedy, derive(sampler.seed, "greedy", step))
-    rewards = [judged[0].reward for judged in sampler.scorer(groups, step).verdicts]
+    seed = derive(sampler.seed, "greedy", step)
+    _, scored = sampler.judged(prompts, 1, greedy, seed, sampler.scorer, step)
+    rewards = [judged[0].reward for judged in scored.verdicts]
     spoken = [reward for reward in rewards if reward is not None]
     mean = {"reward/greedy": float(np.mean(spoken))} if spoken else {}
     return replace(

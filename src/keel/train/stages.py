@@ -7,6 +7,8 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
+from transformers import PreTrainedModel
+
 from keel.config.entry import load_entry
 from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelStage
 from keel.config.objective import LEARNED, explain_stage
@@ -17,17 +19,20 @@ from keel.insight.overoptimisation import optimisation_of
 from keel.insight.plots import reward_curve
 from keel.insight.reward_plots import over_optimisation_picture
 from keel.learn.optimizer import AdamW, trainable
+from keel.models.loading import DTYPES
+from keel.models.policy import frozen_copy
 from keel.runs.files import make_folder
 from keel.runs.read import load
 from keel.runs.record import update_run_json
 from keel.runs.session import Session
 from keel.train import rl, sft
 from keel.train.build import build_learner
+from keel.train.drawing import Drawing, read_pending
 from keel.train.evaluate import Evaluator
 from keel.train.evaluate import metrics as evaluation_metrics
 from keel.train.judging import judge_answers, judge_steps, prefer
 from keel.train.rewarding import load_rewards, scorer, surroundings
-from keel.train.rollout import Sampler
+from keel.train.rollout import Sampler, collect
 from keel.train.state import Progress, restore_optimizers
 from keel.train.work import Work, budget_of, open_source
 
@@ -72,6 +77,9 @@ def reinforce(work: Work, stage: RLStage, progress: Progress) -> Progress:
     """Reinforcement learning; leaves the reward curve as a picture."""
     recipe, session = work.recipe, work.session
     seed = derive(recipe.seed, stage.name)
+    # While the policy learns, what draws the next step's rollouts has weights of its own; made
+    # before the learner puts an adapter of the reference's beside the policy's.
+    drawn_by = frozen_copy(work.policy.model) if stage.rollout.ahead else work.policy.model
     learner = build_learner(
         stage,
         recipe.model,
@@ -84,7 +92,7 @@ def reinforce(work: Work, stage: RLStage, progress: Progress) -> Progress:
         progress = replace(progress, beta=stage.algorithm.divergence.beta)
     objective = explain_stage(stage, lora=recipe.model.lora is not None)
     update_run_json(session.folder, {"objective": objective.unicode()})
-    loop = make_loop(work, stage, learner, progress, seed)
+    loop = make_loop(work, stage, learner, drawn_by, progress, seed)
     with closing(loop.sampler.scorer):
         progress = rl.run(loop, progress)
     draw(session, stage, progress, title=recipe.name)
@@ -125,9 +133,15 @@ def draw_optimisation(session: Session, stage: RLStage, names: Sequence[str], ti
 
 
 def make_loop(
-    work: Work, stage: RLStage, learner: rl.Learner, progress: Progress, seed: int
+    work: Work,
+    stage: RLStage,
+    learner: rl.Learner,
+    model: PreTrainedModel,
+    progress: Progress,
+    seed: int,
 ) -> rl.Loop:
-    """Tasks, rewards and engine of a stage, round its learner."""
+    """Tasks, rewards and engine of a stage, round its learner; `model` is what the engine draws
+    with."""
     policy, rollout = work.policy, stage.rollout
     source = open_source(
         work,
@@ -140,10 +154,14 @@ def make_loop(
     )
     functions = load_rewards(stage.rewards, surroundings(work.recipe, work.session.folder, policy))
     scored = partial(scorer, stage.rewards, functions, source.tasks, max_tokens=rollout.max_tokens)
+    engine = partial(
+        NativeEngine,
+        tokenizer=policy.tokenizer,
+        max_rows=rollout.max_rows,
+        autocast=policy.autocast,
+    )
     sampler = Sampler(
-        engine=NativeEngine(
-            policy.model, policy.tokenizer, max_rows=rollout.max_rows, autocast=policy.autocast
-        ),
+        engine=engine(model, dtype=DTYPES.get(rollout.dtype)),
         tokenizer=policy.tokenizer,
         tasks=source.tasks,
         stream=source.stream,
@@ -154,5 +172,12 @@ def make_loop(
     judge = scored()
     prompts = source.heldout(stage.evaluation.prompts)
     judge.check(prompts)
-    evaluator = Evaluator(sampler, judge, prompts, stage.evaluation) if prompts else None
-    return rl.Loop(stage, learner, sampler, evaluator, work.session, seed)
+    # Evaluated is the policy that is kept, not what its rounded or earlier copy would say.
+    exact = replace(sampler, engine=engine(policy.model))
+    evaluator = Evaluator(exact, judge, prompts, stage.evaluation) if prompts else None
+    drawing = Drawing(
+        partial(collect, sampler, stage.algorithm),
+        ahead=rollout.ahead > 0,
+        pending=read_pending(work.resume_from),
+    )
+    return rl.Loop(stage, learner, sampler, drawing, evaluator, work.session, seed)

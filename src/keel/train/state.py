@@ -14,6 +14,7 @@ from keel.learn.optimizer import AdamW
 from keel.models.policy import Policy
 from keel.models.reference import Reference
 from keel.runs import checkpoint
+from keel.train.drawing import Pending, save_pending
 
 STATE = "state.json"
 POLICY = "policy"
@@ -48,8 +49,8 @@ class State:
     """All that decides what a stage does next: nothing else may change from step to step.
 
     The weights that learn (the policy's, and `modules`: value head, critic, reward model), the
-    optimizers' moments, the reference, and `progress`. Random numbers are functions of the seed and
-    the step, so none of their generators is state.
+    optimizers' moments, the reference, rollouts that were drawn ahead (`pending`), and `progress`.
+    Random numbers are functions of the seed and the step, so none of their generators is state.
     """
 
     progress: Progress
@@ -57,6 +58,7 @@ class State:
     optimizers: Mapping[str, AdamW]
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
     reference: Reference | None = None
+    pending: Pending | None = None
 
     def save(self, folder: Path) -> None:
         """Fill a checkpoint folder.
@@ -75,6 +77,8 @@ class State:
         reference = {} if self.reference is None else self.reference.state()
         if reference:
             checkpoint.save_tensors(folder / REFERENCE, reference)
+        if self.pending is not None:
+            save_pending(folder, self.pending)
         checkpoint.save_json(folder / STATE, asdict(self.progress))
 
 

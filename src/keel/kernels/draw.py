@@ -1,0 +1,81 @@
+"""`draw.c` from Python: tokens drawn from float32 logits on a CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_double, c_int64, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from keel.kernels.build import load
+from keel.types import Sampling
+
+GROUP = 64
+"""Logits that go by one largest number, as in draw.c."""
+SHARE = 1 << 14
+"""Logits that are worth a thread: some 20 µs."""
+
+
+class _Draw(ctypes.Structure):
+    """struct draw."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("numbers", c_void_p),
+        *((name, c_int64) for name in ("step", "rows", "vocabulary", "threads", "room", "top_k")),
+        *((name, c_double) for name in ("temperature", "top_p", "min_p")),
+        *((name, c_void_p) for name in ("rooms", "tokens", "log_probs")),
+    )
+
+
+@cache
+def library() -> Any:
+    """The compiled functions, or None."""
+    found = load("draw")
+    if found is not None:
+        found.keel_draw.argtypes, found.keel_draw.restype = (c_void_p,), None
+    return found
+
+
+def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """`engines.sampler.draw` of float32 logits (R, V) whose rows lie in a row each, and float64
+    numbers; the log-probabilities are float64.
+
+    A truncated distribution takes 16 bytes and a little more a token of the vocabulary, in each
+    thread.
+    """
+    rows, vocabulary = logits.shape
+    tokens = uniform.new_empty(rows, dtype=torch.int64)
+    log_probs = uniform.new_empty(rows)
+    threads = min(torch.get_num_threads(), 1 + rows * vocabulary // SHARE)
+    rooms, room = None, 0
+    if sampling.temperature > 0 and (sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0):
+        room = 2 * vocabulary + vocabulary // GROUP + 1
+        rooms = uniform.new_empty(min(threads, rows), room)
+    if not isinstance(logits, FakeTensor):
+        assert logits.dtype == torch.float32
+        assert vocabulary == 1 or logits.stride(1) == 1
+        assert uniform.dtype == torch.float64
+        assert uniform.is_contiguous()
+        work = _Draw(
+            logits.data_ptr(),
+            uniform.data_ptr(),
+            logits.stride(0),
+            rows,
+            vocabulary,
+            threads,
+            room,
+            sampling.top_k if sampling.top_k < vocabulary else 0,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.min_p,
+            None if rooms is None else rooms.data_ptr(),
+            tokens.data_ptr(),
+            log_probs.data_ptr(),
+        )
+        library().keel_draw(byref(work))
+    return tokens, log_probs
