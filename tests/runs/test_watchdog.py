@@ -168,3 +168,28 @@ def test_a_suspended_process_has_not_hung() -> None:
         process.send_signal(signal.SIGCONT)
         assert process.stdout.read().strip() == "answer"
     assert process.returncode == 0
+
+
+def test_a_sign_of_life_is_of_its_own_thread() -> None:
+    """One that hangs, and was entered last, is not kept alive by another's."""
+    caught: list[Hung] = []
+    inside = threading.Event()
+
+    def work() -> None:
+        try:
+            with watching("the engine", 0.5, "rollout.timeout"):
+                inside.set()
+                deaf()
+        except Hung as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    with watching("the engine", 600.0, "rollout.timeout"):
+        thread.start()
+        assert inside.wait(30)
+        for _ in range(3000):
+            if not thread.is_alive():
+                break
+            beat()
+            time.sleep(0.01)
+    assert len(caught) == 1

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from keel.engines import native
 from keel.engines.native import NativeEngine
+from keel.runs import giving_up
 from keel.runs.interrupt import Interrupted
 from keel.runs.layout import RunFolder
 from keel.runs.read import load
@@ -261,16 +264,23 @@ def test_a_failure_ahead_stops_the_run_before_the_step_is_saved(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("overlap", ["false", "true"])
+@pytest.mark.parametrize("awaited", [False, True])
 def test_a_failure_of_the_update_ends_the_drawing(
-    overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    awaited: bool, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would take ten minutes."""
-    began = threading.Event()
+    began, over = threading.Event(), threading.Event()
 
-    async def waits(completions: list[str], trainer_state: Any) -> list[float]:
+    async def awaits(completions: list[str], trainer_state: Any) -> list[float]:
         if trainer_state.global_step > 1:
             began.set()
             await asyncio.sleep(600)
+        return [1.0 / (1 + len(text)) for text in completions]
+
+    def waits(completions: list[str], trainer_state: Any) -> list[float]:
+        if trainer_state.global_step > 1:
+            began.set()
+            over.wait(600)
         return [1.0 / (1 + len(text)) for text in completions]
 
     def improve(*given: Any) -> Any:
@@ -278,21 +288,53 @@ def test_a_failure_of_the_update_ends_the_drawing(
         raise KeelError("the update fell over")
 
     monkeypatch.setattr(rl, "improve", improve)
-    monkeypatch.setattr("tests.train.test_drawing.falls_later", waits)
+    monkeypatch.setattr("tests.train.test_drawing.falls_later", awaits if awaited else waits)
     keys = (*AHEAD, "rewards.functions=[{function='tests.train.test_drawing:falls_later'}]")
     keys += (f"rollout.overlap_rewards={overlap}", "rewards.timeout=500", "evaluation.prompts=0")
     with pytest.raises(KeelError, match="the update fell over"):
         train(small(*keys), tmp_path / "run")
     assert threads() == []
+    over.set()
 
 
-def test_a_drawing_is_ended_at_its_next_token() -> None:
+def test_a_failure_of_the_update_ends_an_answer_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that gets no token at all, a minute long."""
+    began = threading.Event()
+    steps: list[int] = []
+    real = native._Run.step
+
+    def step(run: Any) -> Any:
+        if threading.current_thread().name != "keel-ahead":
+            return real(run)
+        began.set()
+        steps.append(len(steps))
+        if len(steps) > 100 * WAIT:
+            raise AssertionError
+        time.sleep(0.01)
+        return np.empty(0, dtype=np.int64)
+
+    def improve(*given: Any) -> Any:
+        assert began.wait(WAIT)
+        raise KeelError("the update fell over")
+
+    monkeypatch.setattr(rl, "improve", improve)
+    monkeypatch.setattr(native._Run, "step", step)
+    with pytest.raises(KeelError, match="the update fell over"):
+        train(small(*KEYS, "steps=3"), tmp_path / "run")
+    assert threads() == []
+    assert len(steps) <= 100 * WAIT
+
+
+def test_a_drawing_is_ended_at_its_next_look() -> None:
     began = threading.Event()
 
     def draw(step: int) -> Rollouts:
         began.set()
         while True:
-            threading.Event().wait(0.01)
+            time.sleep(0.01)
+            giving_up.look()
 
     def learn() -> None:
         with Drawing(draw, ahead=True).beside(2, 9):

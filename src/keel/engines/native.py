@@ -25,6 +25,7 @@ from keel.models.backbone import autocast_for
 from keel.models.encode import decode
 from keel.models.families import head_of
 from keel.models.head import logits
+from keel.runs.giving_up import look
 from keel.runs.watchdog import beat
 from keel.types import Completion, Group, KeelError, OnGroup, Prompt, Sampling
 
@@ -166,6 +167,7 @@ class NativeEngine:
             while run.batch.live:
                 over = run.step()
                 beat()
+                look()
                 if on_group is not None and len(over):
                     for place, group in cut(over):
                         on_group(place, group)

@@ -12,8 +12,6 @@ from keel.config.suggest import unknown
 from keel.rewards.batch import Batch, Log, arguments, columns
 from keel.rewards.calling import (
     AsyncCalls,
-    GivenUp,
-    GivesUp,
     LoopThread,
     Outcome,
     call,
@@ -22,6 +20,7 @@ from keel.rewards.calling import (
 from keel.rewards.checking import BadReturn, Said, read_rewards
 from keel.rewards.compose import shut
 from keel.rewards.loading import NamedReward
+from keel.runs.giving_up import GivenUp, GivesUp
 from keel.runs.watchdog import Hung, place
 from keel.types import KeelError, Task
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from keel.runs.giving_up import GivenUp, GivesUp, look
 from keel.runs.watchdog import Ending, Patience, stack_of, stack_of_task
 
 NOTICE = 5.0
@@ -24,13 +25,6 @@ NOTICE = 5.0
 short of processor time; what it has on its way to a server is then lost. Below watchdog.GRACE."""
 LOOK = 0.1
 """Seconds between two looks at whether a call that can be given up is."""
-
-GivesUp = Callable[[], bool]
-"""Whether nobody wants the outcome any longer."""
-
-
-class GivenUp(BaseException):
-    """Nobody wants the outcome of a call any longer; what hangs in it is left behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +91,8 @@ def _wait(
     for wait in patience:
         end.renew(patience.left)
         with contextlib.suppress(queue.Empty):
-            return outcomes.get(timeout=wait if given_up is None else min(wait, LOOK))
+            return outcomes.get(timeout=min(wait, LOOK))
+        look()
         if given_up is not None and given_up():
             raise GivenUp
     return None
@@ -226,9 +221,9 @@ class AsyncCalls:
         # It keeps time itself, unless a coroutine blocks it.
         until = self._started + self.timeout + NOTICE
         while True:
-            # In slices, since nothing raised in this thread from outside would end one wait.
             if self._ended.wait(min(max(0.0, until - time.monotonic()), LOOK)):
                 return True
+            look()
             if given_up is not None and given_up():
                 raise GivenUp
             if time.monotonic() >= until:

@@ -15,7 +15,8 @@ from types import TracebackType
 
 from keel.rewards.asking import Asking, Part
 from keel.rewards.batch import Batch, column_names
-from keel.rewards.calling import LOOK, GivenUp, GivesUp
+from keel.rewards.calling import LOOK
+from keel.runs.giving_up import GivenUp, GivesUp, look
 from keel.types import Group, Prompt
 
 PARTS = 8
@@ -67,7 +68,8 @@ class Overlap:
         """
         if self._first < len(self._groups):
             raise ValueError("not every group was handed over")
-        self._join()
+        while self._running():
+            look()
         self._raise()
         return [part.asking for part in self._parts]
 
@@ -81,7 +83,8 @@ class Overlap:
         trace: TracebackType | None,
     ) -> None:
         self._given_up = kind is not None and kind is not Failed
-        self._join()
+        while self._running():
+            pass
         if kind is Failed:
             self._raise()
 
@@ -108,10 +111,13 @@ class Overlap:
         """Whether a part before this one failed, which is then what is told."""
         return any(part.error is not None for part in self._parts[:number])
 
-    def _join(self) -> None:
+    def _running(self) -> bool:
+        """Wait a while for the threads; whether one still goes on."""
         for part in self._parts:
-            while part.thread.is_alive():
-                part.thread.join(LOOK)  # in slices, as in `AsyncCalls`
+            part.thread.join(LOOK)
+            if part.thread.is_alive():
+                return True
+        return False
 
     def _raise(self) -> None:
         for part in self._parts:

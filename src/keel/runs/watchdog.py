@@ -69,9 +69,12 @@ def watching(what: str, seconds: float, key: str) -> Iterator[None]:
 
 
 def beat() -> None:
-    """A sign of life of what is watched: its time begins anew."""
-    for watch in _WATCHES[-1:]:
-        watch.silent = 0.0
+    """A sign of life of what is watched in this thread: its time begins anew."""
+    thread = threading.get_ident()
+    for watch in reversed(_WATCHES):
+        if watch.thread == thread:
+            watch.silent = 0.0
+            return
 
 
 class Patience:

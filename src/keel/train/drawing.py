@@ -17,14 +17,11 @@ from typing import Any
 
 import torch
 
-from keel.runs import checkpoint, encoding, watchdog
+from keel.runs import checkpoint, encoding, giving_up
 from keel.train.rollout import Rollouts
 from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
 
 PENDING = "pending.json"
-PATIENCE = 10.0
-"""Seconds after which a thread that is to end is told again: longer than it takes to let go of
-rewards under way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,10 +77,6 @@ class Drawing:
             raise
 
 
-class _GivenUp(BaseException):
-    """Nobody wants the rollouts any longer."""
-
-
 class _Thread(threading.Thread):
     """Draws with as many threads of torch as whoever made it: how many decides the last bits."""
 
@@ -93,11 +86,13 @@ class _Thread(threading.Thread):
         self._threads = torch.get_num_threads()
         self._rollouts: Rollouts | None = None
         self._error: BaseException | None = None
+        self._told = threading.Event()
 
     def run(self) -> None:
         try:
             torch.set_num_threads(self._threads)
-            self._rollouts = self._draw()
+            with giving_up.until(self._told):
+                self._rollouts = self._draw()
         except BaseException as error:
             self._error = error
 
@@ -110,11 +105,12 @@ class _Thread(threading.Thread):
         return self._rollouts
 
     def give_up(self) -> None:
-        """End the drawing at its next step, and wait for that."""
-        while self.is_alive():
-            assert self.ident is not None
-            watchdog.raise_in(self.ident, _GivenUp)
-            self.join(PATIENCE)
+        """End the drawing at its next look (`giving_up`), and wait for that.
+
+        Where it never looks, in a task's reply that hangs, `rollout.timeout` ends it.
+        """
+        self._told.set()
+        self.join()
 
 
 # ---------------------------------------------------------------- to the disk and back
