@@ -11,6 +11,8 @@ that is never drawn. Generation is `NativeEngine.sample`, an update forward and 
 - length: generation of 16 completions, of 64 to 1,024 tokens each, behind prompts of 16.
 - length-shared: the same with one key-value head for four query heads, as most models now share
   them (Qwen2.5: one for six or seven, Llama 3: for four); the other series' has one for each.
+- length-qwen: the same by a model as wide as Qwen2.5-0.5B, of 4 of its 24 layers: weights, and keys
+  and values, grow alike with the layers.
 - rows: generation of 8 to 128 completions of 64 tokens.
 - group: `sample` for one token, thus the prefill, of a prompt of 1,000 for 1 to 64 completions.
 - prompt: the same with a group of 8, and 125 to 2,000 tokens of prompt.
@@ -78,32 +80,30 @@ class Series:
 
 
 class Models:
-    """One of each width and number of key-value heads, made when it is first asked for."""
+    """One of each build, made when it is first asked for: the given one, but for some changes."""
 
     def __init__(self, spec: BuildModel) -> None:
         self.spec = spec
-        self._engines: dict[tuple[int, int | None], NativeEngine] = {}
+        self._engines: dict[str, NativeEngine] = {}
         self._learners: dict[int, Learner] = {}
 
     def learner(self, width: int) -> Learner:
         if width not in self._learners:
-            self._learners[width] = learner_of(built(self._spec(width)))
+            spec = self.spec.model_copy(update={"hidden_size": width})
+            self._learners[width] = learner_of(built(spec))
         return self._learners[width]
 
-    def engine(self, width: int, kv_heads: int | None = None) -> NativeEngine:
+    def engine(self, **changes: Any) -> NativeEngine:
         """An engine whose model never ends a completion."""
-        key = width, kv_heads
+        spec = self.spec.model_copy(update=changes)
+        key = spec.model_dump_json()
         if key not in self._engines:
-            spec = self._spec(width, kv_heads)
             model = build_model(spec, SEED, torch.float32)
             end(model, None)
             policy = built(spec)
             policy.model.load_state_dict(model.state_dict())
             self._engines[key] = NativeEngine(policy.model, policy.tokenizer)
         return self._engines[key]
-
-    def _spec(self, width: int, kv_heads: int | None = None) -> BuildModel:
-        return self.spec.model_copy(update={"hidden_size": width, "kv_heads": kv_heads})
 
 
 # ---------------------------------------------------------------- what is timed
@@ -142,6 +142,14 @@ def learning(learner: Learner, case: Case) -> Once:
 
 TOKENS, COUNTS = (64, 128, 256, 512, 1024), (8, 16, 32, 64, 128)
 PROMPTS, WIDTHS = (125, 250, 500, 1000, 2000), (128, 256, 384, 512)
+QWEN = {
+    "family": "qwen2",
+    "hidden_size": 896,
+    "layers": 4,
+    "heads": 14,
+    "kv_heads": 2,
+    "intermediate_size": 4864,
+}
 FEW, NARROW = (8, 16), (16, 32)
 """Sizes of a smoke run."""
 
@@ -152,26 +160,31 @@ def every(models: Models) -> list[Series]:
 
 
 def generations(models: Models) -> list[Series]:
-    own = models.spec.hidden_size
+    def make(rows: int, length: int, **changes: Any) -> Once:
+        return generating(models.engine(**changes), rows, GROUP, 16, length)
 
-    def make(width: int, rows: int, length: int, kv_heads: int | None = None) -> Once:
-        return generating(models.engine(width, kv_heads), rows, GROUP, 16, length)
+    def by_length(name: str, more: str = "", **changes: Any) -> Series:
+        what = f"generation, tokens of a completion{more}"
+        return Series(name, what, TOKENS, FEW, lambda n: make(16, n, **changes))
 
-    by_length, by_rows = (lambda n: make(own, 16, n)), (lambda n: make(own, n, 64))
-    shared = "generation, tokens of a completion, heads shared"
     return [
-        Series("length", "generation, tokens of a completion", TOKENS, FEW, by_length),
-        Series("length-shared", shared, TOKENS, FEW, lambda n: make(own, 16, n, 1)),
-        Series("rows", "generation, completions", COUNTS, FEW, by_rows),
-        Series("width", "generation, model width", WIDTHS, NARROW, lambda n: make(n, 64, 32)),
+        by_length("length"),
+        by_length("length-shared", ", heads shared", kv_heads=1),
+        by_length("length-qwen", ", as wide as Qwen2.5-0.5B", **QWEN),
+        Series("rows", "generation, completions", COUNTS, FEW, lambda n: make(n, 64)),
+        Series(
+            "width",
+            "generation, model width",
+            WIDTHS,
+            NARROW,
+            lambda n: make(64, 32, hidden_size=n),
+        ),
     ]
 
 
 def prefills(models: Models) -> list[Series]:
-    own = models.spec.hidden_size
-
     def make(group: int, prompt: int) -> Once:
-        return generating(models.engine(own), group, group, prompt, 1)
+        return generating(models.engine(), group, group, prompt, 1)
 
     by_group, by_prompt = (lambda n: make(n, 1000)), (lambda n: make(GROUP, n))
     return [
@@ -254,6 +267,7 @@ def report(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> di
     return {
         "generation_exponent": figure("length", "exponent"),
         "generation_shared_exponent": figure("length-shared", "exponent"),
+        "generation_qwen_exponent": figure("length-qwen", "exponent"),
         "generation_rows_exponent": figure("rows", "exponent"),
         "update_exponent": figure("sequences", "exponent"),
         "prefill_group_ratio": figure("group", "last_over_first"),
