@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from keel.kernels import rows
-from keel.models.rows import gated, rms_norm, turned
+from keel.models.rows import added_norm, gated, rms_norm, turned
 from tests.engines.test_decoding import poison
 
 
@@ -51,11 +51,65 @@ def same(
         torch.testing.assert_close(grad.double(), other, rtol=2e-6, atol=atol)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (33, 256), (3, 4, 200)])
+# The last two: whole blocks of rows, and more of them than two.
+SHAPES = [(1, 1), (7, 5), (33, 256), (3, 4, 200), (128, 20), (2, 67, 24)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_norms(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch)
     given = [drawn(*shape), drawn(shape[-1], seed=1)]
     same(lambda x, w: rms_norm(x, w, 1e-5), norm_in_double, given, 2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("used", [slice(0, 1), slice(1, 2), slice(0, 2)])
+def test_added_norms(shape: tuple[int, ...], used: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the sum, its norm, or both are used."""
+    poison(monkeypatch)
+    given = [drawn(*shape), drawn(*shape, seed=2), drawn(shape[-1], seed=1)]
+    # Of a sum the weight has no gradient.
+    some = 2 if used == slice(0, 1) else 3
+    same(
+        lambda x, update, w: torch.cat(added_norm(x, update, w, 1e-5)[used]),
+        lambda x, update, w: torch.cat((x + update, norm_in_double(x + update, w))[used]),
+        given,
+        some,
+    )
+
+
+def test_an_added_norm_has_the_bits_of_its_two_steps() -> None:
+    x, update, weight = drawn(150, 72), drawn(72, 150, seed=1).T, drawn(72, seed=2)
+    both = x + update
+    one, other = added_norm(x, update, weight, 1e-5), (both, rms_norm(both, weight, 1e-5))
+    seeds = [drawn(150, 72, seed=3).detach(), drawn(72, 150, seed=4).detach().T]
+    for mine, want in zip(one, other, strict=True):
+        assert torch.equal(mine, want)
+    given = (x, update, weight)
+    slopes = torch.autograd.grad(one, given, seeds)
+    assert all(map(torch.equal, slopes, torch.autograd.grad(other, given, seeds)))
+
+
+def test_a_gradient_given_twice_is_written_to_by_none() -> None:
+    """Gradients of both summands are one tensor: what is added to one must not reach the other."""
+    x, update, weight = drawn(5, 8), drawn(5, 8, seed=1), drawn(8, seed=2)
+    seeds = [drawn(5, 8, seed=3).detach(), drawn(5, 8, seed=4).detach()]
+    before = [seed.clone() for seed in seeds]
+    once = torch.autograd.grad(added_norm(x, update, weight, 1e-5), (x, update), seeds)
+    for times in (1, 2, 3):
+        # Each summand has a use of its own besides, one before and one behind.
+        early, late = 2 * x, 3 * update
+        torch.autograd.backward(
+            [early.sum(), *added_norm(x, update, weight, 1e-5), late.sum()], [None, *seeds, None]
+        )
+        for grad, slope, own in ((x.grad, once[0], 2.0), (update.grad, once[1], 3.0)):
+            torch.testing.assert_close(grad, times * (slope + own))
+    assert all(map(torch.equal, seeds, before))
+
+
+def test_summands_must_be_of_one_shape() -> None:
+    with pytest.raises(AssertionError):
+        added_norm(drawn(3, 8), drawn(1, 8), drawn(8), 1e-5)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), (5, 3, 10), (9, 4, 64)])
@@ -96,8 +150,9 @@ def test_threads_change_no_bit() -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            x, weight = drawn(50, 200), drawn(200, seed=1)
-            out = rms_norm(x, weight, 1e-5)
+            x, weight = drawn(300, 200), drawn(200, seed=1)
+            both, out = added_norm(x, 2 * x, weight, 1e-5)
+            out = out * both
             found.append((out, *torch.autograd.grad(out.square().sum(), (x, weight))))
     finally:
         torch.set_num_threads(before)
@@ -105,18 +160,22 @@ def test_threads_change_no_bit() -> None:
         assert all(map(torch.equal, found[0], other))
 
 
-def test_no_gradient_is_made_for_a_weight_that_does_not_learn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[bool] = []
+def test_no_gradient_is_made_that_nobody_has_or_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[bool, bool]] = []
     back = rows.rms_back
 
-    def noting(*given: Any) -> Any:
-        asked.append(given[-1])
-        return back(*given)
+    def noting(grad: Tensor, beside: Tensor | None, *rest: Any) -> Any:
+        asked.append((beside is not None, rest[-1]))
+        return back(grad, beside, *rest)
 
     monkeypatch.setattr(rows, "rms_back", noting)
     for learns in (False, True):
         weight = torch.ones(8, requires_grad=learns)
         rms_norm(drawn(3, 8), weight, 1e-5).sum().backward()
-    assert asked == [False, True]
+        both, out = added_norm(drawn(3, 8), drawn(3, 8), weight, 1e-5)
+        out.sum().backward(retain_graph=True)
+        (both + out).sum().backward(retain_graph=True)
+        both.sum().backward()
+    assert asked == [
+        (beside, learns) for learns in (False, True) for beside in (False, False, True)
+    ]

@@ -3,51 +3,62 @@
 
 #include "vector.h"
 
-/* y = x / sqrt(mean x^2 + epsilon) * weight, row by row; `scale` keeps what x was multiplied with. */
-void keel_rms(const float *x, const float *weight, float epsilon, int64_t rows, int64_t width,
-              int64_t threads, float *y, float *scale) {
+/* y = x / sqrt(mean x^2 + epsilon) * weight, row by row; `scale` keeps what x was multiplied with.
+   Unless `update` is null, x is `sum` = x + update. */
+void keel_rms(const float *x, const float *update, const float *weight, float epsilon, int64_t rows,
+              int64_t width, int64_t threads, float *sum, float *y, float *scale) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         const float *in = x + r * width;
+        if (update) {
+            const float *more = update + r * width;
+            float *both = sum + r * width;
+            for (int64_t i = 0; i < width; i++) both[i] = in[i] + more[i];
+            in = both;
+        }
         float *out = y + r * width, s = 1.0f / sqrtf(squares(in, width) / width + epsilon);
         for (int64_t i = 0; i < width; i++) out[i] = in[i] * s * weight[i];
         scale[r] = s;
     }
 }
 
-/* Columns of a norm's weight that one thread sums at a time. */
-#define COLUMNS 64
+/* With g = dy * weight, s the scale: dx = s (g - x s^2 mean(g x)). */
+INLINE void row_back(const float *dy, const float *x, const float *weight, float s, int64_t width,
+                     float *dx) {
+    vec sum = {};
+    int64_t i = 0;
+    for (; i + WIDE <= width; i += WIDE) sum += load(dy + i) * load(weight + i) * load(x + i);
+    float mean = total(sum);
+    for (; i < width; i++) mean += dy[i] * weight[i] * x[i];
+    mean = mean / width * s * s;
+    for (i = 0; i < width; i++) dx[i] = s * (dy[i] * weight[i] - x[i] * mean);
+}
 
-/* With g = dy * weight, s the scale: dx = s (g - x s^2 mean(g x)), d weight = sum over rows of dy x s,
-   unless it is null. */
-void keel_rms_back(const float *dy, const float *x, const float *weight, const float *scale,
-                   int64_t rows, int64_t width, int64_t threads, float *dx, float *d_weight) {
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++) {
+/* dx is each row's own and what is `beside` it, d weight = sum over rows of dy x s; `beside` or
+   d weight may be null. Every `block` rows have a sum of their own in `parts`: what is added to what
+   does not depend on the number of threads. */
+void keel_rms_back(const float *dy, const float *beside, const float *x, const float *weight,
+                   const float *scale, int64_t rows, int64_t width, int64_t block, int64_t threads,
+                   float *dx, float *d_weight, float *parts) {
+    int64_t blocks = (rows + block - 1) / block;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t b = 0; b < blocks; b++) {
+        float *part = parts + b * width;
+        if (d_weight) memset(part, 0, width * sizeof *part);
+        for (int64_t r = b * block; r < rows && r < (b + 1) * block; r++) {
             const float *in = x + r * width, *grad = dy + r * width;
-            float *out = dx + r * width, s = scale[r];
-            vec sum = {};
-            int64_t i = 0;
-            for (; i + WIDE <= width; i += WIDE) sum += load(grad + i) * load(weight + i) * load(in + i);
-            float mean = total(sum);
-            for (; i < width; i++) mean += grad[i] * weight[i] * in[i];
-            mean = mean / width * s * s;
-            for (i = 0; i < width; i++) out[i] = s * (grad[i] * weight[i] - in[i] * mean);
-        }
-        if (d_weight)
-#pragma omp for schedule(static)
-        for (int64_t first = 0; first < width; first += COLUMNS) {
-            int64_t count = width - first < COLUMNS ? width - first : COLUMNS;
-            float sum[COLUMNS] = {0};
-            for (int64_t r = 0; r < rows; r++) {
-                const float *in = x + r * width + first, *grad = dy + r * width + first;
-                for (int64_t i = 0; i < count; i++) sum[i] += grad[i] * in[i] * scale[r];
-            }
-            memcpy(d_weight + first, sum, count * sizeof *sum);
+            float *out = dx + r * width;
+            row_back(grad, in, weight, scale[r], width, out);
+            if (beside)
+                for (int64_t i = 0; i < width; i++) out[i] += beside[r * width + i];
+            if (d_weight)
+                for (int64_t i = 0; i < width; i++) part[i] += grad[i] * in[i] * scale[r];
         }
     }
+    if (!d_weight) return;
+    memset(d_weight, 0, width * sizeof *d_weight);
+    for (int64_t b = 0; b < blocks; b++)
+        for (int64_t i = 0; i < width; i++) d_weight[i] += parts[b * width + i];
 }
 
 /* Numbers i and i + width/2 of each head turned by the token's angle i; `sign` -1 turns back. x may

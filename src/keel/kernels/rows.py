@@ -16,12 +16,15 @@ from keel.kernels.build import load
 
 _P, _N, _F = c_void_p, c_int64, c_float
 _ARGUMENTS = {
-    "keel_rms": (_P, _P, _F, _N, _N, _N, _P, _P),
-    "keel_rms_back": (_P, _P, _P, _P, _N, _N, _N, _P, _P),
+    "keel_rms": (_P, _P, _P, _F, _N, _N, _N, _P, _P, _P),
+    "keel_rms_back": (_P, _P, _P, _P, _P, _N, _N, _N, _N, _P, _P, _P),
     "keel_turn": (_P, _N, _P, _P, _F, _N, _N, _N, _N, _P),
     "keel_gated": (_P, _P, _N, _N, _P),
     "keel_gated_back": (_P, _P, _P, _N, _N, _P, _P),
 }
+_BLOCK = 64
+"""Rows whose part of a weight's gradient is summed by itself: few enough to leave all threads work,
+many enough that the parts are soon added."""
 
 
 def library() -> Any:
@@ -36,19 +39,34 @@ def library() -> Any:
 
 def rms(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """x / √(mean x² + ε) · weight over the last dimension, and 1 / √(…) of each row."""
-    width = x.shape[-1]
-    out, scale = torch.empty_like(x), x.new_empty(x.numel() // width)
-    _call("keel_rms", x, weight, epsilon, len(scale), width, _threads(), out, scale)
+    out, scale = torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1])
+    sizes = (len(scale), x.shape[-1], _threads())
+    _call("keel_rms", x, None, weight, epsilon, *sizes, None, out, scale)
     return out, scale
 
 
-def rms_back(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, learns: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x and, if it `learns`, of the weight, given that of the output."""
-    d_x, d_weight = torch.empty_like(x), torch.empty_like(weight) if learns else None
+def added_rms(
+    x: Tensor, update: Tensor, weight: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x + update, and what `rms` says of it."""
+    assert x.shape == update.shape
+    both, out = torch.empty_like(x), torch.empty_like(x)
+    scale = x.new_empty(x.numel() // x.shape[-1])
     sizes = (len(scale), x.shape[-1], _threads())
-    _call("keel_rms_back", grad, x, weight, scale, *sizes, d_x, d_weight)
+    _call("keel_rms", x, update, weight, epsilon, *sizes, both, out, scale)
+    return both, out, scale
+
+
+def rms_back(
+    grad: Tensor, beside: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor, learns: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and, if it `learns`, of the weight, given that of the output; what x has
+    `beside` it is added to its own."""
+    rows, width = len(scale), x.shape[-1]
+    d_x, d_weight = torch.empty_like(x), torch.empty_like(weight) if learns else None
+    parts = x.new_empty(-(-rows // _BLOCK), width) if learns else None
+    sizes = (rows, width, _BLOCK, _threads())
+    _call("keel_rms_back", grad, beside, x, weight, scale, *sizes, d_x, d_weight, parts)
     return d_x, d_weight
 
 

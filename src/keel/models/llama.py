@@ -20,7 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 from keel.kernels import rows as compiled
 from keel.models.attention import Rules
 from keel.models.layout import PackedLayout
-from keel.models.rows import gated, rms_norm, turned
+from keel.models.rows import added_norm, gated, rms_norm, turned
 
 ALIKE = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
 """Backbones of one build: norm, attention with rotary embeddings, norm, gated SiLU, both added."""
@@ -96,14 +96,22 @@ def states(
     # Modules are given a batch of one, as the backbone itself would.
     x: Tensor = backbone.embed_tokens(tokens[None])
     turns = angles(backbone, positions)
-    for layer in backbone.layers:
-        x = x + _attention(layer, _normed(layer.input_layernorm, x), turns, layout)
-        x = x + _mlp(layer.mlp, _normed(layer.post_attention_layernorm, x))
-    return _normed(backbone.norm, x)[0]
+    # An update is added together with the norm behind it: for a layer's last, that of the next.
+    first, *behind = (*(layer.input_layernorm for layer in backbone.layers), backbone.norm)
+    normed = _normed(first, x)
+    for layer, norm in zip(backbone.layers, behind, strict=True):
+        update = _attention(layer, normed, turns, layout)
+        x, normed = _added(layer.post_attention_layernorm, x, update)
+        x, normed = _added(norm, x, _mlp(layer.mlp, normed))
+    return normed[0]
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:
     return rms_norm(x, norm.weight, norm.variance_epsilon)
+
+
+def _added(norm: Any, x: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+    return added_norm(x, update, norm.weight, norm.variance_epsilon)
 
 
 def _attention(layer: Any, x: Tensor, turns: tuple[Tensor, Tensor], layout: PackedLayout) -> Tensor:

@@ -21,6 +21,17 @@ def rms_norm(x: Float[Tensor, "... H"], weight: Float[Tensor, "H"], epsilon: flo
     return out
 
 
+def added_norm(
+    x: Float[Tensor, "... H"],
+    update: Float[Tensor, "... H"],
+    weight: Float[Tensor, "H"],
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:
+    """x + update, and `rms_norm` of it."""
+    out: tuple[Tensor, Tensor] = _AddedNorm.apply(x, update, weight, epsilon)  # type: ignore[no-untyped-call]
+    return out
+
+
 def turned(
     x: Float[Tensor, "T heads D"], cos: Float[Tensor, "T half"], sin: Float[Tensor, "T half"]
 ) -> Float[Tensor, "T heads D"]:
@@ -49,7 +60,31 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         learns = ctx.needs_input_grad[1]
         x, weight, scale = ctx.saved_tensors
-        return *rows.rms_back(grad.contiguous(), x, weight, scale, learns), None
+        return *rows.rms_back(grad.contiguous(), None, x, weight, scale, learns), None
+
+
+class _AddedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, update: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        x, update, weight = x.contiguous(), update.contiguous(), weight.contiguous()
+        both, out, scale = rows.added_rms(x, update, weight, epsilon)
+        ctx.save_for_backward(both, weight, scale)
+        # The last sum is read by its norm alone: no gradient of zeros is made for it.
+        ctx.set_materialize_grads(False)
+        return both, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, beside: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return beside, beside, None, None
+        learns = ctx.needs_input_grad[2]
+        both, weight, scale = ctx.saved_tensors
+        beside = None if beside is None else beside.contiguous()
+        d_both, d_weight = rows.rms_back(grad.contiguous(), beside, both, weight, scale, learns)
+        return d_both, d_both, d_weight, None
 
 
 class _Turned(torch.autograd.Function):
