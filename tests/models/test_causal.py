@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -91,6 +92,81 @@ def test_threads_change_no_bit() -> None:
         assert all(map(torch.equal, found[0], other))
 
 
+def families(seed: int) -> tuple[list[int], list[int]]:
+    """Up to 5 pieces that follow none, each with up to 5 others that may lie anywhere behind it,
+    some longer than the queries (64) and the keys (256) taken at a time."""
+    chosen = random.Random(seed)
+    lengths, follows = [], []
+    for _ in range(chosen.randint(1, 5)):
+        follows.append(-1)
+        lengths.append(chosen.choice([1, 20, 31, 65, 300, 520]))
+        roots = [piece for piece, before in enumerate(follows) if before == -1]
+        for _ in range(chosen.randint(0, 5)):
+            follows.append(chosen.choice(roots))
+            lengths.append(chosen.choice([1, 13, 60, 64, 130, 270]))
+    return lengths, follows
+
+
+@pytest.mark.parametrize("window", [None, 1, 23, 100, 300])
+@pytest.mark.parametrize("shape", [(4, 4, 64), (4, 2, 32), (3, 1, 64), (4, 1, 32)])
+@pytest.mark.parametrize("seed", range(4))
+def test_one_pass_backward_gives_the_bits_of_two(
+    seed: int, shape: tuple[int, int, int], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch)
+    lengths, follows = families(seed)
+    given = leaves(sum(lengths), shape, seed)
+    out = PackedLayout(lengths, follows).attend_tokens(*given, Rules(0.3, window))
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    found = []
+    for one in (True, False):
+        monkeypatch.setattr(kernel.Plan, "in_one_pass", lambda *_, one=one: one)
+        found.append(torch.autograd.grad((out * weight).sum(), given, retain_graph=True))
+    assert all(x.isfinite().all() for x in found[0])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "follows", "shared", "threads", "one"),
+    [
+        ([500], [], 1, 1, True),
+        ([500], [], 1, 2, False),
+        ([500], [], 2, 2, False),
+        ([500], [], 4, 2, True),
+        ([20, *[60] * 8] * 2, [-1, *[0] * 8, -1, *[9] * 8], 4, 2, True),
+        ([20, *[60] * 8] * 2, [-1, *[0] * 8, -1, *[9] * 8], 4, 8, False),
+        # One family is nearly all of the work.
+        ([500, *[10] * 40], [], 1, 2, False),
+        # Pieces of equal lengths, but half of the work is one family's.
+        ([60] * 12, [-1, *[0] * 4, *[-1] * 7], 1, 2, False),
+        ([60] * 12, [], 1, 2, True),
+    ],
+)
+def test_families_are_taken_where_they_keep_the_threads_busy(
+    lengths: list[int],
+    follows: list[int],
+    shared: int,
+    threads: int,
+    one: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan, ran = kernel.Plan(lengths, follows), []
+    monkeypatch.setattr(kernel, "_run", lambda name, *_: ran.append(name))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    query = torch.zeros(sum(lengths), shared, 32)
+    saved = (query, query, query, query, query[..., 0].contiguous())
+    kernel.backward(query, saved, plan, 1.0, None)
+    names = ["families"] if one else ["queries", "keys"]
+    assert ran == [f"keel_causal_{name}" for name in names]
+
+
+def test_the_longest_work_comes_first() -> None:
+    """By what queries see: a piece behind a prompt sees more than one of its length that is not."""
+    plan = kernel.Plan([30, 50, 10, 40, 10, 10], [-1, -1, 0, -1, 3, 3])
+    assert plan.families.piece.tolist() == [3, 1, 0]
+    assert plan.families.count.tolist() == [40, 50, 30]
+
+
 def test_heads_need_not_lie_in_a_row() -> None:
     """As transformers hands them over: heads first, tokens inside."""
     lengths, rules = [5, 7], Rules(0.3)
@@ -120,7 +196,8 @@ def test_queries_keys_and_values_may_be_parts_of_one_tensor(view: str) -> None:
     assert all(map(torch.equal, *slopes))
 
 
-def test_no_more_room_is_used_than_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("one", [True, False])
+def test_no_more_room_is_used_than_was_made(one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     behind: list[Tensor] = []
 
     def guarded(query: Tensor, plan: kernel.Plan) -> Tensor:
@@ -130,6 +207,7 @@ def test_no_more_room_is_used_than_was_made(monkeypatch: pytest.MonkeyPatch) -> 
         return whole[:size].view(1, size)
 
     monkeypatch.setattr(kernel, "_room", guarded)
+    monkeypatch.setattr(kernel.Plan, "in_one_pass", lambda *_: one)
     given = leaves(2 * 577, (1, 1, 32))
     out = PackedLayout([577, 577], [-1, 0]).attend_tokens(*given, Rules(0.3))
     torch.autograd.grad(out.sum(), given)

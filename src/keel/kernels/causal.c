@@ -6,10 +6,12 @@
 
        dV = P^T dO,   dS = scaling P * (dO V^T - D),   dQ = dS K,   dK = dS^T Q.
 
-   Source: Dao, FlashAttention-2 (arXiv:2307.08691), sections 2.3 and 3.1. Gradients of queries and
-   of keys are two passes, so that no two threads write to one place. */
+   Source: Dao, FlashAttention-2 (arXiv:2307.08691), sections 2.3 and 3.1. No two threads write to one
+   place: a thread takes a family, a piece with those that follow it, from its keys to all three
+   gradients; or, where these are too few for all threads, queries and keys are a pass each, which
+   computes P and dS anew. A number is the same sum both ways. */
 
-#include "tile.h"
+#include "pieces.h"
 
 #if defined(_OPENMP)
 extern int omp_get_thread_num(void);
@@ -20,89 +22,6 @@ static int omp_get_thread_num(void) { return 0; }
 /* Keys, or queries, that are taken at a time in the backward passes; multiples of PANEL. */
 #define KEYS 256
 #define QUERIES 64
-
-struct pieces {
-    const int64_t *start, *length;
-    const int64_t *follows;              /* a piece each, or -1 */
-    const int64_t *follower, *followers; /* of piece p: follower[followers[p]] and on */
-    int64_t tokens;
-};
-
-struct work {
-    int64_t heads, shared, width, window, threads, room; /* window: 0 for all */
-    float scaling;
-    struct pieces pieces;
-    int64_t items;
-    const int64_t *piece, *first, *count; /* of each item: tokens of one piece */
-    const float *query, *key, *value;
-    int64_t query_step, key_step, value_step; /* from token to token */
-    float *out, *norm;                        /* (tokens, heads, width), (tokens, heads) */
-    const float *grad;                        /* dO, like out */
-    float *delta;                             /* D, like norm */
-    float *d_query, *d_key, *d_value;         /* (tokens, heads or shared heads, width) */
-    float *rooms;                             /* `room` numbers for each thread */
-};
-
-static long lesser(long a, long b) { return a < b ? a : b; }
-static long greater(long a, long b) { return a > b ? a : b; }
-static long padded(long count) { return (count + PANEL - 1) / PANEL * PANEL; }
-
-/* Tokens of one piece that are keys, or queries: `place` is that of the first in its sequence. */
-struct span {
-    long token, place, count;
-};
-
-/* The keys `first` to `first` + PANEL of a span as a panel: (width, PANEL); those behind its end are
-   the last again. */
-static void across(const float *x, long step, long width, long first, long count, float *panel) {
-    for (long j = 0; j < PANEL; j += WIDE)
-        for (long d = 0; d < width; d += WIDE) {
-            vec block[WIDE];
-            for (long i = 0; i < WIDE; i++)
-                block[i] = load(x + lesser(first + j + i, count - 1) * step + d);
-            transposed(block);
-            for (long i = 0; i < WIDE; i++) store(panel + (d + i) * PANEL + j, block[i]);
-        }
-}
-
-/* The keys of a span that a query at `place` sees: from `*low` to what is returned. */
-static long seen(const struct work *w, long place, struct span keys, long *low) {
-    long from = w->window ? place + 1 - w->window - keys.place : 0;
-    *low = greater(0, lesser(from, keys.count));
-    return greater(*low, lesser(keys.count, place + 1 - keys.place));
-}
-
-/* What the queries of a piece see, up to its own token `last`: the prompt's tokens, if it follows
-   one, and its own. */
-static int spans(const struct work *w, long piece, long last, struct span found[2]) {
-    const struct pieces *p = &w->pieces;
-    long before = p->follows[piece];
-    int count = 0;
-    if (before >= 0) found[count++] = (struct span){p->start[before], 0, p->length[before]};
-    long place = count ? found[0].count : 0;
-    found[count++] = (struct span){p->start[piece], place, last + 1};
-    return count;
-}
-
-static struct left rows_of(const float *x, long step) { return (struct left){x, step, 1}; }
-
-/* out += a b, `width` columns. */
-static void onto(long rows, struct left a, const float *b, long step, long width, long inner,
-                 float *out, long stride) {
-    for (long d = 0; d < width; d += PANEL)
-        tile(rows, a, (struct panel){b + d, step}, inner, out + d, stride, 1);
-}
-
-/* Columns `from` to `to` of out = a b^T, b given across; both multiples of PANEL. */
-static void against(long rows, struct left a, const float *across, long width, long from, long to,
-                    float *out, long stride) {
-    for (long j = from; j < to; j += PANEL)
-        tile(rows, a, (struct panel){across + j * width, PANEL}, width, out + j, stride, 0);
-}
-
-static void all_across(const float *x, long step, long width, long count, float *out) {
-    for (long j = 0; j < count; j += PANEL) across(x, step, width, j, count, out + j * width);
-}
 
 /* ---- forward ---- */
 
@@ -217,13 +136,20 @@ static void taken(const struct work *w, struct span keys, long shared, struct bl
                keys.count, b.values);
 }
 
+static void blank(float *row, long low, long high, long end) {
+    memset(row, 0, low * sizeof *row);
+    memset(row + high, 0, (end - high) * sizeof *row);
+}
+
 /* P and dS of a tile of queries of head h, in rows of `weight` and `slope`; 0 where nothing is seen. */
 static void sloped_tile(const struct work *w, struct span asks, long h, struct span keys,
                         const struct block *b, float *weight, float *slope) {
-    long step = w->heads * w->width, low, high, end = padded(keys.count);
+    long step = w->heads * w->width, low, high;
     high = seen(w, asks.place + asks.count - 1, keys, &low);
     seen(w, asks.place, keys, &low);
     long from = low / PANEL * PANEL, to = padded(high);
+    /* `answered` takes ROWS keys at a time of which a query sees the first, at least. */
+    long end = lesser(padded(keys.count), to + PANEL);
     const float *query = w->query + asks.token * w->query_step + h * w->width;
     const float *grad = w->grad + asks.token * step + h * w->width;
     against(asks.count, rows_of(query, w->query_step), b->keys, w->width, from, to, weight, b->stride);
@@ -232,15 +158,13 @@ static void sloped_tile(const struct work *w, struct span asks, long h, struct s
         long at = (asks.token + q) * w->heads + h;
         float norm = w->norm[at], delta = w->delta[at];
         high = seen(w, asks.place + q, keys, &low);
-        hidden(weight, low, high, end);
-        for (long i = 0; i < end; i += WIDE) {
-            vec s = load(weight + i);
-            ivec none = s == all(-INFINITY);
-            vec p = choose(none, all(0.0f), exponential(s * w->scaling - norm));
-            vec d = choose(none, all(0.0f), p * (load(slope + i) - delta) * w->scaling);
+        for (long i = low / WIDE * WIDE; i < high; i += WIDE) {
+            vec p = exponential(load(weight + i) * w->scaling - norm);
             store(weight + i, p);
-            store(slope + i, d);
+            store(slope + i, p * (load(slope + i) - delta) * w->scaling);
         }
+        blank(weight, low, high, end);
+        blank(slope, low, high, end);
     }
 }
 
@@ -285,60 +209,86 @@ static void answered(const struct work *w, struct span asks, long h, struct span
     }
 }
 
-static void to_queries(const struct work *w, long item, long shared, float *room) {
-    long piece = w->piece[item], first = w->first[item], count = w->count[item];
-    long width = w->width, each = w->heads / w->shared, step = w->heads * width;
-    struct block b = block_in(w, room);
-    struct span found[2];
-    int some = spans(w, piece, first + count - 1, found);
-    struct span asks = {w->pieces.start[piece] + first, found[some - 1].place + first, count};
-    for (long q = 0; q < count; q++)
-        memset(w->d_query + (asks.token + q) * step + shared * each * width, 0,
-               each * width * sizeof(float));
-    for (int i = 0; i < some; i++)
-        for (long k = 0; k < found[i].count; k += KEYS) {
-            struct span keys = {found[i].token + k, found[i].place + k,
-                                lesser(KEYS, found[i].count - k)};
-            if (w->window && keys.place + keys.count <= asks.place + 1 - w->window) continue;
-            taken(w, keys, shared, b);
-            for (long h = shared * each; h < (shared + 1) * each; h++) {
-                sloped(w, asks, h, keys, &b);
-                asked(w, asks, h, keys, &b);
-            }
-        }
+/* What becomes of P and dS. */
+typedef void use(const struct work *, struct span asks, long h, struct span keys,
+                 const struct block *);
+
+static void both(const struct work *w, struct span asks, long h, struct span keys,
+                 const struct block *b) {
+    asked(w, asks, h, keys, b);
+    answered(w, asks, h, keys, b);
 }
 
-/* What some queries, of one piece, give to the keys taken. */
-static void given(const struct work *w, struct span asks, struct span keys, long shared,
-                  const struct block *b) {
+/* Queries of one piece with the keys taken. */
+static void met(const struct work *w, struct span asks, long shared, struct span keys,
+                const struct block *b, use *used) {
     long each = w->heads / w->shared;
     for (long q = 0; q < asks.count; q += QUERIES) {
         struct span some = {asks.token + q, asks.place + q, lesser(QUERIES, asks.count - q)};
-        if (w->window && keys.place + keys.count <= some.place + 1 - w->window) return;
+        if (behind(w, some.place, keys)) return;
         for (long h = shared * each; h < (shared + 1) * each; h++) {
             sloped(w, some, h, keys, b);
-            answered(w, some, h, keys, b);
+            used(w, some, h, keys, b);
         }
+    }
+}
+
+/* Some keys of one piece with all queries that see them, of its own and of those that follow it. */
+static void spread(const struct work *w, long piece, long first, long count, long shared,
+                   float *room, use *used) {
+    const struct pieces *p = &w->pieces;
+    long width = w->width, stride = w->shared * width, after = p->length[piece];
+    struct block b = block_in(w, room);
+    struct span keys = part(p, piece, first, count);
+    zeroed(w->d_key + keys.token * stride + shared * width, stride, count, width);
+    zeroed(w->d_value + keys.token * stride + shared * width, stride, count, width);
+    taken(w, keys, shared, b);
+    met(w, part(p, piece, first, after - first), shared, keys, &b, used);
+    for (long f = p->followers[piece]; f < p->followers[piece + 1]; f++) {
+        long other = p->follower[f];
+        met(w, part(p, other, 0, p->length[other]), shared, keys, &b, used);
     }
 }
 
 static void to_keys(const struct work *w, long item, long shared, float *room) {
-    const struct pieces *p = &w->pieces;
+    spread(w, w->piece[item], w->first[item], w->count[item], shared, room, answered);
+}
+
+static void zeroed_queries(const struct work *w, struct span asks, long shared) {
+    long some = w->heads / w->shared * w->width, step = w->heads * w->width;
+    zeroed(w->d_query + asks.token * step + shared * some, step, asks.count, some);
+}
+
+static void to_queries(const struct work *w, long item, long shared, float *room) {
     long piece = w->piece[item], first = w->first[item], count = w->count[item];
-    long width = w->width, stride = w->shared * width;
-    long place = p->follows[piece] < 0 ? 0 : p->length[p->follows[piece]];
     struct block b = block_in(w, room);
-    struct span keys = {p->start[piece] + first, place + first, count};
-    for (long k = 0; k < count; k++) {
-        memset(w->d_key + (keys.token + k) * stride + shared * width, 0, width * sizeof(float));
-        memset(w->d_value + (keys.token + k) * stride + shared * width, 0, width * sizeof(float));
+    struct span found[2], asks = part(&w->pieces, piece, first, count);
+    int some = spans(w, piece, first + count - 1, found);
+    zeroed_queries(w, asks, shared);
+    for (int i = 0; i < some; i++)
+        for (long k = 0; k < found[i].count; k += KEYS) {
+            struct span keys = {found[i].token + k, found[i].place + k,
+                                lesser(KEYS, found[i].count - k)};
+            if (behind(w, asks.place, keys)) continue;
+            taken(w, keys, shared, b);
+            met(w, asks, shared, keys, &b, asked);
+        }
+}
+
+/* A piece that follows none, and those that follow it: queries get from keys in the order of
+   to_queries. */
+static void to_family(const struct work *w, long item, long shared, float *room) {
+    const struct pieces *p = &w->pieces;
+    long root = w->piece[item], others = p->followers[root + 1] - p->followers[root];
+    const int64_t *other = p->follower + p->followers[root];
+    for (long i = -1; i < others; i++) {
+        long piece = i < 0 ? root : other[i];
+        zeroed_queries(w, part(p, piece, 0, p->length[piece]), shared);
     }
-    taken(w, keys, shared, b);
-    given(w, (struct span){keys.token, keys.place, p->length[piece] - first}, keys, shared, &b);
-    for (long f = p->followers[piece]; f < p->followers[piece + 1]; f++) {
-        long other = p->follower[f];
-        given(w, (struct span){p->start[other], p->length[piece], p->length[other]}, keys, shared,
-              &b);
+    for (long i = -1; i < others; i++) {
+        long piece = i < 0 ? root : other[i];
+        for (long k = 0; k < p->length[piece]; k += KEYS)
+            spread(w, piece, k, lesser(KEYS, p->length[piece] - k), shared, room, both);
     }
 }
 
@@ -350,6 +300,15 @@ static void to_keys(const struct work *w, long item, long shared, float *room) {
 void keel_causal(const struct work *w) {
 #pragma omp parallel num_threads(w->threads)
     EACH_ITEM(attend)
+}
+
+/* Items are families. */
+void keel_causal_families(const struct work *w) {
+#pragma omp parallel num_threads(w->threads)
+    {
+        deltas(w);
+        EACH_ITEM(to_family)
+    }
 }
 
 /* Items are queries. */

@@ -21,8 +21,11 @@ PANEL = 32
 """Keys side by side, as in tile.h; a head's width is a multiple."""
 KEYS, QUERIES = 256, 64
 """Taken at a time backward, as in causal.c."""
+TWICE = 1.4
+"""What queries and keys, a pass each, take backward for what families take in one: as measured."""
 _ROWS, _LANES = 12, 16
 """Rows of the largest tile, and numbers of the widest vector."""
+_NAMES = ("keel_causal", "keel_causal_families", "keel_causal_queries", "keel_causal_keys")
 
 
 class _Pieces(ctypes.Structure):
@@ -47,7 +50,8 @@ class _Work(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """Tokens of one piece each, which a thread takes together: the longest work first."""
+    """Tokens of one piece each, which a thread takes together, or families, each by the piece that
+    its others follow: the longest work first."""
 
     piece: Ints
     first: Ints
@@ -69,6 +73,7 @@ class Plan:
         self.forward = self._items(np.full(len(self.length), KEYS))
         self.queries = self._items(np.full(len(self.length), QUERIES))
         self.keys = self._items(np.full(len(self.length), KEYS))
+        self.families, self._largest = self._rooted(self.length * (before + self.length / 2))
         # The prompt's keys and the piece's own are filled up each.
         wide = _filled(before) + _filled(self.length)
         self._wide = int(wide.max())
@@ -77,6 +82,24 @@ class Plan:
         """Numbers that one thread works on."""
         forward = self._wide * (width + _ROWS)
         return max(forward, 2 * KEYS * width + 2 * QUERIES * (KEYS + _LANES))
+
+    def in_one_pass(self, shared: int, threads: int) -> bool:
+        """Whether backward families, in one pass, are done before queries and keys in two.
+
+        Threads that take them as they come need their part of all but the largest, and that, at
+        most (Graham 1966, Bounds for certain multiprocessing anomalies); queries and keys are even.
+        """
+        largest = self._largest / shared
+        return (1 - largest) / threads + largest <= TWICE / threads
+
+    def _rooted(self, work: npt.NDArray[np.float64]) -> tuple[Items, float]:
+        """Families, and the largest one's part of the work, of which each piece's is given."""
+        family = np.where(self.follows < 0, np.arange(len(work)), self.follows)
+        whole = np.bincount(family, weights=work)
+        piece = np.flatnonzero(self.follows < 0)
+        piece = piece[np.argsort(-whole[piece], kind="stable")]
+        items = Items(piece, np.zeros_like(piece), self.length[piece])
+        return items, float(whole.max() / whole.sum())
 
     def _items(self, most: Ints) -> Items:
         counts = -(-self.length // most)
@@ -97,7 +120,7 @@ def library() -> Any:
     """The compiled functions, or None."""
     found = load("causal")
     if found is not None:
-        for name in ("keel_causal", "keel_causal_queries", "keel_causal_keys"):
+        for name in _NAMES:
             getattr(found, name).restype = None
     return found
 
@@ -136,8 +159,11 @@ def backward(
         ):
             assert tensor.is_contiguous()
             setattr(work, name, tensor.data_ptr())
-        _run("keel_causal_queries", work, plan.queries)
-        _run("keel_causal_keys", work, plan.keys)
+        if plan.in_one_pass(work.shared, work.threads):
+            _run("keel_causal_families", work, plan.families)
+        else:
+            _run("keel_causal_queries", work, plan.queries)
+            _run("keel_causal_keys", work, plan.keys)
     return made[0], made[1], made[2]
 
 
