@@ -12,7 +12,8 @@ that is never drawn. Generation is `NativeEngine.sample`, an update forward and 
 - length-shared: the same with one key-value head for four query heads, as most models now share
   them (Qwen2.5: one for six or seven, Llama 3: for four); the other series' has one for each.
 - length-qwen: the same by a model as wide as Qwen2.5-0.5B, of 4 of its 24 layers: weights, and keys
-  and values, grow alike with the layers.
+  and values, grow alike with the layers. Its vocabulary is the others', so its head weighs nothing:
+  the real one's would make a token cost more, and a length less.
 - rows: generation of 8 to 128 completions of 64 tokens.
 - group: `sample` for one token, thus the prefill, of a prompt of 1,000 for 1 to 64 completions.
 - prompt: the same with a group of 8, and 125 to 2,000 tokens of prompt.
@@ -80,10 +81,11 @@ class Series:
 
 
 class Models:
-    """One of each build, made when it is first asked for: the given one, but for some changes."""
+    """One of each build, made when it is first asked for: the given one, but for some changes;
+    `qwen` are those to the model of `length-qwen`."""
 
-    def __init__(self, spec: BuildModel) -> None:
-        self.spec = spec
+    def __init__(self, spec: BuildModel, qwen: Mapping[str, Any]) -> None:
+        self.spec, self.qwen = spec, qwen
         self._engines: dict[str, NativeEngine] = {}
         self._learners: dict[int, Learner] = {}
 
@@ -170,7 +172,7 @@ def generations(models: Models) -> list[Series]:
     return [
         by_length("length"),
         by_length("length-shared", ", heads shared", kv_heads=1),
-        by_length("length-qwen", ", as wide as Qwen2.5-0.5B", **QWEN),
+        by_length("length-qwen", ", as wide as Qwen2.5-0.5B", **models.qwen),
         Series("rows", "generation, completions", COUNTS, FEW, lambda n: make(n, 64)),
         Series(
             "width",
@@ -284,7 +286,7 @@ def report(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> di
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    names = [one.name for one in every(Models(MODEL))]
+    names = [one.name for one in every(Models(MODEL, QWEN))]
     parser.add_argument(
         "--series", nargs="+", choices=names, metavar="SERIES", help=", ".join(names)
     )
@@ -297,14 +299,20 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error("--repeats and --threads have to be 1 or more")
     torch.set_num_threads(arguments.threads)
     smoke = arguments.smoke
-    spec, repeats = (SMALL, 1) if smoke else (MODEL, arguments.repeats)
+    models = Models(SMALL, {"family": "qwen2"}) if smoke else Models(MODEL, QWEN)
+    repeats = 1 if smoke else arguments.repeats
     print(f"{os.cpu_count()} cores, {arguments.threads} threads, medians of {repeats}\n\n{HEAD}")
     rows = []
-    for one in every(Models(spec)):
+    for one in every(models):
         if arguments.series is None or one.name in arguments.series:
             rows.append(measure(one, one.smoke if smoke else one.sizes, repeats))
             print(line(rows[-1]), flush=True)
-    settings = {"threads": arguments.threads, "repeats": repeats, "model": spec.model_dump()}
+    settings = {
+        "threads": arguments.threads,
+        "repeats": repeats,
+        "model": models.spec.model_dump(),
+        "qwen": models.qwen,
+    }
     written = json.dumps(report(rows, {**settings, "smoke": smoke}), indent=2) + "\n"
     if arguments.json:
         arguments.json.write_text(written, "utf-8")

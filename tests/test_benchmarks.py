@@ -121,6 +121,8 @@ def test_growth_fits_each_series(smoke: Callable[..., Told]) -> None:
         assert row["last_over_first"] == row["seconds"][-1] / row["seconds"][0]
         assert row["exponent"] == growth.slope(row["sizes"], row["seconds"])
     assert found["generation_exponent"] == rows["length"]["exponent"]
+    assert found["generation_shared_exponent"] == rows["length-shared"]["exponent"]
+    assert found["generation_qwen_exponent"] == rows["length-qwen"]["exponent"]
     assert found["generation_rows_exponent"] == rows["rows"]["exponent"]
     assert found["update_exponent"] == rows["sequences"]["exponent"]
     assert found["prefill_group_ratio"] == rows["group"]["last_over_first"]
@@ -130,7 +132,7 @@ def test_growth_fits_each_series(smoke: Callable[..., Told]) -> None:
 def test_growth_learns_as_a_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[Any] = []
     monkeypatch.setattr(growth, "backward", lambda learner, row, batch, *_: batches.append(batch))
-    models = growth.Models(SMALL)
+    models = growth.Models(SMALL, {})
     growth.learning(models.learner(SMALL.hidden_size), Case("equal", 20, 8, 16, 5))()
     assert len(batches[0].packed.tokens_T) == 2 * 20 + 16 * 5
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -89,13 +90,16 @@ def test_rows_see_their_prompt_and_their_own(
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that nothing was written to holds NaN."""
-    empty = Tensor.new_empty
 
-    def poisoned(self: Tensor, *size: Any, **options: Any) -> Tensor:
-        new = empty(self, *size, **options)
-        return new.fill_(float("nan")) if new.is_floating_point() else new
+    def poisoned(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def filled(*given: Any, **options: Any) -> Tensor:
+            new = empty(*given, **options)
+            return new.fill_(float("nan")) if new.is_floating_point() else new
 
-    monkeypatch.setattr(Tensor, "new_empty", poisoned)
+        return filled
+
+    for owner, name in ((Tensor, "new_empty"), (torch, "empty"), (torch, "empty_like")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from keel.engines.native import NativeEngine
 from keel.engines.scripted import ScriptedEngine
 from keel.engines.turns import converse
+from keel.runs import giving_up
 from keel.types import Completion, Group, KeelError, Prompt, Sampling, Side
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_logits, tiny
 
@@ -178,6 +180,20 @@ def test_the_context_covers_policy_and_task() -> None:
     full = [len(g.prompt.tokens) + len(c) for g in groups for c in g.completions]
     assert full == [24] * 12
     assert {c.finish for g in groups for c in g.completions} == {"length"}
+
+
+def test_a_conversation_that_nobody_wants_ends_at_the_next_reply() -> None:
+    told = threading.Event()
+
+    class Tells(Calculator):
+        def reply(self, prompt: Prompt, text: str) -> str | None:
+            told.set()
+            return super().reply(prompt, text)
+
+    engine, task = ScriptedEngine(lambda prompt, index: "go", TOKENIZER), Tells()
+    with pytest.raises(giving_up.GivenUp), giving_up.until(told):
+        talk(engine, [Prompt("p", "3+4", tokens=(5,))], 3, Sampling(90), task, max_turns=2)
+    assert len(task.asked) == 1
 
 
 def test_one_turn_asks_nobody_and_bad_replies_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -137,10 +138,17 @@ for name, what in (("real", real), ("dry", dry)):
 
 
 def test_malloc_loses_in_the_dry_run_what_it_loses_in_the_real_one() -> None:
-    done = subprocess.run([sys.executable, "-c", TWO], capture_output=True, text=True, check=True)
-    said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-    (real, _), (dry, live) = json.loads(said["real"]), json.loads(said["dry"])
-    # What lives alone would be a quarter short.
-    assert live < 0.8 * real
-    # Where a hole forms hangs on small things too, and those of fake tensors are not the same.
-    assert dry == pytest.approx(real, rel=0.15)
+    found = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", TWO], capture_output=True, text=True, check=True
+        )
+        said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+        (real, _), (dry, live) = json.loads(said["real"]), json.loads(said["dry"])
+        found.append((dry / real, live / real))
+    dry, live = (statistics.median(ratios) for ratios in zip(*found, strict=True))
+    # What lives alone would be a third short.
+    assert live < 0.75
+    # Where a hole forms hangs on small things too, those of fake tensors are not the same, and it
+    # differs from process to process: 0.76 to 0.93 were seen on one machine.
+    assert dry == pytest.approx(1, abs=0.22)

@@ -378,6 +378,29 @@ def test_an_error_of_whoever_draws_gives_up_what_is_under_way(kind: str) -> None
     scorer.close()
 
 
+def test_a_thread_that_cannot_be_started_is_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the system allows no more of them."""
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "keel-overlap" and threads():
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    began = threading.Event()
+
+    def waits(completions: list[str]) -> list[float]:
+        began.wait(WAIT)
+        return [0.0] * len(completions)
+
+    step = groups(3)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        overlapped(Scorer([named_reward(waits)], timeout=WAIT), step, range(3))
+    began.set()
+    assert threads() == []
+
+
 def test_a_blocked_event_loop_is_named_though_other_parts_wait() -> None:
     """One coroutine blocks the loop that all of them share."""
     release = threading.Event()

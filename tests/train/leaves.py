@@ -6,6 +6,7 @@ generators. What cannot be looked into is told apart, so that nothing hides ther
 
 from __future__ import annotations
 
+import contextvars
 import asyncio
 import enum
 import functools
@@ -149,6 +150,8 @@ class Walk:
             yield f"{path}()", value()
         elif isinstance(value, property | classmethod | staticmethod):
             yield f"{path}.func", getattr(value, "fget", None) or getattr(value, "__func__", None)
+        elif isinstance(value, contextvars.ContextVar):
+            yield f"{path}.get()", value.get(None)
         elif isinstance(value, itertools.count | types.CellType):
             self.found[path] = Leaf(repr(value))
         else:

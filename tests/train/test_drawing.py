@@ -346,6 +346,30 @@ def test_a_drawing_is_ended_at_its_next_look() -> None:
     assert threads() == []
 
 
+def test_a_drawing_that_never_looks_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, over = threading.Event(), threading.Event()
+
+    def draw(step: int) -> Rollouts:
+        began.set()
+        over.wait(WAIT)
+        raise AssertionError
+
+    def learn() -> None:
+        with Drawing(draw, ahead=True).beside(2, 9):
+            assert began.wait(WAIT)
+            raise KeelError("the update fell over")
+
+    monkeypatch.setattr("keel.train.drawing.PATIENCE", 0.1)
+    with pytest.raises(KeelError, match="the update fell over"):
+        learn()
+    assert threads() == ["keel-ahead"]
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name == "keel-ahead":
+            thread.join(WAIT)
+    assert threads() == []
+
+
 def test_the_last_step_has_none_beside_it() -> None:
     def draw(step: int) -> Rollouts:
         raise AssertionError

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from keel.engines.streams import occurrences
 from keel.models.encode import decode
+from keel.runs.giving_up import look
 from keel.types import Completion, Engine, Group, KeelError, Prompt, Sampling, Task
 
 
@@ -113,6 +114,7 @@ def _begin(groups: Sequence[Group], sampling: Sampling, context: int | None) -> 
 
 def _reply(talk: _Talk, tasks: Mapping[str, Task]) -> str | None:
     """What the task answers; None where the conversation is over."""
+    look()
     if talk.said.finish == "length" or talk.left <= 0 or talk.prompt.task not in tasks:
         return None
     return tasks[talk.prompt.task].reply(talk.prompt, talk.said.text)

@@ -70,9 +70,11 @@ class Plan:
         counts = np.bincount(self.follows[behind], minlength=len(lengths))
         self.followers: Ints = np.concatenate([[0], counts.cumsum()])
         before = np.where(self.follows >= 0, self.length[self.follows], 0)
-        self.forward = self._items(np.full(len(self.length), KEYS))
-        self.queries = self._items(np.full(len(self.length), QUERIES))
-        self.keys = self._items(np.full(len(self.length), KEYS))
+        seeing: npt.NDArray[np.float64] = np.zeros(len(lengths))
+        np.add.at(seeing, self.follows[behind], self.length[behind])
+        self.forward = self._asking(KEYS, before)
+        self.queries = self._asking(QUERIES, before)
+        self.keys = self._answering(KEYS, seeing)
         self.families, self._largest = self._rooted(self.length * (before + self.length / 2))
         # The prompt's keys and the piece's own are filled up each.
         wide = _filled(before) + _filled(self.length)
@@ -101,14 +103,28 @@ class Plan:
         items = Items(piece, np.zeros_like(piece), self.length[piece])
         return items, float(whole.max() / whole.sum())
 
-    def _items(self, most: Ints) -> Items:
+    def _asking(self, most: int, before: Ints) -> Items:
+        """Queries, which see what is before their piece and in it up to themselves."""
+        piece, first, count = self._cut(most)
+        return _longest(piece, first, count, count * (before[piece] + first + count / 2))
+
+    def _answering(self, most: int, seeing: npt.NDArray[np.float64]) -> Items:
+        """Keys, seen by what is behind them in their piece and by what follows it."""
+        piece, first, count = self._cut(most)
+        behind = self.length[piece] - first - count / 2
+        return _longest(piece, first, count, count * (behind + seeing[piece]))
+
+    def _cut(self, most: int) -> tuple[Ints, Ints, Ints]:
+        """The pieces in parts of at most so many tokens: of each its piece, first and count."""
         counts = -(-self.length // most)
         piece = np.repeat(np.arange(len(counts)), counts)
-        rank = np.arange(len(piece)) - np.repeat(counts.cumsum() - counts, counts)
-        first = rank * most[piece]
-        count = np.minimum(self.length[piece] - first, most[piece])
-        order = np.argsort(-(first + count), kind="stable")
-        return Items(piece[order], first[order], count[order])
+        first = most * (np.arange(len(piece)) - np.repeat(counts.cumsum() - counts, counts))
+        return piece, first, np.minimum(self.length[piece] - first, most)
+
+
+def _longest(piece: Ints, first: Ints, count: Ints, work: npt.NDArray[np.float64]) -> Items:
+    order = np.argsort(-work, kind="stable")
+    return Items(piece[order], first[order], count[order])
 
 
 def _filled(count: Ints) -> Ints:

@@ -22,6 +22,15 @@ struct weight {
     int64_t inputs, outputs;
 };
 
+/* What the rows of x stand multiplied with, for `product`. */
+static void scales(const float *x, long rows, long inputs, float epsilon, float *scale) {
+    for (long r = 0; r < rows; r++) {
+        scale[r] = 1.0f;
+        if (epsilon >= 0)
+            scale[r] = 1.0f / sqrtf(squares(x + r * inputs, inputs) / inputs + epsilon);
+    }
+}
+
 static void finish(const float sum[PANEL], float scale, const float *bias, enum end end, long left,
                    float *out) {
     float y[PANEL];
@@ -70,22 +79,19 @@ static void product(const struct weight *w, const float *x, long rows, float eps
     long each = tiles ? rows / tiles : 0, more = tiles ? rows % tiles : 0;
     long inputs = w->inputs, filled = FILLED(inputs);
     const stored *numbers = taken(x, rows, inputs, room);
+    float scale[rows + 1]; /* by each thread for itself: cheaper than to wait for another */
+    scales(x, rows, inputs, epsilon, scale);
 #pragma omp for schedule(static)
     for (long item = 0; item < panels * tiles; item++) {
         long panel = item / tiles, t = item % tiles;
         long first = t * each + (t < more ? t : more), count = each + (t < more);
-        const float *in = x + first * inputs;
         struct left a = {numbers + first * filled, filled, UNIT};
         struct panel b = {w->panels + panel * filled * PANEL, UNIT * PANEL};
         float sum[ROWS][PANEL];
         tile(count, a, b, filled / UNIT, sum[0], PANEL, 0);
-        for (long r = 0; r < count; r++) {
-            float scale = 1.0f;
-            if (epsilon >= 0)
-                scale = 1.0f / sqrtf(squares(in + r * inputs, inputs) / inputs + epsilon);
-            finish(sum[r], scale, w->bias ? w->bias + panel * PANEL : 0, end, width - panel * step,
-                   out + (first + r) * width + panel * step);
-        }
+        for (long r = 0; r < count; r++)
+            finish(sum[r], scale[first + r], w->bias ? w->bias + panel * PANEL : 0, end,
+                   width - panel * step, out + (first + r) * width + panel * step);
     }
 }
 

@@ -43,7 +43,7 @@ void keel_rms_back(const float *dy, const float *beside, const float *x, const f
     int64_t blocks = (rows + block - 1) / block;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t b = 0; b < blocks; b++) {
-        float *part = parts + b * width;
+        float *part = d_weight ? parts + b * width : 0;
         if (d_weight) memset(part, 0, width * sizeof *part);
         for (int64_t r = b * block; r < rows && r < (b + 1) * block; r++) {
             const float *in = x + r * width, *grad = dy + r * width;

@@ -73,7 +73,9 @@ class PackedLayout:
         value: Float[Tensor, "T Hkv D"],
         rules: Rules,
     ) -> Float[Tensor, "T H D"]:
-        """`attend`, token by token."""
+        """`attend`, token by token. Raises ValueError for more or fewer than the pieces have."""
+        if len(query) != self.tokens:
+            raise ValueError(f"{len(query)} tokens, but the pieces have {self.tokens}")
         if _flash_applies(query, value, rules):
             return self._flash(query, key, value, rules)
         if causal.applies(query, key, value, rules):

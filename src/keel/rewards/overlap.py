@@ -29,7 +29,8 @@ class Failed(BaseException):
 
 
 class Overlap:
-    """A step being judged while it is drawn. To be entered; on leaving, no thread of it is left.
+    """A step being judged while it is drawn. To be entered; on leaving, no thread of it is left but
+    that of a function which hangs (`rewards.calling`).
 
     Leaving with an error of whoever draws gives up what is under way.
     """
@@ -114,8 +115,8 @@ class Overlap:
     def _running(self) -> bool:
         """Wait a while for the threads; whether one still goes on."""
         for part in self._parts:
-            part.thread.join(LOOK)
-            if part.thread.is_alive():
+            if part.thread.is_alive():  # one that could not be started is not
+                part.thread.join(LOOK)
                 return True
         return False
 

@@ -20,7 +20,7 @@ class GivenUp(BaseException):
 
 
 _TOLD: ContextVar[threading.Event | None] = ContextVar("_TOLD", default=None)
-"""Of this thread's own context: another thread begins without."""
+"""Of this thread's own context; a thread begins without, what is asked of an event loop with it."""
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from keel.train.rollout import Rollouts
 from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
 
 PENDING = "pending.json"
+PATIENCE = 30.0
+"""Seconds that a drawing gets to end: a decode step, a prefill, a task's reply are shorter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +60,7 @@ class Drawing:
         """Draw the rollouts of a step, unless it is behind the `last`, while the block lasts.
 
         Raises what the drawing raises, once the block is done; an error of the block's own ends the
-        drawing. In either case no thread is left.
+        drawing. In either case no thread is left but one that hangs in code that is not Keel's.
         """
         if not self.ahead or step > last:
             yield
@@ -107,10 +109,10 @@ class _Thread(threading.Thread):
     def give_up(self) -> None:
         """End the drawing at its next look (`giving_up`), and wait for that.
 
-        Where it never looks, in a task's reply that hangs, `rollout.timeout` ends it.
+        Where it does not look, in a task's own code that hangs, it is left behind.
         """
         self._told.set()
-        self.join()
+        self.join(PATIENCE)
 
 
 # ---------------------------------------------------------------- to the disk and back
