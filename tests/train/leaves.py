@@ -6,8 +6,8 @@ generators. What cannot be looked into is told apart, so that nothing hides ther
 
 from __future__ import annotations
 
-import contextvars
 import asyncio
+import contextvars
 import enum
 import functools
 import hashlib
