@@ -22,7 +22,15 @@ from keel.runs.interrupt import Interrupted
 from keel.runs.layout import RunFolder
 from keel.runs.read import load
 from keel.train import rl, stages
-from keel.train.drawing import PENDING, Drawing, Pending, as_kept, read_pending, save_pending
+from keel.train.drawing import (
+    PENDING,
+    Drawing,
+    Pending,
+    _Thread,
+    as_kept,
+    read_pending,
+    save_pending,
+)
 from keel.train.rollout import Rollouts
 from keel.train.run import train
 from keel.types import Group, KeelError, Prompt, Sampling
@@ -287,12 +295,21 @@ def test_a_failure_of_the_update_ends_the_drawing(
         assert began.wait(WAIT)
         raise KeelError("the update fell over")
 
+    left: list[bool] = []
+    real = _Thread.give_up
+
+    def give_up(thread: _Thread) -> None:
+        real(thread)
+        left.append(thread.is_alive())
+
+    monkeypatch.setattr(_Thread, "give_up", give_up)
     monkeypatch.setattr(rl, "improve", improve)
     monkeypatch.setattr("tests.train.test_drawing.falls_later", awaits if awaited else waits)
     keys = (*AHEAD, "rewards.functions=[{function='tests.train.test_drawing:falls_later'}]")
     keys += (f"rollout.overlap_rewards={overlap}", "rewards.timeout=500", "evaluation.prompts=0")
     with pytest.raises(KeelError, match="the update fell over"):
         train(small(*keys), tmp_path / "run")
+    assert left == [False]
     assert threads() == []
     over.set()
 
