@@ -29,29 +29,29 @@ INLINE long value_at(long place, long d, long width) {
 INLINE long first_page(struct places p) { return p.from / PAGE; }
 INLINE long end_page(struct places p) { return p.to > p.from ? (p.to + PAGE - 1) / PAGE : p.from / PAGE; }
 
-/* Numbers that are read soon are fetched from memory meanwhile. */
-INLINE void fetch(const stored *from, long numbers) {
-    for (long i = 0; i < numbers; i += 64 / sizeof *from) __builtin_prefetch(from + i, 0, 2);
+/* What is read soon is fetched from memory meanwhile, its first lines: the processor fetches the rest
+   itself, once these are read in order, and more than it can have under way would only stop it. */
+INLINE void fetch(const stored *from) {
+    for (long line = 0; line < 8; line++) __builtin_prefetch((const char *)from + 64 * line, 0, 2);
 }
 
 /* Pages between what is fetched and what is read. */
 #define AHEAD 2
 
 /* The keys of a page AHEAD of this one: of these places, or of those that are read after them. */
-INLINE void fetch_keys(long width, struct places p, struct places next, long page) {
+INLINE void fetch_keys(struct places p, struct places next, long page) {
     page += AHEAD;
-    if (page < end_page(p)) fetch(inside(p, page, p.keys), PAGE * width);
+    if (page < end_page(p)) fetch(inside(p, page, p.keys));
     page += first_page(next) - end_page(p);
-    if (page >= first_page(next) && page < end_page(next))
-        fetch(inside(next, page, next.keys), PAGE * width);
+    if (page >= first_page(next) && page < end_page(next)) fetch(inside(next, page, next.keys));
 }
 
 /* score = q . key, place by place; -inf where nothing is seen. */
 INLINE void scored_as(long width, const stored *q, struct places p, struct places next, float *score) {
     for (long page = first_page(p); page < end_page(p); page++) {
         const stored *keys = inside(p, page, p.keys);
-        fetch(inside(p, page, p.values), PAGE * width);
-        fetch_keys(width, p, next, page);
+        fetch(inside(p, page, p.values));
+        fetch_keys(p, next, page);
         long begin = p.from - page * PAGE, here = p.to - page * PAGE;
         here = here < PAGE ? here : PAGE;
         for (long i = 0; i < PAGE; i += WIDE, score += WIDE) {

@@ -162,6 +162,40 @@ void keel_norm(const float *weight, float epsilon, const struct step *s) {
     }
 }
 
+/* WIDE rows at numbers `k` and on become columns: of each number WIDE of them, those behind the end 0. */
+static void turned_rows(const int64_t *row, long k, long inputs, const float *scale, vec column[WIDE]) {
+    long here = inputs - k < WIDE ? inputs - k : WIDE;
+    for (long i = 0; i < WIDE; i++) {
+        const float *x = (const float *)(intptr_t)row[i];
+        column[i] = (vec){};
+        if (x && here == WIDE) column[i] = load(x + k);
+        else if (x) memcpy(column + i, x + k, here * sizeof *x);
+    }
+    transposed(column);
+    for (long i = 0; scale && i < here; i++) column[i] *= scale[k + i];
+}
+
+/* A weight as `product` takes it. Column i of the `columns`, a multiple of PANEL, is the row of numbers
+   at row[i], or zeros where that is 0, and each of them times the input's `scale` unless that is
+   null. */
+void keel_panels(const int64_t *row, const float *scale, int64_t columns, int64_t inputs,
+                 int64_t threads, stored *panels) {
+    long filled = FILLED(inputs);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t first = 0; first < columns; first += WIDE)
+        for (long k = 0; k < filled; k += WIDE) {
+            vec column[WIDE];
+            turned_rows(row + first, k, inputs, scale, column);
+            stored *to = panels + (first / PANEL * filled + k) * PANEL + first % PANEL * UNIT;
+            for (long i = 0; i < WIDE && k + i < filled; i++) {
+                stored some[WIDE];
+                put(some, column[i]);
+                for (long j = 0; j < WIDE; j++)
+                    to[i / UNIT * UNIT * PANEL + j * UNIT + i % UNIT] = some[j];
+            }
+        }
+}
+
 /* Keys and values of places to other places: of each its page, where that begins, and which it is in
    there. */
 void keel_copy(int64_t layers, int64_t heads, int64_t width, int64_t count, const int64_t *page,

@@ -8,13 +8,17 @@ from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from keel.kernels.build import load
 
+Ints = npt.NDArray[np.int64]
 PANEL = 32
 """Columns of a panel, as in product.h."""
 PAGE = 16
@@ -69,7 +73,8 @@ def library(dtype: torch.dtype) -> Any:
         found.keel_decode.argtypes = (c_void_p, c_int64, c_void_p)
         found.keel_norm.argtypes = (c_void_p, c_float, c_void_p)
         found.keel_copy.argtypes = (*(c_int64,) * 4, *(c_void_p,) * 4)
-        for name in ("keel_decode", "keel_norm", "keel_copy"):
+        found.keel_panels.argtypes = (*(c_void_p,) * 2, *(c_int64,) * 3, c_void_p)
+        for name in ("keel_decode", "keel_norm", "keel_copy", "keel_panels"):
             getattr(found, name).restype = None
     return found
 
@@ -111,26 +116,32 @@ class Panels:
         scale: Tensor | None = None,
         gated: bool = False,
     ) -> None:
-        weights = [weight for weight, _ in parts]
-        biases = [bias for _, bias in parts]
-        join = _by_turns if gated else _side_by_side
-        weight = join(weights)
-        weight = weight if scale is None else weight * scale
-        inputs = filled(weight.shape[1], arena.dtype)
-        weight = F.pad(weight, (0, inputs - weight.shape[1]))
+        weights = [weight if weight.stride(1) == 1 else weight.contiguous() for weight, _ in parts]
+        outputs, inputs = [len(weight) for weight in weights], weights[0].shape[1]
+        places = _by_turns(outputs) if gated else _side_by_side(outputs)
         unit = 2 if arena.dtype == torch.bfloat16 else 1
-        panels = weight.view(-1, PANEL, inputs // unit, unit).transpose(1, 2)
-        self.panels = arena.take(*panels.shape).copy_(panels)
-        self.bias = None if all(b is None for b in biases) else join(_columns(biases, weights))
-        self.shape = sum(len(part) for part in weights), weights[0].shape[1]
+        shape = (len(places) // PANEL, filled(inputs, arena.dtype) // unit, PANEL, unit)
+        self.panels = arena.take(*shape)
+        self.bias = _bias(parts, places)
+        self.shape = sum(outputs), inputs
+        if not isinstance(self.panels, FakeTensor):
+            rows = np.append(np.concatenate([_rows(weight) for weight in weights]), 0)[places]
+            scale = None if scale is None else scale.contiguous()
+            library(arena.dtype).keel_panels(
+                rows.ctypes.data,
+                pointer(scale),
+                len(places),
+                inputs,
+                torch.get_num_threads(),
+                pointer(self.panels),
+            )
 
     @staticmethod
     def numbers(*parts: nn.Linear, dtype: torch.dtype, gated: bool = False) -> int:
         """Of the panels of these projections."""
-        step = PANEL // len(parts) if gated else PANEL
         outputs = [part.out_features for part in parts]
-        whole = [-(-n // step) * step for n in (outputs if gated else [sum(outputs)])]
-        return sum(whole) * filled(parts[0].in_features, dtype)
+        places = _by_turns(outputs) if gated else _side_by_side(outputs)
+        return len(places) * filled(parts[0].in_features, dtype)
 
     @property
     def pointers(self) -> Weight:
@@ -139,20 +150,34 @@ class Panels:
         return Weight(pointer(self.panels), pointer(self.bias), inputs, outputs)
 
 
-def _columns(biases: Sequence[Tensor | None], weights: Sequence[Tensor]) -> list[Tensor]:
-    pairs = zip(biases, weights, strict=True)
-    return [(w.new_zeros(len(w)) if b is None else b).unsqueeze(1) for b, w in pairs]
+def _side_by_side(outputs: Sequence[int]) -> Ints:
+    """Of each column of some panels, which output it is; -1 for what fills them up."""
+    whole = sum(outputs)
+    return np.append(np.arange(whole), np.full(-whole % PANEL, -1))
 
 
-def _side_by_side(parts: Sequence[Tensor]) -> Float[Tensor, "O K"]:
-    both = torch.cat(list(parts))
-    return F.pad(both, (0, 0, 0, -len(both) % PANEL))
+def _by_turns(outputs: Sequence[int]) -> Ints:
+    """As `_side_by_side`, of two projections that have half of each panel."""
+    half, count = PANEL // 2, outputs[0]
+    own = np.append(np.arange(count), np.full(-count % half, -1)).reshape(-1, half)
+    return np.concatenate([own, np.where(own < 0, -1, own + count)], axis=1).ravel()
 
 
-def _by_turns(parts: Sequence[Tensor]) -> Float[Tensor, "O K"]:
-    half, inputs = PANEL // 2, parts[0].shape[1]
-    filled = [F.pad(part, (0, 0, 0, -len(part) % half)).view(-1, half, inputs) for part in parts]
-    return torch.cat(filled, dim=1).view(-1, inputs)
+def _rows(weight: Float[Tensor, "O K"]) -> Ints:
+    """Where each output's numbers begin."""
+    assert weight.dtype == torch.float32
+    rows: Ints = weight.data_ptr() + np.arange(len(weight)) * weight.stride(0) * weight.itemsize
+    return rows
+
+
+def _bias(parts: Sequence[tuple[Tensor, Tensor | None]], places: Ints) -> Tensor | None:
+    """The projections' biases, column by column; None where there is none."""
+    if all(bias is None for _, bias in parts):
+        return None
+    own = [w.new_zeros(len(w)) if bias is None else bias for w, bias in parts]
+    # What fills up is the last.
+    whole = F.pad(torch.cat(own), (0, 1))
+    return whole[torch.from_numpy(places % len(whole))]
 
 
 def pointer(tensor: Tensor | None) -> int | None:

@@ -31,22 +31,24 @@ static void scales(const float *x, long rows, long inputs, float epsilon, float 
     }
 }
 
-static void finish(const float sum[PANEL], float scale, const float *bias, enum end end, long left,
+/* The sums of a panel, of which `left` are wanted at most, to what becomes of them. */
+static void finish(const float *sum, float scale, const float *bias, enum end end, long left,
                    float *out) {
-    float y[PANEL];
-    for (int i = 0; i < PANEL; i++) y[i] = sum[i] * scale + (bias ? bias[i] : 0.0f);
-    if (end == GATED) {
-        for (int i = 0; i < PANEL / 2; i += WIDE) {
-            vec gate = load(y + i);
-            store(y + i, gate / (1.0f + exponential(-gate)) * load(y + PANEL / 2 + i));
-        }
-        left = left < PANEL / 2 ? left : PANEL / 2;
+    vec y[VECTORS];
+    for (int v = 0; v < VECTORS; v++) {
+        y[v] = load(sum + v * WIDE) * scale;
+        if (bias) y[v] += load(bias + v * WIDE);
     }
-    long width = left < PANEL ? left : PANEL;
-    if (end == ADDED)
-        for (long i = 0; i < width; i++) out[i] += y[i];
+    int vectors = end == GATED ? VECTORS / 2 : VECTORS;
+    if (end == GATED)
+        for (int v = 0; v < vectors; v++)
+            y[v] = y[v] / (1.0f + exponential(-y[v])) * y[vectors + v];
+    if (left >= vectors * WIDE)
+        for (int v = 0; v < vectors; v++)
+            store(out + v * WIDE, end == ADDED ? load(out + v * WIDE) + y[v] : y[v]);
     else
-        memcpy(out, y, width * sizeof *out);
+        for (long i = 0; i < left; i++)
+            out[i] = end == ADDED ? out[i] + y[i / WIDE][i % WIDE] : y[i / WIDE][i % WIDE];
 }
 
 /* x (rows, inputs) as products take it. */
