@@ -23,7 +23,7 @@ check: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/quickstart.py
-	$(BIN)/python benchmarks/head_memory.py
+	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python benchmarks/draw.py
 	$(BIN)/python -m benchmarks.loop $(if $(KEEL_TRL_PYTHON),,--keel-only)
 	$(BIN)/python -m benchmarks.rollout

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import draw, growth, head_memory, loop, loop_keel, rollout, startup, turns, update
+from benchmarks import draw, growth, loop, loop_keel, memory, rollout, startup, turns, update
 from benchmarks.update import SMALL, Case
 
 Told = tuple[dict[str, Any], str]
@@ -185,8 +185,8 @@ def test_drawing_has_a_row_for_each_case(smoke: Callable[..., Told]) -> None:
     assert draw.compiled.library()
 
 
-def test_head_memory_tells_the_share(smoke: Callable[..., Told]) -> None:
-    found, _ = smoke(head_memory.main)
+def test_memory_tells_the_share(smoke: Callable[..., Told]) -> None:
+    found, _ = smoke(memory.main)
     (row,) = found["rows"]
     assert found["share"] == row["share"] == row["chunked_bytes"] / row["naive_bytes"]
     # 1,024 × 20,000 logits alone are 78 MiB, and the naive side has more than two of them.

@@ -4,8 +4,8 @@ Each variant runs in a fresh process, which reports how far its resident memory 
 inputs (hidden states and output weights) already took. Both variants end with the same gradients,
 of hidden states and of the output weights, and these are in the figures.
 
-    python benchmarks/head_memory.py [--json FILE] [--vocabulary V] [--hidden H] [--tokens N ...]
-    python benchmarks/head_memory.py --smoke         # tiny, in seconds
+    python -m benchmarks.memory [--json FILE] [--vocabulary V] [--hidden H] [--tokens N ...]
+    python -m benchmarks.memory --smoke              # tiny, in seconds
 
 `share`, in the file, is the chunked peak over the naive one: of each row, and the largest of all.
 """
