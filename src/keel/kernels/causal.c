@@ -23,97 +23,127 @@ static int omp_get_thread_num(void) { return 0; }
 #define KEYS 256
 #define QUERIES 64
 
-/* ---- forward ---- */
-
-/* -inf to what is not seen of a row of scores. */
-static void hidden(float *score, long low, long high, long end) {
-    for (long i = 0; i < low; i++) score[i] = -INFINITY;
-    for (long i = high; i < end; i++) score[i] = -INFINITY;
+/* Which numbers of a vector whose first is number `i` of a row are `low` to `high` of it. */
+static ivec within(long i, long low, long high) {
+    ivec at;
+    for (int j = 0; j < WIDE; j++) at[j] = j;
+    return (at >= (int)(low - i)) & (at < (int)(high - i));
 }
 
-/* A row of scores to weights, before they are divided by their sum, which is returned; `*norm` its
-   logarithm with that of what they were scaled by. */
-static float weighed(float *score, long count, float scaling, float *norm) {
+/* 0 in the whole vectors of `from` to `end` that hold nothing of `low` to `high`. */
+static void blank(float *row, long from, long low, long high, long end) {
+    for (long i = from; i + WIDE <= low; i += WIDE) store(row + i, (vec){});
+    for (long i = (high + WIDE - 1) / WIDE * WIDE; i < end; i += WIDE) store(row + i, (vec){});
+}
+
+/* The largest number, or the sum, in all places. */
+static vec top_of(vec x) {
+    for (int i = 1; i < WIDE; i *= 2) {
+        vec y = in_turn(x, x, 0), z = in_turn(x, x, 1);
+        x = choose(y > z, y, z);
+    }
+    return x;
+}
+
+static vec sum_of(vec x) {
+    for (int i = 1; i < WIDE; i *= 2) x = in_turn(x, x, 0) + in_turn(x, x, 1);
+    return x;
+}
+
+/* ---- forward ---- */
+
+/* Scores `low` to `high` of a row to weights, before they are divided by their sum, which is
+   returned; `*norm` its logarithm with that of what they were scaled by. */
+static float weighed(float *score, long low, long high, float scaling, float *norm) {
     vec most = all(-INFINITY), sum = {};
-    for (long i = 0; i < count; i += WIDE) most = choose(load(score + i) > most, load(score + i), most);
-    float top = largest(most) * scaling;
-    for (long i = 0; i < count; i += WIDE) {
-        vec s = load(score + i);
-        vec e = choose(s == all(-INFINITY), all(0.0f), exponential(s * scaling - top));
+    for (long i = low / WIDE * WIDE; i < high; i += WIDE) {
+        vec s = choose(within(i, low, high), load(score + i), all(-INFINITY));
+        most = choose(s > most, s, most);
+    }
+    vec top = top_of(most) * scaling;
+    for (long i = low / WIDE * WIDE; i < high; i += WIDE) {
+        /* Of what is not seen too, not of -inf: e^-104 is next to nothing, which processors take
+           long over. */
+        vec e = exponential(load(score + i) * scaling - top);
+        e = choose(within(i, low, high), e, (vec){});
         store(score + i, e);
         sum += e;
     }
-    float whole = total(sum);
-    *norm = top + logf(whole);
+    float whole = sum_of(sum)[0];
+    *norm = top[0] + logf(whole);
     return whole;
 }
 
-/* What some queries see: spans of keys, these across and end to end, each from `offset` on. */
+/* What some queries see, the prompt's tokens and their piece's own in one span: keys across, values
+   beside each other. */
 struct sight {
-    struct span span[2];
-    int spans;
-    long offset[3];
-    const float *keys;
+    struct span span;
+    const float *keys, *values;
+    long stride;
 };
 
 /* A tile of queries of head h, the first at `token` and `place`. */
 static void attend_tile(const struct work *w, const struct sight *s, long token, long place,
                         long rows, long h, float *score) {
-    long width = w->width, step = w->heads * width, stride = s->offset[s->spans];
-    long shared = h / (w->heads / w->shared);
+    long width = w->width, step = w->heads * width, stride = s->stride, low, high;
     struct left query = rows_of(w->query + token * w->query_step + h * width, w->query_step);
     float *out = w->out + token * step + h * width, share[ROWS];
-    long low, most = 0;
-    for (int i = 0; i < s->spans; i++) {
-        long high = seen(w, place + rows - 1, s->span[i], &low);
-        most = s->offset[i] + padded(high);
-        against(rows, query, s->keys, width, s->offset[i], most, score, stride);
-        for (long r = 0; r < rows; r++) {
-            high = seen(w, place + r, s->span[i], &low);
-            hidden(score + r * stride + s->offset[i], low, high, most - s->offset[i]);
-        }
-    }
+    seen(w, place, s->span, &low);
+    long from = low / PANEL * PANEL, most = seen(w, place + rows - 1, s->span, &low);
+    against(rows, query, s->keys, width, from, padded(most), score, stride);
     for (long r = 0; r < rows; r++) {
-        share[r] = 1 / weighed(score + r * stride, most, w->scaling,
-                               w->norm + (token + r) * w->heads + h);
-        memset(out + r * step, 0, width * sizeof *out);
+        float *row = score + r * stride;
+        high = seen(w, place + r, s->span, &low);
+        share[r] = 1 / weighed(row, low, high, w->scaling, w->norm + (token + r) * w->heads + h);
+        blank(row, from, low, high, padded(most));
     }
-    for (int i = 0; i < s->spans; i++)
-        onto(rows, rows_of(score + s->offset[i], stride),
-             w->value + s->span[i].token * w->value_step + shared * width, w->value_step, width,
-             seen(w, place + rows - 1, s->span[i], &low), out, step);
+    onto(rows, rows_of(score + from, stride), s->values + from * width, width, width, most - from,
+         out, step, 0);
     for (long r = 0; r < rows; r++)
         for (long d = 0; d < width; d++) out[r * step + d] *= share[r];
 }
 
+/* Rows of the prompt's tokens, if the piece follows one, and of its own: by places. */
+static struct lot lot_of(const struct pieces *p, long piece, const float *x, long step) {
+    long prompt = p->follows[piece], start = p->start[piece];
+    if (prompt < 0) return (struct lot){x + start * step, step, p->length[piece], 0};
+    long first = p->start[prompt], before = p->length[prompt];
+    return (struct lot){x + first * step, step, before, start - first - before};
+}
+
 static void attend(const struct work *w, long item, long shared, float *room) {
-    long piece = w->piece[item], first = w->first[item], count = w->count[item];
-    long width = w->width, each = w->heads / w->shared;
-    struct sight s = {.keys = room};
-    s.spans = spans(w, piece, first + count - 1, s.span);
-    for (int i = 0; i < s.spans; i++) {
-        all_across(w->key + s.span[i].token * w->key_step + shared * width, w->key_step, width,
-                   s.span[i].count, room + s.offset[i] * width);
-        s.offset[i + 1] = s.offset[i] + padded(s.span[i].count);
-    }
-    long token = w->pieces.start[piece] + first, place = s.span[s.spans - 1].place + first;
+    long piece = w->piece[item], width = w->width, each = w->heads / w->shared, low;
+    struct span asks = part(&w->pieces, piece, w->first[item], w->count[item]);
+    struct lot keys = lot_of(&w->pieces, piece, w->key + shared * width, w->key_step);
+    struct lot values = lot_of(&w->pieces, piece, w->value + shared * width, w->value_step);
+    long end = asks.place + asks.count;
+    seen(w, asks.place, (struct span){0, 0, end}, &low);
+    long wide = padded(end - low);
+    float *beside = room + wide * width, *score = beside + wide * width;
+    /* Rows of scores are WIDE further apart: not by a power of two, as below. */
+    struct sight s = {{0, low, end - low}, room, beside, wide + WIDE};
+    all_across(keys, width, low, end, room);
+    for (long i = low; i < end; i++)
+        memcpy(beside + (i - low) * width, row_of(values, i), width * sizeof *beside);
     for (long h = shared * each; h < (shared + 1) * each; h++)
-        for (long q = 0; q < count; q += ROWS)
-            attend_tile(w, &s, token + q, place + q, lesser(ROWS, count - q), h,
-                        room + s.offset[s.spans] * width);
+        for (long q = 0; q < asks.count; q += ROWS)
+            attend_tile(w, &s, asks.token + q, asks.place + q, lesser(ROWS, asks.count - q), h,
+                        score);
 }
 
 /* ---- backward ---- */
 
-static void deltas(const struct work *w) {
-    long total_heads = w->pieces.tokens * w->heads;
-#pragma omp for schedule(static)
-    for (long i = 0; i < total_heads; i++) {
-        float sum = 0;
-        for (long d = 0; d < w->width; d += WIDE)
-            sum += total(load(w->out + i * w->width + d) * load(w->grad + i * w->width + d));
-        w->delta[i] = sum;
-    }
+/* D of some queries of the heads that share a key. */
+static void deltas(const struct work *w, struct span asks, long shared) {
+    long each = w->heads / w->shared;
+    for (long i = asks.token; i < asks.token + asks.count; i++)
+        for (long h = shared * each; h < (shared + 1) * each; h++) {
+            long at = i * w->heads + h;
+            vec sum = {};
+            for (long d = 0; d < w->width; d += WIDE)
+                sum += load(w->out + at * w->width + d) * load(w->grad + at * w->width + d);
+            w->delta[at] = sum_of(sum)[0];
+        }
 }
 
 /* Keys and values across, and what comes of them: weights and scores' gradients, (QUERIES, KEYS) at
@@ -129,67 +159,79 @@ static struct block block_in(const struct work *w, float *room) {
     return (struct block){room, values, weight, weight + QUERIES * (KEYS + WIDE), KEYS + WIDE};
 }
 
-static void taken(const struct work *w, struct span keys, long shared, struct block b) {
-    all_across(w->key + keys.token * w->key_step + shared * w->width, w->key_step, w->width,
-               keys.count, b.keys);
-    all_across(w->value + keys.token * w->value_step + shared * w->width, w->value_step, w->width,
-               keys.count, b.values);
+/* Keys that are taken together: some at the end of a prompt and some of a piece behind it, or some of
+   one piece and none. */
+struct keys {
+    struct span part[2];
+};
+
+static struct span both_of(struct keys keys) {
+    return (struct span){0, keys.part[0].place, keys.part[0].count + keys.part[1].count};
 }
 
-static void blank(float *row, long low, long high, long end) {
-    memset(row, 0, low * sizeof *row);
-    memset(row + high, 0, (end - high) * sizeof *row);
+static void taken(const struct work *w, struct keys keys, long shared, struct block b) {
+    long first = keys.part[0].token, before = keys.part[0].count, width = w->width;
+    long skip = keys.part[1].token - first - before, end = both_of(keys).count;
+    const float *key = w->key + first * w->key_step + shared * width;
+    const float *value = w->value + first * w->value_step + shared * width;
+    all_across((struct lot){key, w->key_step, before, skip}, width, 0, end, b.keys);
+    all_across((struct lot){value, w->value_step, before, skip}, width, 0, end, b.values);
 }
 
-/* P and dS of a tile of queries of head h, in rows of `weight` and `slope`; 0 where nothing is seen. */
-static void sloped_tile(const struct work *w, struct span asks, long h, struct span keys,
-                        const struct block *b, float *weight, float *slope) {
-    long step = w->heads * w->width, low, high;
-    high = seen(w, asks.place + asks.count - 1, keys, &low);
-    seen(w, asks.place, keys, &low);
-    long from = low / PANEL * PANEL, to = padded(high);
-    /* `answered` takes ROWS keys at a time of which a query sees the first, at least. */
-    long end = lesser(padded(keys.count), to + PANEL);
-    const float *query = w->query + asks.token * w->query_step + h * w->width;
-    const float *grad = w->grad + asks.token * step + h * w->width;
-    against(asks.count, rows_of(query, w->query_step), b->keys, w->width, from, to, weight, b->stride);
-    against(asks.count, rows_of(grad, step), b->values, w->width, from, to, slope, b->stride);
-    for (long q = 0; q < asks.count; q++, weight += b->stride, slope += b->stride) {
-        long at = (asks.token + q) * w->heads + h;
-        float norm = w->norm[at], delta = w->delta[at];
-        high = seen(w, asks.place + q, keys, &low);
-        for (long i = low / WIDE * WIDE; i < high; i += WIDE) {
-            vec p = exponential(load(weight + i) * w->scaling - norm);
-            store(weight + i, p);
-            store(slope + i, p * (load(slope + i) - delta) * w->scaling);
-        }
-        blank(weight, low, high, end);
-        blank(slope, low, high, end);
+/* P and dS of a query of head h, in rows of `weight` and `slope`; 0 where nothing is seen. */
+static void sloped_row(const struct work *w, long token, long place, long h, struct span keys,
+                       float *weight, float *slope) {
+    long at = token * w->heads + h, low, high = seen(w, place, keys, &low);
+    float norm = w->norm[at], delta = w->delta[at];
+    for (long i = low / WIDE * WIDE; i < high; i += WIDE) {
+        ivec mask = within(i, low, high);
+        vec p = exponential(load(weight + i) * w->scaling - norm);
+        vec s = p * (load(slope + i) - delta) * w->scaling;
+        store(weight + i, choose(mask, p, (vec){}));
+        store(slope + i, choose(mask, s, (vec){}));
     }
+    /* Behind it, as far as a tile of keys or of queries goes that it is part of. */
+    blank(weight, 0, low, high, lesser(keys.count, high + ROWS));
+    blank(slope, 0, low, high, lesser(keys.count, high + ROWS));
 }
 
+/* The same of all of the queries, each panel of keys with those that see some of it. */
 static void sloped(const struct work *w, struct span asks, long h, struct span keys,
                    const struct block *b) {
-    for (long q = 0; q < asks.count; q += ROWS) {
-        struct span some = {asks.token + q, asks.place + q, lesser(ROWS, asks.count - q)};
-        sloped_tile(w, some, h, keys, b, b->weight + q * b->stride, b->slope + q * b->stride);
+    long width = w->width, step = w->heads * width, low, last = asks.place + asks.count - 1;
+    long high = seen(w, last, keys, &low);
+    const float *query = w->query + asks.token * w->query_step + h * width;
+    const float *grad = w->grad + asks.token * step + h * width;
+    seen(w, asks.place, keys, &low);
+    for (long j = low / PANEL * PANEL; j < high; j += PANEL) {
+        long q = greater(0, keys.place + j - asks.place), rows = asks.count - q;
+        if (w->window) rows = lesser(rows, keys.place + j + PANEL + w->window - 1 - asks.place - q);
+        long from = q * b->stride + j;
+        tiles(rows, rows_of(query + q * w->query_step, w->query_step),
+              (struct panel){b->keys + j * width, PANEL}, width, b->weight + from, b->stride, 0);
+        tiles(rows, rows_of(grad + q * step, step), (struct panel){b->values + j * width, PANEL},
+              width, b->slope + from, b->stride, 0);
     }
+    for (long q = 0; q < asks.count; q++)
+        sloped_row(w, asks.token + q, asks.place + q, h, keys, b->weight + q * b->stride,
+                   b->slope + q * b->stride);
 }
 
-/* dQ += dS K */
+/* dQ += dS K, or = for the first keys that are seen. */
 static void asked(const struct work *w, struct span asks, long h, struct span keys,
                   const struct block *b) {
     long width = w->width, step = w->heads * width, low;
     const float *key = w->key + keys.token * w->key_step + h / (w->heads / w->shared) * width;
+    int add = keys.place > 0 && !behind(w, asks.place, (struct span){0, 0, keys.place});
     for (long q = 0; q < asks.count; q += ROWS) {
         long rows = lesser(ROWS, asks.count - q);
         onto(rows, rows_of(b->slope + q * b->stride, b->stride), key, w->key_step, width,
              seen(w, asks.place + q + rows - 1, keys, &low),
-             w->d_query + (asks.token + q) * step + h * width, step);
+             w->d_query + (asks.token + q) * step + h * width, step, add);
     }
 }
 
-/* dV += P^T dO, dK += dS^T Q */
+/* dV += P^T dO, dK += dS^T Q, or = for the first head of the queries that begin with a key's own. */
 static void answered(const struct work *w, struct span asks, long h, struct span keys,
                      const struct block *b) {
     long width = w->width, step = w->heads * width, stride = w->shared * width;
@@ -197,15 +239,18 @@ static void answered(const struct work *w, struct span asks, long h, struct span
     float *d_value = w->d_value + keys.token * stride + h / (w->heads / w->shared) * width;
     for (long k = 0; k < keys.count; k += ROWS) {
         /* The first query that sees the first of these keys. */
-        long q = greater(0, keys.place + k - asks.place);
+        long ahead = keys.place + k - asks.place, q = greater(0, ahead);
         if (q >= asks.count) return;
+        int add = ahead < 0 || h % (w->heads / w->shared);
         long rows = lesser(ROWS, keys.count - k);
         struct left weight = {b->weight + q * b->stride + k, 1, b->stride};
         struct left slope = {b->slope + q * b->stride + k, 1, b->stride};
         const float *grad = w->grad + (asks.token + q) * step + h * width;
         const float *query = w->query + (asks.token + q) * w->query_step + h * width;
-        onto(rows, weight, grad, step, width, asks.count - q, d_value + k * stride, stride);
-        onto(rows, slope, query, w->query_step, width, asks.count - q, d_key + k * stride, stride);
+        onto(rows, weight, grad, step, width, asks.count - q, d_value + k * stride, stride,
+             add);
+        onto(rows, slope, query, w->query_step, width, asks.count - q, d_key + k * stride, stride,
+             add);
     }
 }
 
@@ -220,43 +265,54 @@ static void both(const struct work *w, struct span asks, long h, struct span key
 }
 
 /* Queries of one piece with the keys taken. */
-static void met(const struct work *w, struct span asks, long shared, struct span keys,
+static void met(const struct work *w, struct span asks, long shared, struct keys keys,
                 const struct block *b, use *used) {
     long each = w->heads / w->shared;
     for (long q = 0; q < asks.count; q += QUERIES) {
         struct span some = {asks.token + q, asks.place + q, lesser(QUERIES, asks.count - q)};
-        if (behind(w, some.place, keys)) return;
+        if (behind(w, some.place, both_of(keys))) return;
         for (long h = shared * each; h < (shared + 1) * each; h++) {
-            sloped(w, some, h, keys, b);
-            used(w, some, h, keys, b);
+            struct block of = *b;
+            sloped(w, some, h, both_of(keys), b);
+            for (int i = 0; i < 2 && keys.part[i].count; i++) {
+                used(w, some, h, keys.part[i], &of);
+                of.weight += keys.part[i].count;
+                of.slope += keys.part[i].count;
+            }
         }
     }
 }
 
-/* Some keys of one piece with all queries that see them, of its own and of those that follow it. */
-static void spread(const struct work *w, long piece, long first, long count, long shared,
+/* Some keys of one piece with the queries of its own that see them, and `others` of them with those
+   of the pieces that follow it. */
+static void spread(const struct work *w, long piece, long first, long count, long others, long shared,
                    float *room, use *used) {
     const struct pieces *p = &w->pieces;
-    long width = w->width, stride = w->shared * width, after = p->length[piece];
     struct block b = block_in(w, room);
-    struct span keys = part(p, piece, first, count);
-    zeroed(w->d_key + keys.token * stride + shared * width, stride, count, width);
-    zeroed(w->d_value + keys.token * stride + shared * width, stride, count, width);
+    struct keys keys = {{part(p, piece, first, count)}};
     taken(w, keys, shared, b);
-    met(w, part(p, piece, first, after - first), shared, keys, &b, used);
-    for (long f = p->followers[piece]; f < p->followers[piece + 1]; f++) {
+    met(w, part(p, piece, first, p->length[piece] - first), shared, keys, &b, used);
+    keys.part[0].count = others;
+    for (long f = p->followers[piece]; others > 0 && f < p->followers[piece + 1]; f++) {
         long other = p->follower[f];
         met(w, part(p, other, 0, p->length[other]), shared, keys, &b, used);
     }
 }
 
 static void to_keys(const struct work *w, long item, long shared, float *room) {
-    spread(w, w->piece[item], w->first[item], w->count[item], shared, room, answered);
+    long count = w->count[item];
+    spread(w, w->piece[item], w->first[item], count, count, shared, room, answered);
 }
 
-static void zeroed_queries(const struct work *w, struct span asks, long shared) {
-    long some = w->heads / w->shared * w->width, step = w->heads * w->width;
-    zeroed(w->d_query + asks.token * step + shared * some, step, asks.count, some);
+/* What the queries of a piece see, up to its own token `last`: the prompt's tokens, if it follows
+   one, and its own. */
+static int spans(const struct work *w, long piece, long last, struct span found[2]) {
+    const struct pieces *p = &w->pieces;
+    long before = p->follows[piece];
+    int count = 0;
+    if (before >= 0) found[count++] = part(p, before, 0, p->length[before]);
+    found[count++] = part(p, piece, 0, last + 1);
+    return count;
 }
 
 static void to_queries(const struct work *w, long item, long shared, float *room) {
@@ -264,32 +320,47 @@ static void to_queries(const struct work *w, long item, long shared, float *room
     struct block b = block_in(w, room);
     struct span found[2], asks = part(&w->pieces, piece, first, count);
     int some = spans(w, piece, first + count - 1, found);
-    zeroed_queries(w, asks, shared);
+    deltas(w, asks, shared);
     for (int i = 0; i < some; i++)
         for (long k = 0; k < found[i].count; k += KEYS) {
-            struct span keys = {found[i].token + k, found[i].place + k,
-                                lesser(KEYS, found[i].count - k)};
-            if (behind(w, asks.place, keys)) continue;
+            struct keys keys = {{{found[i].token + k, found[i].place + k,
+                                  lesser(KEYS, found[i].count - k)}}};
+            if (behind(w, asks.place, keys.part[0])) continue;
             taken(w, keys, shared, b);
             met(w, asks, shared, keys, &b, asked);
         }
 }
 
+/* A piece that follows a prompt: its queries with the prompt's keys from `first` on and its own. */
+static void to_follower(const struct work *w, long piece, long first, long shared, float *room) {
+    const struct pieces *p = &w->pieces;
+    long prompt = p->follows[piece], before = p->length[prompt], whole = before + p->length[piece];
+    struct block b = block_in(w, room);
+    for (long k = first; k < whole; k += KEYS) {
+        long end = lesser(k + KEYS, whole), own = greater(0, k - before);
+        struct span at_piece = part(p, piece, own, end - before - own);
+        struct keys keys = {{at_piece}};
+        if (k < before) keys = (struct keys){{part(p, prompt, k, before - k), at_piece}};
+        /* Where heads share keys, sums go by blocks of queries: the same as in to_keys. */
+        long ask = own / QUERIES * QUERIES;
+        taken(w, keys, shared, b);
+        met(w, part(p, piece, ask, p->length[piece] - ask), shared, keys, &b, both);
+    }
+}
+
 /* A piece that follows none, and those that follow it: queries get from keys in the order of
-   to_queries. */
+   to_queries. What fills no panel of the prompt's keys is taken with each other piece's own. */
 static void to_family(const struct work *w, long item, long shared, float *room) {
     const struct pieces *p = &w->pieces;
-    long root = w->piece[item], others = p->followers[root + 1] - p->followers[root];
-    const int64_t *other = p->follower + p->followers[root];
-    for (long i = -1; i < others; i++) {
-        long piece = i < 0 ? root : other[i];
-        zeroed_queries(w, part(p, piece, 0, p->length[piece]), shared);
-    }
-    for (long i = -1; i < others; i++) {
-        long piece = i < 0 ? root : other[i];
-        for (long k = 0; k < p->length[piece]; k += KEYS)
-            spread(w, piece, k, lesser(KEYS, p->length[piece] - k), shared, room, both);
-    }
+    long root = w->piece[item], length = p->length[root], whole = length / PANEL * PANEL;
+    const int64_t *first = p->follower + p->followers[root];
+    const int64_t *end = p->follower + p->followers[root + 1];
+    deltas(w, part(p, root, 0, length), shared);
+    for (const int64_t *f = first; f < end; f++)
+        deltas(w, part(p, *f, 0, p->length[*f]), shared);
+    for (long k = 0; k < length; k += KEYS)
+        spread(w, root, k, lesser(KEYS, length - k), lesser(KEYS, whole - k), shared, room, both);
+    for (const int64_t *f = first; f < end; f++) to_follower(w, *f, whole, shared, room);
 }
 
 #define EACH_ITEM(what)                                                              \
@@ -305,19 +376,13 @@ void keel_causal(const struct work *w) {
 /* Items are families. */
 void keel_causal_families(const struct work *w) {
 #pragma omp parallel num_threads(w->threads)
-    {
-        deltas(w);
-        EACH_ITEM(to_family)
-    }
+    EACH_ITEM(to_family)
 }
 
 /* Items are queries. */
 void keel_causal_queries(const struct work *w) {
 #pragma omp parallel num_threads(w->threads)
-    {
-        deltas(w);
-        EACH_ITEM(to_queries)
-    }
+    EACH_ITEM(to_queries)
 }
 
 /* Items are keys; behind the other. */

@@ -76,13 +76,11 @@ class Plan:
         self.queries = self._asking(QUERIES, before)
         self.keys = self._answering(KEYS, seeing)
         self.families, self._largest = self._rooted(self.length * (before + self.length / 2))
-        # The prompt's keys and the piece's own are filled up each.
-        wide = _filled(before) + _filled(self.length)
-        self._wide = int(wide.max())
+        self._wide = int(_filled(before + self.length).max())
 
     def room(self, width: int) -> int:
         """Numbers that one thread works on."""
-        forward = self._wide * (width + _ROWS)
+        forward = 2 * self._wide * width + _ROWS * (self._wide + _LANES)
         return max(forward, 2 * KEYS * width + 2 * QUERIES * (KEYS + _LANES))
 
     def in_one_pass(self, shared: int, threads: int) -> bool:

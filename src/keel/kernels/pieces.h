@@ -36,17 +36,30 @@ struct span {
     long token, place, count;
 };
 
-/* The keys `first` to `first` + PANEL of a span as a panel: (width, PANEL); those behind its end are
-   the last again. */
-static void across(const float *x, long step, long width, long first, long count, float *panel) {
-    for (long j = 0; j < PANEL; j += WIDE)
+/* Rows of keys or values, `step` from one to the next; those from `before` on lie `skip` rows further,
+   as a piece's own do behind a prompt's. */
+struct lot {
+    const float *x;
+    long step, before, skip;
+};
+
+static const float *row_of(struct lot lot, long i) {
+    return lot.x + (i < lot.before ? i : i + lot.skip) * lot.step;
+}
+
+/* The rows `first` to `first` + PANEL as a panel: (width, PANEL); those from `end` on are the last
+   before it again. */
+static void across(struct lot lot, long width, long first, long end, float *panel) {
+    for (long j = 0; j < PANEL; j += WIDE) {
+        const float *row[WIDE];
+        for (long i = 0; i < WIDE; i++) row[i] = row_of(lot, lesser(first + j + i, end - 1));
         for (long d = 0; d < width; d += WIDE) {
             vec block[WIDE];
-            for (long i = 0; i < WIDE; i++)
-                block[i] = load(x + lesser(first + j + i, count - 1) * step + d);
+            for (long i = 0; i < WIDE; i++) block[i] = load(row[i] + d);
             transposed(block);
             for (long i = 0; i < WIDE; i++) store(panel + (d + i) * PANEL + j, block[i]);
         }
+    }
 }
 
 /* The keys of a span that a query at `place` sees: from `*low` to what is returned. */
@@ -66,28 +79,13 @@ static struct span part(const struct pieces *p, long piece, long first, long cou
     return (struct span){p->start[piece] + first, before + first, count};
 }
 
-/* What the queries of a piece see, up to its own token `last`: the prompt's tokens, if it follows
-   one, and its own. */
-static int spans(const struct work *w, long piece, long last, struct span found[2]) {
-    const struct pieces *p = &w->pieces;
-    long before = p->follows[piece];
-    int count = 0;
-    if (before >= 0) found[count++] = part(p, before, 0, p->length[before]);
-    found[count++] = part(p, piece, 0, last + 1);
-    return count;
-}
-
 static struct left rows_of(const float *x, long step) { return (struct left){x, step, 1}; }
 
-static void zeroed(float *x, long step, long rows, long count) {
-    for (long r = 0; r < rows; r++) memset(x + r * step, 0, count * sizeof *x);
-}
-
-/* out += a b, `width` columns. */
+/* out = a b, `width` columns, or `add`ed to what is there. */
 static void onto(long rows, struct left a, const float *b, long step, long width, long inner,
-                 float *out, long stride) {
+                 float *out, long stride, int add) {
     for (long d = 0; d < width; d += PANEL)
-        tile(rows, a, (struct panel){b + d, step}, inner, out + d, stride, 1);
+        tile(rows, a, (struct panel){b + d, step}, inner, out + d, stride, add);
 }
 
 /* Columns `from` to `to` of out = a b^T, b given across; both multiples of PANEL. */
@@ -97,8 +95,8 @@ static void against(long rows, struct left a, const float *across, long width, l
         tile(rows, a, (struct panel){across + j * width, PANEL}, width, out + j, stride, 0);
 }
 
-static void all_across(const float *x, long step, long width, long count, float *out) {
-    for (long j = 0; j < count; j += PANEL) across(x, step, width, j, count, out + j * width);
+static void all_across(struct lot lot, long width, long first, long end, float *out) {
+    for (long j = first; j < end; j += PANEL, out += PANEL * width) across(lot, width, j, end, out);
 }
 
 #endif
