@@ -144,8 +144,10 @@ static float weighed(long count, float *score) {
     float top = largest(most);
     for (long i = 0; i < count; i += WIDE) {
         vec s = load(score + i);
-        vec e = choose(s == all(-INFINITY), all(0.0f), exponential(s - top));
-        sum += put(weight + i, e);
+        ivec seen = s != all(-INFINITY);
+        /* Not of -inf: e^-104 is next to nothing, which processors take long over. */
+        vec e = exponential(choose(seen, s - top, (vec){}));
+        sum += put(weight + i, choose(seen, e, (vec){}));
     }
     return 1.0f / total(sum);
 }
