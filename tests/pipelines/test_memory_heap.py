@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -87,7 +86,7 @@ def test_none_where_address_space_counts_as_memory(tmp_path: Path) -> None:
 
 
 TWO = """
-import json, os, sys
+import json, os, random, sys
 import torch
 from keel.config.model import Model
 from keel.models.policy import load_policy
@@ -103,6 +102,8 @@ class Watch(Ledger):
         self.top = max(self.top, self.own.taken)
 
 torch.set_num_threads(1)
+# Room that products keep from their first use on, no tensor's: larger than any below asks for.
+torch.ones(1024, 1024) @ torch.ones(1024, 1024)
 build = {"family": "llama", "hidden_size": 256, "layers": 4, "heads": 4, "context": 256}
 policy = load_policy(Model.model_validate({"build": build}), 0)
 own = heap()
@@ -128,27 +129,35 @@ def dry():
         passes(twins)
     return ledger.top - before, ledger.peak - sum(p.nbytes for p in policy.parameters())
 
-for name, what in (("real", real), ("dry", dry)):
-    sys.stdout.flush()
-    if not os.fork():
-        print(name, json.dumps(what()), flush=True)
-        os._exit(0)
-    os.wait()
+def shuffle(seed):
+    some = random.Random(seed)
+    blocks = [(own.take(size), size) for size in some.choices(range(16, 20000), k=100)]
+    for block in blocks[::2]:
+        own.give(*block)
+
+for seed in range(3):
+    for name, what in (("real", real), ("dry", dry)):
+        sys.stdout.flush()
+        if not os.fork():
+            shuffle(seed)
+            print(name, json.dumps(what()), flush=True)
+            os._exit(0)
+        os.wait()
 """
 
 
 def test_malloc_loses_in_the_dry_run_what_it_loses_in_the_real_one() -> None:
-    found = []
-    for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", TWO], capture_output=True, text=True, check=True
-        )
-        said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-        (real, _), (dry, live) = json.loads(said["real"]), json.loads(said["dry"])
-        found.append((dry / real, live / real))
-    dry, live = (statistics.median(ratios) for ratios in zip(*found, strict=True))
-    # What lives alone would be a third short.
-    assert live < 0.75
-    # Where a hole forms hangs on small things too, those of fake tensors are not the same, and it
-    # differs from process to process: 0.76 to 0.93 were seen on one machine.
-    assert dry == pytest.approx(1, abs=0.22)
+    done = subprocess.run([sys.executable, "-c", TWO], capture_output=True, text=True, check=True)
+    said = [line.split(" ", 1) for line in done.stdout.splitlines()]
+    real, dry = (
+        [json.loads(figures) for name, figures in said if name == asked]
+        for asked in ("real", "dry")
+    )
+    assert len(real) == len(dry) == 3
+    taken = sum(top for top, _ in real)
+    # What lives alone would be a fifth short.
+    assert sum(live for _, live in dry) < 0.87 * taken
+    # Where a hole forms hangs on small things too, and those of fake tensors are not the same. One
+    # heap's real pass differs from that of another, or from its own repeated, by up to a tenth;
+    # dry over real was 0.93 to 1.12 for one, of three together 0.98 to 1.08.
+    assert sum(top for top, _ in dry) == pytest.approx(taken, rel=0.12)

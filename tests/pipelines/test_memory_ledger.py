@@ -131,3 +131,19 @@ def test_passes_without_gradients_keep_nothing() -> None:
         ledger.peak = ledger.now
         judge(twins.reward_model or model, ROWS, 40)
         assert ledger.now < ledger.peak <= small
+
+
+def test_what_an_operator_makes_out_of_sight_is_counted() -> None:
+    x = torch.zeros(64, 1000)
+    with torch.autograd.profiler.profile(profile_memory=True) as seen:
+        x.logsumexp(1)
+    made = sum(max(event.self_cpu_memory_usage, 0) for event in seen.key_averages())
+    dry = DryRun()
+    with dry.running() as ledger:
+        logits = torch.zeros(64, 1000)
+        before = ledger.now
+        said = logits.logsumexp(1)
+        assert ledger.now - before == said.nbytes
+    # Beside numbers of a row each: its maximum, whether that is finite.
+    assert ledger.peak - before == pytest.approx(made, abs=8 * said.nbytes)
+    assert ledger.peak - before >= x.nbytes

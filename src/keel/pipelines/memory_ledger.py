@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +29,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The bytes of all storages alive, and the most there were.
 
     With a heap: `top` is the most that malloc had of the system meanwhile. What a kernel allocates
-    and frees within itself is not seen.
+    and frees within itself is not seen, but for the operators of `_WITHIN`.
     """
 
     def __init__(self) -> None:
@@ -42,8 +43,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        shaped = _SHAPED.get(str(func), func)
-        out = shaped(*args, **(kwargs or {}))
+        name = str(func)
+        if name in _WITHIN:
+            self.note(_WITHIN[name](args[0]))
+        out = _SHAPED.get(name, func)(*args, **(kwargs or {}))
         for leaf in tree_iter(out):
             if isinstance(leaf, Tensor):
                 self.note(leaf)
@@ -148,3 +151,7 @@ def _grouped(left: Tensor, right: Tensor, offs: Tensor | None = None, **_: Any) 
 
 _SHAPED = {"aten._grouped_mm.default": _grouped}
 """Operators that torch has shape functions of for bfloat16 alone."""
+
+_WITHIN = {"aten.logsumexp.default": torch.empty_like}
+"""Operators that torch puts together of others out of a mode's sight, and what they make of their
+input meanwhile: e^(x − max x) is as large as a chunk of logits."""
