@@ -6,6 +6,7 @@
    attend among themselves elsewhere; the last ones are the next token of a live row each, which sees
    its prompt and its own answer. Keys and values lie in pages, (layers, 2, heads, PAGE * width). */
 
+#include "across.h"
 #include "attention.h"
 #include "product.h"
 
@@ -162,19 +163,6 @@ void keel_norm(const float *weight, float epsilon, const struct step *s) {
     }
 }
 
-/* WIDE rows at numbers `k` and on become columns: of each number WIDE of them, those behind the end 0. */
-static void turned_rows(const int64_t *row, long k, long inputs, const float *scale, vec column[WIDE]) {
-    long here = inputs - k < WIDE ? inputs - k : WIDE;
-    for (long i = 0; i < WIDE; i++) {
-        const float *x = (const float *)(intptr_t)row[i];
-        column[i] = (vec){};
-        if (x && here == WIDE) column[i] = load(x + k);
-        else if (x) memcpy(column + i, x + k, here * sizeof *x);
-    }
-    transposed(column);
-    for (long i = 0; scale && i < here; i++) column[i] *= scale[k + i];
-}
-
 /* A weight as `product` takes it. Column i of the `columns`, a multiple of PANEL, is the row of numbers
    at row[i], or zeros where that is 0, and each of them times the input's `scale` unless that is
    null. */
@@ -184,8 +172,11 @@ void keel_panels(const int64_t *row, const float *scale, int64_t columns, int64_
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t first = 0; first < columns; first += WIDE)
         for (long k = 0; k < filled; k += WIDE) {
+            const float *rows[WIDE];
             vec column[WIDE];
-            turned_rows(row + first, k, inputs, scale, column);
+            for (long i = 0; i < WIDE; i++) rows[i] = (const float *)(intptr_t)row[first + i];
+            across(rows, k, inputs, column);
+            for (long i = 0; scale && i < WIDE && k + i < inputs; i++) column[i] *= scale[k + i];
             stored *to = panels + (first / PANEL * filled + k) * PANEL + first % PANEL * UNIT;
             for (long i = 0; i < WIDE && k + i < filled; i++) {
                 stored some[WIDE];

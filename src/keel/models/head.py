@@ -24,6 +24,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from keel.kernels import head as compiled
+
 CHUNK_BYTES = 32 * 2**20
 """Bytes of one chunk of float32 logits."""
 CHUNK_TOKENS = 16
@@ -68,12 +70,30 @@ def logits(hidden: Float[Tensor, "... H"], head: Head) -> Float[Tensor, "... V"]
 def _logits(hidden: Tensor, head: Head) -> Tensor:
     dtype = _precision(hidden)
     bias = None if head.bias is None else head.bias.to(dtype)
-    out = torch.nn.functional.linear(hidden.to(dtype), head.weight.to(dtype), bias)
+    hidden, weight = hidden.to(dtype), head.weight.to(dtype)
+    if _compiles(hidden, weight, bias):
+        flat = compiled.logits(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+        out = flat.view(*hidden.shape[:-1], -1)
+    else:
+        out = torch.nn.functional.linear(hidden, weight, bias)
     if head.scale != 1.0:
         out = out * head.scale
     if head.softcap is not None:
         out = head.softcap * torch.tanh(out / head.softcap)
     return out
+
+
+def _compiles(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether compiled code makes the logits: float32 on a CPU, and nobody asks for gradients."""
+    given = [x for x in (hidden, weight, bias) if x is not None]
+    return (
+        hidden.device.type == "cpu"
+        and all(x.dtype == torch.float32 for x in given)
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
+        and weight.is_contiguous()
+        and hidden.numel() > 0
+        and compiled.library() is not None
+    )
 
 
 def readout(

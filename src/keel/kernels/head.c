@@ -1,0 +1,47 @@
+/* Logits: states times the rows of a weight as it lies. In single precision.
+
+   Each number is one sum, in the order of the inputs: it does not depend on the states beside it. */
+
+#include "across.h"
+#include "tile.h"
+
+#if defined(_OPENMP)
+extern int omp_get_thread_num(void);
+#else
+static int omp_get_thread_num(void) { return 0; }
+#endif
+
+/* `count` rows of the weight as a panel, filled up with zeros. */
+static void lay(const float *weight, long count, long inputs, float *panel) {
+    for (long j = 0; j < PANEL; j += WIDE) {
+        const float *row[WIDE];
+        for (long i = 0; i < WIDE; i++) row[i] = j + i < count ? weight + (j + i) * inputs : 0;
+        for (long k = 0; k < inputs; k += WIDE) {
+            vec column[WIDE];
+            across(row, k, inputs, column);
+            for (long i = 0; i < WIDE && k + i < inputs; i++)
+                store(panel + (k + i) * PANEL + j, column[i]);
+        }
+    }
+}
+
+/* out (rows, outputs) = x W^T + b; `bias` may be null, each thread has PANEL * inputs numbers of
+   `rooms`. */
+void keel_logits(const float *x, const float *weight, const float *bias, int64_t rows, int64_t inputs,
+                 int64_t outputs, int64_t threads, float *rooms, float *out) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t first = 0; first < outputs; first += PANEL) {
+        float *panel = rooms + omp_get_thread_num() * PANEL * inputs, sum[ROWS][PANEL];
+        long count = outputs - first < PANEL ? outputs - first : PANEL;
+        lay(weight + first * inputs, count, inputs, panel);
+        for (long r = 0; r < rows; r += ROWS) {
+            long some = rows - r < ROWS ? rows - r : ROWS;
+            struct left a = {x + r * inputs, inputs, 1};
+            tile(some, a, (struct panel){panel, PANEL}, inputs, sum[0], PANEL, 0);
+            for (long i = 0; i < some; i++) {
+                float *y = out + (r + i) * outputs + first;
+                for (long j = 0; j < count; j++) y[j] = sum[i][j] + (bias ? bias[first + j] : 0.0f);
+            }
+        }
+    }
+}

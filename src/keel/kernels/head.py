@@ -1,0 +1,49 @@
+"""`head.c` from Python: logits of a few states, float32 on a CPU."""
+
+from __future__ import annotations
+
+from ctypes import c_int64, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from keel.kernels.build import load
+
+PANEL = 32
+"""Outputs side by side, as in tile.h."""
+SHARE = 1 << 19
+"""Products that are worth a thread: some 15 µs."""
+
+
+@cache
+def library() -> Any:
+    """The compiled functions, or None."""
+    found = load("head")
+    if found is not None:
+        found.keel_logits.argtypes = (*(c_void_p,) * 3, *(c_int64,) * 4, *(c_void_p,) * 2)
+        found.keel_logits.restype = None
+    return found
+
+
+def logits(
+    states_RH: Float[Tensor, "R H"], weight_VH: Float[Tensor, "V H"], bias_V: Tensor | None
+) -> Float[Tensor, "R V"]:
+    """W h + b of contiguous tensors, without gradients. A row's numbers do not depend on the rows
+    beside it, nor on the number of threads."""
+    (rows, inputs), outputs = states_RH.shape, len(weight_VH)
+    threads = min(torch.get_num_threads(), 1 + rows * inputs * outputs // SHARE)
+    out, rooms = states_RH.new_empty(rows, outputs), states_RH.new_empty(threads, PANEL * inputs)
+    if not isinstance(states_RH, FakeTensor):
+        given = (states_RH, weight_VH, bias_V)
+        assert all(x is None or (x.is_contiguous() and x.dtype == torch.float32) for x in given)
+        library().keel_logits(
+            *(None if x is None else x.data_ptr() for x in given),
+            *(rows, inputs, outputs, threads),
+            rooms.data_ptr(),
+            out.data_ptr(),
+        )
+    return out
