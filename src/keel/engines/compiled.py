@@ -142,6 +142,8 @@ class CompiledPass:
         self._prompts, self._answers = Table(self._pool), Table(self._pool)
         self._work: _Work | None = None
         self._step = self._fixed()
+        self._arrays: dict[str, Ints] = {}
+        self._order = _Order()
 
     def recall(self, prompts: Sequence[Ints]) -> Ints:
         known, pages = self._beginnings.take(prompts)
@@ -189,7 +191,7 @@ class CompiledPass:
         self, tokens: Tensor, positions: Tensor, entering: Entering, live: Live | None
     ) -> Tensor:
         x = self._embed.index_select(0, tokens)
-        rows = _Rows(entering, live)
+        rows = _Rows(entering, live, self._order)
         work = self._room(len(tokens), rows)
         if self._dry:
             self._layer_by_layer(work, entering)
@@ -286,10 +288,15 @@ class CompiledPass:
         step.prompt_tokens = len(positions) - len(rows.end)
         step.prompt_most, step.answer_most = prompts.shape[1], own.shape[1]
         step.x, step.position = pointer(x), pointer(positions)
-        step.page, step.place = homes.page.ctypes.data, homes.place.ctypes.data
-        step.slot, step.end = rows.slot.ctypes.data, rows.end.ctypes.data
-        step.length, step.order = rows.length.ctypes.data, rows.order.ctypes.data
-        step.prompt_pages, step.answer_pages = prompts.ctypes.data, own.ctypes.data
+        for name, array in (
+            *(("page", homes.page), ("place", homes.place), ("slot", rows.slot)),
+            *(("end", rows.end), ("length", rows.length), ("order", rows.order)),
+            *(("prompt_pages", prompts), ("answer_pages", own)),
+        ):
+            # Most are the last step's: where an array lies is slow to ask.
+            if self._arrays.get(name) is not array:
+                self._arrays[name] = array
+                setattr(step, name, array.ctypes.data)
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,13 +312,27 @@ class _Work:
     """What a product takes in, rounded."""
 
 
+class _Order:
+    """Rows of one prompt behind each other: its keys stay in the processor's cache."""
+
+    def __init__(self) -> None:
+        self._slot: Ints | None = None
+        self._order: Ints = np.zeros(0, dtype=np.int64)
+
+    def __call__(self, slot: Ints) -> Ints:
+        """The order of these rows' slots: an array that was given last has the same numbers."""
+        if slot is not self._slot:
+            self._slot, self._order = slot, np.argsort(slot, kind="stable")
+        return self._order
+
+
 class _Rows:
     """What enters behind a known beginning, and then `Live`, as the compiled code reads them.
 
     A token of the former is a row whose own places are its prompt's, behind a prompt without any.
     """
 
-    def __init__(self, entering: Entering, live: Live | None) -> None:
+    def __init__(self, entering: Entering, live: Live | None, order: _Order) -> None:
         none = np.zeros(0, dtype=np.int64)
         self.slot, self.end, self.length = (
             (none, none, none) if live is None else (live.slot_R, live.end_R, live.length_G)
@@ -326,8 +347,7 @@ class _Rows:
             self.end = np.concatenate([places, self.end])
             self.length = np.append(self.length, 0)
             self.places = max(self.places, int(places.max()) + 1)
-        self.order: Ints = np.argsort(self.slot, kind="stable")
-        """Rows of one prompt behind each other: its keys stay in the processor's cache."""
+        self.order: Ints = order(self.slot)
 
 
 def _numbers(layer: Any, dtype: torch.dtype) -> int:

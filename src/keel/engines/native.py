@@ -24,7 +24,7 @@ from keel.models.attention import ATTENTION, install
 from keel.models.backbone import autocast_for
 from keel.models.encode import decode
 from keel.models.families import head_of
-from keel.models.head import logits
+from keel.models.head import steady_logits
 from keel.runs.giving_up import look
 from keel.runs.watchdog import beat
 from keel.types import Completion, Group, KeelError, OnGroup, Prompt, Sampling
@@ -67,8 +67,8 @@ class NativeEngine:
     prompt tokens enter in one step (one prompt at least).
 
     Each token is drawn from its sequence's own random stream, so with exact arithmetic a completion
-    does not depend on what shares its batch; in float32 the order of a sum may still tip a
-    near-tie.
+    does not depend on what shares its batch. Compiled code (`engines.compiled`) sums a row in an
+    order of its own; elsewhere that of a float32 sum may still tip a near-tie.
 
     The end-of-sequence token is part of the completion: choosing it is an act of the policy. The
     text leaves special tokens out and is otherwise what the tokens say: a stop string stays in it,
@@ -291,7 +291,7 @@ class _Run:
     ) -> None:
         self.device = model.device
         # The trainer's own head: float32 logits, whatever the backbone computes in.
-        self.head = head_of(model)
+        self.logits = steady_logits(head_of(model))
         self.sampling = sampling
         self.stops = stops
         self.uniforms = Uniforms([prompt.id for prompt in prompts], n, seed)
@@ -370,7 +370,7 @@ class _Run:
             self.forward.reserve(batch.made, batch.ahead)
         if not entry.prompts:
             tokens, places = self._tensor(batch.token), self._tensor(batch.place)
-            return logits(self.forward(tokens, places, entering, live), self.head)
+            return self.logits(self.forward(tokens, places, entering, live))
         self.forward.admit(entering, batch.prompts_ahead(entry))
         _, inside = entering.places()
         numbers = (entry.prompts.start + entering.order()).tolist()
@@ -382,7 +382,7 @@ class _Run:
             live,
         )
         last = np.concatenate([entering.tokens + np.arange(rows), entering.last()])
-        return logits(states.index_select(0, self._tensor(last)), self.head)
+        return self.logits(states.index_select(0, self._tensor(last)))
 
     def _tensor(self, values: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self.device)

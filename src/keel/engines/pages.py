@@ -81,6 +81,8 @@ class Table:
         """Pages for so many places of each entry from `first` on; new entries begin empty."""
         last = first + len(places_E)
         need = -(-places_E // PAGE)
+        if last <= len(self._count) and not (need > self._count[first:last]).any():
+            return
         self._widen(last, int(need.max(initial=1)))
         have = self._count[first:last]
         for entry in np.flatnonzero(need > have).tolist():

@@ -106,7 +106,8 @@ class Stops:
     ) -> npt.NDArray[np.int8]:
         """What each row's new token did; `spent` says whose budget is used up."""
         codes = self._table[tokens]
-        codes[(codes == GOING) & spent] = LENGTH
+        if spent.any():
+            codes[(codes == GOING) & spent] = LENGTH
         if self._strings:
             self._check_strings(sequences, tokens, codes)
         return codes

@@ -29,21 +29,33 @@ def library() -> Any:
     return found
 
 
-def logits(
-    states_RH: Float[Tensor, "R H"], weight_VH: Float[Tensor, "V H"], bias_V: Tensor | None
-) -> Float[Tensor, "R V"]:
-    """W h + b of contiguous tensors, without gradients. A row's numbers do not depend on the rows
-    beside it, nor on the number of threads."""
-    (rows, inputs), outputs = states_RH.shape, len(weight_VH)
-    threads = min(torch.get_num_threads(), 1 + rows * inputs * outputs // SHARE)
-    out, rooms = states_RH.new_empty(rows, outputs), states_RH.new_empty(threads, PANEL * inputs)
-    if not isinstance(states_RH, FakeTensor):
-        given = (states_RH, weight_VH, bias_V)
+class Weight:
+    """A contiguous weight (V, H), with a bias or None: what states are multiplied with."""
+
+    def __init__(self, weight_VH: Float[Tensor, "V H"], bias_V: Float[Tensor, "V"] | None) -> None:
+        given = (weight_VH, bias_V)
         assert all(x is None or (x.is_contiguous() and x.dtype == torch.float32) for x in given)
-        library().keel_logits(
-            *(None if x is None else x.data_ptr() for x in given),
-            *(rows, inputs, outputs, threads),
-            rooms.data_ptr(),
-            out.data_ptr(),
-        )
-    return out
+        self._given, self.shape = given, weight_VH.shape
+        self._function = library().keel_logits
+
+    def __call__(self, states_RH: Float[Tensor, "R H"]) -> Float[Tensor, "R V"]:
+        """W h + b of contiguous states, without gradients. A row's numbers do not depend on the
+        rows beside it, nor on the number of threads."""
+        rows, (outputs, inputs) = len(states_RH), self.shape
+        threads = min(torch.get_num_threads(), 1 + rows * inputs * outputs // SHARE)
+        out = states_RH.new_empty(rows, outputs)
+        rooms = states_RH.new_empty(threads, PANEL * inputs)
+        if not isinstance(states_RH, FakeTensor):
+            assert states_RH.shape[1] == inputs
+            assert states_RH.is_contiguous()
+            assert states_RH.dtype == torch.float32
+            weight, bias = self._given
+            self._function(
+                states_RH.data_ptr(),
+                weight.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+                *(rows, inputs, outputs, threads),
+                rooms.data_ptr(),
+                out.data_ptr(),
+            )
+        return out

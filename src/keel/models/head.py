@@ -15,13 +15,13 @@ autocast.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from keel.kernels import head as compiled
@@ -60,40 +60,33 @@ class Readout:
 
 
 def logits(hidden: Float[Tensor, "... H"], head: Head) -> Float[Tensor, "... V"]:
-    """The model's logits, all at once and differentiable: for a few positions, as in decoding."""
-    if not torch.is_autocast_enabled(hidden.device.type):
-        return _logits(hidden, head)
+    """The model's logits, all at once and differentiable: for a few positions."""
     with torch.autocast(hidden.device.type, enabled=False):
-        return _logits(hidden, head)
+        dtype = _precision(hidden)
+        bias = None if head.bias is None else head.bias.to(dtype)
+        return _shaped(nn.functional.linear(hidden.to(dtype), head.weight.to(dtype), bias), head)
 
 
-def _logits(hidden: Tensor, head: Head) -> Tensor:
-    dtype = _precision(hidden)
-    bias = None if head.bias is None else head.bias.to(dtype)
-    hidden, weight = hidden.to(dtype), head.weight.to(dtype)
-    if _compiles(hidden, weight, bias):
-        flat = compiled.logits(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
-        out = flat.view(*hidden.shape[:-1], -1)
-    else:
-        out = torch.nn.functional.linear(hidden, weight, bias)
+def steady_logits(head: Head) -> Callable[[Float[Tensor, "R H"]], Float[Tensor, "R V"]]:
+    """`logits` without gradients, of a head that stays as it is as long as this is called: of
+    float32 on a CPU by compiled code."""
+    weight = head.weight
+    if (
+        weight.device.type == "cpu"
+        and all(x is None or x.dtype == torch.float32 for x in (weight, head.bias))
+        and weight.is_contiguous()
+        and compiled.library() is not None
+    ):
+        product = compiled.Weight(weight, head.bias)
+        return lambda states: _shaped(product(states.float().contiguous()), head)
+    return lambda states: logits(states, head)
+
+
+def _shaped(out: Tensor, head: Head) -> Tensor:
+    """A fresh product with the scale and the soft cap behind it."""
     if head.scale != 1.0:
         out = out * head.scale
-    if head.softcap is not None:
-        out = head.softcap * torch.tanh(out / head.softcap)
-    return out
-
-
-def _compiles(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether compiled code makes the logits: float32 on a CPU, and nobody asks for gradients."""
-    given = [x for x in (hidden, weight, bias) if x is not None]
-    return (
-        hidden.device.type == "cpu"
-        and all(x.dtype == torch.float32 for x in given)
-        and not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
-        and weight.is_contiguous()
-        and hidden.numel() > 0
-        and compiled.library() is not None
-    )
+    return out if head.softcap is None else head.softcap * torch.tanh(out / head.softcap)
 
 
 def readout(

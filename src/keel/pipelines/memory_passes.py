@@ -21,7 +21,7 @@ from keel.engines.sampler import draw
 from keel.engines.store import Entering, Live
 from keel.models.backbone import autocast_for
 from keel.models.families import head_of
-from keel.models.head import Head, logits
+from keel.models.head import steady_logits
 from keel.models.packed import Packed, Sizes, sizes_on
 from keel.models.policy import Policy
 from keel.models.reading import Reading
@@ -177,7 +177,7 @@ def sample(policy: Policy, call: Sampled, sampling: Sampling) -> None:
     batch = Batch(lengths, limits, call.answers, rows, PREFILL_TOKENS)
     beginnings = Beginnings(call.max_rows if call.turns > 1 else 0)
     forward = pass_of(model, int(lengths.max()), call.budget, call.dtype, beginnings)
-    head = head_of(model)
+    said = steady_logits(head_of(model))
     with autocast_for(model, policy.autocast):
         # As long as rows are free prompts enter; those that do later find rows beside them.
         while (entry := batch.waiting()).sequences:
@@ -185,7 +185,7 @@ def sample(policy: Policy, call: Sampled, sampling: Sampling) -> None:
             if len(new):
                 entering = Entering(new, len(batch.prompt))
                 forward.admit(entering, batch.prompts_ahead(entry))
-                _draw(_enter(forward, entering, device), head, sampling)
+                _draw(said(_enter(forward, entering, device)), sampling)
             batch.add(entry)
         live = len(batch.sequence)
         for places in range(1, call.budget + 1):
@@ -196,7 +196,7 @@ def sample(policy: Policy, call: Sampled, sampling: Sampling) -> None:
         end = np.full(live, call.budget - 1)
         row = torch.zeros(live, dtype=torch.long, device=device)
         decoded = Live(batch.slot, end, batch.length, device)
-        _draw(forward(row, row, Entering(lengths[:0], 0), decoded), head, sampling)
+        _draw(said(forward(row, row, Entering(lengths[:0], 0), decoded)), sampling)
         for last in reversed(range(live if call.turns > 1 else 0)):
             forward.keep(batch.ended(last))
             rows_moved, slots_moved = batch.drop(np.arange(last + 1) == last)
@@ -210,9 +210,8 @@ def _enter(forward: Pass, entering: Entering, device: torch.device) -> Tensor:
     return forward(tokens, tokens, entering, None).index_select(0, last)
 
 
-def _draw(states_RH: Tensor, head: Head, sampling: Sampling) -> None:
+def _draw(logits_RV: Tensor, sampling: Sampling) -> None:
     """A token behind each state: a prompt's logits serve each of its answers."""
-    logits_RV = logits(states_RH, head)
     uniform = torch.zeros(len(logits_RV), dtype=torch.float64, device=logits_RV.device)
     draw(logits_RV, uniform, sampling)
 
