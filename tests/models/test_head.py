@@ -234,3 +234,14 @@ def test_a_temperature_of_zero_is_refused() -> None:
     hidden, head, token, _ = problem(8)
     with pytest.raises(ValueError, match="temperature"):
         log_probs(hidden, head, token, 0.0)
+
+
+def test_sums_of_few_rows_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, head, token, _ = problem(9, tokens=11, words=40)
+    whole = log_probs(hidden, head, token)
+    parts: list[int] = []
+    real = Tensor.logsumexp
+    monkeypatch.setattr(Tensor, "logsumexp", lambda x, dim: parts.append(len(x)) or real(x, dim))
+    monkeypatch.setattr("keel.models.head.SUM_BYTES", 3 * 40 * hidden.element_size())
+    assert torch.equal(log_probs(hidden, head, token), whole)
+    assert parts == [3, 3, 3, 2]

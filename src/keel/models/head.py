@@ -28,6 +28,8 @@ from keel.kernels import head as compiled
 
 CHUNK_BYTES = 32 * 2**20
 """Bytes of one chunk of float32 logits."""
+SUM_BYTES = 4 * 2**20
+"""Bytes of logits that are summed at a time."""
 CHUNK_TOKENS = 16
 """Fewest tokens in a chunk: below this the matrix product is starved."""
 
@@ -184,7 +186,7 @@ class _Chunks:
     def log_softmax(self, rows: slice) -> tuple[Tensor, Tensor]:
         """(c, V) log-probabilities and (c,) log-normalisers."""
         out = self.logits(rows)
-        normaliser = out.logsumexp(1)
+        normaliser = _normaliser(out)
         return out.sub_(normaliser[:, None]), normaliser
 
     def cap_slope(self, log_p: Tensor, normaliser: Tensor) -> Tensor | None:
@@ -193,6 +195,14 @@ class _Chunks:
             return None
         capped = (log_p + normaliser[:, None]).mul_(self.temperature / self.head.softcap)
         return capped.square_().neg_().add_(1.0)
+
+
+def _normaliser(logits: Float[Tensor, "c V"]) -> Float[Tensor, "c"]:
+    """log Σ_v exp; on a CPU few rows at a time, for what it makes meanwhile is as large as they."""
+    few = max(1, SUM_BYTES // (logits.shape[1] * logits.element_size()))
+    if logits.device.type != "cpu" or len(logits) <= few:
+        return logits.logsumexp(1)
+    return torch.cat([part.logsumexp(1) for part in logits.split(few)])
 
 
 class _Gradients:
