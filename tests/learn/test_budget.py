@@ -187,7 +187,7 @@ from tests.train.small import small
 
 room, tokens, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 recipe = small(
-    "rewards.functions=[{function='place_match'}]", "steps=2", "rollout.prompts_per_step=128",
+    "rewards.functions=[{function='place_match'}]", "steps=2", "rollout.prompts_per_step=256",
     "rollout.group_size=8", "evaluation.prompts=0", "optimizer.learning_rate=1e-3",
     "rollouts_every=1", f"token_budget={tokens}",
     # What is measured before memory runs out was measured in larger passes, which round otherwise.
@@ -226,7 +226,7 @@ def test_a_run_that_meets_it_ends_as_one_with_that_budget(tmp_path: Path) -> Non
         )
         return folder
 
-    met = run("met", 20 << 20, 100_000)
+    met = run("met", 30 << 20, 100_000)
     state = json.loads((met / "checkpoints" / "step-000002" / "state.json").read_text())
     found = state["token_budget"]
     events = [json.loads(line) for line in (met / "events.jsonl").read_text().splitlines()]
