@@ -84,7 +84,11 @@ def test_a_steady_head_takes_compiled_code_where_it_may(monkeypatch: pytest.Monk
         said = steady_logits(Head(weight, bias))(given)
         torch.testing.assert_close(said, logits(given, Head(weight, bias)))
     assert calls == [6, 6, 6]
-    strange = Head(weight.repeat(1, 2)[:, :32], bias), Head(weight.double(), bias.double())
+    strange = (
+        Head(weight.repeat(1, 2)[:, :32], bias),
+        Head(weight, bias.repeat_interleave(2)[::2]),
+        Head(weight.double(), bias.double()),
+    )
     for head in strange:
         x = states.to(head.weight.dtype)
         assert torch.equal(steady_logits(head)(x), logits(x, head))

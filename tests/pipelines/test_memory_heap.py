@@ -155,7 +155,7 @@ def test_malloc_loses_in_the_dry_run_what_it_loses_in_the_real_one() -> None:
     )
     assert len(real) == len(dry) == 3
     taken = sum(top for top, _ in real)
-    # What lives alone would be a fifth short.
+    # What lives alone is a fifth short.
     assert sum(live for _, live in dry) < 0.87 * taken
     # Where a hole forms hangs on small things too, and those of fake tensors are not the same. One
     # heap's real pass differs from that of another, or from its own repeated, by up to a tenth;

@@ -81,7 +81,7 @@ class Batch:
         prompts = self.sequence // self.n
         self._before: Ints = self._lengths_P[prompts]
         self.slot: Ints = self._slot_P[prompts]
-        """The slot of each row's prompt."""
+        """The slot of each row's prompt: an array that is replaced, never written to."""
         self.limit: Ints = self._limits_P[prompts]
         """The budget of each row, in sampled tokens."""
         self.length: Ints = self._lengths_P[self.prompt]

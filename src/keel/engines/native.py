@@ -68,7 +68,7 @@ class NativeEngine:
 
     Each token is drawn from its sequence's own random stream, so with exact arithmetic a completion
     does not depend on what shares its batch. Compiled code (`engines.compiled`) sums a row in an
-    order of its own; elsewhere that of a float32 sum may still tip a near-tie.
+    order of its own; elsewhere the order of a float32 sum may still tip a near-tie.
 
     The end-of-sequence token is part of the completion: choosing it is an act of the policy. The
     text leaves special tokens out and is otherwise what the tokens say: a stop string stays in it,

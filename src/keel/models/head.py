@@ -71,15 +71,12 @@ def logits(hidden: Float[Tensor, "... H"], head: Head) -> Float[Tensor, "... V"]
 
 def steady_logits(head: Head) -> Callable[[Float[Tensor, "R H"]], Float[Tensor, "R V"]]:
     """`logits` without gradients, of a head that stays as it is as long as this is called: of
-    float32 on a CPU by compiled code."""
-    weight = head.weight
-    if (
-        weight.device.type == "cpu"
-        and all(x is None or x.dtype == torch.float32 for x in (weight, head.bias))
-        and weight.is_contiguous()
-        and compiled.library() is not None
-    ):
-        product = compiled.Weight(weight, head.bias)
+    float32 on a CPU by compiled code, in float32."""
+    weight, bias = head.weight, head.bias
+    given = [x for x in (weight, bias) if x is not None]
+    fits = all(x.dtype == torch.float32 and x.is_contiguous() for x in given)
+    if fits and weight.device.type == "cpu" and compiled.library() is not None:
+        product = compiled.Weight(weight, bias)
         return lambda states: _shaped(product(states.float().contiguous()), head)
     return lambda states: logits(states, head)
 
@@ -202,7 +199,7 @@ def _normaliser(logits: Float[Tensor, "c V"]) -> Float[Tensor, "c"]:
     few = max(1, SUM_BYTES // (logits.shape[1] * logits.element_size()))
     if logits.device.type != "cpu" or len(logits) <= few:
         return logits.logsumexp(1)
-    return torch.cat([part.logsumexp(1) for part in logits.split(few)])
+    return torch.cat([part.logsumexp(1) for part in torch.split(logits, few)])
 
 
 class _Gradients:
