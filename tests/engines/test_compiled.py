@@ -219,6 +219,25 @@ def test_neither_company_nor_threads_change_a_bit_of_a_row(family: str, dtype: t
         torch.set_num_threads(before)
 
 
+def test_company_changes_no_bit_of_what_is_drawn_and_said() -> None:
+    model, asked = model_of("qwen2"), prompts(3, 17, 40, 25)
+    sampling = Sampling(max_tokens=24)
+
+    def drawn(some: list[Prompt], **settings: int) -> dict[str, list[tuple[bytes, bytes]]]:
+        groups = NativeEngine(model, TOKENIZER, **settings).sample(some, 4, sampling, 7)
+        return {
+            group.prompt.id: [
+                (c.tokens.tobytes(), c.log_probs.tobytes()) for c in group.completions
+            ]
+            for group in groups
+        }
+
+    whole = drawn(asked)
+    assert drawn(asked, max_rows=3, prefill_tokens=20) == whole
+    for one in asked:
+        assert drawn([one]) == {one.id: whole[one.id]}
+
+
 @pytest.mark.parametrize("inside", ["", "embed_tokens", "layers.1", "layers.0.self_attn.q_proj"])
 def test_who_listens_to_a_module_hears_what_is_sampled(inside: str) -> None:
     model = model_of("llama")

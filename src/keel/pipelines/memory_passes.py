@@ -211,7 +211,7 @@ def _enter(forward: Pass, entering: Entering, device: torch.device) -> Tensor:
 
 
 def _draw(logits_RV: Tensor, sampling: Sampling) -> None:
-    """A token behind each state: a prompt's logits serve each of its answers."""
+    """A token from each row: a prompt's logits serve each of its answers."""
     uniform = torch.zeros(len(logits_RV), dtype=torch.float64, device=logits_RV.device)
     draw(logits_RV, uniform, sampling)
 
