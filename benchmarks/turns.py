@@ -17,7 +17,8 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from benchmarks.update import FIRST, MODEL, SEED, SMALL
 from keel.config.model import BuildModel
 from keel.engines.compiled import CompiledPass
 from keel.engines.native import NativeEngine
+from keel.engines.steps import Steps
 from keel.engines.turns import converse
 from keel.models.build import build_model, build_tokenizer
 from keel.types import Prompt, Sampling
@@ -90,16 +92,9 @@ class Talk:
 
     def once(self, side: str) -> tuple[float, int]:
         """Seconds, and the tokens that went through the model."""
-        fed, call = 0, CompiledPass.__call__
-
-        def counting(own: Any, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
-            nonlocal fed
-            fed += len(tokens)
-            return call(own, tokens, *rest)
-
         engine: Any = self.engine if side == "with" else Forgetful(self.engine)
         tasks: Any = {"talk": Replying(self.size.reply)}
-        with patch.object(CompiledPass, "__call__", counting):
+        with tokens_fed() as fed:
             start = time.perf_counter()
             converse(
                 engine,
@@ -111,7 +106,27 @@ class Talk:
                 tokenizer=self.tokenizer,
                 max_turns=self.size.turns,
             )
-            return time.perf_counter() - start, fed
+            return time.perf_counter() - start, sum(fed)
+
+
+@contextmanager
+def tokens_fed() -> Iterator[list[int]]:
+    """How many tokens each call of compiled code was given."""
+    counts: list[int] = []
+    one, some = CompiledPass.__call__, Steps.__call__
+
+    def one_step(own: Any, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        counts.append(len(tokens))
+        return one(own, tokens, *rest)
+
+    def some_steps(own: Any, *given: Any) -> Any:
+        tokens, log_probs = some(own, *given)
+        counts.append(tokens.size)
+        return tokens, log_probs
+
+    one_by_one = patch.object(CompiledPass, "__call__", one_step)
+    with one_by_one, patch.object(Steps, "__call__", some_steps):
+        yield counts
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.turns import tokens_fed
 from keel.config.model import Lora
 from keel.engines import compiled
 from keel.engines.batch import Batch
@@ -105,17 +106,10 @@ MODELS = {
 
 
 @pytest.fixture
-def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each pass of compiled code was given."""
-    counts: list[int] = []
-    call = compiled.CompiledPass.__call__
-
-    def counting(self: Any, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
-        counts.append(len(tokens))
-        return call(self, tokens, *rest)
-
-    monkeypatch.setattr(compiled.CompiledPass, "__call__", counting)
-    return counts
+def fed() -> Iterator[list[int]]:
+    """How many tokens each call of compiled code was given."""
+    with tokens_fed() as counts:
+        yield counts
 
 
 def agree(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from keel.engines.streams import Uniforms, occurrences, philox
+from keel.engines.streams import AHEAD, Uniforms, occurrences, philox
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_philox_gives_the_known_answers(counter: str, key: str, expected: str) -
 def numbers(ids: list[str], n: int, seed: int, sequence: int, count: int = 80) -> list[float]:
     uniforms = Uniforms(ids, n, seed)
     each = (uniforms.take(np.array([sequence]), np.array([place])) for place in range(count))
-    return [float(number[0]) for number in each]
+    return [float(number[0, 0]) for number in each]
 
 
 def test_numbers_depend_on_seed_id_occurrence_index_and_place_only() -> None:
@@ -48,23 +48,27 @@ def test_numbers_depend_on_seed_id_occurrence_index_and_place_only() -> None:
 
 
 def test_numbers_do_not_depend_on_who_asks_when() -> None:
-    """Rows that entered at different times are at different places of their blocks."""
+    """Rows that entered at different times are at different places of their blocks, and some are
+    asked for ahead: all that are taken, or a part of them."""
     uniforms = Uniforms(["a", "b"], 2, 7)
     places = np.zeros(4, dtype=np.int64)
     taken: list[list[float]] = [[] for _ in range(4)]
     rng = np.random.default_rng(0)
-    while (places < 70).any():
-        rows = np.flatnonzero((rng.random(4) < 0.6) & (places < 70))
-        for row, number in zip(rows, uniforms.take(rows, places[rows]), strict=True):
-            taken[row].append(float(number))
-        places[rows] += 1
-    assert taken == [numbers(["a", "b"], 2, 7, row, 70) for row in range(4)]
+    while (places < 200).any():
+        rows = np.flatnonzero((rng.random(4) < 0.6) & (places < 200))
+        asked = int(rng.integers(1, AHEAD + 1))
+        used = int(rng.integers(1, asked + 1))
+        for row, drawn in zip(rows, uniforms.take(rows, places[rows], asked).T, strict=True):
+            taken[row].extend(drawn[:used].tolist())
+        places[rows] += used
+    expected = [numbers(["a", "b"], 2, 7, row, len(taken[row])) for row in range(4)]
+    assert taken == expected
 
 
 def test_numbers_are_uniform() -> None:
     uniforms = Uniforms([str(i) for i in range(500)], 4, 3)
     sequences = np.arange(2000)
-    drawn = np.concatenate([uniforms.take(sequences, np.full(2000, t)) for t in range(20)])
+    drawn = np.concatenate([uniforms.take(sequences, np.full(2000, t))[0] for t in range(20)])
     assert drawn.min() >= 0
     assert drawn.max() < 1
     # 40,000 numbers: the mean has a standard error of 0.0014, a tenth's share of 0.0015.

@@ -19,22 +19,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from keel.engines.batch import Ended, Moves
 from keel.engines.beginnings import Beginnings
+from keel.engines.blocks import block_of, heads_of, numbers_of
 from keel.engines.pages import Homes, Table, joined, page_numbers
 from keel.engines.store import Entering, Live
-from keel.kernels.decode import PAGE, Arena, Layer, Panels, Step, filled, library, pointer
-from keel.models.attention import Rules
+from keel.kernels.decode import PAGE, Arena, Layer, Step, filled, library, pointer
 from keel.models.layout import PackedLayout
-from keel.models.llama import angles, is_alike, is_listened_to, rules_of
-from keel.models.lora import affine, is_affine
+from keel.models.llama import angles, is_alike, is_listened_to
+from keel.models.lora import is_affine
 
 Ints = npt.NDArray[np.int64]
+_NOBODY = Entering(np.zeros(0, dtype=np.int64), 0)
 
 
 def compiled(
@@ -60,7 +61,7 @@ def compiled(
 def _plain(backbone: Any) -> bool:
     """Whether projections are linear layers, with adapters or without, and all layers have the same
     heads."""
-    same = len({_heads(layer) for layer in backbone.layers}) == 1
+    same = len({heads_of(layer) for layer in backbone.layers}) == 1
     return same and all(
         is_affine(linear) for layer in backbone.layers for linear in _linears(layer)
     )
@@ -69,47 +70,6 @@ def _plain(backbone: Any) -> bool:
 def _linears(layer: Any) -> Iterator[nn.Module]:
     a, m = layer.self_attn, layer.mlp
     yield from (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
-
-
-def _heads(layer: Any) -> tuple[int, int, int]:
-    """Query heads, key-value heads, and the width of one."""
-    attention = layer.self_attn
-    width = attention.head_dim
-    return (
-        attention.q_proj.out_features // width,
-        attention.k_proj.out_features // width,
-        width,
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class _Block:
-    """One layer's weights."""
-
-    number: int
-    epsilon: float
-    qkv: Panels
-    norms: tuple[Tensor | None, Tensor | None]
-    """Of each query head and each key head."""
-    out: Panels
-    gate_up: Panels
-    down: Panels
-    rules: Rules
-
-    def pointers(self) -> Layer:
-        """Valid as long as this is."""
-        return Layer(
-            qkv=self.qkv.pointers,
-            out=self.out.pointers,
-            gate_up=self.gate_up.pointers,
-            down=self.down.pointers,
-            query_norm=pointer(self.norms[0]),
-            key_norm=pointer(self.norms[1]),
-            number=self.number,
-            window=self.rules.window or 0,
-            epsilon=self.epsilon,
-            scaling=self.rules.scaling,
-        )
 
 
 class CompiledPass:
@@ -128,9 +88,9 @@ class CompiledPass:
         self._norm = backbone.norm.weight.contiguous(), backbone.norm.variance_epsilon
         self._cos, self._sin = angles(backbone, torch.arange(longest))
         self._like: Tensor = self._embed.new_empty(0, dtype=dtype)
-        arena = Arena(sum(_numbers(layer, dtype) for layer in backbone.layers), self._like)
-        self._blocks = [_block(n, layer, arena) for n, layer in enumerate(backbone.layers)]
-        self._heads = _heads(backbone.layers[0])
+        arena = Arena(sum(numbers_of(layer, dtype) for layer in backbone.layers), self._like)
+        self._blocks = [block_of(n, layer, arena) for n, layer in enumerate(backbone.layers)]
+        self._heads = heads_of(backbone.layers[0])
         # A dry run has no memory to compute on: shapes alone.
         self._dry = isinstance(self._embed, FakeTensor)
         if not self._dry:
@@ -207,6 +167,23 @@ class CompiledPass:
         weight, epsilon = self._norm
         self._functions.keel_norm(pointer(weight), epsilon, step)
         return x
+
+    def lay(self, positions: Tensor, live: Live, steps: int) -> Laid:
+        """The step set to one token of each live row, to be done so many times in a row."""
+        rows = _Rows(_NOBODY, live, self._order)
+        rows.places += steps - 1
+        self._room(len(positions), rows)
+        x = self._embed.new_empty(len(positions), self._embed.shape[1])
+        homes = Homes(np.empty_like(rows.end), np.empty_like(rows.end))
+        self._set(x, positions, homes, self._answers.pages, rows)
+        return Laid(x, positions, rows.end, homes, self._answers.pages)
+
+    @property
+    def fixed(self) -> Fixed | None:
+        """What is the same for every step; None in a dry run."""
+        if self._dry:
+            return None
+        return Fixed(self._functions, self._layers, self._step, self._embed, self._norm)
 
     def _layer_by_layer(self, work: _Work, entering: Entering) -> None:
         """What enters whole attends among itself as in training."""
@@ -300,6 +277,28 @@ class CompiledPass:
 
 
 @dataclass(frozen=True, eq=False)
+class Laid:
+    """What moves on with the rows of a step: where it lies is what the step is set to."""
+
+    x: Float[Tensor, "R H"]
+    positions: Int[Tensor, "R"]
+    end: Ints
+    homes: Homes
+    pages: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Fixed:
+    """What compiled code is called with."""
+
+    functions: Any
+    layers: Any
+    step: Step
+    embed: Float[Tensor, "V H"]
+    norm: tuple[Float[Tensor, "H"], float]
+
+
+@dataclass(frozen=True, eq=False)
 class _Work:
     """What a step works on."""
 
@@ -348,41 +347,3 @@ class _Rows:
             self.length = np.append(self.length, 0)
             self.places = max(self.places, int(places.max()) + 1)
         self.order: Ints = order(self.slot)
-
-
-def _numbers(layer: Any, dtype: torch.dtype) -> int:
-    """Of a layer's panels."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return (
-        Panels.numbers(attention.q_proj, attention.k_proj, attention.v_proj, dtype=dtype)
-        + Panels.numbers(attention.o_proj, dtype=dtype)
-        + Panels.numbers(mlp.gate_proj, mlp.up_proj, dtype=dtype, gated=True)
-        + Panels.numbers(mlp.down_proj, dtype=dtype)
-    )
-
-
-def _block(number: int, layer: Any, arena: Arena) -> _Block:
-    attention, mlp = layer.self_attn, layer.mlp
-    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    first, second = layer.input_layernorm, layer.post_attention_layernorm
-    qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
-    return _Block(
-        number=number,
-        epsilon=first.variance_epsilon,
-        qkv=Panels(arena, *map(affine, qkv), scale=first.weight),
-        norms=(_weight(norms[0]), _weight(norms[1])),
-        out=Panels(arena, affine(attention.o_proj)),
-        gate_up=Panels(
-            arena,
-            affine(mlp.gate_proj),
-            affine(mlp.up_proj),
-            scale=second.weight,
-            gated=True,
-        ),
-        down=Panels(arena, affine(mlp.down_proj)),
-        rules=rules_of(layer),
-    )
-
-
-def _weight(norm: Any) -> Tensor | None:
-    return None if norm is None else norm.weight.contiguous()

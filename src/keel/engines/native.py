@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,45 +16,20 @@ from keel.engines.batch import Batch, Entry
 from keel.engines.beginnings import Beginnings
 from keel.engines.passes import pass_of
 from keel.engines.sampler import check, draw
-from keel.engines.stopping import LENGTH, REASONS, Stops, budgets, context_length, eos_ids
+from keel.engines.steps import steps_of
+from keel.engines.stopping import LENGTH, Stops, budgets, context_length, eos_ids
 from keel.engines.store import Entering, Live
 from keel.engines.streams import Uniforms
+from keel.engines.trace import Cut, Trace
 from keel.models.attention import ATTENTION, install
 from keel.models.backbone import autocast_for
-from keel.models.encode import decode
 from keel.models.families import head_of
 from keel.models.head import steady_logits
 from keel.runs.giving_up import look
 from keel.runs.watchdog import beat
-from keel.types import Completion, Group, KeelError, OnGroup, Prompt, Sampling
+from keel.types import Group, KeelError, OnGroup, Prompt, Sampling
 
 Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class _Trace:
-    """What was sampled, step by step; the log-probabilities stay on the device until the end."""
-
-    sequences: list[Ints] = field(default_factory=list)
-    tokens: list[Ints] = field(default_factory=list)
-    log_probs: list[Tensor] = field(default_factory=list)
-
-    def take(self, places: Ints, n: int) -> _Trace:
-        """What was sampled for the prompts at these places, which is then no longer in here."""
-        sequences, tokens = np.concatenate(self.sequences), np.concatenate(self.tokens)
-        log_probs = torch.cat(self.log_probs)
-        mine = np.isin(sequences // n, places)
-        taken, left = (
-            _Trace(
-                [sequences[chosen]],
-                [tokens[chosen]],
-                [log_probs[torch.from_numpy(chosen).to(log_probs.device)]],
-            )
-            for chosen in (mine, ~mine)
-        )
-        for name in ("sequences", "tokens", "log_probs"):
-            getattr(self, name)[:] = getattr(left, name)
-        return taken
 
 
 class NativeEngine:
@@ -163,7 +137,7 @@ class NativeEngine:
             return []
         with torch.no_grad(), _evaluating(self.model), autocast_for(self.model, self.autocast):
             run = _Run(self.model, prompts, limits, n, sampling, seed, stops, self, beginnings)
-            cut = _Cut(prompts, n, run, self.tokenizer)
+            cut = Cut(prompts, n, run.trace, run.codes, self.tokenizer)
             while run.batch.live:
                 over = run.step()
                 beat()
@@ -194,66 +168,6 @@ class NativeEngine:
                 continue
             with torch.no_grad():
                 old.copy_(new)
-
-
-class _Cut:
-    """The trace of a run, cut into groups: those of some prompts at a time, or all at the end."""
-
-    def __init__(self, prompts: Sequence[Prompt], n: int, run: _Run, tokenizer: Any) -> None:
-        self._prompts, self._n, self._run, self._tokenizer = prompts, n, run, tokenizer
-        self._groups: dict[int, Group] = {}
-        self._broken: list[int] = []
-
-    def __call__(self, places: Ints) -> Iterator[tuple[int, Group]]:
-        """The groups of the prompts at these places (in order), whose answers are done.
-
-        Those with logits that are not finite are left out: `rest` speaks of them.
-        """
-        trace = self._run.trace.take(places, self._n)
-        sequences = np.concatenate(trace.sequences)
-        order = np.argsort(sequences, kind="stable")
-        tokens = np.concatenate(trace.tokens)[order]
-        log_probs = torch.cat(trace.log_probs).float().cpu().numpy()[order]
-        chosen = (places[:, None] * self._n + np.arange(self._n)).ravel()
-        bounds = np.searchsorted(sequences[order], chosen, "right")[:-1]
-        pieces, said = np.split(tokens, bounds), np.split(log_probs, bounds)
-        texts = decode(self._tokenizer, [piece.tolist() for piece in pieces])
-        completions = [
-            Completion(
-                tokens=piece,
-                log_probs=log_prob,
-                written=np.ones(len(piece), dtype=np.bool_),
-                finish=REASONS[code],
-                text=text,
-            )
-            for piece, log_prob, code, text in zip(
-                pieces, said, self._run.codes[chosen].tolist(), texts, strict=True
-            )
-        ]
-        for at, place in enumerate(places.tolist()):
-            answers = tuple(completions[at * self._n : (at + 1) * self._n])
-            if not all(np.isfinite(answer.log_probs).all() for answer in answers):
-                self._broken.append(place)
-                continue
-            self._groups[place] = Group(self._prompts[place], answers)
-            yield place, self._groups[place]
-
-    def rest(self) -> list[Group]:
-        """Every group, in the order of the prompts, at the end of the run.
-
-        Raises KeelError for logits that are not finite.
-        """
-        done = [*self._groups, *self._broken]
-        left = np.setdiff1d(np.arange(len(self._prompts)), done)
-        if len(left):
-            list(self(left))
-        if self._broken:
-            raise KeelError(
-                f"the model's logits for prompt '{self._prompts[min(self._broken)].id}' are not "
-                "finite: its weights are broken or have diverged; use an earlier checkpoint or a "
-                "lower learning rate"
-            )
-        return [self._groups[place] for place in range(len(self._prompts))]
 
 
 class Conversation:
@@ -291,7 +205,8 @@ class _Run:
     ) -> None:
         self.device = model.device
         # The trainer's own head: float32 logits, whatever the backbone computes in.
-        self.logits = steady_logits(head_of(model))
+        head = head_of(model)
+        self.logits = steady_logits(head)
         self.sampling = sampling
         self.stops = stops
         self.uniforms = Uniforms([prompt.id for prompt in prompts], n, seed)
@@ -299,31 +214,46 @@ class _Run:
         self.lengths = np.array([len(tokens) for tokens in self.prompts], dtype=np.int64)
         answer = int(limits.max())
         self.forward = pass_of(model, int(self.lengths.max()), answer, engine.dtype, beginnings)
+        self.steps = steps_of(self.forward, head, sampling, stops)
         self.known = self.forward.recall(self.prompts)
         total = n * len(prompts)
         rows = min(engine.max_rows, total)
         self.batch = Batch(self.lengths, limits, n, rows, engine.prefill_tokens, self.known)
         self.waiting_logits: Tensor | None = None
         """Those of the last prompt that was computed: its group may have entered only in part."""
-        self.trace = _Trace()
+        self.trace = Trace()
         self.codes = np.zeros(total, dtype=np.int8)
 
     def step(self) -> Ints:
-        """Let sequences enter, run the model once, and draw a token for every row.
+        """Let sequences enter, run the model, and draw a token for every row; or several where
+        nobody enters and compiled code does it all.
 
         Returns the prompts whose last answer is now done, in order.
         """
         batch = self.batch
         entry = batch.waiting()
+        if self.steps is None or entry.sequences:
+            tokens, log_probs = self._one(entry)
+        else:
+            tokens, log_probs = self.steps(batch, self.uniforms)
+        batch.token = tokens[-1].copy()
+        batch.made += len(tokens)
+        self.trace.sequences.append(np.tile(batch.sequence, len(tokens)))
+        self.trace.tokens.append(tokens.ravel())
+        self.trace.log_probs.append(log_probs.flatten())
+        return self._ended()
+
+    def _one(self, entry: Entry) -> tuple[Ints, Tensor]:
+        """Tokens and log-probabilities (1, R) of the live rows and of those that enter."""
         logits = self._logits(entry)
-        batch.add(entry)
-        uniform = self._tensor(self.uniforms.take(batch.sequence, batch.made))
-        tokens, log_probs = draw(logits, uniform, self.sampling)
-        batch.token = tokens.cpu().numpy()
-        batch.made += 1
-        self.trace.sequences.append(batch.sequence)
-        self.trace.tokens.append(batch.token)
-        self.trace.log_probs.append(log_probs)
+        self.batch.add(entry)
+        numbers = self.uniforms.take(self.batch.sequence, self.batch.made)
+        tokens, log_probs = draw(logits, self._tensor(numbers[0]), self.sampling)
+        return tokens.cpu().numpy()[None], log_probs[None]
+
+    def _ended(self) -> Ints:
+        """Rows that ended with their last token leave; the prompts whose last answer is done."""
+        batch = self.batch
         codes = self.stops.check(batch.sequence, batch.token, batch.made >= batch.limit)
         done = codes > 0
         if not done.any():

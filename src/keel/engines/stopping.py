@@ -90,6 +90,8 @@ class Stops:
         self._table[list(sampling.stop_ids)] = STOP
         self._table[list(eos)] = EOS
         self._strings = sampling.stop
+        self.by_token = None if sampling.stop else self._table
+        """What each token does to its row (int8, V), if nothing but it and the budget ends one."""
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_ids) if sampling.stop else frozenset()
         # A token that is text holds at least a byte of it. The first tokens of a window may lose a

@@ -10,7 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 _BLOCK = 32
-"""Uniform numbers made ahead for a sequence at a time."""
+"""Uniform numbers made ahead for a sequence at a time; two blocks of each are there."""
+
+AHEAD = _BLOCK
+"""Steps whose numbers can be taken at a time."""
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
@@ -71,21 +74,24 @@ class Uniforms:
             ],
             dtype=np.uint64,
         ).reshape(-1, 4)
-        self._block = np.empty((len(ids) * n, _BLOCK))
+        self._blocks = np.empty((len(ids) * n, 2 * _BLOCK))
+        self._made = np.zeros(len(ids) * n, dtype=np.int64)
 
     def take(
-        self, sequences: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+        self, sequences: npt.NDArray[np.int64], places: npt.NDArray[np.int64], steps: int = 1
     ) -> npt.NDArray[np.float64]:
-        """The numbers of the tokens at `places` (from 0, asked for in order) of `sequences`."""
-        column = places % _BLOCK
-        fresh = column == 0
-        if fresh.any():
-            self._fill(sequences[fresh], places[fresh])
-        numbers: npt.NDArray[np.float64] = self._block[sequences, column]
+        """The numbers of the tokens at `places` of `sequences`, and of those behind them: (steps,
+        sequences), at most `AHEAD` steps. Places are from 0 and never fall."""
+        short = self._made[sequences] < places + steps
+        if short.any():
+            self._fill(sequences[short])
+        columns = (places + np.arange(steps)[:, None]) % (2 * _BLOCK)
+        numbers: npt.NDArray[np.float64] = self._blocks[sequences, columns]
         return numbers
 
-    def _fill(self, sequences: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> None:
-        """The block that starts at each of `places`: two numbers of 53 bits from each counter."""
+    def _fill(self, sequences: npt.NDArray[np.int64]) -> None:
+        """The next block of each: two numbers of 53 bits from each counter."""
+        places = self._made[sequences]
         words = self._words[sequences // self._n]
         counter = np.empty((len(sequences), _BLOCK // 2, 4), dtype=np.uint64)
         counter[..., 0] = places[:, None] // 2 + np.arange(_BLOCK // 2)
@@ -94,4 +100,6 @@ class Uniforms:
         random = philox(counter, words[:, None, :2])
         high, low = random[..., 0::2] >> np.uint64(5), random[..., 1::2] >> np.uint64(6)
         numbers = (high * 67108864.0 + low) / 9007199254740992.0
-        self._block[sequences] = numbers.reshape(len(sequences), _BLOCK)
+        columns = (places[:, None] + np.arange(_BLOCK)) % (2 * _BLOCK)
+        self._blocks[sequences[:, None], columns] = numbers.reshape(len(sequences), _BLOCK)
+        self._made[sequences] += _BLOCK

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref, c_double, c_int64, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,7 @@ SHARE = 1 << 14
 """Logits that are worth a thread: some 20 µs."""
 
 
-class _Draw(ctypes.Structure):
+class Work(ctypes.Structure):
     """struct draw."""
 
     _fields_ = (
@@ -41,41 +42,66 @@ def library() -> Any:
     return found
 
 
-def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """`engines.sampler.draw` of float32 logits (R, V) whose rows lie in a row each, and float64
-    numbers; the log-probabilities are float64.
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """What one draw reads and writes: float32 logits (R, V) whose rows lie in a row each, and a
+    float64 number for each; the log-probabilities are float64."""
+
+    logits: Tensor
+    uniform: Tensor
+    sampling: Sampling
+    rooms: Tensor | None
+    tokens: Tensor
+    log_probs: Tensor
+
+    def pointers(self) -> Work:
+        """Valid as long as this is."""
+        logits, uniform, sampling, rooms = self.logits, self.uniform, self.sampling, self.rooms
+        rows, vocabulary = logits.shape
+        assert logits.dtype == torch.float32
+        assert vocabulary == 1 or logits.stride(1) == 1
+        assert uniform.dtype == torch.float64
+        assert uniform.is_contiguous()
+        return Work(
+            logits.data_ptr(),
+            uniform.data_ptr(),
+            logits.stride(0),
+            rows,
+            vocabulary,
+            _threads(logits),
+            0 if rooms is None else rooms.shape[1],
+            sampling.top_k if sampling.top_k < vocabulary else 0,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.min_p,
+            None if rooms is None else rooms.data_ptr(),
+            self.tokens.data_ptr(),
+            self.log_probs.data_ptr(),
+        )
+
+
+def _threads(logits: Tensor) -> int:
+    return min(torch.get_num_threads(), 1 + logits.numel() // SHARE)
+
+
+def draw_of(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Draw:
+    """A draw from these logits, to be done.
 
     A truncated distribution takes 16 bytes and a little more a token of the vocabulary, in each
     thread.
     """
     rows, vocabulary = logits.shape
     tokens = uniform.new_empty(rows, dtype=torch.int64)
-    log_probs = uniform.new_empty(rows)
-    threads = min(torch.get_num_threads(), 1 + rows * vocabulary // SHARE)
-    rooms, room = None, 0
+    rooms = None
     if sampling.temperature > 0 and (sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0):
         room = 2 * vocabulary + vocabulary // GROUP + 1
-        rooms = uniform.new_empty(min(threads, rows), room)
+        rooms = uniform.new_empty(min(_threads(logits), rows), room)
+    return Draw(logits, uniform, sampling, rooms, tokens, uniform.new_empty(rows))
+
+
+def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """`engines.sampler.draw` of what a `Draw` reads."""
+    found = draw_of(logits, uniform, sampling)
     if not isinstance(logits, FakeTensor):
-        assert logits.dtype == torch.float32
-        assert vocabulary == 1 or logits.stride(1) == 1
-        assert uniform.dtype == torch.float64
-        assert uniform.is_contiguous()
-        work = _Draw(
-            logits.data_ptr(),
-            uniform.data_ptr(),
-            logits.stride(0),
-            rows,
-            vocabulary,
-            threads,
-            room,
-            sampling.top_k if sampling.top_k < vocabulary else 0,
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-            None if rooms is None else rooms.data_ptr(),
-            tokens.data_ptr(),
-            log_probs.data_ptr(),
-        )
-        library().keel_draw(byref(work))
-    return tokens, log_probs
+        library().keel_draw(byref(found.pointers()))
+    return found.tokens, found.log_probs

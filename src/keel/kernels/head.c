@@ -25,13 +25,19 @@ static void lay(const float *weight, long count, long inputs, float *panel) {
     }
 }
 
-/* out (rows, outputs) = x W^T + b; `bias` may be null, each thread has PANEL * inputs numbers of
-   `rooms`. */
-void keel_logits(const float *x, const float *weight, const float *bias, int64_t rows, int64_t inputs,
-                 int64_t outputs, int64_t threads, float *rooms, float *out) {
-#pragma omp parallel for num_threads(threads) schedule(static)
+struct logits {
+    const float *x, *weight, *bias; /* (rows, inputs), (outputs, inputs), (outputs) or null */
+    int64_t rows, inputs, outputs, threads;
+    float *rooms, *out; /* (threads, PANEL * inputs), (rows, outputs) */
+};
+
+/* out = x W^T + b */
+void keel_logits(const struct logits *l) {
+    const float *x = l->x, *weight = l->weight, *bias = l->bias;
+    int64_t rows = l->rows, inputs = l->inputs, outputs = l->outputs;
+#pragma omp parallel for num_threads(l->threads) schedule(static)
     for (int64_t first = 0; first < outputs; first += PANEL) {
-        float *panel = rooms + omp_get_thread_num() * PANEL * inputs, sum[ROWS][PANEL];
+        float *panel = l->rooms + omp_get_thread_num() * PANEL * inputs, sum[ROWS][PANEL];
         long count = outputs - first < PANEL ? outputs - first : PANEL;
         lay(weight + first * inputs, count, inputs, panel);
         for (long r = 0; r < rows; r += ROWS) {
@@ -39,7 +45,7 @@ void keel_logits(const float *x, const float *weight, const float *bias, int64_t
             struct left a = {x + r * inputs, inputs, 1};
             tile(some, a, (struct panel){panel, PANEL}, inputs, sum[0], PANEL, 0);
             for (long i = 0; i < some; i++) {
-                float *y = out + (r + i) * outputs + first;
+                float *y = l->out + (r + i) * outputs + first;
                 for (long j = 0; j < count; j++) y[j] = sum[i][j] + (bias ? bias[first + j] : 0.0f);
             }
         }

@@ -72,13 +72,21 @@ def logits(hidden: Float[Tensor, "... H"], head: Head) -> Float[Tensor, "... V"]
 def steady_logits(head: Head) -> Callable[[Float[Tensor, "R H"]], Float[Tensor, "R V"]]:
     """`logits` without gradients, of a head that stays as it is as long as this is called: of
     float32 on a CPU by compiled code, in float32."""
+    product = compiled_weight(head)
+    if product is None:
+        return lambda states: logits(states, head)
+    return lambda states: _shaped(product(states.float().contiguous()), head)
+
+
+def compiled_weight(head: Head) -> compiled.Weight | None:
+    """What compiled code multiplies states with, scale and soft cap left out; None where the head
+    is not float32 on a CPU, or there is no compiler."""
     weight, bias = head.weight, head.bias
     given = [x for x in (weight, bias) if x is not None]
     fits = all(x.dtype == torch.float32 and x.is_contiguous() for x in given)
     if fits and weight.device.type == "cpu" and compiled.library() is not None:
-        product = compiled.Weight(weight, bias)
-        return lambda states: _shaped(product(states.float().contiguous()), head)
-    return lambda states: logits(states, head)
+        return compiled.Weight(weight, bias)
+    return None
 
 
 def _shaped(out: Tensor, head: Head) -> Tensor:

@@ -1,0 +1,168 @@
+"""Several steps in one call say what one at a time says, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from keel.engines import native, steps
+from keel.engines.native import NativeEngine
+from keel.engines.steps import Steps
+from keel.kernels import steps as compiled
+from keel.kernels.decode import PAGE
+from keel.types import Completion, Group, KeelError, Prompt, Sampling
+from tests.engines.test_compiled import model_of, prompts
+from tests.engines.test_decoding import poison
+from tests.engines.tiny import TOKENIZER
+
+pytestmark = pytest.mark.skipif(compiled.library() is None, reason="no compiler")
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: model_of("llama"),
+    "qwen3": lambda: model_of("qwen3"),
+    "a window": lambda: model_of("mistral", sliding_window=5),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many steps each call did."""
+    found: list[int] = []
+    real = Steps.__call__
+
+    def counting(self: Steps, *given: Any) -> Any:
+        tokens, log_probs = real(self, *given)
+        found.append(len(tokens))
+        return tokens, log_probs
+
+    monkeypatch.setattr(Steps, "__call__", counting)
+    # A slow machine cuts no call short.
+    monkeypatch.setattr(steps, "SLICE", 3600.0)
+    return found
+
+
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Group]]:
+    """What an engine samples without them."""
+
+    def sample(engine: NativeEngine, *asked: Any) -> list[Group]:
+        with monkeypatch.context() as patched:
+            patched.setattr(native, "steps_of", lambda *given: None)
+            return engine.sample(*asked)
+
+    return sample
+
+
+def said(groups: list[Group]) -> list[tuple[list[int], list[float], str]]:
+    def each(answer: Completion) -> tuple[list[int], list[float], str]:
+        return answer.tokens.tolist(), answer.log_probs.tolist(), answer.finish
+
+    return [each(answer) for group in groups for answer in group.completions]
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("max_rows", [256, 5])
+def test_they_say_what_single_steps_say(
+    make: Callable[[], PreTrainedModel],
+    max_rows: int,
+    calls: list[int],
+    one_by_one: Callable[..., list[Group]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over pages, blocks of numbers and rows that end, in memory that held NaN before."""
+    poison(monkeypatch)
+    engine = NativeEngine(make(), TOKENIZER, max_rows=max_rows)
+    asked = (prompts(3, 9, 17), 4, Sampling(max_tokens=75), 0)
+    ours, theirs = engine.sample(*asked), one_by_one(engine, *asked)
+    assert said(ours) == said(theirs)
+    assert {len(answer) for group in ours for answer in group.completions} > {75}
+    assert max(calls) > 4
+    if max_rows == 256:  # all entered at once: a call ends where a row does, or a page
+        ends = {len(a) for group in ours for a in group.completions}
+        assert len(calls) <= len(ends | set(range(PAGE + 1, 76, PAGE)))
+
+
+SAMPLINGS = {
+    "greedy": Sampling(max_tokens=20, temperature=0.0),
+    "truncated": Sampling(max_tokens=40, temperature=0.7, top_k=9, top_p=0.9, min_p=0.01),
+    "one token": Sampling(max_tokens=1),
+    "stop ids": Sampling(max_tokens=60, stop_ids=(5, 11)),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_any_sampling(
+    sampling: Sampling,
+    dtype: torch.dtype | None,
+    calls: list[int],
+    one_by_one: Callable[..., list[Group]],
+) -> None:
+    engine = NativeEngine(model_of("llama"), TOKENIZER, dtype=dtype)
+    asked = (prompts(4, 7), 3, sampling, 2)
+    assert said(engine.sample(*asked)) == said(one_by_one(engine, *asked))
+    assert len(calls) == 0 if sampling.max_tokens == 1 else max(calls) > 1
+
+
+def test_they_end_at_the_context(calls: list[int], one_by_one: Callable[..., list[Group]]) -> None:
+    """Prompts of unlike length have budgets of their own."""
+    model = model_of("llama", max_position_embeddings=64, eos_token_id=1)
+    engine = NativeEngine(model, TOKENIZER)
+    asked = (prompts(3, 40, 63), 3, Sampling(max_tokens=200), 1)
+    ours = engine.sample(*asked)
+    assert said(ours) == said(one_by_one(engine, *asked))
+    assert "length" in {answer.finish for group in ours for answer in group.completions}
+    assert max(calls) > 1
+
+
+def test_stop_strings_are_looked_for_at_every_token(calls: list[int]) -> None:
+    engine = NativeEngine(model_of("llama"), TOKENIZER)
+    engine.sample(prompts(4), 2, Sampling(max_tokens=9, stop=("a b",)), 0)
+    assert not calls
+
+
+def test_a_call_ends_when_its_time_is_over(
+    calls: list[int], one_by_one: Callable[..., list[Group]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "SLICE", 0.0)
+    engine = NativeEngine(model_of("llama"), TOKENIZER)
+    asked = (prompts(4, 7), 3, Sampling(max_tokens=30), 0)
+    assert said(engine.sample(*asked)) == said(one_by_one(engine, *asked))
+    assert set(calls) == {1}
+
+
+def test_weights_that_break_are_told(calls: list[int]) -> None:
+    """Broken at a token that no prompt holds: the steps meet it, not the prompts."""
+    model = model_of("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:2] = float("nan")
+        model.get_input_embeddings().weight[40:] = float("nan")
+    engine = NativeEngine(model, TOKENIZER)
+    asked = [Prompt("p", "x", tokens=tuple(range(2, 12)))]
+    with pytest.raises(KeelError, match="prompt 'p' are not finite"):
+        engine.sample(asked, 8, Sampling(max_tokens=60), 0)
+    assert calls
+
+
+def test_tokens_are_those_of_their_steps(calls: list[int]) -> None:
+    """A later call must not change what an earlier one gave."""
+    kept: list[tuple[np.ndarray, np.ndarray]] = []
+    counting = Steps.__call__
+
+    def keeping(self: Steps, *given: Any) -> Any:
+        tokens, log_probs = counting(self, *given)
+        kept.append((tokens, tokens.copy()))
+        return tokens, log_probs
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Steps, "__call__", keeping)
+        NativeEngine(model_of("llama"), TOKENIZER).sample(
+            prompts(4, 7), 3, Sampling(max_tokens=50), 0
+        )
+    assert len(kept) > 2
+    assert all((now == then).all() for now, then in kept)
