@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 from keel.config.model import BuildModel, Lora, Model
 from keel.engines.compiled import compiled
 from keel.models import llama
-from keel.models.backbone import states_at
+from keel.models.backbone import hidden_states, states_at
 from keel.models.lora import add_lora
 from keel.models.packed import Packed
 from keel.models.policy import load_policy
@@ -56,6 +57,34 @@ def test_states_and_gradients_are_those_of_the_modules(
     own = gradients(model)
     assert slopes.keys() == own.keys()
     for name, slope in own.items():
+        atol = 2e-5 * float(slope.abs().max())
+        torch.testing.assert_close(slopes[name], slope, rtol=1e-4, atol=atol)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_nothing_is_said_with_the_last_token_of_a_sequence(family: str) -> None:
+    """States behind which a target is chosen, and their gradients, do without it."""
+    model = model_of(family)
+    whole = packed()
+    whole = replace(whole, target_N=torch.tensor([1, 3, 5, 7, 8, 16, 18, 23]))
+    entered: list[int] = []
+    count = model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, given: entered.append(given[0].numel())
+    )
+    found: list[tuple[Tensor, dict[str, Tensor]]] = []
+    for how in (hidden_states, lambda *given: states_at(*given, whole.source_N)):
+        model.zero_grad()
+        states = how(model, whole)
+        states.backward(torch.randn(states.shape, generator=torch.Generator().manual_seed(2)))
+        slopes = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        found.append((states.detach(), slopes))
+    count.remove()
+    assert entered == [24 - 3, 24]
+    (ours, slopes), (theirs, all_slopes) = found
+    # float32; products of other sizes sum in another order.
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
+    assert slopes.keys() == all_slopes.keys()
+    for name, slope in all_slopes.items():
         atol = 2e-5 * float(slope.abs().max())
         torch.testing.assert_close(slopes[name], slope, rtol=1e-4, atol=atol)
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.models.packed import pack
+from keel.models.packed import Packed, pack
 
 
 def test_an_example() -> None:
@@ -62,3 +62,35 @@ def test_what_does_not_fit_is_refused(
 def test_as_many_targets_as_sequences() -> None:
     with pytest.raises(ValueError, match="1 sequences but targets for 0"):
         pack([torch.tensor([1])], [])
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_the_last_token_of_a_sequence_is_not_fed(data: st.DataObject) -> None:
+    """Sequences, and prompts with answers behind them: what is fed, piece by piece."""
+    lengths = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=8))
+    follows: list[int] = []
+    for piece in range(len(lengths)):
+        beginnings = [-1, *(p for p in range(piece) if follows[p] == -1)]
+        follows.append(data.draw(st.sampled_from(beginnings)))
+    tokens = torch.arange(sum(lengths)) + 100
+    begins = {sum(lengths[:p]) for p, first in enumerate(follows) if first == -1}
+    targets = [t for t in range(sum(lengths)) if t not in begins and data.draw(st.booleans())]
+    whole = Packed(tokens, tuple(lengths), torch.tensor(targets).long(), tuple(follows))
+    fed, at_N = whole.fed
+    expected = [
+        piece[:-1] if len(piece) > 1 and number not in follows else piece
+        for number, piece in enumerate(tokens.split(lengths))
+    ]
+    assert fed.lengths == tuple(map(len, expected))
+    assert fed.follows == whole.follows
+    assert torch.equal(fed.tokens_T, torch.cat(expected))
+    assert torch.equal(fed.tokens_T[at_N], whole.tokens_T[whole.source_N])
+    order = whole.positions().tolist()
+    kept = torch.isin(whole.tokens_T, fed.tokens_T)  # every token is another number
+    assert fed.positions().tolist() == [p for p, k in zip(order, kept, strict=True) if k]
+
+
+def test_nothing_is_fed_of_nothing() -> None:
+    fed, at_N = pack([], []).fed
+    assert (len(fed.tokens_T), len(at_N)) == (0, 0)

@@ -22,7 +22,8 @@ def hidden_states(
     model: PreTrainedModel, packed: Packed, autocast: bool = True
 ) -> Float[Tensor, "N H"]:
     """The last hidden state that each scored token is predicted from, at `source_N`."""
-    return states_at(model, packed, packed.source_N, autocast)
+    fed, at_N = packed.fed
+    return states_at(model, fed, at_N, autocast)
 
 
 def states_at(

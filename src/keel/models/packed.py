@@ -41,6 +41,21 @@ class Packed:
             return self.target_N - 1
         return self.pieces.previous(self.device)[self.target_N]
 
+    @cached_property
+    def fed(self) -> tuple[Packed, Int[Tensor, "N"]]:
+        """What enters the model for the targets' sake, and where in it each is predicted from.
+
+        That is all but the last token of each sequence, behind which nothing is predicted; a piece
+        of a single token stays.
+        """
+        followed = set(self.follows)
+        cuts = [n > 1 and piece not in followed for piece, n in enumerate(self.lengths)]
+        lengths = tuple(n - cut for n, cut in zip(self.lengths, cuts, strict=True))
+        gone = torch.tensor((0, *accumulate(cuts))[:-1], dtype=torch.int64, device=self.device)
+        kept = torch.arange(sum(lengths), device=self.device) + _spread(gone, lengths)
+        fed = Packed(self.tokens_T[kept], lengths, self.target_N[:0], self.follows)
+        return fed, self.source_N - _spread(gone, self.lengths)[self.source_N]
+
     def positions(self) -> Int[Tensor, "T"]:
         """Position ids, from 0 again at the start of each sequence."""
         return self.pieces.positions(self.device)
@@ -56,6 +71,12 @@ class Packed:
     @property
     def device(self) -> torch.device:
         return self.tokens_T.device
+
+
+def _spread(number_P: Int[Tensor, "P"], lengths: Sequence[int]) -> Int[Tensor, "T"]:
+    """Each piece's number for each of its tokens."""
+    each = torch.tensor(lengths, dtype=torch.int64, device=number_P.device)
+    return number_P.repeat_interleave(each, output_size=sum(lengths))
 
 
 def pack(
