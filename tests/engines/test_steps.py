@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from keel.engines.native import NativeEngine
 from keel.engines.steps import Steps
 from keel.kernels import steps as compiled
 from keel.kernels.decode import PAGE
+from keel.models.families import head_of
 from keel.types import Completion, Group, KeelError, Prompt, Sampling
 from tests.engines.test_compiled import model_of, prompts
 from tests.engines.test_decoding import poison
@@ -26,6 +28,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: model_of("llama"),
     "qwen3": lambda: model_of("qwen3"),
     "a window": lambda: model_of("mistral", sliding_window=5),
+    "a large epsilon": lambda: model_of("llama", rms_norm_eps=0.5),
 }
 
 
@@ -118,6 +121,23 @@ def test_they_end_at_the_context(calls: list[int], one_by_one: Callable[..., lis
     assert said(ours) == said(one_by_one(engine, *asked))
     assert "length" in {answer.finish for group in ours for answer in group.completions}
     assert max(calls) > 1
+
+
+def test_nobody_takes_a_page_long_before_it_needs_it(calls: list[int]) -> None:
+    engine = NativeEngine(model_of("llama"), TOKENIZER, max_rows=1)
+    (group,) = engine.sample(prompts(4), 12, Sampling(max_tokens=75), 0)
+    assert max(len(answer) for answer in group.completions) > 1 + 2 * PAGE
+    assert max(calls) == PAGE
+
+
+@pytest.mark.parametrize("change", [{"scale": 0.5}, {"softcap": 2.0}], ids=["scale", "soft cap"])
+def test_a_head_that_does_more_is_its_own_step(
+    change: dict[str, Any], calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled logits know neither a scale nor a soft cap."""
+    monkeypatch.setattr(native, "head_of", lambda model: replace(head_of(model), **change))
+    NativeEngine(model_of("llama"), TOKENIZER).sample(prompts(4), 2, Sampling(max_tokens=9), 0)
+    assert not calls
 
 
 def test_stop_strings_are_looked_for_at_every_token(calls: list[int]) -> None:
