@@ -186,3 +186,26 @@ def test_tokens_are_those_of_their_steps(calls: list[int]) -> None:
         )
     assert len(kept) > 2
     assert all((now == then).all() for now, then in kept)
+
+
+def test_embeddings_that_lie_otherwise(
+    calls: list[int], one_by_one: Callable[..., list[Group]]
+) -> None:
+    model = model_of("llama", tie_word_embeddings=False)
+    embedding = model.get_input_embeddings()
+    embedding.weight.data = embedding.weight.data.t().contiguous().t()
+    engine = NativeEngine(model, TOKENIZER)
+    asked = (prompts(4), 3, Sampling(max_tokens=9), 0)
+    assert said(engine.sample(*asked)) == said(one_by_one(engine, *asked))
+    assert not calls
+
+
+def test_a_token_without_an_embedding_is_not_fed(calls: list[int]) -> None:
+    """Read by compiled code it would be whatever lies behind the embeddings."""
+    model = model_of("llama", tie_word_embeddings=False)
+    words = model.config.vocab_size
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, 20 * words, bias=False)
+    model.config.vocab_size = 20 * words
+    with pytest.raises(IndexError):
+        NativeEngine(model, TOKENIZER).sample(prompts(4), 8, Sampling(max_tokens=30), 0)
+    assert not calls

@@ -183,7 +183,7 @@ class CompiledPass:
         """What is the same for every step; None in a dry run."""
         if self._dry:
             return None
-        return Fixed(self._functions, self._layers, self._step, self._embed, self._norm)
+        return Fixed(self, self._functions, self._layers, self._step, self._embed, self._norm)
 
     def _layer_by_layer(self, work: _Work, entering: Entering) -> None:
         """What enters whole attends among itself as in training."""
@@ -291,6 +291,7 @@ class Laid:
 class Fixed:
     """What compiled code is called with."""
 
+    forward: CompiledPass
     functions: Any
     layers: Any
     step: Step

@@ -33,15 +33,18 @@ SLICE = 0.05
 
 def steps_of(forward: Pass, head: Head, sampling: Sampling, stops: Stops) -> Steps | None:
     """None where a step takes more than compiled code: another pass, a head with a scale or a soft
-    cap, stop strings, a dry run."""
-    if not isinstance(forward, CompiledPass) or stops.by_token is None:
-        return None
+    cap, stop strings, a dry run; and where a token could be drawn that has no embedding."""
+    fixed = forward.fixed if isinstance(forward, CompiledPass) else None
     plain = head.scale == 1.0 and head.softcap is None
     weight = compiled_weight(head) if plain else None
-    fixed = forward.fixed
-    if weight is None or fixed is None or not (drawing.library() and compiled.library()):
+    ends_V = stops.by_token
+    if fixed is None or weight is None or ends_V is None:
         return None
-    return Steps(forward, fixed, weight, sampling, stops.by_token)
+    outputs = weight.shape[0]
+    known = fixed.embed.is_contiguous() and outputs <= min(len(fixed.embed), len(ends_V))
+    if not (known and drawing.library() and compiled.library()):
+        return None
+    return Steps(fixed, weight, sampling, ends_V)
 
 
 class Steps:
@@ -49,13 +52,12 @@ class Steps:
 
     def __init__(
         self,
-        forward: CompiledPass,
         fixed: Fixed,
         weight: Weight,
         sampling: Sampling,
         ends_V: npt.NDArray[np.int8],
     ) -> None:
-        self._forward, self._fixed, self._weight = forward, fixed, weight
+        self._fixed, self._weight = fixed, weight
         self._sampling, self._ends = sampling, ends_V
         functions = fixed.functions
         self._calls = {
@@ -78,9 +80,10 @@ class Steps:
         """Tokens and log-probabilities (steps, R) of the live rows: one step at least, and none
         behind one with which a row ends."""
         most, rows = _most(batch), len(batch.sequence)
-        self._forward.reserve(batch.made + most - 1, batch.ahead)
+        forward = self._fixed.forward
+        forward.reserve(batch.made + most - 1, batch.ahead)
         live = Live(batch.slot, batch.made - 1, batch.length, torch.device("cpu"))
-        laid = self._forward.lay(torch.from_numpy(batch.place), live, most)
+        laid = forward.lay(torch.from_numpy(batch.place), live, most)
         numbers = torch.from_numpy(uniforms.take(batch.sequence, batch.made, most))
         product = self._weight.of(laid.x)
         draw = drawing.draw_of(product.out, numbers.new_empty(rows), self._sampling)
@@ -117,7 +120,8 @@ class Steps:
 
 def _most(batch: Batch) -> int:
     """Steps until a row's budget is used up, or the longest row has filled its page: so nobody
-    takes a page much before it needs it."""
+    takes a page before it is within PAGE steps of it."""
     left = int((batch.limit - batch.made).min())
     page = PAGE - (int(batch.made.max()) - 1) % PAGE
-    return min(left, page, AHEAD)
+    assert page <= AHEAD
+    return min(left, page)

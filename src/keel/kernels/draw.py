@@ -63,20 +63,20 @@ class Draw:
         assert uniform.dtype == torch.float64
         assert uniform.is_contiguous()
         return Work(
-            logits.data_ptr(),
-            uniform.data_ptr(),
-            logits.stride(0),
-            rows,
-            vocabulary,
-            _threads(logits),
-            0 if rooms is None else rooms.shape[1],
-            sampling.top_k if sampling.top_k < vocabulary else 0,
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-            None if rooms is None else rooms.data_ptr(),
-            self.tokens.data_ptr(),
-            self.log_probs.data_ptr(),
+            logits=logits.data_ptr(),
+            numbers=uniform.data_ptr(),
+            step=logits.stride(0),
+            rows=rows,
+            vocabulary=vocabulary,
+            threads=_threads(logits),
+            room=0 if rooms is None else rooms.shape[1],
+            top_k=sampling.top_k if sampling.top_k < vocabulary else 0,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            rooms=None if rooms is None else rooms.data_ptr(),
+            tokens=self.tokens.data_ptr(),
+            log_probs=self.log_probs.data_ptr(),
         )
 
 

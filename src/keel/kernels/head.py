@@ -53,9 +53,17 @@ class Product:
         x, weight, bias = self.given
         (rows, outputs), inputs = self.out.shape, x.shape[1]
         start = None if bias is None else bias.data_ptr()
-        sizes = (rows, inputs, outputs, len(self.rooms))
-        room, out = self.rooms.data_ptr(), self.out.data_ptr()
-        return Logits(x.data_ptr(), weight.data_ptr(), start, *sizes, room, out)
+        return Logits(
+            x=x.data_ptr(),
+            weight=weight.data_ptr(),
+            bias=start,
+            rows=rows,
+            inputs=inputs,
+            outputs=outputs,
+            threads=len(self.rooms),
+            rooms=self.rooms.data_ptr(),
+            out=self.out.data_ptr(),
+        )
 
 
 class Weight:
