@@ -110,13 +110,13 @@ SAMPLING = Section(
         ),
         Metric(
             "step/tokens",
-            "Model-input tokens that the step learned from: prompts and completions.",
+            "Tokens of the sequences that the step learned from: prompts and completions.",
             "tokens",
             "0: nothing was learned from in this step.",
         ),
         Metric(
             "num_tokens",
-            "Model-input tokens learned from so far in the run.",
+            "Tokens of the sequences learned from so far in the run.",
             "tokens",
             "",
         ),

@@ -18,7 +18,7 @@ from keel.models.pieces import Pieces
 class Packed:
     """A batch of sequences without padding.
 
-    `tokens_T` are the input tokens of all pieces end to end: sequences, and prompts that several
+    `tokens_T` are the tokens of all pieces end to end: sequences, and prompts that several
     answers share with those answers behind them (`lengths` and `follows` as in `Pieces`).
     `target_N` points into `tokens_T` at every completion token that is scored, in ascending order;
     what the model says of it is read one token earlier in its sequence, at `source_N`.

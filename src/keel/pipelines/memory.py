@@ -224,7 +224,7 @@ class _Stage:
         for model in self.twins.judges:
             passes.judge(model, [_closed(row) for row in rows], stage.token_budget)
             self._passing("rewards", "activations", ledger)
-        largest = max(passes.micro_batches(rows, stage.token_budget, device), key=passes.tokens_of)
+        largest = max(passes.micro_batches(rows, stage.token_budget, device), key=passes.fed)
         passes.measure(self.twins, largest, choice.temperature)
         self._passing("measure", "activations", ledger)
 
@@ -248,8 +248,9 @@ class _Stage:
             for rows in (_minibatches(stage, batch) if isinstance(stage, RLStage) else [batch])
         ]
         # The first pass leaves the gradients, beside which all others of the step run.
-        first, *others = max(cut, key=lambda parts: passes.tokens_of(parts[0]))
-        sizes = [passes.tokens_of(part) for part in others]
+        entering = passes.fed if self.twins.reward_model is None else passes.tokens_of
+        first, *others = max(cut, key=lambda parts: entering(parts[0]))
+        sizes = [entering(part) for part in others]
         largest = sorted(range(len(others)), key=lambda i: -sizes[i])[: PASSES - 1]
         order = [first, *(others[i] for i in sorted(largest))]
         divergence = stage.algorithm.loss_divergence if isinstance(stage, RLStage) else None

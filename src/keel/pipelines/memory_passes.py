@@ -76,8 +76,13 @@ class Twins:
 
 
 def tokens_of(rows: Sequence[Row]) -> int:
-    """Model-input tokens of rows that enter one pass."""
+    """Tokens of rows that lie in one pass: what a reward model reads."""
     return Sizes(_lengths(rows), _shared(rows)).entering(slice(0, len(rows)))
+
+
+def fed(rows: Sequence[Row]) -> int:
+    """Those of them that enter a model which predicts tokens: all but each sequence's last."""
+    return tokens_of(rows) - sum(map(len, rows))
 
 
 def micro_batches(rows: Sequence[Row], token_budget: int, device: torch.device) -> list[list[Row]]:

@@ -21,7 +21,7 @@ from keel.pipelines.kinds import found
 from keel.pipelines.memory import Footprint, Held, stage_footprint
 from keel.pipelines.memory_ledger import bytes_of
 from keel.pipelines.memory_machine import Machine
-from keel.pipelines.memory_passes import Row, micro_batches, packed_of, tokens_of
+from keel.pipelines.memory_passes import Row, fed, micro_batches, packed_of, tokens_of
 from keel.pipelines.pace import seconds_of
 from keel.pipelines.seen import Seen
 from keel.train.build import build_learner
@@ -108,7 +108,7 @@ def timed(policy: Policy, stage: Stage, seen: Seen) -> Timed:
 
     forward = seconds_of(read)
     work = seen.work
-    return Timed(tokens_of(rows), forward, work.sequences, work.sampling, work.scoring)
+    return Timed(fed(rows), forward, work.sequences, work.sampling, work.scoring)
 
 
 def sizes(policy: Policy, stage: Stage, seen: Seen, held: Held) -> Sizes:
@@ -117,11 +117,12 @@ def sizes(policy: Policy, stage: Stage, seen: Seen, held: Held) -> Sizes:
     modules = [learns, held.value_head, held.critic]
     trained = sum(p.numel() for m in modules if m is not None for _, p in trainable(m))
     rows = seen.work.rows
+    tokens = fed(rows) if held.reward_model is None else tokens_of(rows)
     heldout = len(seen.work.heldout)
     return Sizes(
-        step_tokens=tokens_of(rows),
+        step_tokens=tokens,
         step_sequences=len(rows),
-        evaluation_tokens=heldout * tokens_of(rows) // len(rows),
+        evaluation_tokens=heldout * tokens // len(rows),
         evaluation_sequences=heldout,
         trained=trained,
         # Weights and both moments of what learns.

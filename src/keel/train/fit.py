@@ -27,7 +27,7 @@ B = TypeVar("B")
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """What the backward passes of a step said; `tokens` are those that entered the model."""
+    """What the backward passes of a step said; `tokens` are those of its rows."""
 
     metrics: dict[str, float]
     tokens: int
@@ -129,7 +129,7 @@ def take_step(fit: Fit[Any], progress: Progress, number: int) -> Learned:
         except NotFinite as error:
             fit.optimizer.clear()
             _tell(fit, rows, progress, number, error)
-            learned = Learned({}, sum(fit.rows.sizes(rows).lengths))  # they entered the model
+            learned = Learned({}, sum(fit.rows.sizes(rows).lengths))  # they were read
     return replace(learned, metrics={**learned.metrics, "learning_rate": rate})
 
 

@@ -35,7 +35,7 @@ class Progress:
     beta: float = 0.0
     stream: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 0
-    """Model-input tokens trained on so far, over all stages."""
+    """Tokens trained on so far, over all stages."""
     best: float | None = None
     best_step: int | None = None
     before: Mapping[str, Any] | None = None
