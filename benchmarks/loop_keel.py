@@ -55,7 +55,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     from keel.config.load import load_recipe
     from keel.runs.read import load
     from keel.runs.watch import Silent
-    from keel.train.run import train as run
+    from keel.training.run import train as run
 
     clock, cpu = [0.0], [0.0]
 

@@ -189,7 +189,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("tool output among the tokens", "learn/batch.py",
              "written = completion.written.nonzero()[0]",
              "written = completion.written.cumsum() - 1",
-             ("tests/train/test_tools.py",)),
+             ("tests/training/test_tools.py",)),
 )  # fmt: skip
 
 

@@ -211,7 +211,7 @@ def resident(peak: bool) -> int:
 def run(name: str, folder: Path) -> dict[str, float]:
     """The recipe for real: its peak above the start, and its seconds."""
     from keel.config.load import load_recipe
-    from keel.train.run import train
+    from keel.training.run import train
 
     recipe = load_recipe(recipes(folder)[name])
     start, clock = resident(peak=False), time.perf_counter()

@@ -23,8 +23,8 @@ from keel.models.build import build_model
 from keel.models.loading import DTYPES, quiet
 from keel.models.tokenizers import character_tokenizer
 from keel.pipelines.check import Report, check
-from keel.train.export import export
-from keel.train.run import train
+from keel.training.export import export
+from keel.training.run import train
 
 DIGITS = {"name": "sort_digits", "options": {"min_digits": 2, "max_digits": 4}}
 ALPHABET = "0123456789># "

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from keel.config.load import load_recipe
 from keel.runs.read import Run, load
-from keel.train.run import train
+from keel.training.run import train
 
 RECIPES = ("quickstart", "quickstart-ppo", "reward-model-quickstart")
 

@@ -59,7 +59,7 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
 def listing() -> str:
     """The README's list: rooms from top to bottom, a line a file."""
     rooms = (
-        *("", "cli", "pipelines", "train", "control", "engines", "rewards", "tasks", "learn"),
+        *("", "cli", "pipelines", "training", "control", "engines", "rewards", "tasks", "learn"),
         *(
             "models",
             "kernels",

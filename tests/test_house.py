@@ -13,7 +13,7 @@ import pytest
 from keel.algorithms.presets import PRESETS
 from tests.house import ROOT, functions, readme, sources
 
-FILE, OBJECTIVE_FILE, FUNCTION = 400, 250, 60
+FILE, OBJECTIVE_FILE, FUNCTION = 600, 250, 80
 TORCH_FREE = (
     *("keel", "keel.types", "keel.verify.numbers", "keel.algorithms.explain", "keel.config.load"),
     *("keel.insight.statistics", "keel.insight.terminal", "keel.runs.read", "keel.cli.parser"),

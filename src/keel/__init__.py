@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from keel.config.load import load_recipe
     from keel.config.objective import explain_recipe
     from keel.runs.read import load
-    from keel.train.evaluation import evaluate
-    from keel.train.export import export
-    from keel.train.run import train
+    from keel.training.evaluation import evaluate
+    from keel.training.export import export
+    from keel.training.run import train
 
 __version__ = version("keel-rl")
 
@@ -33,13 +33,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "evaluate": "keel.train.evaluation",
+    "evaluate": "keel.training.evaluation",
     "explain": "keel.algorithms.explain",
-    "export": "keel.train.export",
+    "export": "keel.training.export",
     "load": "keel.runs.read",
     "explain_recipe": "keel.config.objective",
     "load_recipe": "keel.config.load",
-    "train": "keel.train.run",
+    "train": "keel.training.run",
 }
 
 

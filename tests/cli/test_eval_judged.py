@@ -16,10 +16,10 @@ from keel.config.model import Model
 from keel.models.policy import load_policy
 from keel.models.reward import Kind, reward_model_from
 from keel.runs.layout import RunFolder
-from keel.train.run import train
+from keel.training.run import train
 from tests.cli.test_wrong_inputs import tried
-from tests.train.judged import MODEL, data, labelled, ones, recipe, traces, write
-from tests.train.small import info, small
+from tests.training.judged import MODEL, data, labelled, ones, recipe, traces, write
+from tests.training.small import info, small
 
 Capture = pytest.CaptureFixture[str]
 Rows = list[dict[str, Any]]

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from keel.cli.main import main
-from keel.train.run import train
-from tests.train.small import small
+from keel.training.run import train
+from tests.training.small import small
 
 Capture = pytest.CaptureFixture[str]
 

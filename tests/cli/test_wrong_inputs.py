@@ -12,7 +12,7 @@ from keel.cli.main import main
 from keel.config.load import to_toml
 from keel.config.model import BuildModel
 from keel.models.build import build_model, build_tokenizer
-from tests.train.small import small
+from tests.training.small import small
 
 Words = list[str]
 
@@ -40,7 +40,7 @@ def tried(words: Words, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def reward(name: str, *more: str) -> Words:
-    functions = f"rewards.functions=[{{function='tests.train.rewards:{name}'}}]"
+    functions = f"rewards.functions=[{{function='tests.training.rewards:{name}'}}]"
     return ["train", "small.toml", functions, *more]
 
 

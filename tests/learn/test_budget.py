@@ -16,12 +16,12 @@ from keel.cli.main import main
 from keel.learn.budget import Budget, needing_memory, out_of_memory
 from keel.models.packed import Sizes
 from keel.runs.read import load
-from keel.train.run import train
-from keel.train.state import Progress
-from keel.train.work import budget_of
+from keel.training.run import train
+from keel.training.state import Progress
+from keel.training.work import budget_of
 from keel.types import KeelError
 from tests.shared import ROOT
-from tests.train.small import small
+from tests.training.small import small
 
 
 def cpu_refusal() -> RuntimeError:
@@ -140,8 +140,8 @@ def refuse(*_: object, **__: object) -> None:
         ("keel.learn.optimizer.AdamW.apply", "while the optimizer stepped: "),
         ("keel.engines.native.NativeEngine.sync", "while the engine took the weights over: "),
         ("keel.models.policy.Policy.save", "after rl step 2 (no checkpoint yet): out of memory"),
-        ("keel.train.run.load_policy", "while a model or batch was made ready: "),
-        ("keel.train.rl.estimate", "while a model or batch was made ready: "),
+        ("keel.training.run.load_policy", "while a model or batch was made ready: "),
+        ("keel.training.rl.estimate", "while a model or batch was made ready: "),
     ],
 )
 def test_a_run_says_in_one_line_where_it_ran_out(
@@ -181,9 +181,9 @@ import resource, sys
 import torch
 torch.set_num_threads(1)
 from keel.models import packed
-from keel.train import rl
-from keel.train.run import train
-from tests.train.small import small
+from keel.training import rl
+from keel.training.run import train
+from tests.training.small import small
 
 room, tokens, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 recipe = small(

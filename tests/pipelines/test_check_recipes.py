@@ -25,8 +25,8 @@ from keel.pipelines.check import check as whole_check
 from keel.pipelines.gold import shapes
 from keel.pipelines.memory_machine import Machine
 from keel.rewards.score import Scorer
-from keel.train.rollout import Sampler, collect
-from keel.train.run import train
+from keel.training.rollout import Sampler, collect
+from keel.training.run import train
 from keel.types import KeelError
 from tests.shared import shared_path
 

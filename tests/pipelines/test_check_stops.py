@@ -12,8 +12,8 @@ import pytest
 from keel.config.load import load_recipe
 from keel.pipelines.check import Report
 from keel.pipelines.check import check as whole_check
-from keel.train.evaluation import evaluate
-from keel.train.run import train
+from keel.training.evaluation import evaluate
+from keel.training.run import train
 from keel.types import KeelError
 
 DIGITS: dict[str, Any] = {"name": "sort_digits", "options": {"min_digits": 2, "max_digits": 3}}

@@ -27,10 +27,10 @@ from keel.runs.diff_checkpoints import CheckpointDifference
 from keel.runs.diff_rollouts import RolloutsDifference, Token
 from keel.runs.diff_values import Around, Change, around, clipped, same, ulps
 from keel.runs.layout import RunFolder
-from keel.train.run import train
+from keel.training.run import train
 from keel.types import KeelError
-from tests.train.judged import recipe
-from tests.train.small import small
+from tests.training.judged import recipe
+from tests.training.small import small
 
 DENSE = "rewards.functions=[{function='place_match'}]"
 QUICK = (DENSE, "steps=3", "evaluation.prompts=0", "checkpoints.every=1")

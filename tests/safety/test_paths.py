@@ -16,8 +16,8 @@ from keel.rewards.surroundings import Surroundings
 from keel.runs import checkpoint
 from keel.runs.layout import RunFolder, next_free
 from keel.runs.record import truncate_after
-from keel.train.export import export
-from keel.train.run import train
+from keel.training.export import export
+from keel.training.run import train
 from keel.types import KeelError
 
 NASTY = [

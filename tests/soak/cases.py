@@ -20,16 +20,16 @@ from keel.config.schema import Recipe
 from keel.runs.read import Run
 from keel.tasks.base import BaseTask, side_of
 from keel.types import Completion, Prompt, Side
-from tests.train import judged
-from tests.train.small import small
+from tests.training import judged
+from tests.training.small import small
 
 Make = Callable[[Path], Recipe]
 """The recipe, with the data it needs put into a folder."""
 Shows = Callable[[Run], bool]
 
 DENSE = "rewards.functions=[{function='place_match'}]"
-STEPWISE = "rewards.functions=[{function='tests.train.rewards:digits_in_order'}]"
-UNEVEN = "rewards.functions=[{function='tests.train.rewards:records_now_and_then'}]"
+STEPWISE = "rewards.functions=[{function='tests.training.rewards:digits_in_order'}]"
+UNEVEN = "rewards.functions=[{function='tests.training.rewards:records_now_and_then'}]"
 COMPOSED = (
     "rewards.functions=[{function='place_match', weight=2.0, normalise='group'},"
     "{function='tests.soak.cases:brevity', clip=[0.2, 0.9]},"

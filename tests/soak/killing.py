@@ -275,7 +275,7 @@ def _run(recipe: str, folder: str, instant: Instant | None, out: Connection) -> 
     import torch
 
     from keel.config.load import load_recipe
-    from keel.train.run import train
+    from keel.training.run import train
 
     torch.set_num_threads(1)
     place = Path(folder)

@@ -14,7 +14,7 @@ import torch
 import torch.utils.tensorboard
 
 import keel.rewards.outcome  # noqa: F401
-from keel.train.run import train
+from keel.training.run import train
 from tests.soak.cases import CASES
 
 torch.set_num_threads(1)

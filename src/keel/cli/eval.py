@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"{arguments.model} is no run folder, so it has no checkpoint "
             f"{arguments.checkpoint!r}: drop --checkpoint"
         )
-    from keel.train.evaluation import evaluate
+    from keel.training.evaluation import evaluate
 
     given = {name: getattr(arguments, name) for name in OPTIONS}
     result = evaluate(
@@ -73,7 +73,7 @@ def _judged(arguments: argparse.Namespace, files: dict[str, str]) -> None:
             f"{_names(strange)} {_say(strange)} how answers in steps are read: "
             f"drop {_them(strange)}, or give --steps"
         )
-    from keel.train.reward_evaluation import evaluate_reward_model
+    from keel.training.reward_evaluation import evaluate_reward_model
 
     separator = arguments.separator
     measured = evaluate_reward_model(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from keel.train.export import class_of, export
+from keel.training.export import class_of, export
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ from keel.types import KeelError
 def run(arguments: argparse.Namespace) -> int:
     """Run, or go on with a run; shows how it went."""
     recipe = _recipe(arguments)
-    from keel.train.run import train
+    from keel.training.run import train
 
     def start(watcher: Watcher) -> RunFolder:
         return train(recipe, arguments.run, resume=arguments.resume, watcher=watcher)

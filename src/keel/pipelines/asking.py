@@ -18,8 +18,8 @@ from keel.tasks import PromptStream, build_tasks, heldout, stored
 from keel.tasks.base import BaseTask, position
 from keel.tasks.build import Renamed
 from keel.tasks.user import UserTask
-from keel.train.rows_sampled import CHUNK
-from keel.train.work import longest_prompt
+from keel.training.rows_sampled import CHUNK
+from keel.training.work import longest_prompt
 from keel.types import KeelError, Prompt, Task
 
 STORED, DRAWN = 1_000, 128

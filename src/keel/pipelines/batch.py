@@ -16,7 +16,7 @@ from keel.pipelines.asking import Asked, Prompted
 from keel.pipelines.pace import Pace, pace_of
 from keel.rewards.score import Scorer
 from keel.tasks import PromptStream
-from keel.train.rollout import Sampler
+from keel.training.rollout import Sampler
 from keel.types import Group, Prompt
 
 GROUPS = 8

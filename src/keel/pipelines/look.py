@@ -29,8 +29,8 @@ from keel.rewards.score import Scorer
 from keel.rewards.scoring import Here
 from keel.runs.quarantine import WORDS, LeftOut
 from keel.tasks import stored
-from keel.train.ahead import check_component, check_rewards
-from keel.train.rewarding import load_rewards, scorer, surroundings
+from keel.training.ahead import check_component, check_rewards
+from keel.training.rewarding import load_rewards, scorer, surroundings
 from keel.types import KeelError, Prompt, Verdict
 
 

@@ -24,7 +24,7 @@ from keel.pipelines.memory_machine import Machine
 from keel.pipelines.memory_passes import Row, fed, micro_batches, packed_of, tokens_of
 from keel.pipelines.pace import seconds_of
 from keel.pipelines.seen import Seen
-from keel.train.build import build_learner
+from keel.training.build import build_learner
 from keel.types import KeelError
 
 TIMED = 4_096

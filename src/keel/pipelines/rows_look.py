@@ -26,8 +26,8 @@ from keel.preferences.schema import Preference, Stepwise
 from keel.tasks import preferences
 from keel.tasks.base import position
 from keel.tasks.split import Sieve
-from keel.train.ahead import reader_of
-from keel.train.rows_judged import (
+from keel.training.ahead import reader_of
+from keel.training.rows_judged import (
     Marked,
     Pair,
     label_encoder,
@@ -35,7 +35,7 @@ from keel.train.rows_judged import (
     pair_encoder,
     step_encoder,
 )
-from keel.train.work import longest_prompt
+from keel.training.work import longest_prompt
 from keel.types import Content, KeelError, Prompt
 
 ENCODED = 2_000

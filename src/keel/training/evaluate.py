@@ -1,0 +1,114 @@
+"""Accuracy on the held-out side: greedy pass@1 and, where asked for, sampled pass@k."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from keel.config.schema import Evaluation
+from keel.config.seeds import derive
+from keel.config.suggest import unknown
+from keel.insight.statistics import mean_interval, wilson_interval
+from keel.rewards.score import Scorer
+from keel.training.rollout import Sampler
+from keel.types import Group, KeelError, Prompt, Sampling, Verdict
+
+EXAMPLES = 4
+"""How many completions an evaluation shows."""
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluator:
+    """The held-out prompts and what they are judged by."""
+
+    sampler: Sampler
+    scorer: Scorer
+    prompts: Sequence[Prompt]
+    choice: Evaluation
+
+    def __post_init__(self) -> None:
+        name, names = self.choice.component, [f.name for f in self.scorer.functions]
+        if name is not None and name not in names:
+            raise KeelError(f"evaluation.component: {unknown('reward', name, names)}")
+
+    def __call__(self, step: int) -> dict[str, Any]:
+        """`mean`, `low`, `high` (95 %), `n` of greedy pass@1; `sampled` and `pass@k` with k > 0.
+
+        The draws are the same at every evaluation, so that two of them compare like with like.
+        """
+        budget = self.sampler.choice
+        greedy = Sampling(
+            max_tokens=budget.max_tokens,
+            temperature=0.0,
+            stop=budget.stop,
+            stop_ids=budget.stop_ids,
+        )
+        groups, verdicts = self._judge(1, greedy, step)
+        passed = [self._passed(judged[0]) for judged in verdicts]
+        lengths = [int(group.completions[0].written.sum()) for group in groups]
+        result: dict[str, Any] = {
+            **wilson_interval(sum(passed), len(passed)).as_dict(),
+            "mean_length": sum(lengths) / len(lengths),
+        }
+        if self.choice.samples > 0:
+            result |= self._sampled(greedy, step)
+        result["examples"] = [_example(g, v) for g, v in zip(groups, verdicts, strict=True)][
+            :EXAMPLES
+        ]
+        return result
+
+    def _sampled(self, greedy: Sampling, step: int) -> dict[str, Any]:
+        c, k = self.choice, self.choice.samples
+        sampling = replace(
+            greedy, temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p
+        )
+        _, verdicts = self._judge(k, sampling, step)
+        right = [sum(self._passed(v) for v in judged) for judged in verdicts]
+        solved = sum(count > 0 for count in right)
+        return {
+            "sampled": _rate_interval([count / k for count in right]),
+            f"pass@{k}": wilson_interval(solved, len(right)).as_dict(),
+        }
+
+    def _judge(
+        self, n: int, sampling: Sampling, step: int
+    ) -> tuple[list[Group], Sequence[Sequence[Verdict]]]:
+        seed = derive(self.sampler.seed, "evaluation")
+        groups, scored = self.sampler.judged(self.prompts, n, sampling, seed, self.scorer, step)
+        return groups, scored.verdicts
+
+    def _passed(self, verdict: Verdict) -> bool:
+        """By the component that the recipe names, else the first one."""
+        name = self.choice.component or next(iter(verdict.components), None)
+        value = verdict.components.get(name) if name is not None else verdict.reward
+        return value is not None and value >= self.choice.threshold
+
+
+def metrics(result: dict[str, Any]) -> dict[str, float]:
+    """An evaluation as metrics of the step after which it was made."""
+    found = {"pass@1": result} | {k: v for k, v in result.items() if k.startswith("pass@")}
+    if "sampled" in result:
+        found["sampled"] = result["sampled"]
+    out = {"eval/mean_length": result["mean_length"]}
+    for name, interval in found.items():
+        out[f"eval/{name}"] = interval["mean"]
+        out[f"eval/{name}/low"] = interval["low"]
+        out[f"eval/{name}/high"] = interval["high"]
+    return out
+
+
+def _rate_interval(rates: Sequence[float]) -> dict[str, float | int]:
+    """The mean of rates by prompt; where all are 0, or all 1, what so many prompts can say."""
+    if len(set(rates)) == 1 and rates[0] in (0.0, 1.0):
+        return wilson_interval(round(sum(rates)), len(rates)).as_dict()
+    return mean_interval(rates).as_dict()
+
+
+def _example(group: Group, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    content = group.prompt.content
+    return {
+        "prompt": content if isinstance(content, str) else [dict(m) for m in content],
+        "completion": group.completions[0].text,
+        "reward": verdicts[0].reward,
+    }

@@ -1,0 +1,158 @@
+"""`keel eval`: a run's checkpoint or any model, on the held-out side of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from keel.config.load import load_recipe, parse_override
+from keel.config.model import Model
+from keel.config.presets import merge
+from keel.config.schema import Recipe, RLStage
+from keel.engines.native import NativeEngine
+from keel.models.encode import Encoder
+from keel.models.policy import Policy, load_policy
+from keel.rewards.surroundings import Surroundings
+from keel.runs.layout import RECIPE, RunFolder
+from keel.tasks import PromptStream, build_tasks, heldout, stored
+from keel.training.evaluate import Evaluator
+from keel.training.export import pick_checkpoint
+from keel.training.rewarding import load_rewards, scorer, surroundings
+from keel.training.rollout import Sampler
+from keel.training.state import POLICY
+from keel.training.work import longest_prompt
+from keel.types import KeelError, Prompt, Task
+
+
+def evaluate(
+    model: Path | str,
+    *,
+    task: str | None = None,
+    task_keys: Sequence[str] = (),
+    rewards: Sequence[str] = (),
+    checkpoint: str = "last",
+    seed: int | None = None,
+    max_tokens: int | None = None,
+    **choices: Any,
+) -> dict[str, Any]:
+    """Greedy pass@1 and, with `samples`, sampled accuracy and pass@k, with 95 % intervals.
+
+    `model` is a run folder (its recipe says the task, the rewards and the budget unless given), a
+    model folder or a hub name (which needs a `task`). `task_keys` are `key=value` of the task's
+    table, `choices` keys of the recipe's `evaluation` table.
+    """
+    recipe, weights = _what(model, checkpoint)
+    if recipe is None and task is None:
+        raise KeelError(
+            f"{model} is not a run folder, so it does not say which task: name one with --task "
+            "(keel tasks lists them)"
+        )
+    data = _stage_data(recipe, task, task_keys, rewards)
+    overrides = [f"evaluation.{key}={value}" for key, value in choices.items()]
+    if max_tokens is not None:
+        overrides.append(f"rollout.max_tokens={max_tokens}")
+    # The stages before it, since rewards may be theirs.
+    before = [] if recipe is None else [stage.model_dump() for stage in recipe.stages[:-1]]
+    whole = {"model": {"name": str(model)}, "stages": [*before, data]}
+    overrides = [f"{data['name']}.{word}" if before else word for word in overrides]
+    stage = load_recipe(whole, overrides).stages[-1]
+    assert isinstance(stage, RLStage)
+    own_seed = recipe.seed if recipe else 0
+    policy = load_policy(weights, own_seed)
+    if recipe is None and max_tokens is None and policy.context is not None:
+        # Nobody said how long an answer may be: half of what the model can hold at the most.
+        budget = min(stage.rollout.max_tokens, policy.context // 2)
+        rollout = stage.rollout.model_copy(update={"max_tokens": budget})
+        stage = stage.model_copy(update={"rollout": rollout})
+    folder = RunFolder.open(model) if recipe is not None else None
+    around = surroundings(recipe, folder, policy)
+    return _run(stage, policy, own_seed if seed is None else seed, around)
+
+
+def _what(model: Path | str, checkpoint: str) -> tuple[Recipe | None, Model]:
+    """The run's recipe, if it is a run, and the model to load."""
+    path = Path(model)
+    if not (path / RECIPE).is_file():
+        if path.exists() and not (path / "config.json").is_file():
+            raise KeelError(f"{path} is neither a run folder nor a model folder: give one of them")
+        return None, Model(name=str(model))
+    folder = RunFolder.open(model)
+    recipe = load_recipe(folder.recipe)
+    weights = pick_checkpoint(folder, checkpoint) / POLICY
+    update = {"name": str(weights), "build": None, "lora": None, "revision": None}
+    return recipe, recipe.model.model_copy(update=update)
+
+
+def _stage_data(
+    recipe: Recipe | None, task: str | None, task_keys: Sequence[str], rewards: Sequence[str]
+) -> dict[str, Any]:
+    """The recipe's last stage with what was given on top; a stage of its own without a recipe."""
+    alone = {"stage": "rl", "name": "evaluated"}
+    data: dict[str, Any] = alone if recipe is None else recipe.stages[-1].model_dump()
+    if data["stage"] != "rl":
+        own = {key: data[key] for key in ("tasks", "prompts")}
+        data = {"stage": "rl", "name": "evaluated", **own}
+    if task is not None:
+        data |= {"tasks": [{"name": task}], "rewards": {}}
+        data["evaluation"] = {**data.get("evaluation", {}), "component": "none"}
+    for key in task_keys:
+        change = parse_override(key)
+        data["tasks"] = [merge(dict(source), change) for source in data["tasks"]]
+    if rewards:
+        data["rewards"] = {"functions": [{"function": name} for name in rewards]}
+        data["evaluation"] = {**data.get("evaluation", {}), "component": "none"}
+    return data
+
+
+def _run(stage: RLStage, policy: Policy, seed: int, around: Surroundings) -> dict[str, Any]:
+    rollout, choice, prompts = stage.rollout, stage.evaluation, stage.prompts
+    tasks = {task.name: task for task in build_tasks(stage.tasks, seed)}
+    weights = [source.weight for source in stage.tasks]
+    encoder = Encoder(
+        policy.tokenizer,
+        longest_prompt(prompts.max_tokens, policy.context, rollout.max_tokens),
+        prompts.chat_template,
+        forgiven={n for n, s in zip(tasks, stage.tasks, strict=True) if s.bad_rows != "stop"},
+    )
+    left_out: list[str] = []
+
+    def prepare(prompt: Prompt) -> Prompt | None:
+        encoded = encoder(prompt)
+        if encoded is None:
+            left_out.append(prompt.id)
+        return encoded
+
+    judge = scorer(
+        stage.rewards, load_rewards(stage.rewards, around), tasks, max_tokens=rollout.max_tokens
+    )
+    ordered = list(tasks.values())
+    if choice.prompts == 0:
+        raise KeelError("evaluation.prompts = 0 leaves nothing to evaluate on: set --prompts")
+    chosen = heldout(ordered, weights, choice.prompts, prepare)
+    judge.check(chosen)
+    sampler = Sampler(
+        engine=NativeEngine(
+            policy.model, policy.tokenizer, max_rows=rollout.max_rows, autocast=policy.autocast
+        ),
+        tokenizer=policy.tokenizer,
+        tasks=tasks,
+        stream=PromptStream(ordered, weights, seed, encoder),
+        scorer=judge,
+        choice=rollout,
+        seed=seed,
+        less="lower --prompts or --max-tokens",
+    )
+    with closing(judge):
+        result = Evaluator(sampler, judge, chosen, choice)(0)
+    return {**result, "left_out": len(left_out) + sum(map(_unreadable, ordered))}
+
+
+def _unreadable(task: Task) -> int:
+    """How many rows of the file that a task's held-out side is read from could not be read."""
+    data = stored(task)
+    if data is None:
+        return 0
+    source = data.sides["heldout"].where.source
+    return sum(row.why == "bad" and row.source == source for row in data.left_out)

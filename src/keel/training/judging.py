@@ -1,0 +1,272 @@
+"""The stages that learn from preferences and labels, put together from the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from keel.config.judging import (
+    BaseModelChoice,
+    DPOStage,
+    JudgingStage,
+    ProcessRewardModelStage,
+    RewardModelStage,
+)
+from keel.config.model import Model
+from keel.config.preference_data import PreferenceData
+from keel.config.schema import Rollout
+from keel.config.seeds import derive
+from keel.engines.native import NativeEngine
+from keel.learn.optimizer import AdamW, trainable
+from keel.models.encode import decode
+from keel.models.policy import Policy, load_policy
+from keel.models.reading import Reader
+from keel.models.reference import reference_for
+from keel.models.reward import Kind, RewardModel, continued_reward_model, reward_model_from
+from keel.preferences.schema import Labelled, Preference, Stepwise
+from keel.runs import checkpoint
+from keel.runs.quarantine import LeftOut, named_from, write_quarantine
+from keel.tasks import preferences
+from keel.tasks.split import Sides, Sieve
+from keel.training import dpo, reward_model, rows_sampled
+from keel.training.measuring import Measured, measure_labels, measure_pairs, measure_steps
+from keel.training.reward_evaluation import draw
+from keel.training.rewarding import load_rewards, scorer, surroundings
+from keel.training.rollout import Sampler
+from keel.training.rows_judged import Ready, label_encoder, pair_encoder, ready, step_encoder
+from keel.training.state import Progress, read_reference, restore_modules, restore_optimizers
+from keel.training.work import Work, budget_of, open_source
+from keel.types import KeelError
+
+R = TypeVar("R", Preference, Labelled, Stepwise)
+
+
+def judge_answers(work: Work, stage: RewardModelStage, progress: Progress) -> Progress:
+    """An outcome reward model, left in the run folder; the policy stays as it was."""
+    model = _new_model(work, stage.base, "outcome", stage.name)
+    reader = model.reader()
+    rows: Ready[Any]
+    learn: Callable[[Sequence[Any], int], Any]
+    measure: Callable[[Sequence[Any]], Measured]
+    judge = partial(model.judge, token_budget=stage.token_budget)
+    if stage.learns == "pairs":
+        pairs = _rows(work, stage, preferences.read_pairs, rows_sampled.pairs)
+        rows = _ready(work, pairs, pair_encoder(reader), stage, model.context)
+        learn = partial(reward_model.learn_pairs, model, stage)
+        measure = partial(measure_pairs, judge=judge)
+    else:
+        labelled = _rows(work, stage, preferences.read_labelled, rows_sampled.labels)
+        rows = _ready(work, labelled, label_encoder(reader), stage, model.context)
+        learn = partial(reward_model.learn_marks, model)
+        measure = partial(measure_labels, judge=judge)
+    return _judging(work, stage, model, rows, learn, measure, progress)
+
+
+def judge_steps(work: Work, stage: ProcessRewardModelStage, progress: Progress) -> Progress:
+    """A process reward model, left in the run folder; the policy stays as it was."""
+    model = _new_model(work, stage.base, "process", stage.name)
+    tokenizer = work.policy.tokenizer
+    make = rows_sampled.steps(stage.separator, lambda ids: decode(tokenizer, [ids])[0])
+    stepwise = _rows(work, stage, preferences.read_steps, make)
+    encode = step_encoder(model.reader(), stage.separator)
+    rows = _ready(work, stepwise, encode, stage, model.context)
+    judge = partial(model.judge, token_budget=stage.token_budget)
+    learn = partial(reward_model.learn_marks, model)
+    measure = partial(measure_steps, judge=judge, threshold=stage.threshold)
+    return _judging(work, stage, model, rows, learn, measure, progress)
+
+
+def prefer(work: Work, stage: DPOStage, progress: Progress) -> Progress:
+    """DPO of the policy."""
+    policy, start = work.policy, work.resume_from
+    pairs = _rows(work, stage, preferences.read_pairs, rows_sampled.pairs)
+    optimizer = AdamW(trainable(policy), stage.optimizer)
+    reference = reference_for(policy, None if start is None else read_reference(start))
+    sampled = stage.sampled
+    template = stage.chat_template if sampled is None else sampled.prompts.chat_template
+    reader = Reader(policy.tokenizer, policy.context, template)
+    if start is not None:
+        restore_optimizers(start, {"optimizer": optimizer})
+    parts = dpo.Preferring(
+        stage=stage,
+        policy=policy,
+        reference=reference,
+        optimizer=optimizer,
+        budget=budget_of(stage, progress, work.session),
+        rows=_ready(work, pairs, pair_encoder(reader), stage, policy.context),
+        show=partial(
+            draw,
+            folder=work.session.folder.pictures,
+            name=stage.name,
+            title=f"{work.recipe.name}: {stage.name}",
+        ),
+        session=work.session,
+        seed=derive(work.recipe.seed, stage.name, "rows"),
+    )
+    return dpo.run(parts, progress)
+
+
+def _judging(
+    work: Work,
+    stage: JudgingStage,
+    model: RewardModel,
+    rows: Ready[Any],
+    learn: Callable[[Sequence[Any], int], Any],
+    measure: Callable[[Sequence[Any]], Measured],
+    progress: Progress,
+) -> Progress:
+    optimizer = AdamW(trainable(model), stage.optimizer)
+    if work.resume_from is not None:
+        restore_modules(work.resume_from, {"reward_model": model})
+        restore_optimizers(work.resume_from, {"optimizer": optimizer})
+    parts = reward_model.Judging(
+        stage=stage,
+        policy=work.policy,
+        model=model,
+        optimizer=optimizer,
+        budget=budget_of(stage, progress, work.session),
+        rows=rows,
+        learn=learn,
+        measure=measure,
+        show=partial(
+            draw,
+            folder=work.session.folder.pictures,
+            name=stage.name,
+            title=f"{work.recipe.name}: {stage.name}",
+        ),
+        session=work.session,
+        seed=derive(work.recipe.seed, stage.name, "rows"),
+    )
+    progress = reward_model.run(parts, progress)
+    target = work.session.folder.model(stage.name)
+    if progress.step == stage.steps and not target.exists():
+        with checkpoint.writing(target) as aside:
+            model.save(aside)
+    return progress
+
+
+def _new_model(work: Work, base: BaseModelChoice, kind: Kind, stage: str) -> RewardModel:
+    seed = derive(work.recipe.seed, stage, "model")
+    with _keys_of(f"{stage}.base"):
+        if base.stage is None:
+            return reward_model_from(_base(work, base), kind, seed, base.lora)
+        before = _named(work, str(work.session.folder.model(base.stage)))
+        return continued_reward_model(before, kind, work.policy, seed, base.lora)
+
+
+@contextmanager
+def _keys_of(base: str) -> Iterator[None]:
+    """Errors of loading name the keys of a base model, which are not those of `model`."""
+    try:
+        yield
+    except KeelError as error:
+        said = str(error)
+        for key in ("name", "lora"):
+            said = said.replace(f"model.{key}", f"{base}.{key}")
+        raise KeelError(said) from error
+
+
+def _base(work: Work, base: BaseModelChoice) -> Policy:
+    """The language model that a reward model starts from."""
+    if base.name is None:
+        return work.policy
+    policy = load_policy(_named(work, base.name), work.recipe.seed)
+    if policy.tokenizer.chat_template is None:
+        policy.tokenizer.chat_template = work.recipe.model.chat_template
+    return policy
+
+
+def _named(work: Work, name: str) -> Model:
+    """The recipe's model settings with another model in them, which has a chat template itself."""
+    own = {"name": name, "build": None, "revision": None, "lora": None, "chat_template": None}
+    return work.recipe.model.model_copy(update=own)
+
+
+def _rows(
+    work: Work,
+    stage: JudgingStage,
+    read: Callable[[PreferenceData, int], Sides[R]],
+    make: rows_sampled.Make,
+) -> Sides[R]:
+    """The stage's rows: from its data, or sampled into the run folder and read from there."""
+    if stage.data is not None:
+        return read(stage.data, work.recipe.seed)
+    folder = work.session.folder
+    said = _sample(work, stage, make)
+    if said:
+        work.session.note(f"{stage.name}: {said}")
+    train, held = folder.rows(stage.name, "train"), folder.rows(stage.name, "heldout")
+    made = PreferenceData(name="jsonl", path=str(train), heldout_path=str(held), empty="keep")
+    return read(made, work.recipe.seed)
+
+
+def _sample(work: Work, stage: JudgingStage, make: rows_sampled.Make) -> str:
+    choice, policy = stage.sampled, work.policy
+    assert choice is not None
+    folder = work.session.folder
+    if folder.rows(stage.name, "train").exists() and folder.rows(stage.name, "heldout").exists():
+        return ""
+    seed = derive(work.recipe.seed, stage.name, "sampled")
+    source = open_source(
+        work, stage.name, choice.tasks, choice.prompts, seed, room=choice.max_tokens
+    )
+    functions = load_rewards(choice.rewards, surroundings(work.recipe, folder, policy))
+    judge = scorer(choice.rewards, functions, source.tasks, max_tokens=choice.max_tokens)
+    with closing(judge):
+        sampler = Sampler(
+            engine=NativeEngine(policy.model, policy.tokenizer, autocast=policy.autocast),
+            tokenizer=policy.tokenizer,
+            tasks=source.tasks,
+            stream=source.stream,
+            scorer=judge,
+            choice=Rollout(
+                group_size=choice.group_size,
+                max_tokens=choice.max_tokens,
+                temperature=choice.temperature,
+            ),
+            seed=seed,
+            less=f"lower {stage.name}.sampled.max_tokens or {stage.name}.sampled.group_size",
+        )
+        held = source.heldout(choice.heldout)
+        judge.check(held)
+        parts = rows_sampled.Judge(sampler, judge, held, choice, seed)
+        return rows_sampled.write_rows(parts, folder, stage.name, make)
+
+
+def _ready(
+    work: Work,
+    sides: Sides[R],
+    encode: Callable[[R], Any],
+    stage: JudgingStage,
+    context: int | None,
+) -> Ready[Any]:
+    """The rows in tokens; what was left out on the way is noted where the stage begins."""
+    limits = [limit for limit in (stage.max_tokens, context) if limit is not None]
+    limit = min(limits) if limits else None
+    sieve: Sieve[R, Any] = Sieve(encode, limit)
+    if stage.data is not None and stage.data.bad_rows == "quarantine":
+        sides = sieve.without_bad(sides)
+    rows = ready(sides, sieve, limit, stage.evaluation.rows, stage.name)
+    kept = _quarantined(work, stage, (*sides.left_out, *sieve.left_out))
+    left = (
+        (rows.long, f"longer than {limit} tokens"),
+        (rows.long_heldout, f"held out and longer than {limit} tokens"),
+        (sides.overlap, "with a prompt or group that is also held out"),
+        (sides.dropped, "with an empty answer"),
+        (sum(row.why == "bad" for row in sides.left_out), "that cannot be read"),
+    )
+    said = [f"{n} {why}" for n, why in left if n]
+    if said and work.resume_from is None:
+        work.session.note(f"{stage.name}: rows left out: {', '.join(said)} ({kept})")
+    return rows
+
+
+def _quarantined(work: Work, stage: JudgingStage, left: Sequence[LeftOut]) -> str:
+    """Put the rows left out into the quarantine; the file, as a note names it."""
+    folder = work.session.folder
+    target = folder.quarantine / f"{stage.name}-rows.jsonl"
+    # Rows sampled into the run folder are named from there, wherever it lies.
+    write_quarantine(target, left if stage.data is not None else named_from(folder.path, left))
+    return f"quarantine/{target.name}"

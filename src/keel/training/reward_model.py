@@ -1,0 +1,126 @@
+"""Reward models: an outcome model on pairs or labels, a process model on steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keel.config.judging import JudgingStage, RewardModelStage
+from keel.learn.budget import Budget
+from keel.learn.optimizer import AdamW
+from keel.models.policy import Policy
+from keel.models.reading import lay
+from keel.models.reward import RewardModel
+from keel.objective.preference import bradley_terry, centering, label_cross_entropy
+from keel.runs.session import Session
+from keel.training import fit
+from keel.training.judged_steps import judged_rows, sizes_of
+from keel.training.measuring import Measured
+from keel.training.rows_judged import Marked, Pair, Ready
+from keel.training.state import Progress
+
+
+@dataclass(frozen=True, eq=False)
+class Judging:
+    """What a reward model's stage works with. The policy is kept for the stages behind it."""
+
+    stage: JudgingStage
+    policy: Policy
+    model: RewardModel
+    optimizer: AdamW
+    budget: Budget
+    rows: Ready[Any]
+    learn: Callable[[Sequence[Any], int], fit.Learned]
+    measure: Callable[[Sequence[Any]], Measured]
+    show: Callable[[Measured], None]
+    session: Session
+    seed: int
+
+
+def run(work: Judging, progress: Progress) -> Progress:
+    """From `progress` to the last step of the stage, or until the run is asked to stop."""
+    stage = work.stage
+    return fit.run(
+        fit.Fit(
+            steps=stage.steps,
+            rows=judged_rows(work.rows, stage.batch_size, work.seed, work.model.device, work.learn),
+            policy=work.policy,
+            optimizer=work.optimizer,
+            choice=stage.optimizer,
+            budget=work.budget,
+            on_nonfinite=stage.on_nonfinite,
+            checkpoints=stage.checkpoints,
+            session=work.session,
+            modules={"reward_model": work.model},
+            evaluate=(lambda: work.measure(work.rows.heldout)) if work.rows.heldout else None,
+            evaluate_every=stage.evaluation.every,
+            show=work.show,
+        ),
+        progress,
+    )
+
+
+def learn_pairs(
+    model: RewardModel, stage: RewardModelStage, rows: Sequence[Pair], token_budget: int
+) -> fit.Learned:
+    """The gradient of the mean Bradley–Terry loss over pairs, and of the centring."""
+    sums: dict[str, float] = {}
+    decided = sum(row.probability != 0.5 for row in rows)
+    for span in sizes_of(rows, model.device).spans(token_budget):
+        part = rows[span]
+        logit_K = model.logits(
+            lay([answer for row in part for answer in (row.chosen, row.rejected)], model.device)
+        )
+        chosen_C, rejected_C = logit_K[0::2], logit_K[1::2]
+        probability_C = logit_K.new_tensor([row.probability for row in part])
+        margin_C = logit_K.new_tensor([row.margin for row in part])
+        loss_C = bradley_terry(chosen_C, rejected_C, probability_C, margin_C)
+        centre_C = centering(chosen_C, rejected_C)
+        ((loss_C + stage.centering * centre_C).sum() / len(rows)).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            gap_C = chosen_C - rejected_C
+            _add(
+                sums,
+                len(rows),
+                loss=loss_C + stage.centering * centre_C,
+                margin=gap_C,
+                mean_reward=(chosen_C + rejected_C) / 2,
+            )
+            _add(sums, decided, accuracy=_right(gap_C, probability_C))
+    return fit.Learned(sums, sum(row.length for row in rows))
+
+
+def learn_marks(model: RewardModel, rows: Sequence[Marked], token_budget: int) -> fit.Learned:
+    """The gradient of the mean cross-entropy over all judged ends of the step's rows."""
+    sums: dict[str, float] = {}
+    every = [label for row in rows for label in row.labels if label is not None]
+    judged, decided = len(every), sum(label != 0.5 for label in every)
+    for span in sizes_of(rows, model.device).spans(token_budget):
+        part = rows[span]
+        logit_K = model.logits(lay([row.answer for row in part], model.device))
+        labels = [label for row in part for label in row.labels]
+        there_K = torch.tensor([y is not None for y in labels], device=model.device)
+        label_K = logit_K.new_tensor([0.0 if y is None else y for y in labels])[there_K]
+        logit_K = logit_K[there_K]
+        loss_K = label_cross_entropy(logit_K, label_K)
+        (loss_K.sum() / max(judged, 1)).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            _add(sums, judged, loss=loss_K, mean_reward=logit_K)
+            _add(sums, decided, accuracy=_right(logit_K, label_K))
+    return fit.Learned(sums, sum(row.length for row in rows))
+
+
+def _right(logit_K: Tensor, label_K: Tensor) -> Tensor:
+    """1 where the sign is that of the label, ½ at a logit of 0; 0 where nothing was decided."""
+    toward_K = torch.where(label_K > 0.5, logit_K, -logit_K).sign()
+    return torch.where(label_K == 0.5, torch.zeros_like(toward_K), (toward_K + 1) / 2)
+
+
+def _add(sums: dict[str, float], total: int, **values: Tensor) -> None:
+    """Add each value's share of a mean over `total` to the sums."""
+    for name, value in values.items():
+        sums[name] = sums.get(name, 0.0) + float(value.sum()) / max(total, 1)

@@ -1,0 +1,107 @@
+"""A recipe from its start, or from its newest checkpoint, to its end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from keel.config.load import load_recipe, to_toml
+from keel.config.schema import Recipe
+from keel.kernels.build import fingerprint
+from keel.models.policy import load_policy
+from keel.runs import checkpoint, opening
+from keel.runs.interrupt import Interrupt, Interrupted
+from keel.runs.layout import RunFolder
+from keel.runs.malloc import keep_freed
+from keel.runs.record import update_run_json
+from keel.runs.session import Session
+from keel.runs.trackers import open_trackers
+from keel.runs.watch import Silent, Watcher
+from keel.training.ahead import look_ahead
+from keel.training.faults import keeping_stacks
+from keel.training.stages import run_stage
+from keel.training.state import Progress, read_progress, restore_policy
+from keel.training.work import Work
+from keel.types import KeelError
+
+REPORTED = ("keel-rl", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+def train(
+    recipe: Recipe | None,
+    folder: Path | str | None = None,
+    *,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+) -> RunFolder:
+    """Run a recipe into a run folder (the next free one under runs/ unless named).
+
+    With `resume` the folder's newest whole checkpoint is where it goes on, under the folder's own
+    recipe. Raises Interrupted, a checkpoint left, when Ctrl-C or SIGTERM came; KeelError for
+    whatever a user can mend.
+    """
+    if recipe is None and not resume:
+        raise KeelError("there is no recipe to run: name one, or resume a run")
+    text, name = ("", "") if recipe is None else (to_toml(recipe), recipe.name)
+    place = opening.resumed(folder) if resume else opening.created(text, name, folder)
+    recipe = load_recipe(place.recipe) if resume or recipe is None else recipe
+    with opening.running(place, resume, watcher or Silent()) as (session, start):
+        progress = Progress(stage=0) if start is None else read_progress(start)
+        session.recorder.event("resumed" if resume else "started", step=progress.step)
+        with keeping_stacks(session):
+            _run(recipe, session, progress, start)
+    return place
+
+
+def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | None) -> None:
+    """Every stage from `progress` on, each from the model before it."""
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    keep_freed()
+    policy = load_policy(recipe.model, recipe.seed)
+    if start is not None:
+        restore_policy(start, policy)
+    threads = torch.get_num_threads()
+    opening.declare(session, recipe.name, recipe.seed, threads, REPORTED, fingerprint("decode"))
+    look_ahead(recipe, policy, progress.stage)
+    for number in range(progress.stage, len(recipe.stages)):
+        stage = recipe.stages[number]
+        if number > progress.stage:
+            start = None
+            progress = Progress(stage=number, tokens=progress.tokens)
+        trackers = open_trackers(
+            stage.trackers,
+            session.folder,
+            name=session.folder.path.name,
+            recipe=recipe.model_dump(mode="json"),
+        )
+        work = Work(recipe, replace(session, trackers=trackers), policy, start)
+        session.watcher.stage(stage.name, stage.stage, stage.steps, progress.step)
+        try:
+            progress = run_stage(work, stage, progress)
+        finally:
+            for tracker in trackers:
+                tracker.close()
+        done = progress.step == stage.steps
+        if done:  # a stage that a stop cut short says so at its end, as if it had never stopped
+            update_run_json(session.folder, {"tokens": progress.tokens})
+        if not done or number + 1 < len(recipe.stages):
+            _stop_if_asked(session.interrupt, session)
+    _let_go(recipe, session.folder)
+    update_run_json(session.folder, {"finished": True})
+    session.recorder.event("finished")
+
+
+def _let_go(recipe: Recipe, folder: RunFolder) -> None:
+    """Delete the checkpoints that a process which died behind the last one had no time to."""
+    best: dict[str, int] = update_run_json(folder, {}).get("best", {})
+    kept = [folder.checkpoint(folder.stages.index(name), step) for name, step in best.items()]
+    checkpoint.prune(folder, recipe.stages[-1].checkpoints.keep, kept)
+
+
+def _stop_if_asked(interrupt: Interrupt, session: Session) -> None:
+    if interrupt.signum is not None:
+        session.recorder.event("interrupted", signal=interrupt.signum)
+        raise Interrupted(interrupt.signum, session.folder.path)

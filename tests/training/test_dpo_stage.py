@@ -1,0 +1,366 @@
+"""DPO: the policy moves towards what is preferred, against its own beginning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from keel.config.judging import DPOStage
+from keel.config.preference_data import PreferenceData
+from keel.learn.budget import Budget
+from keel.learn.optimizer import AdamW, trainable
+from keel.models import lora
+from keel.models.policy import Policy, load_policy
+from keel.models.reading import Reader
+from keel.models.reference import reference_for
+from keel.preferences.schema import Preference
+from keel.runs.layout import RunFolder
+from keel.runs.read import load
+from keel.training.dpo import Preferring, learn, measure
+from keel.training.rows_judged import Ready, pair_encoder
+from keel.training.run import train
+from tests.models import tiny
+from tests.training.judged import data, exchanged, headline, ones, recipe
+from tests.training.small import info
+
+LEARNS: dict[str, Any] = {
+    "steps": 30,
+    "batch_size": 32,
+    "optimizer": {"learning_rate": 2e-3, "schedule": "linear"},
+}
+BRIEF: dict[str, Any] = {"steps": 3, "batch_size": 8, "optimizer": {"learning_rate": 1e-3}}
+LOSSES: dict[str, dict[str, Any]] = {
+    "sigmoid": {},
+    "ipo": {"loss": "ipo"},
+    "smoothed": {"smoothing": 0.2},
+}
+EXACT = 1e-9
+"""float64; sums in another order."""
+
+
+def rows(folder: RunFolder, stage: str = "dpo") -> list[dict[str, Any]]:
+    return load(folder.path).metrics(stage)
+
+
+def after(folder: RunFolder, stage: str = "dpo") -> dict[str, Any]:
+    found: dict[str, Any] = info(folder)["measured"][stage]["after"]
+    return found
+
+
+def brief(folder: Path, **keys: Any) -> dict[str, Any]:
+    return {"stage": "dpo", "data": data(folder, ones(48, 1), ones(24, 2)), **BRIEF, **keys}
+
+
+# ---------------------------------------------------------------- learning
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_policy_comes_to_prefer_what_was_chosen(loss: str, tmp_path: Path) -> None:
+    """Over three seeds held-out accuracy came to 86 % and more."""
+    source = data(tmp_path, ones(400, 1), ones(150, 7))
+    folder = train(
+        recipe({"stage": "dpo", "data": source, **LEARNS, **LOSSES[loss]}), tmp_path / "r"
+    )
+    before = info(folder)["measured"]["dpo"]["before"]
+    assert headline(before, "accuracy") == 0.5
+    assert before["margins"]["mean"] == before["score"]["mean"] == 0.0
+    assert headline(after(folder), "accuracy") > 0.75
+    assert after(folder)["margins"]["mean"] > 0.02
+    every = rows(folder)
+    assert every[-1]["rewards/margins"] > every[5]["rewards/margins"] > 0
+    assert every[-1]["loss"] < every[0]["loss"]
+    assert every[-1]["rewards/accuracies"] > 0.75
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_twin_whose_answers_are_exchanged_goes_the_other_way(loss: str, tmp_path: Path) -> None:
+    source = data(tmp_path, exchanged(ones(400, 1)), ones(150, 7))
+    folder = train(
+        recipe({"stage": "dpo", "data": source, **LEARNS, **LOSSES[loss]}), tmp_path / "r"
+    )
+    assert headline(after(folder), "accuracy") < 0.25
+    assert after(folder)["margins"]["mean"] < -0.02
+
+
+def test_ties_leave_the_policy_about_where_it_was(tmp_path: Path) -> None:
+    """½ asks for no margin: the gradient of −½ log σ(h) − ½ log σ(−h) is 0 at h = 0."""
+    source = data(tmp_path, [{**row, "probability": 0.5} for row in ones(48, 1)], ones(24, 2))
+    folder = train(recipe({"stage": "dpo", "data": source, **BRIEF}), tmp_path / "run")
+    assert all(row["grad_norm"] == 0.0 for row in rows(folder))
+    assert after(folder)["margins"]["mean"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("keys", "loss"),
+    [
+        ({}, math.log(2)),
+        ({"smoothing": 0.3}, math.log(2)),
+        ({"loss": "ipo"}, 25.0),
+        ({"loss": "ipo", "beta": 0.25}, 4.0),
+    ],
+)
+@pytest.mark.parametrize("adapter", [None, {"rank": 4}], ids=["full", "lora"])
+def test_the_first_step_stands_at_the_reference(
+    keys: dict[str, Any], loss: float, adapter: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """h is exactly 0: log 2 (rounded to float32), and (1/(2β))² for IPO."""
+    model = {} if adapter is None else {"lora": adapter}
+    stage = brief(tmp_path, token_budget=50, steps=2, **keys)
+    folder = train(recipe(stage, **model), tmp_path / "run")
+    first, second = rows(folder)
+    assert first["loss"] == pytest.approx(loss, rel=1e-7)
+    assert first["rewards/chosen"] == first["rewards/rejected"] == first["rewards/margins"] == 0.0
+    assert first["grad_norm"] > 0
+    assert second["rewards/margins"] != 0.0
+
+
+@pytest.mark.parametrize("adapter", [None, {"rank": 4}], ids=["full", "lora"])
+def test_a_second_stage_starts_from_the_first_and_refers_to_it(
+    adapter: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    model = {} if adapter is None else {"lora": adapter}
+    stages = [brief(tmp_path, name=name, optimizer={"learning_rate": 1e-2}) for name in "ab"]
+    folder = train(recipe(*stages, **model), tmp_path / "run")
+    assert rows(folder, "b")[0]["rewards/margins"] == 0.0
+    assert rows(folder, "b")[0]["loss"] == pytest.approx(math.log(2), rel=1e-7)
+    assert after(folder, "a")["margins"]["mean"] != 0.0
+    ends = [
+        load_file(e.path / "policy" / "model.safetensors") for e in load(folder.path).checkpoints()
+    ]
+    assert any(not torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_the_policy_that_is_left_is_the_one_that_learned(tmp_path: Path) -> None:
+    made = recipe(brief(tmp_path))
+    before = dict(load_policy(made.model, 0).model.named_parameters())
+    folder = train(made, tmp_path / "run")
+    end = load(folder.path).checkpoints()[-1].path
+    left = load_file(end / "policy" / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    assert not torch.equal(left[name], before[name])
+    # The reference lies beside it, and is where the policy began.
+    reference = load_file(end / "reference.safetensors")
+    assert torch.equal(reference[name], before[name])
+    assert not folder.model("dpo").exists()
+    pictures = sorted(path.name for path in folder.pictures.iterdir())
+    assert pictures == ["dpo-margins.png", "dpo-reliability.png"]
+
+
+# ---------------------------------------------------------------- against plain transformers
+
+
+PAIRS = (
+    Preference("plain", "12=", "1101", "0"),
+    Preference("soft", "3+4=", "11", "100110", probability=0.7),
+    Preference("tie", "5=", "0", "1", probability=0.5),
+    Preference("turned", "9=", "00011", "1", probability=0.0),
+)
+
+
+def work_of(policy: Policy, reference: Any, **keys: Any) -> Preferring:
+    stage = DPOStage(data=PreferenceData(name="jsonl"), **keys)
+    pairs = tuple(map(pair_encoder(Reader(policy.tokenizer, policy.context)), PAIRS))
+    return Preferring(
+        stage=stage,
+        policy=policy,
+        reference=reference,
+        budget=Budget(stage.token_budget),
+        optimizer=AdamW(trainable(policy), stage.optimizer),
+        rows=Ready(pairs, pairs, 0, 0),
+        show=lambda measured: None,
+        session=cast(Any, None),  # learning and measuring write nothing
+        seed=0,
+    )
+
+
+def moved(policy: Policy) -> None:
+    """Take the policy away from its reference, by a seeded change of what learns."""
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.05 * noise)
+
+
+def plain_log_probs(model: Any, tokenizer: Any, side: str) -> tuple[Tensor, Tensor]:
+    """Σ log π of answer and end behind the prompt, and how many tokens; padded by hand."""
+    texts = [(str(row.prompt), getattr(row, side)) for row in PAIRS]
+    ids = [[*tokenizer(a + b)["input_ids"], tokenizer.eos_token_id] for a, b in texts]
+    longest = max(map(len, ids))
+    tokens = torch.full((len(ids), longest), tokenizer.pad_token_id)
+    mask = torch.zeros((len(ids), longest), dtype=torch.long)
+    for at, line in enumerate(ids):
+        tokens[at, : len(line)] = torch.tensor(line)
+        mask[at, : len(line)] = 1
+    log_p = model(input_ids=tokens, attention_mask=mask).logits.log_softmax(-1)
+    sums, counts = [], []
+    for at, ((prompt, _), line) in enumerate(zip(texts, ids, strict=True)):
+        begins = len(tokenizer(prompt)["input_ids"])
+        parts = [log_p[at, i - 1, line[i]] for i in range(begins, len(line))]
+        sums.append(torch.stack(parts).sum())
+        counts.append(float(len(parts)))
+    return torch.stack(sums), torch.tensor(counts, dtype=torch.float64)
+
+
+def plain_loss(
+    policy: Any, reference: Any, tokenizer: Any, keys: dict[str, Any], beta: float
+) -> tuple[Tensor, Tensor]:
+    """The mean loss, and each pair's log-ratio gap."""
+    p = torch.tensor([row.probability for row in PAIRS], dtype=torch.float64)
+    gap = torch.zeros(len(PAIRS), dtype=torch.float64)
+    for side, sign in (("chosen", 1), ("rejected", -1)):
+        now, count = plain_log_probs(policy, tokenizer, side)
+        then, _ = plain_log_probs(reference, tokenizer, side)
+        ratio = now - then.detach()
+        gap = gap + sign * (ratio / count if keys.get("loss") == "ipo" else ratio)
+    if keys.get("loss") == "ipo":
+        target = 0.5 / beta
+        losses = p * (gap - target) ** 2 + (1 - p) * (gap + target) ** 2
+    else:
+        e = keys.get("smoothing", 0.0)
+        q = p * (1 - e) + (1 - p) * e
+        losses = -q * torch.sigmoid(beta * gap).log() - (1 - q) * torch.sigmoid(-beta * gap).log()
+    return losses.mean(), gap.detach()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("token_budget", [1, 30, 10_000])
+def test_loss_and_gradient_as_plain_transformers_has_them(loss: str, token_budget: int) -> None:
+    policy = tiny.policy(dtype="float64")
+    work = work_of(
+        policy, reference_for(policy), beta=0.3, token_budget=token_budget, **LOSSES[loss]
+    )
+    moved(policy)
+    learned = learn(work, work.rows.train, work.budget.tokens)
+    plain = tiny.stock(dtype=torch.float64)
+    first = tiny.stock(dtype=torch.float64)
+    plain.load_state_dict(policy.model.state_dict())
+    wanted, gap = plain_loss(plain, first, policy.tokenizer, LOSSES[loss], 0.3)
+    wanted.backward()
+    assert float(gap.abs().max()) > 0.1
+    assert learned.metrics["loss"] == pytest.approx(float(wanted.detach()), rel=EXACT)
+    assert learned.metrics["rewards/margins"] == pytest.approx(0.3 * float(gap.mean()), rel=EXACT)
+    assert learned.metrics["rewards/accuracies"] == float((gap > 0).double().mean())
+    ours = dict(policy.model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(ours[name].grad, parameter.grad, rtol=EXACT, atol=EXACT)
+    held = measure(work).as_dict()
+    assert held["margins"]["mean"] == pytest.approx(_toward(0.3 * gap), rel=EXACT)
+
+
+def test_with_lora_the_reference_is_the_base() -> None:
+    """The gradient of the adapter, by way of the merged weights W + (α/r) B A."""
+    policy = tiny.policy(dtype="float64", rank=4)
+    work = work_of(policy, reference_for(policy), beta=0.3, token_budget=30)
+    moved(policy)
+    learned = learn(work, work.rows.train, work.budget.tokens)
+    plain = tiny.stock(dtype=torch.float64)
+    first = tiny.stock(dtype=torch.float64)
+    plain.load_state_dict(lora.plain_weights(policy.model))
+    wanted, gap = plain_loss(plain, first, policy.tokenizer, {}, 0.3)
+    wanted.backward()
+    assert float(gap.abs().max()) > 0.1
+    # The adapter is kept in float64 with these weights, but merged ones are rounded once more.
+    assert learned.metrics["loss"] == pytest.approx(float(wanted.detach()), rel=EXACT)
+    merged = dict(plain.named_parameters())
+    for name, layer in lora.lora_layers(policy.model):
+        gradient = merged[f"{name}.weight"].grad
+        assert gradient is not None
+        a, b = layer.lora_A[lora.POLICY].weight, layer.lora_B[lora.POLICY].weight
+        scale = layer.scaling[lora.POLICY]
+        torch.testing.assert_close(b.grad, scale * gradient @ a.T, rtol=1e-8, atol=EXACT)
+        torch.testing.assert_close(a.grad, scale * b.T @ gradient, rtol=1e-8, atol=EXACT)
+    assert all(p.grad is None for n, p in policy.named_parameters() if ".lora_" not in n)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", EXACT), ("float32", 1e-4)])
+def test_neither_micro_batches_nor_order_matter(loss: str, dtype: str, tolerance: float) -> None:
+    """float32: sums of some hundred terms of size 1, in another order."""
+
+    def gradient(budget: int, order: Sequence[int]) -> tuple[dict[str, float], dict[str, Tensor]]:
+        policy = tiny.policy(dtype=dtype)
+        work = work_of(policy, reference_for(policy), token_budget=budget, **LOSSES[loss])
+        moved(policy)
+        learned = learn(work, [work.rows.train[at] for at in order], budget)
+        grads = {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
+        assert learned.tokens == sum(row.length for row in work.rows.train)
+        return learned.metrics, grads
+
+    metrics, wanted = gradient(10_000, range(4))
+    for budget, order in ((1, range(4)), (25, range(4)), (10_000, (3, 1, 0, 2))):
+        again, grads = gradient(budget, order)
+        assert again == pytest.approx(metrics, rel=tolerance, abs=tolerance)
+        for name, value in wanted.items():
+            torch.testing.assert_close(grads[name], value, rtol=tolerance, atol=tolerance)
+
+
+def test_measuring_does_not_depend_on_the_token_budget() -> None:
+    policy = tiny.policy(dtype="float64")
+    reference = reference_for(policy)
+    moved(policy)
+    found = [
+        measure(work_of(policy, reference, token_budget=budget)).headline() for budget in (1, 9999)
+    ]
+    assert found[0] == pytest.approx(found[1], rel=EXACT)
+
+
+# ---------------------------------------------------------------- conversations
+
+
+CHAT = (
+    "{% for m in messages %}{{ m['content'] }}> {% endfor %}"
+    "{% if add_generation_prompt %}0 {% endif %}"
+)
+
+
+def test_conversations_are_read_by_the_chat_template(tmp_path: Path) -> None:
+    """The answer stands behind the header of the assistant's turn, with an end behind it."""
+
+    def chat(made: list[dict[str, Any]], whole: bool) -> list[dict[str, Any]]:
+        out = []
+        for row in made:
+            asked = [{"role": "user", "content": row["prompt"].rstrip(">")}]
+            answers = {
+                side: [*(asked if whole else []), {"role": "assistant", "content": row[side]}]
+                for side in ("chosen", "rejected")
+            }
+            out.append(answers if whole else {"prompt": asked, **answers})
+        return out
+
+    read = sum(2 * (5 + 4 + 1) + len(row["chosen"]) + len(row["rejected"]) for row in ones(48, 1))
+    losses = []
+    for whole in (False, True):
+        folder = tmp_path / str(whole)
+        folder.mkdir()
+        source = data(folder, chat(ones(48, 1), whole), chat(ones(24, 2), whole))
+        stage = {"stage": "dpo", "data": source, **BRIEF, "steps": 6}
+        made = train(recipe(stage, chat_template=CHAT), folder / "run")
+        assert rows(made)[-1]["num_tokens"] == read
+        losses.append([row["loss"] for row in rows(made)])
+    assert losses[0] == losses[1]
+    # The same as the template's text, written out as a prompt.
+    folder = tmp_path / "text"
+    folder.mkdir()
+    texts = [
+        [{**r, "prompt": f"{r['prompt']} 0 "} for r in ones(n, s)] for n, s in ((48, 1), (24, 2))
+    ]
+    stage = {"stage": "dpo", "data": data(folder, *texts), **BRIEF, "steps": 6}
+    made = train(recipe(stage), folder / "run")
+    assert [row["loss"] for row in rows(made)] == pytest.approx(losses[0], rel=1e-6)
+
+
+def _toward(gap: Tensor) -> float:
+    """By how much the better answer lies above, over pairs that are no tie."""
+    sign = {0.5: np.nan, 1.0: 1.0, 0.7: 1.0, 0.0: -1.0}
+    found = [float(g) * sign[row.probability] for g, row in zip(gap, PAIRS, strict=True)]
+    return float(np.nanmean(found))

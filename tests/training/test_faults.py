@@ -1,0 +1,396 @@
+"""A step whose loss or gradient is not finite is not taken; its batch is kept, its cause named."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from keel.engines.native import NativeEngine
+from keel.runs.checkpoint import damage
+from keel.runs.layout import RunFolder
+from keel.runs.read import load
+from keel.runs.watchdog import Hung
+from keel.training.run import train
+from keel.types import KeelError
+from tests.training.judged import data, ones, recipe
+from tests.training.small import small
+from tests.training.test_resume import damage as tear
+from tests.training.test_resume import same
+
+CALLS = {"surrogate": 0}
+SPOILED = "algorithm.surrogate={kind='custom', function='tests.training.test_faults:spoiled'}"
+DENSE = "rewards.functions=[{function='place_match'}]"
+EVERY = ("checkpoints.every=1", "optimizer.learning_rate=1e-3", DENSE)
+
+
+def spoiled(log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor) -> Tensor:
+    """NaN in the third sequence of the batches that `SPOIL` says, or in one learned alone."""
+    out = log_ratio_N.exp() * advantage_N
+    if len(lengths_S) == 16 and SPOIL["when"](advantage_N):
+        start = int(lengths_S[:2].sum())
+        out = out.clone()
+        out[start] = math.nan
+    elif len(lengths_S) == 1 and SPOIL["alone"](lengths_S):
+        out = out * math.nan
+    return out
+
+
+SPOIL: dict[str, Any] = {"when": lambda _: False, "alone": lambda _: False, "first": False}
+
+
+def rows(folder: RunFolder) -> list[dict[str, Any]]:
+    return load(folder.path).metrics()
+
+
+@pytest.fixture
+def sizes(tmp_path: Path) -> list[int]:
+    """The tokens of each step's batch, in a run that nothing is wrong with."""
+    folder = train(small(*EVERY, SPOILED), tmp_path / "sound")
+    found = [sum(len(r["tokens"]) for r in load(folder.path).rollouts(n)) for n in (1, 2, 3, 4)]
+    assert len(set(found)) == 4, "steps must differ for the test to tell them apart"
+    return found
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, *tokens: int) -> None:
+    """Spoil the steps whose batches have so many tokens."""
+    monkeypatch.setitem(SPOIL, "when", lambda advantage_N: advantage_N.numel() in tokens)
+
+
+def test_the_run_stops_and_says_where(
+    sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, sizes[2])
+    monkeypatch.setitem(SPOIL, "alone", lambda lengths_S: True)
+    with pytest.raises(KeelError) as caught:
+        train(small(*EVERY, SPOILED), tmp_path / "run")
+    said = str(caught.value)
+    assert said.count("\n") == 0
+    for part in ("rl step 3", "loss", "sequence 0 (prompt 'sort_digits/train/", "on_nonfinite"):
+        assert part in said, said
+    folder = RunFolder.open(tmp_path / "run")
+    kept = folder.faults / "rl-step-000003-0"
+    assert damage(kept) is None
+    batch = load_file(kept / "batch.safetensors")
+    assert batch["advantage_N"].shape == (sizes[2],)
+    lengths = json.loads((kept / "batch.json").read_text())
+    assert len(lengths["lengths"]["items"]) == 16
+    assert json.loads((kept / "cause.json").read_text())["step"] == 3
+    assert [row["step"] for row in rows(folder)] == [1, 2]
+    assert load(folder.path).checkpoints()[-1].place.step == 2
+
+
+def test_mended_it_goes_on_as_if_nothing_had_been(
+    sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, sizes[2])
+    with pytest.raises(KeelError):
+        train(small(*EVERY, SPOILED), tmp_path / "run")
+    spoil(monkeypatch)
+    again = train(None, tmp_path / "run", resume=True)
+    same(RunFolder.open(tmp_path / "sound"), again)
+
+
+def test_told_to_it_goes_on_and_counts(
+    sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, sizes[1])
+    keys = (*EVERY, SPOILED, 'on_nonfinite="skip"')
+    folder = train(small(*keys), tmp_path / "run")
+    told = rows(folder)
+    assert [row["steps_skipped"] for row in told] == [0, 1, 1, 1]
+    assert "loss" not in told[1]
+    assert "loss" in told[2]
+    before, after = (load_file(folder.checkpoint(0, n) / "trainable.safetensors") for n in (1, 2))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert load(folder.path).rollouts(2)
+    kinds = [event["event"] for event in load(folder.path).events()]
+    assert kinds.count("not_finite") == 1
+    copy = tmp_path / "copy"
+    shutil.copytree(folder.path, copy)
+    again = RunFolder.open(copy)
+    for step in (2, 3, 4):
+        tear(again, 0, step)
+    train(None, copy, resume=True)
+    same(folder, again)
+    names = [sorted(p.name for p in f.faults.iterdir()) for f in (folder, again)]
+    assert names[0] == names[1] == ["rl-step-000002-0"]
+
+
+def test_of_two_minibatches_the_other_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = (*EVERY, SPOILED, 'on_nonfinite="skip"', "minibatches=2", "steps=1")
+    monkeypatch.setattr("tests.training.test_faults.spoiled", _first_half)
+    CALLS["surrogate"] = 0
+    folder = train(small(*keys), tmp_path / "run")
+    (row,) = rows(folder)
+    assert row["steps_skipped"] == 1
+    assert math.isfinite(row["loss"])
+    assert [p.name for p in folder.faults.iterdir()] == ["rl-step-000001-0"]
+
+
+def _first_half(log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+    """NaN the first time it is called."""
+    CALLS["surrogate"] += 1
+    out = log_ratio_N.exp() * advantage_N
+    return out * math.nan if CALLS["surrogate"] == 1 else out
+
+
+def stage_of(folder: Path, **keys: Any) -> Mapping[str, Any]:
+    source = data(folder, ones(24, 1), ones(8, 2))
+    return {
+        "data": source,
+        "steps": 4,
+        "batch_size": 7,
+        "optimizer": {"learning_rate": 1e-3},
+        "checkpoints": {"every": 1, "keep": 9},
+        **keys,
+    }
+
+
+@pytest.mark.parametrize("kind", ["reward_model", "dpo"])
+def test_stages_on_rows_do_the_same(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """A margin that is infinite in the file's last row makes the loss of its step so."""
+    from keel.objective import preference
+
+    function = "bradley_terry" if kind == "reward_model" else "dpo"
+    real = getattr(preference, function)
+    calls = {"n": 0}
+
+    def bad(*given: Any, **keys: Any) -> Tensor:
+        out = real(*given, **keys)
+        calls["n"] += 1
+        whole = len(out) == 7 and calls["n"] == 2
+        alone = len(out) == 1 and calls["n"] == 5  # the third row of those looked at alone
+        return out * math.nan if whole or alone else out
+
+    monkeypatch.setattr(f"keel.training.{kind}.{function}", bad, raising=False)
+    monkeypatch.setattr(preference, function, bad)
+    stage = stage_of(tmp_path, stage=kind, on_nonfinite="skip", evaluation={"rows": 0})
+    folder = train(recipe(stage), tmp_path / "run")
+    told = rows(folder)
+    assert [row["steps_skipped"] for row in told] == [0, 1, 1, 1]
+    kept = folder.faults / f"{kind}-step-000002-0"
+    assert damage(kept) is None
+    assert len(json.loads((kept / "rows.json").read_text())["rows"]) == 7
+    cause = json.loads((kept / "cause.json").read_text())
+    assert cause["sequence"] == "row 2 of the step"
+    tokens = [0, *(row["num_tokens"] for row in told)]
+    assert all(a < b for a, b in itertools.pairwise(tokens)), "they entered the model all the same"
+    weights = [load_file(folder.checkpoint(0, n) / "trainable.safetensors") for n in (1, 2, 3)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not all(torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
+
+
+def hopeless(log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+    """NaN for ever; after the first call where `SPOIL` says that this one is sound."""
+    CALLS["surrogate"] += 1
+    sound = SPOIL["first"] and CALLS["surrogate"] == 1
+    out = log_ratio_N.exp() * advantage_N
+    return out if sound else out * math.nan
+
+
+HOPELESS = (
+    "algorithm.surrogate={kind='custom', function='tests.training.test_faults:hopeless'}",
+    'on_nonfinite="skip"',
+    "epochs=10",
+    "steps=3",
+    "evaluation.prompts=0",
+    *EVERY,
+)
+
+
+def test_where_nothing_can_be_learned_it_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SPOIL, "first", False)
+    names = [f"rl-step-000001-{n}" for n in range(8)]
+    for resume in (False, True):
+        with pytest.raises(
+            KeelError, match=r"rl step 2: .* all 20 optimizer steps of rl"
+        ) as caught:
+            train(None if resume else small(*HOPELESS), tmp_path / "run", resume=resume)
+        assert "newest checkpoint: step 1" in str(caught.value)
+        folder = RunFolder.open(tmp_path / "run")
+        assert sorted(p.name for p in folder.faults.iterdir()) == names
+        assert [row["steps_skipped"] for row in rows(folder)] == [10]
+    events = load(folder.path).events()
+    notes = [event["text"] for event in events if "first 8 say more" in event.get("text", "")]
+    assert len(notes) == 2 + 9 + 9  # the second step's were noted again
+    assert notes[0].startswith("rl step 1: ")
+    assert notes[-1].startswith("rl step 2: ")
+
+
+def test_after_a_step_that_was_taken_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SPOIL, "first", True)
+    CALLS["surrogate"] = 0
+    folder = train(small(*HOPELESS), tmp_path / "run")
+    assert [row["steps_skipped"] for row in rows(folder)] == [9, 19, 29]
+    assert len(list(folder.faults.iterdir())) == 8
+
+
+@pytest.mark.parametrize("kind", ["rl", "dpo"])
+def test_weights_that_are_not_finite_end_it_also_where_steps_are_skipped(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from keel.training import fit, rl
+
+    module = rl if kind == "rl" else fit
+    real, calls = module.improve, {"n": 0}
+
+    def broken(work: Any, *given: Any) -> Any:
+        calls["n"] += 1
+        if calls["n"] == 2:
+            optimizer = work.learner.optimizer if kind == "rl" else work.optimizer
+            with torch.no_grad():
+                optimizer.parameters[0][1].fill_(math.nan)
+        return real(work, *given)
+
+    monkeypatch.setattr(module, "improve", broken)
+    monkeypatch.setattr("keel.training.faults.SEARCHED", 0)  # nor is this one of those noted alone
+    keys = {"on_nonfinite": "skip", "evaluation": {"rows": 0}}
+    chosen = (
+        small(*EVERY, 'on_nonfinite="skip"', "evaluation.prompts=0")
+        if kind == "rl"
+        else recipe(stage_of(tmp_path, stage=kind, **keys))
+    )
+    with pytest.raises(KeelError, match=r"step 2: .* from the weights .* checkpoint before"):
+        train(chosen, tmp_path / "run")
+    assert len(list((tmp_path / "run" / "faults").iterdir())) == 1
+
+
+@pytest.mark.parametrize("kind", ["rl", "dpo", "reward_model"])
+def test_weights_that_overflow_in_the_last_step_are_no_success(kind: str, tmp_path: Path) -> None:
+    """AdamW's first step is the learning rate over 1 - β₁: ten times 1e38 is no float32."""
+    rate = {"optimizer": {"learning_rate": 1e38}, "evaluation": {"rows": 0}}
+    chosen = (
+        small("optimizer.learning_rate=1e38", "steps=1", "evaluation.prompts=0", DENSE)
+        if kind == "rl"
+        else recipe(stage_of(tmp_path, stage=kind, **rate, steps=1))
+    )
+    with pytest.raises(KeelError, match=r"weights .* non-finite.*lower optimizer\.learning_rate"):
+        train(chosen, tmp_path / "run")
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def narrow(log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+    """A surrogate that has no memory for more than 40 tokens."""
+    if len(log_ratio_N) > 40:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    return log_ratio_N.exp() * advantage_N
+
+
+def test_a_run_whose_budget_was_halved_goes_on_with_it(tmp_path: Path) -> None:
+    entry = "algorithm.surrogate={kind='custom', function='tests.training.test_faults:narrow'}"
+    folder = train(small(*EVERY, entry), tmp_path / "run")
+
+    def lacking(of: RunFolder) -> int:
+        texts = [event.get("text", "") for event in load(of.path).events()]
+        return sum(text.startswith("out of memory") for text in texts)
+
+    def budget(of: RunFolder) -> int:
+        state = json.loads((of.checkpoint(0, 4) / "state.json").read_text())
+        return int(state["token_budget"])
+
+    assert lacking(folder) > 0
+    copy = tmp_path / "copy"
+    shutil.copytree(folder.path, copy)
+    again = RunFolder.open(copy)
+    for step in (2, 3, 4):
+        tear(again, 0, step)
+    before = lacking(again)
+    train(None, copy, resume=True)
+    same(folder, again)
+    assert budget(again) == budget(folder)
+    assert lacking(again) == before, "the budget was looked for anew"
+
+
+def sleepy(completions: list[str], **kwargs: Any) -> list[float]:
+    """A reward that answers in the first step only."""
+    CALLS["sleepy"] = CALLS.get("sleepy", 0) + 1
+    if CALLS["sleepy"] > 1:
+        time.sleep(600)
+    return [float(len(text)) for text in completions]
+
+
+def test_a_reward_that_hangs_leaves_its_stack_and_the_run_goes_on(tmp_path: Path) -> None:
+    function = "rewards.functions=[{function='tests.training.test_faults:sleepy'}]"
+    keys = ("evaluation.prompts=0", "rewards.timeout=0.5", "checkpoints.every=1", function)
+    CALLS["sleepy"] = 0
+    with pytest.raises(KeelError) as caught:
+        train(small(*keys), tmp_path / "run")
+    folder = RunFolder.open(tmp_path / "run")
+    stack = folder.faults / "hang-1.txt"
+    assert "reward 'sleepy' at step 2" in str(caught.value)
+    assert "in sleepy (test_faults.py:" in str(caught.value)
+    assert str(stack) in str(caught.value)
+    assert "time.sleep(600)" in stack.read_text()
+    events = load(folder.path).events()
+    assert [event["stack"] for event in events if event["event"] == "hung"] == ["hang-1.txt"]
+    CALLS["sleepy"] = -100
+    assert [row["step"] for row in rows(train(None, folder.path, resume=True))] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("key", ["rewards.timeout", "rollout.timeout"])
+@pytest.mark.parametrize("value", ["1e10", "0"])
+def test_a_limit_that_no_clock_counts_to_is_refused(key: str, value: str) -> None:
+    with pytest.raises(KeelError, match=rf"^{key} = .*(less than or equal to 31536000|greater)"):
+        small(f"{key}={value}")
+    small(f"{key}=31536000")
+
+
+def test_an_engine_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stuck(*_: object) -> None:
+        time.sleep(600)
+
+    monkeypatch.setattr(NativeEngine, "sample", stuck)
+    with pytest.raises(KeelError, match=r"the engine gives no answer within 0.5 s .*in stuck \("):
+        train(small("evaluation.prompts=0", "rollout.timeout=0.5"), tmp_path / "run")
+
+
+def test_no_memory_to_sample_in_names_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def large(*_: object) -> None:
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    monkeypatch.setattr(NativeEngine, "sample", large)
+    with pytest.raises(KeelError, match=r"lower rollout\.max_rows"):
+        train(small("evaluation.prompts=0"), tmp_path / "run")
+
+
+@pytest.mark.parametrize("lack", ["memory", "time"])
+def test_rows_made_on_the_spot_name_keys_that_they_have(
+    lack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def large(*_: object) -> None:
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    def late(*_: object) -> None:
+        raise Hung("the engine gives no answer: mend it, or raise rollout.timeout", "a stack")
+
+    monkeypatch.setattr(NativeEngine, "sample", large if lack == "memory" else late)
+    sampled = {
+        "tasks": [{"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}],
+        "rewards": {"functions": [{"function": "place_match"}]},
+        "train": 8,
+        "heldout": 4,
+        "max_tokens": 5,
+    }
+    with pytest.raises(KeelError) as caught:
+        train(recipe({"stage": "reward_model", "sampled": sampled}), tmp_path / "run")
+    assert "lower reward_model.sampled.max_tokens" in str(caught.value)
+    assert "rollout." not in str(caught.value)

@@ -1,0 +1,100 @@
+"""The recipes for a real instruct model, end to end for two steps, on the real questions.
+
+The model is a tiny random Qwen2 with a byte-level tokenizer, made here; the data are the real ones.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from keel.cli.main import main
+from keel.config.load import load_recipe
+from keel.config.model import BuildModel, Model
+from keel.models.policy import load_policy
+from keel.runs.read import load
+from keel.training.evaluation import evaluate
+from keel.training.run import train
+from tests.shared import shared_path
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    build = BuildModel(
+        family="qwen2",
+        tokenizer="bytes",
+        hidden_size=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        context=1024,
+    )
+    folder = tmp_path_factory.mktemp("models") / "qwen2"
+    load_policy(Model(build=build, chat_template=TEMPLATE), seed=0).save(folder)
+    return folder
+
+
+def overrides(qwen: Path) -> list[str]:
+    train_file = shared_path("data/gsm8k/train.jsonl")
+    test_file = shared_path("data/gsm8k/test.jsonl")
+    task = f"name='jsonl', path='{train_file}', heldout_path='{test_file}'"
+    words = "prompt='{question}', answer='answer', system='Answer.'"
+    return [
+        f"tasks=[{{{task}, {words}}}]",
+        f"model.name={qwen}",
+        "steps=2",
+        "threads=1",
+        "prompts.max_tokens=400",
+        "rollout.prompts_per_step=4",
+        "rollout.max_tokens=24",
+        "evaluation.prompts=6",
+        "token_budget=2048",
+        "rewards.functions=[{function='numeric_match', name='correct'},"
+        "{function='length', name='format', weight=0.1, options={target=6}}]",
+    ]
+
+
+@pytest.mark.parametrize("name", ["gsm8k-grpo", "gsm8k-ppo", "gsm8k-gspo"])
+def test_a_recipe_runs_from_end_to_end(name: str, qwen: Path, tmp_path: Path) -> None:
+    folder = train(load_recipe(name, overrides(qwen)), tmp_path / "run")
+    run = load(folder.path)
+    rows = run.metrics()
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0]["rewards/correct/mean"] is not None
+    assert rows[-1]["prompts/left_out"] > 0  # some questions are longer than 400 bytes
+    assert run.info()["evaluation"]["after"]["n"] == 6
+    rollout = run.rollouts(1)[0]
+    assert "reward/correct" in rollout
+    assert "reward/format" in rollout
+    assert rollout["prompt"][0] == {"role": "system", "content": "Answer."}
+    policy = load(folder.path).checkpoints()[-1].path / "policy"
+    AutoModelForCausalLM.from_pretrained(policy)
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    assert tokenizer.chat_template == TEMPLATE
+
+
+def test_eval_and_export_of_a_run(
+    qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = train(load_recipe("gsm8k-grpo", overrides(qwen)), tmp_path / "run")
+    again = evaluate(folder.path)
+    after = load(folder.path).info()["evaluation"]["after"]
+    assert {k: again[k] for k in ("mean", "low", "high", "n")} == {
+        k: after[k] for k in ("mean", "low", "high", "n")
+    }
+    assert main(["eval", str(folder.path), "--samples", "2", "--prompts", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "pass@2" in out
+    assert "greedy" in out
+    target = tmp_path / "plain"
+    assert main(["export", str(folder.path), str(target)]) == 0
+    AutoModelForCausalLM.from_pretrained(target)
+    assert main(["export", str(folder.path), str(target)]) == 2
+    assert main(["eval", str(target), "--task", "addition", "--max-tokens", "8"]) == 0

@@ -1,0 +1,276 @@
+"""Runs with stages that learn from preferences go on where they stopped, and end the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.config.schema import Recipe
+from keel.runs.checkpoint import damage as wrong_with
+from keel.runs.interrupt import Interrupted
+from keel.runs.layout import RunFolder
+from keel.runs.read import load
+from keel.runs.watch import Silent
+from keel.training.run import train
+from tests.training.judged import data, labelled, ones, recipe, traces
+from tests.training.test_resume import damage, same
+
+EVERY_SECOND: dict[str, Any] = {
+    "steps": 4,
+    "batch_size": 7,
+    "optimizer": {"learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 1},
+    "checkpoints": {"every": 2, "keep": 9},
+    "evaluation": {"every": 3},
+}
+"""Seven rows of the 24 a step: the last one runs over the end of an epoch."""
+LORA = {"base": {"lora": {"rank": 4}}}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "reward-model": ({"stage": "reward_model", "centering": 0.01}, {}),
+    "reward-model-lora": ({"stage": "reward_model", **LORA}, {}),
+    "reward-model-of-lora-policy": ({"stage": "reward_model"}, {"lora": {"rank": 4}}),
+    "labels": ({"stage": "reward_model", "learns": "labels"}, {}),
+    "process": ({"stage": "process_reward_model", "separator": " "}, {}),
+    "process-lora": ({"stage": "process_reward_model", "separator": " ", **LORA}, {}),
+    "dpo": ({"stage": "dpo"}, {}),
+    "dpo-ipo-lora": ({"stage": "dpo", "loss": "ipo"}, {"lora": {"rank": 4}}),
+}
+TASK = {"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}
+DENSE = {"functions": [{"function": "place_match"}]}
+SAMPLED = {
+    "tasks": [TASK],
+    "rewards": DENSE,
+    "train": 24,
+    "heldout": 8,
+    "group_size": 4,
+    "max_tokens": 5,
+    "noise": 0.1,
+}
+IMITATE: dict[str, Any] = {
+    "stage": "sft",
+    "steps": 2,
+    "batch_size": 8,
+    "tasks": [TASK],
+    "optimizer": {"learning_rate": 5e-3},
+    "checkpoints": {"every": 1, "keep": 9},
+}
+REINFORCE: dict[str, Any] = {
+    "stage": "rl",
+    "steps": 3,
+    "algorithm": "ppo",
+    "tasks": [TASK],
+    "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 5},
+    "optimizer": {"learning_rate": 1e-3},
+    "evaluation": {"every": 2, "prompts": 8, "component": "hidden_rule"},
+    "checkpoints": {"every": 2, "keep": 9},
+    "rewards": {
+        "functions": [
+            {"function": "outcome", "options": {"stage": "reward_model"}},
+            {"function": "task", "name": "hidden_rule", "weight": 0.0},
+        ]
+    },
+}
+
+
+def alike(a: RunFolder, b: RunFolder) -> None:
+    """As `same`, and whatever stages of this kind leave beside: models, rows, figures, pictures."""
+    same(a, b)
+    for name in ("models", "rows", "pictures"):
+        left, right = (_files(folder.path / name) for folder in (a, b))
+        assert left == right, name
+    told = [json.loads(folder.run_json.read_text()) for folder in (a, b)]
+    for key in ("measured", "evaluation", "tokens", "finished"):
+        assert told[0].get(key) == told[1].get(key), key
+    checkpoints = [[e.path.name for e in load(folder.path).checkpoints()] for folder in (a, b)]
+    assert checkpoints[0] == checkpoints[1]
+    assert not [p for p in b.path.rglob("*") if p.name.startswith(".") and p.name != ".lock"]
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+class Stopping(Silent):
+    """Asks the run to stop, as Ctrl-C does, once a stage has come so far."""
+
+    def __init__(self, stage: str, step: int, at: str = "step") -> None:
+        self.stage_name, self.number, self.at = stage, step, at
+
+    def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+        self._stop("step", stage, step)
+
+    def evaluation(self, stage: str, step: int, result: Mapping[str, Any]) -> None:
+        self._stop("evaluation", stage, step)
+
+    def _stop(self, at: str, stage: str, step: int) -> None:
+        if (at, stage, step) == (self.at, self.stage_name, self.number):
+            signal.raise_signal(signal.SIGINT)
+
+
+def one_stage(case: str, folder: Path) -> Recipe:
+    keys, model = CASES[case]
+    made = traces if keys["stage"] == "process_reward_model" else ones
+    made = labelled if keys.get("learns") == "labels" else made
+    source = data(folder, made(24, 1), made(12, 2))
+    return recipe({**keys, **EVERY_SECOND, "data": source}, **model)
+
+
+def three_stages(**judge: Any) -> Recipe:
+    judge = {"stage": "reward_model", **EVERY_SECOND, "sampled": SAMPLED, **judge}
+    return recipe(IMITATE, judge, REINFORCE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stage_goes_on_from_the_checkpoint_before(case: str, tmp_path: Path) -> None:
+    """The last checkpoint is torn, and the model that came of it is gone."""
+    made = one_stage(case, tmp_path)
+    whole = train(made, tmp_path / "whole")
+    again = train(made, tmp_path / "again")
+    alike(whole, again)
+    damage(again, 0, 4)
+    shutil.rmtree(again.path / "models", ignore_errors=True)
+    train(None, again.path, resume=True)
+    alike(whole, again)
+
+
+@pytest.mark.parametrize("case", ["reward-model-lora", "process", "dpo-ipo-lora"])
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_stage_that_was_interrupted_goes_on(case: str, step: int, tmp_path: Path) -> None:
+    """At a step without a checkpoint of its own, and at the last."""
+    made = one_stage(case, tmp_path)
+    whole = train(made, tmp_path / "whole")
+    stage = whole.stages[0]
+    again = RunFolder(tmp_path / "again", whole.stages)
+    if step == 4:
+        # Nothing is left to do, so the run ends as if nobody had asked.
+        train(made, again.path, watcher=Stopping(stage, step))
+    else:
+        with pytest.raises(Interrupted):
+            train(made, again.path, watcher=Stopping(stage, step))
+        assert [e.place.step for e in load(again.path).checkpoints()] == [step]
+        assert not (again.path / "models").exists()
+        train(None, again.path, resume=True)  # the checkpoint that the stop left goes with the next
+    alike(whole, again)
+
+
+def test_interrupted_while_it_was_first_measured(tmp_path: Path) -> None:
+    made = one_stage("reward-model", tmp_path)
+    whole = train(made, tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        train(made, tmp_path / "again", watcher=Stopping("reward_model", 0, "evaluation"))
+    again = train(None, tmp_path / "again", resume=True)
+    steps = [event for event in load(again.path).events() if event["event"] == "evaluation"]
+    assert [event["step"] for event in steps if event["step"]] == [3, 4]
+    left = [entry.place.step for entry in load(again.path).checkpoints()]
+    assert left[-2:] == [2, 4]
+    if left[0] == 0:
+        shutil.rmtree(again.checkpoint(0, 0))
+    alike(whole, again)
+
+
+# ---------------------------------------------------------------- three stages
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """SFT, a reward model from sampled pairs, then PPO against it: never stopped."""
+    return train(three_stages(), tmp_path_factory.mktemp("three") / "whole")
+
+
+def copied(whole: RunFolder, folder: Path) -> RunFolder:
+    shutil.copytree(whole.path, folder)
+    return RunFolder.open(folder)
+
+
+def back_to(folder: RunFolder, stage: int, step: int) -> None:
+    """Tear every checkpoint past this one."""
+    for entry in load(folder.path).checkpoints():
+        if (entry.place.stage, entry.place.step) > (stage, step):
+            damage(folder, entry.place.stage, entry.place.step)
+    assert wrong_with(folder.checkpoint(stage, step)) is None
+
+
+def test_the_policy_learns_from_the_model_of_the_stage_before(whole: RunFolder) -> None:
+    last = load(whole.path).metrics("rl")[-1]
+    assert last["reward"] == pytest.approx(last["rewards/outcome/mean"])
+    assert "rewards/hidden_rule/mean" in last
+    found = json.loads(whole.run_json.read_text())
+    assert found["measured"].keys() == {"reward_model"}
+    assert found["evaluation"].keys() == {"before", "after"}
+
+
+def test_three_stages_again_are_the_same(whole: RunFolder, tmp_path: Path) -> None:
+    alike(whole, train(three_stages(), tmp_path / "again"))
+
+
+def test_from_within_the_stage_that_uses_the_model(whole: RunFolder, tmp_path: Path) -> None:
+    again = copied(whole, tmp_path / "again")
+    back_to(again, 2, 2)
+    train(None, again.path, resume=True)
+    alike(whole, again)
+
+
+def test_from_between_the_last_checkpoint_and_the_model(whole: RunFolder, tmp_path: Path) -> None:
+    """The stage is over but died before it had written its model."""
+    again = copied(whole, tmp_path / "again")
+    back_to(again, 1, 4)
+    shutil.rmtree(again.path / "models")
+    (again.path / "models").mkdir()
+    # What a death in the middle of writing leaves.
+    (again.path / "models" / ".writing-reward_model").mkdir()
+    (again.path / "models" / ".writing-reward_model" / "config.json").write_text("{")
+    train(None, again.path, resume=True)
+    shutil.rmtree(again.path / "models" / ".writing-reward_model", ignore_errors=True)
+    alike(whole, again)
+
+
+def test_from_behind_the_model_before_the_next_stage(whole: RunFolder, tmp_path: Path) -> None:
+    again = copied(whole, tmp_path / "again")
+    back_to(again, 1, 4)
+    train(None, again.path, resume=True)
+    alike(whole, again)
+
+
+def test_from_within_the_reward_model(whole: RunFolder, tmp_path: Path) -> None:
+    """A model that a later state left is not taken for this one's; the rows are not made again."""
+    again = copied(whole, tmp_path / "again")
+    back_to(again, 1, 2)
+    shutil.rmtree(again.path / "models")
+    times = [again.rows("reward_model", side).stat().st_mtime_ns for side in ("train", "heldout")]
+    train(None, again.path, resume=True)
+    alike(whole, again)
+    assert times == [
+        again.rows("reward_model", side).stat().st_mtime_ns for side in ("train", "heldout")
+    ]
+
+
+def test_from_amid_the_sampling_of_rows(whole: RunFolder, tmp_path: Path) -> None:
+    """The train rows are there, the held-out ones not yet."""
+    again = copied(whole, tmp_path / "again")
+    back_to(again, 0, 2)
+    shutil.rmtree(again.path / "models")
+    shutil.rmtree(again.path / "pictures")
+    again.rows("reward_model", "heldout").unlink()
+    train(None, again.path, resume=True)
+    alike(whole, again)
+
+
+def test_from_within_the_imitation(whole: RunFolder, tmp_path: Path) -> None:
+    """Rows and model of the later stages are there already, and stay what they would become."""
+    again = copied(whole, tmp_path / "again")
+    back_to(again, 0, 1)
+    train(None, again.path, resume=True)
+    alike(whole, again)
+
+
+@pytest.mark.parametrize(("stage", "step"), [("sft", 2), ("reward_model", 3), ("rl", 1)])
+def test_interrupted_in_each_stage(whole: RunFolder, stage: str, step: int, tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        train(three_stages(), tmp_path / "again", watcher=Stopping(stage, step))
+    again = train(None, tmp_path / "again", resume=True)
+    alike(whole, again)

@@ -1,0 +1,314 @@
+"""Rewards asked while the last completions are drawn: a run says what it says without."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from keel.config.load import to_toml
+from keel.engines.native import NativeEngine
+from keel.runs.layout import RunFolder
+from keel.runs.read import load
+from keel.training import stages
+from keel.training.run import train
+from keel.types import Engine, Group, KeelError, OnGroup, Prompt, Sampling, StreamingEngine
+from tests.engines.tiny import TOKENIZER, ragged_prompts, tiny
+from tests.rewards.judge_server import JudgeServer
+from tests.shared import ROOT
+from tests.soak.cases import COMPOSED, DENSE
+from tests.soak.killing import differences
+from tests.training.small import small
+from tests.training.test_resume import until
+
+HERE = "tests.training.test_overlap"
+ON = "rollout.overlap_rewards=true"
+WAIT = 60.0
+
+STATE: dict[str, threading.Event] = {}
+
+
+async def waits(completions: list[str]) -> list[float]:
+    """Answers once the last group has been drawn."""
+    STATE["began"].set()
+    while not STATE["drawn"].is_set():
+        await asyncio.sleep(0.002)
+    return [1.0 / (1 + len(text)) for text in completions]
+
+
+def recorded(completions: list[str], answer: list[str], log_extra: Any) -> list[float]:
+    log_extra("length", [len(text) for text in completions])
+    log_extra("right", [text == gold for text, gold in zip(completions, answer, strict=True)])
+    return [1.0 / (1 + len(text)) for text in completions]
+
+
+def alternates(completion_ids: list[list[int]]) -> list[float]:
+    """Leaves most groups without variance."""
+    return [float(len(ids) < 3) for ids in completion_ids]
+
+
+def spoils_one(completion_ids: list[list[int]]) -> list[float]:
+    return [float("nan") if len(ids) == 9 else 1.0 * len(ids) for ids in completion_ids]
+
+
+def stops_at_once(completions: list[str]) -> list[float]:
+    raise KeyboardInterrupt
+
+
+CASES: dict[str, Sequence[str]] = {
+    "composed": [COMPOSED, "evaluation.component=whole", "rollout.soft_overlong=3"],
+    "remax": [DENSE, "algorithm=remax"],
+    "refills": [
+        f"rewards.functions=[{{function='{HERE}:alternates'}}]",
+        "rollout.dynamic_sampling=true",
+        "rollout.max_refills=2",
+    ],
+    "recorded": [
+        f"rewards.functions=[{{function='{HERE}:recorded'}}]",
+        "rollout.prompts_per_step=9",
+        "rollout.max_rows=7",
+        "evaluation.samples=2",
+    ],
+    "turns": [
+        "tasks=[{name='tests.soak.cases:echo'}]",
+        "rewards.functions=[{function='tests.soak.cases:brevity'}]",
+        "rollout.max_turns=3",
+        "rollout.max_tokens=14",
+    ],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_ends_in_the_same_bytes(case: str, tmp_path: Path) -> None:
+    keys = [*CASES[case], "steps=3"]
+    off = train(small(*keys), tmp_path / "off")
+    on = train(small(*keys, ON), tmp_path / "on")
+    found = differences(off.path, on.path)
+    assert all("recipe.toml" in line for line in found), found
+    if case == "refills":
+        assert max(row["rollout/refills"] for row in load(off.path).metrics()) > 0
+
+
+def test_a_judge_s_costs_are_those_of_the_step(tmp_path: Path) -> None:
+    rows = []
+    for name, keys in (("off", []), ("on", [ON])):
+        with JudgeServer() as server:
+            judge = f"{{function='judge', options={{model='m', url='{server.url}', price_in=1.0}}}}"
+            recipe = small(f"rewards.functions=[{judge}]", "steps=2", "evaluation.prompts=4", *keys)
+            folder = train(recipe, tmp_path / name)
+        rows.append(folder.metrics.read_bytes())
+    assert b"judge/dollars" in rows[0]
+    assert rows[1] == rows[0]
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that goes on behind its first group once a reward is asked, and says when it is
+    through. Groups of four enter four at a time, so that one is done before the next begins."""
+
+    class Watched(NativeEngine):
+        def stream(
+            self,
+            prompts: Sequence[Prompt],
+            n: int,
+            sampling: Sampling,
+            seed: int,
+            on_group: OnGroup | None = None,
+        ) -> list[Group]:
+            def handed(place: int, group: Group) -> None:
+                assert on_group is not None
+                on_group(place, group)
+                assert STATE["began"].wait(WAIT), "no reward was asked while groups were drawn"
+
+            groups = super().stream(prompts, n, sampling, seed, handed if on_group else None)
+            STATE["drawn"].set()
+            return groups
+
+    monkeypatch.setattr(stages, "NativeEngine", Watched)
+
+
+def test_a_slow_reward_is_asked_while_generation_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    STATE.update(began=threading.Event(), drawn=threading.Event())
+    watched(monkeypatch)
+    reward = f"rewards.functions=[{{function='{HERE}:waits'}}]"
+    keys = (reward, "steps=1", "evaluation.prompts=0", "rollout.max_rows=4", "rewards.timeout=120")
+    folder = train(small(*keys, ON), tmp_path / "on")
+    assert STATE["drawn"].is_set()
+    assert len(load(folder.path).rollouts(1)) == 16
+
+
+def test_an_engine_that_keeps_its_groups_is_asked_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Plain:
+        def __init__(self, *given: Any, **keys: Any) -> None:
+            self.inner = NativeEngine(*given, **keys)
+
+        def sample(self, *given: Any) -> list[Group]:
+            return self.inner.sample(*given)
+
+        def sync(self, weights: Any) -> None:
+            self.inner.sync(weights)
+
+    off = train(small(DENSE, "steps=2"), tmp_path / "off")
+    monkeypatch.setattr(stages, "NativeEngine", Plain)
+    on = train(small(DENSE, "steps=2", ON), tmp_path / "on")
+    assert on.metrics.read_bytes() == off.metrics.read_bytes()
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def end(folder: Path, *keys: str) -> str:
+    with pytest.raises(KeelError) as caught:
+        train(small(*keys, "steps=2", "evaluation.prompts=0"), folder)
+    assert [t.name for t in threading.enumerate() if t.name == "keel-overlap"] == []
+    return str(caught.value)
+
+
+def test_a_wrong_value_ends_a_run_with_the_same_line(tmp_path: Path) -> None:
+    reward = f"rewards.functions=[{{function='{HERE}:spoils_one'}}]"
+    said, *_ = end(tmp_path / "off", reward).split("; go on with")
+    assert "at step 2: sample" in said
+    assert end(tmp_path / "on", reward, ON).split("; go on with")[0] == said
+
+
+def test_an_error_that_is_no_exception_is_told_too(tmp_path: Path) -> None:
+    said = end(tmp_path / "on", f"rewards.functions=[{{function='{HERE}:stops_at_once'}}]", ON)
+    assert "'stops_at_once' at step 1 (4 completions, prompts" in said
+    assert "raised KeyboardInterrupt" in said
+
+
+def test_a_reward_that_hangs_leaves_its_stack(tmp_path: Path) -> None:
+    hangs = "rewards.functions=[{function='tests.training.rewards:hangs'}]"
+    said = end(tmp_path / "on", hangs, "rewards.timeout=0.3", ON)
+    assert "hangs: no answer within 0.3 s (in hangs (rewards.py" in said
+    (stack,) = RunFolder.open(tmp_path / "on").faults.glob("hang-*.txt")
+    assert "time.sleep(600)" in stack.read_text()
+
+
+def test_an_engine_that_fails_leaves_no_reward_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Falls(NativeEngine):
+        def stream(self, *given: Any, **keys: Any) -> list[Group]:
+            super().stream(*given, **keys)
+            raise KeelError("the engine fell over")
+
+    monkeypatch.setattr(stages, "NativeEngine", Falls)
+    hangs = "rewards.functions=[{function='tests.training.rewards:hangs'}]"
+    assert end(tmp_path / "on", hangs, "rewards.timeout=500", ON) == "the engine fell over"
+
+
+def test_the_watch_over_the_engine_is_not_that_of_the_rewards(tmp_path: Path) -> None:
+    """Rewards that take longer than the engine may be silent."""
+    slow = f"rewards.functions=[{{function='{HERE}:dawdles'}}]"
+    keys = (slow, "steps=1", "evaluation.prompts=0", "rollout.timeout=1", ON)
+    assert len(load(train(small(*keys), tmp_path / "on").path).metrics()) == 1
+
+
+async def dawdles(completions: list[str]) -> list[float]:
+    await asyncio.sleep(1.5)
+    return [1.0 / (1 + len(text)) for text in completions]
+
+
+def test_ctrl_c_leaves_a_checkpoint(tmp_path: Path) -> None:
+    recipe = tmp_path / "long.toml"
+    recipe.write_text(to_toml(small(COMPOSED, ON, "steps=300", "rollouts_every=0")))
+    folder = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "keel", "train", str(recipe), "--run", str(folder)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until(process, folder, 2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGINT, err
+    assert "--resume" in out
+    run = load(folder)
+    assert run.checkpoints()[-1].place.step == run.metrics()[-1]["step"]
+
+
+# ---------------------------------------------------------------- the engine
+
+
+@pytest.mark.parametrize("rows", [3, 8, 64])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_streamed_groups_are_those_of_sample(rows: int, temperature: float) -> None:
+    engine = NativeEngine(tiny("llama", seed=5), TOKENIZER, max_rows=rows)
+    assert isinstance(engine, StreamingEngine)
+    stops = tuple(range(2, 9))  # so that lengths differ
+    prompts, sampling = ragged_prompts(12), Sampling(20, temperature=temperature, stop_ids=stops)
+    handed: dict[int, Group] = {}
+    order: list[int] = []
+
+    def take(place: int, group: Group) -> None:
+        order.append(place)
+        handed[place] = group
+
+    plain = engine.sample(prompts, 3, sampling, seed=1)
+    streamed = engine.stream(prompts, 3, sampling, 1, take)
+    assert sorted(order) == list(range(12))
+    for at, (one, other) in enumerate(zip(plain, streamed, strict=True)):
+        assert handed[at] is other
+        assert one.prompt is other.prompt is prompts[at]
+        for a, b in zip(one.completions, other.completions, strict=True):
+            assert (a.text, a.finish) == (b.text, b.finish)
+            for name in ("tokens", "log_probs", "written"):
+                np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+    assert rows < 64 or order != sorted(order)
+
+
+def test_a_group_is_handed_over_before_the_next_is_drawn() -> None:
+    engine = NativeEngine(tiny("llama", seed=5), TOKENIZER, max_rows=2)
+    seen: list[int] = []
+
+    class Enough(Exception):
+        pass
+
+    def take(place: int, group: Group) -> None:
+        seen.append(place)
+        raise Enough
+
+    grad = torch.is_grad_enabled()
+    with pytest.raises(Enough):
+        engine.stream(ragged_prompts(6), 2, Sampling(8), 0, take)
+    assert seen == [0]
+    assert torch.is_grad_enabled() == grad
+
+
+def test_logits_that_are_not_finite_are_told_of_the_first_prompt() -> None:
+    """Such a group is never handed over, and the line is that of `sample`."""
+    model = tiny("llama", seed=5)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[30:] = float("nan")
+    engine = NativeEngine(model, TOKENIZER, max_rows=4)
+    prompts = ragged_prompts(12)
+    handed: list[int] = []
+    with pytest.raises(KeelError) as plain:
+        engine.sample(prompts, 2, Sampling(6), 0)
+    with pytest.raises(KeelError) as streamed:
+        engine.stream(prompts, 2, Sampling(6), 0, lambda place, group: handed.append(place))
+    assert str(streamed.value) == str(plain.value)
+    first = next(at for at, p in enumerate(prompts) if f"'{p.id}'" in str(plain.value))
+    assert first not in handed
+
+
+def test_the_scripted_engine_does_not_stream() -> None:
+    from keel.engines.scripted import ScriptedEngine
+
+    engine: Engine = ScriptedEngine({}, TOKENIZER)
+    assert not isinstance(engine, StreamingEngine)

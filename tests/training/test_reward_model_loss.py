@@ -1,0 +1,461 @@
+"""The gradient of a reward model's step, against plain padded transformers in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from keel.config.judging import RewardModelStage
+from keel.config.optimisation import Optimizer
+from keel.config.preference_data import PreferenceData
+from keel.learn.optimizer import AdamW, trainable
+from keel.models.reading import Answered, Reader
+from keel.models.reward import RewardModel, reward_model_from
+from keel.preferences.schema import Labelled, Preference, Stepwise
+from keel.tasks.split import Sides
+from keel.training.measuring import first_under, measure_labels, measure_pairs, measure_steps
+from keel.training.reward_model import learn_marks, learn_pairs
+from keel.training.rows_judged import (
+    Marked,
+    Pair,
+    label_encoder,
+    of_step,
+    pair_encoder,
+    ready,
+    step_encoder,
+)
+from keel.types import KeelError
+from tests.models import tiny
+
+PAIRS = (
+    Preference("plain", "12=", "1101", "0010"),
+    Preference("soft", "3+4=", "11", "100110", probability=0.7),
+    Preference("tie", "5=", "0", "1", probability=0.5),
+    Preference("margin", "67=", "11011", "1", margin=0.8),
+    Preference("both", "8=", "a1", "b", probability=0.2, margin=1.5),
+    Preference("turned", "9=", "0001", "1", probability=0.0),
+)
+LABELS = (
+    Labelled("right", "12=", "1101", 1.0),
+    Labelled("wrong", "3+4=", "11", 0.0),
+    Labelled("share", "5=", "011010", 0.3),
+)
+STEPS = (
+    Stepwise("error", "12=", ("1", "22", "3"), (1.0, 0.0, None)),
+    Stepwise("right", "3=", ("4", "5"), (1.0, 1.0)),
+    Stepwise("gap", "6=", ("77", "8", "9", "0"), (None, 0.25, None, 1.0)),
+)
+EXACT = 1e-10
+"""float64; the sums differ in order and nothing else."""
+
+
+def model_of(kind: Literal["outcome", "process"], dtype: str = "float64") -> RewardModel:
+    """A reward model whose head is not zero."""
+    made = reward_model_from(tiny.policy(dtype=dtype), kind, 0)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in made.head.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(0.3 * noise)
+    return made
+
+
+def stage_of(**keys: Any) -> RewardModelStage:
+    return RewardModelStage(data=PreferenceData(name="jsonl"), **keys)
+
+
+def encoded_pairs(model: RewardModel) -> list[Pair]:
+    return list(map(pair_encoder(Reader(model.tokenizer, model.context)), PAIRS))
+
+
+def marked(model: RewardModel) -> list[Marked]:
+    reader = Reader(model.tokenizer, model.context)
+    if model.kind == "outcome":
+        return list(map(label_encoder(reader), LABELS))
+    return list(map(step_encoder(reader, " "), STEPS))
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    """By name, taken away from the model."""
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = EXACT) -> None:
+    assert a.keys() == b.keys()
+    assert any(float(value.abs().max()) > 1e-4 for value in a.values())
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance)
+
+
+# ---------------------------------------------------------------- plain transformers, written apart
+
+
+def stock(model: RewardModel, folder: Path) -> Any:
+    """The saved model, as plain transformers loads it."""
+    model.save(folder)
+    kinds = {
+        "outcome": AutoModelForSequenceClassification,
+        "process": AutoModelForTokenClassification,
+    }
+    return kinds[model.kind].from_pretrained(folder, dtype=torch.float64).eval()
+
+
+def padded(tokenizer: Any, texts: Sequence[str]) -> dict[str, Tensor]:
+    """Right padding by hand, an end-of-sequence token behind each."""
+    ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    longest = max(map(len, ids))
+    tokens = torch.full((len(ids), longest), tokenizer.pad_token_id)
+    mask = torch.zeros((len(ids), longest), dtype=torch.long)
+    for row, line in enumerate(ids):
+        tokens[row, : len(line)] = torch.tensor(line)
+        mask[row, : len(line)] = 1
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+def cross_entropy(z: Tensor, y: float) -> Tensor:
+    """−y log σ(z) − (1−y) log(1−σ(z)), by the sigmoid itself: the figures are small here."""
+    return -y * torch.sigmoid(z).log() - (1 - y) * (1 - torch.sigmoid(z)).log()
+
+
+def plain_pair_loss(plain: Any, tokenizer: Any, centring: float) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for row in PAIRS:
+        texts = [str(row.prompt) + row.chosen, str(row.prompt) + row.rejected]
+        chosen, rejected = plain(**padded(tokenizer, texts)).logits[:, 0]
+        for p, gap in (
+            (row.probability, chosen - rejected),
+            (1 - row.probability, rejected - chosen),
+        ):
+            total = total - p * torch.sigmoid(gap - row.margin).log()
+        total = total + centring * (chosen + rejected) ** 2
+    return total / len(PAIRS)
+
+
+@pytest.mark.parametrize("centring", [0.0, 0.3])
+@pytest.mark.parametrize("token_budget", [1, 40, 10_000])
+def test_pairs_as_plain_transformers_has_them(
+    centring: float, token_budget: int, tmp_path: Path
+) -> None:
+    """Soft labels, ties, margins and centring included; any size of micro-batch."""
+    model = model_of("outcome")
+    stage = stage_of(centering=centring)
+    learned = learn_pairs(model, stage, encoded_pairs(model), token_budget)
+    ours = {name.removeprefix("model."): grad for name, grad in gradients(model).items()}
+    plain = stock(model, tmp_path / "model")
+    loss = plain_pair_loss(plain, model.tokenizer, centring)
+    loss.backward()
+    assert learned.metrics["loss"] == pytest.approx(float(loss.detach()), rel=EXACT)
+    same(ours, gradients(plain))
+
+
+def test_labels_as_plain_transformers_has_them(tmp_path: Path) -> None:
+    model = model_of("outcome")
+    learned = learn_marks(model, marked(model), 20)
+    ours = {name.removeprefix("model."): grad for name, grad in gradients(model).items()}
+    plain = stock(model, tmp_path / "model")
+    texts = [str(row.prompt) + row.completion for row in LABELS]
+    logits = plain(**padded(model.tokenizer, texts)).logits[:, 0]
+    loss = sum(cross_entropy(z, row.label) for z, row in zip(logits, LABELS, strict=True)) / 3
+    loss.backward()
+    assert learned.metrics["loss"] == pytest.approx(float(loss.detach()), rel=EXACT)
+    same(ours, gradients(plain))
+
+
+@pytest.mark.parametrize("token_budget", [1, 10_000])
+def test_steps_as_plain_transformers_has_them(token_budget: int, tmp_path: Path) -> None:
+    """Two logits at the token that closes a step; steps that nobody judged say nothing."""
+    model = model_of("process")
+    learned = learn_marks(model, marked(model), token_budget)
+    ours = {name.removeprefix("model."): grad for name, grad in gradients(model).items()}
+    plain = stock(model, tmp_path / "model")
+    logits = plain(
+        **padded(model.tokenizer, [f"{row.prompt}{' '.join(row.steps)}" for row in STEPS])
+    ).logits.log_softmax(-1)
+    losses = []
+    for row, line in zip(STEPS, logits, strict=True):
+        at = len(str(row.prompt)) - 1
+        for step, label in zip(row.steps, row.labels, strict=True):
+            at += len(step) + 1  # the blank, or the end behind the last
+            if label is not None:
+                losses.append(-label * line[at, 1] - (1 - label) * line[at, 0])
+    assert len(losses) == 6
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    assert learned.metrics["loss"] == pytest.approx(float(loss.detach()), rel=EXACT)
+    same(ours, gradients(plain))
+
+
+# ---------------------------------------------------------------- what must not matter
+
+
+Learn = Callable[[RewardModel, Sequence[Any], int], Any]
+KINDS: dict[
+    str, tuple[Literal["outcome", "process"], Callable[[RewardModel], list[Any]], Learn]
+] = {
+    "pairs": (
+        "outcome",
+        encoded_pairs,
+        lambda m, rows, b: learn_pairs(m, stage_of(centering=0.1), rows, b),
+    ),
+    "labels": ("outcome", marked, learn_marks),
+    "steps": ("process", marked, learn_marks),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", EXACT), ("float32", 1e-4)])
+def test_neither_micro_batches_nor_order_matter(kind: str, dtype: str, tolerance: float) -> None:
+    """float32: sums of some hundred terms of size 1, in another order."""
+    what, rows_of, learn = KINDS[kind]
+    model = model_of(what, dtype)
+    rows = rows_of(model)
+    whole = learn(model, rows, 10_000)
+    wanted = gradients(model)
+    for budget, order in (
+        (1, rows),
+        (30, rows),
+        (10_000, rows[::-1]),
+        (30, [*rows[2:], *rows[:2]]),
+    ):
+        again = learn(model, order, budget)
+        assert again.tokens == whole.tokens == sum(row.length for row in rows)
+        assert again.metrics == pytest.approx(whole.metrics, rel=tolerance, abs=tolerance)
+        same(gradients(model), wanted, tolerance)
+
+
+def test_a_pair_told_the_other_way_round_is_the_same(tmp_path: Path) -> None:
+    """Answers exchanged and p for 1 − p; the margin is asked of the better one either way."""
+    model = model_of("outcome")
+    rows = encoded_pairs(model)
+    learn_pairs(model, stage_of(centering=0.1), rows, 10_000)
+    wanted = gradients(model)
+    turned = [
+        replace(row, chosen=row.rejected, rejected=row.chosen, probability=1 - row.probability)
+        for row in rows
+    ]
+    learn_pairs(model, stage_of(centering=0.1), turned, 10_000)
+    same(gradients(model), wanted)
+
+
+# ---------------------------------------------------------------- what comes of it
+
+
+def test_centring_brings_scores_back_to_zero() -> None:
+    """All scores start near 5, where the comparisons alone leave them free to stay."""
+
+    rate = 1e-3
+
+    def drift(centring: float) -> float:
+        model = model_of("outcome", "float32")
+        rows = encoded_pairs(model)
+        answers = [answer for row in rows for answer in (row.chosen, row.rejected)]
+        states: list[Tensor] = []
+        hook = model.model.base_model.register_forward_hook(
+            lambda module, args, out: states.append(out.last_hidden_state.detach()[0])
+        )
+        model.judge(answers, 10_000)
+        hook.remove()
+        ends = np.cumsum([len(answer.tokens) for answer in answers]) - 1
+        mean_H = states[0][torch.tensor(ends)].mean(0)
+        with torch.no_grad():
+            model.head.weight.copy_(5 * mean_H[None] / mean_H.square().sum())
+        optimizer = AdamW(trainable(model), Optimizer(learning_rate=rate))
+        for _ in range(60):
+            learn_pairs(model, stage_of(centering=centring), rows, 10_000)
+            optimizer.step(rate)
+        return abs(float(np.mean(model.judge(answers, 10_000))))
+
+    assert drift(0.0) > 1
+    assert drift(0.1) < 0.1
+
+
+def test_the_metrics_of_a_step_of_pairs() -> None:
+    model = model_of("outcome")
+    rows = encoded_pairs(model)
+    said = [[one[0] for one in model.judge([row.chosen, row.rejected], 10_000)] for row in rows]
+    gaps = [chosen - rejected for chosen, rejected in said]
+    metrics = learn_pairs(model, stage_of(), rows, 30).metrics
+    assert metrics["margin"] == pytest.approx(np.mean(gaps), rel=EXACT)
+    assert metrics["mean_reward"] == pytest.approx(np.mean(said), rel=EXACT)
+    plain = learn_pairs(model, stage_of(), rows[:1] + rows[5:], 10_000).metrics
+    right = [gaps[0] > 0, gaps[5] < 0]
+    assert plain["accuracy"] == pytest.approx(np.mean(right))
+
+
+def test_the_metrics_of_a_step_of_labels() -> None:
+    model = model_of("outcome")
+    rows = marked(model)
+    logits = [one[0] for one in model.judge([row.answer for row in rows], 10_000)]
+    metrics = learn_marks(model, rows, 15).metrics
+    assert metrics["mean_reward"] == pytest.approx(np.mean(logits), rel=EXACT)
+    right = [logits[0] > 0, logits[1] <= 0, logits[2] <= 0]
+    assert metrics["accuracy"] == pytest.approx(np.mean(right))
+
+
+# ---------------------------------------------------------------- rows in epochs
+
+
+def test_epochs_are_permutations_end_to_end() -> None:
+    model = model_of("outcome")
+    rows = encoded_pairs(model)
+    places = {id(row): at for at, row in enumerate(rows)}
+
+    def taken(size: int, steps: int, seed: int) -> list[int]:
+        drawn = [row for number in range(1, steps + 1) for row in of_step(rows, size, number, seed)]
+        return [places[id(row)] for row in drawn]
+
+    order = taken(4, 9, 3)
+    epochs = [order[at : at + 6] for at in range(0, 36, 6)]
+    assert all(sorted(epoch) == list(range(6)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    # However large the steps, the rows come in one order; more rows than there are is no matter.
+    assert taken(9, 4, 3) == taken(18, 2, 3) == order
+    assert taken(4, 9, 4) != order
+
+
+def test_rows_at_the_limit_stay() -> None:
+    model = model_of("outcome")
+    encode = pair_encoder(Reader(model.tokenizer, model.context))
+    longest = sorted(max(len(f"{r.prompt}{a}") + 1 for a in (r.chosen, r.rejected)) for r in PAIRS)
+    limit = longest[2]
+    found = ready(Sides(PAIRS, PAIRS), encode, limit, 2, "judging")
+    assert sorted(row.longest for row in found.train) == longest[:3]
+    assert found.long == 3
+    assert (len(found.heldout) + found.long_heldout, set(found.heldout) <= set(found.train)) == (
+        2,
+        True,
+    )
+    assert ready(Sides(PAIRS, PAIRS), encode, None, 99, "judging").long == 0
+    with pytest.raises(KeelError, match=r"'judging': each of the 6 .* judging\.max_tokens"):
+        ready(Sides(PAIRS, PAIRS), encode, 3, 2, "judging")
+    short = [row for row in PAIRS if encode(row).longest <= limit]
+    with pytest.raises(KeelError, match=r"each of the 3 held-out rows .*evaluation\.rows = 0"):
+        ready(Sides(tuple(short), tuple(set(PAIRS) - set(short))), encode, limit, 9, "judging")
+
+
+def test_which_rows_are_held_out_does_not_follow_the_file() -> None:
+    """Of a file that is sorted, the first rows are all of one kind."""
+    rows = tuple(replace(PAIRS[0], id=str(at), prompt=f"{at}=") for at in range(100))
+    encode = pair_encoder(Reader(tiny.policy().tokenizer))
+    held = ready(Sides(rows, rows), encode, None, 20, "judging").heldout
+    places = [int(row.cluster[:-1]) for row in held]
+    assert places == sorted(places)
+    assert len(set(places)) == 20
+    assert max(places) > 60
+
+
+def test_lengths_are_those_of_answers() -> None:
+    """A judge that says the answer's length is told from it wholly, whatever the prompts are."""
+    encode = pair_encoder(Reader(tiny.policy().tokenizer))
+    rows = [
+        encode(Preference(str(at), "1" * (1 + 7 * at % 23) + "=", "1" * (2 + at), "0" * (1 + at)))
+        for at in range(8)
+    ]
+
+    def judge(answers: Sequence[Answered]) -> list[list[float]]:
+        return [[float(len(answer.tokens) - answer.begins)] for answer in answers]
+
+    found = measure_pairs(rows, judge).as_dict()["score_and_length"]
+    assert found["pearson"] == pytest.approx(1.0)
+    marks = [
+        Marked(answer, (float(at % 2),), str(at))
+        for at, answer in enumerate(row.chosen for row in rows)
+    ]
+    assert measure_labels(marks, judge).as_dict()["score_and_length"]["pearson"] == pytest.approx(1)
+
+
+def test_training_counts_right_answers_as_the_evaluation_does() -> None:
+    """Nothing said is half right; a tie decides nothing."""
+    model = model_of("outcome")
+    rows = [pair_encoder(model.reader())(row) for row in PAIRS]
+    plain = learn_pairs(model, stage_of(), rows, 10_000).metrics
+    decided = [row for row in rows if row.probability != 0.5]
+    assert 0 < len(decided) < len(rows)
+    said = measure_pairs(rows, lambda answers: model.judge(answers, 999)).as_dict()
+    assert plain["accuracy"] == pytest.approx(said["accuracy"]["mean"])
+    torch.nn.init.zeros_(model.head.weight)
+    assert learn_pairs(model, stage_of(), rows, 10_000).metrics["accuracy"] == 0.5
+
+
+def test_rows_of_one_prompt_are_one_cluster() -> None:
+    model = model_of("outcome")
+    rows = [*PAIRS, replace(PAIRS[0], id="again", chosen="1")]
+    encoded = list(map(pair_encoder(Reader(model.tokenizer, model.context)), rows))
+    found = measure_pairs(encoded, lambda answers: model.judge(answers, 10_000))
+    assert found.as_dict()["clusters"] == len(PAIRS)
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def test_pairs_are_measured_chosen_less_rejected() -> None:
+    model = model_of("outcome")
+    rows = encoded_pairs(model)[:2]
+
+    def judge(answers: Sequence[Any]) -> list[list[float]]:
+        assert [len(answer.tokens) for answer in answers] == [8, 8, 7, 11]
+        return [[2.0], [1.0], [0.5], [0.0]]
+
+    found = measure_pairs(rows, judge).as_dict()
+    assert found["accuracy"]["mean"] == 1.0
+    losses = [
+        math.log1p(math.exp(-1)),
+        0.7 * math.log1p(math.exp(-0.5)) + 0.3 * math.log1p(math.exp(0.5)),
+    ]
+    assert found["log_loss"] == pytest.approx(np.mean(losses))
+    assert found["score"] == pytest.approx({"mean": 0.875, "std": np.std([2, 1, 0.5, 0])})
+    assert found["length"]["model_longer"]["mean"] == 0.0
+    assert found["score_and_length"]["pearson"] < 0
+
+
+def test_labels_are_measured() -> None:
+    rows = marked(model_of("outcome"))
+    found = measure_labels(rows, lambda answers: [[1.0], [-2.0], [-1.0]]).as_dict()
+    assert found["accuracy"]["mean"] == found["auc"]["mean"] == 1.0
+    assert found["base_rate"] == pytest.approx(1.3 / 3)
+
+
+def test_steps_are_measured_by_their_first_error() -> None:
+    """Truth: step 1 wrong; none wrong; step 1 wrong. Said: step 1; step 0; step 1."""
+    rows = marked(model_of("process"))
+    said = [[2.0, -1.0, 3.0], [-0.1, 1.0], [1.0, -2.0, 0.0, 1.0]]
+    found = measure_steps(rows, lambda answers: said, 0.5).as_dict()
+    assert found["accuracy"]["mean"] == pytest.approx(2 / 3)
+    assert found["on_wrong"]["mean"] == 1.0
+    assert found["on_right"]["mean"] == found["f1"] == 0.0
+    assert found["steps"]["n"] == 6
+    assert found["log_loss"] == found["steps"]["log_loss"]
+    # At 0.4 (log-odds −0.41) the −0.1 is no error any more.
+    assert measure_steps(rows, lambda answers: said, 0.4).as_dict()["accuracy"]["mean"] == 1.0
+
+
+def test_a_step_at_the_threshold_is_right() -> None:
+    assert first_under([0.0, -0.1], 0.5) == 1
+    assert first_under([0.0], 0.5) is None
+    assert first_under([3.0, 2.0], 0.9) == 1
+
+
+def test_a_step_that_is_surely_wrong() -> None:
+    assert first_under([1.0, -1000.0], 0.5) == 1
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_scores_that_are_not_finite_are_one_line(wrong: float) -> None:
+    rows = [pair_encoder(Reader(tiny.policy().tokenizer))(row) for row in PAIRS]
+
+    def judge(answers: Sequence[Answered]) -> list[list[float]]:
+        return [[wrong if at == 3 else 0.0] for at in range(len(answers))]
+
+    with pytest.raises(KeelError, match=r"scores of 1 of 12 held-out answers are not finite"):
+        measure_pairs(rows, judge)

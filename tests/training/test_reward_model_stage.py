@@ -1,0 +1,349 @@
+"""Stages that make reward models: they learn a rule, their wrong-sign twin its opposite.
+
+Each learning test ran on three seeds; the thresholds leave at least 8 points to the worst of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
+
+from keel.config.model import Model
+from keel.models.policy import load_policy
+from keel.runs.layout import RunFolder
+from keel.runs.read import load
+from keel.training.run import train
+from tests.training.judged import (
+    MODEL,
+    data,
+    exchanged,
+    headline,
+    labelled,
+    ones,
+    recipe,
+    traces,
+)
+from tests.training.small import info
+
+LEARNS: dict[str, Any] = {
+    "steps": 60,
+    "batch_size": 32,
+    "optimizer": {"learning_rate": 4e-3, "schedule": "linear"},
+}
+BRIEF: dict[str, Any] = {"steps": 3, "batch_size": 8, "optimizer": {"learning_rate": 4e-3}}
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def measured(folder: RunFolder, stage: str = "reward_model") -> dict[str, Any]:
+    found: dict[str, Any] = info(folder)["measured"][stage]
+    return found
+
+
+def rows(folder: RunFolder, stage: str = "reward_model") -> list[dict[str, Any]]:
+    return load(folder.path).metrics(stage)
+
+
+def pairs(tmp_path: Path, **keys: Any) -> dict[str, Any]:
+    """A stage on a few pairs, three steps unless told otherwise."""
+    source = data(tmp_path, ones(48, 1), ones(24, 2))
+    return {"stage": "reward_model", "data": source, **BRIEF, **keys}
+
+
+def plain_scores(folder: Path, heldout: list[dict[str, Any]], column: str) -> list[float]:
+    """What plain transformers says of prompt, answer and end, one at a time."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    scores = []
+    for row in heldout:
+        ids = tokenizer(row["prompt"] + row[column])["input_ids"] + [tokenizer.eos_token_id]
+        with torch.no_grad():
+            scores.append(float(model(input_ids=torch.tensor([ids])).logits[0, 0]))
+    return scores
+
+
+# ---------------------------------------------------------------- learning
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 8, "alpha": 16.0}], ids=["full", "lora"])
+def test_bradley_terry_learns(lora: dict[str, Any] | None, tmp_path: Path) -> None:
+    heldout = ones(150, 7)
+    source = data(tmp_path, ones(400, 1), heldout)
+    base = {} if lora is None else {"base": {"lora": lora}}
+    stage = {"stage": "reward_model", "data": source, **LEARNS, **base}
+    folder = train(recipe(stage), tmp_path / "run")
+    found = measured(folder)
+    assert headline(found["before"], "accuracy") == 0.5
+    assert headline(found["before"], "log_loss") == pytest.approx(math.log(2), abs=1e-6)
+    assert headline(found["after"], "accuracy") > 0.85
+    assert headline(found["after"], "log_loss") < 0.45
+    # The model in the folder is the one that was measured (float32: 1e-5).
+    model = folder.model("reward_model")
+    gaps = [
+        a - b
+        for a, b in zip(
+            plain_scores(model, heldout, "chosen"),
+            plain_scores(model, heldout, "rejected"),
+            strict=True,
+        )
+    ]
+    assert sum(gap > 0 for gap in gaps) / len(gaps) == headline(found["after"], "accuracy")
+    loss = sum(math.log1p(math.exp(-gap)) for gap in gaps) / len(gaps)
+    assert loss == pytest.approx(headline(found["after"], "log_loss"), abs=1e-5)
+    assert (model / "adapter").is_dir() == (lora is not None)
+
+
+def test_the_twin_whose_answers_are_exchanged_learns_the_opposite(tmp_path: Path) -> None:
+    source = data(tmp_path, exchanged(ones(400, 1)), ones(150, 7))
+    folder = train(recipe({"stage": "reward_model", "data": source, **LEARNS}), tmp_path / "run")
+    assert headline(measured(folder)["after"], "accuracy") < 0.15
+
+
+def test_labels_are_learned(tmp_path: Path) -> None:
+    source = data(tmp_path, labelled(400, 1), labelled(150, 7))
+    stage = {"stage": "reward_model", "learns": "labels", "data": source, **LEARNS}
+    folder = train(recipe(stage), tmp_path / "run")
+    found = measured(folder)
+    assert found["before"]["kind"] == found["after"]["kind"] == "labels"
+    assert headline(found["after"], "accuracy") > max(0.8, found["after"]["constant_accuracy"])
+    assert headline(found["after"], "auc") > 0.88
+
+
+def test_labels_turned_round_are_learned_turned_round(tmp_path: Path) -> None:
+    train_rows = [{**row, "label": not row["label"]} for row in labelled(400, 1)]
+    stage = {
+        "stage": "reward_model",
+        "learns": "labels",
+        "data": data(tmp_path, train_rows, labelled(150, 7)),
+        **LEARNS,
+    }
+    folder = train(recipe(stage), tmp_path / "run")
+    assert headline(measured(folder)["after"], "accuracy") < 0.2
+
+
+def test_a_process_model_finds_the_first_error(tmp_path: Path) -> None:
+    heldout = traces(150, 7)
+    stage = {
+        "stage": "process_reward_model",
+        "separator": " ",
+        "data": data(tmp_path, traces(400, 1), heldout),
+        **LEARNS,
+    }
+    folder = train(recipe(stage), tmp_path / "run")
+    after = measured(folder, "process_reward_model")["after"]
+    assert headline(after, "accuracy") > max(0.85, after["constant_accuracy"] + 0.2)
+    assert after["f1"] > 0.85
+    assert after["n"] == 150
+    assert after["steps"]["n"] == sum(
+        len(row["steps"]) if row["first_error"] is None else row["first_error"] + 1
+        for row in heldout
+    )
+    assert headline(after, "auc") == headline(after["steps"], "auc") > 0.9
+    # Plain transformers finds the same steps: log-odds of right at the token that closes each.
+    model = AutoModelForTokenClassification.from_pretrained(folder.model("process_reward_model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder.model("process_reward_model"))
+    right = 0
+    for row in heldout:
+        text = row["prompt"] + " ".join(row["steps"])
+        ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        begins = len(row["prompt"])
+        ends = [begins + 2 * number + 1 for number in range(len(row["steps"]))]
+        with torch.no_grad():
+            logits = model.eval()(input_ids=torch.tensor([ids])).logits[0, ends]
+        wrong = (logits[:, 1] < logits[:, 0]).nonzero()[:, 0].tolist()
+        right += (wrong[0] if wrong else None) == row["first_error"]
+    assert right / len(heldout) == headline(after, "accuracy")
+
+
+def test_a_process_model_on_marks_turned_round_is_wrong(tmp_path: Path) -> None:
+    """Right and wrong exchanged: the first digit under 7 is then taken for the error."""
+    turned = [
+        {
+            "prompt": row["prompt"],
+            "completions": row["steps"],
+            "labels": [digit in "789" for digit in row["steps"]],
+        }
+        for row in traces(400, 1)
+    ]
+    stage = {
+        "stage": "process_reward_model",
+        "separator": " ",
+        "data": data(tmp_path, turned, traces(150, 7)),
+        **LEARNS,
+    }
+    folder = train(recipe(stage), tmp_path / "run")
+    assert headline(measured(folder, "process_reward_model")["after"], "accuracy") < 0.15
+
+
+def test_the_threshold_says_from_where_on_a_step_is_wrong(tmp_path: Path) -> None:
+    """Before training every probability is exactly ½: not under ½, but under 0.6."""
+    source = data(tmp_path, traces(24, 1), traces(24, 2))
+    none, first = 0, 0
+    for row in traces(24, 2):
+        none += row["first_error"] is None
+        first += row["first_error"] == 0
+    assert none != first
+    for threshold, right in ((0.5, none), (0.6, first)):
+        stage = {"stage": "process_reward_model", "data": source, "separator": " ", **BRIEF}
+        stage = {**stage, "threshold": threshold}
+        folder = train(recipe(stage), tmp_path / f"run-{threshold}")
+        before = measured(folder, "process_reward_model")["before"]
+        assert headline(before, "accuracy") == pytest.approx(right / 24)
+
+
+# ---------------------------------------------------------------- what a stage leaves behind
+
+
+def test_a_run_leaves_its_figures_pictures_and_rows(tmp_path: Path) -> None:
+    stage = pairs(tmp_path, evaluation={"every": 2, "rows": 10}, steps=5)
+    folder = train(recipe(stage), tmp_path / "run")
+    found = measured(folder)
+    assert sorted(found) == ["after", "before"]
+    assert found["before"]["n"] == found["after"]["n"] == 10
+    assert found["before"] != found["after"]
+    every = rows(folder)
+    assert [row["step"] for row in every if "eval/accuracy" in row] == [2, 4, 5]
+    assert every[-1]["eval/accuracy"] == headline(found["after"], "accuracy")
+    assert every[-1]["eval/log_loss"] == headline(found["after"], "log_loss")
+    pictures = sorted(path.name for path in folder.pictures.iterdir())
+    assert pictures == ["reward_model-margins.png", "reward_model-reliability.png"]
+    assert all(path.read_bytes().startswith(PNG) for path in folder.pictures.iterdir())
+    assert info(folder)["finished"] is True
+
+
+def test_the_first_step_starts_from_a_head_of_zero(tmp_path: Path) -> None:
+    folder = train(recipe(pairs(tmp_path)), tmp_path / "run")
+    first = rows(folder)[0]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["margin"] == first["mean_reward"] == 0.0
+    assert first["grad_norm"] > 0
+
+
+def test_tokens_are_counted_with_the_end_of_each_answer(tmp_path: Path) -> None:
+    stage = pairs(tmp_path, steps=6)  # 6 steps of 8 are one epoch of the 48
+    folder = train(recipe(stage), tmp_path / "run")
+    read = sum(
+        len(row["prompt"]) + len(row[side]) + 1
+        for row in ones(48, 1)
+        for side in ("chosen", "rejected")
+    )
+    assert rows(folder)[-1]["num_tokens"] == info(folder)["tokens"] == read
+
+
+def test_without_heldout_rows_nothing_is_measured(tmp_path: Path) -> None:
+    folder = train(recipe(pairs(tmp_path, evaluation={"rows": 0})), tmp_path / "run")
+    assert "measured" not in info(folder)
+    assert not folder.pictures.exists()
+    assert folder.model("reward_model").is_dir()
+
+
+def test_rows_that_are_too_long_are_left_out(tmp_path: Path) -> None:
+    """Prompts have 6 tokens and there is one at the end: only answers of 4 and 5 stay."""
+    kept, held = (
+        [row for row in made if max(len(row["chosen"]), len(row["rejected"])) <= 5]
+        for made in (ones(48, 1), ones(24, 2))
+    )
+    assert 0 < len(kept) < 48
+    assert 0 < len(held) < 24
+    stage = pairs(tmp_path, max_tokens=12, steps=1, batch_size=len(kept))
+    folder = train(recipe(stage), tmp_path / "run")
+    assert measured(folder)["after"]["n"] == len(held)
+    read = sum(14 + len(row["chosen"]) + len(row["rejected"]) for row in kept)
+    assert rows(folder)[0]["num_tokens"] == read
+
+
+def test_how_many_rows_were_left_out_is_told(tmp_path: Path) -> None:
+    folder = train(recipe(pairs(tmp_path, max_tokens=12)), tmp_path / "run")
+    long = sum(max(len(row["chosen"]), len(row["rejected"])) > 5 for row in ones(48, 1))
+    notes = [event["text"] for event in load(folder.path).events() if event["event"] == "note"]
+    assert any(str(long) in note for note in notes)
+
+
+# ---------------------------------------------------------------- the policy beside it
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
+def test_the_policy_is_left_as_it_was(lora: dict[str, Any] | None, tmp_path: Path) -> None:
+    model = {} if lora is None else {"lora": lora}
+    made = recipe(pairs(tmp_path), **model)
+    before = {
+        name: tensor.clone() for name, tensor in load_policy(made.model, 0).named_parameters()
+    }
+    folder = train(made, tmp_path / "run")
+    checkpoint = load_file(load(folder.path).checkpoints()[-1].path / "trainable.safetensors")
+    own = {k: v for k, v in checkpoint.items() if not k.startswith("reward_model/")}
+    assert own
+    assert all(torch.equal(own[name], before[name]) for name in own)
+    saved = weights(load(folder.path).checkpoints()[-1].path / "policy")
+    embeddings = "model.embed_tokens.weight"
+    assert torch.equal(saved[embeddings], before[f"model.{embeddings}"])
+    # The reward model is another: it moved.
+    made_of = weights(folder.model("reward_model"))
+    assert not torch.equal(made_of[embeddings], saved[embeddings])
+
+
+def test_the_next_stage_starts_from_the_policy_and_learns_as_without(tmp_path: Path) -> None:
+    imitate = {
+        "stage": "sft",
+        "steps": 3,
+        "batch_size": 4,
+        "tasks": [{"name": "sort_digits"}],
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    behind = train(recipe(pairs(tmp_path), imitate), tmp_path / "behind")
+    alone = train(recipe(imitate), tmp_path / "alone")
+    ends = [load(run.path).checkpoints()[-1].path / "policy" for run in (behind, alone)]
+    left, right = (weights(end) for end in ends)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    losses = [[row["loss"] for row in rows(run, "sft")] for run in (behind, alone)]
+    assert losses[0] == losses[1]
+
+
+def test_the_reward_model_starts_from_the_policy_before_it(tmp_path: Path) -> None:
+    """With a frozen backbone under an adapter that hardly moves, the rest is the policy's."""
+    imitate = {
+        "stage": "sft",
+        "steps": 2,
+        "batch_size": 4,
+        "tasks": [{"name": "sort_digits"}],
+        "optimizer": {"learning_rate": 1e-2},
+    }
+    judge = pairs(tmp_path, base={"lora": {"rank": 2, "targets": ["q_proj"]}})
+    folder = train(recipe(imitate, judge), tmp_path / "run")
+    policy = weights(load(folder.path).checkpoints()[-1].path / "policy")
+    model = weights(folder.model("reward_model"))
+    same = [name for name in policy if name in model and "q_proj" not in name]
+    assert len(same) > 10
+    assert all(torch.equal(policy[name], model[name]) for name in same)
+    assert any(not torch.equal(policy[name], model[name]) for name in policy if "q_proj" in name)
+
+
+def test_a_backbone_of_its_own(tmp_path: Path) -> None:
+    build = {**MODEL["build"], "hidden_size": 16, "layers": 1}
+    load_policy(Model.model_validate({"build": build}), 3).save(tmp_path / "other")
+    stage = pairs(
+        tmp_path, base={"name": str(tmp_path / "other")}, optimizer={"learning_rate": 1e-9}
+    )
+    folder = train(recipe(stage), tmp_path / "run")
+    config = json.loads((folder.model("reward_model") / "config.json").read_text())
+    assert (config["hidden_size"], config["num_hidden_layers"]) == (16, 1)
+    # At this learning rate a weight moves by less than 1e-8 in three steps.
+    ours, theirs = weights(folder.model("reward_model")), weights(tmp_path / "other")
+    name = "model.embed_tokens.weight"
+    assert torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-8)
+    policy = load(folder.path).checkpoints()[-1].path / "policy" / "config.json"
+    assert json.loads(policy.read_text())["hidden_size"] == 32

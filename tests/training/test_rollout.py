@@ -1,0 +1,125 @@
+"""Rollouts: refills of dynamic sampling, what rewards record, what stands in no batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keel.config.load import load_recipe
+from keel.runs.read import load
+from keel.training.run import train
+from keel.types import KeelError
+from tests.training.small import metrics, run, small
+
+HERE = "tests.training.rewards"
+
+
+def function(name: str) -> str:
+    return f"rewards.functions=[{{function='{HERE}:{name}'}}]"
+
+
+def test_extras_of_refills_stay_with_their_completions(tmp_path: Path) -> None:
+    """The reward records each completion's length, but not in every round of sampling."""
+    folder = run(
+        tmp_path / "run",
+        function("records_now_and_then"),
+        "rollout.dynamic_sampling=true",
+        "steps=3",
+    )
+    rows = [row for step in (1, 2, 3) for row in load(folder.path).rollouts(step)]
+    told = [row for row in rows if row.get("extra/tokens") is not None]
+    assert told
+    assert all(row["extra/tokens"] == len(row["tokens"]) for row in told)
+    assert any(row["rollout/refills"] > 0 for row in metrics(folder))
+
+
+def test_dynamic_sampling_keeps_only_groups_with_variance(tmp_path: Path) -> None:
+    folder = run(
+        tmp_path / "run", function("records_now_and_then"), "rollout.dynamic_sampling=true"
+    )
+    for step in (1, 2, 3, 4):
+        by_group: dict[int, set[float]] = {}
+        for row in load(folder.path).rollouts(step):
+            by_group.setdefault(row["group"], set()).add(row["reward"])
+        assert all(len(rewards) > 1 for rewards in by_group.values())
+
+
+def test_a_step_that_nobody_judged_is_skipped_and_told(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", function("never"), "steps=2")
+    assert [row["step/tokens"] for row in metrics(folder)] == [0.0, 0.0]
+    notes = [e["text"] for e in load(folder.path).events() if e["event"] == "note"]
+    assert len(notes) == 2
+    assert "nothing" not in notes[0]
+    assert "no group had anything to learn from" in notes[0]
+
+
+def test_truncated_completions_are_left_out_of_the_loss_by_choice(tmp_path: Path) -> None:
+    words = ("rewards.functions=[{function='place_match'}]", "rollout.mask_truncated=true")
+    folder = run(tmp_path / "run", *words, "steps=1")
+    rows = load(folder.path).rollouts(1)
+    cut = [row for row in rows if row["finish"] == "length"]
+    assert 0 < len(cut) < len(rows)
+    assert all(set(row["advantages"]) == {0.0} for row in cut)
+    assert any(set(row["advantages"]) != {0.0} for row in rows if row["finish"] != "length")
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("evaluation.component=tusk", "did you mean 'task'"),
+        ("algorithm.advantage={kind='custom', function='math:sqroot'}", "sqrt"),
+        ("rollout.dynamic_sampling=true", None),
+    ],
+)
+def test_what_cannot_work_is_said_before_the_first_step(
+    override: str, reason: str | None, tmp_path: Path
+) -> None:
+    if reason is None:
+        with pytest.raises(KeelError, match="group of one"):
+            small("algorithm=ppo", "rollout.group_size=1", override)
+        return
+    recipe = small("rewards.functions=[{function='task'}]", override)
+    with pytest.raises(KeelError, match=reason):
+        train(recipe, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_users_advantage_that_raises_is_named(tmp_path: Path) -> None:
+    own = f"algorithm.advantage={{kind='custom', function='{HERE}:broken_advantage'}}"
+    with pytest.raises(KeelError, match="broken_advantage raised ZeroDivisionError"):
+        train(small("rewards.functions=[{function='place_match'}]", own), tmp_path / "run")
+
+
+SFT = {
+    "model": {"build": {"alphabet": "0123456789>", "hidden_size": 32, "layers": 1, "heads": 2}},
+    "stages": [{"stage": "sft", "steps": 2, "batch_size": 4, "tasks": [{"name": "sort_digits"}]}],
+}
+
+
+def test_a_recipe_of_imitation_alone_runs_and_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from keel.cli.main import main
+    from keel.config.load import to_toml
+
+    recipe = tmp_path / "sft.toml"
+    recipe.write_text(to_toml(load_recipe(SFT)))
+    assert main(["train", str(recipe), "--run", str(tmp_path / "run")]) == 0
+    assert "run folder" in capsys.readouterr().out
+    assert [row["step"] for row in load(tmp_path / "run").metrics()] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        (f"demonstration={HERE}:shouts", "'!'.*model.build.alphabet"),
+        (f"demonstration={HERE}:rambles", "more than the model's context"),
+        (f"demonstration={HERE}:falls", "raised RuntimeError"),
+    ],
+)
+def test_a_demonstration_that_cannot_be_learned_is_named(
+    override: str, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(KeelError, match=reason):
+        train(load_recipe(SFT, [override, "model.build.context=32"]), tmp_path / "run")

@@ -1,0 +1,64 @@
+"""A stage that samples in bfloat16 and learns in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from keel.engines.native import NativeEngine
+from keel.runs.read import load
+from keel.types import Group, KeelError
+from tests.training.small import info, metrics, run, small
+
+BF16 = ("rollout.dtype=bfloat16", "algorithm.correction.kind=truncate")
+GAP = "sampling/sampling_logp_difference"
+
+
+@pytest.mark.parametrize(
+    "model", [(), ("model.build.family=gpt2",), ("model.lora.rank=4",)], ids=["", "gpt2", "lora"]
+)
+def test_rollouts_are_rounded_and_what_is_evaluated_is_not(
+    model: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`minibatches=2`, so that the trainer's own log-probabilities are there before the update."""
+    common = ("minibatches=2", "steps=2", "evaluation.samples=2", *model)
+    exact = run(tmp_path / "exact", "algorithm.correction.kind=truncate", *common)
+    sampled, asked = NativeEngine.sample, []
+
+    def noted(self: NativeEngine, *arguments: Any) -> list[Group]:
+        asked.append(self.dtype)
+        return sampled(self, *arguments)
+
+    monkeypatch.setattr(NativeEngine, "sample", noted)
+    rounded = run(tmp_path / "rounded", *BF16, *common)
+    # Greedy and sampled, before the first step and behind the last.
+    assert asked == [None] * 2 + [torch.bfloat16] * 2 + [None] * 2
+    assert info(exact)["evaluation"]["before"] == info(rounded)["evaluation"]["before"]
+    gaps = [metrics(folder)[0][f"{GAP}/mean"] for folder in (exact, rounded)]
+    assert gaps[0] < 2e-6
+    assert 1e-5 < gaps[1] < 1e-2
+    files = [*load(rounded.path).checkpoints()[-1].path.rglob("*.safetensors")]
+    assert {t.dtype for file in files for t in load_file(file).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (BF16[:1], 'set algorithm.correction.kind = "truncate", or rollout.dtype = "model"'),
+        (
+            (*BF16[:1], "rollout.old_log_probs=engine"),
+            'set algorithm.correction.kind = "truncate" and rollout.old_log_probs = "trainer", or',
+        ),
+        ((*BF16, "rollout.old_log_probs=engine"), 'set it to "trainer"'),
+        (("rollout.dtype=float16", *BF16[1:]), "should be 'model' or 'bfloat16'"),
+    ],
+)
+def test_nothing_that_corrects_is_refused(overrides: tuple[str, ...], said: str) -> None:
+    with pytest.raises(KeelError) as caught:
+        small(*overrides)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)

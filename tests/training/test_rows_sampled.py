@@ -1,0 +1,281 @@
+"""Rows made on the spot: what the rewards said of the policy's answers, as files of the run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keel.config.judging import Sampled
+from keel.config.sources import TaskSource
+from keel.models.encode import decode
+from keel.models.reading import joined
+from keel.models.tokenizers import character_tokenizer
+from keel.rewards.rule import place_match
+from keel.runs.layout import RunFolder
+from keel.runs.read import load
+from keel.training import rows_sampled
+from keel.training.run import train
+from keel.types import Completion, Group, Prompt, Side, Step, Verdict
+from keel.verify.steps import split_steps
+from tests.training.judged import recipe
+
+TASK = {"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}
+SAMPLED: dict[str, Any] = {
+    "tasks": [TASK],
+    "rewards": {"functions": [{"function": "place_match"}]},
+    "train": 60,
+    "heldout": 20,
+    "group_size": 5,
+    "max_tokens": 5,
+}
+BRIEF: dict[str, Any] = {"steps": 2, "batch_size": 8, "optimizer": {"learning_rate": 1e-3}}
+CHAT = "{% for m in messages %}{{ m['content'] }}>{% endfor %}{% if marked %}999{% endif %}"
+
+
+def stage(kind: str = "reward_model", keys: dict[str, Any] | None = None, **sampled: Any) -> Any:
+    return {"stage": kind, "sampled": {**SAMPLED, **sampled}, **BRIEF, **(keys or {})}
+
+
+def rows(folder: RunFolder, side: Side, name: str = "reward_model") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in folder.rows(name, side).read_text().splitlines()]
+
+
+def worth(prompt: str, text: str) -> float:
+    """place_match of an answer to a prompt of digits."""
+    (reward,) = place_match(completions=[text], answer=["".join(sorted(prompt.rstrip(">")))])
+    assert reward is not None
+    return reward
+
+
+def test_the_answer_of_the_higher_reward_is_chosen(tmp_path: Path) -> None:
+    folder = train(recipe(stage()), tmp_path / "run")
+    train_rows, held = rows(folder, "train"), rows(folder, "heldout")
+    for row in (*train_rows, *held):
+        assert worth(row["prompt"], row["chosen"]) > worth(row["prompt"], row["rejected"])
+    counts = Counter(row["prompt"] for row in train_rows)
+    assert max(counts.values()) == 2  # as many as `pairs` says, the default
+    assert not counts.keys() & {row["prompt"] for row in held}
+    assert len({json.dumps(row) for row in train_rows}) == len(train_rows)
+    notes = [event["text"] for event in load(folder.path).events() if event["event"] == "note"]
+    said = f"{len(train_rows)} train rows from 60 prompts; {len(held)} heldout rows from 20 prompts"
+    assert notes == [f"reward_model: {said}"]
+
+
+def test_more_pairs_of_a_prompt_where_asked(tmp_path: Path) -> None:
+    """Five answers are ten pairs at the most, fewer where two are worth the same."""
+    folder = train(recipe(stage(pairs=9)), tmp_path / "run")
+    counts = Counter(row["prompt"] for row in rows(folder, "train"))
+    assert 5 <= max(counts.values()) <= 9
+
+
+def test_rows_are_a_function_of_recipe_and_seed(tmp_path: Path) -> None:
+    def made(name: str, seed: int) -> bytes:
+        folder = train(recipe(stage(), seed=seed), tmp_path / name)
+        return folder.rows("reward_model", "train").read_bytes() + folder.metrics.read_bytes()
+
+    first = made("a", 0)
+    assert made("b", 0) == first
+    assert made("c", 1) != first
+
+
+@pytest.mark.parametrize("noise", [0.3, 1.0])
+def test_noise_turns_about_that_share_of_pairs_round(noise: float, tmp_path: Path) -> None:
+    """The rows are those without noise, some turned: a binomial of n, within four deviations."""
+    clean = train(recipe(stage(train=200, pairs=4)), tmp_path / "clean")
+    noisy = train(recipe(stage(train=200, pairs=4, noise=noise)), tmp_path / "noisy")
+    turned = 0
+    pairs = list(zip(rows(clean, "train"), rows(noisy, "train"), strict=True))
+    for plain, other in pairs:
+        assert {plain["chosen"], plain["rejected"]} == {other["chosen"], other["rejected"]}
+        assert plain["prompt"] == other["prompt"]
+        turned += plain["chosen"] == other["rejected"]
+    n = len(pairs)
+    assert n > 250
+    assert abs(turned - n * noise) <= 4 * (n * noise * (1 - noise)) ** 0.5
+
+
+def test_noise_turns_labels_round(tmp_path: Path) -> None:
+    keys = {"learns": "labels"}
+    clean = train(recipe(stage(keys=keys, train=150)), tmp_path / "clean")
+    noisy = train(recipe(stage(keys=keys, train=150, noise=0.2)), tmp_path / "noisy")
+    turned = decided = 0
+    for plain, other in zip(rows(clean, "train"), rows(noisy, "train"), strict=True):
+        assert plain["label"] == worth(plain["prompt"], plain["completion"])
+        assert plain["completion"] == other["completion"]
+        assert other["label"] in (plain["label"], 1 - plain["label"])
+        decided += plain["label"] != 0.5
+        turned += plain["label"] != other["label"]
+    assert abs(turned - 0.2 * decided) <= 4 * (decided * 0.16) ** 0.5
+
+
+def test_labels_are_of_different_answers(tmp_path: Path) -> None:
+    """Of one-token answers many are the same; each counts once."""
+    folder = train(recipe(stage(keys={"learns": "labels"}, max_tokens=1)), tmp_path / "run")
+    made = [(row["prompt"], row["completion"]) for row in rows(folder, "train")]
+    assert len(set(made)) == len(made)
+    assert len(made) < 60 * 5
+
+
+STEP_MATCH = {"function": "step_match", "options": {"separator": " ", "strict": False}}
+
+
+def steps(**sampled: Any) -> dict[str, Any]:
+    task = {**TASK, "options": {**TASK["options"], "separator": " "}}
+    sampled = {"tasks": [task], "rewards": {"functions": [STEP_MATCH]}, "max_tokens": 9, **sampled}
+    made: dict[str, Any] = stage("process_reward_model", {"separator": " "}, **sampled)
+    return made
+
+
+def test_steps_are_labelled_where_they_end(tmp_path: Path) -> None:
+    """A random policy seldom writes a blank; where it does, it closes a step."""
+    folder = train(recipe(steps(train=200)), tmp_path / "run")
+    made = rows(folder, "train", "process_reward_model")
+    several = 0
+    for row in made:
+        gold = sorted(row["prompt"].rstrip(">"))
+        marks = [
+            float(number < len(gold) and text.strip() == gold[number])
+            for number, text in enumerate(row["completions"])
+        ]
+        if len(marks) < len(gold):
+            marks[-1] = 0.0
+        if row["completions"] != [""]:
+            assert row["labels"] == marks
+        several += len(marks) > 1
+    assert several > 20
+    assert {0.0, 1.0} == {label for row in made for label in row["labels"]}
+
+
+def test_noise_turns_single_steps_round(tmp_path: Path) -> None:
+    clean = train(recipe(steps(train=150)), tmp_path / "clean")
+    noisy = train(recipe(steps(train=150, noise=0.25)), tmp_path / "noisy")
+    turned = n = 0
+    name = "process_reward_model"
+    for plain, other in zip(rows(clean, "train", name), rows(noisy, "train", name), strict=True):
+        assert plain["completions"] == other["completions"]
+        n += len(plain["labels"])
+        turned += sum(a != b for a, b in zip(plain["labels"], other["labels"], strict=True))
+    assert abs(turned - n * 0.25) <= 4 * (n * 0.1875) ** 0.5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "12",
+        "1 2",
+        "1  23",
+        " 1 2",
+        "",
+        "1 2 ",
+    ],
+)
+def test_steps_joined_are_the_answer_that_was_written(text: str) -> None:
+    """The reward will read the answer as it was written, so it must be learned from so."""
+    tokenizer = character_tokenizer("0123456789 ", 40)
+    ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    spans = split_steps(text, " ")
+    ends = [*(end - 1 for _, end in spans[:-1]), len(ids) - 1]
+    completion = Completion(
+        tokens=np.array(ids),
+        log_probs=np.zeros(len(ids), dtype=np.float32),
+        written=np.ones(len(ids), dtype=np.bool_),
+        finish="eos",
+        text=text,
+    )
+    group = Group(Prompt(id="p", content="12>", tokens=(3, 4)), (completion,))
+    verdict = Verdict(reward=1.0, components={}, steps=tuple(Step(end, 1.0) for end in ends))
+    make = rows_sampled.steps(" ", lambda tokens: decode(tokenizer, [tokens])[0])
+    choice = Sampled(tasks=(TaskSource(name="sort_digits"),))
+    (row,) = make(group, [verdict], choice, np.random.default_rng(0))
+    assert "".join(joined(row["completions"], " ")) == text
+    assert row["labels"] == [1.0] * len(ends)
+    assert row["prompt"] == "12>"
+
+
+def test_the_prompts_of_a_conversation_stay_messages(tmp_path: Path) -> None:
+    task = {**TASK, "system": "12"}
+    folder = train(recipe(stage(tasks=[task]), chat_template=CHAT), tmp_path / "run")
+    for row in rows(folder, "train"):
+        assert [turn["role"] for turn in row["prompt"]] == ["system", "user"]
+        assert row["prompt"][0]["content"] == "12"
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("kind", ["dpo", "reward_model"])
+def test_rows_are_read_with_the_template_they_were_sampled_with(
+    kind: str, marked: bool, tmp_path: Path
+) -> None:
+    """A step of all rows reads each prompt as the template makes it.
+
+    The policy reads it with the recipe's words for the template; a reward model, which others will
+    load without the recipe, with the template's own.
+    """
+    prompts = {"chat_template": {"marked": marked}}
+    made = stage(kind, tasks=[{**TASK, "system": "12"}], prompts=prompts)
+    folder = train(recipe(made, chat_template=CHAT), tmp_path / "sampled")
+    every = rows(folder, "train", kind)
+    one = {**made, "steps": 1, "batch_size": len(every)}
+    (first,) = load(train(recipe(one, chat_template=CHAT), tmp_path / "run").path).metrics()
+    read = 0
+    for row in every:
+        prompt = sum(len(turn["content"]) + 1 for turn in row["prompt"]) + 3 * (
+            marked and kind == "dpo"
+        )
+        read += 2 * (prompt + 1) + len(row["chosen"]) + len(row["rejected"])
+    assert first["num_tokens"] == read
+
+
+def test_a_side_that_is_there_is_not_sampled_again(tmp_path: Path) -> None:
+    """So that what a judge was paid for is not paid twice."""
+    folder = train(recipe(stage()), tmp_path / "run")
+    kept = folder.rows("reward_model", "train").read_text().splitlines()[:10]
+    folder.rows("reward_model", "train").write_text("\n".join(kept) + "\n")
+    held = folder.rows("reward_model", "heldout").read_bytes()
+    folder.rows("reward_model", "heldout").unlink()
+    for entry in load(folder.path).checkpoints():
+        shutil.rmtree(entry.path)
+    train(None, folder.path, resume=True)
+    assert folder.rows("reward_model", "train").read_text().splitlines() == kept
+    assert folder.rows("reward_model", "heldout").read_bytes() == held
+
+
+def test_the_policy_that_answers_is_the_one_before_the_stage(tmp_path: Path) -> None:
+    """After imitation the answers are of digits alone, as the task's are; at random few are."""
+    imitate = {
+        "stage": "sft",
+        "steps": 40,
+        "batch_size": 32,
+        "tasks": [TASK],
+        "optimizer": {"learning_rate": 5e-3},
+    }
+    folder = train(recipe(imitate, stage()), tmp_path / "run")
+    plain = train(recipe(stage()), tmp_path / "plain")
+    clean, random = (
+        float(np.mean([not set(row["rejected"]) & set("> ") for row in rows(run, "train")]))
+        for run in (folder, plain)
+    )
+    assert random < 0.6
+    assert clean > random + 0.2
+
+
+def test_the_seed_reaches_a_function_that_gives_rows(tmp_path: Path) -> None:
+    """`tests.training.judged:ones` draws its rows from the recipe's seed, as tasks do."""
+    data = {"name": "tests.training.judged:ones", "options": {"n": 40}}
+    made = {"stage": "reward_model", "data": data, **BRIEF}
+    losses = [
+        [
+            row["loss"]
+            for row in load(train(recipe(made, seed=seed), tmp_path / str(seed)).path).metrics()
+        ]
+        for seed in (1, 2)
+    ]
+    assert losses[0] != losses[1]
+    given = {**made, "data": {**data, "options": {"n": 40, "seed": 1}}}
+    again = load(train(recipe(given, seed=1), tmp_path / "given").path).metrics()
+    assert [row["loss"] for row in again] == losses[0]

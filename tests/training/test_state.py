@@ -1,0 +1,420 @@
+"""All that decides the future is in the declared State: whatever else changes over steps is found.
+
+The loop that went on and the one that was restored from its checkpoint are taken apart leaf by
+leaf (tests/training/leaves.py). A leaf that changed must lie in what the State saves, or be named
+here with the reason why it decides nothing; and all leaves but those must be alike in both loops.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from keel.config.load import load_recipe, to_toml
+from keel.config.schema import Recipe
+from keel.engines.native import NativeEngine
+from keel.learn import budget
+from keel.learn.budget import Budget
+from keel.learn.optimizer import AdamW
+from keel.models.policy import Policy
+from keel.runs.interrupt import Interrupt, Interrupted
+from keel.runs.record import Recorder
+from keel.runs.session import Clock, Reached
+from keel.runs.watch import Silent
+from keel.tasks.mixture import PromptStream
+from keel.training import fit, rl, rows_judged
+from keel.training.run import train
+from keel.training.state import State
+from tests.soak.cases import CASES
+from tests.training.leaves import Leaf, Walk, of_chance, of_process
+
+Leaves = Mapping[str, Leaf]
+WITHOUT = (Recorder, Clock, Reached, Interrupt, Silent)
+"""The hand that writes, the watch, whoever looks on, the wish to stop: of this process alone."""
+
+SAVED: dict[str, str] = {
+    r"\.stream\._(draws|taken\[.*\]|left_out\[.*\])$": "progress.stream",
+    r"\.budget\.tokens$": "progress.token_budget",
+    r"\.inner\.state(#|\.key#\d+|\[#\d+\].*)$": "the optimizers' moments",
+    r"\.drawing\.pending\b": "the rollouts that no step has learned from",
+    r"\.engine\.model\._(parameters|buffers|modules)\b": "where it is a copy: the policy's weights",
+    r"\['reference'\]|\.peft_config#$": "the reference: a second adapter, made when it is re-set",
+    r"\._modules\['(lora_\w+|base_layer)'\]\._modules#$": "the same",
+    r"\.(lora_alpha|lora_bias|lora_variant|r|scaling|use_dora|use_rslora)#$": "the same",
+    r"\._active_adapter(#|\[0\])?$": "the same",
+}
+"""Leaves that the State saves as numbers or as what is there; tensors are found by their memory."""
+
+FREE: dict[str, str] = {
+    r"\.inner\.param_groups\[\d+\]\['lr'\]$": "set before every step, from the schedule",
+    r"\.stream\._order\b": "the permutation of an epoch, a function of seed and epoch",
+    r"\.folder\.made$": "whether a new run that fails may take its folder away again",
+    r"\.cache_info$": "a cache of a function of its arguments",
+    r"\.config\.(dtype|architectures(#|\[0\])?)$": (
+        "transformers fills them in when it saves, with what the weights and the class say"
+    ),
+    r"\.(scorer|judge)\._loop\._": "the event loop of rewards that are coroutines",
+}
+"""Leaves that change and decide nothing, with the reason."""
+
+STOPPED = {
+    "ahead": 2,
+    "ahead-lora-reset": 2,
+    "dynamic": 3,
+    "ppo-critic-rate": 2,
+    "adaptive-ppo": 2,
+    "lora-reset": 3,
+    "reset": 3,
+    "stored": 3,
+    "turns": 2,
+    "sft": 2,
+    "reward-model-lora": 3,
+    "dpo": 3,
+    "dpo-ipo-lora": 2,
+}
+"""The cases, and the step behind which each is stopped and restored."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A loop before its first step and behind its last, and the memory that its State saves."""
+
+    before: Leaves
+    after: Leaves
+    saved: frozenset[int]
+    opaque: Mapping[str, str]
+
+
+class Stop(Silent):
+    """Asks the run to stop, as Ctrl-C does, behind a step."""
+
+    def __init__(self, step: int) -> None:
+        self.fatal = step
+
+    def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+        if step == self.fatal:
+            signal.raise_signal(signal.SIGINT)
+
+
+def reached(loop: Any, process: bool = False) -> Walk:
+    """All leaves of a loop and of the shared random generators; of the whole package, if asked."""
+    walk = Walk(WITHOUT)
+    for name, value in of_chance():
+        walk.walk(value, name)
+    walk.walk(loop, "loop")
+    for name, value in of_process("keel") if process else ():
+        walk.walk(value, name)
+    return walk
+
+
+def saved(state: State) -> frozenset[int]:
+    """Where the tensors lie that a State saves."""
+    tensors = [*state.policy.trainable().values()]
+    for module in state.modules.values():
+        tensors += module.state_dict().values()
+    for optimizer in state.optimizers.values():
+        tensors += optimizer.state().values()
+    tensors += {} if state.reference is None else state.reference.state().values()
+    return frozenset(tensor.data_ptr() for tensor in tensors)
+
+
+@pytest.fixture
+def looking(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
+    """Every loop that a run goes through, in order."""
+    return look(monkeypatch)
+
+
+def look(monkeypatch: pytest.MonkeyPatch, process: bool = False) -> list[Seen]:
+    seen: list[Seen] = []
+
+    def around(run: Callable[[Any, Any], Any], state_of: Callable[[Any, Any], State]) -> Any:
+        def watched(loop: Any, progress: Any) -> Any:
+            before = reached(loop, process)
+            progress = run(loop, progress)
+            after = reached(loop, process)
+            opaque = {**before.opaque, **after.opaque}
+            seen.append(Seen(before.found, after.found, saved(state_of(loop, progress)), opaque))
+            return progress
+
+        return watched
+
+    monkeypatch.setattr(rl, "run", around(rl.run, rl.state_of))
+    monkeypatch.setattr(fit, "run", around(fit.run, lambda loop, progress: loop.state(progress)))
+    return seen
+
+
+def undeclared(seen: Seen) -> list[str]:
+    """The leaves that changed and are neither saved nor known to decide nothing."""
+    return [
+        name
+        for name in differing(seen.before, seen.after)
+        if not (name in seen.after and seen.after[name].pointer in seen.saved)
+        and not _named(name, SAVED)
+    ]
+
+
+def differing(a: Leaves, b: Leaves) -> list[str]:
+    """The leaves that are not the same in both, but those that decide nothing."""
+    names = sorted(a.keys() | b.keys())
+    return [name for name in names if a.get(name) != b.get(name) and not _named(name, FREE)]
+
+
+def _named(name: str, table: Mapping[str, str]) -> bool:
+    return any(re.search(pattern, name) for pattern in table)
+
+
+def stopped(case: str, folder: Path) -> None:
+    """The case up to the step of the table, with a checkpoint behind it."""
+    with pytest.raises(Interrupted):
+        train(_read(CASES[case].make(folder)), folder / "run", watcher=Stop(STOPPED[case]))
+
+
+def _read(recipe: Recipe) -> Recipe:
+    """The recipe as a run that goes on reads it."""
+    return load_recipe(tomllib.loads(to_toml(recipe)))
+
+
+@pytest.mark.parametrize("case", STOPPED)
+def test_what_changes_is_declared_and_comes_back(
+    case: str, tmp_path: Path, looking: list[Seen]
+) -> None:
+    stopped(case, tmp_path)
+    (live,) = looking
+    assert not live.opaque
+    changed = differing(live.before, live.after)
+    assert changed, "nothing was looked at"
+    assert undeclared(live) == []
+    train(None, tmp_path / "run", resume=True)
+    assert differing(live.after, looking[1].before) == []
+
+
+@pytest.mark.parametrize("case", ["composed", "process"])
+def test_nothing_in_the_package_changes(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Globals, classes, and the defaults and closures of functions."""
+    seen = look(monkeypatch, process=True)
+    train(CASES[case].make(tmp_path), tmp_path / "run")
+    assert len(seen[0].after) > 5_000
+    assert not seen[0].opaque
+    assert undeclared(seen[0]) == []
+
+
+def test_a_smaller_token_budget_comes_back(
+    tmp_path: Path, looking: list[Seen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory runs out once, in the first pass over more than one sequence."""
+    real = budget.Budget.fitting
+    failed: list[int] = []
+
+    def fitting(self: Budget, attempt: Callable[[int], Any], *rest: Any, **named: Any) -> Any:
+        def once(tokens: int) -> Any:
+            if not failed:
+                failed.append(tokens)
+                raise MemoryError
+            return attempt(tokens)
+
+        return real(self, once, *rest, **named)
+
+    monkeypatch.setattr(Budget, "fitting", fitting)
+    stopped("ppo-critic-rate", tmp_path)
+    (live,) = looking
+    (name,) = [name for name in live.after if name.endswith(".budget.tokens")]
+    assert int(live.after[name].value) < failed[0]
+    assert undeclared(live) == []
+    train(None, tmp_path / "run", resume=True)
+    assert differing(live.after, looking[1].before) == []
+
+
+# ---------------------------------------------------------------- that it bites
+
+
+def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attribute of the engine."""
+    real = NativeEngine.sample
+
+    def sample(self: Any, *arguments: Any) -> Any:
+        self.asked = getattr(self, "asked", 0) + 1
+        return real(self, *arguments)
+
+    monkeypatch.setattr(NativeEngine, "sample", sample)
+
+
+def _closure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable of a closure that the learner's budget holds."""
+    real = Budget.__init__
+
+    def begin(self: Any, tokens: int, told: Any) -> None:
+        told_so_far: list[str] = []
+
+        def tell(text: str) -> None:
+            told_so_far.append(text)
+
+        real(self, tokens, tell)
+        self.remember = tell
+
+    fitting = Budget.fitting
+
+    def counted(self: Any, *arguments: Any, **named: Any) -> Any:
+        self.remember("asked")
+        return fitting(self, *arguments, **named)
+
+    monkeypatch.setattr(Budget, "__init__", begin)
+    monkeypatch.setattr(Budget, "fitting", counted)
+
+
+def _average(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running average of the weights, in a tensor that the policy holds as a buffer."""
+    real = AdamW.apply
+
+    def apply(self: Any, rate: float) -> None:
+        real(self, rate)
+        now = self.parameters[0][1].detach()
+        before = getattr(self, "average", now)
+        self.average = 0.9 * before + 0.1 * now
+
+    monkeypatch.setattr(AdamW, "apply", apply)
+
+
+def _stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random generator that the prompts are drawn with."""
+    real = PromptStream.take
+
+    def take(self: Any, k: int) -> Any:
+        self.chance = getattr(self, "chance", None) or np.random.default_rng(0)
+        self.chance.random()
+        return real(self, k)
+
+    monkeypatch.setattr(PromptStream, "take", take)
+
+
+def _policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen weight that is moved."""
+    real = Policy.scores
+
+    def scores(self: Any, *arguments: Any, **named: Any) -> Any:
+        if not hasattr(self, "drift"):
+            self.register_buffer("drift", torch.zeros(1))
+        self.drift += 1
+        return real(self, *arguments, **named)
+
+    monkeypatch.setattr(Policy, "scores", scores)
+
+
+def _generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draw from the generator that everybody shares."""
+    real = NativeEngine.sample
+
+    def sample(self: Any, *arguments: Any) -> Any:
+        torch.rand(1)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(NativeEngine, "sample", sample)
+
+
+@pytest.mark.parametrize(
+    ("hide", "where"),
+    [
+        (_engine, r"\.engine\.asked$"),
+        (_closure, r"\.budget\.(told|remember)\(told_so_far\)#$"),
+        (_average, r"\.average$"),
+        (_stream, r"\.stream\.chance$"),
+        (_policy, r"\['drift'\]$"),
+        (_generator, r"^chance\.torch$"),
+    ],
+)
+def test_a_field_that_was_forgotten_is_found(
+    hide: Callable[[pytest.MonkeyPatch], None],
+    where: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hide(monkeypatch)
+    seen = look(monkeypatch)
+    stopped("dynamic", tmp_path)
+    found = undeclared(seen[0])
+    assert any(re.search(where, name) for name in found), found
+
+
+def test_one_that_is_declared_but_not_saved_is_found(
+    tmp_path: Path, looking: list[Seen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a State forgets to write does not come back."""
+    real = PromptStream.state
+    monkeypatch.setattr(PromptStream, "state", lambda self: {**real(self), "draws": 0})
+    stopped("dynamic", tmp_path)
+    train(None, tmp_path / "run", resume=True)
+    lost = differing(looking[0].after, looking[1].before)
+    assert [name.rpartition(".")[2] for name in lost] == ["_draws"]
+
+
+def test_in_a_stage_that_learns_from_rows_too(
+    tmp_path: Path, looking: list[Seen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A counter in a global of a module, and one in what draws the rows."""
+    real = rows_judged.of_step
+
+    def counted(rows: Any, *arguments: Any) -> Any:
+        counted.calls = getattr(counted, "calls", 0) + 1  # type: ignore[attr-defined]
+        return real(rows, *arguments)
+
+    monkeypatch.setattr("keel.training.judged_steps.of_step", counted)
+    monkeypatch.setattr(rows_judged, "counter", {"n": 0}, raising=False)
+    seen = look(monkeypatch, process=True)
+    real_improve = fit.improve
+
+    def improve(*arguments: Any) -> Any:
+        rows_judged.counter["n"] += 1  # type: ignore[attr-defined]
+        return real_improve(*arguments)
+
+    monkeypatch.setattr(fit, "improve", improve)
+    train(CASES["dpo"].make(tmp_path), tmp_path / "run")
+    found = undeclared(seen[0])
+    assert "keel.training.rows_judged.counter['n']" in found
+    assert any(name.startswith("keel.training.judged_steps.of_step.dict") for name in found), found
+
+
+# ---------------------------------------------------------------- shared random generators
+
+
+@pytest.fixture
+def chance() -> Iterator[None]:
+    """The shared generators, put back behind the test."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    yield
+    torch.set_rng_state(before[0])
+    np.random.set_state(before[1])
+    random.setstate(before[2])
+
+
+@pytest.mark.usefixtures("chance")
+@pytest.mark.parametrize("case", ["lora-ppo-reset", "dpo"])
+def test_the_shared_generators_decide_nothing(case: str, tmp_path: Path) -> None:
+    recipe = CASES[case].make(tmp_path)
+    rows = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        before = list(_chance().values())
+        folder = train(recipe, tmp_path / str(seed))
+        assert list(_chance().values()) == before
+        rows.append(folder.metrics.read_bytes())
+    assert rows[0] == rows[1]
+
+
+def _chance() -> Leaves:
+    walk = Walk()
+    for name, value in of_chance():
+        walk.walk(value, name)
+    return walk.found

@@ -1,0 +1,93 @@
+"""Two runs of one recipe and seed are byte-identical, whatever their processes are like."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from keel.training.run import train
+from tests.shared import ROOT
+from tests.soak.cases import CASES
+from tests.soak.killing import differences
+
+NAMES = ("lora-reset", "three-stages")
+SCRIPT = """
+import random, sys
+from pathlib import Path
+import numpy, torch
+from keel.training.run import train
+from tests.soak.cases import CASES
+
+data, out, seed, *names = sys.argv[1:]
+torch.set_num_threads(1)
+for name in names:
+    random.seed(seed)
+    numpy.random.seed(int(seed))
+    torch.manual_seed(int(seed))
+    train(CASES[name].make(Path(data)), Path(out.format(name)))
+"""
+
+
+def start(data: Path, out: str, seed: int, cwd: Path) -> subprocess.Popen[str]:
+    """A process of its own hash seed, working folder and global random states; it runs them all."""
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(data), out, str(seed), *NAMES],
+        cwd=cwd,
+        env={
+            **os.environ,
+            "PYTHONHASHSEED": str(seed),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "OMP_NUM_THREADS": "1",
+        },
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Each recipe's two runs: below folders of other names and depths, one told relative."""
+    data, here, there = (tmp_path_factory.mktemp(name) for name in ("data", "here", "there"))
+    (there / "a b").mkdir()
+    processes = [
+        start(data, "{}", 1, here),
+        start(data, str(there / "a b" / "ünder {}.d"), 2, there),
+    ]
+    for process in processes:
+        _, err = process.communicate(timeout=600)
+        assert process.returncode == 0, err
+    return {name: (here / name, there / "a b" / f"ünder {name}.d") for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_files_are_the_same(name: str, folders: dict[str, tuple[Path, Path]]) -> None:
+    """But for timings.jsonl, events.jsonl, trackers and the lock."""
+    a, b = folders[name]
+    assert (a / "metrics.jsonl").stat().st_size > 0
+    assert differences(a, b) == []
+
+
+def test_of_another_seed_they_are_not(
+    folders: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    name = "lora-reset"
+    recipe = CASES[name].make(tmp_path)
+    other = train(recipe.model_copy(update={"seed": 7}), tmp_path / "run")
+    found = {line.rpartition(" ")[2] for line in differences(folders[name][0], other.path)}
+    assert {"metrics.jsonl", "recipe.toml", "run.json"} < found
+    rollouts = {name for name in found if name.startswith("rollouts/")}
+    assert rollouts == {f"rollouts/{p.name}" for p in other.rollouts_folder.iterdir()}
+    assert any(name.endswith("trainable.safetensors") for name in found)
+
+
+def test_in_a_process_that_has_run_another_before(
+    folders: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """Nothing is left over from a run that could reach the next one."""
+    train(CASES["dynamic"].make(tmp_path), tmp_path / "before")
+    folder = train(CASES["lora-reset"].make(tmp_path), tmp_path / "lora-reset")
+    assert differences(folders["lora-reset"][0], folder.path) == []
