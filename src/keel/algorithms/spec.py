@@ -50,8 +50,9 @@ def _optional(cls: type[BaseModel], key: str) -> bool:
     return info is not None and type(None) in get_args(info.annotation)
 
 
-Positive = Annotated[float, Field(gt=0)]
-Coefficient = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+Coefficient = Annotated[float, Field(ge=0, le=1e9)]
+"""At most 1e9, as the square of that is finite in float32."""
 Unit = Annotated[float, Field(ge=0, le=1)]
 EntryPoint = Annotated[str, Field(pattern=r"^[^:]+:[\w.]+$")]
 """A Python object, as `module:name` or `path/to/file.py:name`."""
@@ -92,7 +93,7 @@ class TD(Row):
 class NStep(Row):
     kind: Literal["n_step"] = "n_step"
     gamma: Unit = 1.0
-    steps: int = Field(default=5, ge=1)
+    steps: int = Field(default=5, ge=1, le=1_000_000_000)
     whiten: bool = False
 
 
@@ -175,7 +176,7 @@ class Clip(Row):
     kind: Literal["clip"] = "clip"
     low: Unit = 0.2
     high: Coefficient = 0.2
-    dual: float | None = Field(default=None, gt=1)
+    dual: float | None = Field(default=None, gt=1, le=1e9)
 
 
 class Cispo(Row):
@@ -222,7 +223,7 @@ Surrogate = Annotated[
 
 class Weights(Row):
     kind: Literal["sequence_mean", "token_mean", "constant", "sequence_sum"] = "sequence_mean"
-    constant: int | None = Field(default=None, ge=1)
+    constant: int | None = Field(default=None, ge=1, le=2**24)
     """C of `constant`; None means the completion budget."""
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import Field, model_validator
 
 from keel.algorithms.spec import Positive, Row, Unit
-from keel.config.fields import AsTuple, Count, Index
+from keel.config.fields import AsTuple, Count, Index, Seed, Threads, Width
 from keel.config.optimisation import Checkpoints, Optimizer
 from keel.config.presets import resolve_algorithm
 from keel.config.schema import NamedAlgorithm, Reference
@@ -39,7 +39,7 @@ class Environment(Row):
 class Network(Row):
     """A multilayer perceptron, one for the policy and one for its values."""
 
-    hidden: Annotated[tuple[Annotated[int, Field(ge=1)], ...], AsTuple] = (64, 64)
+    hidden: Annotated[tuple[Width, ...], AsTuple] = (64, 64)
     activation: Literal["tanh", "relu"] = "tanh"
 
 
@@ -168,7 +168,7 @@ class PolicyGradientStage(Row):
     target_kl: Positive | None = None
     """End an iteration's updates once the estimate of KL(old‖π) on a mini-batch is above this."""
     network: Network = Network()
-    log_std: float = 0.0
+    log_std: Annotated[float, Field(ge=-20, le=5)] = 0.0
     """Where the logarithm of a Gaussian's standard deviation starts (continuous actions)."""
     normalisation: Normalisation = Normalisation()
     optimizer: Optimizer = Optimizer(
@@ -243,8 +243,8 @@ class ControlRecipe(Row):
 
     name: str = "control"
     description: str = ""
-    seed: Index = 0
-    threads: Count | None = 1
+    seed: Seed = 0
+    threads: Threads | None = 1
     """CPU threads; small networks are fastest on one."""
     stages: Annotated[tuple[ControlStage, ...], AsTuple, Field(min_length=1, max_length=1)]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from keel.algorithms.spec import Coefficient, Positive, Row, Unit
-from keel.config.fields import AsTuple, Count, Index
+from keel.config.fields import Answers, AsTuple, Count, Index, Temperature, Tokens
 from keel.config.model import Lora
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
 from keel.config.preference_data import PreferenceData
@@ -25,10 +25,10 @@ class Sampled(Row):
     """How many train prompts are answered."""
     heldout: Count = 128
     """How many held-out prompts are answered, to evaluate on."""
-    group_size: Annotated[int, Field(ge=1)] = 4
+    group_size: Answers = 4
     """Answers to each."""
-    max_tokens: Count = 256
-    temperature: Positive = 1.0
+    max_tokens: Tokens = 256
+    temperature: Temperature = 1.0
     pairs: Count = 2
     """At most so many pairs of answers with different rewards are made of a prompt's answers."""
     noise: Unit = 0.0
@@ -68,12 +68,12 @@ class JudgingStage(Row):
     name: str = "judging"
     data: PreferenceData | None = None
     sampled: Sampled | None = None
-    max_tokens: Count | None = None
+    max_tokens: Tokens | None = None
     """Rows longer than this, prompt and answer, are left out and counted; None: the context."""
     steps: Count = 100
     batch_size: Count = 32
     """Rows of a step."""
-    token_budget: Count = 16_384
+    token_budget: Tokens = 16_384
     optimizer: Optimizer = Optimizer(learning_rate=1e-5)
     on_nonfinite: OnNonfinite = "stop"
     evaluation: JudgedEvaluation = JudgedEvaluation()

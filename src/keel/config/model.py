@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from keel.algorithms.spec import Positive, Row
-from keel.config.fields import AsTuple, Count
+from keel.config.fields import AsTuple, Depth, Tokens, Width
 
 
 class BuildModel(Row):
@@ -20,13 +20,13 @@ class BuildModel(Row):
         "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ +-*/=()[]<>,.:;!?'\"\n"
     )
     """The characters of a `characters` tokenizer."""
-    hidden_size: Count = 128
-    layers: Count = 4
-    heads: Count = 4
-    kv_heads: Count | None = None
-    intermediate_size: Count | None = None
+    hidden_size: Width = 128
+    layers: Depth = 4
+    heads: Depth = 4
+    kv_heads: Depth | None = None
+    intermediate_size: Width | None = None
     """None means four times the hidden size (two and two thirds for gated families)."""
-    context: Count = 256
+    context: Tokens = 256
     options: dict[str, Any] = Field(default_factory=dict)
     """Further keys of the family's transformers config."""
 
@@ -34,7 +34,7 @@ class BuildModel(Row):
 class Lora(Row):
     """Low-rank adapters (peft); the reference policy is then the base with the adapter off."""
 
-    rank: Count = 16
+    rank: Width = 16
     alpha: Positive = 32.0
     targets: Annotated[tuple[str, ...] | Literal["all-linear"], AsTuple] = "all-linear"
 

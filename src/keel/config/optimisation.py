@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from keel.algorithms.spec import Coefficient, Positive, Row, Unit
-from keel.config.fields import AsTuple, Count, Index
+from pydantic import Field
 
+from keel.algorithms.spec import Coefficient, Positive, Row, Unit
+from keel.config.fields import AsTuple, Count, Index, LearningRate
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+"""Of a running mean."""
 OnNonfinite = Literal["stop", "skip"]
 """Whether a run stops at a loss or gradient that is not finite, or goes on without the step."""
 
@@ -14,13 +18,13 @@ OnNonfinite = Literal["stop", "skip"]
 class Optimizer(Row):
     """AdamW, and the schedule of its learning rate over the stage's steps."""
 
-    learning_rate: Positive = 1e-6
+    learning_rate: LearningRate = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     final_share: Unit = 0.1
     """What is left of the learning rate at the end of a linear or cosine schedule."""
     warmup_steps: Index = 0
-    betas: Annotated[tuple[float, float], AsTuple] = (0.9, 0.999)
-    epsilon: Positive = 1e-8
+    betas: Annotated[tuple[Decay, Decay], AsTuple] = (0.9, 0.999)
+    epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-8
     weight_decay: Coefficient = 0.0
     max_grad_norm: Positive | None = 1.0
 

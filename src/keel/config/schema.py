@@ -9,8 +9,20 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import Algorithm, EntryPoint, Positive, Row, Unit
-from keel.config.fields import AsTuple, Count, Ids, Index, Words
+from keel.algorithms.spec import Algorithm, EntryPoint, Row, Unit
+from keel.config.fields import (
+    Answers,
+    AsTuple,
+    Count,
+    Ids,
+    Index,
+    Real,
+    Seed,
+    Temperature,
+    Threads,
+    Tokens,
+    Words,
+)
 from keel.config.judging import (
     DPOStage,
     JudgingStage,
@@ -21,6 +33,10 @@ from keel.config.model import Model
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
 from keel.config.presets import DEFAULT_PRESET, resolve_algorithm
 from keel.config.sources import Prompts, Rewards, RewardSource, Seconds, TaskSource
+
+
+MAX_COMPLETIONS = 2**24
+"""Of one step: beyond, the step's records alone fill a machine's memory."""
 
 
 class SFTStage(Row):
@@ -34,7 +50,7 @@ class SFTStage(Row):
     """`module:function` of (prompt, gold answer, random generator) -> the text to imitate."""
     steps: Count = 100
     batch_size: Count = 32
-    token_budget: Count = 16_384
+    token_budget: Tokens = 16_384
     optimizer: Optimizer = Optimizer(learning_rate=1e-5)
     on_nonfinite: OnNonfinite = "stop"
     checkpoints: Checkpoints = Checkpoints()
@@ -45,15 +61,15 @@ class Rollout(Row):
     """How each step's completions are drawn."""
 
     prompts_per_step: Count = 32
-    group_size: Count = 8
-    max_tokens: Count = 256
-    temperature: Positive = 1.0
+    group_size: Answers = 8
+    max_tokens: Tokens = 256
+    temperature: Temperature = 1.0
     top_k: Index = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Unit = 0.0
     stop: Words = ()
     stop_ids: Ids = ()
-    max_turns: Count = 1
+    max_turns: Answers = 1
     """How often the policy may speak in one completion, where the task answers."""
     dynamic_sampling: bool = False
     """Drop groups without variance and refill; the preset's unless set."""
@@ -70,7 +86,7 @@ class Rollout(Row):
     algorithm.correction. Evaluation is of the model's own."""
     timeout: Seconds = 1800.0
     """Seconds that the engine may be silent: between two tokens of a batch (native)."""
-    max_rows: Count = 256
+    max_rows: Answers = 256
     """How many sequences the native engine decodes at once."""
     overlap_rewards: bool = False
     """Ask the rewards about the first groups while the last are still being drawn."""
@@ -117,15 +133,15 @@ class Evaluation(Row):
     """In steps; 0 evaluates before and after only."""
     prompts: Index = 200
     """How many held-out prompts; 0 evaluates never."""
-    samples: Index = 0
+    samples: Annotated[int, Field(ge=0, le=65_536)] = 0
     """k of pass@k; 0 leaves sampling out."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     top_k: Index = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Unit = 0.0
     component: str | None = None
     """Name of the reward that decides; None: the first (the task's own where there is no other)."""
-    threshold: float = 1.0
+    threshold: Real = 1.0
     """A completion passes from this value of it on."""
 
 
@@ -150,7 +166,7 @@ class RLStage(Row):
     """Passes over each step's batch (μ); the preset's unless set."""
     minibatches: Count = 1
     """Optimizer steps per epoch."""
-    token_budget: Count = 16_384
+    token_budget: Tokens = 16_384
     """Model-input tokens of a micro-batch at the most; a longer sequence goes alone. A CPU takes
     640, unless more share a prompt."""
     optimizer: Optimizer = Optimizer()
@@ -173,6 +189,11 @@ class RLStage(Row):
     @model_validator(mode="after")
     def _sizes(self) -> RLStage:
         r = self.rollout
+        if r.prompts_per_step * r.group_size > MAX_COMPLETIONS:
+            raise ValueError(
+                f"rollout.prompts_per_step = {r.prompts_per_step} times rollout.group_size = "
+                f"{r.group_size} is more than {MAX_COMPLETIONS:,} completions in a step: lower one"
+            )
         if self.algorithm.needs_groups and r.group_size < 2:
             raise ValueError(
                 f'advantage "{self.algorithm.advantage.kind}" compares the completions of one '
@@ -230,8 +251,8 @@ class Recipe(Row):
 
     name: str = "recipe"
     description: str = ""
-    seed: Index = 0
-    threads: Count | None = None
+    seed: Seed = 0
+    threads: Threads | None = None
     """CPU threads; None leaves torch's own."""
     model: Model
     stages: Annotated[tuple[Stage, ...], AsTuple, Field(min_length=1)]

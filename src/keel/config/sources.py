@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from keel.algorithms.spec import Positive, Row
-from keel.config.fields import AsTuple, BadRows, Count
+from keel.config.fields import AsTuple, BadRows, Real, Tokens
 from keel.config.secrets import wrong_address, wrong_key_name
 
 Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
@@ -43,16 +43,16 @@ class RewardSource(Row):
 
     function: str
     name: str | None = None
-    weight: float = 1.0
+    weight: Real = 1.0
     """Of its value in the sum; 0 watches a component without learning from it."""
-    clip: Annotated[tuple[float, float], AsTuple] | None = None
+    clip: Annotated[tuple[Real, Real], AsTuple] | None = None
     """Bounds that its value is cut to, before it is normalised and weighed."""
     normalise: Literal["none", "group", "batch"] = "none"
     """Less the mean, over the standard deviation, of a prompt's completions or of the step's."""
-    gate: float | None = None
+    gate: Real | None = None
     """Under this value the gate is closed: `closed` is the completion's whole reward, and the
     rewards that are no gates are not asked."""
-    closed: float = 0.0
+    closed: Real = 0.0
     """What a completion gets behind a closed gate."""
     options: dict[str, Any] = Field(default_factory=dict)
 
@@ -86,7 +86,7 @@ class Rewards(Row):
 class Prompts(Row):
     """What happens to a prompt before it is sampled."""
 
-    max_tokens: Count | None = None
+    max_tokens: Tokens | None = None
     """Longer prompts are left out and counted; None means what the context holds."""
     chat_template: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the tokenizer's chat template, such as enable_thinking."""

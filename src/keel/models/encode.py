@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
+from keel.models.templates import bounded_template
 from keel.types import KeelError, Prompt
 
 
@@ -152,14 +153,15 @@ def _messages(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]
             "with the user's"
         )
     try:
-        encoded = tokenizer.apply_chat_template(
-            turns,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            tokenizer_kwargs={"verbose": False},
-            **template_kwargs,
-        )
+        with bounded_template():
+            encoded = tokenizer.apply_chat_template(
+                turns,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                tokenizer_kwargs={"verbose": False},
+                **template_kwargs,
+            )
     except Exception as error:
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise KeelError(f"prompt {prompt.id!r}: the chat template fails: {message}") from None

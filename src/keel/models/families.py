@@ -71,6 +71,17 @@ FAMILIES: dict[str, Family] = {
 SHIFTING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the longest sequence of the batch."""
 
+SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
 
 def check_family(config: PreTrainedConfig, trusted: bool = False) -> None:
     """Refuse a family that is not listed, or a config that packing would get wrong.
@@ -83,6 +94,7 @@ def check_family(config: PreTrainedConfig, trusted: bool = False) -> None:
         raise KeelError(
             f"model family {family!r} is not supported: use one of {', '.join(sorted(FAMILIES))}"
         )
+    _check_sizes(config)
     for rope in _rope_types(config):
         if rope in SHIFTING_ROPE:
             raise KeelError(
@@ -95,6 +107,34 @@ def check_family(config: PreTrainedConfig, trusted: bool = False) -> None:
             f"model family {family!r} with use_bidirectional_attention is no causal language "
             "model: load a checkpoint without that key"
         )
+
+
+def _check_sizes(config: PreTrainedConfig) -> None:
+    """Refuse a config whose sizes no model has; transformers would raise as it builds or runs it.
+
+    Raises KeelError.
+    """
+    for key in SIZES:
+        value = getattr(config, key, None)
+        if isinstance(value, int) and value < 1:
+            raise KeelError(f"the model's config has {key} = {value}: it must be 1 or more")
+    ids = getattr(config, "eos_token_id", None)
+    for token in ids if isinstance(ids, list) else [ids]:
+        if token is not None and token >= config.vocab_size:
+            raise KeelError(
+                f"the model's config has eos_token_id = {token}, but its vocabulary ends at "
+                f"{config.vocab_size - 1}: no completion would ever end there"
+            )
+    rope = getattr(config, "rope_parameters", None)
+    if isinstance(rope, dict):
+        per_head = config.hidden_size // config.num_attention_heads
+        per_head = getattr(config, "head_dim", None) or per_head
+        turned = int(per_head * rope.get("partial_rotary_factor", 1.0))
+        if turned < 2 or turned % 2:
+            raise KeelError(
+                f"the model's config rotates {turned} features of each attention head, which must "
+                "be even and at least 2: change hidden_size, or the number of heads"
+            )
 
 
 def _rope_types(config: PreTrainedConfig) -> list[str]:

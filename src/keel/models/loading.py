@@ -32,6 +32,7 @@ from transformers.utils import cached_file, logging
 from keel.config.model import Model
 from keel.models.build import build_model, build_tokenizer
 from keel.models.families import check_family
+from keel.models.templates import check_template_names
 from keel.types import KeelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -82,6 +83,7 @@ def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
             ) from error
     if spec.chat_template is not None:
         tokenizer.chat_template = spec.chat_template
+    check_template_names(tokenizer, spec.name or "built")
     return tokenizer
 
 
@@ -340,6 +342,6 @@ def _check_hub(name: str) -> None:
 
 
 def _line(error: BaseException) -> str:
-    """The first line of an exception's message."""
-    lines = str(error).strip().splitlines()
-    return lines[0].strip().rstrip(".:") if lines else type(error).__name__
+    """The first two lines of an exception's message: of a config's, the field and its fault."""
+    lines = [line.strip().rstrip(".:") for line in str(error).strip().splitlines()[:2]]
+    return ": ".join(filter(None, lines)) or type(error).__name__

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.models.encode import encode
+from keel.models.templates import bounded_template
 from keel.pipelines.finding import Finding
 from keel.pipelines.kinds import found
 from keel.types import KeelError, Message, Prompt
@@ -251,14 +252,14 @@ def _rendered(
     if not getattr(tokenizer, "chat_template", None):
         return None
     try:
-        return str(
-            tokenizer.apply_chat_template(
+        with bounded_template():
+            text = tokenizer.apply_chat_template(
                 [dict(turn) for turn in turns],
                 tokenize=False,
                 add_generation_prompt=prompt,
                 **template,
             )
-        )
+        return str(text)
     except Exception:  # a template raises what it likes; as a prompt it is told of elsewhere
         return None
 
