@@ -34,7 +34,6 @@ from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Tracke
 from keel.config.presets import DEFAULT_PRESET, resolve_algorithm
 from keel.config.sources import Prompts, Rewards, RewardSource, Seconds, TaskSource
 
-
 MAX_COMPLETIONS = 2**24
 """Of one step: beyond, the step's records alone fill a machine's memory."""
 
