@@ -85,6 +85,4 @@ def test_a_number_out_of_bounds_is_refused_by_its_key(override: str, key: str) -
 
 def test_completions_of_a_step_are_bounded_together() -> None:
     with pytest.raises(KeelError, match=r"rollout\.prompts_per_step = 100000 times"):
-        KeelError, match="prompts_per_step = 100000 times rollout.group_size = 1000"
-    ):
         load_recipe("tiny", ["rollout.prompts_per_step=100000", "rollout.group_size=1000"])
