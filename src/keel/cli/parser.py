@@ -209,6 +209,7 @@ def _runs(verbs: Verbs) -> None:
 
 def _lists(verbs: Verbs) -> None:
     _json(_verb(verbs, "recipes", "List the shipped recipes."))
+    _json(_verb(verbs, "rewards", "List the built-in rewards."))
     tasks = _verb(verbs, "tasks", "List the tasks there are.")
     tasks.add_argument("--show", metavar="TASK", help="print a few prompts of a task")
     _json(tasks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from keel.cli.tasks import print_table
 from keel.config.control_load import tuned
 from keel.config.load import shipped
 
@@ -15,9 +16,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(recipes, ensure_ascii=False))
         return
-    width = max(map(len, recipes))
-    for name, description in recipes.items():
-        print(f"{name:<{width}}  {description}")
+    print_table(list(recipes.items()))
     print("\ntuned, for keel control:")
     for algorithm, environment in tuned():
         print(f"  keel control {algorithm} --env {environment}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 
 from keel.config.sources import TaskSource
 from keel.tasks import build_task, catalogue
@@ -31,6 +32,11 @@ def _list(as_json: bool) -> None:
     if as_json:
         print(json.dumps(dict(entries), ensure_ascii=False))
         return
+    print_table(entries)
+
+
+def print_table(entries: Sequence[tuple[str, str]]) -> None:
+    """Names and descriptions in two columns."""
     width = max(len(name) for name, _ in entries)
     for name, description in entries:
         print(f"{name:<{width}}  {description}")

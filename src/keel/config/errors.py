@@ -9,8 +9,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from keel.config.address import SHARED, stage_name
-from keel.config.foreign import FOREIGN
-from keel.config.schema import Recipe
+from keel.config.foreign import EXPLAINED, FOREIGN
+from keel.config.schema import Recipe, RLStage
 from keel.config.suggest import nearest
 
 Location = tuple[int | str, ...]
@@ -34,6 +34,10 @@ def explain_validation(
         return message
     if first["type"] == "value_error":
         return f"{where}: {message}" if where else message
+    if first["type"] == "union_tag_invalid":
+        about = first["ctx"]
+        key = ".".join(filter(None, [where, about["discriminator"].strip("'")]))
+        return f"{key} = {about['tag']!r}: choose one of {about['expected_tags']}"
     return f"{where}{shown}: {message[:1].lower()}{message[1:]}"
 
 
@@ -55,8 +59,12 @@ def _unknown_key(where: str, model: type[BaseModel] | None, value: Any) -> str:
     known = list(model.model_fields) if model else []
     if leaf == where:
         known += sorted(SHARED)
-    if leaf in FOREIGN:
+    if leaf in EXPLAINED:
+        mend = EXPLAINED[leaf]
+    elif leaf in FOREIGN:
         mend = f"in Keel it is {FOREIGN[leaf]!r}"
+    elif where.startswith("model.") and leaf in RLStage.model_fields:
+        mend = f"{leaf!r} is a key of the stage: in TOML it stands above the first [table]"
     elif (guess := nearest(leaf, known)) is not None:
         mend = f"did you mean {guess!r}?"
     else:

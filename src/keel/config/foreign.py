@@ -8,10 +8,8 @@ FOREIGN: Final[dict[str, str]] = {
     # sizes
     "num_generations": "rollout.group_size",
     "n": "rollout.group_size",
-    "per_device_train_batch_size": "rollout.prompts_per_step",
     "train_batch_size": "rollout.prompts_per_step",
     "gen_batch_size": "rollout.prompts_per_step",
-    "generation_batch_size": "rollout.prompts_per_step",
     "ppo_mini_batch_size": "minibatches",
     "num_mini_batches": "minibatches",
     "steps_per_generation": "minibatches",
@@ -117,3 +115,27 @@ FOREIGN: Final[dict[str, str]] = {
     "total_epochs": "steps",
 }
 """Foreign key to Keel's (a path within a stage, but for `model.*`)."""
+
+COMPLETIONS = (
+    "counts completions in TRL: set rollout.prompts_per_step to that number, times the processes "
+    "for a number per device, over rollout.group_size"
+)
+ENGINE = "Keel samples with an engine of its own: leave the key out"
+EXPLAINED: Final[dict[str, str]] = {
+    "per_device_train_batch_size": COMPLETIONS,
+    "generation_batch_size": COMPLETIONS,
+    "use_vllm": ENGINE,
+    "vllm_mode": ENGINE,
+    "vllm_server_host": ENGINE,
+    "vllm_gpu_memory_utilization": ENGINE,
+}
+"""Foreign keys that no single key of Keel's stands for: what to do instead."""
+STAGES: Final[dict[str, str]] = {
+    "dpo": 'DPO is a stage: set stage = "dpo"',
+    "sft": 'supervised fine-tuning is a stage: set stage = "sft"',
+    "reward_model": 'a reward model is a stage: set stage = "reward_model"',
+    "process_reward_model": 'a process reward model is a stage: set stage = "process_reward_model"',
+    "dqn": "Q-learning runs on environments: use keel control dqn --env ID",
+    "q_learning": "Q-learning runs on environments: use keel control dqn --env ID",
+}
+"""What is not a value of `algorithm`, though others call it an algorithm: where it is."""

@@ -11,15 +11,17 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
+from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Row
 from keel.config.address import gather, layer
 from keel.config.errors import explain_validation
 from keel.config.schema import Recipe
 from keel.config.secrets import wrong_secret
-from keel.config.suggest import unknown
+from keel.config.suggest import nearest, unknown
 from keel.types import KeelError
 
 Source = str | Path | Mapping[str, Any]
+FOREIGN_FORMATS = (".yaml", ".yml", ".json", ".py")
 DEEPEST = 32
 """Levels of tables and lists that a recipe may have."""
 _INNER = (dict, list)
@@ -60,7 +62,7 @@ def shipped() -> dict[str, str]:
     names = sorted(
         entry.name.removesuffix(".toml")
         for entry in _folder().iterdir()
-        if entry.name.endswith(".toml")
+        if entry.name.endswith(".toml") and not entry.name.startswith("_")
     )
     return {name: str(_read(name).get("description", "")) for name in names}
 
@@ -92,13 +94,29 @@ def _read(source: Source, seen: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def _text(label: str) -> str:
-    if Path(label).suffix == ".toml" or "/" in label:
+    if Path(label).suffix == ".toml" or (
+        "/" in label and Path(label).suffix not in FOREIGN_FORMATS
+    ):
         return _file_text(label)
     entry = _folder() / f"{label}.toml"
     if not entry.is_file():
-        names = [e.name.removesuffix(".toml") for e in _folder().iterdir()]
-        raise KeelError(unknown("recipe", label, [n for n in names if not n.startswith("_")]))
+        raise KeelError(_no_recipe(label))
     return str(entry.read_text(encoding="utf-8"))
+
+
+def _no_recipe(label: str) -> str:
+    """Why a name is no shipped recipe, and what was probably meant."""
+    if Path(label).suffix in FOREIGN_FORMATS:
+        return f"recipe {label!r}: recipes are TOML files: write it as one, with the suffix .toml"
+    if label == "control":
+        return "unknown recipe 'control': the command is keel control ALGORITHM --env ID"
+    if nearest(label, PRESETS) is not None and nearest(label, shipped()) is None:
+        guess = nearest(label, PRESETS)
+        return (
+            f"unknown recipe {label!r}: {guess!r} is an algorithm: name a recipe and set "
+            f"algorithm={guess}"
+        )
+    return unknown("recipe", label, shipped())
 
 
 def read_toml(path: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keel.algorithms.presets import PRESETS, Preset
+from keel.config.foreign import STAGES
 from keel.config.suggest import unknown
 
 DEFAULT_PRESET = "grpo"
@@ -20,7 +21,10 @@ def resolve_algorithm(stage: Mapping[str, Any]) -> dict[str, Any]:
         return dict(stage)
     name = given.get("preset", DEFAULT_PRESET)
     if not isinstance(name, str) or name not in PRESETS:
-        raise ValueError(unknown("algorithm", str(name), PRESETS))
+        where = STAGES.get(str(name).lower())
+        raise ValueError(
+            f"algorithm = {name!r}: {where}" if where else unknown("algorithm", str(name), PRESETS)
+        )
     preset = PRESETS[name]
     rollout = stage.get("rollout", {})
     return {

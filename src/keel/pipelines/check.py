@@ -38,6 +38,7 @@ from keel.pipelines.predict import predict, totals
 from keel.pipelines.rows_look import look_at_demonstrations, look_at_rows
 from keel.pipelines.seen import Figure, Seen, Trained
 from keel.runs.malloc import keep_freed
+from keel.runs.trackers import check_trackers
 from keel.types import KeelError
 
 LOOKED_AT = 4_000_000
@@ -126,6 +127,10 @@ def _stage(recipe: Recipe, number: int, policy: Policy) -> Seen:
     seen = Seen(stage.name, stage.stage, {"steps": stage.steps})
     key = f"{stage.name}." if len(recipe.stages) > 1 else ""
     _settings(seen, recipe, stage, key)
+    try:
+        check_trackers(stage.trackers)
+    except KeelError as error:
+        seen.stops("before its first step", error, f"{key}trackers")
     if isinstance(stage, SFTStage):
         look_at_demonstrations(seen, recipe, stage, policy)
         _epochs(seen, stage.steps * stage.batch_size)

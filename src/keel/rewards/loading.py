@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
 import keyword
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from keel.config.entry import load_entry
@@ -72,6 +75,24 @@ class NamedReward:
         if name in self.options:
             return False
         return self.everything or name in self.required or name in self.optional
+
+
+def catalogue() -> list[tuple[str, str]]:
+    """Every built-in reward by name, with one line on it. Imports none that is made."""
+    found = [(TASK, "The task's own verdict: the reward where a recipe names no other.")]
+    for name, function in BUILT_IN.items():
+        found.append((name, _first_paragraph(inspect.getdoc(function))))
+    for name, entry in MADE.items():
+        spec = importlib.util.find_spec(entry.partition(":")[0])
+        assert spec is not None
+        assert spec.origin is not None
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        found.append((name, _first_paragraph(ast.get_docstring(ast.parse(source)))))
+    return found
+
+
+def _first_paragraph(doc: str | None) -> str:
+    return " ".join((doc or "").partition("\n\n")[0].split())
 
 
 def check_column(option: str, column: str) -> None:

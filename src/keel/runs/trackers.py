@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -10,6 +11,8 @@ from keel.config.optimisation import Trackers
 from keel.runs import files
 from keel.runs.layout import RunFolder
 from keel.types import KeelError
+
+_LOGIN = "run wandb login, set WANDB_MODE=offline, or set trackers.wandb = false"
 
 
 class Tracker(Protocol):
@@ -80,10 +83,7 @@ class WeightsAndBiases:
                 config=dict(recipe),
             )
         except wandb.errors.Error as error:
-            raise KeelError(
-                f"trackers.wandb: {' '.join(str(error).split())}: "
-                "run wandb login, set WANDB_MODE=offline, or set trackers.wandb = false"
-            ) from error
+            raise KeelError(f"trackers.wandb: {' '.join(str(error).split())}: {_LOGIN}") from error
         files.write_text(known, f"{self._run.id}\n")
         for stage in folder.stages:
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
@@ -110,6 +110,24 @@ def open_trackers(
     if wanted.wandb:
         trackers.append(WeightsAndBiases(folder, project=wanted.project, name=name, recipe=recipe))
     return trackers
+
+
+def check_trackers(wanted: Trackers) -> None:
+    """Whether the trackers that a stage asks for would start, as far as this machine can tell.
+
+    Nothing is sent. Raises KeelError for a package that is not installed, and for W&B online
+    without credentials.
+    """
+    for name in ("tensorboard", "wandb"):
+        if getattr(wanted, name) and importlib.util.find_spec(name) is None:
+            raise _missing(name)
+    if not wanted.wandb:
+        return
+    import wandb
+
+    offline = wandb.setup().settings.mode in ("offline", "dryrun", "disabled")
+    if not offline and not wandb.login(prompt=False):
+        raise KeelError(f"trackers.wandb: not logged in: {_LOGIN}")
 
 
 def _missing(tracker: str) -> KeelError:

@@ -161,7 +161,7 @@ def _row(text: str, where: Where, line: int) -> Row:
         place = where.place(line)
         raise KeelError(f"{place}: not UTF-8 text (the byte 0x{byte:02x}): save it as UTF-8")
     try:
-        row = _DECODER.decode(text)
+        row = _DECODER.decode(text.rstrip("\r\n"))
     except json.JSONDecodeError as error:
         place = where.place(line)
         raise KeelError(f"{place}: not JSON: {error.msg} at column {error.colno}") from None

@@ -1,0 +1,110 @@
+"""What a mistaken name on the command line or in a recipe is answered with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from keel.cli.main import main
+from keel.config.foreign import EXPLAINED, FOREIGN
+from keel.config.load import load_recipe
+from keel.config.suggest import nearest
+from keel.rewards.loading import BUILT_IN, MADE, TASK
+from keel.tasks.tables import read_table
+from keel.types import KeelError
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["train", "control"], "keel control ALGORITHM --env ID"),
+        (["train", "gpro"], "algorithm=grpo"),
+        (["train", "tiy"], "did you mean 'tiny'?"),
+        (["train", "recipe.yaml"], "recipes are TOML"),
+        (["train", "./recipe.yml"], "recipes are TOML"),
+        (["train", "tiny", "use_vllm=true"], "engine of its own"),
+        (["train", "tiny", "algorithm=dpo"], 'stage = "dpo"'),
+        (["train", "tiny", "algorithm=sft"], 'stage = "sft"'),
+        (["train", "tiny", "algorithm=dqn"], "keel control dqn"),
+        (["train", "tiny", "algorithm=gpro"], "did you mean 'grpo'?"),
+        (["explain", "gpro"], "did you mean 'grpo'?"),
+        (["train", "tiny", "per_device_train_batch_size=8"], "over rollout.group_size"),
+        (["train", "tiny", "stage=grpo"], "stage = 'grpo': choose one of 'sft'"),
+        (["train", "tiny", "algorithm.surrogate.kind=foo"], "algorithm.surrogate.kind = 'foo'"),
+    ],
+)
+def test_a_mistaken_name_is_answered_with_the_right_one(
+    words: list[str], hint: str, capsys: Capture
+) -> None:
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert hint in line
+
+
+def test_a_stage_key_under_the_model_table_is_sent_above_it(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[model]\nname = "x"\nsteps = 5\n')
+    with pytest.raises(KeelError, match=r"'model.steps': 'steps' is a key of the stage"):
+        load_recipe(recipe)
+
+
+def test_no_foreign_key_is_answered_twice() -> None:
+    assert set(FOREIGN) & set(EXPLAINED) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "meant"),
+    [
+        ("gpro", ["gspo", "grpo", "ppo"], "grpo"),  # two letters swapped
+        ("grop", ["gspo", "grpo"], "grpo"),
+        ("dapoo", ["dapo", "ppo"], "dapo"),
+        ("zzz", ["grpo"], None),
+    ],
+)
+def test_the_nearest_name_has_the_fewest_typing_errors(
+    name: str, known: list[str], meant: str | None
+) -> None:
+    assert nearest(name, known) == meant
+
+
+def test_keel_rewards_lists_every_built_in_with_a_line(capsys: Capture) -> None:
+    assert main(["rewards", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert set(listed) == {TASK, *BUILT_IN, *MADE}
+    assert all(listed.values())
+    assert main(["rewards"]) == 0
+    assert "numeric_match  " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("text", "column"), [('{"a": ', 7), ('{"é": 1, "b": }', 15)])
+def test_a_json_error_names_the_column_within_its_line(
+    tmp_path: Path, text: str, column: int
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"a": 1}}\n{text}\n', encoding="utf-8")
+    with pytest.raises(KeelError, match=rf"rows.jsonl:2: .* at column {column}$"):
+        read_table("jsonl", str(path), {}, "train")
+
+
+def test_check_finds_a_tracker_without_login(tmp_path: Path) -> None:
+    """In a process of its own: wandb keeps the settings that it has first read."""
+    pytest.importorskip("wandb")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    done = subprocess.run(
+        [sys.executable, "-m", "keel", "check", "tiny", "trackers.wandb=true", "--json"],
+        cwd=tmp_path,
+        env={**kept, "HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_SILENT": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    (finding,) = (f for f in json.loads(done.stdout)["findings"] if f["key"] == "trackers")
+    assert finding["severity"] == "error"
+    assert "wandb login" in finding["evidence"]
