@@ -105,6 +105,6 @@ def test_check_finds_a_tracker_without_login(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 1, done.stderr
-    (finding,) = (f for f in json.loads(done.stdout)["findings"] if f["key"] == "trackers")
+    (finding,) = (f for f in json.loads(done.stdout)["findings"] if f["key"] == "trackers.wandb")
     assert finding["severity"] == "error"
     assert "wandb login" in finding["evidence"]
