@@ -10,7 +10,7 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +51,12 @@ LONGEST_WAIT = 120.0
 """Seconds beyond which a server's `Retry-After` ends the run."""
 SHOWN = 200
 """Characters of a server's own words that an error repeats."""
+MAX_BODY = 4 * 2**20
+"""Bytes of a response that are read: of a million tokens' text, and more than any verdict takes."""
+ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|x([0-9A-Fa-f]{2})|([/\"'\\]))")
+"""A character written as JSON or Python may escape it."""
+ESCAPED_TWICE = 3
+"""How often a text is unescaped in the search for the key: JSON in JSON in JSON."""
 
 
 class Failure(Exception):
@@ -67,6 +73,10 @@ class Failure(Exception):
         self.billed = billed
         self.answered = answered
         self.wait = wait
+
+
+class _Unbounded(Exception):
+    """A response that may not be read to its end."""
 
 
 class Refused(Exception):
@@ -127,11 +137,19 @@ class Client:
                     "/chat/completions",
                     cast_to=str,
                     body=dict(body),
-                    options={"headers": {"Idempotency-Key": name, **self._left_out}},
+                    options={
+                        "headers": {
+                            "Idempotency-Key": name,
+                            "Accept-Encoding": "identity",
+                            **self._left_out,
+                        }
+                    },
                 )
         except (TimeoutError, self._openai.APITimeoutError):
             raise Failure(f"no answer within {self.timeout:g} s", billed=True) from None
         except self._openai.APIConnectionError as error:
+            if isinstance(error.__cause__, _Unbounded):
+                raise Failure(str(error.__cause__), billed=True, answered=True) from None
             # The cause is httpx's; where no connection stood, nothing was asked.
             cause = type(error.__cause__).__name__
             sent = cause not in ("ConnectError", "ConnectTimeout", "PoolTimeout")
@@ -158,11 +176,18 @@ class Client:
     def _client(self) -> Any:
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
+            # No redirect is followed: another host would get prompt and answer, or the key.
+            http = self._openai.DefaultAsyncHttpxClient(
+                follow_redirects=False,
+                timeout=self.timeout,
+                event_hooks={"response": [_bound]},
+            )
             self._clients[loop] = self._openai.AsyncOpenAI(
                 api_key=self._key or "none",
                 base_url=self.url,
                 timeout=self.timeout,
                 max_retries=0,
+                http_client=http,
             )
         return self._clients[loop]
 
@@ -188,6 +213,11 @@ class Client:
             return Failure(why, billed=status in GATEWAY, wait=wait)
         if "response_format" in body and ("response_format" in said or "json_" in said):
             return Unstructured(why)
+        if 300 <= status < 400:
+            return KeelError(
+                f"the judge at {self.url} redirects to another address ({why}), which is not "
+                "followed: set url to the server itself"
+            )
         mend = {
             401: f"check the key in {self.key_from}" if self.key_from else "set api_key_env",
             403: f"check the key in {self.key_from}" if self.key_from else "set api_key_env",
@@ -233,7 +263,7 @@ class Client:
         """A text without the key, and without any larger part of it."""
         if len(self._key) < SHORTEST_KEY:
             return text
-        text = text.replace(self._key, "[key]")
+        text = self._unescaped_where_it_hides(text).replace(self._key, "[key]")
         starts = range(len(self._key) - PART_OF_KEY + 1)
         parts = {part for at in starts if (part := self._key[at : at + PART_OF_KEY]) in text}
         if not parts:
@@ -244,6 +274,50 @@ class Client:
                 hidden.update(range(at, at + PART_OF_KEY))
         marked = "".join("\0" if at in hidden else one for at, one in enumerate(text))
         return re.sub("\0+", "[key]", marked)
+
+    def _unescaped_where_it_hides(self, text: str) -> str:
+        """The text, unescaped where that shows a part of the key that it did not show before."""
+        plain = text
+        for _ in range(ESCAPED_TWICE):
+            if "\\" not in plain:
+                break
+            plain = ESCAPE.sub(_escaped, plain)
+            starts = range(len(self._key) - PART_OF_KEY + 1)
+            parts = [self._key[at : at + PART_OF_KEY] for at in starts] or [self._key]
+            if any(part in plain and part not in text for part in parts):
+                return plain
+        return text
+
+
+async def _bound(response: Any) -> None:
+    """Make reading a response end at `MAX_BODY` bytes; nothing is decompressed."""
+    if response.headers.get("content-encoding", "identity") != "identity":
+        raise _Unbounded("a compressed response, though none was asked for")
+    response.stream = _bounded_stream(response.stream)
+
+
+def _bounded_stream(stream: Any) -> Any:
+    """The stream, which raises once it has given more than `MAX_BODY` bytes."""
+    import httpx2
+
+    class Bounded(httpx2.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            read = 0
+            async for chunk in stream:
+                read += len(chunk)
+                if read > MAX_BODY:
+                    raise _Unbounded(f"a response of more than {MAX_BODY // 2**20} MiB")
+                yield chunk
+
+        async def aclose(self) -> None:
+            await stream.aclose()
+
+    return Bounded()
+
+
+def _escaped(match: re.Match[str]) -> str:
+    code = match[1] or match[2]
+    return chr(int(code, 16)) if code else match[3]
 
 
 def _check_address(url: str) -> None:

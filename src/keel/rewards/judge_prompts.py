@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -40,6 +41,9 @@ Reply with one JSON object and nothing else:
 {{"reason": "one or two sentences", "verdict": "first" or "second" or "tie"}}"""
 REFERENCE = " The reference is an answer that deserves full marks."
 RUBRIC = "how correct, helpful and clear the answer is."
+TEMPLATE_TOKEN = re.compile(r"<(?=[^\s<>]{1,64}>)|\[(?=/?[A-Z_]{2,40}\])")
+"""The start of `<|im_end|>`, `</s>`, `<end_of_turn>`, `[INST]` and the like; of a plain HTML tag
+too, which a judge reads as well in its escaped form."""
 PLACES = ("first", "second", "tie")
 
 
@@ -106,8 +110,11 @@ def pair_question(
 
 
 def _messages(told: str, material: Mapping[str, Any]) -> tuple[Mapping[str, str], ...]:
-    # As JSON, so that no answer can end the string it stands in and speak for the user.
+    # As JSON, so that no answer can end the string it stands in and speak for the user; and with
+    # the first character of what may be a token of the judge's chat template as an escape, so that
+    # a server that parses such tokens anywhere in a request opens no turn.
     text = json.dumps(material, ensure_ascii=False, indent=1)
+    text = TEMPLATE_TOKEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     return ({"role": "system", "content": _whole(told)}, {"role": "user", "content": _whole(text)})
 
 
