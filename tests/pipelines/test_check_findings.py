@@ -17,13 +17,10 @@ from keel.pipelines import prompt_findings as p
 from keel.pipelines import sample_findings as s
 from keel.pipelines import setting_findings as c
 from keel.pipelines.finding import Finding
-from keel.pipelines.judge_cost import judge_cost
 from keel.pipelines.kinds import KINDS, Kind, percent
 from keel.pipelines.lengths import Held, holding, quantile
 from keel.runs.quarantine import LeftOut
-from keel.types import Group, Prompt
 from tests.house import ROOT
-from tests.rewards.judge_made import completion
 
 HELD = Held(40, True)
 
@@ -335,26 +332,6 @@ def test_a_model_that_could_be_quicker() -> None:
 
 
 # ---------------------------------------------------------------- judges, kinds, the page
-
-
-def judged(options: dict[str, object], group_size: int = 4) -> tuple[int, int, float]:
-    groups = [Group(Prompt("p", "2+2="), (completion("four"), completion("five")))]
-    source = RewardSource(function="judge", options={"model": "m", **options})
-    cost = judge_cost(source, groups, prompts_per_step=10, group_size=group_size)
-    assert cost is not None
-    return cost.questions, cost.tokens, cost.dollars
-
-
-def test_what_a_judge_would_cost() -> None:
-    """A question each; two more of each group, in both orders; one fixed rival."""
-    questions, tokens, dollars = judged({"price_in": 1.0, "price_out": 10.0, "max_tokens": 100})
-    assert questions == 40
-    assert dollars == pytest.approx((tokens - 40 * 100) * 1e-6 + 40 * 100 * 1e-5)
-    assert judged({"mode": "pairwise"})[0] == 10 * 4 * 2
-    assert judged({"mode": "pairwise", "both_orders": False})[0] == 10 * 4
-    assert judged({"mode": "pairwise", "against": "other", "both_orders": False})[0] == 40
-    source = RewardSource(function="judge", options={"model": "m"})
-    assert judge_cost(source, [], 10, 4) is None
 
 
 def test_shares_in_words() -> None:

@@ -170,7 +170,8 @@ def test_a_judge_is_not_asked_and_its_price_is_reckoned(made: dict[str, Case]) -
     report = check(rl(made["half-trained"].recipe, rewards=judged))
     assert report.findings == ()
     stage = report.stages[0]
-    assert "256 questions a step" in str(stage.figures["judge 'judge'"])
+    assert "questions" in str(stage.figures["judge 'judge'"])
+    assert report.predicted["cost"] > 0
     assert any("nothing was asked" in what for what in stage.unseen)
 
 

@@ -39,7 +39,7 @@ def lines(report: Report) -> Iterator[str]:
         for what in stage.unseen:
             yield f"  not looked at: {what}"
         yield from _predicted(stage.predicted)
-    if report.predicted.get("seconds"):
+    if report.predicted.get("seconds") or "cost" in report.predicted:
         yield ""
         yield f"all stages: about {_time(report.predicted['seconds'])}" + _cost(report.predicted)
     yield ""
@@ -52,8 +52,14 @@ def lines(report: Report) -> Iterator[str]:
 
 
 def _predicted(said: Mapping[str, Any]) -> Iterator[str]:
-    """Memory and time of a stage."""
-    if not said:
+    """Memory, time and cost of a stage."""
+    if "judge" in said:
+        dollars = said["judge"]
+        yield (
+            f"  predicted cost of judges: about ${dollars['estimate']:.2f} "
+            f"(${dollars['low']:.2f} to ${dollars['high']:.2f})"
+        )
+    if "memory" not in said:
         return
     memory = said["memory"]
     room = "" if memory["room"] is None else f" of {_size(memory['room'])} free"

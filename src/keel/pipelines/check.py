@@ -32,9 +32,10 @@ from keel.pipelines.asking import asked
 from keel.pipelines.effects import Facts, idle_keys
 from keel.pipelines.finding import Finding
 from keel.pipelines.given import given
+from keel.pipelines.judge_cost import over_budget
 from keel.pipelines.look import look
 from keel.pipelines.memory_machine import machine, resident
-from keel.pipelines.predict import predict, totals
+from keel.pipelines.predict import predict, totals, with_judges
 from keel.pipelines.rows_look import look_at_demonstrations, look_at_rows
 from keel.pipelines.seen import Figure, Seen, Trained
 from keel.runs.malloc import keep_freed
@@ -101,7 +102,7 @@ def check(
         seen = [_stage(recipe, number, policy) for number in range(len(recipe.stages))]
         there = machine(policy.device, before)
         predicted = [
-            predict(one, recipe, number, policy, there, price) if predicts else {}
+            with_judges(predict(one, recipe, number, policy, there, price) if predicts else {}, one)
             for number, one in enumerate(seen)
         ]
         idle = idle_keys(keys, recipe, _facts(recipe, policy, seen))
@@ -109,6 +110,7 @@ def check(
             *idle,
             *_of_model(recipe, policy),
             *_across(recipe, seen),
+            *over_budget([forecast for stage in seen for forecast in stage.work.forecasts]),
             *(one for stage in seen for one in stage.findings),
         ]
     stages = tuple(

@@ -41,6 +41,7 @@ Kind = Literal[
     "reward-constant",
     "zero-variance",
     "out-of-memory",
+    "judge-over-budget",
 ]
 
 KINDS: Final[Mapping[Kind, str]] = {
@@ -76,6 +77,7 @@ KINDS: Final[Mapping[Kind, str]] = {
     "reward-zero": "no sample earns the reward, though the gold answer does",
     "reward-constant": "every sample has the same reward",
     "zero-variance": "most groups have equal rewards, and teach nothing",
+    "judge-over-budget": "a judge's budget is below what the run will probably cost",
     "out-of-memory": "the stage needs more memory than the machine has free",
 }
 

@@ -18,7 +18,7 @@ from keel.pipelines import prompt_findings, sample_findings, token_findings
 from keel.pipelines.asking import Asked, Prompted, prompted
 from keel.pipelines.batch import Sampled, sample
 from keel.pipelines.gold import Gold, gold_of, unreadable_gold
-from keel.pipelines.judge_cost import judge_cost
+from keel.pipelines.judge_cost import forecast_judge
 from keel.pipelines.lengths import holding, quantile
 from keel.pipelines.memory import rows_of, to_budget
 from keel.pipelines.memory_passes import Extent
@@ -78,7 +78,7 @@ def look(
                 unreadable_gold(source.tasks, pairs)
         except KeelError as error:
             seen.stops("as its rewards are asked", error, f"{ask.key}rewards.functions")
-    _costs(seen, ask, waiting, batch)
+    _costs(seen, stage, ask, waiting, batch)
     if isinstance(stage, RLStage):
         _work(seen, stage, ask, batch, policy.context, own)
         seen.work.judges += judges_in(functions)
@@ -303,13 +303,20 @@ def _completions(seen: Seen, ask: Asked, batch: Sampled, own: Trained) -> None:
 
 
 def _costs(
-    seen: Seen, ask: Asked, waiting: Sequence[tuple[RewardSource, str]], batch: Sampled
+    seen: Seen,
+    stage: Stage,
+    ask: Asked,
+    waiting: Sequence[tuple[RewardSource, str]],
+    batch: Sampled,
 ) -> None:
-    for reward, _ in waiting:
-        if reward.function != "judge":
+    """What the stage's judges will be paid."""
+    assert seen.source is not None
+    validation = min(ask.heldout, len(seen.source.heldout_tokens))
+    for at, reward in enumerate(ask.rewards.functions):
+        if reward.function != "judge" or not any(reward is one for one, _ in waiting):
             continue
-        cost = judge_cost(
-            reward, batch.groups, ask.rollout.prompts_per_step, ask.rollout.group_size
-        )
-        if cost is not None:
-            seen.figures[f"judge {cost.name!r}"] = str(cost)
+        key = f"{ask.key}rewards.functions.{at}"
+        forecast = forecast_judge(reward, batch.groups, stage, validation, key)
+        if forecast is not None:
+            seen.work.forecasts.append(forecast)
+            seen.figures[f"judge {forecast.name!r}"] = str(forecast)

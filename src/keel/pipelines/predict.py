@@ -183,6 +183,19 @@ def _key(recipe: Recipe, stage: Stage) -> str:
     return f"{stage.name}.token_budget" if len(recipe.stages) > 1 else "token_budget"
 
 
+def with_judges(predicted: dict[str, Any], seen: Seen) -> dict[str, Any]:
+    """The stage's prediction with what its judges will be paid; their dollars join its cost."""
+    judges = [one for one in seen.work.forecasts if one.bound.dollars]
+    if not judges:
+        return predicted
+    dollars = {
+        name: round(sum(getattr(one, name).dollars for one in judges), 4)
+        for name in ("low", "estimate", "high", "bound")
+    }
+    cost = round(predicted.get("cost", 0.0) + dollars["estimate"], 4)
+    return {**predicted, "judge": dollars, "cost": cost}
+
+
 def totals(predicted: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Seconds and cost of all stages together."""
     seconds = sum(one.get("seconds", 0.0) for one in predicted)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from keel.models.reward import RewardModel
 from keel.pipelines.asking import Prompted
 from keel.pipelines.finding import Finding
+from keel.pipelines.judge_cost import Forecast
 from keel.pipelines.kinds import found
 from keel.pipelines.memory_passes import Row
 from keel.pipelines.naming import named
@@ -20,7 +21,7 @@ class Work:
     """What a step of the stage works on: its rows, and what was timed of a part of them.
 
     `heldout` are the tokens of the prompts that it evaluates on, `judges` the learned rewards that
-    live in this process.
+    live in this process, `forecasts` what judges elsewhere will be paid.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -29,6 +30,7 @@ class Work:
     sampling: float = 0.0
     scoring: float = 0.0
     judges: list[tuple[str, RewardModel]] = field(default_factory=list)
+    forecasts: list[Forecast] = field(default_factory=list)
 
 
 @dataclass(eq=False)
