@@ -69,7 +69,7 @@ def carry(
 
 
 def show(console: Console, folder: RunFolder) -> None:
-    """The reward curve, the held-out side before and after each stage, and a few completions of each."""
+    """The reward curve, the held-out side before and after each stage, and a few completions."""
     run = load(folder.path)
     rewards = [row["reward"] for row in run.metrics() if row.get("reward") is not None]
     if len(rewards) > 1:

@@ -23,7 +23,8 @@ EPSILON = 1e-4
 class Composed:
     """The reward of one completion; None where no component of any weight spoke.
 
-    `outcome` is, beside `steps`, the part that is of the whole answer; None where no reward gave one.
+    `outcome` is, where there are `steps`, the part that is of the whole answer; None where no
+    reward gave one.
     """
 
     reward: float | None

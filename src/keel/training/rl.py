@@ -182,7 +182,7 @@ def improve(
     # In order again, so that answers to one prompt are neighbours: it is then computed once.
     chunks = [sorted(chunk.tolist()) for chunk in np.array_split(order, stage.minibatches)]
     inside = frozenset(keep)
-    parts = [_part(stage, batch, chunk, inside) for chunk in chunks if inside & set(chunk)]
+    parts = [part_of(stage, batch, chunk, inside) for chunk in chunks if inside & set(chunk)]
     critic = stage.value.optimizer or stage.optimizer
     rates = (
         learning_rate(stage.optimizer, number - 1, stage.steps),
@@ -294,7 +294,7 @@ def _not_taken(
     )
 
 
-def _part(
+def part_of(
     stage: RLStage, batch: Batch, chunk: list[int], keep: frozenset[int]
 ) -> tuple[Sequence[int], Batch]:
     """A mini-batch: the places of its sequences that enter the loss, and these.
