@@ -51,7 +51,8 @@ def run_case(name: str, seed: int, folder: Path, extra: list[str]) -> dict[str, 
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
     )
     seconds = time.perf_counter() - start
-    evaluation = json.loads((target / "run.json").read_text())["evaluation"]
+    stages = json.loads((target / "run.json").read_text())["evaluation"]
+    evaluation = list(stages.values())[-1]
     return {
         "case": name,
         "seed": seed,

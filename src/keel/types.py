@@ -108,12 +108,17 @@ class Verdict:
     """What the rewards said of one completion.
 
     `reward` is the weighted sum of the components that spoke; None when none of them did. `steps`
-    is filled by process rewards only, in order of their ends.
+    is filled by process rewards only, in order of their ends. `outcome` is the part of the reward
+    that is of the whole answer; None where no reward gave one (or the verdict does not say: then it
+    is what the reward holds besides its steps). `unshaped` is the reward before the punishment of
+    length; None where nothing was punished.
     """
 
     reward: float | None
     components: Mapping[str, float | None] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()
+    outcome: float | None = None
+    unshaped: float | None = None
 
 
 @runtime_checkable

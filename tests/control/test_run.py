@@ -173,8 +173,9 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     folder = control(small("dqn", "watching.film=true"), tmp_path / "run")
     info = json.loads(folder.run_json.read_text())
     assert info["environment_steps"] == 600
-    assert info["evaluation"]["after"]["n"] == 3
-    assert len(info["evaluation"]["after"]["returns"]) == 3
+    after = info["evaluation"]["q_learning"]["after"]
+    assert after["n"] == 3
+    assert len(after["returns"]) == 3
     with Image.open(folder.curve) as curve:
         assert curve.size[0] > 800
     with Image.open(folder.film) as film:
@@ -251,7 +252,7 @@ def test_what_was_learned_acts(tmp_path: Path) -> None:
         learner.stage.evaluation,
         derive(0, "policy_gradient"),
     )
-    said = json.loads(folder.run_json.read_text())["evaluation"]["after"]
+    said = json.loads(folder.run_json.read_text())["evaluation"]["policy_gradient"]["after"]
     assert result["returns"] == said["returns"]
 
 

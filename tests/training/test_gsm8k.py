@@ -69,7 +69,7 @@ def test_a_recipe_runs_from_end_to_end(name: str, qwen: Path, tmp_path: Path) ->
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[0]["rewards/correct/mean"] is not None
     assert rows[-1]["prompts/left_out"] > 0  # some questions are longer than 400 bytes
-    assert run.info()["evaluation"]["after"]["n"] == 6
+    assert run.info()["evaluation"]["rl"]["after"]["n"] == 6
     rollout = run.rollouts(1)[0]
     assert "reward/correct" in rollout
     assert "reward/format" in rollout
@@ -85,7 +85,7 @@ def test_eval_and_export_of_a_run(
 ) -> None:
     folder = train(load_recipe("gsm8k-grpo", overrides(qwen)), tmp_path / "run")
     again = evaluate(folder.path)
-    after = load(folder.path).info()["evaluation"]["after"]
+    after = load(folder.path).info()["evaluation"]["rl"]["after"]
     assert {k: again[k] for k in ("mean", "low", "high", "n")} == {
         k: after[k] for k in ("mean", "low", "high", "n")
     }

@@ -201,7 +201,7 @@ def test_the_policy_learns_from_the_model_of_the_stage_before(whole: RunFolder) 
     assert "rewards/hidden_rule/mean" in last
     found = json.loads(whole.run_json.read_text())
     assert found["measured"].keys() == {"reward_model"}
-    assert found["evaluation"].keys() == {"before", "after"}
+    assert found["evaluation"]["rl"].keys() == {"before", "after"}
 
 
 def test_three_stages_again_are_the_same(whole: RunFolder, tmp_path: Path) -> None:

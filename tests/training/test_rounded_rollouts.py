@@ -37,7 +37,7 @@ def test_rollouts_are_rounded_and_what_is_evaluated_is_not(
     rounded = run(tmp_path / "rounded", *BF16, *common)
     # Greedy and sampled, before the first step and behind the last.
     assert asked == [None] * 2 + [torch.bfloat16] * 2 + [None] * 2
-    assert info(exact)["evaluation"]["before"] == info(rounded)["evaluation"]["before"]
+    assert info(exact)["evaluation"]["rl"]["before"] == info(rounded)["evaluation"]["rl"]["before"]
     gaps = [metrics(folder)[0][f"{GAP}/mean"] for folder in (exact, rounded)]
     assert gaps[0] < 2e-6
     assert 1e-5 < gaps[1] < 1e-2

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from keel.algorithms.rules import contradictions
+from keel.algorithms.rules import SEQUENCE_RATIOS, contradictions
 
 
 class Row(BaseModel):
@@ -334,6 +334,18 @@ class Algorithm(Row):
     def needs_steps(self) -> bool:
         """Whether rewards must come per step."""
         return isinstance(self.advantage, ProcessGroupRelative)
+
+    @property
+    def reads_steps(self) -> bool:
+        """Whether rewards of steps can be told from one of the whole answer.
+
+        A return to go does, where the loss has a place for one advantage a token.
+        """
+        a = self.advantage
+        per_sequence = self.ratio in SEQUENCE_RATIOS or self.surrogate.kind == "geometric"
+        return self.needs_steps or (
+            isinstance(a, GAE | TD | NStep | MonteCarlo) and not per_sequence
+        )
 
     @property
     def reward_divergence(self) -> Divergence | None:

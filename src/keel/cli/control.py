@@ -41,7 +41,8 @@ def show(console: Console, folder: RunFolder) -> None:
     if len(returns) > 1:
         console.print("\nreturn by row")
         console.print(curve(returns), highlight=False)
-    after: dict[str, Any] | None = run.info().get("evaluation", {}).get("after")
+    evaluation = run.info().get("evaluation", {}).get(run.stages[-1], {})
+    after: dict[str, Any] | None = evaluation.get("after")
     if after is not None:
         interval = f"[{after['low']:.1f}, {after['high']:.1f}]"
         console.print(

@@ -69,20 +69,23 @@ def carry(
 
 
 def show(console: Console, folder: RunFolder) -> None:
-    """The reward curve, the held-out side before and after, and a few completions of each."""
+    """The reward curve, the held-out side before and after each stage, and a few completions."""
     run = load(folder.path)
     rewards = [row["reward"] for row in run.metrics() if row.get("reward") is not None]
     if len(rewards) > 1:
         console.print("\nreward by step")
         console.print(curve(rewards), highlight=False)
     info = run.info()
-    for when in ("before", "after"):
-        examples = info.get("examples", {}).get(when, [])
-        if not examples:
-            continue
-        console.print(f"\n[bold]{when}[/bold]" + _share(info["evaluation"].get(when)))
-        for example in examples:
-            console.print(_example(example), highlight=False, markup=False)
+    stages = [stage for stage in run.stages if stage in info.get("evaluation", {})]
+    for stage in stages:
+        for when in ("before", "after"):
+            examples = info.get("examples", {}).get(stage, {}).get(when, [])
+            if not examples:
+                continue
+            head = f"{when} {stage}" if len(stages) > 1 else when
+            console.print(f"\n[bold]{head}[/bold]" + _share(info["evaluation"][stage].get(when)))
+            for example in examples:
+                console.print(_example(example), highlight=False, markup=False)
     console.print(f"\nrun folder  {folder.path}")
     if folder.curve.exists():
         console.print(f"curve       {folder.curve}")

@@ -71,10 +71,12 @@ class Rollout(Row):
     max_turns: Answers = 1
     """How often the policy may speak in one completion, where the task answers."""
     dynamic_sampling: bool = False
-    """Drop groups without variance and refill; the preset's unless set."""
+    """Drop groups whose rewards, before length is punished, are all equal, and refill; the preset's
+    unless set."""
     max_refills: Count = 10
     mask_truncated: bool = False
-    """Leave completions that hit the budget out of the loss."""
+    """Leave completions that hit the budget out of the loss; they still count in its weights, so
+    that the others weigh what they would."""
     soft_overlong: Index = 0
     """Punish length over the last so many tokens of the budget (DAPO); the preset's unless set."""
     old_log_probs: Literal["trainer", "engine"] = "trainer"

@@ -32,7 +32,10 @@ class Actions:
     present_N: Bool[Tensor, " N"] | None = None
     weight_N: Float[Tensor, " N"] | None = None
     token_weight: float = 0.0
-    """1/N of the optimizer batch: value loss, entropy and metrics are means over its actions."""
+    """1/N of the optimizer batch: value loss and entropy are means over its actions, those that are
+    left out of the loss included."""
+    metric_weight: float = 0.0
+    """1/N of the actions that enter the loss: metrics are means over these."""
 
     @property
     def lengths_S(self) -> Int[Tensor, " S"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,12 +12,12 @@ from torch import Tensor
 
 from keel.algorithms.spec import Algorithm
 from keel.learn.batch import Batch
-from keel.learn.loss import Signals, advantages, penalties, returns
+from keel.learn.loss import Signals, advantages, penalties, reads_steps, returns
 from keel.objective import segments
 from keel.types import Group, KeelError, Verdict
 
 ROUNDING = 1e-9
-"""A reward that differs from the sum of its steps by less holds nothing beside them."""
+"""A reward that differs from the sum of its steps by less, relative to them, holds nothing else."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +25,8 @@ class Outcome:
     """Rewards as tensors, for the sequences of a batch in their order; NaN where none spoke.
 
     `baseline_S` is the reward of the greedy completion of each sequence's prompt. Steps (K) are
-    those of process rewards; `step_end_K` counts from the start of the step's own sequence.
+    those of process rewards, with the outcomes as steps that end with the completion; they add up
+    to `reward_S`. `step_end_K` counts from the start of the step's own sequence.
     """
 
     reward_S: Float[Tensor, " S"]
@@ -38,26 +40,32 @@ def outcome(
     groups: Sequence[Group],
     verdicts: Sequence[Sequence[Verdict]],
     greedy: Sequence[float] | None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float64,
 ) -> Outcome:
-    """The groups' verdicts, flat. Step ends are moved from completion tokens to written ones.
+    """The groups' verdicts, flat. Step ends are moved from completion tokens to written
+    ones; a completion without written tokens has no place for any.
 
-    Where there are steps, what the reward holds beside them (an outcome, a punishment of length)
-    is a step that ends with the completion.
+    Where there are steps, what the reward holds besides them (an outcome, a punishment of length)
+    is a step that ends with the completion: of every completion of a group, 0 included, as soon as
+    one of them has it.
     """
     rewards: list[float] = []
     steps: list[tuple[float, int, int]] = []
     outcomes: list[tuple[float, int, int]] = []
     for group, judged in zip(groups, verdicts, strict=True):
+        ends: list[tuple[float, int, int]] = []
+        given = False
         for completion, verdict in zip(group.completions, judged, strict=True):
             written = completion.written.cumsum()
-            for step in verdict.steps:
-                end = max(int(written[step.end]) - 1, 0)
-                steps.append((step.reward, end, len(rewards)))
-            beside = (verdict.reward or 0.0) - sum(step.reward for step in verdict.steps)
-            if abs(beside) > ROUNDING:
-                outcomes.append((beside, int(written[-1]) - 1, len(rewards)))
+            place = len(rewards)
             rewards.append(float("nan") if verdict.reward is None else verdict.reward)
+            if verdict.reward is None or not completion.written.any():
+                continue
+            steps += [(s.reward, max(int(written[s.end]) - 1, 0), place) for s in verdict.steps]
+            own = outcome_of(verdict)
+            given |= own is not None
+            ends.append((own or 0.0, int(written[-1]) - 1, place))
+        outcomes += ends if given else []
     baseline = None
     if greedy is not None:
         sizes = torch.tensor([len(group.completions) for group in groups])
@@ -65,30 +73,67 @@ def outcome(
     reward_S = torch.tensor(rewards, dtype=dtype)
     if not steps:
         return Outcome(reward_S, baseline)
-    values, ends, sequences = zip(*steps, *outcomes, strict=True)
+    values, places, sequences = zip(*steps, *outcomes, strict=True)
     return Outcome(
         reward_S,
         baseline,
         step_reward_K=torch.tensor(values, dtype=dtype),
-        step_end_K=torch.tensor(ends),
+        step_end_K=torch.tensor(places),
         step_sequence_K=torch.tensor(sequences),
     )
 
 
-def estimate(row: Algorithm, batch: Batch, judged: Outcome, beta: float) -> Batch:
-    """The measured batch with advantages (before whitening) and returns."""
-    if row.needs_steps and judged.step_reward_K is None:
+def outcome_of(verdict: Verdict) -> float | None:
+    """What the reward holds besides its steps; None where it is nothing but them."""
+    if verdict.outcome is not None or verdict.reward is None:
+        return verdict.outcome
+    own = [step.reward for step in verdict.steps]
+    rest = verdict.reward - math.fsum(own)
+    scale = max(1.0, math.fsum(map(abs, own)))
+    return rest if not own or abs(rest) > ROUNDING * scale else None
+
+
+def check_steps(row: Algorithm, there: bool) -> None:
+    """Raise KeelError where rewards of steps are there and the row cannot learn from them, or the
+    reverse."""
+    kind = row.advantage.kind
+    if there and not reads_steps(row):
         raise KeelError(
-            f'advantage "{row.advantage.kind}" wants rewards per step and there are none: name a '
+            f'algorithm.advantage "{kind}" is of whole answers, and rewards.functions gives '
+            "rewards of steps, whose places would be lost: set algorithm = "
+            '"grpo_process" or "ppo", or give one number for each answer (of the reward "process" '
+            'with the option aggregate = "min")'
+        )
+    if row.needs_steps and not there:
+        raise KeelError(
+            f'algorithm.advantage "{kind}" needs rewards of steps and there are none: name a '
             "process reward in rewards.functions (for each completion a list of "
             "(index of the step's last token, reward))"
         )
+
+
+def estimate(row: Algorithm, batch: Batch, judged: Outcome, beta: float) -> Batch:
+    """The measured batch with advantages (before whitening) and returns, in float64.
+
+    Raises KeelError where the advantage needs rewards of steps and there are none, or the reverse.
+    """
+    check_steps(row, judged.step_reward_K is not None)
     device = batch.target_N.device
     lengths_S = batch.lengths_S
     outcome_S = judged.reward_S.to(device)
-    penalty_N = penalties(row, batch, beta)
-    reward_N = penalty_N + segments.on_last(outcome_S, lengths_S)
+    penalty_N = penalties(row, batch, beta).to(outcome_S)
     starts_S = lengths_S.cumsum(0) - lengths_S
+    step_reward_K = _on(judged.step_reward_K, device)
+    step_sequence_K = _on(judged.step_sequence_K, device)
+    step_end_K = None
+    if step_reward_K is None or step_sequence_K is None or judged.step_end_K is None:
+        placed_N = segments.on_last(outcome_S, lengths_S)
+    else:
+        step_end_K = judged.step_end_K.to(device) + starts_S[step_sequence_K]
+        silent_S = torch.where(outcome_S.isnan(), outcome_S, torch.zeros_like(outcome_S))
+        placed_N = segments.on_last(silent_S, lengths_S)
+        placed_N = placed_N.index_add(0, step_end_K, step_reward_K)
+    reward_N = penalty_N + placed_N
     signals = Signals(
         outcome_S=outcome_S,
         penalty_N=penalty_N,
@@ -99,11 +144,9 @@ def estimate(row: Algorithm, batch: Batch, judged: Outcome, beta: float) -> Batc
         value_N=batch.value_N,
         next_value_N=None if batch.value_N is None else segments.shift(batch.value_N, lengths_S),
         baseline_S=_on(judged.baseline_S, device),
-        step_reward_K=_on(judged.step_reward_K, device),
-        step_sequence_K=_on(judged.step_sequence_K, device),
-        step_end_K=None
-        if judged.step_end_K is None or judged.step_sequence_K is None
-        else judged.step_end_K.to(device) + starts_S[judged.step_sequence_K.to(device)],
+        step_reward_K=step_reward_K,
+        step_sequence_K=step_sequence_K,
+        step_end_K=step_end_K,
     )
     advantage_N = advantages(row, signals)
     silent_S = outcome_S.isnan()

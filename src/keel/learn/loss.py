@@ -50,8 +50,9 @@ class Signals:
     """What an advantage may ask for, by name. NaN in `outcome_S` says that no reward spoke.
 
     `penalty_N` is −β k1 where the divergence is in the reward, else 0; `reward_N` is the penalty
-    plus the outcome on each last token, and `reward_S` its sum over the sequence. Steps (K) come
-    from process rewards: reward, index among the N of the last token, sequence.
+    plus the reward of each step on its last token and the outcome on the last of the sequence, and
+    `reward_S` its sum over the sequence. Steps (K) come from process rewards: reward, index among
+    the N of the last token, sequence. Rewards are float64.
     """
 
     outcome_S: Float[Tensor, " S"]
@@ -193,15 +194,27 @@ def penalties(row: Algorithm, batch: Actions, beta: float) -> Float[Tensor, " N"
 
 def prepare(row: Algorithm, batch: A, budget: int) -> A:
     """The optimizer batch with its weights set and, where the row asks, advantages whitened."""
-    assert batch.advantage_N is not None
+    return whitened(row, weighed(row, batch, budget))
+
+
+def weighed(row: Algorithm, batch: A, budget: int) -> A:
+    """The optimizer batch with its weights set, which those that are then selected keep."""
     options = {"lengths_S": batch.lengths_S, "constant": row.weights.constant or budget}
-    weight_N = _call(WEIGHTS[row.weights.kind], options).to(batch.advantage_N)
-    whiten = isinstance(row.advantage, BatchNormalised) or row.advantage.whiten
+    weight_N = _call(WEIGHTS[row.weights.kind], options)
+    return replace(batch, weight_N=weight_N, token_weight=1 / _count(batch))
+
+
+def whitened(row: Algorithm, batch: A) -> A:
+    """The actions that enter the loss, their advantages whitened where the row asks."""
+    assert batch.advantage_N is not None
     advantage_N = batch.advantage_N
-    if whiten:
+    if isinstance(row.advantage, BatchNormalised) or row.advantage.whiten:
         advantage_N = whitening.whiten(advantage_N, batch.present_N)
-    count = max(int(advantage_N.numel()), 1)
-    return replace(batch, weight_N=weight_N, advantage_N=advantage_N, token_weight=1 / count)
+    return replace(batch, advantage_N=advantage_N, metric_weight=1 / _count(batch))
+
+
+def _count(batch: Actions) -> int:
+    return max(sum(batch.lengths), 1)
 
 
 # ---------------------------------------------------------------- the loss
@@ -220,23 +233,24 @@ def loss(row: Algorithm, batch: Actions, scores: Scores, beta: float) -> Loss:
     assert batch.advantage_N is not None
     assert batch.weight_N is not None
     log_prob_N = scores.log_prob_N
+    advantage_N, weight_N = batch.advantage_N.to(log_prob_N), batch.weight_N.to(log_prob_N)
     old_N = log_prob_N.detach() if batch.old_log_prob_N is None else batch.old_log_prob_N
     signals = {
         "log_prob_N": log_prob_N,
         "old_log_prob_N": old_N,
         "lengths_S": batch.lengths_S,
-        "advantage_N": batch.advantage_N,
+        "advantage_N": advantage_N,
     }
     signals["log_ratio_N"] = _call(RATIOS[row.ratio], signals)
     surrogate_N = _surrogate(row, signals)
     correction_N = _correction(row, batch, old_N)
     if correction_N is not None:
         surrogate_N = surrogate_N * correction_N
-    policy = -(batch.weight_N * surrogate_N).sum()
+    policy = -(weight_N * surrogate_N).sum()
     total, metrics = policy, {"loss/policy": policy.detach()}
     divergence_N = _divergence(row, batch, scores, old_N)
     if divergence_N is not None:
-        total = total + beta * (batch.weight_N * divergence_N).sum()
+        total = total + beta * (weight_N * divergence_N).sum()
     if row.value is not None and batch.return_N is not None:
         term, value_metrics = _value(row, batch, scores)
         total, metrics = total + term, {**metrics, **value_metrics}
@@ -294,15 +308,15 @@ def _value(row: Algorithm, batch: Actions, scores: Scores) -> tuple[Tensor, dict
     assert scores.value_N is not None
     assert batch.value_N is not None
     assert batch.return_N is not None
+    return_N = batch.return_N.to(scores.value_N)
     loss_N, clipped_N = value.value_loss(
-        scores.value_N, batch.value_N, batch.return_N, clip=row.value.clip
+        scores.value_N, batch.value_N, return_N, clip=row.value.clip
     )
-    mean = batch.token_weight * loss_N.sum()
     metrics = {
-        "value/loss": mean.detach(),
-        "value/clip_ratio": batch.token_weight * clipped_N.to(loss_N).sum(),
+        "value/loss": batch.metric_weight * loss_N.detach().sum(),
+        "value/clip_ratio": batch.metric_weight * clipped_N.to(loss_N).sum(),
     }
-    return row.value.coefficient * mean, metrics
+    return row.value.coefficient * batch.token_weight * loss_N.sum(), metrics
 
 
 def _watch(
@@ -315,7 +329,7 @@ def _watch(
 ) -> dict[str, Tensor]:
     """Token means of what a run should be watched by."""
     assert batch.advantage_N is not None
-    mean = batch.token_weight
+    mean = batch.metric_weight
     out: dict[str, Tensor] = {}
     if scores.entropy_N is not None:
         out["entropy"] = mean * scores.entropy_N.sum()
@@ -350,6 +364,17 @@ def _edges(row: Algorithm) -> tuple[float, float]:
 
 
 # ---------------------------------------------------------------- calling by name
+
+
+def reads_steps(row: Algorithm) -> bool:
+    """Whether a row's advantage tells rewards of steps from one of the whole answer.
+
+    A function of the user's does where it names `reward_N` or the steps.
+    """
+    if row.advantage.kind != "custom":
+        return row.reads_steps
+    names = _parameters(load_entry(row.advantage.function, ADVANTAGE))[0]
+    return "reward_N" in names or "step_reward_K" in names
 
 
 def check_entries(row: Algorithm) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from keel.config.judging import JudgingStage
 from keel.config.schema import Recipe, RLStage, Stage
 from keel.config.sources import RewardSource
+from keel.learn.estimate import check_steps
 from keel.models.policy import Policy
 from keel.models.reward import RewardModel
 from keel.pipelines import prompt_findings, sample_findings, token_findings
@@ -29,7 +30,7 @@ from keel.rewards.score import Scorer
 from keel.rewards.scoring import Here
 from keel.runs.quarantine import WORDS, LeftOut
 from keel.tasks import stored
-from keel.training.ahead import check_component, check_rewards
+from keel.training.ahead import check_component, check_rewards, check_rewards_of_steps
 from keel.training.rewarding import load_rewards, scorer, surroundings
 from keel.types import KeelError, Prompt, Verdict
 
@@ -74,6 +75,7 @@ def look(
                 start = time.perf_counter()
                 verdicts = judge(batch.groups, 1).verdicts
                 seen.work.scoring = time.perf_counter() - start
+                _steps(seen, stage, ask, verdicts, bool(waiting))
             if ask.rewards.on_error == "stop":
                 unreadable_gold(source.tasks, pairs)
         except KeelError as error:
@@ -203,12 +205,32 @@ def _check(seen: Seen, stage: Stage, ask: Asked) -> bool:
     except KeelError as error:
         seen.stops("as its rewards are made", error, f"{ask.key}rewards.functions")
         return False
+    if isinstance(stage, RLStage):
+        try:
+            check_rewards_of_steps(stage)
+        except KeelError as error:
+            seen.stops("as its advantages are estimated", error, f"{ask.key}rewards.functions")
+            return False
     if isinstance(stage, RLStage) and stage.evaluation.prompts:
         try:
             check_component(stage.evaluation, names)
         except KeelError as error:
             seen.stops("as it is evaluated", error, f"{ask.key}evaluation.component")
     return True
+
+
+def _steps(
+    seen: Seen, stage: Stage, ask: Asked, verdicts: Sequence[Sequence[Verdict]], partial: bool
+) -> None:
+    """Whether the advantage can use what the rewards returned: steps, or whole answers."""
+    spoken = [v for judged in verdicts for v in judged if v.reward is not None]
+    there = any(verdict.steps for verdict in spoken)
+    if not isinstance(stage, RLStage) or not spoken or (partial and not there):
+        return
+    try:
+        check_steps(stage.algorithm, there)
+    except KeelError as error:
+        seen.stops("as its advantages are estimated", error, f"{ask.key}rewards.functions")
 
 
 def _work(

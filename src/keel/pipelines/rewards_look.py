@@ -19,6 +19,7 @@ from keel.pipelines.gold import RIGHT, Gold
 from keel.pipelines.seen import Seen
 from keel.rewards.loading import TASK, NamedReward
 from keel.tasks.user import UserTask
+from keel.training.rollout import all_alike
 from keel.types import Verdict
 
 
@@ -114,10 +115,11 @@ def tell_rewards(seen: Seen, stage: Stage, ask: Asked, judged: Judged) -> None:
         seen.add(sample_findings.reward_constant(totals, len(texts), *_flattened(judged, ask, key)))
     if len(seen.findings) > before or any(f.kind == "gold-refused" for f in seen.findings):
         return
-    flat = sum(_flat(one) for one in verdicts)
-    seen.figures["groups with equal rewards"] = _share(flat, len(verdicts))
     of_groups = stage.algorithm.needs_groups if isinstance(stage, RLStage) else compares(stage)
+    of_steps = isinstance(stage, RLStage) and stage.algorithm.needs_steps
     dynamic = ask.rollout.dynamic_sampling
+    flat = sum(all_alike(one, of_steps) if dynamic else _flat(one) for one in verdicts)
+    seen.figures["groups with equal rewards"] = _share(flat, len(verdicts))
     if of_groups or dynamic:
         refills = ask.rollout.max_refills if dynamic else None
         size = f"{ask.key}{'' if ask.key.endswith('sampled.') else 'rollout.'}group_size"

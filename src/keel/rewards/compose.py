@@ -21,10 +21,15 @@ EPSILON = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """The reward of one completion; None where no component of any weight spoke."""
+    """The reward of one completion; None where no component of any weight spoke.
+
+    `outcome` is, where there are `steps`, the part that is of the whole answer; None where no
+    reward gave one.
+    """
 
     reward: float | None
     steps: tuple[Step, ...] = ()
+    outcome: float | None = None
 
 
 def shut(gate: NamedReward, said: Said) -> bool:
@@ -49,21 +54,26 @@ def _one(
     for function in functions:
         if shut(function, said[function.name][at]):
             return Composed(function.closed)
-    weighed = [
-        function.weight * value
-        for function in functions
-        if function.weight and (value := values[function.name][at]) is not None
-    ]
-    if not weighed:
-        return Composed(None)
+    weighed: list[float] = []
+    outcomes: list[float] = []
     steps: dict[int, float] = {}
     for function in functions:
-        if not function.weight:
+        value = values[function.name][at]
+        if not function.weight or value is None:
             continue
+        weighed.append(function.weight * value)
+        if not said[function.name][at].steps:
+            outcomes.append(weighed[-1])
         for step in said[function.name][at].steps:
-            value = function.weight * _clipped(function, step.reward)
-            steps[step.end] = steps.get(step.end, 0.0) + value
-    return Composed(float(sum(weighed)), tuple(Step(end, steps[end]) for end in sorted(steps)))
+            share = function.weight * _clipped(function, step.reward)
+            steps[step.end] = steps.get(step.end, 0.0) + share
+    if not weighed:
+        return Composed(None)
+    return Composed(
+        float(sum(weighed)),
+        tuple(Step(end, steps[end]) for end in sorted(steps)),
+        float(sum(outcomes)) if steps and outcomes else None,
+    )
 
 
 def _values(

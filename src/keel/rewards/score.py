@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -180,13 +180,21 @@ class Scorer:
     ) -> Verdict:
         """What is kept of one completion: its reward, and each component as it was said."""
         components = {f.name: said[f.name][at].value for f in self.functions}
-        reward = composed.reward
-        if self.soft_overlong:
-            # Length alone is no verdict: where nothing else applies, neither does this.
-            punishment = soft_overlong(len(completion), self.max_tokens, self.soft_overlong)
-            components[OVERLONG] = None if reward is None else punishment
-            reward = None if reward is None else reward + punishment
-        return Verdict(reward=reward, components=components, steps=composed.steps)
+        verdict = Verdict(composed.reward, components, composed.steps, composed.outcome)
+        if not self.soft_overlong:
+            return verdict
+        # Length alone is no verdict: where nothing else applies, neither does this.
+        if verdict.reward is None:
+            components[OVERLONG] = None
+            return verdict
+        punishment = soft_overlong(len(completion), self.max_tokens, self.soft_overlong)
+        components[OVERLONG] = punishment
+        return replace(
+            verdict,
+            reward=verdict.reward + punishment,
+            outcome=(verdict.outcome or 0.0) + punishment if punishment else verdict.outcome,
+            unshaped=verdict.reward,
+        )
 
 
 def _flat(groups: Sequence[Group], step: int) -> Batch:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 ASKED = ("group", "prompt_id", "task", "prompt_format", "prompt")
 DRAWN = ("tokens", "written", "log_probs")
 ENDED = ("completion", "finish")
+JUDGED = ("step_ends", "step_rewards", "outcome")
 LEARNED = ("old_log_probs", "advantages")
 PER_TOKEN = (*DRAWN, *LEARNED)
 NEEDED = frozenset({"group", "prompt_id", "tokens", "log_probs", "completion"})
@@ -189,10 +190,10 @@ def _values(name: str, column: pa.ChunkedArray) -> Sequence[Any]:
 
 def _order(names: Sequence[str]) -> list[str]:
     """The columns in the order of cause."""
-    known = (*ASKED, *DRAWN, *ENDED, "reward", *LEARNED)
+    known = (*ASKED, *DRAWN, *ENDED, *JUDGED, "reward", *LEARNED)
     components = sorted({name for name in names if name.startswith(COMPONENT)})
     rest = sorted({name for name in names if name not in known and name not in components})
-    return [*ASKED, *DRAWN, *ENDED, *components, "reward", *LEARNED, *rest]
+    return [*ASKED, *DRAWN, *ENDED, *components, *JUDGED, "reward", *LEARNED, *rest]
 
 
 def _key(column: Column, order: Sequence[str]) -> tuple[int, int, int, int, int]:
@@ -202,7 +203,8 @@ def _key(column: Column, order: Sequence[str]) -> tuple[int, int, int, int, int]
         return 0, column.sequence, 1, column.token or 0, at
     if name in (*ASKED, *ENDED):
         return 0, column.sequence, 0 if name in ASKED else 2, 0, at
-    rank = 2 if name in LEARNED else 1 if name.startswith((COMPONENT, "reward")) else 3
+    scored = name in JUDGED or name.startswith((COMPONENT, "reward"))
+    rank = 2 if name in LEARNED else 1 if scored else 3
     return rank, column.sequence, 0, at, column.token or 0
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keel.runs.encoding import clean_text, plain
-from keel.types import Content, FinishReason
+from keel.types import Content, FinishReason, Step
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -29,7 +29,9 @@ class RolloutRow:
 
     `group` counts the groups of the step from 0. `log_probs` are the engine's, `old_log_probs`
     those that the ratio divides by; None where nobody computed them (a group that was dropped).
-    `advantages` is 0 where `written` is false. `reward` is None where no reward spoke.
+    `advantages` is 0 where `written` is false. `reward` is None where no reward spoke. `steps` are
+    the rewards of steps, `outcome` the part of the reward that is of the whole answer, where the
+    advantage has one (None: it does not).
     """
 
     group: int
@@ -46,6 +48,8 @@ class RolloutRow:
     advantages: npt.NDArray[Any] | None = None
     components: Mapping[str, float | None] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)
+    steps: tuple[Step, ...] = ()
+    outcome: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("log_probs", "written", "old_log_probs", "advantages"):
@@ -59,7 +63,8 @@ def table(stage: str, step: int, rows: Sequence[RolloutRow]) -> pa.Table:
 
     Columns: stage, step, group, prompt_id, task, prompt (text, or messages as JSON, as
     prompt_format says), completion, tokens, log_probs, old_log_probs, advantages, written, finish,
-    reward, `reward/NAME` for each component and `extra/NAME` for each extra.
+    reward, `reward/NAME` for each component and `extra/NAME` for each extra. Where some row has
+    rewards of steps also step_ends (the index of each step's last token), step_rewards and outcome.
     """
     import pyarrow as pa
 
@@ -86,6 +91,12 @@ def table(stage: str, step: int, rows: Sequence[RolloutRow]) -> pa.Table:
         "finish": column(text, [row.finish for row in rows]),
         "reward": column(pa.float64(), [row.reward for row in rows]),
     }
+    if any(row.steps for row in rows):
+        ends = [[step.end for step in row.steps] for row in rows]
+        columns["step_ends"] = column(pa.list_(pa.int32()), ends)
+        rewards = [[step.reward for step in row.steps] for row in rows]
+        columns["step_rewards"] = column(pa.list_(pa.float64()), rewards)
+        columns["outcome"] = column(pa.float64(), [row.outcome for row in rows])
     for name in _names(row.components for row in rows):
         values = [row.components.get(name) for row in rows]
         columns[COMPONENT + name] = column(pa.float64(), values)

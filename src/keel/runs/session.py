@@ -115,7 +115,7 @@ class Session:
         result: Mapping[str, Any],
         when: Literal["before", "during", "after"],
     ) -> None:
-        """Tell of an evaluation; the first and the last go into run.json."""
+        """Tell of an evaluation; the first and the last of each stage go into run.json."""
         name = self.folder.stages[progress.stage]
         self.watcher.evaluation(name, progress.step, result)
         self.recorder.event(
@@ -124,12 +124,12 @@ class Session:
         if when == "during":
             return
         known = update_run_json(self.folder, {})
-        if when == "before" and when in known.get("evaluation", {}):
-            return  # the first stage that was evaluated says where the run began
-        numbers = {k: v for k, v in result.items() if k != "examples"}
-        news = {"evaluation": {**known.get("evaluation", {}), when: numbers}}
+        news = {"evaluation": {k: v for k, v in result.items() if k != "examples"}}
         if "examples" in result:
-            news["examples"] = {**known.get("examples", {}), when: result["examples"]}
+            news["examples"] = result["examples"]
+        for key, value in news.items():
+            every = known.get(key, {})
+            news[key] = {**every, name: {**every.get(name, {}), when: value}}
         update_run_json(self.folder, news)
 
     def measured(

@@ -17,6 +17,7 @@ from keel.config.preference_data import PreferenceData
 from keel.config.schema import Evaluation, Recipe, RLStage
 from keel.config.sources import Rewards, RewardSource
 from keel.config.suggest import unknown
+from keel.learn.estimate import check_steps
 from keel.models.policy import Policy
 from keel.models.reward import Kind, check_classifier
 from keel.rewards.judge import JudgeOptions
@@ -31,10 +32,14 @@ T = TypeVar("T")
 
 def look_ahead(recipe: Recipe, policy: Policy, begun: int) -> None:
     """Read the data of stages behind stage number `begun`, and see that their models can be made
-    and that their rewards are named and set as they may be.
+    and that their rewards are named and set as they may be; of that stage too, that its advantage
+    and the rewards of steps go together.
 
     Raises KeelError as the stage itself would.
     """
+    for stage in recipe.stages[begun:]:
+        if isinstance(stage, RLStage):
+            _told(stage.name, check_rewards_of_steps, stage)
     for stage in recipe.stages[begun + 1 :]:
         if isinstance(stage, RLStage):
             _told(stage.name, check_rl, stage)
@@ -68,6 +73,25 @@ def check_rl(stage: RLStage) -> None:
     names = check_rewards(stage.rewards)
     if stage.evaluation.prompts:
         check_component(stage.evaluation, names)
+
+
+def check_rewards_of_steps(stage: RLStage) -> None:
+    """Raise KeelError where the rewards are known to be of steps and the advantage cannot use them,
+    or the reverse. What a function of the user's returns shows when it is called."""
+    learned = [source for source in stage.rewards.functions if source.weight]
+    there = [_of_steps(source) for source in learned]
+    if True in there:
+        check_steps(stage.algorithm, True)
+    elif None not in there:
+        check_steps(stage.algorithm, False)
+
+
+def _of_steps(source: RewardSource) -> bool | None:
+    """Whether a reward is of steps; None where that is the user's own affair."""
+    if ":" in source.function:
+        return None
+    aggregate = source.options.get("aggregate", HOW[0])
+    return source.function == "step_match" or (source.function == "process" and aggregate == HOW[0])
 
 
 def check_component(choice: Evaluation, names: list[str]) -> None:

@@ -197,4 +197,4 @@ def _read_group(state: Mapping[str, Any]) -> Group:
 
 def _read_verdict(state: Mapping[str, Any]) -> Verdict:
     steps = tuple(Step(**step) for step in state["steps"])
-    return Verdict(state["reward"], state["components"], steps)
+    return Verdict(state["reward"], state["components"], steps, state["outcome"], state["unshaped"])

@@ -21,7 +21,7 @@ from keel.learn.budget import LESS, needing_memory
 from keel.learn.estimate import estimate, outcome
 from keel.learn.finite import NotFinite
 from keel.learn.learner import Learner, cause_of, update
-from keel.learn.loss import prepare
+from keel.learn.loss import weighed, whitened
 from keel.learn.optimizer import learning_rate
 from keel.objective import divergences
 from keel.runs.session import Session, due
@@ -177,11 +177,12 @@ def improve(
     if not keep:
         return Improved([], {})
     rng = np.random.default_rng(derive(loop.seed, "minibatches", number))
-    order = rng.permutation(keep).tolist() if stage.minibatches > 1 else keep
+    every = range(batch.sequences)
+    order = rng.permutation(every).tolist() if stage.minibatches > 1 else every
     # In order again, so that answers to one prompt are neighbours: it is then computed once.
-    chunks = np.array_split(np.array(order), stage.minibatches)
-    places = [sorted(chunk.tolist()) for chunk in chunks]
-    parts = [(at, prepare(row, batch.select(at), stage.rollout.max_tokens)) for at in places if at]
+    chunks = [sorted(chunk.tolist()) for chunk in np.array_split(order, stage.minibatches)]
+    inside = frozenset(keep)
+    parts = [part_of(stage, batch, chunk, inside) for chunk in chunks if inside & set(chunk)]
     critic = stage.value.optimizer or stage.optimizer
     rates = (
         learning_rate(stage.optimizer, number - 1, stage.steps),
@@ -291,6 +292,21 @@ def _not_taken(
         lambda folder: faults.write_batch(folder, part),
         error,
     )
+
+
+def part_of(
+    stage: RLStage, batch: Batch, chunk: list[int], keep: frozenset[int]
+) -> tuple[Sequence[int], Batch]:
+    """A mini-batch: the places of its sequences that enter the loss, and these.
+
+    The others have their place in the normaliser: weights are set before they are left out.
+    """
+    row = stage.algorithm
+    whole = weighed(row, batch.select(chunk), stage.rollout.max_tokens)
+    inside = [i for i, place in enumerate(chunk) if place in keep]
+    if len(inside) < len(chunk):
+        whole = whole.select(inside)
+    return [chunk[i] for i in inside], whitened(row, whole)
 
 
 def _learnable(stage: RLStage, rollouts: Rollouts) -> list[int]:

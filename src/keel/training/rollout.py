@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -125,7 +126,8 @@ def collect(sampler: Sampler, row: Algorithm, step: int) -> Rollouts:
     """The rollouts of a step, without groups that hold nothing to learn from.
 
     A group without any reward is dropped and counted; with dynamic sampling (DAPO,
-    arXiv:2503.14476 §3.2) so is one whose rewards are all equal, and the step is refilled.
+    arXiv:2503.14476 §3.2) so is one whose rewards before the punishment of length are all equal (of
+    0 and 1: all wrong or all right), and the step is refilled.
     """
     choice = sampler.choice
     kept: list[tuple[Group, Judged]] = []
@@ -141,7 +143,12 @@ def collect(sampler: Sampler, row: Algorithm, step: int) -> Rollouts:
             prompts, choice.group_size, sampler.sampling, seed, sampler.scorer, step
         )
         pairs = list(zip(groups, scored.verdicts, strict=True))
-        keep = [_worth_keeping(judged, choice.dynamic_sampling) for _, judged in pairs]
+        keep = [
+            not all_alike(judged, row.needs_steps)
+            if choice.dynamic_sampling
+            else bool(_rewards(judged))
+            for _, judged in pairs
+        ]
         every += pairs
         kept += [pair for pair, good in zip(pairs, keep, strict=True) if good]
         _gather_extras(extras, scored.extras, keep, choice.group_size, len(kept))
@@ -209,8 +216,22 @@ def _flat(judged: Judged) -> bool:
     return not rewards or max(rewards) == min(rewards)
 
 
-def _worth_keeping(judged: Judged, wants_variance: bool) -> bool:
-    return not _flat(judged) if wants_variance else bool(_rewards(judged))
+def all_alike(judged: Sequence[Verdict], of_steps: bool) -> bool:
+    """Whether the rewards of a group are all equal before length is punished, or there are none.
+
+    Where advantages are `of_steps`, the rewards are those of the steps, with what the answers' own
+    hold besides them.
+    """
+    rewards: list[float] = []
+    for verdict in judged:
+        whole = verdict.reward if verdict.unshaped is None else verdict.unshaped
+        if whole is None:
+            continue
+        steps = [step.reward for step in verdict.steps] if of_steps else []
+        rewards += steps
+        if not steps or verdict.outcome is not None:
+            rewards.append(whole - math.fsum(steps))
+    return not rewards or max(rewards) == min(rewards)
 
 
 def _dropped(

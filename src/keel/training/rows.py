@@ -10,6 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from keel.learn.batch import Batch
+from keel.learn.estimate import outcome_of
 from keel.runs.rollouts import RolloutRow
 from keel.training.rollout import Rollouts
 from keel.types import Completion
@@ -41,6 +42,8 @@ def rollout_rows(rollouts: Rollouts, batch: Batch | None) -> list[RolloutRow]:
                     advantages=_placed(completion, next(advantages)),
                     components=verdict.components,
                     extras={name: values[at] for name, values in rollouts.extras.items()},
+                    steps=verdict.steps,
+                    outcome=outcome_of(verdict),
                 )
             )
     return out

@@ -1,0 +1,172 @@
+"""A run on rewards of steps: what it records, what it refuses; filters and weights of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from keel.learn.batch import from_groups
+from keel.pipelines.check import check
+from keel.rewards.loading import named_reward
+from keel.rewards.score import Scorer
+from keel.runs.read import load
+from keel.training.rl import part_of
+from keel.training.rollout import all_alike
+from keel.training.run import train
+from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
+from tests.training.small import info, run, small
+
+STEPS = "rewards.functions=[{function='tests.training.rewards:digits_in_order'}]"
+BOTH = (
+    "rewards.functions=[{function='tests.training.rewards:digits_in_order'}, "
+    "{function='place_match', weight=0.5}]"
+)
+BUILT_IN = "rewards.functions=[{function='step_match', options={separator=' '}}]"
+
+
+def group(lengths: tuple[int, ...]) -> Group:
+    completions = tuple(
+        Completion(
+            tokens=np.arange(n), log_probs=np.zeros(n, np.float32),
+            written=np.ones(n, dtype=bool), finish="length", text="",
+        )
+        for n in lengths
+    )  # fmt: skip
+    return Group(Prompt("p", "p", tokens=(7,)), completions)
+
+
+def test_advantages_of_steps_can_be_computed_again_from_the_run_folder(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", "algorithm=grpo_process", BOTH, "steps=1")
+    rows = load(folder.path).rollouts(1)
+    assert any(row["outcome"] for row in rows)
+    for number in {row["group"] for row in rows}:
+        members = [row for row in rows if row["group"] == number]
+        every = [[*row["step_rewards"], row["outcome"]] for row in members]
+        flat = np.concatenate(every)
+        for row, rewards in zip(members, every, strict=True):
+            assert row["reward"] == pytest.approx(sum(rewards))
+            normal = (np.array(rewards) - flat.mean()) / (flat.std(ddof=1) + 1e-4)
+            ends = np.array([*row["step_ends"], len(row["tokens"]) - 1])
+            expected = [normal[ends >= at].sum() for at in range(len(row["tokens"]))]
+            assert row["advantages"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_run_without_steps_has_no_columns_of_them(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", "steps=1", "evaluation.prompts=0")
+    assert "step_ends" not in load(folder.path).rollouts(1)[0]
+
+
+def test_steps_that_the_advantage_cannot_use_are_refused_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(KeelError, match='"group_relative" is of whole answers'):
+        train(small("algorithm=grpo", BUILT_IN), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(KeelError, match="needs rewards of steps"):
+        train(small("algorithm=grpo_process"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rewards", "said"),
+    [
+        ("grpo", BUILT_IN, "whole answers"),
+        ("grpo", STEPS, "whole answers"),
+        ("grpo_process", "rewards.functions=[{function='place_match'}]", "needs rewards of steps"),
+        ("grpo_process", STEPS, None),
+        ("ppo", STEPS, None),
+    ],
+)
+def test_check_finds_steps_that_the_advantage_cannot_use(
+    algorithm: str, rewards: str, said: str | None
+) -> None:
+    words = [f"algorithm={algorithm}", rewards, "rollout.prompts_per_step=4", "threads=1"]
+    found = [f for f in check("tiny", words, predicts=False).findings if f.kind == "would-stop"]
+    if said is None:
+        assert found == []
+        return
+    [one] = found
+    assert said in one.evidence
+    assert one.key == "rewards.functions"
+
+
+def test_wrong_answers_of_different_lengths_have_no_variance_for_dynamic_sampling() -> None:
+    made = group((2, 6, 7, 8))
+    wrong = named_reward(lambda completions: [0.0] * len(completions), "right")
+    scorer = Scorer([wrong], soft_overlong=4, max_tokens=8)
+    [judged] = scorer([made], 0).verdicts
+    scorer.close()
+    assert len({verdict.reward for verdict in judged}) == 4
+    assert all_alike(judged, of_steps=False)
+    right = replace(judged[0], reward=1.0, unshaped=1.0)
+    assert not all_alike((right, *judged[1:]), of_steps=False)
+
+
+def test_punishments_that_make_up_for_the_reward_leave_the_variance() -> None:
+    """Right and long against wrong and short: equal once shaped, and yet 0 < correct < G."""
+    assert not all_alike((Verdict(0.0, unshaped=1.0), Verdict(0.0, unshaped=0.0)), of_steps=False)
+
+
+def test_steps_that_differ_are_variance_where_advantages_are_of_steps() -> None:
+    first = Verdict(1.0, {}, (Step(0, 1.0), Step(1, 0.0)))
+    second = Verdict(1.0, {}, (Step(0, 0.0), Step(1, 1.0)))
+    assert all_alike((first, second), of_steps=False)
+    assert not all_alike((first, second), of_steps=True)
+    assert all_alike((Verdict(None), Verdict(None)), of_steps=True)
+
+
+@pytest.mark.parametrize("kind", ["sequence_mean", "token_mean", "constant", "sequence_sum"])
+def test_sequences_left_out_of_the_loss_keep_their_place_in_the_weights(kind: str) -> None:
+    stage = small(f"algorithm.weights.kind={kind}").stages[0]
+    made = group((2, 3, 4, 3))
+    batch = replace(from_groups([made]), advantage_N=torch.ones(12, dtype=torch.float64))
+    _, whole = part_of(stage, batch, [0, 1, 2, 3], frozenset(range(4)))  # type: ignore[arg-type]
+    places, part = part_of(stage, batch, [0, 1, 2, 3], frozenset({1}))  # type: ignore[arg-type]
+    assert places == [1]
+    assert whole.weight_N is not None
+    assert part.weight_N is not None
+    assert part.weight_N.tolist() == whole.weight_N[2:5].tolist()
+    assert (part.token_weight, part.metric_weight) == (1 / 12, 1 / 3)
+
+
+TWO = {
+    "model": {"build": {"alphabet": "0123456789> ", "hidden_size": 16, "layers": 1, "heads": 2}},
+    "threads": 1,
+    "stages": [
+        {
+            "stage": "rl", "name": name, "steps": 1, "algorithm": "grpo",
+            "tasks": [{"name": "sort_digits"}], "evaluation": {"prompts": 4},
+            "rewards": {"functions": [{"function": "place_match"}]},
+            "rollout": {"prompts_per_step": 2, "group_size": 2, "max_tokens": 4},
+            "optimizer": {"learning_rate": rate},
+        }
+        for name, rate in (("first", 0.1), ("second", 0.1))
+    ],
+}  # fmt: skip
+
+
+def test_each_stage_has_its_own_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from keel.cli.train import show
+    from keel.config.load import load_recipe
+
+    folder = train(load_recipe(TWO), tmp_path / "run")
+    found = info(folder)
+    assert {k: set(v) for k, v in found["evaluation"].items()} == {
+        "first": {"before", "after"},
+        "second": {"before", "after"},
+    }
+    assert found["evaluation"]["first"]["after"] == found["evaluation"]["second"]["before"]
+    assert found["examples"].keys() == {"first", "second"}
+    from rich.console import Console
+
+    show(Console(), folder)
+    said = capsys.readouterr().out
+    heads = [said.index(f"\n{when} {name}:") for name in ("first", "second")
+             for when in ("before", "after")]  # fmt: skip
+    assert heads == sorted(heads)
