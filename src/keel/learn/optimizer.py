@@ -99,7 +99,8 @@ class AdamW:
 def step_all(optimizers: Sequence[AdamW], rates: Sequence[float | None]) -> list[float]:
     """Clip, step each at its learning rate and clear the gradients; the norms before clipping.
 
-    One with the rate None takes no step. Where one of the norms is not finite none takes a step, and all weights stay as they were.
+    One with the rate None takes no step. Where one of the norms is not finite none takes a step,
+    and all weights stay as they were.
 
     Raises:
         KeelError: a step made a weight NaN or infinite, or there is no memory for the moments.
