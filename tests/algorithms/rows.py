@@ -47,6 +47,7 @@ ADVANTAGES: dict[str, Algorithm] = {
     "batch_normalised": row(advantage={"kind": "batch_normalised"}),
     "greedy_baseline": row(advantage={"kind": "greedy_baseline"}),
     "process_group_relative": row(advantage={"kind": "process_group_relative"}),
+    "value_baseline": row(advantage={"kind": "value_baseline"}, ratio="sequence", value=VALUE),
     "custom": row(advantage=CUSTOM),
 }
 RATIOS: dict[str, Algorithm] = {

@@ -76,7 +76,8 @@ def test_the_objective_of_a_preset(name: str, lines: list[str]) -> None:
 ADVANTAGE_LINES = {
     "ppo": ["A_n = Σ_{k≥0} (1 · 0.95)^k δ_{n+k}", "δ_n = r_n + 1 · V_{n+1} − V_n",
             "A_n ← (A_n − mean(A)) / √(var(A) + 10⁻⁸)"],
-    "grpo": ["A_n = (R_i − mean_g(R)) / (std_g(R) + 0.0001)"],
+    "grpo": ["A_n = (R_i − mean_g(R)) / (std_g(R) + 0.0001)",
+             "std_g(R)² = 1 / (G − 1) · Σ_{j∈g} (R_j − mean_g(R))²"],
     "grpo_process": ["A_n = Σ_{k:end(k)≥n} r̃_k",
                      "r̃_k = (r_k − mean_g(r)) / (std_g(r) + 0.0001)"],
     "dr_grpo": ["A_n = R_i − mean_g(R)"],
@@ -322,3 +323,15 @@ def test_json_is_plain_and_whole() -> None:
         assert found["name"] == name
         assert {t["term"] for t in found["terms"]} == set(preset.sources)
         assert found["models_in_memory"] == list(explain_preset(name).loaded)
+
+
+def test_the_count_of_the_deviation_stands_in_the_formula() -> None:
+    for ddof, below in ((1, "1 / (G − 1)"), (0, "1/G")):
+        found = explain_row(rows.row(advantage={"kind": "group_relative", "ddof": ddof}))
+        assert f"std_g(R)² = {below} · Σ_" in found.unicode()
+
+
+def test_a_value_baseline_is_explained() -> None:
+    text = explain_row(rows.ADVANTAGES["value_baseline"]).unicode()
+    assert "A_n = R_i − V_{q_i}" in text
+    assert "R̂_n = Σ_{k≥0} r_{n+k}" in text

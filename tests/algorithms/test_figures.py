@@ -52,6 +52,7 @@ def idle(row: Algorithm, path: tuple[str, ...]) -> bool:
         or (path[-1] == "floor" and c is not None and c.kind == "truncate")
         or (path[-1] == "lam" and isinstance(a, spec.GAE) and a.adaptive_alpha is not None)
         or (path[-1] == "epsilon" and isinstance(a, spec.GroupRelative) and a.scale == "none")
+        or path[-1] == "ddof"  # 0 or 1 by name: see test_explain
         or "options" in path
     )  # fmt: skip
 

@@ -51,6 +51,21 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         "differs from token to token",
         {"ratio": "sequence_token"},
     ),
+    (
+        {"surrogate": {"kind": "cispo", "floor": 3.0, "cap": 2.0}},
+        "surrogate.floor = 3 and surrogate.cap = 2 leave out 1",
+        {"surrogate": {"kind": "cispo", "floor": 1.0, "cap": 1.0}},
+    ),
+    (
+        {"correction": {"kind": "truncate", "cap": 0.5}},
+        "correction.cap = 0.5 cuts every weight",
+        {"correction": {"kind": "truncate", "cap": 1.0}},
+    ),
+    (
+        {"correction": {"kind": "mask", "floor": 3.0, "cap": 2.0}},
+        "correction.floor = 3 and correction.cap = 2 leave out 1",
+        {"correction": {"kind": "mask", "floor": 1.0, "cap": 1.0}},
+    ),
     ({"advantage": {"kind": "gae"}}, "reads a value model and none is trained", {"value": VALUE}),
     ({"value": VALUE}, "never reads the value model", {"value": "none"}),
     (
@@ -128,6 +143,41 @@ def test_a_contradiction_is_refused_with_its_reason_and_the_mend_accepted(
     assert reason in error["msg"]
     assert "\n" not in error["msg"]
     Algorithm.model_validate({**SOUND, **change, **mend})
+
+
+@pytest.mark.parametrize(
+    ("table", "bounds"),
+    [
+        ("surrogate", {"kind": "cispo", "cap": 0.9}),
+        ("surrogate", {"kind": "cispo", "floor": 1.1}),
+        ("correction", {"kind": "mask", "cap": 0.9}),
+        ("correction", {"kind": "mask", "floor": 1.1}),
+        ("surrogate", {"kind": "clip", "low": 1.1}),
+        ("surrogate", {"kind": "clip", "high": -0.1}),
+        ("surrogate", {"kind": "clip", "dual": 1.0}),
+        ("surrogate", {"kind": "geometric", "low": -0.1}),
+        ("surrogate", {"kind": "geometric", "high": -0.1}),
+        ("surrogate", {"kind": "sapo", "temperature_positive": 0.0}),
+        ("surrogate", {"kind": "sapo", "temperature_negative": 0.0}),
+    ],
+)
+def test_a_range_that_leaves_out_the_ratio_on_policy_is_refused(
+    table: str, bounds: dict[str, Any]
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Algorithm.model_validate({**SOUND, table: bounds})
+    [error] = caught.value.errors()
+    said = f"{'.'.join(map(str, error['loc']))} {error['msg']}"
+    key = next(key for key in bounds if key != "kind")
+    assert f"{table}.{key}" in said or (table in error["loc"] and key in error["loc"])
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence", "sequence_product", "sequence_token"])
+def test_a_value_baseline_goes_with_every_ratio(ratio: str) -> None:
+    row = {**SOUND, "ratio": ratio, "advantage": {"kind": "value_baseline"}, "value": VALUE}
+    assert Algorithm.model_validate(row).needs_value
+    with pytest.raises(ValidationError, match="reads a value model and none is trained"):
+        Algorithm.model_validate({**row, "value": None})
 
 
 @pytest.mark.parametrize("kind", ["gae", "td", "n_step", "monte_carlo"])

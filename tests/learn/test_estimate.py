@@ -12,7 +12,7 @@ from keel.learn.batch import from_groups
 from keel.learn.estimate import Outcome, estimate, outcome
 from keel.learn.loss import prepare
 from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
-from tests.learn.flat import blank
+from tests.learn.flat import blank, sample
 
 LENGTHS, GROUPS = (2, 3, 1, 1, 2), (0, 0, 1, 1, 1)
 NAN = float("nan")
@@ -33,6 +33,35 @@ def test_a_silent_sequence_gets_zero_and_leaves_the_whitening(name: str) -> None
     assert silent.tolist() == [0.0, 0.0]
     assert float(spoken.mean()) == pytest.approx(0.0, abs=1e-12)
     assert float(spoken.var()) == pytest.approx(1.0, abs=1e-6)  # ε = 1e-8 under the root
+
+
+def test_a_value_baseline_is_one_number_a_sequence_and_its_returns_go_to_the_end() -> None:
+    """With the divergence in the reward: A = Σ r − V(first state), returns Σ of what follows."""
+    data = {**PRESETS["ppo"].row.model_dump(), "advantage": {"kind": "value_baseline"}}
+    row = Algorithm.model_validate({**data, "ratio": "sequence"})
+    made = sample(LENGTHS, GROUPS, 3, shift=0.0).batch
+    assert made.old_log_prob_N is not None
+    assert made.reference_log_prob_N is not None
+    assert made.value_N is not None
+    rewards, beta = [1.0, 0.0, 3.0, 2.0, NAN], 0.3
+    found = estimate(row, made, judged(*rewards), beta)
+    old, other = made.old_log_prob_N.tolist(), made.reference_log_prob_N.tolist()
+    value = made.value_N.tolist()
+    advantage: list[float] = []
+    returns: list[float] = []
+    at = 0
+    for reward, length in zip(rewards, LENGTHS, strict=True):
+        own = range(at, at + length)
+        paid = [-beta * (old[n] - other[n]) + (reward if n == at + length - 1 else 0) for n in own]
+        silent = reward != reward
+        for n in own:
+            advantage.append(0.0 if silent else sum(paid) - value[at])
+            returns.append(value[n] if silent else sum(paid[n - at :]))
+        at += length
+    assert found.advantage_N is not None
+    assert found.return_N is not None
+    assert found.advantage_N.tolist() == pytest.approx(advantage, abs=1e-12)
+    assert found.return_N.tolist() == pytest.approx(returns, abs=1e-12)
 
 
 def group(*rewards: tuple[float | None, tuple[Step, ...]]) -> tuple[Group, tuple[Verdict, ...]]:

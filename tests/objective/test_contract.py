@@ -139,6 +139,7 @@ EXAMPLES: dict[Function, Example] = {
     gae.returns_to_go: example({**OWN, "gamma": 0.9}, reward_N=n(1)),
     gae.monte_carlo: example(
         {**OWN, "gamma": 0.9}, reward_N=n(1), value_N=n(2), next_value_N=n(3)),
+    gae.value_baseline: example(OWN, reward_S=s(1), value_N=n(2)),
     group.group_relative: example(
         {"groups_S": GROUPS, "scale": "std", "epsilon": 1e-4}, **REWARDS),
     group.leave_one_out: example({"groups_S": GROUPS}, **REWARDS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,48 @@ def test_k3_keeps_its_digits_near_zero_and_stays_finite_far_away() -> None:
             (slope,) = torch.autograd.grad(value.sum(), far)
             assert value.isfinite().all()
             assert slope.isfinite().all()
+
+
+ESTIMATORS = (
+    divergences.k1,
+    divergences.k2,
+    divergences.k3,
+    divergences.absolute,
+    divergences.old_to_policy,
+    divergences.policy_to_old,
+)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_beyond_the_bound_an_estimator_is_constant_and_its_gradient_zero(estimator: Any) -> None:
+    """Within ±20 the gradient has the sign of a finite difference, beyond it is exactly 0."""
+    distance = torch.tensor([-50, -21, -19, -1, 1, 19, 21, 50], dtype=torch.float64)
+    distance.requires_grad_()
+    zero = torch.zeros_like(distance)
+    value = estimator(distance, zero)
+    (slope,) = torch.autograd.grad(value.sum(), distance)
+    inside = distance.detach().abs() <= 20
+    assert slope[~inside].tolist() == [0.0] * 4
+    at = distance.detach()
+    nudged = (estimator(at + 1e-4, zero) - estimator(at - 1e-4, zero)) / 2e-4
+    assert slope.tolist() == pytest.approx(nudged.tolist(), rel=1e-5)
+    assert value[0] == value[1]
+    assert value[6] == value[7]
+
+
+@pytest.mark.parametrize("estimator", [divergences.k1, divergences.k3])
+def test_a_weighted_estimate_is_constant_where_its_ratio_is(estimator: Any) -> None:
+    new = torch.tensor([25.0, 19.0, -25.0], dtype=torch.float64, requires_grad=True)
+    old, reference = torch.zeros_like(new), torch.tensor([27.0, 21.0, -20.0]).double()
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return divergences.weighted(estimator(x, reference), x, old)
+
+    (slope,) = torch.autograd.grad(total(new).sum(), new)
+    assert slope[0] == slope[2] == 0.0
+    at = new.detach()
+    nudged = (total(at + 1e-5) - total(at - 1e-5)) / 2e-5
+    assert slope[1].item() == pytest.approx(nudged[1].item(), rel=1e-6)
 
 
 def test_full_is_the_sum_over_the_vocabulary() -> None:

@@ -134,6 +134,18 @@ def test_adaptive_lambda() -> None:
     assert gae.adaptive_lambda(loops.ints([0, 40]), alpha=0.05).tolist() == [0.0, 0.5]
 
 
+def test_a_value_baseline_is_the_reward_less_the_first_value() -> None:
+    lengths = [2, 3, 0, 1]
+    reward, value_N = [0.5, -1.0, 2.0, float("nan")], loops.random(6, 4)
+    found = gae.value_baseline(loops.tensor(reward), value_N, loops.ints(lengths))
+    values, expected, at = value_N.tolist(), [], 0
+    for one, length in zip(reward, lengths, strict=True):
+        start = values[at] if length else 0.0
+        expected.append(0.0 if one != one else one - start)
+        at += length
+    loops.close(found, expected)
+
+
 def test_monte_carlo_baselines_and_absent_rewards() -> None:
     lengths_S = loops.ints([2, 3, 0, 1])
     reward_N = loops.tensor([0.5, 1.0, 0.0, 0.0, 3.0, float("nan")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Literal
 
 import pytest
 import torch
@@ -85,6 +86,22 @@ def test_laws_of_the_group() -> None:
         loops.close(function(reward + 5), function(reward))
     loops.close(group.group_relative(reward * 7, groups, scale="std", epsilon=0.0), std)
     loops.close(group.leave_one_out(reward * 7, groups), loo * 7)
+
+
+@pytest.mark.parametrize("scale", ["std", "batch"])
+def test_ddof_0_divides_by_the_population_deviation(scale: Literal["std", "batch"]) -> None:
+    rewards, groups = [1.0, 0.0, 0.0, 2.0, 5.0, 1.0], [0, 0, 0, 0, 1, 1]
+    expected = []
+    for reward, g in zip(rewards, groups, strict=True):
+        own = [r for r, other in zip(rewards, groups, strict=True) if other == g]
+        over = own if scale == "std" else rewards
+        mean = sum(over) / len(over)
+        deviation = math.sqrt(sum((r - mean) ** 2 for r in over) / len(over))
+        expected.append((reward - sum(own) / len(own)) / (deviation + 0.1))
+    found = group.group_relative(
+        loops.tensor(rewards), loops.ints(groups), scale=scale, epsilon=0.1, ddof=0
+    )
+    loops.close(found, expected)
 
 
 def test_one_right_of_four() -> None:

@@ -9,6 +9,8 @@ from typing import get_args
 
 import pytest
 
+from keel.algorithms.presets import PRESETS
+from keel.config.load import load_recipe, shipped
 from keel.config.model import Lora, Model
 from keel.config.optimisation import Optimizer
 from keel.config.schema import RLStage
@@ -312,6 +314,41 @@ def test_settings_of_a_stage() -> None:
     assert c.reuse(stage(algorithm="rloo"), "epochs") is None
     assert c.reuse(stage(algorithm="ppo"), "epochs") is None
     assert kind(c.reuse(stage(algorithm="rloo", epochs=2), "epochs")) == "reuse-without-ratio"
+
+
+GSPO = {"preset": "gspo"}
+STILL: list[dict[str, object]] = [
+    {"algorithm": GSPO, "minibatches": 1},
+    {"algorithm": "dapo", "minibatches": 1},
+    {"algorithm": "ppo", "epochs": 1},
+    {"algorithm": "ppo_kl_penalty", "epochs": 1},
+    {"algorithm": {"preset": "grpo", "ratio": "sequence"}},
+    {"algorithm": {"preset": "grpo", "surrogate": {"kind": "cispo"}}},
+]
+MOVES: list[dict[str, object]] = [
+    *({"algorithm": name} for name in PRESETS),
+    {"algorithm": GSPO, "minibatches": 1, "epochs": 2},
+    {"algorithm": GSPO, "minibatches": 1, "rollout": {"old_log_probs": "engine"}},
+    {
+        "algorithm": {**GSPO, "correction": {"kind": "truncate"}},
+        "minibatches": 1,
+        "rollout": {"ahead": 1},
+    },
+    {"algorithm": {"preset": "grpo", "surrogate": {"high": 0.28}}},
+]
+
+
+def test_a_ratio_that_cannot_move_is_found_and_no_other() -> None:
+    for keys in STILL:
+        assert kind(c.still_ratio(stage(**keys), "minibatches")) == "ratio-stays-1", keys
+    for keys in MOVES:
+        assert c.still_ratio(stage(**keys), "minibatches") is None, keys
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_no_shipped_recipe_has_a_ratio_that_cannot_move(name: str) -> None:
+    stages = load_recipe(name).stages
+    assert not any(isinstance(one, RLStage) and one.ratio_stays_one for one in stages)
 
 
 def test_weights_that_do_not_move() -> None:

@@ -31,6 +31,10 @@ CASES = {
     "grpo": ["algorithm=grpo"],
     "ppo-critic": ["algorithm=ppo"],
     "ppo-head": ["algorithm=ppo", "value.kind=head", "minibatches=2"],
+    "value-warm-up": ["algorithm=ppo", "value.kind=head", "value.warmup_steps=2"],
+    "value-baseline": [
+        "algorithm={preset='gspo', advantage={kind='value_baseline'}, value={coefficient=0.1}}"
+    ],
     "adaptive": ["algorithm=ppo_kl_penalty", "algorithm.divergence.adaptive.target=1e-6"],
     "lora": ["algorithm=grpo", "model.lora.rank=4", "optimizer.learning_rate=1e-2"],
     "ziegler": [

@@ -149,6 +149,7 @@ def preset_setting(preset: Preset) -> Setting:
     """The loop settings that a preset goes with; all else unknown, and a reward model assumed."""
     return Setting(
         epochs=preset.epochs,
+        minibatches=preset.minibatches if preset.minibatches > 1 else None,
         dynamic_sampling=preset.dynamic_sampling,
         overlong_share=preset.overlong_share,
     )
@@ -164,8 +165,11 @@ def recipe_sources(row: Algorithm, preset: Preset, setting: Setting) -> dict[str
                 sources[choice] = known[choice]
             continue
         sources[choice] = _changed(now, before, known.get(choice, ""))
-    if setting.epochs != preset.epochs:
-        sources["epochs"] = f"{RECIPE} (μ = {setting.epochs}, not {preset.epochs})"
+    loop = [f"μ = {setting.epochs}, not {preset.epochs}"] if setting.epochs != preset.epochs else []
+    if setting.minibatches not in (None, preset.minibatches):
+        loop.append(f"mini-batches = {setting.minibatches}, not {preset.minibatches}")
+    if loop:
+        sources["epochs"] = f"{RECIPE} ({'; '.join(loop)})"
     elif "epochs" in known:
         sources["epochs"] = known["epochs"]
     return sources
@@ -256,11 +260,13 @@ def _batch(setting: Setting) -> str:
 
 
 def _epochs(row: Algorithm, setting: Setting, source: str) -> Term:
+    parts = setting.minibatches
+    cut = "" if parts in (None, 1) else f", in {parts} mini-batches"
     return Term(
         key="epochs",
         symbol=r"\mu",
         title="Passes over each batch",
-        kind=str(setting.epochs),
+        kind=f"{setting.epochs}{cut}",
         text=updates(row, setting),
         source=source,
     )

@@ -19,6 +19,7 @@ from keel.algorithms.spec import (
     NStep,
     Optimal,
     ProcessGroupRelative,
+    ValueBaseline,
 )
 from keel.algorithms.symbols import function, number, quote
 from keel.algorithms.terms import Equation, Setting, Term, equation
@@ -90,6 +91,8 @@ def _describe(
             return _greedy(row)
         case ProcessGroupRelative():
             return _process(choice, setting)
+        case ValueBaseline():
+            return _value_baseline(row)
         case CustomAdvantage():
             return _custom(choice)
         case _:
@@ -206,11 +209,23 @@ def _group_relative(
     spread = (
         r"so is $\mathrm{std}_g$" if choice.scale == "std" else r"$\mathrm{std}_S$ over the batch"
     )
+    kind = "unbiased one" if choice.ddof else "population's, not the unbiased one"
     text = (
-        f"{mean}, {spread}; the standard deviation is the unbiased one. One number for all tokens "
+        f"{mean}, {spread}; the standard deviation is the {kind}. One number for all tokens "
         f"of a completion. {_TIES}"
     )
-    return (equation(A, rf"\frac{{{centred}}}{{{over}}}"),), text
+    total = equation(A, rf"\frac{{{centred}}}{{{over}}}")
+    return (total, _deviation(reward, where, choice.ddof)), text
+
+
+def _deviation(reward: str, where: str, ddof: int) -> Equation:
+    count = "G" if where == "g" else "S"
+    below = f"{count} - 1" if ddof else count
+    return equation(
+        rf"\mathrm{{std}}_{where}({reward})^2",
+        rf"\frac{{1}}{{{below}}} \cdot \sum_{{j\in {where}}}",
+        rf"({reward}_j - \mathrm{{mean}}_{where}({reward}))^2",
+    )
 
 
 def _leave_one_out(row: Algorithm, setting: Setting) -> tuple[tuple[Equation, ...], str]:
@@ -272,6 +287,15 @@ def _process(choice: ProcessGroupRelative, setting: Setting) -> tuple[tuple[Equa
         "completion's steps that end at it or after it; tokens behind the last step get 0."
     )
     return (total, steps), text
+
+
+def _value_baseline(row: Algorithm) -> tuple[tuple[Equation, ...], str]:
+    text = (
+        "The completion as one action: its reward less the value model's estimate $V_{q_i}$ for "
+        "its prompt, read at the prompt's last token, before anything is written. One number for "
+        "all tokens of a completion, so that one ratio for each completion goes with it."
+    )
+    return (equation(A, f"{return_symbol(row)}_i", "- V_{q_i}"),), text
 
 
 def _custom(choice: CustomAdvantage) -> tuple[tuple[Equation, ...], str]:

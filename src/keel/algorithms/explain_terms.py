@@ -17,6 +17,7 @@ from keel.algorithms.spec import (
     Sapo,
     Surrogate,
     Unclipped,
+    ValueBaseline,
     ValueLoss,
 )
 from keel.algorithms.symbols import function, number, offset, quote
@@ -276,6 +277,13 @@ def value(row: Algorithm, setting: Setting, source: str) -> Term:
             decay = rf"({number(advantage.gamma)} \cdot {number(lam)})^k"
             traces = rf"\sum_{{k\geq0}} {decay} \, \delta_{{n+k}}"
             returns = equation(r"\hat{R}_n", rf"{traces} + V_{{\mathrm{{old}},n}}")
+    if isinstance(advantage, ValueBaseline):
+        text = (
+            r"The value model is regressed on the return to go at every token of a completion; "
+            r"$r_n$ is the completion's reward on its last token and 0 before, less the divergence "
+            "on every token where that is part of the reward"
+        )
+        returns = equation(r"\hat{R}_n", r"\sum_{k\geq0} r_{n+k}")
     text += ". A token mean, whatever the weights of the surrogate."
     text += (
         " A head on the policy's backbone: both losses move the same weights."

@@ -51,6 +51,8 @@ class Preset:
     row: Algorithm
     sources: Mapping[Choice, str]
     epochs: int = 1
+    minibatches: int = 1
+    """Optimizer steps per epoch. With one, and one epoch, the ratio stays 1 and no clip acts."""
     dynamic_sampling: bool = False
     overlong_share: float = 0.0
     """Share of the completion budget over which length is punished (DAPO)."""
@@ -180,7 +182,9 @@ _PRESETS: Final = (
             "surrogate": f"{_DAPO} §3.1, ε 0.2 and 0.28 §4.1",
             "weights": f"{_DAPO} §3.3",
             "divergence": f"{_DAPO} §2.3, none",
+            "epochs": f"16 mini-batches: {_DAPO} §4.1",
         },
+        minibatches=16,
         dynamic_sampling=True,
         overlong_share=0.2,
     ),
@@ -195,7 +199,9 @@ _PRESETS: Final = (
             "surrogate": "arXiv:2507.18071 eq. 5, ranges §5.1",
             "weights": "arXiv:2507.18071 eq. 5",
             "divergence": "arXiv:2507.18071, none",
+            "epochs": "4 mini-batches: arXiv:2507.18071 §5.1",
         },
+        minibatches=4,
     ),
     Preset(
         name="gspo_token",
@@ -208,7 +214,9 @@ _PRESETS: Final = (
             "surrogate": "arXiv:2507.18071 eq. 13, ranges §5.1",
             "weights": "arXiv:2507.18071 eq. 13",
             "divergence": "arXiv:2507.18071, none",
+            "epochs": "4 mini-batches: arXiv:2507.18071 §5.1",
         },
+        minibatches=4,
     ),
     Preset(
         name="rloo",
@@ -302,7 +310,9 @@ _PRESETS: Final = (
             "surrogate": f"arXiv:2506.13585 eq. 4-5; cap 5, undisclosed there: {CHOICE}, ScaleRL's",
             "weights": "arXiv:2506.13585 eq. 4",
             "divergence": "arXiv:2506.13585 §3.1, none",
+            "epochs": "16 mini-batches: arXiv:2506.13585, 16 rounds of off-policy updates",
         },
+        minibatches=16,
     ),
     Preset(
         name="sapo",
@@ -315,7 +325,9 @@ _PRESETS: Final = (
             "surrogate": "arXiv:2511.20347, τ 1.0 and 1.05",
             "weights": "arXiv:2511.20347",
             "divergence": "arXiv:2511.20347, none",
+            "epochs": "4 mini-batches: arXiv:2511.20347, its experiments",
         },
+        minibatches=4,
     ),
     Preset(
         name="gmpo",
@@ -328,7 +340,9 @@ _PRESETS: Final = (
             "surrogate": "arXiv:2507.20673 eq. 4, log-space clip 0.4",
             "weights": "arXiv:2507.20673 eq. 4",
             "divergence": "arXiv:2507.20673, none",
+            "epochs": "8 mini-batches, of 1,024 completions: arXiv:2507.20673, its experiments",
         },
+        minibatches=8,
     ),
 )  # fmt: skip
 

@@ -14,6 +14,7 @@ SEQUENCE_RATIOS = frozenset({"sequence", "sequence_product"})
 def contradictions(row: Algorithm) -> Iterator[str]:
     """The reasons for which a row is refused; none for a sound one."""
     yield from _ratio_and_surrogate(row)
+    yield from _bounds(row)
     yield from _advantage(row)
     yield from _divergence(row)
 
@@ -46,12 +47,33 @@ def _ratio_and_surrogate(row: Algorithm) -> Iterator[str]:
         )
 
 
+def _bounds(row: Algorithm) -> Iterator[str]:
+    """Ranges of a ratio must hold 1, which it is on policy."""
+    s, c = row.surrogate, row.correction
+    if s.kind == "cispo" and not s.floor <= 1 <= s.cap:
+        yield (
+            f"surrogate.floor = {s.floor:g} and surrogate.cap = {s.cap:g} leave out 1, the ratio "
+            "on policy: every token would get the same weight, set floor <= 1 <= cap"
+        )
+    if c is not None and c.kind == "truncate" and c.cap < 1:
+        yield (
+            f"correction.cap = {c.cap:g} cuts every weight, that of a token sampled on policy "
+            "(1) too: set it to 1 or more"
+        )
+    if c is not None and c.kind == "mask" and not c.floor <= 1 <= c.cap:
+        yield (
+            f"correction.floor = {c.floor:g} and correction.cap = {c.cap:g} leave out 1, the "
+            "weight on policy: every token would be masked, set floor <= 1 <= cap"
+        )
+
+
 def _advantage(row: Algorithm) -> Iterator[str]:
     kind = row.advantage.kind
     if row.ratio in SEQUENCE_RATIOS and row.per_token_advantage:
         yield (
             f'ratio "{row.ratio}" is one number a sequence and advantage "{kind}" differs from '
-            'token to token: set ratio = "sequence_token" or "token"'
+            'token to token: set ratio = "sequence_token" or "token", or advantage.kind = '
+            '"value_baseline"'
         )
     if row.needs_value and row.value is None:
         yield (

@@ -101,6 +101,9 @@ class GroupRelative(Row):
     kind: Literal["group_relative"] = "group_relative"
     scale: Literal["std", "batch", "none"] = "std"
     epsilon: Coefficient = 1e-4
+    ddof: int = Field(default=1, ge=0, le=1)
+    """What is subtracted from the count in the standard deviation: 1 (of a sample, as in TRL and
+    verl) or 0 (of a population)."""
     whiten: bool = False
 
 
@@ -137,6 +140,14 @@ class ProcessGroupRelative(Row):
     whiten: bool = False
 
 
+class ValueBaseline(Row):
+    """The completion's reward less the value model's estimate for its prompt: one number for each
+    completion, so that it goes with a ratio of the whole completion (GSPO with a critic)."""
+
+    kind: Literal["value_baseline"] = "value_baseline"
+    whiten: bool = False
+
+
 class CustomAdvantage(Row):
     """The user's own, of the signature of those in `keel.objective`: what it names, it gets.
 
@@ -154,7 +165,7 @@ class CustomAdvantage(Row):
 Advantage = Annotated[
     Union[
         GAE, MonteCarlo, TD, NStep, GroupRelative, LeaveOneOut, Optimal, BatchNormalised,
-        GreedyBaseline, ProcessGroupRelative, CustomAdvantage,
+        GreedyBaseline, ProcessGroupRelative, ValueBaseline, CustomAdvantage,
     ],
     Field(discriminator="kind"),
 ]  # fmt: skip
@@ -298,7 +309,7 @@ class Algorithm(Row):
             return a.needs_value
         if isinstance(a, MonteCarlo):
             return a.baseline == "value"
-        return isinstance(a, GAE | TD | NStep)
+        return isinstance(a, GAE | TD | NStep | ValueBaseline)
 
     @property
     def needs_groups(self) -> bool:

@@ -26,6 +26,7 @@ FOREIGN: Final[dict[str, str]] = {
     "num_iterations": "epochs",
     "num_ppo_epochs": "epochs",
     "ppo_epochs": "epochs",
+    "critic_warmup": "value.warmup_steps",
     # sampling
     "temperature": "rollout.temperature",
     "top_k": "rollout.top_k",

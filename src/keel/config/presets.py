@@ -10,6 +10,7 @@ from keel.config.foreign import STAGES
 from keel.config.suggest import unknown
 
 DEFAULT_PRESET = "grpo"
+PROMPTS_PER_STEP, GROUP_SIZE = 32, 8
 _CHANGES = ("kind", "preset")
 """Where one of these differs, a table is another thing: nothing of the old one stays."""
 
@@ -31,6 +32,7 @@ def resolve_algorithm(stage: Mapping[str, Any]) -> dict[str, Any]:
         **stage,
         "algorithm": merge({**preset.row.model_dump(), "preset": name}, given),
         "epochs": stage.get("epochs", preset.epochs),
+        "minibatches": stage.get("minibatches", _minibatches(preset, rollout)),
         "rollout": {**_loop_defaults(preset, rollout), **rollout}
         if isinstance(rollout, Mapping)
         else rollout,
@@ -69,7 +71,18 @@ def without_loop_defaults(stage: Mapping[str, Any]) -> dict[str, Any]:
     out = {**stage, "rollout": kept} if "rollout" in stage else dict(stage)
     if out.get("epochs") == PRESETS[name].epochs:
         del out["epochs"]
+    if out.get("minibatches") == _minibatches(PRESETS[name], rollout):
+        del out["minibatches"]
     return out
+
+
+def _minibatches(preset: Preset, rollout: Any) -> int:
+    """The preset's, but no more than a step has completions."""
+    sizes = rollout if isinstance(rollout, Mapping) else {}
+    prompts = sizes.get("prompts_per_step", PROMPTS_PER_STEP)
+    group = sizes.get("group_size", GROUP_SIZE)
+    known = all(isinstance(size, int) and size > 0 for size in (prompts, group))
+    return min(preset.minibatches, prompts * group) if known else preset.minibatches
 
 
 def _loop_defaults(preset: Preset, rollout: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, model_validator
 
+from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm, EntryPoint, Row, Unit
 from keel.config.fields import (
     Answers,
@@ -31,7 +32,12 @@ from keel.config.judging import (
 )
 from keel.config.model import Model
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
-from keel.config.presets import DEFAULT_PRESET, resolve_algorithm
+from keel.config.presets import (
+    DEFAULT_PRESET,
+    GROUP_SIZE,
+    PROMPTS_PER_STEP,
+    resolve_algorithm,
+)
 from keel.config.sources import Prompts, Rewards, RewardSource, Seconds, TaskSource
 
 MAX_COMPLETIONS = 2**24
@@ -59,8 +65,8 @@ class SFTStage(Row):
 class Rollout(Row):
     """How each step's completions are drawn."""
 
-    prompts_per_step: Count = 32
-    group_size: Answers = 8
+    prompts_per_step: Count = PROMPTS_PER_STEP
+    group_size: Answers = GROUP_SIZE
     max_tokens: Tokens = 256
     temperature: Temperature = 1.0
     top_k: Index = 0
@@ -108,13 +114,20 @@ class Rollout(Row):
 
 
 class Value(Row):
-    """The value model: a head on the policy's backbone, or a critic with its own."""
+    """The value model: a head on the policy's backbone, or a critic with its own.
+
+    Its output layer starts at 0 in either case.
+    """
 
     kind: Literal["head", "critic"] = "critic"
     name: str | None = None
     """Folder or hub name of the critic's backbone; None starts it from the policy."""
-    optimizer: Optimizer | None = None
-    """Of a separate critic; None means the policy's."""
+    optimizer: Optimizer | None = Optimizer(learning_rate=1e-5)
+    """Of the critic, or of the head's own weights: its default rate is ten times the policy's, as
+    in verl and OpenRLHF, since the output layer starts at 0. None means the policy's settings."""
+    warmup_steps: Index = 0
+    """Steps at the start of the stage in which only the value model learns. The policy's schedule
+    begins after them."""
 
 
 class Reference(Row):
@@ -166,7 +179,8 @@ class RLStage(Row):
     epochs: Count = 1
     """Passes over each step's batch (μ); the preset's unless set."""
     minibatches: Count = 1
-    """Optimizer steps per epoch."""
+    """Optimizer steps per epoch, each on its part of the step's completions; the preset's unless
+    set. Where the parts cannot be equal they differ by one completion at most."""
     token_budget: Tokens = 16_384
     """Model-input tokens of a micro-batch at the most; a longer sequence goes alone. A CPU takes
     640, unless more share a prompt."""
@@ -223,10 +237,15 @@ class RLStage(Row):
                 "and nothing corrects for that: set algorithm.correction.kind = "
                 f'"truncate"{both}, or rollout.dtype = "model"'
             )
-        if self.value.kind == "head" and (self.value.name or self.value.optimizer):
+        if self.value.kind == "head" and self.value.name:
             raise ValueError(
-                "value.name and value.optimizer are a critic's, and a head has neither backbone "
-                'nor optimizer of its own: set value.kind = "critic", or leave them out'
+                "value.name is the backbone of a critic, and a head is on the policy's: set "
+                'value.kind = "critic", or leave it out'
+            )
+        if self.algorithm.value is not None and self.value.warmup_steps >= self.steps:
+            raise ValueError(
+                f"value.warmup_steps = {self.value.warmup_steps} leaves the policy none of the "
+                f"stage's {self.steps} steps: set it lower, or steps higher"
             )
         if self.minibatches > r.prompts_per_step * r.group_size:
             raise ValueError(
@@ -239,6 +258,23 @@ class RLStage(Row):
     def keeps_reference(self) -> bool:
         """Whether a frozen reference policy is in memory."""
         return self.algorithm.needs_reference or self.reference.measured
+
+    @property
+    def ratio_stays_one(self) -> bool:
+        """Whether the loop gives the ratio no chance to move, in an objective made for one that
+        moves. Presets that their papers run on policy (GRPO) are not meant."""
+        row, rollout = self.algorithm, self.rollout
+        one_update = self.epochs * self.minibatches == 1
+        if row.ratio == "none" or not one_update:
+            return False
+        if rollout.old_log_probs == "engine" or rollout.ahead:
+            return False
+        preset = PRESETS[row.preset]
+        on_policy = preset.epochs * preset.minibatches == 1
+        own = row.ratio == preset.row.ratio and row.surrogate.kind == preset.row.surrogate.kind
+        bounded = row.surrogate.kind in ("clip", "cispo", "sapo", "geometric")
+        to_old = row.divergence is not None and row.divergence.to == "old"
+        return (bounded and not (on_policy and own)) or to_old
 
 
 Stage = Annotated[

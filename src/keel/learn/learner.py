@@ -32,7 +32,7 @@ class Learner:
     reference: Reference | None = None
     value_head: ValueHead | None = None
     critic: Critic | None = None
-    critic_optimizer: AdamW | None = None
+    value_optimizer: AdamW | None = None
     temperature: float = 1.0
 
     @property
@@ -43,7 +43,7 @@ class Learner:
 
     @property
     def optimizers(self) -> dict[str, AdamW]:
-        pairs = {"optimizer": self.optimizer, "critic_optimizer": self.critic_optimizer}
+        pairs = {"optimizer": self.optimizer, "value_optimizer": self.value_optimizer}
         return {name: optimizer for name, optimizer in pairs.items() if optimizer is not None}
 
     def scores(self, row: Algorithm, batch: Batch) -> Scores:
@@ -99,11 +99,12 @@ class Learner:
 
 
 def update(
-    learner: Learner, row: Algorithm, batch: Batch, beta: float, rates: tuple[float, float]
+    learner: Learner, row: Algorithm, batch: Batch, beta: float, rates: tuple[float | None, float]
 ) -> dict[str, float]:
     """One optimizer step over the micro-batches of a prepared batch; its metrics.
 
-    `rates` are the learning rates of the policy and of a separate critic.
+    `rates` are the learning rates of the policy and of the value model; None leaves the policy and
+    its optimizer's state as they are.
 
     Raises:
         NotFinite: the loss or a gradient is; no step was taken, by none of the optimizers.

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keel.algorithms.spec import GAE, Algorithm, BatchNormalised
+from keel.algorithms.spec import GAE, Algorithm, BatchNormalised, ValueBaseline
 from keel.config.entry import load_entry
 from keel.learn.actions import Actions
 from keel.learn.budget import out_of_memory
@@ -118,6 +118,7 @@ ADVANTAGES: Final[Mapping[str, Callable[[Signals, Any], Tensor]]] = {
     "td": _td,
     "n_step": _n_step,
     "monte_carlo": _by_name(gae.monte_carlo),
+    "value_baseline": _by_name(gae.value_baseline),
     "batch_normalised": _batch_normalised,
     "group_relative": _by_name(group.group_relative),
     "leave_one_out": _by_name(group.leave_one_out),
@@ -173,10 +174,17 @@ def advantages(row: Algorithm, signals: Signals) -> Float[Tensor, " N"]:
 
 
 def returns(row: Algorithm, signals: Signals, advantage_N: Tensor) -> Float[Tensor, " N"] | None:
-    """What the value model is regressed on: A + V before whitening, under the critic's own λ."""
+    """What the value model is regressed on: A + V before whitening, under the critic's own λ.
+
+    Beside one advantage for a whole sequence it is the return to go (λ = 1), whose first one is
+    the sequence's reward. A sequence without reward keeps its values.
+    """
     if signals.value_N is None:
         return None
     choice = row.advantage
+    if isinstance(choice, ValueBaseline):
+        return_N = gae.returns_to_go(signals.reward_N, signals.lengths_S, gamma=1.0)
+        return torch.where(return_N.isnan(), signals.value_N, return_N)
     if isinstance(choice, GAE) and (choice.critic_lam is not None or choice.adaptive_alpha):
         lam = 1.0 if choice.critic_lam is None else choice.critic_lam
         advantage_N = _gae(signals, choice, lam)

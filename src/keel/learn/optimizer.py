@@ -96,10 +96,11 @@ class AdamW:
                 self.inner.state[parameter][key] = value
 
 
-def step_all(optimizers: Sequence[AdamW], rates: Sequence[float]) -> list[float]:
+def step_all(optimizers: Sequence[AdamW], rates: Sequence[float | None]) -> list[float]:
     """Clip, step each at its learning rate and clear the gradients; the norms before clipping.
 
-    Where one of the norms is not finite none takes a step, and all weights stay as they were.
+    One with the rate None takes no step. Where one of the norms is not finite none takes a step,
+    and all weights stay as they were.
 
     Raises:
         KeelError: a step made a weight NaN or infinite, or there is no memory for the moments.
@@ -108,7 +109,8 @@ def step_all(optimizers: Sequence[AdamW], rates: Sequence[float]) -> list[float]
     if all(math.isfinite(norm) for norm in norms):
         with needing_memory("the optimizer stepped", LESS):
             for optimizer, rate in zip(optimizers, rates, strict=True):
-                optimizer.apply(rate)
+                if rate is not None:
+                    optimizer.apply(rate)
         for optimizer in optimizers:
             _check(optimizer.parameters)
     for optimizer in optimizers:

@@ -12,6 +12,9 @@ policy:
 
 Summed token by token this holds for the per-token KL with the states' distribution held fixed, not
 for the KL of sequences; k1 in the reward, summed from each token to the end, is exact for that.
+
+Every estimator clamps d to ±20 before its formula: beyond that its value is constant and its
+gradient 0.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ def k1(
 
     Source: Schulman 2020, "Approximating KL divergence".
     """
-    return log_prob_N - other_log_prob_N
+    return _difference(log_prob_N, other_log_prob_N)
 
 
 def k2(
@@ -44,7 +47,7 @@ def k2(
 
     Source: Schulman 2020, "Approximating KL divergence".
     """
-    return 0.5 * (log_prob_N - other_log_prob_N).square()
+    return 0.5 * _difference(log_prob_N, other_log_prob_N).square()
 
 
 def k3(
@@ -56,8 +59,8 @@ def k3(
 
     Source: Schulman 2020, "Approximating KL divergence"; GRPO, arXiv:2402.03300 eq. 4.
     """
-    difference_N = log_prob_N - other_log_prob_N
-    return _expm1(-difference_N) + difference_N
+    difference_N = _difference(log_prob_N, other_log_prob_N)
+    return (-difference_N).expm1() + difference_N
 
 
 def absolute(
@@ -69,7 +72,7 @@ def absolute(
 
     Source: verl's `abs` penalty, arXiv:2409.19256.
     """
-    return (log_prob_N - other_log_prob_N).abs()
+    return _difference(log_prob_N, other_log_prob_N).abs()
 
 
 def full(
@@ -101,11 +104,15 @@ def weighted(
 
         ρ·k,   ρ = exp(ℓ − ℓ_old)
 
-    By token ratios it is exact for the per-token KL in the states of the sampling policy.
+    By token ratios it is exact for the per-token KL in the states of the sampling policy. Where
+    the ratio is at its bound, the whole product is constant: neither factor has a gradient.
 
     Source: DeepSeek-V3.2, arXiv:2512.02556 §3.1 (unbiased KL estimate).
     """
-    return exponential(log_prob_N - old_log_prob_N) * divergence_N
+    log_ratio_N = log_prob_N - old_log_prob_N
+    bounded_N = log_ratio_N.detach().abs() <= LIMIT
+    divergence_N = torch.where(bounded_N, divergence_N, divergence_N.detach())
+    return exponential(log_ratio_N) * divergence_N
 
 
 def old_to_policy(
@@ -129,8 +136,8 @@ def policy_to_old(
 
     Source: arXiv:1707.06347 eq. 8 with its sides exchanged, ρ·k3 of Schulman 2020.
     """
-    difference_N = log_prob_N - old_log_prob_N
-    return exponential(difference_N) * difference_N - _expm1(difference_N)
+    difference_N = _difference(log_prob_N, old_log_prob_N)
+    return difference_N.exp() * difference_N - difference_N.expm1()
 
 
 def adapt_ppo(beta: float, kl: float, *, target: float) -> float:
@@ -158,6 +165,7 @@ def adapt_ziegler(
     return beta * (1.0 + error * sequences / horizon)
 
 
-def _expm1(x_N: Tensor) -> Tensor:
-    # e^x − 1 by expm1: near 0 the difference would lose its digits.
-    return x_N.clamp(-LIMIT, LIMIT).expm1()
+def _difference(log_prob_N: Tensor, other_log_prob_N: Tensor) -> Tensor:
+    # Clamped here and not inside an exponential, so that value and gradient agree. The estimators
+    # take e^x − 1 by expm1: near 0 the difference would lose its digits.
+    return (log_prob_N - other_log_prob_N).clamp(-LIMIT, LIMIT)

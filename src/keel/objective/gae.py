@@ -130,6 +130,25 @@ def monte_carlo(
     return (return_N - mean).masked_fill(absent_N, 0.0)
 
 
+def value_baseline(
+    reward_S: Float[Tensor, " S"],
+    value_N: Float[Tensor, " N"],
+    lengths_S: Int[Tensor, " S"],
+) -> Float[Tensor, " S"]:
+    """The reward of the whole sequence less the value of the state that it starts from.
+
+        A_i = R_i − V(q_i),   V(q_i) the value before the first token of sequence i
+
+    0 where the reward is NaN.
+
+    Source: REINFORCE with a learned baseline, Williams 1992; Sutton and Barto 2018 §13.4, with the
+    completion as one action.
+    """
+    first_N = continues(lengths_S).logical_not().roll(1)
+    value_S = segment_sum(value_N.masked_fill(~first_N, 0.0), lengths_S)
+    return (reward_S - value_S).masked_fill(reward_S.isnan(), 0.0)
+
+
 def adaptive_lambda(
     lengths_S: Int[Tensor, " S"], *, alpha: float, dtype: torch.dtype = torch.float64
 ) -> Float[Tensor, " S"]:

@@ -69,10 +69,11 @@ def group_relative(
     *,
     scale: Literal["std", "batch", "none"],
     epsilon: float,
+    ddof: int = 1,
 ) -> Float[Tensor, " S"]:
     """The reward less the group's mean, over a standard deviation.
 
-        A_i = (R_i − mean_g R) / (std + ε),   std² = 1/(G−1) Σ (R_j − mean R)²
+        A_i = (R_i − mean_g R) / (std + ε),   std² = 1/(G−ddof) Σ (R_j − mean R)²
 
     `scale`: the std of the group, of the whole batch's rewards, or none (A_i = R_i − mean_g R).
 
@@ -83,20 +84,20 @@ def group_relative(
     if scale == "none":
         return group.centred_S
     if scale == "std":
-        variance_S = group.squares_S / (group.count_S - 1).clamp(min=1)
+        variance_S = group.squares_S / (group.count_S - ddof).clamp(min=1)
     else:
-        variance_S = _variance(reward_S).expand_as(reward_S)
+        variance_S = _variance(reward_S, ddof).expand_as(reward_S)
     std_S = torch.where(group.unequal_S, variance_S, 1.0).sqrt()
     return group.centred_S / (std_S + epsilon)
 
 
-def _variance(reward_S: Tensor) -> Tensor:
-    """Of all rewards that are there, unbiased."""
+def _variance(reward_S: Tensor, ddof: int) -> Tensor:
+    """Of all rewards that are there."""
     present_S = reward_S.isnan().logical_not()
     count = present_S.sum()
     mean = torch.where(present_S, reward_S, 0.0).sum() / count.clamp(min=1)
     squares = torch.where(present_S, reward_S - mean, 0.0).square().sum()
-    return squares / (count - 1).clamp(min=1)
+    return squares / (count - ddof).clamp(min=1)
 
 
 def leave_one_out(

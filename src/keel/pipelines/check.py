@@ -176,6 +176,7 @@ def _settings(seen: Seen, recipe: Recipe, stage: Stage, key: str) -> None:
         seen.add(
             setting_findings.overlong(stage, f"{key}rollout"),
             setting_findings.reuse(stage, f"{key}epochs"),
+            setting_findings.still_ratio(stage, f"{key}minibatches"),
             None
             if critic is None or stage.algorithm.value is None
             else setting_findings.warm_up(critic, stage.steps, f"{key}value.optimizer"),

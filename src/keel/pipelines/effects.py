@@ -220,13 +220,6 @@ def _one_update(w: Where) -> str | None:
     )
 
 
-def _clips(w: Where) -> str | None:
-    """A range around 1 is never left while every ratio is 1; one that does not hold 1 clips all."""
-    leaf, value = w.given.leaf, w.given.value
-    holds_1 = value < 1 if leaf == "floor" else value is None or value > (leaf == "cap")
-    return _one_update(w) if holds_1 else None
-
-
 def _no_divergence(w: Where) -> str | None:
     d = w.stage.algorithm.divergence
     off = d is not None and d.beta == 0 and d.adaptive is None
@@ -254,7 +247,7 @@ def _lam(w: Where) -> str | None:
     return "adaptive_alpha gives the actor's λ, critic_lam the critic's" if adaptive else None
 
 
-def _epsilon(w: Where) -> str | None:
+def _unscaled(w: Where) -> str | None:
     plain = getattr(w.given.holder, "scale", None) == "none"
     return 'advantage.scale = "none" divides by nothing' if plain else None
 
@@ -339,16 +332,22 @@ IDLE: Final[Mapping[str, Rule]] = {
     "rollout.max_refills": _max_refills,
     "rollout.overlap_rewards": _overlap,
     "algorithm.advantage.lam": _lam,
-    "algorithm.advantage.epsilon": _epsilon,
-    **{f"algorithm.surrogate.{key}": _clips for key in ("low", "high", "dual", "cap", "floor")},
-    **{f"algorithm.surrogate.temperature_{key}": _one_update for key in ("positive", "negative")},
+    "algorithm.advantage.epsilon": _unscaled,
+    "algorithm.advantage.ddof": _unscaled,
+    **{
+        f"algorithm.surrogate.{key}": _one_update
+        for key in (
+            *("low", "high", "dual", "cap", "floor"),
+            *("temperature_positive", "temperature_negative"),
+        )
+    },
     "algorithm.weights.constant": _weights_constant,
     **{f"algorithm.divergence.{k}": _no_divergence for k in ("to", "where", "estimator")},
     "algorithm.divergence.unbiased": _no_divergence,
     "algorithm.divergence.adaptive.horizon": _horizon,
     "algorithm.value.clip": _one_update,
     "algorithm.correction.floor": _floor,
-    **{f"value.{key}": _of_critic() for key in ("kind", "name")},
+    **{f"value.{key}": _of_critic() for key in ("kind", "name", "warmup_steps")},
     **{
         f"value.optimizer.{key}": _of_critic(_constant if key == "final_share" else None)
         for key in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from keel.algorithms.presets import PRESETS
 from keel.config.model import Model
 from keel.config.optimisation import Optimizer
 from keel.config.schema import RLStage
@@ -96,6 +97,23 @@ def reuse(stage: RLStage, key: str) -> Finding | None:
         "sampled: from the second pass on the gradient is of another policy's samples",
         key,
         'set it to 1, or use a surrogate with a ratio ("clip", ratio "token")',
+    )
+
+
+def still_ratio(stage: RLStage, key: str) -> Finding | None:
+    """An objective that bounds the importance ratio, in a loop that keeps it at 1."""
+    if not stage.ratio_stays_one:
+        return None
+    preset = PRESETS[stage.algorithm.preset]
+    usual = f" ({preset.name} has {preset.minibatches})" if preset.minibatches > 1 else ""
+    return found(
+        "ratio-stays-1",
+        "the importance ratio never moves from 1, so what bounds it never acts",
+        "each batch is used for one optimizer step (epochs = 1, minibatches = 1): surrogate "
+        f'"{stage.algorithm.surrogate.kind}" with ratio "{stage.algorithm.ratio}" has the gradient '
+        "of a plain policy gradient",
+        key,
+        f"set it to 2 or more{usual}, or epochs",
     )
 
 

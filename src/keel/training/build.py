@@ -38,21 +38,19 @@ def build_learner(
         critic = load_critic(stage.value.name, policy, model, seed)
     elif row.value is not None:
         critic = critic_from_policy(policy)
-    parameters = trainable(policy)
-    if value_head is not None:
-        parameters += trainable(value_head, "value_head.")
+    value_model: ValueHead | Critic | None = critic if value_head is None else value_head
     state = None if resume_from is None else read_reference(resume_from)
     reference = reference_for(policy, state) if stage.keeps_reference else None
     learner = Learner(
         policy=policy,
-        optimizer=AdamW(parameters, stage.optimizer),
+        optimizer=AdamW(trainable(policy), stage.optimizer),
         budget=budget,
         reference=reference,
         value_head=value_head,
         critic=critic,
-        critic_optimizer=None
-        if critic is None
-        else AdamW(trainable(critic), stage.value.optimizer or stage.optimizer),
+        value_optimizer=None
+        if value_model is None
+        else AdamW(trainable(value_model), stage.value.optimizer or stage.optimizer),
         temperature=stage.rollout.temperature,
     )
     if resume_from is not None:

@@ -132,7 +132,9 @@ def learn(loop: Loop, rollouts: Rollouts, progress: Progress, number: int) -> St
         learned = improve(loop, batch, rollouts, progress, number)
     metrics |= learned.metrics
     metrics["step/tokens"] = float(sum(batch.input_lengths))
-    beta = adapted(loop, learned.parts, metrics, progress.beta)
+    beta = progress.beta
+    if number > value_warm_up(stage):  # before, the policy did not move
+        beta = adapted(loop, learned.parts, metrics, beta)
     every = stage.reference.reset_every
     if learner.reference is not None and every is not None and number % every == 0:
         learner.reference.refresh(learner.policy)
@@ -183,10 +185,12 @@ def improve(
     chunks = [sorted(chunk.tolist()) for chunk in np.array_split(order, stage.minibatches)]
     inside = frozenset(keep)
     parts = [part_of(stage, batch, chunk, inside) for chunk in chunks if inside & set(chunk)]
-    critic = stage.value.optimizer or stage.optimizer
+    warm_up = value_warm_up(stage)
+    # The policy's schedule begins where the value model's warm-up ends.
+    rate = learning_rate(stage.optimizer, number - 1 - warm_up, stage.steps - warm_up)
     rates = (
-        learning_rate(stage.optimizer, number - 1, stage.steps),
-        learning_rate(critic, number - 1, stage.steps),
+        None if number <= warm_up else rate,
+        learning_rate(stage.value.optimizer or stage.optimizer, number - 1, stage.steps),
     )
     taken: list[dict[str, float]] = []
     skipped = 0
@@ -208,10 +212,15 @@ def improve(
     watched = {
         **_state_of(batch.select(keep)),
         **metrics,
-        "learning_rate": rates[0],
+        "learning_rate": rates[0] or 0.0,
         "beta": progress.beta,
     }
     return Improved(parts, watched, skipped)
+
+
+def value_warm_up(stage: RLStage) -> int:
+    """The steps in which only the value model learns; 0 where there is none."""
+    return 0 if stage.algorithm.value is None else stage.value.warmup_steps
 
 
 def adapted(

@@ -92,6 +92,12 @@ def reinforce(work: Work, stage: RLStage, progress: Progress) -> Progress:
         progress = replace(progress, beta=stage.algorithm.divergence.beta)
     objective = explain_stage(stage, lora=recipe.model.lora is not None)
     update_run_json(session.folder, {"objective": objective.unicode()})
+    if stage.ratio_stays_one and work.resume_from is None:
+        session.note(
+            f"{stage.name}: with one optimizer step a batch (epochs = 1, minibatches = 1) the "
+            f'importance ratio stays 1 and surrogate "{stage.algorithm.surrogate.kind}" never '
+            "bounds it: set minibatches or epochs higher"
+        )
     loop = make_loop(work, stage, learner, drawn_by, progress, seed)
     with closing(loop.sampler.scorer):
         progress = rl.run(loop, progress)

@@ -1,0 +1,114 @@
+"""What a preset's mini-batches and the value model's warm-up do in a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from keel.config.load import load_recipe
+from keel.config.schema import RLStage
+from keel.runs.layout import RunFolder
+from keel.runs.read import load
+from keel.training import rl as loop
+from tests.training.small import metrics, run
+
+DENSE = "rewards.functions=[{function='place_match'}]"
+
+
+def notes(folder: RunFolder) -> str:
+    return "\n".join(str(e) for e in load(folder.path).events() if e.get("event") == "note")
+
+
+def rl(*overrides: str, recipe: str = "tiny") -> RLStage:
+    stage = load_recipe(recipe, overrides).stages[-1]
+    assert isinstance(stage, RLStage)
+    return stage
+
+
+def test_by_default_the_ratio_of_gspo_moves(tmp_path: Path) -> None:
+    moved = run(tmp_path / "a", "algorithm=gspo", DENSE, "steps=1")
+    still = run(tmp_path / "b", "algorithm=gspo", DENSE, "steps=1", "minibatches=1")
+    assert metrics(moved)[0]["ratio/mean"] != 1.0
+    assert metrics(still)[0]["ratio/mean"] == 1.0
+    assert "importance ratio stays 1" not in notes(moved)
+    assert "importance ratio stays 1" in notes(still)
+
+
+def test_mini_batches_that_do_not_divide_the_batch_differ_by_one_completion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    update = loop.update
+
+    def watched(learner, row, batch, *rest):  # type: ignore[no-untyped-def]
+        sizes.append(batch.sequences)
+        return update(learner, row, batch, *rest)
+
+    monkeypatch.setattr(loop, "update", watched)
+    run(tmp_path, "algorithm=grpo", DENSE, "steps=1", "minibatches=3")
+    assert sorted(sizes) == [5, 5, 6]
+
+
+def test_a_preset_brings_no_more_mini_batches_than_there_are_completions() -> None:
+    assert rl("algorithm=dapo").minibatches == 16
+    small = ("rollout.prompts_per_step=2", "rollout.group_size=2")
+    assert rl("algorithm=dapo", *small).minibatches == 4
+    assert rl("algorithm=dapo", "minibatches=2").minibatches == 2
+    assert rl("algorithm=gspo", recipe="quickstart-gspo").minibatches == 2
+    assert rl(recipe="gsm8k-gspo").minibatches == 4
+    assert rl("algorithm=grpo", recipe="gsm8k-gspo").minibatches == 1
+
+
+@pytest.mark.parametrize("kind", ["critic", "head"])
+def test_in_its_warm_up_the_value_model_alone_learns(tmp_path: Path, kind: str) -> None:
+    folder = run(
+        tmp_path,
+        "algorithm=ppo_kl_penalty",
+        f"value.kind={kind}",
+        DENSE,
+        "steps=3",
+        "value.warmup_steps=2",
+        "value.optimizer.learning_rate=1e-3",
+        "checkpoints.every=1",
+    )
+    first, second, third = (folder.checkpoint(0, step) for step in (1, 2, 3))
+
+    def moved(a: Path, b: Path) -> set[bool]:
+        """Whether tensors of the value model (True), and whether others (False), differ."""
+        old, new = load_file(a / "trainable.safetensors"), load_file(b / "trainable.safetensors")
+        return {
+            name.startswith(("critic/", "value_head/"))
+            for name in old
+            if not torch.equal(old[name], new[name])
+        }
+
+    assert moved(first, second) == {True}
+    assert moved(second, third) == {True, False}
+    rows = metrics(folder)
+    assert [row["learning_rate"] for row in rows] == [0.0, 0.0, 3e-4]
+    assert [row["beta"] for row in rows] == [1.0] * 3
+
+
+def test_a_value_model_has_a_learning_rate_of_its_own() -> None:
+    for kind in ("critic", "head"):
+        stage = rl("algorithm=ppo", f"value.kind={kind}", "value.optimizer={warmup_steps=3}")
+        assert stage.value.optimizer is not None
+        assert stage.value.optimizer.learning_rate == 1e-5
+        assert stage.value.optimizer.warmup_steps == 3
+
+
+def test_a_sequence_ratio_trains_with_a_value_model(tmp_path: Path) -> None:
+    """GSPO with a critic: one advantage for a whole completion."""
+    folder = run(
+        tmp_path,
+        "algorithm={preset='gspo', advantage={kind='value_baseline'}, value={coefficient=0.1}}",
+        "value.optimizer.learning_rate=1e-2",
+        DENSE,
+        "steps=2",
+    )
+    rows = metrics(folder)
+    assert rows[1]["value/mean"] != 0.0
+    assert rows[1]["ratio/mean"] != 1.0
