@@ -71,3 +71,9 @@ def test_a_reply_that_spells_the_answer(task: str, turns: int, found: bool, tmp_
     assert recipe.stages[0].rollout.max_turns == turns  # type: ignore[union-attr]
     kinds = [one.kind for one in findings]
     assert ("reply-holds-answer" in kinds) is found, [one.evidence for one in findings]
+
+
+def test_a_stop_that_cannot_match_would_stop_the_run() -> None:
+    report = check("tiny", [*FAST, "rollout.stop=['É']"], predicts=False)
+    (found,) = [one for one in report.findings if one.kind == "would-stop"]
+    assert "stop = 'É'" in found.evidence
