@@ -197,6 +197,6 @@ def test_the_best_checkpoint_is_labelled_as_selected_on_the_held_out_prompts(
     tmp_path: Path,
 ) -> None:
     folder = run(tmp_path / "run", "steps=2", "evaluation.every=1")
-    assert info(folder)["best_selected_on"] == "held-out prompts"
+    assert info(folder)["best_selected_on"] == "held-out evaluation"
     assert evaluate(folder.path, checkpoint="best")["selected"] is True
     assert "selected" not in evaluate(folder.path)
