@@ -11,6 +11,7 @@ class Squares:
     """`prompt` is a function of its arguments, so that a run resumes from a number."""
 
     name = "squares"
+    correctness = True
 
     def size(self, side: Side) -> int:
         return HELDOUT if side == "heldout" else 100 - HELDOUT

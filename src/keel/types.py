@@ -75,6 +75,9 @@ class Completion:
     `written` is true where the policy wrote the token; false marks context that arrived in between
     (tool output), which is never trained on. `log_probs` are those of the distribution that was
     sampled from (temperature and truncation applied), and 0 where `written` is false.
+
+    `text` is what the policy wrote, without what arrived in between. `turns` holds both where
+    anything arrived: messages in order, of role "assistant" (the policy's) or "environment".
     """
 
     tokens: npt.NDArray[np.int64]
@@ -82,9 +85,20 @@ class Completion:
     written: npt.NDArray[np.bool_]
     finish: FinishReason
     text: str
+    turns: tuple[Message, ...] = ()
 
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
+
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        """The turns; one of the policy's where nothing arrived in between."""
+        return self.turns or (Message(role="assistant", content=self.text),)
+
+    @property
+    def transcript(self) -> str:
+        """The text of all turns, the environment's included."""
+        return "".join(turn["content"] for turn in self.conversation)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,7 +204,10 @@ class Task(Protocol):
         ...
 
     def reply(self, prompt: Prompt, text: str) -> str | None:
-        """What the environment answers to the completion so far; None ends the conversation."""
+        """What the environment answers; None ends the conversation.
+
+        `text` is the completion so far, earlier replies included.
+        """
         ...
 
 
@@ -198,10 +215,12 @@ class Task(Protocol):
 class Reward(Protocol):
     """A reward function with TRL's signature; it is handed only the arguments that it names.
 
-    `prompts` and `completions` are texts or message lists, `completion_ids` token lists,
-    `trainer_state` has `global_step`, `log_extra(name, values)` and `log_metric(name, value)`
-    record; every data column comes under its own name. May be a coroutine function. A process
-    reward returns, for a completion, a list of (index of the step's last token, reward).
+    `prompts` and `completions` are texts or message lists, `completion_ids` token lists; the last
+    two hold what the policy wrote, `turns` (only where it is a named parameter) the environment's
+    replies as well. `trainer_state` has `global_step`, `log_extra(name, values)` and
+    `log_metric(name, value)` record; every data column comes under its own name. May be a coroutine
+    function. A process reward returns, for a completion, a list of (index of the step's last token,
+    reward).
     """
 
     def __call__(self, **columns: Any) -> Any: ...

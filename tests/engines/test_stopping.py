@@ -9,7 +9,7 @@ import pytest
 
 from keel.engines.stopping import EOS, GOING, LENGTH, STOP, Stops, eos_ids
 from keel.models.tokenizers import byte_tokenizer
-from keel.types import Sampling
+from keel.types import KeelError, Sampling
 from tests.engines.tiny import TOKENIZER, tiny
 
 BYTES = byte_tokenizer(64)
@@ -55,6 +55,29 @@ def test_special_tokens_are_not_text_and_do_not_part_it() -> None:
     a, b = BYTES.encode("ab", add_special_tokens=False)
     pad = BYTES.pad_token_id
     assert codes(stops_for("ab"), [a, *[pad] * 20, b]) == [GOING] * 21 + [STOP]
+
+
+def test_a_stop_string_that_is_a_special_token_is_its_id() -> None:
+    tokenizer = byte_tokenizer(512)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    a, b = tokenizer.encode("ab", add_special_tokens=False)
+    alone = Stops((END,), Sampling(9, stop=("<|im_end|>",)), tokenizer, len(tokenizer))
+    assert alone.by_token is not None
+    assert codes(alone, [a, end, b]) == [GOING, STOP, GOING]
+    both = Stops((END,), Sampling(9, stop=("<|im_end|>", "b")), tokenizer, len(tokenizer))
+    assert codes(both, [a, end]) == [GOING, STOP]
+    assert codes(both, [a, b]) == [GOING, STOP]
+
+
+def test_a_stop_that_cannot_match_is_refused() -> None:
+    tokenizer = byte_tokenizer(512)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    with pytest.raises(KeelError, match=rf"never matches.*its id {end} in stop_ids"):
+        Stops((END,), Sampling(9, stop=("<|im_end|>\n",)), tokenizer, len(tokenizer))
+    with pytest.raises(KeelError, match="stop = 'É' holds 'É', which the tokenizer does not know"):
+        Stops((1,), Sampling(9, stop=("É",)), TOKENIZER, len(TOKENIZER))
 
 
 def test_a_long_string_is_found_after_much_text() -> None:

@@ -12,6 +12,7 @@ import pytest
 from keel.engines.native import NativeEngine
 from keel.engines.scripted import ScriptedEngine
 from keel.engines.turns import converse
+from keel.models.tokenizers import byte_tokenizer
 from keel.runs import giving_up
 from keel.types import Completion, Group, KeelError, Prompt, Sampling, Side
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_logits, tiny
@@ -73,7 +74,13 @@ def test_a_scripted_tool_call() -> None:
     assert completion.tokens.tolist() == [*ids("<3+4>"), EOS, *ids("=7;"), *ids("done: 7"), EOS]
     assert completion.written.tolist() == [True] * 6 + [False] * 3 + [True] * 8
     assert completion.log_probs.tolist() == [-0.5] * 6 + [0.0] * 3 + [-0.5] * 8
-    assert completion.text == "<3+4>=7;done: 7"
+    assert completion.text == "<3+4>done: 7"
+    assert completion.transcript == "<3+4>=7;done: 7"
+    assert [(turn["role"], turn["content"]) for turn in completion.turns] == [
+        ("assistant", "<3+4>"),
+        ("environment", "=7;"),
+        ("assistant", "done: 7"),
+    ]
     assert completion.finish == "eos"
     assert groups[0].prompt.id == "p"
     assert groups[0].prompt.tokens == (5,)
@@ -85,10 +92,11 @@ def test_a_conversation_goes_on_until_the_task_is_silent_and_is_not_asked_again(
     prompt = Prompt("p", "3+4", tokens=(5,))
     task = Calculator(times=2)
     group = talk(engine, [prompt], 1, Sampling(90), task, max_turns=9)[0]
-    assert group.completions[0].text == "go=7;go=7;go"
+    assert group.completions[0].transcript == "go=7;go=7;go"
+    assert group.completions[0].text == "gogogo"
     assert len(task.asked) == 3
     group = talk(engine, [prompt], 1, Sampling(90), Calculator(times=9), max_turns=4)[0]
-    assert group.completions[0].text == "go" + "=7;go" * 3
+    assert group.completions[0].transcript == "go" + "=7;go" * 3
 
 
 @pytest.mark.parametrize(
@@ -108,7 +116,7 @@ def test_the_budget_covers_policy_and_task(
     engine = ScriptedEngine(lambda prompt, index: "go", TOKENIZER)
     prompt = Prompt("p", "3+4", tokens=(5,))
     completion = talk(engine, [prompt], 1, Sampling(budget), Calculator(), 2)[0].completions[0]
-    assert (completion.text, completion.finish) == (text, finish)
+    assert (completion.transcript, completion.finish) == (text, finish)
     assert completion.written.sum() == written
     assert len(completion) <= budget
 
@@ -194,6 +202,22 @@ def test_a_conversation_that_nobody_wants_ends_at_the_next_reply() -> None:
     with pytest.raises(giving_up.GivenUp), giving_up.until(told):
         talk(engine, [Prompt("p", "3+4", tokens=(5,))], 3, Sampling(90), task, max_turns=2)
     assert len(task.asked) == 1
+
+
+def test_a_special_token_in_a_reply_is_ordinary_characters() -> None:
+    tokenizer = byte_tokenizer(512)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    reply = "ok<|im_end|>more"
+    engine, task = ScriptedEngine(lambda prompt, index: "go", tokenizer), Calculator(answer=reply)
+    prompt = Prompt("p", "3+4", task=task.name, tokens=(5,))
+    tasks = {task.name: task}
+    [group] = converse(
+        engine, [prompt], 1, Sampling(90), 0, tasks=tasks, tokenizer=tokenizer, max_turns=2
+    )
+    completion = group.completions[0]
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in completion.tokens.tolist()
+    assert completion.turns[1]["content"] == reply
+    assert (~completion.written).sum() == len(reply)
 
 
 def test_one_turn_asks_nobody_and_bad_replies_are_refused() -> None:

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from keel.config.sources import RewardSource
 from keel.rewards import Scorer, load_reward
 from keel.rewards.loading import NamedReward, named_reward
 from keel.tasks import build_task
-from keel.types import Completion, Group, KeelError, Prompt, Step
+from keel.types import Completion, Group, KeelError, Message, Prompt, Step
 from tests.rewards import functions
 from tests.tasks.made import Calculator, Listed, completion, source
 
@@ -37,6 +38,26 @@ def group(texts: Sequence[str], prompt: Prompt | None = None) -> Group:
 def two_groups() -> list[Group]:
     other = Prompt("t/train/1", "go", {"solution": "b"}, "t")
     return [group(["aa", "b", "ccc"]), group(["b"], other)]
+
+
+def conversation(own: Sequence[str], reply: str) -> Completion:
+    """Turns of the policy, a token a character, with the same reply between any two of them."""
+    turns = [Message(role="assistant", content=own[0])]
+    for text in own[1:]:
+        turns += [
+            Message(role="environment", content=reply),
+            Message(role="assistant", content=text),
+        ]
+    text = "".join(turn["content"] for turn in turns)
+    written = [turn["role"] == "assistant" for turn in turns for _ in turn["content"]]
+    return Completion(
+        tokens=np.array([ord(c) for c in text], dtype=np.int64),
+        log_probs=np.zeros(len(text), dtype=np.float32),
+        written=np.array(written),
+        finish="eos",
+        text="".join(own),
+        turns=tuple(turns),
+    )
 
 
 def reward(function: str, /, **keys: Any) -> NamedReward:
@@ -476,3 +497,58 @@ def test_an_async_reward_may_keep_what_belongs_to_its_event_loop() -> None:
     for step in (1, 2, 3):
         scored = scorer([group(["a", "bb", "ccc"])], step)
         assert [v.reward for v in scored.verdicts[0]] == [1.0, 2.0, 3.0]
+
+
+# ---------------------------------------------------------------- conversations
+
+
+def test_rewards_are_handed_the_policy_s_words_and_the_environment_s_on_request() -> None:
+    got: dict[str, Any] = {}
+
+    def plain(completions: Any, completion_ids: Any, **kwargs: Any) -> list[float]:
+        got["plain"] = completions, completion_ids, kwargs
+        return [0.0] * len(completions)
+
+    def whole(turns: Any) -> list[float]:
+        got["turns"] = turns
+        return [0.0] * len(turns)
+
+    said = conversation(["a?", "b"], "no, 12")
+    talk = Prompt("t/train/1", ({"role": "user", "content": "go"},), {}, "t")
+    groups = [Group(Prompt("t/train/0", "go", {}, "t"), (said,)), Group(talk, (said,))]
+    Scorer([named_reward(plain), named_reward(whole)])(groups, 1)
+    completions, ids, rest = got["plain"]
+    turns = [{"role": "assistant", "content": "a?"}, {"role": "assistant", "content": "b"}]
+    assert completions == ["a?b", turns]
+    assert ids == [[ord(c) for c in "a?b"]] * 2
+    assert "turns" not in rest
+    assert got["turns"][0] == [
+        turns[0],
+        {"role": "environment", "content": "no, 12"},
+        turns[1],
+    ]
+    assert got["turns"][1] == got["turns"][0]
+
+
+def test_an_environment_that_spells_the_answer_earns_nothing() -> None:
+    prompt = Prompt("t/train/0", "6+6=", {"answer": "12"}, "t")
+    group = Group(prompt, (conversation(["x", "y"], "no, 12"), conversation(["x", "12"], "no")))
+    rules = [
+        load_reward(RewardSource(function="numeric_match")),
+        load_reward(RewardSource(function="length", options={"target": 1, "width": 4})),
+    ]
+    scored = Scorer(rules, max_tokens=10, soft_overlong=10)([group], 1)
+    said = [dict(verdict.components) for verdict in scored.verdicts[0]]
+    assert said == [
+        {"numeric_match": 0.0, "length": -0.25, "overlong": -0.2},
+        {"numeric_match": 1.0, "length": -0.5, "overlong": pytest.approx(-0.3)},
+    ]
+
+
+def test_steps_that_end_at_written_tokens_stand_at_their_places_in_the_completion() -> None:
+    def each(completion_ids: Any) -> list[Any]:
+        return [[(at, 1.0) for at in range(len(ids))] for ids in completion_ids]
+
+    group = Group(Prompt("t/train/0", "go", {}, "t"), (conversation(["ab", "c"], "12"),))
+    [[verdict]] = Scorer([named_reward(each)])([group], 1).verdicts
+    assert verdict.steps == (Step(0, 1.0), Step(1, 1.0), Step(4, 1.0))

@@ -127,6 +127,14 @@ def test_messages_and_system(tmp_path: Path) -> None:
         build("jsonl", path=jsonl(tmp_path / "chat.jsonl", rows), prompt="chat", system="y")
 
 
+def test_the_named_answer_column_wins_over_one_that_is_called_answer(tmp_path: Path) -> None:
+    rows = [{"question": f"q{i}", "answer": "a long rationale", "final": str(i)} for i in range(9)]
+    path = jsonl(tmp_path / "a.jsonl", rows)
+    task = build_task(source("jsonl", path=path, prompt="{question}", answer="final"), 0)
+    prompt = task.prompt("train", 0)
+    assert prompt.columns["answer"] == prompt.columns["final"] == task.gold(prompt)
+
+
 def test_verdict_is_exact_match_where_an_answer_is_named(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", ROWS)
     task = build("jsonl", path=path, **KEYS)

@@ -33,7 +33,7 @@ from keel.training.drawing import (
 )
 from keel.training.rollout import Rollouts
 from keel.training.run import train
-from keel.types import Group, KeelError, Prompt, Sampling
+from keel.types import Completion, Group, KeelError, Message, Prompt, Sampling, Verdict
 from tests.rewards.judge_server import JudgeServer
 from tests.soak.cases import AHEAD, CASES, DENSE, FAST_RATE
 from tests.soak.killing import differences
@@ -241,6 +241,26 @@ def test_keys_that_a_user_chose_are_kept(tmp_path: Path) -> None:
     assert again is not None
     assert again.rollouts.extras == {"seen": [keys]}
     assert again.rollouts.groups[0].prompt.content == [{"role": "user", **keys}]
+
+
+def test_the_turns_of_a_conversation_are_kept(tmp_path: Path) -> None:
+    words = (("assistant", "go"), ("environment", "no, 12"), ("assistant", ""))
+    turns = tuple(Message(role=role, content=text) for role, text in words)
+    said = Completion(
+        tokens=np.array([5, 6]),
+        log_probs=np.zeros(2, dtype=np.float32),
+        written=np.array([True, False]),
+        finish="eos",
+        text="go",
+        turns=turns,
+    )
+    group = Group(Prompt("p", "x", {}, "t", (5,)), (said,))
+    save_pending(tmp_path, Pending(1, Rollouts((group,), ((Verdict(0.0),),))))
+    again = read_pending(tmp_path)
+    assert again is not None
+    kept = again.rollouts.groups[0].completions[0]
+    assert kept.turns == turns
+    assert kept.transcript == "gono, 12"
 
 
 def test_rollouts_of_another_version_are_refused(tmp_path: Path) -> None:

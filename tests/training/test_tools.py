@@ -86,7 +86,7 @@ def test_tool_output_is_context_through_the_whole_step(policy: Policy, advantage
     rollouts = collect(sampler(policy, turns=2), row, step=1)
     [group] = rollouts.groups
     texts = [c.text for c in group.completions]
-    right, wrong = f"4*3={TOOL}so 12", f"4*3={TOOL}so 13"
+    right, wrong = "4*3=so 12", "4*3=so 13"
     assert texts == [right, "dunno", wrong, right]
     assert [v.reward for v in rollouts.verdicts[0]] == [1.0, 0.0, 0.0, 1.0]
     for completion in (group.completions[0], group.completions[2]):

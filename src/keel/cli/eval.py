@@ -120,10 +120,17 @@ def _them(options: Sequence[str]) -> str:
 
 def _table(result: dict[str, Any]) -> None:
     _head()
-    _row("greedy", result)
+    _row("greedy" if result["measure"] == "pass@1" else "greedy reward", result)
     for name, value in result.items():
         if isinstance(value, dict) and "mean" in value:
             _row(name, value)
+    if result["measure"] == "reward":
+        print(
+            "\nmean rewards, no pass@k: no reward is declared as correctness "
+            "(rewards.functions.correctness)"
+        )
+    if result.get("selected"):
+        print("\nthis checkpoint was selected on these prompts: report the figure of other ones")
     if result.get("left_out"):
         print(f"\n{result['left_out']} held-out prompts left out: too long, or unreadable")
 

@@ -101,11 +101,16 @@ def _eval(verbs: Verbs) -> None:
         action="append",
         default=[],
         metavar="key=value",
-        help="a key of the task, as in path=test.jsonl or answer=answer",
+        help="a key of the task, as in path=test.jsonl (scored wholly) or answer=answer",
     )
     verb.add_argument("--reward", action="append", default=[], help="reward, as module:function")
-    verb.add_argument("--checkpoint", help="of a run: last (default), best, or a name")
-    verb.add_argument("--prompts", type=_positive, default=None, help="how many (default 200)")
+    verb.add_argument(
+        "--checkpoint",
+        help="of a run: last (default), best (selected on the held-out prompts), or a name",
+    )
+    verb.add_argument(
+        "--prompts", type=_positive, help="how many (default 200; of a file that is named, all)"
+    )
     verb.add_argument("--samples", type=int, default=None, help="k of pass@k (default 0: none)")
     verb.add_argument("--temperature", type=float, default=None)
     verb.add_argument("--top-k", type=int, default=None)
@@ -148,7 +153,11 @@ def _export(verbs: Verbs) -> None:
     )
     verb.add_argument("run", metavar="RUN", help="a run folder")
     verb.add_argument("folder", metavar="FOLDER", help="where to; must not exist")
-    verb.add_argument("--checkpoint", default="last", help="last (default), best, or a name")
+    verb.add_argument(
+        "--checkpoint",
+        default="last",
+        help="last (default), best (selected on the held-out prompts), or a name",
+    )
     verb.add_argument("--stage", metavar="NAME", help="the reward model that this stage made")
     _json(verb)
 

@@ -133,14 +133,26 @@ def _evaluation(stage: str, step: int, result: Mapping[str, Any]) -> str:
         )
     if "accuracy" in result:
         return _measured(stage, step, result)
-    share = f"{result['mean']:.1%} [{result['low']:.1%}, {result['high']:.1%}]"
-    line = f"{stage} after {step} steps: held-out greedy {share}, n = {result['n']}"
+    line = f"{stage} after {step} steps: held-out greedy {figure(result)}, n = {result['n']}"
     if "sampled" in result:
-        line += f"; sampled {result['sampled']['mean']:.1%}"
+        sampled = result["sampled"]["mean"]
+        form = ".1%" if result.get("measure", "pass@1") == "pass@1" else ".3g"
+        line += "; sampled " + ("undefined" if sampled is None else f"{sampled:{form}}")
     for name, value in result.items():
         if name.startswith("pass@"):
             line += f"; {name} {value['mean']:.1%}"
     return line
+
+
+def figure(result: Mapping[str, Any]) -> str:
+    """Accuracy as a share, or the mean reward as a number, with its interval."""
+    mean, low, high = (result[key] for key in ("mean", "low", "high"))
+    form, name = (".1%", "") if result.get("measure", "pass@1") == "pass@1" else (".3g", "reward ")
+    if mean is None:
+        return f"{name}undefined"
+    if low is None or high is None:
+        return f"{name}{mean:{form}}"
+    return f"{name}{mean:{form}} [{low:{form}}, {high:{form}}]"
 
 
 def _measured(stage: str, step: int, result: Mapping[str, Any]) -> str:

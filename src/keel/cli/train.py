@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from keel.cli.progress import watching
+from keel.cli.progress import figure, watching
 from keel.config.load import load_recipe
 from keel.insight.terminal import curve
 from keel.runs.layout import RunFolder
@@ -106,10 +106,7 @@ def _recipe(arguments: argparse.Namespace) -> Any:
 def _share(result: dict[str, Any] | None) -> str:
     if result is None:
         return ""
-    return (
-        f": held-out greedy {result['mean']:.1%} "
-        f"(95 % [{result['low']:.1%}, {result['high']:.1%}], n = {result['n']})"
-    )
+    return f": held-out greedy {figure(result)} (95 % interval, n = {result['n']})"
 
 
 def _example(example: dict[str, Any]) -> str:

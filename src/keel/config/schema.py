@@ -141,7 +141,8 @@ class MeasuredReference(Reference):
 
 
 class Evaluation(Row):
-    """Greedy pass@1 and sampled pass@k on the held-out side."""
+    """Greedy pass@1 and sampled pass@k on the held-out side; where no reward is declared as
+    correctness, the mean reward."""
 
     every: Index = 50
     """In steps; 0 evaluates before and after only."""
@@ -154,9 +155,10 @@ class Evaluation(Row):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Unit = 0.0
     component: str | None = None
-    """Name of the reward that decides; None: the first (the task's own where there is no other)."""
+    """Name of the reward that is evaluated; None: the first that is declared as correctness, else
+    the whole reward."""
     threshold: Real = 1.0
-    """A completion passes from this value of it on."""
+    """A completion passes from this value of it on, where it is declared as correctness."""
 
 
 class NamedAlgorithm(Algorithm):

@@ -54,6 +54,9 @@ class RewardSource(Row):
     rewards that are no gates are not asked."""
     closed: Real = 0.0
     """What a completion gets behind a closed gate."""
+    correctness: bool | None = None
+    """Whether evaluation.threshold of it means right, so that pass@k is defined; None: as the
+    function declares itself (rules of right and wrong, code, verdicts of built-in tasks)."""
     options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")

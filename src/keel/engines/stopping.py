@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keel.models.encode import decode
+from keel.models.encode import decode, encode_text
 from keel.types import FinishReason, KeelError, Prompt, Sampling
 
 GOING, EOS, STOP, LENGTH = range(4)
@@ -69,12 +69,39 @@ def budgets(
     return np.array(room, dtype=np.int64)
 
 
+def split_stops(stop: Sequence[str], tokenizer: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The stop strings that are text, and the ids of those that are one special token.
+
+    Raises KeelError for a string that cannot match: one with a special token inside it, since
+    these are no part of the text, or with a character that the tokenizer cannot write.
+    """
+    if not stop:
+        return (), ()
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {str(token): int(number) for number, token in added.items() if token.special}
+    special |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    texts: list[str] = []
+    for text in stop:
+        if text in special:
+            continue
+        inside = next((token for token in special if token and token in text), None)
+        if inside is not None:
+            raise KeelError(
+                f"stop = {text!r} never matches: {inside!r} in it is a special token, which is no "
+                f"part of the text: give {inside!r} alone, or its id {special[inside]} in stop_ids"
+            )
+        encode_text(text, f"stop = {text!r}", tokenizer)
+        texts.append(text)
+    return tuple(texts), tuple(special[text] for text in stop if text in special)
+
+
 class Stops:
     """Says after each step which rows ended, and by what.
 
-    Ids are looked up in a table. Stop strings are sought, only if there are any, in the decoded
-    last tokens of each row, so that one across token borders is found; special tokens do not count
-    as text. The end-of-sequence token wins over a stop, a stop over the budget.
+    Ids are looked up in a table, and so are stop strings that are one special token. Other stop
+    strings are sought, only if there are any, in the decoded last tokens of each row, so that one
+    across token borders is found; special tokens do not count as text. The end-of-sequence token
+    wins over a stop, a stop over the budget. Raises KeelError for a stop that cannot match.
     """
 
     def __init__(
@@ -86,17 +113,17 @@ class Stops:
                 f"sampling.stop_ids holds {outside[0]}, which is not a token: "
                 f"give ids from 0 to {vocabulary - 1}"
             )
+        self._strings, special = split_stops(sampling.stop, tokenizer)
         self._table = np.full(vocabulary, GOING, dtype=np.int8)
-        self._table[list(sampling.stop_ids)] = STOP
+        self._table[[*sampling.stop_ids, *(i for i in special if i < vocabulary)]] = STOP
         self._table[list(eos)] = EOS
-        self._strings = sampling.stop
-        self.by_token = None if sampling.stop else self._table
+        self.by_token = None if self._strings else self._table
         """What each token does to its row (int8, V), if nothing but it and the budget ends one."""
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids) if sampling.stop else frozenset()
+        self._special = frozenset(tokenizer.all_special_ids) if self._strings else frozenset()
         # A token that is text holds at least a byte of it. The first tokens of a window may lose a
         # space or half a character, so a few more are decoded than a string can span.
-        longest = max((len(text.encode()) for text in sampling.stop), default=0)
+        longest = max((len(text.encode()) for text in self._strings), default=0)
         self._window = longest + 8
         self._tails: dict[int, list[int]] = {}
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from keel.engines.streams import occurrences
 from keel.models.encode import decode
 from keel.runs.giving_up import look
-from keel.types import Completion, Engine, Group, KeelError, Prompt, Sampling, Task
+from keel.types import Completion, Engine, Group, KeelError, Message, Prompt, Sampling, Task
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,9 @@ def converse(
     0) after the policy's end-of-sequence token, which stays, since the policy wrote it; then the
     policy goes on from prompt, completion and reply. A task that replies None ends the completion,
     as does the last turn. `sampling.max_tokens` covers all tokens of the completion, and so does
-    the engine's `context` where it has one; a reply that does not fit is cut there. `finish` is
+    the engine's `context` where it has one; a reply that does not fit is cut there. A special token
+    that a reply spells out is ordinary characters. `text` of a completion is what the policy wrote,
+    `turns` has the replies as well. `finish` is
     that of the last turn, or "length" where a reply used up the budget. An engine that offers a
     `conversation` is fed what was said once.
 
@@ -117,13 +119,13 @@ def _reply(talk: _Talk, tasks: Mapping[str, Task]) -> str | None:
     look()
     if talk.said.finish == "length" or talk.left <= 0 or talk.prompt.task not in tasks:
         return None
-    return tasks[talk.prompt.task].reply(talk.prompt, talk.said.text)
+    return tasks[talk.prompt.task].reply(talk.prompt, talk.said.transcript)
 
 
 def _with_reply(talk: _Talk, text: str, tokenizer: Any) -> _Talk:
     """The conversation with the task's words as context."""
     try:
-        tokens = tokenizer.encode(text, add_special_tokens=False)
+        tokens = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     except Exception as error:  # tokenizers raise bare exceptions
         raise KeelError(
             f"task '{talk.prompt.task}' replied to prompt '{talk.prompt.id}' with {text!r}, which "
@@ -176,13 +178,17 @@ def _cut(completion: Completion, length: int) -> Completion:
 
 
 def _extended(talk: _Talk, more: Completion, tokenizer: Any) -> _Talk:
-    """The conversation with more tokens at its end, and its text anew."""
+    """The conversation with one more turn at its end."""
     tokens: npt.NDArray[np.int64] = np.concatenate([talk.said.tokens, more.tokens])
+    written: npt.NDArray[np.bool_] = np.concatenate([talk.said.written, more.written])
+    own, added = decode(tokenizer, [tokens[written].tolist(), more.tokens.tolist()])
+    role = "assistant" if more.written.all() else "environment"
     said = Completion(
         tokens=tokens,
         log_probs=np.concatenate([talk.said.log_probs, more.log_probs]),
-        written=np.concatenate([talk.said.written, more.written]),
+        written=written,
         finish=more.finish,
-        text=decode(tokenizer, [tokens.tolist()])[0],
+        text=own,
+        turns=(*talk.said.conversation, Message(role=role, content=added)),
     )
     return replace(talk, said=said)

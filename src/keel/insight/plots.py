@@ -72,11 +72,11 @@ def smooth(values: Array, window: int) -> Array:
 def reward_curve(
     path: Path, rows: Sequence[Mapping[str, Any]], title: str, subtitle: str = ""
 ) -> None:
-    """The reward of an RL stage over its steps, and below it the held-out accuracy, if measured.
+    """The reward of an RL stage over its steps, and below it what was evaluated, if anything was.
 
     `rows` are the stage's rows of metrics.jsonl. Above: `reward` step by step, its moving mean, and
     a band of `reward_std` (the spread within a prompt's group) to either side of that. Below:
-    `eval/pass@1`, and `eval/pass@K` where there is one, with their intervals.
+    `eval/pass@1`, and `eval/pass@K` where there is one, or else `eval/reward`, with intervals.
 
     Raises:
         KeelError: matplotlib is not installed, or the file cannot be written.
@@ -87,6 +87,9 @@ def reward_curve(
     names |= {name: f"sampled, {name.removeprefix('eval/')}" for name in sampled}
     accuracies = [column(rows, name, label) for name, label in names.items()]
     accuracies = [curve for curve in accuracies if len(curve.steps)]
+    rewards = column(rows, "eval/reward", "greedy, mean reward")
+    share = bool(accuracies) or not len(rewards.steps)
+    accuracies = accuracies if share else [rewards]
     with drawing(path, 6.0 if accuracies else 4.0) as figure:
         panels = figure.subplots(
             2 if accuracies else 1,
@@ -97,7 +100,7 @@ def reward_curve(
         )[:, 0]
         _draw_reward(panels[0], reward, rows)
         if accuracies:
-            _draw_accuracy(panels[1], accuracies)
+            _draw_evaluated(panels[1], accuracies, share)
         panels[-1].set_xlabel("step")
         set_titles(figure, title, subtitle)
 
@@ -217,8 +220,8 @@ def _draw_reward(axes: Axes, reward: Curve, rows: Sequence[Mapping[str, Any]]) -
     axes.legend(loc="best")
 
 
-def _draw_accuracy(axes: Axes, accuracies: Sequence[Curve]) -> None:
-    for index, curve in enumerate(accuracies):
+def _draw_evaluated(axes: Axes, curves: Sequence[Curve], share: bool) -> None:
+    for index, curve in enumerate(curves):
         errors = None
         if curve.low is not None and curve.high is not None:
             errors = np.nan_to_num(
@@ -237,11 +240,12 @@ def _draw_accuracy(axes: Axes, accuracies: Sequence[Curve]) -> None:
             zorder=3,
             label=curve.label + (", 95 % interval" if errors is not None else ""),
         )
-    axes.set_ylim(0, 1)
-    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
-    axes.set_ylabel("held-out accuracy")
+    if share:
+        axes.set_ylim(0, 1)
+        axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
+        _say_ends(axes, curves[0])
+    axes.set_ylabel("held-out accuracy" if share else "held-out reward")
     axes.legend(loc="best")
-    _say_ends(axes, accuracies[0])
 
 
 def _say_ends(axes: Axes, curve: Curve) -> None:

@@ -129,7 +129,7 @@ EVALUATION = Section(
         Metric(
             "eval/pass@1",
             "Share of held-out prompts whose greedy completion passes "
-            "(reward ≥ evaluation.threshold).",
+            "(reward ≥ evaluation.threshold), where a reward is declared as correctness.",
             "share, 0–1",
             "The figure that counts. Training reward rising alone is overfitting or gaming.",
         ),
@@ -141,6 +141,13 @@ EVALUATION = Section(
             "Falling while pass@1 rises: the policy loses breadth.",
         ),
         Metric(
+            "eval/reward",
+            "Mean reward of the greedy held-out completions, where no reward is declared as "
+            "correctness and pass@k is undefined.",
+            "reward",
+            "As for training rewards: a learned one may be gamed.",
+        ),
+        Metric(
             "eval/*/low",
             "Lower end of the 95 % interval of the metric before it: Wilson's for pass@1, "
             "Student's t otherwise.",
@@ -150,9 +157,10 @@ EVALUATION = Section(
         Metric("eval/*/high", "Upper end of that interval.", "as the metric", ""),
         Metric(
             "eval/sampled",
-            "Share of sampled held-out completions that pass.",
-            "share, 0–1",
-            "Comes close to eval/pass@1 as entropy falls.",
+            "Share of sampled held-out completions that pass, or their mean reward where there is "
+            "no pass@1.",
+            "share, 0–1, or reward",
+            "Comes close to the greedy figure as entropy falls.",
         ),
         Metric(
             "eval/mean_length",

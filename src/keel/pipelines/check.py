@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from keel.config.judging import DPOStage, JudgingStage
 from keel.config.load import Source, load_recipe
 from keel.config.schema import Recipe, RLStage, SFTStage, Stage
 from keel.config.seeds import derive
-from keel.engines.stopping import eos_ids
+from keel.engines.stopping import eos_ids, split_stops
 from keel.kernels.build import fingerprint
 from keel.learn.loss import check_entries
 from keel.learn.optimizer import trainable
@@ -149,17 +149,19 @@ def _stage(recipe: Recipe, number: int, policy: Policy) -> Seen:
         look(seen, recipe, stage, ask, policy, own)
         if isinstance(stage, RLStage):
             _epochs(seen, stage.steps * stage.rollout.prompts_per_step)
-            seen.add(
-                token_findings.end_of_turn(
-                    token_findings.closing(policy.tokenizer, stage.prompts.chat_template),
-                    (*eos_ids(policy.model, policy.tokenizer), *stage.rollout.stop_ids),
-                    stage.rollout.stop,
-                    f"{key}rollout",
-                )
-                if seen.source is not None and seen.source.conversations
-                else None
-            )
+            if seen.source is not None and seen.source.conversations:
+                _end_of_turn(seen, stage, policy, f"{key}rollout")
     return seen
+
+
+def _end_of_turn(seen: Seen, stage: RLStage, policy: Policy, key: str) -> None:
+    """Whether what closes a turn ends a completion. `key` is that of the rollout table."""
+    tokenizer = policy.tokenizer
+    with suppress(KeelError):  # as the batch is sampled, it is a finding
+        texts, ids = split_stops(stage.rollout.stop, tokenizer)
+        stops = (*eos_ids(policy.model, tokenizer), *stage.rollout.stop_ids, *ids)
+        closed = token_findings.closing(tokenizer, stage.prompts.chat_template)
+        seen.add(token_findings.end_of_turn(closed, stops, texts, key))
 
 
 def _settings(seen: Seen, recipe: Recipe, stage: Stage, key: str) -> None:

@@ -283,6 +283,11 @@ def _evaluated(w: Where) -> str | None:
     return f"evaluation.{key} = 0 evaluates never" if none else None
 
 
+def _correctness(w: Where) -> str | None:
+    judging = isinstance(w.stage, JudgingStage)
+    return "no evaluation of this stage goes by it" if judging else _evaluated(w)
+
+
 def _sampled_evaluation(w: Where) -> str | None:
     none = w.stage.evaluation.samples == 0 and not _by_eval(w)
     return _evaluated(w) or ("evaluation.samples = 0 leaves sampling out" if none else None)
@@ -324,6 +329,7 @@ IDLE: Final[Mapping[str, Rule]] = {
     "rewards.functions.clip": _watched,
     "rewards.functions.normalise": _watched,
     "rewards.functions.options": _option,
+    "rewards.functions.correctness": _correctness,
     "data.heldout_share": _heldout_share,
     "sampled.pairs": _pairs,
     "sampled.heldout": _evaluated,

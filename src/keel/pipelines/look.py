@@ -23,6 +23,7 @@ from keel.pipelines.judge_cost import forecast_judge
 from keel.pipelines.lengths import holding, quantile
 from keel.pipelines.memory import rows_of, to_budget
 from keel.pipelines.memory_passes import Extent
+from keel.pipelines.replies import reply_holds_answer
 from keel.pipelines.rewards_look import Judged, compares, tell_gold, tell_rewards
 from keel.pipelines.seen import Seen, Trained
 from keel.rewards.loading import TASK, NamedReward
@@ -88,7 +89,10 @@ def look(
         budget, twice = ask.rollout.max_tokens, 2 if compares(stage) else 1
         rows = [(Extent(row[0].before, budget),) * twice for row in rows_of(batch.groups)]
         seen.work.rows = [rows[at % len(rows)] for at in range(stage.batch_size)]
-    judged = Judged(batch, verdicts, gold, pairs, partial=bool(waiting))
+    judging = judge.judging(stage.evaluation.component) if isinstance(stage, RLStage) else None
+    if ask.rollout.max_turns > 1 and source.replies:
+        seen.add(reply_holds_answer(source, ask))
+    judged = Judged(batch, verdicts, gold, pairs, judging, partial=bool(waiting))
     tell_gold(seen, stage, ask, judged, source)
     if verdicts and own.by is None:
         tell_rewards(seen, stage, ask, judged)

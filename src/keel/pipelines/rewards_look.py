@@ -27,13 +27,15 @@ from keel.types import Verdict
 class Judged:
     """A batch, what its rewards said, and what they say of the gold answers.
 
-    `verdicts` are empty where nothing was asked; `partial`: some rewards could not be asked.
+    `verdicts` are empty where nothing was asked; `judging` is the reward that evaluation counts
+    right answers by; `partial`: some rewards could not be asked.
     """
 
     batch: Sampled
     verdicts: Sequence[Sequence[Verdict]]
     gold: Gold | None
     pairs: Sequence[tuple[RewardSource, NamedReward]]
+    judging: NamedReward | None
     partial: bool
 
     def values(self, name: str) -> list[float]:
@@ -152,7 +154,7 @@ def _worth(stage: Stage, ask: Asked, judged: Judged, gold: Gold) -> list[Finding
         key = f"{ask.key}rewards.functions"
         said.append(sample_findings.gold_worth_less(worth, judged.totals, low, key))
     if isinstance(stage, RLStage) and stage.evaluation.prompts:
-        name = stage.evaluation.component or judged.pairs[0][1].name if judged.pairs else None
+        name = None if judged.judging is None else judged.judging.name
         best = () if name is None else gold.best.get(name, ())
         said.append(
             sample_findings.threshold_unreached(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from keel.pipelines.memory_passes import Extent, Row
 from keel.pipelines.seen import Seen
 from keel.preferences.schema import Preference, Stepwise
 from keel.tasks import preferences
-from keel.tasks.base import position
+from keel.tasks.base import places
 from keel.tasks.split import Sieve
 from keel.training.ahead import reader_of
 from keel.training.rows_judged import (
@@ -36,7 +36,7 @@ from keel.training.rows_judged import (
     step_encoder,
 )
 from keel.training.work import longest_prompt
-from keel.types import Content, KeelError, Prompt
+from keel.types import KeelError, Prompt
 
 ENCODED = 2_000
 """Rows whose length is measured, evenly spread."""
@@ -130,7 +130,7 @@ def look_at_rows(seen: Seen, recipe: Recipe, stage: JudgingStage, policy: Policy
         seen.work.rows = [_extents(row) for row in step_rows]
     _held_out(seen, held or [], limit, prefix)
     _tokens(seen, base, stage, chosen, key)
-    seen.learned = frozenset(place for row in sides.train for place in _places(row.prompt))
+    seen.learned = frozenset(place for row in sides.train for place in places(row.prompt))
     rows = len(sides.train)
     tell_left_out(seen, sides.left_out)
     seen.figures |= {
@@ -187,18 +187,6 @@ def _answers(row: Any) -> tuple[str, ...]:
     if isinstance(row, Preference):
         return row.chosen, row.rejected
     return row.steps if isinstance(row, Stepwise) else (row.completion,)
-
-
-def _places(content: Content) -> Iterator[float]:
-    """Where a prompt lies in any form that a task's rows may have: with and without its system
-    message, and as text where one turn is left."""
-    yield position(content)
-    if isinstance(content, str):
-        return
-    turns = [turn for at, turn in enumerate(content) if at or turn["role"] != "system"]
-    yield position(turns)
-    if len(turns) == 1:
-        yield position(turns[0]["content"])
 
 
 def _extents(row: Pair | Marked) -> Row:

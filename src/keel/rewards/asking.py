@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+import numpy as np
 
 from keel.config.secrets import without_secrets
 from keel.config.suggest import unknown
@@ -22,7 +24,7 @@ from keel.rewards.compose import shut
 from keel.rewards.loading import NamedReward
 from keel.runs.giving_up import GivenUp, GivesUp
 from keel.runs.watchdog import Hung, place
-from keel.types import KeelError, Task
+from keel.types import Completion, KeelError, Task
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +149,7 @@ class Asking:
         wrong = self._failure(outcome) or turn.logs[name].wrong(len(batch))
         if wrong is None:
             try:
-                said = read_rewards(outcome.value, [len(c) for c in batch.completions])
+                said = _said(outcome.value, batch.completions)
             except BadReturn as error:
                 wrong = str(error)
             else:
@@ -211,6 +213,20 @@ class _Turn:
     def sample(self, at: int) -> str:
         """A completion by its place among all of the step, those behind a shut gate counted."""
         return f"sample {self.places[at]} (prompt {self.batch.prompts[at].id!r})"
+
+
+def _said(returned: Any, completions: Sequence[Completion]) -> list[Said]:
+    """What a function returned, its step ends moved from written tokens to the completion's.
+
+    Raises BadReturn.
+    """
+    places = [np.flatnonzero(completion.written).tolist() for completion in completions]
+    return [
+        replace(one, steps=tuple(replace(step, end=at[step.end]) for step in one.steps))
+        if one.steps
+        else one
+        for one, at in zip(read_rewards(returned, [len(at) for at in places]), places, strict=True)
+    ]
 
 
 def _error(line: str, outcome: Outcome) -> KeelError:

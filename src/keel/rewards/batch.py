@@ -162,11 +162,13 @@ def arguments(
         **dict.fromkeys(function.required, [None] * len(batch)),
         **found,
         "prompts": [p.content if isinstance(p.content, str) else _turns(p) for p in batch.prompts],
+        # What the policy wrote: a reply of the environment may spell the answer.
         "completions": [
-            c.text if isinstance(p.content, str) else [{"role": "assistant", "content": c.text}]
+            c.text if isinstance(p.content, str) else _own(c)
             for p, c in zip(batch.prompts, batch.completions, strict=True)
         ],
-        "completion_ids": [c.tokens.tolist() for c in batch.completions],
+        "completion_ids": [c.tokens[c.written].tolist() for c in batch.completions],
+        "turns": [[dict(turn) for turn in c.conversation] for c in batch.completions],
         "trainer_state": SimpleNamespace(global_step=batch.step),
         "log_extra": log.extra,
         "log_metric": log.metric,
@@ -185,6 +187,11 @@ def _copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copy(one) for key, one in value.items()}
     return value
+
+
+def _own(completion: Completion) -> list[dict[str, Any]]:
+    """The policy's turns."""
+    return [dict(turn) for turn in completion.conversation if turn["role"] == "assistant"]
 
 
 def _turns(prompt: Prompt) -> list[dict[str, Any]]:

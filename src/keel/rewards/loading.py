@@ -23,6 +23,8 @@ TASK = "task"
 """The built-in reward that is the task's own verdict."""
 BUILT_IN = {**RULES, "repetition": repetition}
 """Built-ins that are plain functions."""
+CORRECTNESS = ("exact_match", "numeric_match", "place_match", "math", "code")
+"""Built-ins whose 1 means that the answer is right."""
 MADE: Mapping[str, str] = {
     "math": "keel.rewards.math:math",
     "code": "keel.rewards.code:code",
@@ -41,6 +43,7 @@ RESERVED = (
     "prompts",
     "completions",
     "completion_ids",
+    "turns",
     "trainer_state",
     "log_extra",
     "log_metric",
@@ -54,7 +57,8 @@ class NamedReward:
 
     `function` None is the task's own verdict. `required` and `optional` are the arguments that it
     names and that are not bound; `everything` says that it takes all there are. `clip`,
-    `normalise`, `gate` and `closed` are the recipe's (`RewardSource`).
+    `normalise`, `gate` and `closed` are the recipe's (`RewardSource`). `correctness` says whether
+    its value means right or wrong; None: the recipe does not say, and the function is no such rule.
     """
 
     name: str
@@ -69,11 +73,14 @@ class NamedReward:
     normalise: Literal["none", "group", "batch"] = "none"
     gate: float | None = None
     closed: float = 0.0
+    correctness: bool | None = None
 
     def wants(self, name: str) -> bool:
         """Whether the function is handed an argument of this name."""
         if name in self.options:
             return False
+        if name == "turns":  # others' words too: only where they are asked for by name
+            return name in (*self.required, *self.optional)
         return self.everything or name in self.required or name in self.optional
 
 
@@ -117,6 +124,9 @@ def load_reward(source: RewardSource, around: Surroundings | None = None) -> Nam
         normalise=source.normalise,
         gate=source.gate,
         closed=source.closed,
+        correctness=source.function in CORRECTNESS or None
+        if source.correctness is None
+        else source.correctness,
     )
 
 

@@ -134,6 +134,18 @@ class Scorer:
             },
         )
 
+    def judging(self, component: str | None = None) -> NamedReward | None:
+        """The reward that says right or wrong: this component, or else the first declared as
+        correctness; None where none is. A task's verdict is where its `correctness` is true."""
+        tasks = all(getattr(task, "correctness", False) for task in self.tasks.values())
+        for function in self.functions:
+            declared = function.correctness
+            if declared is None:
+                declared = function.function is None and tasks
+            if declared and component in (None, function.name):
+                return function
+        return None
+
     def close(self) -> None:
         """Let go of what the rewards hold: processes, connections, models; all of it, if some fail.
 
@@ -187,7 +199,8 @@ class Scorer:
         if verdict.reward is None:
             components[OVERLONG] = None
             return verdict
-        punishment = soft_overlong(len(completion), self.max_tokens, self.soft_overlong)
+        written = int(completion.written.sum())
+        punishment = soft_overlong(written, self.max_tokens, self.soft_overlong)
         components[OVERLONG] = punishment
         return replace(
             verdict,

@@ -213,5 +213,5 @@ class Session:
             best[stages[progress.stage]] = progress.best_step
         if best != known:
             # Before the checkpoint: were it behind, a stage that ends here would lose its best.
-            update_run_json(self.folder, {"best": best})
+            update_run_json(self.folder, {"best": best, "best_selected_on": "held-out evaluation"})
         return [self.folder.checkpoint(stages.index(name), step) for name, step in best.items()]

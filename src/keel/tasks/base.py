@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from string import Formatter
@@ -24,6 +24,8 @@ class BaseTask:
     """A task that cannot tell anything; tasks override what they know."""
 
     name: str
+    correctness = False
+    """Whether a verdict of 1 means that the answer is right; see `RewardSource.correctness`."""
 
     def size(self, side: Side) -> int | None:
         """Endless."""
@@ -51,6 +53,18 @@ def position(content: Content) -> float:
     text = content if isinstance(content, str) else json.dumps(list(content), sort_keys=True)
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:6], "big") / 2.0**48
+
+
+def places(content: Content) -> Iterator[float]:
+    """Where a prompt lies in any form that a task's rows may have: with and without its system
+    message, and as text where one turn is left."""
+    yield position(content)
+    if isinstance(content, str):
+        return
+    turns = [turn for at, turn in enumerate(content) if at or turn["role"] != "system"]
+    yield position(turns)
+    if len(turns) == 1:
+        yield position(turns[0]["content"])
 
 
 def side_of(content: Content, heldout_share: float = HELDOUT_SHARE) -> Side:

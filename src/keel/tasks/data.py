@@ -53,6 +53,8 @@ class DataTask(BaseTask):
     rewards judge.
     """
 
+    correctness = True
+
     def __init__(
         self,
         name: str,
@@ -72,6 +74,12 @@ class DataTask(BaseTask):
         """How many train rows are left out because their prompt is also held out."""
         return sum(row.why == "overlap" for row in self.left_out)
 
+    def hold_out_all(self) -> None:
+        """Put every row on the held-out side too, in the order of the file: nothing is trained."""
+        rows = [entry for side in self.sides.values() for entry in side.entries]
+        every = Stored(sorted(rows, key=lambda row: row.number), self.sides["train"].where)
+        self.sides = {"train": every, "heldout": every}
+
     def size(self, side: Side) -> int:
         """How many rows the side has."""
         return len(self.sides[side].entries)
@@ -81,7 +89,7 @@ class DataTask(BaseTask):
         entry = self.sides[side].entries[index]
         columns = dict(entry.row)
         if self.answer is not None:
-            columns.setdefault("answer", columns[self.answer])
+            columns["answer"] = columns[self.answer]
         content = self.presentation.frame(entry.body, self.name)
         return Prompt(f"{self.name}/{side}/{entry.number}", content, columns, self.name)
 

@@ -23,6 +23,8 @@ class Generated(BaseTask):
     `SeedSequence([seed, side, index, attempt])` whose text the hash puts on that side.
     """
 
+    correctness = True
+
     def __init__(self, name: str, seed: int, presentation: Presentation | None = None) -> None:
         self.name = name
         self.seed = seed

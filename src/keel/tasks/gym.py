@@ -155,6 +155,8 @@ class GymTask(BaseTask):
     puts on that side. The answer is what stands in `<answer>…</answer>`, else the whole text.
     """
 
+    correctness = True
+
     def __init__(
         self,
         name: str,

@@ -16,6 +16,7 @@ class UserTask(BaseTask):
         self.entry = name
         self.inner = inner
         self.name = str(getattr(inner, "name", name))
+        self.correctness = bool(getattr(inner, "correctness", False))
 
     def size(self, side: Side) -> int | None:
         return cast("int | None", self._ask("size", side))

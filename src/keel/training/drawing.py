@@ -184,7 +184,10 @@ def _group(group: Group) -> dict[str, Any]:
             "content": json.dumps(group.prompt.content),
         },
         "completions": [
-            {name: getattr(completion, name) for name in Completion.__slots__}
+            {
+                **{name: getattr(completion, name) for name in Completion.__slots__},
+                "turns": json.dumps(completion.turns),
+            }
             for completion in group.completions
         ],
     }
@@ -192,7 +195,10 @@ def _group(group: Group) -> dict[str, Any]:
 
 def _read_group(state: Mapping[str, Any]) -> Group:
     prompt = {**state["prompt"], "content": json.loads(state["prompt"]["content"])}
-    return Group(Prompt(**prompt), tuple(Completion(**one) for one in state["completions"]))
+    completions = [
+        {**one, "turns": tuple(json.loads(one["turns"]))} for one in state["completions"]
+    ]
+    return Group(Prompt(**prompt), tuple(Completion(**one) for one in completions))
 
 
 def _read_verdict(state: Mapping[str, Any]) -> Verdict:

@@ -1,15 +1,18 @@
-"""Accuracy on the held-out side: greedy pass@1 and, where asked for, sampled pass@k."""
+"""The held-out side: greedy pass@1 and, where asked for, sampled pass@k; else the mean reward."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import mean
 from typing import Any
 
 from keel.config.schema import Evaluation
 from keel.config.seeds import derive
 from keel.config.suggest import unknown
 from keel.insight.statistics import mean_interval, wilson_interval
+from keel.rewards.loading import NamedReward
 from keel.rewards.score import Scorer
 from keel.training.rollout import Sampler
 from keel.types import Group, KeelError, Prompt, Sampling, Verdict
@@ -32,10 +35,17 @@ class Evaluator:
         if name is not None and name not in names:
             raise KeelError(f"evaluation.component: {unknown('reward', name, names)}")
 
+    @property
+    def judging(self) -> NamedReward | None:
+        """The reward that says right or wrong, if one is declared to."""
+        return self.scorer.judging(self.choice.component)
+
     def __call__(self, step: int) -> dict[str, Any]:
         """`mean`, `low`, `high` (95 %), `n` of greedy pass@1; `sampled` and `pass@k` with k > 0.
 
-        The draws are the same at every evaluation, so that two of them compare like with like.
+        Where no reward is declared as correctness, `measure` is "reward", the figures are of the
+        reward (of `evaluation.component`, else the whole), and there is no pass@k. The draws are
+        the same at every evaluation, so that two of them compare like with like.
         """
         budget = self.sampler.choice
         greedy = Sampling(
@@ -45,10 +55,9 @@ class Evaluator:
             stop_ids=budget.stop_ids,
         )
         groups, verdicts = self._judge(1, greedy, step)
-        passed = [self._passed(judged[0]) for judged in verdicts]
         lengths = [int(group.completions[0].written.sum()) for group in groups]
         result: dict[str, Any] = {
-            **wilson_interval(sum(passed), len(passed)).as_dict(),
+            **self._greedy([judged[0] for judged in verdicts]),
             "mean_length": sum(lengths) / len(lengths),
         }
         if self.choice.samples > 0:
@@ -64,6 +73,8 @@ class Evaluator:
             greedy, temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p
         )
         _, verdicts = self._judge(k, sampling, step)
+        if self.judging is None:
+            return {"sampled": _mean_reward([self._rewards(judged) for judged in verdicts])}
         right = [sum(self._passed(v) for v in judged) for judged in verdicts]
         solved = sum(count > 0 for count in right)
         return {
@@ -78,24 +89,42 @@ class Evaluator:
         groups, scored = self.sampler.judged(self.prompts, n, sampling, seed, self.scorer, step)
         return groups, scored.verdicts
 
+    def _greedy(self, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+        if self.judging is None:
+            rewards = [self._rewards([verdict]) for verdict in verdicts]
+            return {**_mean_reward(rewards), "measure": "reward"}
+        passed = [self._passed(verdict) for verdict in verdicts]
+        return {**wilson_interval(sum(passed), len(passed)).as_dict(), "measure": "pass@1"}
+
     def _passed(self, verdict: Verdict) -> bool:
-        """By the component that the recipe names, else the first one."""
-        name = self.choice.component or next(iter(verdict.components), None)
-        value = verdict.components.get(name) if name is not None else verdict.reward
+        assert self.judging is not None
+        value = verdict.components.get(self.judging.name)
         return value is not None and value >= self.choice.threshold
+
+    def _rewards(self, verdicts: Sequence[Verdict]) -> list[float]:
+        """What was said of the completions, where anything was."""
+        name = self.choice.component
+        said = [v.reward if name is None else v.components.get(name) for v in verdicts]
+        return [value for value in said if value is not None]
 
 
 def metrics(result: dict[str, Any]) -> dict[str, float]:
     """An evaluation as metrics of the step after which it was made."""
-    found = {"pass@1": result} | {k: v for k, v in result.items() if k.startswith("pass@")}
+    found = {result.get("measure", "pass@1"): result}
+    found |= {k: v for k, v in result.items() if k.startswith("pass@")}
     if "sampled" in result:
         found["sampled"] = result["sampled"]
     out = {"eval/mean_length": result["mean_length"]}
     for name, interval in found.items():
-        out[f"eval/{name}"] = interval["mean"]
-        out[f"eval/{name}/low"] = interval["low"]
-        out[f"eval/{name}/high"] = interval["high"]
+        ends = {"": interval["mean"], "/low": interval["low"], "/high": interval["high"]}
+        out |= {f"eval/{name}{end}": value for end, value in ends.items() if value is not None}
     return out
+
+
+def _mean_reward(rewards: Sequence[Sequence[float]]) -> dict[str, float | int | None]:
+    """The mean over prompts of each one's mean reward; None is what too few rewards cannot tell."""
+    interval = mean_interval([mean(one) for one in rewards if one]).as_dict()
+    return {name: value if math.isfinite(value) else None for name, value in interval.items()}
 
 
 def _rate_interval(rates: Sequence[float]) -> dict[str, float | int]:
@@ -109,6 +138,6 @@ def _example(group: Group, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     content = group.prompt.content
     return {
         "prompt": content if isinstance(content, str) else [dict(m) for m in content],
-        "completion": group.completions[0].text,
+        "completion": group.completions[0].transcript,
         "reward": verdicts[0].reward,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ from keel.training.state import POLICY
 from keel.training.work import longest_prompt
 from keel.types import KeelError, Prompt, Task
 
+SPLITS = {"heldout_path", "heldout_share"}
+"""Keys of a task that say which of its rows are held out."""
+
 
 def evaluate(
     model: Path | str,
@@ -39,9 +42,14 @@ def evaluate(
 ) -> dict[str, Any]:
     """Greedy pass@1 and, with `samples`, sampled accuracy and pass@k, with 95 % intervals.
 
+    Where no reward is declared as correctness, the mean reward instead; `measure` says which.
+
     `model` is a run folder (its recipe says the task, the rewards and the budget unless given), a
     model folder or a hub name (which needs a `task`). `task_keys` are `key=value` of the task's
-    table, `choices` keys of the recipe's `evaluation` table.
+    table, `choices` keys of the recipe's `evaluation` table. Rows named for this evaluation
+    (a `task`, or the key `path`) are scored wholly, unless heldout_path or heldout_share is set.
+    With `checkpoint="best"` of a run, on its own held-out prompts, `selected` is true: the
+    checkpoint was chosen by these prompts.
     """
     recipe, weights = _what(model, checkpoint)
     if recipe is None and task is None:
@@ -50,14 +58,18 @@ def evaluate(
             "(keel tasks lists them)"
         )
     data = _stage_data(recipe, task, task_keys, rewards)
+    keys = {name for key in task_keys for name in parse_override(key)}
+    whole_files = (task is not None or "path" in keys) and not keys & SPLITS
+    if whole_files:
+        data["tasks"] = [{**source, "heldout_path": None} for source in data["tasks"]]
     overrides = [f"evaluation.{key}={value}" for key, value in choices.items()]
     if max_tokens is not None:
         overrides.append(f"rollout.max_tokens={max_tokens}")
     # The stages before it, since rewards may be theirs.
     before = [] if recipe is None else [stage.model_dump() for stage in recipe.stages[:-1]]
-    whole = {"model": {"name": str(model)}, "stages": [*before, data]}
+    made = {"model": {"name": str(model)}, "stages": [*before, data]}
     overrides = [f"{data['name']}.{word}" if before else word for word in overrides]
-    stage = load_recipe(whole, overrides).stages[-1]
+    stage = load_recipe(made, overrides).stages[-1]
     assert isinstance(stage, RLStage)
     own_seed = recipe.seed if recipe else 0
     policy = load_policy(weights, own_seed)
@@ -68,7 +80,24 @@ def evaluate(
         stage = stage.model_copy(update={"rollout": rollout})
     folder = RunFolder.open(model) if recipe is not None else None
     around = surroundings(recipe, folder, policy)
-    return _run(stage, policy, own_seed if seed is None else seed, around)
+    seed = own_seed if seed is None else seed
+    tasks = {one.name: one for one in build_tasks(stage.tasks, seed)}
+    if whole_files:
+        stage = _scored_whole(stage, tasks, "prompts" in choices)
+    result = _run(stage, tasks, policy, seed, around)
+    own = recipe is not None and task is None and not task_keys
+    return {**result, "selected": True} if own and checkpoint == "best" else result
+
+
+def _scored_whole(stage: RLStage, tasks: Mapping[str, Task], bounded: bool) -> RLStage:
+    """The stage, evaluated on all rows of its stored tasks; `bounded`: on so many as it says."""
+    rows = [data for task in tasks.values() if (data := stored(task)) is not None]
+    for data in rows:
+        data.hold_out_all()
+    if bounded or len(rows) < len(tasks):
+        return stage
+    every = {"prompts": sum(data.size("heldout") for data in rows)}
+    return stage.model_copy(update={"evaluation": stage.evaluation.model_copy(update=every)})
 
 
 def _what(model: Path | str, checkpoint: str) -> tuple[Recipe | None, Model]:
@@ -106,9 +135,10 @@ def _stage_data(
     return data
 
 
-def _run(stage: RLStage, policy: Policy, seed: int, around: Surroundings) -> dict[str, Any]:
+def _run(
+    stage: RLStage, tasks: dict[str, Task], policy: Policy, seed: int, around: Surroundings
+) -> dict[str, Any]:
     rollout, choice, prompts = stage.rollout, stage.evaluation, stage.prompts
-    tasks = {task.name: task for task in build_tasks(stage.tasks, seed)}
     weights = [source.weight for source in stage.tasks]
     encoder = Encoder(
         policy.tokenizer,

@@ -388,6 +388,7 @@ def _evaluate(loop: Loop, progress: Progress, made: Step) -> Progress:
     result = loop.evaluator(progress.step)
     made.metrics.update(evaluation_metrics(result))
     loop.session.evaluated(progress, result, when="after" if last else "during")
-    if progress.best is None or result["mean"] >= progress.best:
+    mean = result["mean"]  # None where no reward spoke
+    if mean is not None and (progress.best is None or mean >= progress.best):
         progress = replace(progress, best=result["mean"], best_step=progress.step)
     return progress

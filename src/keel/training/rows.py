@@ -32,7 +32,7 @@ def rollout_rows(rollouts: Rollouts, batch: Batch | None) -> list[RolloutRow]:
                     prompt_id=group.prompt.id,
                     task=group.prompt.task,
                     prompt=group.prompt.content,
-                    completion=completion.text,
+                    completion=completion.transcript,
                     tokens=completion.tokens,
                     log_probs=completion.log_probs,
                     written=completion.written,

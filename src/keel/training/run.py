@@ -21,6 +21,7 @@ from keel.runs.trackers import open_trackers
 from keel.runs.watch import Silent, Watcher
 from keel.training.ahead import look_ahead
 from keel.training.faults import keeping_stacks
+from keel.training.leakage import leaks
 from keel.training.stages import run_stage
 from keel.training.state import Progress, read_progress, restore_policy
 from keel.training.work import Work
@@ -66,6 +67,8 @@ def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | Non
     threads = torch.get_num_threads()
     opening.declare(session, recipe.name, recipe.seed, threads, REPORTED, fingerprint("decode"))
     look_ahead(recipe, policy, progress.stage)
+    for line in leaks(recipe):
+        session.note(line)
     for number in range(progress.stage, len(recipe.stages)):
         stage = recipe.stages[number]
         if number > progress.stage:

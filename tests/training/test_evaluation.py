@@ -1,0 +1,202 @@
+"""What an evaluation scores and reports: whole files, correctness, and what it was chosen by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.cli.main import main
+from keel.config.load import load_recipe
+from keel.config.model import BuildModel, Model
+from keel.models.policy import load_policy
+from keel.runs.layout import RunFolder
+from keel.runs.read import load
+from keel.training.evaluation import evaluate
+from keel.training.run import train
+from tests.training.small import info, metrics, run
+
+MINE = """
+from keel.types import Prompt
+
+
+def half(completions):
+    return [0.5 for _ in completions]
+
+
+def sure(completions):
+    return [1.0 for _ in completions]
+
+
+class Task:
+    name = "mine"
+
+    def size(self, side):
+        return 8
+
+    def prompt(self, side, index):
+        return Prompt(f"mine/{side}/{index}", f"{index}{len(side)}>", {}, "mine")
+
+    def score(self, prompt, completion):
+        return 2.0
+
+
+def plain():
+    return Task()
+
+
+def declared():
+    task = Task()
+    task.correctness = True
+    return task
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained policy as a plain folder."""
+    folder = tmp_path_factory.mktemp("model") / "policy"
+    build = BuildModel(hidden_size=16, layers=1, heads=2, context=32, alphabet="0123456789>")
+    load_policy(Model(build=build), 0).save(folder)
+    return folder
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return str(path)
+
+
+def rows(path: Path, numbers: Sequence[int]) -> str:
+    lines = [json.dumps({"prompt": f"{n}>", "answer": str(n)}) for n in numbers]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_file_named_for_evaluation_is_scored_whole(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = rows(tmp_path / "test.jsonl", range(230))
+    keys = [f"path={path}", "answer=answer"]
+    words = ["--task", "jsonl", "--set", keys[0], "--set", keys[1], "--max-tokens", "2", "--json"]
+    assert main(["eval", str(model), *words]) == 0
+    assert json.loads(capsys.readouterr().out)["n"] == 230
+    some = evaluate(model, task="jsonl", task_keys=keys, max_tokens=2, prompts=7)
+    assert some["n"] == 7
+    split = evaluate(model, task="jsonl", task_keys=[*keys, "heldout_share=0.2"], max_tokens=2)
+    assert 20 < split["n"] < 80
+    other = rows(tmp_path / "other.jsonl", range(300, 305))
+    named = evaluate(model, task="jsonl", task_keys=[*keys, f"heldout_path={other}"], max_tokens=2)
+    assert named["n"] == 5
+
+
+def test_a_file_given_to_a_run_is_scored_in_the_place_of_its_own_held_out_one(
+    tmp_path: Path,
+) -> None:
+    own, held = rows(tmp_path / "a.jsonl", range(40)), rows(tmp_path / "b.jsonl", range(50, 59))
+    task = f"tasks=[{{name='jsonl', path='{own}', heldout_path='{held}', answer='answer'}}]"
+    folder = run(tmp_path / "run", task, "steps=1", "rewards.functions=[{function='place_match'}]")
+    other = rows(tmp_path / "c.jsonl", range(60, 75))
+    assert evaluate(folder.path, prompts=99)["n"] == 9
+    assert evaluate(folder.path, task_keys=[f"path={other}"])["n"] == 15
+
+
+# ---------------------------------------------------------------- correctness
+
+
+def numbers_of(folder: RunFolder) -> dict[str, Any]:
+    found: dict[str, Any] = info(folder)["evaluation"]["after"]
+    return found
+
+
+def test_a_reward_that_is_not_declared_as_correctness_gives_no_pass_at_k(
+    tmp_path: Path, mine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = f"rewards.functions=[{{function='{mine}:half'}}]"
+    folder = run(tmp_path / "run", own, "steps=1", "evaluation.samples=2")
+    result = numbers_of(folder)
+    assert (result["measure"], result["mean"], result["sampled"]["mean"]) == ("reward", 0.5, 0.5)
+    assert not [name for name in result if name.startswith("pass@")]
+    last = metrics(folder)[-1]
+    assert last["eval/reward"] == 0.5
+    assert not [name for name in last if "pass@" in name]
+    assert main(["eval", str(folder.path)]) == 0
+    assert "no reward is declared as correctness" in capsys.readouterr().out
+
+
+def test_a_function_declared_as_correctness_counts_though_another_comes_first(
+    tmp_path: Path, mine: str
+) -> None:
+    functions = (
+        f"rewards.functions=[{{function='{mine}:half'}}, "
+        f"{{function='{mine}:sure', correctness=true}}]"
+    )
+    folder = run(tmp_path / "run", functions, "steps=1", "evaluation.samples=2")
+    result = numbers_of(folder)
+    assert (result["measure"], result["mean"], result["pass@2"]["mean"]) == ("pass@1", 1.0, 1.0)
+    assert metrics(folder)[-1]["eval/pass@1"] == 1.0
+    named = run(tmp_path / "named", functions, "steps=1", "evaluation.component=half")
+    assert (numbers_of(named)["measure"], numbers_of(named)["mean"]) == ("reward", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("made", "measure", "mean"), [("plain", "reward", 2.0), ("declared", "pass@1", 1.0)]
+)
+def test_the_verdict_of_a_task_of_one_s_own_is_correctness_where_it_says_so(
+    made: str, measure: str, mean: float, tmp_path: Path, mine: str
+) -> None:
+    folder = run(
+        tmp_path / "run", f"tasks=[{{name='{mine}:{made}'}}]", "rewards.functions=[]", "steps=1"
+    )
+    result = numbers_of(folder)
+    assert (result["measure"], result["mean"]) == (measure, mean)
+
+
+# ---------------------------------------------------------------- what was trained on, or chosen by
+
+
+def notes(folder: RunFolder) -> list[str]:
+    return [e["text"] for e in load(folder.path).events() if e["event"] == "note"]
+
+
+def test_train_prompts_that_a_stage_evaluates_on_are_said_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    train_path = rows(tmp_path / "train.jsonl", range(40))
+    held = rows(tmp_path / "val.jsonl", range(30, 60))
+    file = {"name": "jsonl", "answer": "answer", "path": train_path}
+    other = {**file, "path": rows(tmp_path / "other.jsonl", range(100, 140))}
+    rl = {
+        "stage": "rl", "steps": 1, "tasks": [{**other, "heldout_path": held}],
+        "rollout": {"prompts_per_step": 2, "group_size": 2, "max_tokens": 2},
+        "evaluation": {"prompts": 4, "every": 0},
+    }  # fmt: skip
+    build = {"alphabet": "0123456789>", "hidden_size": 16, "layers": 1, "heads": 2, "context": 32}
+    sft = {"stage": "sft", "steps": 1, "batch_size": 2, "tasks": [{**file, "heldout_path": held}]}
+    model = {"build": build}
+    split = {**sft, "tasks": [{**file, "heldout_share": 0.01}]}
+    for name, first, wanted in (("apart", sft, []), ("shared", split, ["WARNING: "])):
+        recipe = load_recipe({"threads": 1, "model": model, "stages": [first, rl]})
+        folder = train(recipe, tmp_path / name)
+        said = [line for line in notes(folder) if "held-out prompts of stage" in line]
+        assert [line[:9] for line in said] == wanted
+    assert "9 of the 30 held-out prompts of stage 'rl'" in said[0]
+    assert "train prompts of stage 'sft'" in said[0]
+    assert held in said[0]
+    assert train_path in said[0]
+
+
+def test_the_best_checkpoint_is_labelled_as_selected_on_the_held_out_prompts(
+    tmp_path: Path,
+) -> None:
+    folder = run(tmp_path / "run", "steps=2", "evaluation.every=1")
+    assert info(folder)["best_selected_on"] == "held-out evaluation"
+    assert evaluate(folder.path, checkpoint="best")["selected"] is True
+    assert "selected" not in evaluate(folder.path)
