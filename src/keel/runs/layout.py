@@ -87,6 +87,7 @@ class RunFolder:
             KeelError: there is no folder, no recipe in it, or the recipe cannot be read.
         """
         path = Path(path)
+        files.check_name(path.absolute())
         if not path.is_dir():
             raise KeelError(f"run folder {path} does not exist: give a folder that keel train made")
         for inside in path.iterdir():

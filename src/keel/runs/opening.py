@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from keel.runs import checkpoint, files
+from keel.runs import checkpoint, files, streams
 from keel.runs.interrupt import catching
 from keel.runs.layout import Entry, RunFolder, make_free, make_next, stages_of
 from keel.runs.lock import locked, refuse_if_taken
@@ -33,6 +33,7 @@ def created(recipe: str, name: str, path: Path | str | None) -> RunFolder:
     Of two that start in one folder the first to hold its lock writes its recipe, the other is
     refused. The folder is absolute: what a run calls may change the working directory.
     """
+    files.check_name(Path(RUNS if path is None else path).absolute())
     if path is not None:
         refuse_if_taken(Path(path))
     stages = stages_of(recipe)  # before anything is made
@@ -80,7 +81,7 @@ def running(
             stage, step = (0, -1) if start is None else (start.place.stage, start.place.step)
             truncate_after(place, stage, step)
         recorder = stack.enter_context(Recorder(place))
-        session = Session(place, recorder, _Steady(watcher), interrupt, reached=reached)
+        session = Session(place, recorder, _Steady(watcher, recorder), interrupt, reached=reached)
         for path, wrong in damaged:
             recorder.event("damaged", checkpoint=path.name, why=wrong)
             session.watcher.note(
@@ -214,10 +215,11 @@ def _leaves_nothing(place: RunFolder) -> bool:
 
 
 class _Steady:
-    """Whoever watches, for as long as they can be told: the run outlives its terminal or log."""
+    """A watcher that may fail: the run goes on without it, and an event says since when."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: Watcher, recorder: Recorder) -> None:
         self.watcher = watcher
+        self.recorder = recorder
 
     def stage(self, name: str, kind: str, steps: int, done: int) -> None:
         with self._while_told():
@@ -239,5 +241,8 @@ class _Steady:
     def _while_told(self) -> Iterator[None]:
         try:
             yield
-        except OSError:
+        except OSError as error:
             self.watcher = Silent()
+            self.recorder.event("output_lost", why=error.strerror or str(error))
+        for stream, why in streams.lost().items():
+            self.recorder.event("output_lost", stream=stream, why=why)

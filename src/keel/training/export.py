@@ -9,7 +9,7 @@ from pathlib import Path
 
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe
-from keel.runs import checkpoint
+from keel.runs import checkpoint, files
 from keel.runs.checkpoint import MANIFEST
 from keel.runs.layout import Entry, RunFolder
 from keel.training.reward_evaluation import model_of
@@ -45,6 +45,7 @@ def export(
     With `stage`, the reward model that this stage made.
     """
     target = Path(folder)
+    files.check_name(target.absolute())
     if target.exists():
         raise KeelError(f"{target} exists: export into a new folder")
     if stage is None:
