@@ -122,7 +122,9 @@ def write_bytes(path: Path, content: bytes, sync: bool = True) -> None:
     temporary = aside(path)
     with told(path):
         try:
-            temporary.write_bytes(content)
+            temporary.unlink(missing_ok=True)  # a link that lies there is not followed
+            with temporary.open("xb") as file:
+                file.write(content)
             if sync:
                 sync_file(temporary)
             temporary.replace(path)
