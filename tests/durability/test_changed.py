@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -170,6 +171,16 @@ def test_fingerprints_are_of_what_a_recipe_names(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{} ")
     changed = [key for key, digest in fingerprints(recipe).items() if found[key] != digest]
     assert [key.split(" ")[0] for key in changed] == keys[:3]
+
+
+def test_a_module_in_the_working_folder_has_a_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A console script does not have that folder on its path."""
+    (tmp_path / "own_rewards_here.py").write_text("x = 1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert list(fingerprints({"f": "own_rewards_here:x"})) == ["f (own_rewards_here:x)"]
 
 
 def test_a_damaged_reward_model_is_refused_wherever_it_is_loaded(tmp_path: Path) -> None:

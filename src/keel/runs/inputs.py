@@ -8,12 +8,12 @@ recipe's revision and has none.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from keel.config.entry import source_of
 from keel.runs.recorded import sha256
 
 _ENTRY = re.compile(r"(?P<place>[\w./~-]+):[A-Za-z_][\w.]*")
@@ -26,7 +26,7 @@ def fingerprints(recipe: Mapping[str, Any]) -> dict[str, str]:
     for key, value in _texts(recipe, ""):
         try:
             digest = _fingerprint(key.rpartition(".")[2], value)
-        except (OSError, ImportError, ValueError):
+        except (Exception, SystemExit):  # of a user's package, which is imported here
             continue  # whoever reads it says what is wrong with it
         if digest is not None:
             found[f"{key} ({value})"] = digest
@@ -47,7 +47,7 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
 def _fingerprint(key: str, value: str) -> str | None:
     entry = _ENTRY.fullmatch(value)
     if entry is not None:
-        source = _source(entry["place"])
+        source = source_of(entry["place"])
         return None if source is None else sha256(source)
     path = Path(value).expanduser()
     if key in ("path", "heldout_path") and path.is_file():
@@ -55,17 +55,6 @@ def _fingerprint(key: str, value: str) -> str | None:
     if key in ("name", "model") and (path / "config.json").is_file():
         return _folder(path)
     return None
-
-
-def _source(place: str) -> Path | None:
-    """The file that a module, or the file itself, is read from. Imports what the module is in."""
-    if place.endswith(".py"):
-        path = Path(place).expanduser()
-        return path if path.is_file() else None
-    spec = importlib.util.find_spec(place)
-    if spec is None or spec.origin is None or not spec.has_location:
-        return None
-    return Path(spec.origin)
 
 
 def _folder(folder: Path) -> str:
