@@ -19,7 +19,7 @@ from keel.runs import rollouts as rollout_table
 from keel.runs.layout import Place, RunFolder
 from keel.runs.recorded import Recorded
 from keel.runs.rollouts import RolloutRow
-from keel.types import KeelError
+from keel.types import KeelError, Side
 
 _BLOCK = 1 << 16
 
@@ -118,11 +118,13 @@ class Recorder:
             files.sync_folder(self.folder.path)
         self._not_synced.clear()
 
-    def describe(self, checkpoint: Path) -> None:
-        """Put what was recorded so far, as hashes, into a checkpoint that is being written."""
-        for path in self.folder.rows("any", "train").parent.glob("[!.]*.jsonl"):
-            if self._name(path) not in self._known:
-                self._known[self._name(path)] = recorded.sha256(path)
+    def describe(self, checkpoint: Path, stage: int) -> None:
+        """Put hashes of what was recorded so far into a checkpoint of a stage, being written."""
+        sides: tuple[Side, ...] = ("train", "heldout")
+        for name in self.folder.stages[: stage + 1]:
+            for path in (self.folder.rows(name, side) for side in sides):
+                if path.is_file() and self._name(path) not in self._known:
+                    self._known[self._name(path)] = recorded.sha256(path)
         digest = self._digest.hexdigest()
         with files.told(checkpoint):
             Recorded(self._recipe, self._inputs, digest, self._known).write(checkpoint)
