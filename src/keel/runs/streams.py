@@ -61,7 +61,7 @@ class _Raw(io.FileIO):
         super().__init__(descriptor, "w", closefd=False)
         self._stream = stream
 
-    def write(self, data: ReadableBuffer, /) -> int | None:
+    def write(self, data: ReadableBuffer, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
@@ -80,7 +80,7 @@ def _outlasting(stream: io.TextIOWrapper, name: str) -> TextIO:
     raw = _Raw(stream.fileno(), name)
     unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u
     return io.TextIOWrapper(
-        raw if unbuffered else io.BufferedWriter(raw),  # type: ignore[arg-type]
+        raw if unbuffered else io.BufferedWriter(raw),
         encoding=stream.encoding,
         errors=_ESCAPE,
         line_buffering=stream.line_buffering,
