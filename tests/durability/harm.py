@@ -74,6 +74,13 @@ def _tell(path: str) -> None:
         time.sleep(0.002)
 
 
+def _say(text: str) -> None:
+    """What a reward prints while it is looked into."""
+    for _ in range(3):
+        print(text, flush=True)
+        time.sleep(0.01)
+
+
 def _exchange(paths: list[str]) -> None:
     """Moves the first to the second, and makes a folder of somebody else's where it was."""
     there, away = paths
@@ -102,4 +109,5 @@ ACTS = {
     "break": lambda place: mounts.break_disk(Path(place)),
     "vanish": lambda place: mounts.vanish(Path(place)),
     "tell": _tell,
+    "say": _say,
 }

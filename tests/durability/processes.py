@@ -57,15 +57,21 @@ def start(
     *arguments: object,
     environment: Mapping[str, str] | None = None,
     ignore: Sequence[int] = (),
+    output: Path | None = None,
 ) -> Keel:
-    """`keel ARGUMENTS`, some signals ignored from the start; it prints to files in `folder`."""
+    """`keel ARGUMENTS`, some signals ignored from the start; it prints to files in `folder`.
+
+    With `output`, a pipe or terminal, to that instead, errors too where it is a terminal.
+    """
     own_namespace()  # before the first is forked, so that all see the mounts of a test
     number = len(list(folder.glob("out-*")))
     out, err = folder / f"out-{number}", folder / f"err-{number}"
     out.touch()
+    err.touch()
+    wanted = (output or out, err if output is None or output.is_fifo() else output)
     process = _context.Process(
         target=_main,
-        args=([str(a) for a in arguments], out, err, dict(environment or {}), ignore),
+        args=([str(a) for a in arguments], *wanted, dict(environment or {}), ignore),
     )
     process.start()
     return Keel(process, out, err)
@@ -90,7 +96,9 @@ def _main(
 ) -> None:
     os.setsid()
     for path, descriptor in ((out, 1), (err, 2)):
-        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        # A terminal that is opened for reading too becomes the one that controls this process.
+        way = os.O_RDWR if path.is_char_device() else os.O_WRONLY
+        opened = os.open(path, way | os.O_CREAT | os.O_TRUNC)
         os.dup2(opened, descriptor)
         os.close(opened)
     os.environ |= environment

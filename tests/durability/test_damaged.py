@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from keel.runs import opening
 from keel.runs.read import load
+from keel.runs.watch import Silent
+from keel.types import KeelError
 from tests.durability.processes import keel
 from tests.durability.same import TINY, contents, one_line, same, whole
 
@@ -134,3 +137,113 @@ def test_a_file_more_is_no_damage(tmp_path: Path, unharmed: Path) -> None:
     assert "damaged" not in out
     (at(run, 4) / "notes.txt").unlink()
     same(run, unharmed)
+
+
+# ---------------------------------------------------------------- what lies before a checkpoint
+
+
+def row(run: Path, number: int, make: Callable[[bytes], bytes]) -> None:
+    """Puts something in the place of a row of metrics.jsonl."""
+    path = run / "metrics.jsonl"
+    rows = path.read_bytes().splitlines(keepends=True)
+    rows[number - 1] = make(rows[number - 1])
+    path.write_bytes(b"".join(rows))
+
+
+def rollouts(run: Path, step: int) -> Path:
+    return run / "rollouts" / f"step-{step:06d}.parquet"
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 4
+    path.write_bytes(content)
+
+
+BEFORE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a row dropped": (lambda run: row(run, 3, lambda _: b""), "lacks the row of rl step 3"),
+    "a row doubled": (lambda run: row(run, 3, lambda r: r + r), "has two rows of rl step 3"),
+    "a row changed": (
+        lambda run: row(run, 3, lambda r: r.replace(b"0.", b"1.", 1)),
+        "is not what checkpoint step-000006 was written with",
+    ),
+    "cut": (lambda run: row(run, 6, lambda r: r[:-9]), "lacks the row of rl step 6"),
+    "emptied": (
+        lambda run: (run / "metrics.jsonl").write_bytes(b""),
+        "lacks the row of rl step 1",
+    ),
+    "rollouts gone": (lambda run: rollouts(run, 3).unlink(), "step-000003.parquet is missing"),
+    "rollouts emptied": (
+        lambda run: rollouts(run, 3).write_bytes(b""),
+        "step-000003.parquet is damaged",
+    ),
+    "rollouts flipped": (lambda run: flipped(rollouts(run, 3)), "step-000003.parquet is damaged"),
+}
+
+
+@pytest.mark.parametrize("what", BEFORE)
+def test_a_record_that_is_damaged_before_the_checkpoint_is_refused(
+    what: str, tmp_path: Path, unharmed: Path
+) -> None:
+    run = shutil.copytree(unharmed, tmp_path / "run")
+    harm, why = BEFORE[what]
+    harm(run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with (
+        pytest.raises(KeelError) as error,
+        opening.running(opening.resumed(run), True, Silent()),
+    ):
+        pass
+    assert why in str(error.value)
+    assert "restore it from a copy, or delete checkpoints step-0000" in str(error.value)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("what", ["a row dropped", "rollouts flipped"])
+def test_the_way_out_that_is_named_ends_as_the_unharmed(
+    what: str, tmp_path: Path, unharmed: Path
+) -> None:
+    run = shutil.copytree(unharmed, tmp_path / "run")
+    BEFORE[what][0](run)
+    code, _, err = keel(tmp_path, "train", "--resume", "--run", run)
+    assert code == 2
+    assert "delete checkpoints step-000004 to step-000006, and --resume repeats" in one_line(err)
+    for step in (4, 6):
+        shutil.rmtree(at(run, step))
+    assert keel(tmp_path, "train", "--resume", "--run", run)[0] == 0
+    same(run, unharmed)
+
+
+def test_a_run_goes_on_without_rollouts_where_all_were_deleted(
+    tmp_path: Path, unharmed: Path
+) -> None:
+    run = shutil.copytree(unharmed, tmp_path / "run")
+    shutil.rmtree(at(run, 6))
+    for path in (run / "rollouts").iterdir():
+        path.unlink()
+    assert keel(tmp_path, "train", "--resume", "--run", run)[0] == 0
+    assert [place.step for place in load(run).rollout_places()] == [5, 6]
+    assert rollouts(run, 6).read_bytes() == rollouts(unharmed, 6).read_bytes()
+    assert keel(tmp_path, "train", "--resume", "--run", run)[0] == 0
+
+
+def test_rollouts_are_read_by_their_page_checksums(tmp_path: Path, unharmed: Path) -> None:
+    run = shutil.copytree(unharmed, tmp_path / "run")
+    flipped(rollouts(run, 3))
+    with pytest.raises(KeelError, match=r"step-000003\.parquet.*leave this step out"):
+        load(run).rollouts(3)
+
+
+def test_checkpoints_of_stages_that_the_recipe_no_longer_has_are_not_thrown_away(
+    tmp_path: Path, unharmed: Path
+) -> None:
+    run = shutil.copytree(unharmed, tmp_path / "run")
+    recipe = (run / "recipe.toml").read_text()
+    (run / "recipe.toml").write_text(
+        recipe + '\n[[stages]]\nstage = "rl"\nname = "more"\ntasks = [{name = "sort_digits"}]\n'
+    )
+    before = contents(run)
+    code, _, err = keel(tmp_path, "train", "--resume", "--run", run)
+    assert code == 2
+    assert "no stage that made checkpoint step-000002" in one_line(err)
+    assert contents(run) == before

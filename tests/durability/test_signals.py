@@ -1,27 +1,19 @@
-"""Ctrl-C, SIGTERM, a terminal that closes: a checkpoint, a clean end, and on the same."""
+"""Ctrl-C, SIGTERM, SIGHUP: a checkpoint, a clean end, and on the same."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
 import signal
-import subprocess
-import sys
-import termios
 import time
 from pathlib import Path
 
 import pytest
 
-from keel.config.load import load_recipe, to_toml
 from keel.runs.interrupt import AGAIN
 from keel.runs.read import load
 from tests.durability.harm import plan
 from tests.durability.processes import keel, start
 from tests.durability.same import TINY, same
 from tests.durability.test_full_disk import JUDGED
-from tests.shared import ROOT
 
 RUN = (*TINY, "steps=4")
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
@@ -135,37 +127,3 @@ def test_each_kind_of_stage_saves_its_step(tmp_path: Path) -> None:
     assert (code, err) == (128 + INT, notice(INT))
     assert load(run).checkpoints()[-1].path.name > "judge-step-000000"
     goes_on(tmp_path, run, other)
-
-
-def test_the_terminal_closes(tmp_path: Path) -> None:
-    """The kernel hangs up, and whatever is printed from then on fails."""
-    run = tmp_path / "run"
-    (tmp_path / "long.toml").write_text(to_toml(load_recipe("tiny", [*TINY, "steps=9999"])))
-    ours, theirs = pty.openpty()
-
-    def own_terminal() -> None:
-        os.setsid()
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-    process = subprocess.Popen(
-        [sys.executable, "-m", "keel", "train", str(tmp_path / "long.toml"), "--run", str(run)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm"},
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        preexec_fn=own_terminal,
-    )
-    os.close(theirs)
-    try:
-        while not (run / "metrics.jsonl").exists() or len(load(run).metrics()) < 3:
-            assert process.poll() is None
-            time.sleep(0.02)
-        os.close(ours)
-        assert process.wait(60) == 128 + HUP
-    finally:
-        process.kill()
-        process.wait()
-    last = load(run).metrics()[-1]["step"]
-    assert load(run).checkpoints()[-1].place.step == last
-    assert load(run).events()[-1]["event"] == "interrupted"

@@ -167,3 +167,18 @@ def test_a_forked_child_that_ends_leaves_its_parents_lock_alone(tmp_path: Path) 
         if child == 0:
             os._exit(1)
         raise
+
+
+def test_the_export_of_a_run_that_is_still_going_says_so(tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "model"
+    first, sign = waiting(tmp_path, run)
+    code, said, _ = keel(tmp_path, "export", run, out)
+    assert code == 0
+    assert f"the run in {run} is still going; exported is the model of step-000002\n" in said
+    code, said, _ = keel(tmp_path, "export", run, tmp_path / "again", "--json")
+    facts = {"folder": str(tmp_path / "again"), "checkpoint": "step-000002", "running": True}
+    assert (code, json.loads(said)) == (0, facts)
+    sign.unlink()
+    assert first.end()[0] == 0
+    code, said, _ = keel(tmp_path, "export", run, tmp_path / "whole")
+    assert (code, "still going" in said) == (0, False)

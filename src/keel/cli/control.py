@@ -38,7 +38,7 @@ def show(console: Console, folder: RunFolder) -> None:
     run = load(folder.path)
     found = [row.get("episode/return") for row in run.metrics()]
     returns = [value for value in found if value is not None]
-    if len(returns) > 1:
+    if len(returns) > 1 and console.encoding.startswith("utf"):
         console.print("\nreturn by row")
         console.print(curve(returns), highlight=False)
     evaluation = run.info().get("evaluation", {}).get(run.stages[-1], {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import os
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from keel.cli.parser import parse
+from keel.runs.streams import NAMES, outlasting
 from keel.runs.waiting import sleep_soon
 
 USAGE = 2
@@ -19,17 +21,20 @@ LONGEST = 2_000
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 on success, 2 on a usage or input error (one line on stderr), 128+n on signal n."""
-    arguments = parse(argv)
     # No verb may reach a hub unless a recipe names one; telemetry of libraries stays off.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sleep_soon()
+    with outlasting():
+        return _run(parse(argv))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """The verb's exit code; an error that is the user's becomes one line."""
     try:
         code = importlib.import_module(arguments.module).run(arguments)
+        sys.stdout.flush()
         return int(code or 0)
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - whoever read the output has left
-        return 0
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -43,6 +48,8 @@ def _report(error: Exception) -> int:
 
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         error = KeelError(f"the path {str(error.filename)[:60]}… is too long for a path: mend it")
+    if isinstance(error, OSError) and error.filename in NAMES:
+        error = KeelError(f"cannot write to {error.filename}: {error.strerror}: write elsewhere")
     if not isinstance(error, KeelError):
         raise error
     print(f"keel: error: {one_line(without_secrets(str(error)))}", file=sys.stderr)

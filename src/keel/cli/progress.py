@@ -90,6 +90,7 @@ class Bar:
         )
         self.task: TaskID | None = None
         self.curve: list[float] = []
+        self.drawn = console.encoding.startswith("utf")
 
     def __enter__(self) -> Bar:
         self.bar.start()
@@ -109,7 +110,7 @@ class Bar:
         self.bar.update(
             self.task,
             completed=_done(step, metrics),
-            curve=sparkline(self.curve, width=16),
+            curve=sparkline(self.curve, width=16) if self.drawn else "",
             line=summary(metrics),
         )
 

@@ -72,7 +72,7 @@ def show(console: Console, folder: RunFolder) -> None:
     """The reward curve, the held-out side before and after each stage, and a few completions."""
     run = load(folder.path)
     rewards = [row["reward"] for row in run.metrics() if row.get("reward") is not None]
-    if len(rewards) > 1:
+    if len(rewards) > 1 and console.encoding.startswith("utf"):
         console.print("\nreward by step")
         console.print(curve(rewards), highlight=False)
     info = run.info()

@@ -39,6 +39,27 @@ def load_module(place: str, entry: str, what: str) -> ModuleType:
     return _file(place, entry, what) if place.endswith(".py") else _module(place, entry, what)
 
 
+def source_of(place: str) -> Path | None:
+    """The file that a module, or the file itself, is read from; None where it has none.
+
+    Imports the packages that the module is in, which may raise whatever they do.
+    """
+    if place.endswith(".py"):
+        path = Path(place).expanduser()
+        return path if path.is_file() else None
+    _search_here()
+    spec = importlib.util.find_spec(place)
+    if spec is None or spec.origin is None or not spec.has_location:
+        return None
+    return Path(spec.origin)
+
+
+def _search_here() -> None:
+    """Let modules be found in the working folder, where a console script does not look."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+
+
 def _file(place: str, entry: str, what: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
@@ -62,8 +83,7 @@ def _file(place: str, entry: str, what: str) -> ModuleType:
 
 def _module(place: str, entry: str, what: str) -> ModuleType:
     try:
-        if "" not in sys.path and str(Path.cwd()) not in sys.path:
-            sys.path.append(str(Path.cwd()))
+        _search_here()
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is not None and (place == error.name or place.startswith(error.name + ".")):

@@ -77,5 +77,12 @@ def learned(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
 
 def restore(folder: Path, progress: Progress, learner: Learner) -> bool:
     """Bring a learner and its environments to where they were; whether the latter got there."""
-    learner.restore(*learned(folder))
+    try:
+        learner.restore(*learned(folder))
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise KeelError(
+            f"checkpoint {folder} does not fit the recipe's networks "
+            f"({str(error).strip().splitlines()[-1].strip()}): put the keys in recipe.toml back, "
+            "or start a new run"
+        ) from error
     return learner.environments.restore(dict(progress.environments))

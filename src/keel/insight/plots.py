@@ -290,12 +290,17 @@ def set_titles(figure: Figure, title: str, subtitle: str) -> None:
 @contextmanager
 def drawing(path: Path, height: float) -> Iterator[Figure]:
     """A figure with our style and no state of pyplot's, written when the block ends."""
+    # Canvas and style are given below; a backend that matplotlib does not know ends its import.
+    backend = os.environ.pop("MPLBACKEND", None)
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise KeelError("plots need matplotlib: pip install matplotlib") from error
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
     style = {
         "font.family": "DejaVu Sans",  # comes with matplotlib, so the same everywhere
         "font.size": 10,

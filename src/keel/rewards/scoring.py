@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from keel.rewards.surroundings import Surroundings
+from keel.runs.checkpoint import check_model
 from keel.types import Content, KeelError
 from keel.verify.workers import Pool
 
@@ -136,4 +137,5 @@ def which_model(around: Surroundings, model: str | None, stage: str | None) -> s
         raise KeelError(
             f"stage {stage!r} has not made its reward model yet: put it before this one"
         )
+    check_model(folder)
     return str(folder)

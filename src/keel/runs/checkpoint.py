@@ -109,6 +109,24 @@ def newest_whole(
     return None
 
 
+def unknown(folder: RunFolder) -> list[Path]:
+    """The checkpoints there are of stages that the recipe does not have."""
+    listed = {entry.path for entry in folder.list_checkpoints()}
+    found = sorted(folder.checkpoints_folder.glob(f"*/{MANIFEST}"))
+    made = [path.parent for path in found if not path.parent.name.startswith(files.ASIDE)]
+    return [path for path in made if path not in listed]
+
+
+def check_model(path: Path) -> None:
+    """Raises KeelError where a reward model that a stage left is damaged."""
+    wrong = damage(path)
+    if wrong is not None:
+        raise KeelError(
+            f"reward model {path} is damaged ({wrong}): restore it from a copy, or train its stage "
+            "again"
+        )
+
+
 def size(path: Path) -> int:
     """The bytes that a checkpoint takes."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

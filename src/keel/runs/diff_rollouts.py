@@ -145,7 +145,9 @@ def read(path: Path) -> Table:
     try:
         # In this thread alone: an error amid others has ended the process without a word.
         source = pa.BufferReader(content)
-        table = pq.read_table(source, use_threads=False, pre_buffer=False)
+        table = pq.read_table(
+            source, use_threads=False, pre_buffer=False, page_checksum_verification=True
+        )
         table.validate(full=True)
     except (OSError, pa.ArrowException) as error:
         raise KeelError(f"cannot read {path}: {error}: mend or delete it") from error

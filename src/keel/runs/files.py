@@ -79,6 +79,17 @@ def present(path: Path) -> None:
             )
 
 
+def check_name(path: Path) -> None:
+    """Raises KeelError where a path is no UTF-8, which model and tokenizer files need it to be."""
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise KeelError(
+            f"the name of {path} is not UTF-8, or the locale cannot read it: choose another "
+            "folder, or set a UTF-8 locale (LC_ALL=C.UTF-8)"
+        ) from error
+
+
 def aside(target: Path) -> Path:
     """Where `target` is written before it is renamed into place (same folder, same disk)."""
     return target.with_name(ASIDE + target.name)
@@ -111,7 +122,9 @@ def write_bytes(path: Path, content: bytes, sync: bool = True) -> None:
     temporary = aside(path)
     with told(path):
         try:
-            temporary.write_bytes(content)
+            temporary.unlink(missing_ok=True)  # a link that lies there is not followed
+            with temporary.open("xb") as file:
+                file.write(content)
             if sync:
                 sync_file(temporary)
             temporary.replace(path)

@@ -1,6 +1,7 @@
-"""Ctrl-C, SIGTERM, a terminal that closes: the step in hand is finished and saved.
+"""Ctrl-C, SIGTERM, SIGHUP: the step in hand is finished and saved.
 
-A second Ctrl-C or SIGTERM ends at once.
+A second Ctrl-C or SIGTERM ends at once. A SIGHUP that comes because the terminal closed stops
+nothing: the run goes on without it.
 """
 
 from __future__ import annotations
@@ -32,21 +33,24 @@ class Interrupted(Exception):
 class Interrupt:
     """Which signal, if any, has asked the run to stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, terminal: int | None = None) -> None:
         self.signum: int | None = None
         self._since = 0.0
+        self._terminal = terminal
 
     def __bool__(self) -> bool:
         return self.signum is not None
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGHUP and self._terminal is not None and not os.isatty(self._terminal):
+            return  # it has closed; kill -HUP leaves it open
         now = time.monotonic()
         if self.signum is None:
             self.signum, self._since = signum, now
             name = signal.Signals(signum).name
             _say(f"keel: {name}: stopping once the step in hand is saved; again: at once\n")
         elif signum != signal.SIGHUP and now - self._since >= AGAIN:
-            _end(signum)  # a closing terminal hangs up more than once
+            _end(signum)
 
 
 @contextmanager
@@ -55,11 +59,11 @@ def catching() -> Iterator[Interrupt]:
 
     A signal that was ignored before (nohup) stays ignored.
     """
-    interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
-        yield interrupt
+        yield Interrupt()
         return
-    before = {}
+    terminal = _terminal()
+    interrupt, before = Interrupt(terminal), {}
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is not signal.SIG_IGN:
             before[signum] = signal.signal(signum, interrupt.handle)
@@ -68,6 +72,16 @@ def catching() -> Iterator[Interrupt]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+        if terminal is not None:
+            os.close(terminal)
+
+
+def _terminal() -> int | None:
+    """A descriptor of the terminal that controls this process; None where there is none."""
+    try:
+        return os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return None
 
 
 def _end(signum: int) -> None:

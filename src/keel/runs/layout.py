@@ -12,7 +12,9 @@ kernels are: atomics add in no fixed order).
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -84,17 +86,14 @@ class RunFolder:
         """The run that lies in a folder.
 
         Raises:
-            KeelError: there is no folder, no recipe in it, or the recipe cannot be read.
+            KeelError: there is no folder, no recipe in it, or the recipe cannot be read; or there
+                is a link or special file in it, which could lead elsewhere or block its reader.
         """
         path = Path(path)
+        files.check_name(path.absolute())
         if not path.is_dir():
             raise KeelError(f"run folder {path} does not exist: give a folder that keel train made")
-        for inside in path.iterdir():
-            if inside.is_dir() and inside.is_symlink():
-                raise KeelError(
-                    f"{inside} is a link, and a run deletes in its folders: link the whole run "
-                    "folder, or move this one into it"
-                )
+        _refuse_links(path)
         recipe = path / RECIPE
         try:
             text = recipe.read_text(encoding="utf-8")
@@ -229,6 +228,29 @@ class RunFolder:
         return sorted(found, key=lambda entry: entry.place)
 
 
+def _refuse_links(folder: Path) -> None:
+    """Raises KeelError for a link or special file in a run folder, which may be somebody else's.
+
+    A run truncates, deletes and copies what is in its folder. W&B makes links in its own.
+    """
+    own = folder / "trackers" / "wandb" / "wandb"
+    for root, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = Path(root, name)
+            try:
+                mode = path.lstat().st_mode
+            except FileNotFoundError:
+                continue  # a run that goes on has just replaced it
+            if stat.S_ISLNK(mode):
+                raise KeelError(
+                    f"{path} is a link, and nothing in a run folder may lead out of it: put what "
+                    "it leads to in its place, or link the whole run folder"
+                )
+            if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+                raise KeelError(f"{path} is neither a file nor a folder: delete it")
+        folders[:] = [name for name in folders if Path(root, name) != own]
+
+
 def next_free(root: Path | str, recipe_name: str) -> Path:
     """`ROOT/RECIPE-K` with K one above the highest there is."""
     root = Path(root)
@@ -290,6 +312,8 @@ def make_next(root: Path | str, recipe_name: str) -> Path:
 
 def _of_a_start(path: Path) -> bool:
     """Whether a process that died before its recipe was written may have left this."""
+    if path.is_symlink():
+        return False
     if path.name in ("rollouts", "checkpoints"):
         return path.is_dir() and not any(path.iterdir())
     return path.name in (LOCK, files.ASIDE + RECIPE)

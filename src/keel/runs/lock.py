@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,9 @@ from keel.types import KeelError
 TRIES, BETWEEN = 5, 0.02
 """How often the lock is asked for, and after how many seconds again: `refuse_if_taken` of another
 process may hold it for an instant."""
+_PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK
+"""The lock's content is overwritten: a link in its place must not lead to another file, nor a FIFO
+make whoever opens it wait."""
 _OPEN: set[int] = set()
 """The descriptors that hold a lock of this process."""
 
@@ -56,7 +60,10 @@ def locked(folder: RunFolder) -> Iterator[None]:
         KeelError: another process, or another caller in this one, holds it.
     """
     with files.told(folder.lock):
-        descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT | _PLAIN, 0o644)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise KeelError(f"{folder.lock} is no file: delete it")
     owner = os.getpid()
     _OPEN.add(descriptor)
     try:
@@ -84,7 +91,7 @@ def locked(folder: RunFolder) -> Iterator[None]:
 def refuse_if_taken(path: Path) -> None:
     """Raises KeelError where a process holds the run folder at `path`. Takes nothing."""
     try:
-        descriptor = os.open(path / LOCK, os.O_RDONLY)
+        descriptor = os.open(path / LOCK, os.O_RDONLY | _PLAIN)
     except OSError:
         return  # nobody ever held it, or whoever goes on says what is wrong with the folder
     try:
@@ -95,6 +102,15 @@ def refuse_if_taken(path: Path) -> None:
         return
     finally:
         os.close(descriptor)
+
+
+def is_taken(path: Path) -> bool:
+    """Whether a process holds the run folder at `path`: its run is still going."""
+    try:
+        refuse_if_taken(path)
+    except KeelError:
+        return True
+    return False
 
 
 def _in_use(path: Path, descriptor: int) -> KeelError:

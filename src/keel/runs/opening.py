@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import platform
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -11,11 +12,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from keel.runs import checkpoint, files
+from keel.runs import checkpoint, files, recorded, streams
+from keel.runs.inputs import fingerprints
 from keel.runs.interrupt import catching
 from keel.runs.layout import Entry, RunFolder, make_free, make_next, stages_of
 from keel.runs.lock import locked, refuse_if_taken
 from keel.runs.record import Recorder, truncate_after, update_run_json
+from keel.runs.recorded import Recorded
 from keel.runs.session import Reached, Session
 from keel.runs.watch import Silent, Watcher
 from keel.types import KeelError
@@ -33,6 +36,7 @@ def created(recipe: str, name: str, path: Path | str | None) -> RunFolder:
     Of two that start in one folder the first to hold its lock writes its recipe, the other is
     refused. The folder is absolute: what a run calls may change the working directory.
     """
+    files.check_name(Path(RUNS if path is None else path).absolute())
     if path is not None:
         refuse_if_taken(Path(path))
     stages = stages_of(recipe)  # before anything is made
@@ -72,6 +76,10 @@ def running(
         interrupt = stack.enter_context(catching())
         stack.enter_context(locked(place))
         start, damaged = _where_to_begin(place) if resume else (None, [])
+        known = None if start is None else recorded.read(start.path)
+        files_known = _files_known(place, start, known)
+        recipe = tomllib.loads(place.recipe.read_text("utf-8"))
+        inputs = fingerprints(recipe)
         reached = Reached()
         if start is not None:
             reached.step = reached.checkpoint = start.place
@@ -79,12 +87,18 @@ def running(
         if resume:
             stage, step = (0, -1) if start is None else (start.place.stage, start.place.step)
             truncate_after(place, stage, step)
-        recorder = stack.enter_context(Recorder(place))
-        session = Session(place, recorder, _Steady(watcher), interrupt, reached=reached)
+        recorder = stack.enter_context(Recorder(place, inputs=inputs, known=files_known))
+        session = Session(place, recorder, _Steady(watcher, recorder), interrupt, reached=reached)
         for path, wrong in damaged:
             recorder.event("damaged", checkpoint=path.name, why=wrong)
             session.watcher.note(
                 f"checkpoint {path} is damaged ({wrong}): going on from the one before"
+            )
+        changed = "" if known is None else recorded.changed(known, recipe, inputs)
+        if start is not None and changed:
+            session.note(
+                f"since checkpoint {start.path.name} was written there changed: {changed}: from "
+                "here on this is another run, and not byte for byte one that never stopped"
             )
         yield session, None if start is None else start.path
 
@@ -148,6 +162,12 @@ def _where_to_begin(place: RunFolder) -> tuple[Entry | None, Damage]:
     damaged: Damage = []
     checkpoint.bring_back(place)
     newest = checkpoint.newest_whole(place, lambda path, wrong: damaged.append((path, wrong)))
+    others = [] if newest or damaged else checkpoint.unknown(place)
+    if others:
+        raise KeelError(
+            f"{place.recipe} has no stage that made checkpoint {others[0].name}: put the recipe's "
+            "stages and their names back as they were"
+        )
     if newest is None and damaged:
         said = "; ".join(f"{path.name}: {wrong}" for path, wrong in damaged[:2])
         more = f"; and {len(damaged) - 2} more" if len(damaged) > 2 else ""
@@ -156,6 +176,19 @@ def _where_to_begin(place: RunFolder) -> tuple[Entry | None, Damage]:
             "or delete them all and --resume begins at the first step"
         )
     return newest, damaged
+
+
+def _files_known(place: RunFolder, start: Entry | None, known: Recorded | None) -> dict[str, str]:
+    """The hashes of what was recorded before a checkpoint, each compared with its file.
+
+    A checkpoint of an earlier version of Keel has none: then they are those of what is there.
+    """
+    if start is None:
+        return {}
+    if known is not None:
+        return recorded.check(place, start, known)
+    before = [entry.path for entry in place.list_rollouts() if entry.place <= start.place]
+    return {f"rollouts/{path.name}": recorded.sha256(path) for path in before}
 
 
 @contextmanager
@@ -214,10 +247,11 @@ def _leaves_nothing(place: RunFolder) -> bool:
 
 
 class _Steady:
-    """Whoever watches, for as long as they can be told: the run outlives its terminal or log."""
+    """A watcher that may fail: the run goes on without it, and an event says since when."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: Watcher, recorder: Recorder) -> None:
         self.watcher = watcher
+        self.recorder = recorder
 
     def stage(self, name: str, kind: str, steps: int, done: int) -> None:
         with self._while_told():
@@ -239,5 +273,8 @@ class _Steady:
     def _while_told(self) -> Iterator[None]:
         try:
             yield
-        except OSError:
+        except OSError as error:
             self.watcher = Silent()
+            self.recorder.event("output_lost", why=error.strerror or str(error))
+        for stream, why in streams.lost().items():
+            self.recorder.event("output_lost", stream=stream, why=why)

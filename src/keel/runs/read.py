@@ -98,7 +98,7 @@ class Run:
             )
         try:
             rows: list[Record] = pq.read_table(
-                path, use_threads=False, pre_buffer=False
+                path, use_threads=False, pre_buffer=False, page_checksum_verification=True
             ).to_pylist()
         except (OSError, pa.ArrowException) as error:
             raise KeelError(f"cannot read {path}: {error}: leave this step out") from error

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from keel.config.secrets import without_secrets
-from keel.runs import encoding, files
+from keel.runs import encoding, files, recorded
 from keel.runs import rollouts as rollout_table
 from keel.runs.layout import Place, RunFolder
+from keel.runs.recorded import Recorded
 from keel.runs.rollouts import RolloutRow
-from keel.types import KeelError
+from keel.types import KeelError, Side
 
 _BLOCK = 1 << 16
 
@@ -33,12 +36,17 @@ class JsonlWriter:
             _cut_torn_line(path)
             self._file = io.FileIO(path, "ab")
 
-    def write(self, first: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
-        """One record: the keys of `first` in their order, then those of `rest`, sorted."""
-        left = memoryview(encoding.line(first, rest))
+    def write(self, first: Mapping[str, Any], rest: Mapping[str, Any]) -> bytes:
+        """One record: the keys of `first` in their order, then those of `rest`, sorted.
+
+        Returns the line.
+        """
+        line = encoding.line(first, rest)
+        left = memoryview(line)
         with files.told(self.path):
             while left:
                 left = left[self._file.write(left) or 0 :]
+        return line
 
     def sync(self) -> None:
         """Blocks until all that was written is on the disk."""
@@ -56,17 +64,28 @@ class Recorder:
     checkpoint, so that a checkpoint never knows more than the rows do.
     """
 
-    def __init__(self, folder: RunFolder, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        clock: Callable[[], float] = time.time,
+        *,
+        inputs: Mapping[str, str] | None = None,
+        known: Mapping[str, str] | None = None,
+    ) -> None:
+        """`inputs` are the run's (`runs.inputs`), `known` the files that `recorded.check` found."""
         self.folder = folder
+        self._recipe = tomllib.loads(folder.recipe.read_text("utf-8"))
+        self._inputs, self._known = dict(inputs or {}), dict(known or {})
         self._clock = clock
         self._metrics = JsonlWriter(folder.metrics)
         self._timings = JsonlWriter(folder.timings)
         self._events = JsonlWriter(folder.events)
+        self._digest = hashlib.sha256(folder.metrics.read_bytes())
         self._not_synced: list[Path] = []
 
     def metrics(self, stage: int, step: int, values: Mapping[str, Any]) -> None:
         """A row of metrics.jsonl: a function of recipe and seed, so nothing that holds a time."""
-        self._metrics.write(self._place(stage, step), values)
+        self._digest.update(self._metrics.write(self._place(stage, step), values))
 
     def timings(self, stage: int, step: int, values: Mapping[str, Any]) -> None:
         """A row of timings.jsonl: seconds, and whatever else depends on the machine."""
@@ -84,6 +103,7 @@ class Recorder:
         path = self.folder.rollouts(stage, step)
         content = rollout_table.encode(self.folder.stages[stage], step, rows)
         files.write_bytes(path, content, sync=False)
+        self._known[self._name(path)] = hashlib.sha256(content).hexdigest()
         self._not_synced.append(path)
 
     def sync(self) -> None:
@@ -97,6 +117,17 @@ class Recorder:
                 files.sync_folder(self.folder.rollouts_folder)
             files.sync_folder(self.folder.path)
         self._not_synced.clear()
+
+    def describe(self, checkpoint: Path, stage: int) -> None:
+        """Put hashes of what was recorded so far into a checkpoint of a stage, being written."""
+        sides: tuple[Side, ...] = ("train", "heldout")
+        for name in self.folder.stages[: stage + 1]:
+            for path in (self.folder.rows(name, side) for side in sides):
+                if path.is_file() and self._name(path) not in self._known:
+                    self._known[self._name(path)] = recorded.sha256(path)
+        digest = self._digest.hexdigest()
+        with files.told(checkpoint):
+            Recorded(self._recipe, self._inputs, digest, self._known).write(checkpoint)
 
     def close(self) -> None:
         for writer in (self._metrics, self._timings, self._events):
@@ -112,6 +143,9 @@ class Recorder:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.folder.path).as_posix()
 
     def _place(self, stage: int, step: int) -> dict[str, Any]:
         return {"stage": self.folder.stages[stage], "step": step}
@@ -134,26 +168,9 @@ def truncate_after(folder: RunFolder, stage: int, step: int) -> None:
 
 
 def _truncate_rows(folder: RunFolder, keep_to: Place) -> None:
-    path = folder.metrics
-    if not path.exists():
-        return
-    with files.told(path, "read"):
-        lines = path.read_bytes().splitlines(keepends=True)
-    kept = []
-    for number, row in enumerate(lines, start=1):
-        if not row.endswith(b"\n"):  # torn by the end of the process that wrote it
-            continue
-        try:
-            record = json.loads(row)
-            place = Place(folder.stages.index(record["stage"]), int(record["step"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise KeelError(
-                f"{path}:{number} is damaged ({error}): mend or delete the line, then --resume"
-            ) from error
-        if place <= keep_to:
-            kept.append(row)
-    if len(kept) < len(lines):
-        files.write_bytes(path, b"".join(kept))
+    kept = b"".join(row for _, row in recorded.rows_until(folder, keep_to))
+    if folder.metrics.exists() and len(kept) < folder.metrics.stat().st_size:
+        files.write_bytes(folder.metrics, kept)
 
 
 def update_run_json(folder: RunFolder, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -110,7 +110,8 @@ def encode(stage: str, step: int, rows: Sequence[RolloutRow]) -> bytes:
     import pyarrow.parquet as pq
 
     buffer = io.BytesIO()
-    pq.write_table(table(stage, step, rows), buffer, compression="zstd")
+    made = table(stage, step, rows)
+    pq.write_table(made, buffer, compression="zstd", write_page_checksum=True)
     return buffer.getvalue()
 
 

@@ -194,6 +194,7 @@ class Session:
         stop = steps is not None and not _scheduled(progress, steps, choice)
         with checkpoint.writing(target, stop) as aside:
             fill(aside)
+            self.recorder.describe(aside, stage)
         self.reached.checkpoint = Place(stage, step)
         checkpoint.prune(self.folder, choice.keep, best)
         self.recorder.event(

@@ -123,4 +123,4 @@ def _no_files(source: TaskSource) -> None:
 
 
 def _first_line(task: type[Generated]) -> str:
-    return (task.__doc__ or "").strip().splitlines()[0]
+    return (task.__doc__ or "").strip().partition("\n")[0]  # none under python -OO

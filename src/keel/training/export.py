@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe
-from keel.runs import checkpoint
+from keel.runs import checkpoint, files
 from keel.runs.checkpoint import MANIFEST
 from keel.runs.layout import Entry, RunFolder
+from keel.runs.lock import is_taken
 from keel.training.reward_evaluation import model_of
 from keel.training.state import POLICY, read_progress
 from keel.types import KeelError
@@ -37,6 +39,18 @@ def pick_checkpoint(folder: RunFolder, which: str = "last") -> Path:
     return named[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A model that was exported; `checkpoint` is the one it is from, None of a reward model.
+
+    `running` says that the run had not ended: it may leave newer checkpoints.
+    """
+
+    folder: Path
+    checkpoint: str | None
+    running: bool
+
+
 def export(
     run: Path | str, folder: Path | str, *, checkpoint: str = "last", stage: str | None = None
 ) -> Path:
@@ -44,15 +58,35 @@ def export(
 
     With `stage`, the reward model that this stage made.
     """
+    return exported(run, folder, checkpoint=checkpoint, stage=stage).folder
+
+
+def exported(
+    run: Path | str, folder: Path | str, *, checkpoint: str = "last", stage: str | None = None
+) -> Exported:
+    """`export`, and what it took."""
     target = Path(folder)
+    files.check_name(target.absolute())
     if target.exists():
         raise KeelError(f"{target} exists: export into a new folder")
-    if stage is None:
-        source = pick_checkpoint(RunFolder.open(run), checkpoint) / POLICY
-    elif checkpoint == "last":
-        source = Path(model_of(run, stage))
-    else:
+    if stage is not None and checkpoint != "last":
         raise KeelError("--stage exports the model at the stage's end: drop --checkpoint")
+    running = is_taken(Path(run))
+    if stage is not None:
+        _copy(Path(model_of(run, stage)), target)
+        return Exported(target, None, running)
+    while True:
+        source = pick_checkpoint(RunFolder.open(run), checkpoint)
+        try:
+            _copy(source / POLICY, target)
+        except KeelError:
+            if source.exists() or not running:
+                raise
+            continue  # the run has deleted it meanwhile, and has a newer one
+        return Exported(target, source.name, running)
+
+
+def _copy(source: Path, target: Path) -> None:
     aside = target.with_name(f".{target.name}.tmp")
     try:
         shutil.copytree(source, aside, ignore=shutil.ignore_patterns("adapter", MANIFEST))
@@ -60,7 +94,6 @@ def export(
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise KeelError(f"cannot write {target}: {error.strerror or error}") from error
-    return target
 
 
 def class_of(folder: Path) -> str:

@@ -152,7 +152,9 @@ def _new_model(work: Work, base: BaseModelChoice, kind: Kind, stage: str) -> Rew
     with _keys_of(f"{stage}.base"):
         if base.stage is None:
             return reward_model_from(_base(work, base), kind, seed, base.lora)
-        before = _named(work, str(work.session.folder.model(base.stage)))
+        made = work.session.folder.model(base.stage)
+        checkpoint.check_model(made)
+        before = _named(work, str(made))
         return continued_reward_model(before, kind, work.policy, seed, base.lora)
 
 

@@ -13,6 +13,7 @@ from keel.config.preference_data import PreferenceData
 from keel.insight.calibration import PairReport
 from keel.insight.reward_plots import margin_picture, reliability_picture
 from keel.models.reward import load_reward_model
+from keel.runs.checkpoint import check_model
 from keel.runs.files import make_folder
 from keel.runs.layout import RECIPE, RunFolder
 from keel.tasks.preferences import read_labelled, read_pairs, read_steps
@@ -104,6 +105,7 @@ def _found(model: Path | str, stage: str | None) -> tuple[str, str | None]:
         raise KeelError(
             f"run {model} has no reward model of stage {stage!r}: name one by --stage ({names})"
         )
+    check_model(folder.model(stage))
     return str(folder.model(stage)), stage
 
 

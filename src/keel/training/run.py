@@ -49,7 +49,7 @@ def train(
     place = opening.resumed(folder) if resume else opening.created(text, name, folder)
     recipe = load_recipe(place.recipe) if resume or recipe is None else recipe
     with opening.running(place, resume, watcher or Silent()) as (session, start):
-        progress = Progress(stage=0) if start is None else read_progress(start)
+        progress = Progress(stage=0) if start is None else _begun(start, recipe)
         session.recorder.event("resumed" if resume else "started", step=progress.step)
         with keeping_stacks(session):
             _run(recipe, session, progress, start)
@@ -95,6 +95,18 @@ def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | Non
     _let_go(recipe, session.folder)
     update_run_json(session.folder, {"finished": True})
     session.recorder.event("finished")
+
+
+def _begun(start: Path, recipe: Recipe) -> Progress:
+    """The progress of a checkpoint. Raises KeelError where its stage now has fewer steps."""
+    progress = read_progress(start)
+    stage = recipe.stages[progress.stage]
+    if progress.step > stage.steps:
+        raise KeelError(
+            f"{stage.name}.steps = {stage.steps}, but checkpoint {start.name} has taken "
+            f"{progress.step}: raise it, or delete the checkpoints after step {stage.steps}"
+        )
+    return progress
 
 
 def _let_go(recipe: Recipe, folder: RunFolder) -> None:

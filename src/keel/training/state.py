@@ -15,6 +15,7 @@ from keel.models.policy import Policy
 from keel.models.reference import Reference
 from keel.runs import checkpoint
 from keel.training.drawing import Pending, save_pending
+from keel.types import KeelError
 
 STATE = "state.json"
 POLICY = "policy"
@@ -88,10 +89,16 @@ def read_progress(folder: Path) -> Progress:
 
 
 def restore_policy(folder: Path, policy: Policy) -> None:
-    """Give the policy the trainable parameters of a checkpoint, in place."""
+    """Give the policy the trainable parameters of a checkpoint, in place.
+
+    Raises KeelError where the recipe's model has others, or in other shapes.
+    """
     tensors = checkpoint.load_tensors(folder / TRAINABLE)
+    own = policy.trainable()
+    there = {name: tuple(t.shape) for name, t in tensors.items() if "/" not in name}
+    _check_fit(folder, there, {name: tuple(p.shape) for name, p in own.items()})
     with torch.no_grad():
-        for name, parameter in policy.trainable().items():
+        for name, parameter in own.items():
             parameter.copy_(tensors[name])
 
 
@@ -101,6 +108,8 @@ def restore_modules(folder: Path, modules: Mapping[str, nn.Module]) -> None:
     for name, module in modules.items():
         prefix = f"{name}/"
         own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        there = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        _check_fit(folder, there, {n: tuple(t.shape) for n, t in module.state_dict().items()})
         module.load_state_dict(own)
 
 
@@ -114,3 +123,16 @@ def restore_optimizers(folder: Path, optimizers: Mapping[str, AdamW]) -> None:
     """Give optimizers their moments back."""
     for name, optimizer in optimizers.items():
         optimizer.restore(checkpoint.load_tensors(folder / f"{name}.safetensors"))
+
+
+def _check_fit(folder: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    odd = [n for n in sorted(there.keys() | wanted.keys()) if there.get(n) != wanted.get(n)]
+    if odd:
+        shapes = [
+            " × ".join(map(str, d[odd[0]])) if odd[0] in d else "absent" for d in (there, wanted)
+        ]
+        raise KeelError(
+            f"checkpoint {folder} does not fit the recipe's model: {odd[0]} is {shapes[0]} in it "
+            f"and {shapes[1]} in the model ({len(odd)} such weights): put the model's keys in "
+            "recipe.toml back, or start a new run"
+        )
