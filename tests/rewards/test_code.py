@@ -146,7 +146,8 @@ def test_a_call_that_is_abandoned_ends_with_all_it_runs() -> None:
 
     calling = threading.Thread(target=call, daemon=True)
     calling.start()
-    assert eventually(lambda: len(children() - before) == 2)
+    # Two workers, each with a sandbox for the code and one for its tests.
+    assert eventually(lambda: len(children() - before) == 4)
     # Whoever gave it up says so, as the scorer does at its end.
     Scorer([asked.reward]).close()
     calling.join(60.0)
