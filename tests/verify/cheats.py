@@ -45,7 +45,8 @@ SHAPES: dict[str, tuple[list[str], str | None, str]] = {
     "re": (["import re\nassert re.fullmatch('4', str(double(2)))"], None, ""),
     "random": (
         [
-            "import random\nfor _ in range(9):\n    n = random.randint(1, 9)\n    assert double(n) == n+n"
+            "import random\n"
+            "for _ in range(9):\n    n = random.randint(1, 9)\n    assert double(n) == 2 * n"
         ],
         None,
         "",
@@ -106,7 +107,7 @@ OBJECTS = [
     _returned("an int that equals everything", "assert", _NUMBER.format(base="int"), "Near()"),
     _returned("a float that is near everything", "near", _NUMBER.format(base="float"), "Near()"),
     _returned("a float through check", "check", _NUMBER.format(base="float"), "Near()"),
-    _returned("an object without a base, near all", "near", _NUMBER.format(base="object"), "Near()"),
+    _returned("no number, but near all", "near", _NUMBER.format(base="object"), "Near()"),
     _returned("a complex number", "assert", _NUMBER.format(base="complex"), "Near()"),
     _returned("text that equals all", "assert", _NUMBER.format(base="str"), "Near('4')"),
     _returned("bytes that equal all", "check", _NUMBER.format(base="bytes"), "Near()"),
@@ -169,7 +170,7 @@ OBJECTS = [
     _returned("true of all numbers", "true", "", "True"),
     _returned("NotImplemented", "assert", "", "NotImplemented"),
     _returned("a code object", "assert", "", "(lambda: 4).__code__"),
-    _returned("a list that holds itself", "assert", "x = []\nx.append(x)", "x"),
+    _returned("a list that holds itself", "assert", "own = []\nown.append(own)", "own"),
     _returned("text of 100 MB", "assert", "", "'4' * 10**8"),
     Cheat(
         "an object with a call and equality",
@@ -246,7 +247,9 @@ READING = [
         "the tests' text in memory",
         "assert",
         "def tests():\n"
-        "  for line in open('/proc/self/maps'):\n"
+        "  try: maps = list(open('/proc/self/maps'))\n"
+        "  except OSError: return\n"
+        "  for line in maps:\n"
         "    if not line.split()[1].startswith('rw'): continue\n"
         "    low, high = (int(n, 16) for n in line.split()[0].split('-'))\n"
         "    with open('/proc/self/mem', 'rb', 0) as f:\n"
@@ -263,12 +266,12 @@ READING = [
         "assert",
         "import os, re\ndef double(x):\n"
         "  for pid in os.listdir('/proc'):\n"
-        "    for name in ('cmdline', 'environ', 'fd/0', 'fd/3'):\n"
+        "    for name in ('cmdline', 'environ', 'stat', 'comm'):\n"
         "      try: data = open(f'/proc/{pid}/{name}', 'rb').read(10**6)\n"
         "      except (OSError, ValueError): continue\n"
         "      found = re.search(rb'assert doubl[e]\\(%d\\) == (\\d+)' % x, data)\n"
         "      if found: return int(found[1])\n"
-        "  return 0".replace("'fd/0', 'fd/3'", "'stat', 'comm'"),
+        "  return 0",
     ),
     Cheat(
         "expected values in files",
@@ -319,7 +322,8 @@ PATCHING = [
                  "import unittest\nunittest.TestCase.assertEqual = lambda *a: None"),
     _patched("code of assertEqual in place", "unittest",
              "import unittest\n"
-             "unittest.TestCase.assertEqual.__code__ = (lambda self, a, b, msg=None: None).__code__"),
+             "f = lambda self, a, b, msg=None: None\n"
+             "unittest.TestCase.assertEqual.__code__ = f.__code__"),
     _patched("defaults of numpy in place", "numpy",
              "import numpy as np\nf = getattr(np.allclose, '__wrapped__', np.allclose)\n"
              "f.__defaults__ = (1e9, 1e9, False)"),
@@ -341,7 +345,7 @@ PATCHING = [
         "  time.sleep(0.01)\n  return 0",
     ),
     Cheat(
-        "a signal handler that raises the frames' expectations",
+        "a signal that changes the expectations",
         "expected",
         "import signal\n"
         "def later(number, frame):\n"
@@ -469,7 +473,7 @@ PROCESS = [
         "  try: os.kill(pid, 9)\n  except OSError: pass",
     ),
     _when_called(
-        "the tests' process stopped by a signal that Python turns into an exception",
+        "a signal that Python turns into an exception",
         "raises",
         "import os, signal\nfor pid in range(2, 30):\n"
         "  try: os.kill(pid, signal.SIGINT)\n  except OSError: pass",

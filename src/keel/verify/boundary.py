@@ -24,8 +24,7 @@ DEPTH = 200
 """How deep plain data may be nested; each level takes a frame of Python's stack."""
 REPLY_BYTES = 16 * 2**20
 """The longest reply that the tests' side reads."""
-SCALARS = (int, float, complex, str, bytes)
-CONTAINERS = {list: b"l", tuple: b"t", dict: b"d", set: b"S", frozenset: b"Z"}
+CONTAINERS: dict[Any, bytes] = {list: b"l", tuple: b"t", dict: b"d", set: b"S", frozenset: b"Z"}
 BUILD: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "builtins.range": lambda v: (v.start, v.stop, v.step),
     "collections.Counter": lambda v: (dict(v),),
@@ -101,17 +100,16 @@ def _base(value: Any) -> Any:
     """A value of a subclass as its plain base; numpy's scalars as Python's."""
     if any((c.__module__, c.__name__) == ("numpy", "generic") for c in type(value).__mro__):
         return value.item()
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
-    for base in (complex, bytes, bytearray, list, tuple, set, frozenset):
+    plain: dict[Any, Callable[[Any], Any]] = {
+        str: str.__str__,
+        int: int.__int__,
+        float: float.__float__,
+        dict: dict.copy,
+    }
+    bases = (*plain, complex, bytes, bytearray, list, tuple, set, frozenset)
+    for base in bases:
         if isinstance(value, base):
-            return base(value)
-    if isinstance(value, dict):
-        return dict(dict.items(value))
+            return plain.get(base, base)(value)
     raise NotPlain(f"is or holds a {type(value).__qualname__}, which is not plain data")
 
 
@@ -461,7 +459,7 @@ def judge(orders: dict[str, Any]) -> NoReturn:
         if orders["setup"]:
             exec(compile(orders["setup"], "setup", "exec"), space)
     except BaseException as error:
-        say(code.lost or f"setup: {code.fault or _line(error)}")
+        say(code.lost or f"setup {code.fault or _line(error)}")
         os._exit(1)
     for at, test in enumerate(orders["tests"]):
         said = ""

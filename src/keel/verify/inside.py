@@ -42,7 +42,8 @@ def main() -> None:
         space: dict[str, Any] = {"__name__": "boundary"}
         exec(orders["program"], space)
         space[orders["side"]](orders)
-    _test(orders)
+    else:
+        _test(orders)
 
 
 def _stand_first() -> None:
@@ -112,7 +113,7 @@ def _test(orders: dict[str, Any]) -> None:
     try:
         run(read(orders["setup"], "setup", "exec"), space)
     except BaseException as error:
-        say(f"setup: {_told(error)}")
+        say(f"setup {_told(error)}")
         leave(1)
     for at, test in numbered:
         try:
