@@ -29,7 +29,7 @@ BASE = "[model.build]\nhidden_size = 32\nlayers = 1\nheads = 2\n"
 REST = '[[tasks]]\nname = "addition"\n'
 MODELS = {"my-reward-model": "outcome", "my-process-model": "process", "reward_model": "outcome"}
 """The folders that the page names, and the stage."""
-COLUMNS = ("answer", "tests", "test", "entry_point", "prompt")
+COLUMNS = ("answer", "tests", "test", "test_list", "test_setup_code", "entry_point", "prompt")
 
 
 def snippets() -> Iterator[Any]:

@@ -287,6 +287,15 @@ def test_a_timeout_that_is_cut() -> None:
     assert list(c.timeouts(rewards(slow, timeout=300.0), "rewards")) == []
 
 
+def test_code_that_shares_its_tests_interpreter() -> None:
+    mine = RewardSource(function="m:f", options={"isolation": "shared"})
+    shared = RewardSource(function="code", options={"isolation": "shared"})
+    apart = RewardSource(function="code", options={"isolation": "process"})
+    (finding,) = c.shared_interpreters(rewards(apart, mine, shared), "rewards")
+    assert finding.kind == "shared-interpreter"
+    assert finding.key == "rewards.functions.2.options.isolation"
+
+
 def test_a_gate_that_does_not_punish() -> None:
     gate = RewardSource(function="format_match", gate=1.0)
     rest = RewardSource(function="task", normalise="group")

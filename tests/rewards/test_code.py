@@ -86,6 +86,38 @@ def test_humanevals_columns() -> None:
 
 
 @needs_bubblewrap
+def test_mbpps_columns() -> None:
+    asked = Asked(tests="test_list", setup="test_setup_code")
+    assert asked.reward.required[1:3] == ("test_list", "test_setup_code")
+    tests = ["assert isclose(area(2), 12.566, rel_tol=1e-3)", "assert area(n) == 0"]
+    setups = ["from math import isclose\nn = 0", ["from math import isclose", "n = 0"], "", None]
+    said = ["import math\ndef area(r):\n    return math.pi * r * r\n"] * 4
+    assert asked(said, test_list=[tests] * 4, test_setup_code=setups) == [1, 1, 0, 0]
+    with pytest.raises(KeelError, match="sample 0: the set-up code 'from' is not Python"):
+        asked(said[:1], test_list=[tests], test_setup_code=["from"])
+
+
+@needs_bubblewrap
+def test_code_and_tests_share_an_interpreter_only_where_the_recipe_says_so() -> None:
+    cheat = "class E:\n    def __eq__(self, other): return True\ndef double(x): return E()"
+    assert Asked()([cheat], tests=[ASSERTS]) == [0]
+    assert Asked(isolation="process")([cheat], tests=[ASSERTS]) == [0]
+    assert Asked(isolation="shared")([cheat], tests=[ASSERTS]) == [1]
+
+
+@needs_bubblewrap
+def test_a_helper_of_the_prompt_is_not_the_completions() -> None:
+    asked = Asked(tests="test", entry_point="entry_point", prepend="prompt")
+    row = {
+        "prompt": "def half(x):\n    return x / 2\n\ndef double(x):\n",
+        "entry_point": "double",
+        "test": "def check(candidate):\n    assert half(candidate(6)) == 6",
+    }
+    said = ["    return x + x\n", "    return 0\ndef half(x): return 6\n"]
+    assert asked(said, **{name: [value] * 2 for name, value in row.items()}) == [1, 0]
+
+
+@needs_bubblewrap
 def test_what_is_thrown_at_it_scores_0_with_its_cause_and_the_trainer_does_not_notice() -> None:
     home = Path.home() / "keel-was-here"
     thrown = {
@@ -127,6 +159,7 @@ def test_tests_that_are_none_stop_before_anything_runs() -> None:
         ({"trusted": "false"}, "trusted = 'false': give true or false"),
         ({"partial": 1}, "partial = 1: give true or false"),
         ({"tests": 5}, "tests = 5: name a column"),
+        ({"isolation": "none"}, "isolation = 'none': give 'process' or 'shared'"),
         ({"entry_point": "my name"}, "entry_point = 'my name' cannot be an argument's name"),
     ):
         with pytest.raises(KeelError, match=f"reward 'code': {words}"):
@@ -146,7 +179,8 @@ def test_a_call_that_is_abandoned_ends_with_all_it_runs() -> None:
 
     calling = threading.Thread(target=call, daemon=True)
     calling.start()
-    assert eventually(lambda: len(children() - before) == 2)
+    # Two workers, each with a sandbox for the code and one for its tests.
+    assert eventually(lambda: len(children() - before) == 4)
     # Whoever gave it up says so, as the scorer does at its end.
     Scorer([asked.reward]).close()
     calling.join(60.0)

@@ -2,23 +2,44 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
+from keel.rewards.code import in_threads
 from keel.types import KeelError
 from keel.verify.sandbox import Limits, Sandbox
-from keel.verify.unit_tests import Checked, UnitTests, python_code, read_tests, run_tests
+from keel.verify.unit_tests import (
+    Checked,
+    Isolation,
+    UnitTests,
+    python_code,
+    read_tests,
+    run_tests,
+)
 from tests.shared import shared_path
+from tests.verify.mutants import mutants
 from tests.verify.processes import needs_bubblewrap
 
 ASSERTS = ["assert double(1) == 2", "assert abs(double(2)) == 4", "assert double(0) == 0"]
 RIGHT = "def double(x):\n    return 2 * x\n"
+ISOLATIONS: tuple[Isolation, ...] = ("process", "shared")
 
 
 @pytest.fixture(scope="module")
 def sandbox() -> Sandbox:
     return Sandbox(Limits(timeout=60.0))
+
+
+Run = Callable[..., Checked]
+"""`run_tests` in one of the two isolations."""
+
+
+@pytest.fixture(params=ISOLATIONS)
+def run(request: pytest.FixtureRequest, sandbox: Sandbox) -> Run:
+    return partial(run_tests, sandbox, isolation=request.param)
 
 
 def problems() -> list[dict[str, Any]]:
@@ -27,16 +48,16 @@ def problems() -> list[dict[str, Any]]:
 
 
 @needs_bubblewrap
-def test_code_that_passes(sandbox: Sandbox) -> None:
-    assert run_tests(sandbox, RIGHT, ASSERTS) == Checked((True,) * 3, "passed", "")
-    assert run_tests(sandbox, RIGHT, "\n".join(ASSERTS)).passed == (True,)
+def test_code_that_passes(run: Run) -> None:
+    assert run(RIGHT, ASSERTS) == Checked((True,) * 3, "passed", "")
+    assert run(RIGHT, "\n".join(ASSERTS)).passed == (True,)
     check = "def check(candidate):\n    assert candidate(3) == 6"
-    assert run_tests(sandbox, RIGHT, check, "double").status == "passed"
+    assert run(RIGHT, check, "double").status == "passed"
     # Where tests share names, a later one sees what an earlier one made.
     tests = ["import math\nn = 2\nassert n", "assert double(n) == math.sqrt(16)"]
-    assert run_tests(sandbox, RIGHT, tests).passed == (True, True)
+    assert run(RIGHT, tests).passed == (True, True)
     main = f"{RIGHT}\nif __name__ == '__main__':\n    raise SystemExit(input())\n"
-    assert run_tests(sandbox, main, ASSERTS).status == "passed"
+    assert run(main, ASSERTS).status == "passed"
 
 
 @needs_bubblewrap
@@ -67,9 +88,9 @@ def test_code_that_passes(sandbox: Sandbox) -> None:
     ],
 )
 def test_code_that_does_not(
-    sandbox: Sandbox, code: str, passed: tuple[int, ...], status: str, cause: str
+    run: Run, code: str, passed: tuple[int, ...], status: str, cause: str
 ) -> None:
-    tested = run_tests(sandbox, code, ASSERTS)
+    tested = run(code, ASSERTS)
     assert tested.passed == tuple(map(bool, passed))
     assert tested.status == status
     assert tested.cause.startswith(cause)
@@ -78,10 +99,11 @@ def test_code_that_does_not(
 
 
 @needs_bubblewrap
-def test_what_passed_before_the_time_was_up_counts() -> None:
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_what_passed_before_the_time_was_up_counts(isolation: Isolation) -> None:
     sandbox = Sandbox(Limits(timeout=2.0))
     code = "def double(x):\n    while x == 2: pass\n    return 2 * x"
-    assert run_tests(sandbox, code, ASSERTS) == Checked(
+    assert run_tests(sandbox, code, ASSERTS, isolation=isolation) == Checked(
         (True, False, False), "timeout", "out of time"
     )
 
@@ -118,8 +140,8 @@ def test_what_passed_before_the_time_was_up_counts() -> None:
         "import sys\ndef double(x): return 0\nsys.settrace(lambda *a: None)",
     ],
 )
-def test_cheap_cheats_do_not_pass(sandbox: Sandbox, code: str) -> None:
-    tested = run_tests(sandbox, code, ASSERTS)
+def test_cheap_cheats_do_not_pass(run: Run, code: str) -> None:
+    tested = run(code, ASSERTS)
     assert tested.status != "passed"
     assert not all(tested.passed)
     assert tested.cause
@@ -144,15 +166,16 @@ MODULES = "import math, unittest\nassert math.isclose(double(2), 4)\n" + (
         "  setattr(__main__, name, print)",
     ],
 )
-def test_modules_that_the_tests_import_are_as_they_were(sandbox: Sandbox, code: str) -> None:
+def test_modules_that_the_tests_import_are_as_they_were(run: Run, code: str) -> None:
     wrong = "\nimport unittest\nunittest.TestCase.assertEqual = lambda *a: None\n"
     wrong += "def double(x): return 0"
     tests = ["import math\nassert math.isclose(double(2), 4)", MODULES]
-    assert not any(run_tests(sandbox, code + wrong, tests).passed)
+    assert not any(run(code + wrong, tests).passed)
 
 
 @needs_bubblewrap
 def test_what_modules_are_made_of_is_put_back_too(sandbox: Sandbox) -> None:
+    run = partial(run_tests, sandbox, isolation="shared")
     tests = "import unittest, fractions\nunittest.TestCase().assertEqual(double(3), 6)"
     for code in (
         # A class's attribute, one that it did not have, and a module's own name for a builtin.
@@ -162,39 +185,39 @@ def test_what_modules_are_made_of_is_put_back_too(sandbox: Sandbox) -> None:
         "unittest.case.getattr = lambda *a: lambda *b, **more: None",
         "unittest.case.TestCase._getAssertEqualityFunc = lambda *a: print",
     ):
-        tested = run_tests(sandbox, f"import unittest\n{code}\ndef double(x): return 0", tests)
+        tested = run(f"import unittest\n{code}\ndef double(x): return 0", tests)
         assert tested.cause == "test 0: AssertionError: 0 != 6", code
     # What a right answer does to them is no hindrance.
     code = "import fractions, xml.etree.ElementTree\nfractions.mine = 2\n"
     code += "def double(x): return fractions.mine * x + 0 * len(xml.etree.ElementTree.__name__)"
     tests = "import xml, random\n" + tests
-    assert run_tests(sandbox, code, tests).cause == ""
+    assert run(code, tests).cause == ""
 
 
 @needs_bubblewrap
-def test_a_builtin_is_the_codes_only_where_nothing_else_can_be(sandbox: Sandbox) -> None:
+def test_a_builtin_is_the_codes_only_where_nothing_else_can_be(run: Run) -> None:
     wrong = "set = lambda *a: 0\ndef double(x): return 0"
-    assert run_tests(sandbox, wrong, "assert set([double(1)]) == set([2])").status == "failed"
+    assert run(wrong, "assert set([double(1)]) == set([2])").status == "failed"
     # Names that the tests make themselves are not the code's.
     own = "import math\ndef same(a, *b):\n    for n in b: assert n == a, math.e\nsame(4, sum(1, 3))"
-    assert run_tests(sandbox, "def sum(a, b): return a + b", own).cause == ""
+    assert run("def sum(a, b): return a + b", own).cause == ""
 
 
 @needs_bubblewrap
-def test_what_the_tests_of_other_programs_become(sandbox: Sandbox) -> None:
+def test_what_the_tests_of_other_programs_become(run: Run) -> None:
     case = (
         "import unittest\nclass T(unittest.TestCase):\n"
         "    def test(self): self.assertEqual(double(1), 2)\n"
     )
     suite = "unittest.defaultTestLoader.loadTestsFromTestCase(T)"
-    run = f"{case}assert unittest.TextTestRunner().run({suite}).wasSuccessful()"
+    runner = f"{case}assert unittest.TextTestRunner().run({suite}).wasSuccessful()"
     pytests = "import asyncio\nasync def test_it(): assert double(1) == 2\nasyncio.run(test_it())"
     debug = f"{case}T('test').debug()"
     looked_up = "def test_it(): assert double(1) == 2\nfor n in [*globals()]:\n"
     looked_up += "    if n.startswith('test'): globals()[n]()"
-    for tests in (run, pytests, debug, looked_up):
-        assert run_tests(sandbox, RIGHT, tests).cause == "", tests
-        assert run_tests(sandbox, "def double(x): return 0", tests).status == "failed", tests
+    for tests in (runner, pytests, debug, looked_up):
+        assert run(RIGHT, tests).cause == "", tests
+        assert run("def double(x): return 0", tests).status == "failed", tests
 
 
 @needs_bubblewrap
@@ -208,9 +231,9 @@ def test_what_the_tests_of_other_programs_become(sandbox: Sandbox) -> None:
         "def case(f):\n    f()\n    return f\n@case\ndef test_it(): assert double(1) == 2",
     ],
 )
-def test_other_forms_of_tests(sandbox: Sandbox, tests: Any) -> None:
-    assert run_tests(sandbox, RIGHT, tests).status == "passed"
-    assert run_tests(sandbox, "def double(x): return x", tests).status != "passed"
+def test_other_forms_of_tests(run: Run, tests: Any) -> None:
+    assert run(RIGHT, tests).status == "passed"
+    assert run("def double(x): return x", tests).status != "passed"
 
 
 def test_a_decorator_of_anothers_calls_nothing() -> None:
@@ -226,64 +249,216 @@ def test_typing_beside_a_check(sandbox: Sandbox) -> None:
 
 
 @needs_bubblewrap
-def test_a_list_may_hold_tests_of_both_kinds(sandbox: Sandbox) -> None:
+def test_a_list_may_hold_tests_of_both_kinds(run: Run) -> None:
     check = "def check(candidate):\n    assert candidate(3) == 6"
-    assert (
-        run_tests(sandbox, RIGHT, [ASSERTS[0], check, ASSERTS[1]], "double").passed == (True,) * 3
-    )
+    assert run(RIGHT, [ASSERTS[0], check, ASSERTS[1]], "double").passed == (True,) * 3
     wrong = "def double(x): return 6"
-    assert run_tests(sandbox, wrong, [ASSERTS[0], check], "double").passed == (False, True)
+    assert run(wrong, [ASSERTS[0], check], "double").passed == (False, True)
     wrong = "def double(x): return 2"
-    assert run_tests(sandbox, wrong, [ASSERTS[0], check], "double").passed == (True, False)
-    assert run_tests(sandbox, wrong, f"from completion import double\n{ASSERTS[0]}").passed == (
-        True,
-    )
+    assert run(wrong, [ASSERTS[0], check], "double").passed == (True, False)
+    assert run(wrong, f"from completion import double\n{ASSERTS[0]}").passed == (True,)
     wrong = "def double(x): return 6"
-    assert run_tests(sandbox, wrong, [f"{check}\ncheck(double)"]).passed == (True,)
-    assert run_tests(sandbox, RIGHT + "assert 0", [f"{check}\ncheck(double)"]).passed == (False,)
+    assert run(wrong, [f"{check}\ncheck(double)"]).passed == (True,)
+    assert run(RIGHT + "assert 0", [f"{check}\ncheck(double)"]).passed == (False,)
 
 
 @needs_bubblewrap
-def test_tests_that_pass_with_too_much_said_do_not_count() -> None:
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_tests_that_pass_with_too_much_said_do_not_count(isolation: Isolation) -> None:
     # Little enough to lie in Python's own buffer until the tests are over.
     sandbox = Sandbox(Limits(timeout=60.0, output_kb=1))
     code = "def double(x):\n    print('x' * 1000)\n    return 2 * x"
-    assert run_tests(sandbox, code, ASSERTS) == Checked((False,) * 3, "output", "too much output")
+    assert run_tests(sandbox, code, ASSERTS, isolation=isolation) == Checked(
+        (False,) * 3, "output", "too much output"
+    )
 
 
 @needs_bubblewrap
-def test_a_function_may_have_a_builtins_name(sandbox: Sandbox) -> None:
+def test_a_function_may_have_a_builtins_name(run: Run) -> None:
     code = "def sum(a, b): return a - b\ndef len(x): return 7"
-    assert run_tests(sandbox, code, "assert sum(3, 1) == 2", "sum").status == "passed"
-    assert run_tests(sandbox, code, "assert sum(3, 1) == 2").status == "passed"
+    assert run(code, "assert sum(3, 1) == 2", "sum").status == "passed"
+    assert run(code, "assert sum(3, 1) == 2").status == "passed"
     # Where the function under test is named, other builtins are the tests' own.
-    assert run_tests(sandbox, code, "assert len([]) == 0", "sum").status == "passed"
-    assert run_tests(sandbox, code, "assert len([]) == 0").status == "failed"
-    tested = run_tests(sandbox, code, "assert 1", "total")
+    assert run(code, "assert len([]) == 0", "sum").status == "passed"
+    assert run(code, "assert len([]) == 0").status == "failed"
+    tested = run(code, "assert 1", "total")
     assert (tested.status, tested.cause) == ("error", "code: no function 'total'")
 
 
 @needs_bubblewrap
-def test_chance_is_the_same_each_time(sandbox: Sandbox) -> None:
+def test_chance_is_the_same_each_time(run: Run) -> None:
     code = "import random\nword = str(random.random()) + str({'a', 'b', 'c'})\nassert 0, word"
-    causes = {run_tests(sandbox, code, "assert 1").cause for _ in range(3)}
+    causes = {run(code, "assert 1").cause for _ in range(3)}
     assert len(causes) == 1
 
 
 @needs_bubblewrap
-def test_humaneval() -> None:
+@pytest.mark.parametrize(
+    ("code", "tests", "cause"),
+    [
+        # Arguments changed in place come back where the call returns None, and only there.
+        ("def f(x): x.sort()", "n = [3, 1]\nassert f(n) is None and n == [1, 3]", ""),
+        ("def f(x): x['a'].append(1)", "n = {'a': []}\nf(n)\nassert n == {'a': [1]}", ""),
+        ("def f(x): x[0].add(1)", "n = (set(), 2)\nf(n)\nassert n == ({1}, 2)", ""),
+        ("def f(*, x): x += b'a'", "n = bytearray()\nf(x=n)\nassert n == b'a'", ""),
+        (
+            "def f(x): x.popleft(); x.append(3)",
+            "from collections import deque\nn = deque([1, 2])\nf(n)\nassert [*n] == [2, 3]",
+            "",
+        ),
+        ("def f(x): x.sort(); return 1", "n = [3, 1]\nassert f(n) == 1 and n == [3, 1]", ""),
+        (
+            "def f(x): x.append(f)",
+            "f([])\nassert True",
+            "test 0: TypeError: what f returns or leaves",
+        ),
+        # Exceptions keep their class and their arguments.
+        (
+            "class Own(KeyError): pass\ndef f(): raise Own('a', 1)",
+            "try: f()\nexcept KeyError as e: assert e.args == ('a', 1) and type(e) is KeyError\n"
+            "else: assert 0",
+            "",
+        ),
+        (
+            "def f(): raise ValueError('no')",
+            "import unittest\nt = unittest.TestCase()\n"
+            "with t.assertRaisesRegex(ValueError, 'no'): f()",
+            "",
+        ),
+        ("def f(): raise ValueError('no')", "f()", "test 0: ValueError: no"),
+        # Iterators are read item by item.
+        (
+            "def f():\n    n = 0\n    while True:\n        yield (n := n + 1)",
+            "from itertools import islice\nassert [*islice(f(), 3)] == [1, 2, 3]",
+            "",
+        ),
+        ("def f(): yield 1; raise KeyError(2)", "[*f()]", "test 0: KeyError: 2"),
+        ("def f(): return map(str, [1])", "a = f()\nassert next(a) == '1' and [*a] == []", ""),
+        ("def f(): yield len", "[*f()]", "test 0: TypeError: what f returns is or holds a builtin"),
+        # Names that are no functions.
+        ("N = {'a': (1, 2.5)}\ndef f(): return 1", "assert N == {'a': (1, 2.5)} and f()", ""),
+        (
+            "import math\ndef f(): return 1",
+            "assert math.pi",
+            "test 0: NameError: name 'math' is not",
+        ),
+        (
+            "class F:\n    def g(self): return 1",
+            "assert F().g() == 1",
+            "test 0: TypeError: what F returns is or holds a F, which is not plain data; see the",
+        ),
+        # A test cannot pass by the exception of a value that cannot cross.
+        (
+            "def f(x): return 1",
+            "try: f(object())\nexcept TypeError: pass",
+            "test 0: TypeError: an argument of f is or holds a object, which is not plain data",
+        ),
+        (
+            "def f(): return object()",
+            "try: f()\nexcept TypeError: pass",
+            "test 0: TypeError: what f returns is or holds a object, which is not plain data",
+        ),
+        # State stays between calls, and chance is seeded on either side.
+        ("n = []\ndef f(): n.append(1); return len(n)", "assert [f(), f()] == [1, 2]", ""),
+        (
+            "import random\ndef f(): return random.random()",
+            "import random\nassert f() == random.random()",
+            "",
+        ),
+    ],
+)
+def test_what_crosses_between_code_and_tests(
+    sandbox: Sandbox, code: str, tests: str, cause: str
+) -> None:
+    found = run_tests(sandbox, code, tests)
+    assert found.cause.startswith(cause)
+    assert (found.status == "passed") == (not cause)
+
+
+@needs_bubblewrap
+def test_what_the_weaker_isolation_is_for(sandbox: Sandbox) -> None:
+    code = "class F:\n    def g(self, h): print('a'); return h(1)"
+    tests = "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n"
+    tests += "    assert F().g(lambda n: n + 1) == 2\nassert out.getvalue() == 'a\\n'"
+    assert run_tests(sandbox, code, tests, isolation="shared").cause == ""
+    assert run_tests(sandbox, code, tests).status == "failed"
+
+
+@needs_bubblewrap
+def test_set_up_code(run: Run) -> None:
+    setup = ["import math", "def near(a, b): return math.isclose(a, b)"]
+    read = read_tests(["assert near(double(2), 4)", "assert math.pi"], None, setup=setup)
+    assert run(RIGHT, read).passed == (True, True)
+    # What it defines is the tests' own.
+    wrong = "def near(a, b): return True\ndef double(x): return 0"
+    assert run(wrong, read).passed == (False, True)
+    # It sees what the code defines, as MBPP's does.
+    read = read_tests("assert n == 4", None, setup="n = double(2)")
+    assert run(RIGHT, read).status == "passed"
+    assert run("def double(x): return x", read).status == "failed"
+    found = run(RIGHT, read_tests("assert double(1)", None, setup="1 / 0"))
+    assert (found.status, found.cause) == ("failed", "setup: ZeroDivisionError: division by zero")
+    for setup, words in (("x =", "set-up code 'x =' is not Python"), ([5], "set-up code 5 is not")):
+        with pytest.raises(KeelError, match=words):
+            read_tests("assert f()", None, setup=setup)  # type: ignore[arg-type]
+
+
+def test_what_the_tests_use_of_a_prompt() -> None:
+    prompt = "import math, os\nN = 3\ndef helper(x):\n    return math.ceil(x) + N\n"
+    prompt += "def other(): pass\ndef f(x):"
+    check = "def check(f):\n    assert helper(f(1)) == 2"
+    helpers = read_tests(check, "f", prompt=prompt).helpers
+    assert helpers == ("import math, os\nN = 3\n\ndef helper(x):\n    return math.ceil(x) + N")
+    assert read_tests(check, "f", prompt="Write helper and f.").helpers == ""
+    assert read_tests("assert helper(f(1))", None, prompt=prompt).helpers == ""
+    own = f"def helper(x): return x\n{check}"
+    assert read_tests(own, "f", prompt=prompt).helpers == ""
+    assert not read_tests(check, "f").alone
+
+
+@needs_bubblewrap
+def test_humaneval(sandbox: Sandbox) -> None:
     """All canonical solutions pass; with their last return made None, or one number off, none."""
-    sandbox = Sandbox(Limits(timeout=60.0))
     every = problems()
     assert len(every) == 164
-    for problem in every:
+
+    def judged(case: tuple[dict[str, Any], str]) -> tuple[str, str]:
+        problem, program = case
+        name, prompt = problem["entry_point"], problem["prompt"]
+        read = read_tests(problem["test"], name, prompt=prompt)
+        return problem["task_id"], run_tests(sandbox, program, read).status
+
+    right = [(one, one["prompt"] + one["canonical_solution"]) for one in every]
+    found = in_threads(judged, right, 2)
+    assert [one for one in found if one[1] != "passed"] == []
+    idle = [(one, one["prompt"] + "    return None\n") for one in every[::8]]
+    found = in_threads(judged, idle, 2)
+    assert [one for one in found if one[1] != "failed"] == []
+
+
+@needs_bubblewrap
+def test_mutants_of_solutions_fare_as_in_the_tests_own_process(sandbox: Sandbox) -> None:
+    """A sample; `benchmarks/code_isolation.py` tries several of each."""
+    passed = []
+    for problem in problems()[3::16]:
+        read = read_tests(problem["test"], problem["entry_point"], prompt=problem["prompt"])
         program = problem["prompt"] + problem["canonical_solution"]
-        tested = run_tests(sandbox, program, problem["test"], problem["entry_point"])
-        assert tested.status == "passed", (problem["task_id"], tested.cause)
-    for problem in every[::8]:
-        program = problem["prompt"] + "    return None\n"
-        tested = run_tests(sandbox, program, problem["test"], problem["entry_point"])
-        assert tested.status == "failed", problem["task_id"]
+        for mutant in mutants(program, problem["entry_point"], 2, seed=0):
+            ends = [
+                run_tests(sandbox, mutant, read, isolation=isolation).status == "passed"
+                for isolation in ISOLATIONS
+            ]
+            assert ends[0] == ends[1], mutant
+            passed.append(ends[0])
+    assert len(passed) == 22
+    assert sum(passed) < 8  # what the tests do not notice
+
+
+@needs_bubblewrap
+def test_without_the_prompt_a_helper_is_the_codes(sandbox: Sandbox) -> None:
+    (problem,) = (one for one in problems() if one["task_id"] == "HumanEval/32")
+    program = problem["prompt"] + problem["canonical_solution"]
+    assert run_tests(sandbox, program, problem["test"], problem["entry_point"]).cause == ""
 
 
 @pytest.mark.parametrize(

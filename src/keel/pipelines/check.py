@@ -186,6 +186,7 @@ def _settings(seen: Seen, recipe: Recipe, stage: Stage, key: str) -> None:
     ask = asked(recipe, stage)
     if ask is not None:
         seen.add(*setting_findings.timeouts(ask.rewards, f"{ask.key}rewards"))
+        seen.add(*setting_findings.shared_interpreters(ask.rewards, f"{ask.key}rewards"))
         seen.add(*setting_findings.closed_gates(ask.rewards, f"{ask.key}rewards"))
 
 

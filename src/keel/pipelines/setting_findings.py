@@ -52,6 +52,22 @@ def timeouts(rewards: Rewards, key: str) -> Iterator[Finding]:
         )
 
 
+def shared_interpreters(rewards: Rewards, key: str) -> Iterator[Finding]:
+    """Rewards of code that run it in the interpreter of its tests."""
+    for at, source in enumerate(rewards.functions):
+        if source.function != "code" or source.options.get("isolation") != "shared":
+            continue
+        name = source.name or source.function
+        yield found(
+            "shared-interpreter",
+            f"reward {name!r} can be earned without solving the task",
+            'isolation = "shared" runs the code in the interpreter of its tests: it can return an '
+            "object that equals everything, or change what the tests use",
+            f"{key}.functions.{at}.options.isolation",
+            'leave it out ("process"), unless the tests need classes or other objects of the code',
+        )
+
+
 def closed_gates(rewards: Rewards, key: str) -> Iterator[Finding]:
     """Gates that shut at 0 where everything else is normalised to the mean 0."""
     rest = [f for f in rewards.functions if f.gate is None and f.weight]

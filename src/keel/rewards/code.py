@@ -7,7 +7,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from keel.rewards.batch import log_summary
 from keel.rewards.loading import check_column
@@ -15,7 +15,14 @@ from keel.rewards.rule import texts
 from keel.rewards.surroundings import Surroundings
 from keel.types import KeelError
 from keel.verify.sandbox import Limits, Sandbox
-from keel.verify.unit_tests import Checked, UnitTests, python_code, read_tests, run_tests
+from keel.verify.unit_tests import (
+    Checked,
+    Isolation,
+    UnitTests,
+    python_code,
+    read_tests,
+    run_tests,
+)
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -27,6 +34,8 @@ def code(
     tests: str = "tests",
     entry_point: str | None = None,
     prepend: str | None = None,
+    setup: str | None = None,
+    isolation: Isolation = "process",
     partial: bool = False,
     timeout: float = 10.0,
     memory_mb: int = 512,
@@ -35,13 +44,15 @@ def code(
     workers: int = 2,
     trusted: bool = False,
 ) -> CodeReward:
-    """Make the reward. `tests`, `entry_point` and `prepend` name data columns.
+    """Make the reward. `tests`, `entry_point`, `prepend` and `setup` name data columns.
 
     `tests` holds Python that raises where it fails, as one text or as a list (MBPP's `test_list`);
     HumanEval's `test`, which defines `check(candidate)`, needs the function's name from
-    `entry_point`. `prepend` is put before the completion's code (HumanEval's `prompt`). With
+    `entry_point`. `prepend` is put before the completion's code (HumanEval's `prompt`); `setup` is
+    Python that runs before the tests, on their side (MBPP's `test_setup_code`), a text or a list.
+    `isolation` gives the code a process of its own, or has it share that of the tests. With
     `partial` the reward is the share of a list's tests that pass. The limits are those of one
-    completion; `workers` completions run at a time. `trusted` runs them without a sandbox.
+    process; `workers` completions run at a time. `trusted` runs them without a sandbox.
     Raises KeelError where there is no bubblewrap, or it can make no sandbox.
     """
     if not isinstance(workers, int) or workers < 1:
@@ -49,14 +60,16 @@ def code(
     for option, value in {"trusted": trusted, "partial": partial}.items():
         if not isinstance(value, bool):  # "false" would be true
             raise KeelError(f"{option} = {value!r}: give true or false")
+    if isolation not in get_args(Isolation):
+        raise KeelError(f"isolation = {isolation!r}: give 'process' or 'shared'")
     limits = Limits(timeout, memory_mb, processes, output_kb)
-    columns = {"tests": tests, "entry_point": entry_point, "prepend": prepend}
+    columns = {"tests": tests, "entry_point": entry_point, "prepend": prepend, "setup": setup}
     named = {option: column for option, column in columns.items() if column is not None}
     for option, column in named.items():
         if not isinstance(column, str):
             raise KeelError(f"{option} = {column!r}: name a column of the data")
         check_column(option, column)
-    return CodeReward(Sandbox(limits, trusted=trusted), named, partial, workers)
+    return CodeReward(Sandbox(limits, trusted=trusted), named, isolation, partial, workers)
 
 
 class CodeReward:
@@ -69,10 +82,15 @@ class CodeReward:
     """
 
     def __init__(
-        self, sandbox: Sandbox, columns: dict[str, str], partial: bool, workers: int
+        self,
+        sandbox: Sandbox,
+        columns: dict[str, str],
+        isolation: Isolation,
+        partial: bool,
+        workers: int,
     ) -> None:
         self._sandbox, self._columns, self._partial = sandbox, columns, partial
-        self._workers = workers
+        self._isolation, self._workers = isolation, workers
         self._running: set[threading.Event] = set()
         # The columns are known only now: the scorer asks the signature for them.
         names = dict.fromkeys(("completions", *columns.values(), "log_extra", "log_metric"))
@@ -94,8 +112,7 @@ class CodeReward:
         tests: list[UnitTests | None] = []
         for at, row in enumerate(rows):
             try:
-                none = row["tests"] is None
-                tests.append(None if none else read_tests(row["tests"], row.get("entry_point")))
+                tests.append(None if row["tests"] is None else _read(row))
             except KeelError as error:
                 raise KeelError(f"sample {at}: {error}") from None
         before = [row.get("prepend") or "" for row in rows]
@@ -129,10 +146,16 @@ class CodeReward:
         code = python_code(text)
         if before and code != text and not before.endswith("\n"):
             before += "\n"  # a fence begins a line; a text goes on where the prompt ends
-        return run_tests(self._sandbox, before + code, tests, stop=stop)
+        return run_tests(self._sandbox, before + code, tests, isolation=self._isolation, stop=stop)
 
     def _worth(self, tested: Checked) -> float:
         return tested.share if self._partial else float(tested.status == "passed")
+
+
+def _read(row: Mapping[str, Any]) -> UnitTests:
+    """The tests of a row of the data, its columns by the options that name them."""
+    setup, prompt = row.get("setup") or "", row.get("prepend") or ""
+    return read_tests(row["tests"], row.get("entry_point"), setup=setup, prompt=prompt)
 
 
 def _shares(statuses: Sequence[str]) -> Mapping[str, float]:

@@ -1,21 +1,21 @@
 """What runs inside the sandbox: it limits itself, then runs a command, or code and its tests.
 
-Handed to the interpreter as text (`-c`), with its orders on standard input; standard library only.
+Handed to the interpreter as text (`-c`), with its orders on standard input; standard library only,
+and of that little: every import is paid for at each start.
 """
 
 from __future__ import annotations
 
 import builtins
-import contextlib
-import importlib
-import json
+import marshal
 import os
-import random
 import resource
 import sys
-import types
-from collections.abc import Callable, Sequence
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
 
 CODE = "completion"
 """The module that the code under test becomes; not `__main__`, so that no main block runs."""
@@ -25,19 +25,25 @@ def main() -> None:
     """Read the orders to their end, and carry them out."""
     if "first" in sys.argv:
         _stand_first()
-    orders = json.loads(sys.stdin.buffer.read())
+    orders = marshal.loads(sys.stdin.buffer.read())
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.close(null)
     _confine(orders["uid"], orders["limits"])
-    os.set_inheritable(orders["report"], False)
-    kept = sorted(end for end in (orders["report"], orders["lifeline"]) if end >= 0)
+    for end in (orders["report"], *orders["ends"]):
+        os.set_inheritable(end, False)
+    kept = sorted(e for e in (orders["report"], orders["lifeline"], *orders["ends"]) if e >= 0)
     for low, high in zip([2, *kept], [*kept, 1024], strict=True):
         os.closerange(low + 1, high)
     os.write(orders["report"], (orders.pop("started") + "\n").encode())
     if "argv" in orders:
         os.execvp(orders["argv"][0], orders["argv"])
-    _test(orders)
+    if "program" in orders:
+        space: dict[str, Any] = {"__name__": "boundary"}
+        exec(orders["program"], space)
+        space[orders["side"]](orders)
+    else:
+        _test(orders)
 
 
 def _stand_first() -> None:
@@ -66,12 +72,14 @@ def _confine(uid: int | None, limits: dict[str, int]) -> None:
 
 
 def _test(orders: dict[str, Any]) -> None:
-    """Run the code, then each test; a test that passes has its own secret told, and no other.
+    """Run the code, then each test, in this interpreter; one that passes has its secret reported.
 
     What is needed after the code has run is held in variables here, out of reach of code that puts
     something else in the place of a function of a module or a builtin; the tests see the builtins,
     and the modules that they import, as they were.
     """
+    import random
+
     report, secrets, checks = orders["report"], orders["secrets"], orders["checks"]
     write, leave, process, out = os.write, os._exit, os.getpid, sys.stdout
     trace, profile, this = sys.settrace, sys.setprofile, os.getpid()
@@ -83,7 +91,7 @@ def _test(orders: dict[str, Any]) -> None:
             write(report, line.replace("\n", " ").encode(errors="replace")[:500] + b"\n")
 
     put_back = _keep(orders["imports"])
-    module = types.ModuleType(CODE)
+    module = type(sys)(CODE)
     sys.modules[CODE] = module
     random.seed(0)
     try:
@@ -102,6 +110,11 @@ def _test(orders: dict[str, Any]) -> None:
         say(f"code no function {entry!r}")
         leave(1)
     space = {**names, "__builtins__": pristine, "__name__": "tests"}
+    try:
+        run(read(orders["setup"], "setup", "exec"), space)
+    except BaseException as error:
+        say(f"setup {_told(error)}")
+        leave(1)
     for at, test in numbered:
         try:
             run(read(test, f"test {at}", "exec"), space)
@@ -124,12 +137,14 @@ def _keep(imports: Sequence[str]) -> Callable[[], None]:
     back with uses no name that the code could have put something else in the place of.
     """
     for name in imports:
-        with contextlib.suppress(BaseException):  # the test that imports it tells of it
-            importlib.import_module(name)
+        try:
+            __import__(name)
+        except BaseException:  # the test that imports it says so
+            continue
     roots = {name.partition(".")[0] for name in imports}
     entries = {n: m for n, m in sys.modules.items() if n.partition(".")[0] in roots and n != CODE}
     # Not every entry is a module: typing.io is a class, and None blocks an import.
-    whole = [m for m in entries.values() if isinstance(m, types.ModuleType)]
+    whole = [m for m in entries.values() if isinstance(m, type(sys))]
     kept = [(m, type(m), vars(m), dict(vars(m))) for m in (*whole, builtins)]
     classes = {
         id(value): (value, dict(vars(value)))

@@ -10,7 +10,7 @@ aarch64; on other machines they do not hold.
 from __future__ import annotations
 
 import contextlib
-import json
+import marshal
 import math
 import os
 import secrets
@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from keel.types import KeelError
 from keel.verify.seccomp import seccomp_filter
-from keel.verify.watching import Pipes, Watched, watch
+from keel.verify.watching import Pipes, Watched, close_all, watch
 
 Status = Literal["ended", "timeout", "output", "died"]
 """How a run ended: by itself, out of its time, with too much to say, or by a signal."""
@@ -136,13 +136,22 @@ class Sandbox:
         """Run a command; its standard input is empty."""
         return self.carry_out({"argv": list(argv)})
 
-    def carry_out(self, orders: Mapping[str, Any], *, stop: threading.Event | None = None) -> Ran:
+    def carry_out(
+        self,
+        orders: Mapping[str, Any],
+        *,
+        ends: Sequence[int] = (),
+        stop: threading.Event | None = None,
+    ) -> Ran:
         """Run what `keel.verify.inside` makes of the orders.
 
-        Once `stop` is set, the run is killed, and ends as if its time were up.
+        `ends` are file descriptors that what runs is given, and that are closed here. Once `stop`
+        is set, the run is killed, and ends as if its time were up.
         """
         started = secrets.token_hex(16)
+        left = list(ends)
         with contextlib.ExitStack() as held:
+            held.callback(close_all, left)
             uid, folder = None, None
             if self.trusted:
                 folder = held.enter_context(tempfile.TemporaryDirectory(prefix="keel-code-"))
@@ -151,8 +160,10 @@ class Sandbox:
             # In a user namespace the first process counts too.
             processes = self.limits.processes + (uid is None)
             pipes = Pipes.open(sandboxed=not self.trusted, filter=self._filter)
+            pipes.further = left
             given = {
                 **orders,
+                "ends": tuple(ends),
                 "started": started,
                 "report": pipes.report,
                 "lifeline": -1 if pipes.lifeline is None else pipes.lifeline.inner,
@@ -164,7 +175,7 @@ class Sandbox:
                 command
                 if self.trusted
                 else [*self._walls(uid is not None, pipes), *command, "first"],
-                json.dumps(given).encode(),
+                marshal.dumps(given),
                 pipes,
                 started.encode(),
                 timeout=self.limits.timeout,

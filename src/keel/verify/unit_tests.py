@@ -1,27 +1,38 @@
 """Code judged by unit tests in a sandbox.
 
-The verdict rests on secrets, one for each test, that are told only once the test has passed: no
-printed word, exit status or early end stands for a pass. The tests run in the interpreter that ran
-the code, since they call it. They see the builtins and the packages that they import themselves as
-they were before the code; yet code written to attack this very harness can still pass: it searches
-the interpreter's frames for the secrets, changes functions in place or while a test calls it,
-leaves something of its own under a name that the tests use and do not import, or makes objects
-that say they equal everything. It cannot leave the sandbox.
+The verdict rests on secrets, one for each test, that are reported only once the test has passed: no
+printed word, exit status or early end stands for a pass.
+
+With the isolation `process` the code runs in one sandbox and its tests in another. The tests call
+its functions through pipes that carry plain data alone (`keel.verify.boundary`): the code sees the
+arguments of the calls, and neither the tests nor what they expect; the tests see no object of the
+code's.
+
+With `shared` the tests run in the interpreter that ran the code, so that they can use its classes
+and other objects. They see the builtins and the packages that they import themselves as they were
+before the code; yet code written to attack this very harness can pass: it searches the
+interpreter's frames for the secrets, changes functions in place or while a test calls it, leaves
+something of its own under a name that the tests use and do not import, or makes objects that say
+they equal everything. It cannot leave the sandbox.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import os
 import re
 import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
+from functools import cache, lru_cache
+from pathlib import Path
+from types import CodeType
+from typing import Any, Literal
 
 from keel.types import KeelError
+from keel.verify.inside import CODE
 from keel.verify.sandbox import Ran, Sandbox
 
 Status = Literal[
@@ -32,6 +43,8 @@ Status = Literal[
 A test failed; the code raised before its tests; it ended before they did; it ran out of time, of
 memory, of processes, of the output it may print; a signal ended it.
 """
+Isolation = Literal["process", "shared"]
+"""Whether the code has a process of its own, or shares that of its tests."""
 _FENCE = re.compile(
     r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
 )
@@ -64,6 +77,8 @@ class UnitTests:
     `checks` says of each whether it defines `check(candidate)` and leaves the call to us, `imports`
     what they import. `shadow` is whether a function of the code may stand in place of a builtin:
     where the tests use no other name that only the code can define, as in `assert sum(3, 1) == 2`.
+    `setup` runs before the tests; `helpers` are those definitions of the prompt that they use, and
+    `alone` says that there was a prompt: of the code they then call `entry_point` alone.
     """
 
     texts: tuple[str, ...]
@@ -71,6 +86,9 @@ class UnitTests:
     imports: tuple[str, ...]
     shadow: bool
     entry_point: str | None
+    setup: str = ""
+    helpers: str = ""
+    alone: bool = False
 
 
 def python_code(text: str) -> str:
@@ -85,23 +103,29 @@ def python_code(text: str) -> str:
     return [text, *(code for name, code in fences if not name), *named][-1]
 
 
-def read_tests(tests: str | Sequence[str], entry_point: str | None) -> UnitTests:
+def read_tests(
+    tests: str | Sequence[str],
+    entry_point: str | None,
+    *,
+    setup: str | Sequence[str] = "",
+    prompt: str = "",
+) -> UnitTests:
     """Read tests: Python texts that raise where they fail.
 
+    `setup` is Python that runs before them, and what it defines is theirs. With an entry point,
+    what the `prompt` defines and they use is theirs too, so that the code cannot replace it.
     Raises KeelError for what are no tests: not Python, empty, nothing in them that runs, functions
     for another program to call (pytest's, unittest's), or `check` with nothing to check.
     """
-    return _read(_texts(tests), entry_point)
+    if not isinstance(setup, str):
+        setup = "\n".join(_texts(setup, "set-up code")) if setup else ""
+    return _read(_texts(tests, "test"), entry_point, setup, prompt if entry_point else "")
 
 
 @lru_cache(maxsize=256)  # a group's completions have the same tests, and some are long
-def _read(each: tuple[str, ...], entry_point: str | None) -> UnitTests:
-    trees = []
-    for test in each:
-        try:
-            trees.append(ast.parse(test))
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise KeelError(f"the test {test[:60]!r} is not Python: {error}") from None
+def _read(each: tuple[str, ...], entry_point: str | None, setup: str, prompt: str) -> UnitTests:
+    trees = [_parse(test, "test") for test in each]
+    before = _parse(setup, "set-up code")
     running = [list(_running(tree)) for tree in trees]
     called = {node.id for nodes in running for node in nodes if isinstance(node, ast.Name)}
     used = _names(trees, ast.Load)
@@ -129,11 +153,51 @@ def _read(each: tuple[str, ...], entry_point: str | None) -> UnitTests:
         raise KeelError(
             "the test defines check(candidate): name the function's column, entry_point"
         )
-    shadow = entry_point is None and used - _names(trees, ast.Store) <= set(dir(builtins))
-    return UnitTests(each, tuple(checks), _imports(trees), shadow, entry_point)
+    trees.append(before)
+    own = _names(trees, ast.Store)
+    used = _names(trees, ast.Load) - own
+    shadow = entry_point is None and used <= set(dir(builtins))
+    helpers = _helpers(prompt, used, entry_point)
+    trees.append(helpers)
+    return UnitTests(
+        texts=each,
+        checks=tuple(checks),
+        imports=_imports(trees),
+        shadow=shadow,
+        entry_point=entry_point,
+        setup=setup,
+        helpers=ast.unparse(helpers),
+        alone=bool(prompt),
+    )
 
 
-def _texts(tests: object) -> tuple[str, ...]:
+def _parse(text: str, what: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise KeelError(f"the {what} {text[:60]!r} is not Python: {error}") from None
+
+
+def _helpers(prompt: str, used: set[str], entry_point: str | None) -> ast.Module:
+    """What a prompt defines or imports of the names that are used, and what that needs in turn."""
+    body: list[ast.stmt] = []
+    for end in ("", "\n    pass\n"):  # a prompt may break off after the head of its function
+        try:
+            body = ast.parse(prompt + end).body
+            break
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+    wanted = set(used)
+    kept: list[ast.stmt] = []
+    for node in reversed(body):
+        bound = {node.name} if isinstance(node, _DEFINING) else _names([node], ast.Store)
+        if bound & wanted and entry_point not in bound:
+            kept.insert(0, node)
+            wanted |= _names([node], ast.Load)
+    return ast.Module(kept, [])
+
+
+def _texts(tests: object, what: str) -> tuple[str, ...]:
     each: tuple[object, ...] = (tests,)
     if not isinstance(tests, str | bytes | Mapping) and isinstance(tests, Iterable):
         each = tuple(tests)
@@ -141,7 +205,7 @@ def _texts(tests: object) -> tuple[str, ...]:
         raise KeelError("an empty list of tests, which all code passes")
     for test in each:
         if not isinstance(test, str):
-            raise KeelError(f"the test {test!r:.60} is not text: give Python, or a list of it")
+            raise KeelError(f"the {what} {test!r:.60} is not text: give Python, or a list of it")
     return tuple(map(str, each))
 
 
@@ -244,6 +308,7 @@ def run_tests(
     tests: UnitTests | str | Sequence[str],
     entry_point: str | None = None,
     *,
+    isolation: Isolation = "process",
     stop: threading.Event | None = None,
 ) -> Checked:
     """Run code, then its tests on what it defined; a test is Python that raises where it fails.
@@ -252,28 +317,87 @@ def run_tests(
     `entry_point`. Raises KeelError for what are no tests. Once `stop` is set, the run is killed.
     """
     read = tests if isinstance(tests, UnitTests) else read_tests(tests, entry_point)
-    told = [secrets.token_hex(16) for _ in read.texts]
-    ran = sandbox.carry_out(
-        {
-            "code": code,
-            "tests": read.texts,
-            "checks": read.checks,
-            "imports": read.imports,
-            "shadow": read.shadow,
-            "entry_point": read.entry_point,
-            "secrets": told,
-        },
-        stop=stop,
-    )
-    lines = set(ran.reported)
-    passed = tuple(secret in lines for secret in told)
+    secret = [secrets.token_hex(16) for _ in read.texts]
+    orders: dict[str, Any] = {
+        "tests": read.texts,
+        "checks": read.checks,
+        "imports": read.imports,
+        "shadow": read.shadow,
+        "entry_point": read.entry_point,
+        "setup": read.setup,
+        "secrets": secret,
+    }
+    if isolation == "process":
+        return _run_apart(
+            sandbox, code, {**orders, "helpers": read.helpers, "alone": read.alone}, stop
+        )
+    ran = sandbox.carry_out({**orders, "code": code}, stop=stop)
+    passed = _passed(ran, secret)
     if all(passed) and ran.status == "ended":
         return Checked(passed, "passed", "")
-    status, cause = _cause(ran, [line for line in ran.reported if line not in told])
+    return _failed(ran, passed, [line for line in ran.reported if line not in secret])
+
+
+def _run_apart(
+    sandbox: Sandbox, code: str, orders: dict[str, Any], stop: threading.Event | None
+) -> Checked:
+    """Run code and tests in a sandbox each, at the same time, with a pipe either way."""
+    common = {"program": _boundary(), "module": CODE}
+    done = secrets.token_hex(16)
+    (asked, asking), (replies, replying) = os.pipe(), os.pipe()
+    served: list[Ran | BaseException] = []
+
+    def serve() -> None:
+        try:
+            own = {**common, "side": "serve", "code": code}
+            served.append(sandbox.carry_out(own, ends=(asked, replying), stop=stop))
+        except BaseException as error:
+            served.append(error)
+
+    # It ends with the tests' sandbox, whose ends of the pipes close with it, or by its limits.
+    serving = threading.Thread(target=serve, name="keel-code-serving", daemon=True)
+    serving.start()
+    try:
+        orders = {**common, **orders, "side": "judge", "done": done}
+        tested = sandbox.carry_out(orders, ends=(replies, asking), stop=stop)
+    finally:
+        serving.join()
+    (ran,) = served
+    if isinstance(ran, BaseException):
+        raise ran
+    passed, lines = _passed(tested, orders["secrets"]), tested.reported
+    if ran.status == tested.status == "ended" and done in lines and all(passed):
+        return Checked(passed, "passed", "")
+    if "garbled" in lines:
+        words = "the code's process sent what is no reply to its tests"
+        return Checked((False,) * len(passed), "failed", words)
+    if ran.status != "ended":
+        return _failed(ran, passed, ())
+    raised = [line for line in ran.reported if line.startswith("code ")]
+    said = [line for line in lines if line not in (done, *orders["secrets"])]
+    if tested.status == "ended" and said[:1] == ["gone"]:
+        return _failed(ran, passed, raised[:1])
+    return _failed(tested, passed, said)
+
+
+@cache
+def _boundary() -> CodeType:
+    path = Path(__file__).with_name("boundary.py")
+    return compile(path.read_text(encoding="utf-8"), path.name, "exec", dont_inherit=True)
+
+
+def _passed(ran: Ran, secret: Sequence[str]) -> tuple[bool, ...]:
+    lines = set(ran.reported)
+    return tuple(one in lines for one in secret)
+
+
+def _failed(ran: Ran, passed: tuple[bool, ...], lines: Sequence[str]) -> Checked:
+    """What became of code that did not pass; `lines` are those that report what went wrong."""
+    status, cause = _cause(ran, lines)
     # What counts is that the whole ended well: with too much output, say, no test counts.
-    return Checked(
-        passed if ran.status in ("ended", "timeout") else (False,) * len(told), status, cause
-    )
+    if ran.status not in ("ended", "timeout"):
+        passed = (False,) * len(passed)
+    return Checked(passed, status, cause)
 
 
 def _cause(ran: Ran, lines: Sequence[str]) -> tuple[Status, str]:

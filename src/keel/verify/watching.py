@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from keel.verify.lifeline import Lifeline
@@ -38,9 +38,10 @@ class Pipes:
     """The pipes beside the standard ones: what the command reports, and bubblewrap's own word.
 
     `told` is where bubblewrap says which process it watches over (−1 without bubblewrap), and
-    `filter` where it reads its filter of system calls (−1 without one). Without bubblewrap, which
-    ends with its parent and ends what it watches over, there is a lifeline. The process is given
-    the ends `report`, `told`, `filter` and the lifeline's inner one.
+    `filter` where it reads its filter of system calls (−1 without one). `further` are the ends of
+    pipes that the caller made; they too are the process's alone once it has started. Without
+    bubblewrap, which ends with its parent and ends what it watches over, there is a lifeline. The
+    process is given the ends `report`, `told`, `filter`, `further` and the lifeline's inner one.
     """
 
     reading: int
@@ -49,6 +50,7 @@ class Pipes:
     told: int = -1
     filter: int = -1
     lifeline: Lifeline | None = None
+    further: list[int] = field(default_factory=list)
 
     @classmethod
     def open(cls, *, sandboxed: bool, filter: bytes | None = None) -> Pipes:
@@ -69,7 +71,7 @@ class Pipes:
         told, it would end of that, and leave behind a process that waits for it for good.
         """
         inner = -1 if self.lifeline is None else self.lifeline.inner
-        ends = (self.report, self.told, self.listening, self.filter, inner)
+        ends = (self.report, self.told, self.listening, self.filter, inner, *self.further)
         return tuple(end for end in ends if end >= 0)
 
     def tie(self, group: int) -> None:
@@ -84,6 +86,7 @@ class Pipes:
         for end in (self.report, self.told, self.filter):
             if end >= 0:
                 os.close(end)
+        close_all(self.further)
 
     def close(self) -> None:
         """Close the ends that were kept."""
@@ -92,6 +95,12 @@ class Pipes:
             self.lifeline.cut()
         if self.listening >= 0:
             os.close(self.listening)
+
+
+def close_all(ends: list[int]) -> None:
+    """Close file descriptors, and forget each, so that none is closed twice."""
+    while ends:
+        os.close(ends.pop())
 
 
 def watch(
