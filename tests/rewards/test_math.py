@@ -49,5 +49,5 @@ def test_tags_timeouts_and_gold_that_cannot_be_read() -> None:
     right, wrong = reward.function(completions=["<answer>1</answer>"] * 2, answer=["1", ")("])
     assert right == 1
     assert isinstance(wrong, Wrong)
-    assert wrong.why.startswith("the answer column holds ')(', which math-verify cannot read: use")
+    assert wrong.why.startswith("the answer column holds ')(', which cannot be read: use")
     reward.function.close()  # type: ignore[attr-defined]

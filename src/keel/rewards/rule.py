@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from keel.rewards.batch import log_summary
 from keel.rewards.checking import Wrong
 from keel.types import KeelError
 from keel.verify.answers import stated_number
@@ -50,12 +49,12 @@ def numeric_match(
 ) -> list[float | Wrong | None]:
     r"""1 where the text ends on the number that the `answer` column is or ends on, else 0.
 
-    What the last `#### …` or `\boxed{…}` marks has to be that number as a whole, units aside, and so
-    has the gold answer; without a mark, the number that the last sentence comes to counts. Two are
-    the same where they differ by at most `tolerance · max(1, |gold|)`. `tag` as for `exact_match`.
-    None where the column is empty, and `Wrong` where it holds no number. The share of completions
-    whose answer is no number is logged as `numeric_match/unread`. Raises KeelError for a tolerance
-    that is not a number of at least 0.
+    What the last `#### …` or `\boxed{…}` marks has to be that number as a whole, units aside, and
+    so has the gold answer; without a mark, the number that the last sentence comes to counts. Two
+    are the same where they differ by at most `tolerance · max(1, |gold|)`. `tag` as for
+    `exact_match`. None where the column is empty, and `Wrong` where it holds no number. The share
+    of completions that end on no number is logged as `numeric_match/unread`. Raises KeelError for
+    a tolerance that is not a number of at least 0.
     """
     if not 0 <= tolerance < math.inf:
         raise KeelError(f"tolerance = {tolerance:g}: give a number of at least 0")
@@ -78,7 +77,7 @@ def numeric_match(
         same = given is not None and same_number(given.value, wanted.value, tolerance)
         rewards.append(float(same and given is not None and given.fits(wanted)))
     if log_metric is not None:
-        log_summary(log_metric, read, _unread)
+        log_metric("numeric_match/unread", read.count(False) / max(len(read), 1))
     return rewards
 
 
@@ -86,11 +85,6 @@ def _gold_number(gold: str) -> Number | None:
     """The number that a gold answer is, or that a solution ends on."""
     whole = read_number(gold, evaluated=False)
     return stated_number(gold, evaluated=False) if whole is None else whole
-
-
-def _unread(read: Sequence[bool]) -> Mapping[str, float]:
-    """The share of completions that end on no number."""
-    return {"numeric_match/unread": read.count(False) / max(len(read), 1)}
 
 
 def place_match(*, completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:

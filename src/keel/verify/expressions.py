@@ -71,7 +71,8 @@ _LEFT = re.compile(
     r"\d\)? ?(?:\\times|\\cdot|\\div|\*) ?\(?\d|[\d})] ?(?:\\times|\\div|\*) ?[\d\\(]|!|\\binom"
     r"|\\d?t?frac ?\{[^{}]*\d ?[-+*][^{}]*\d\}"
     r"|(?<![\d.^_A-Za-z{])\d+(?:\.\d+)? ?[-+] ?\d+(?:\.\d+)?(?![\d.]* ?[A-Za-z\\(^/])"
-    r"|(?<![\d.])\d+ ?\^ ?(?:\d|\{ ?\d+ ?\})|\\(?:log|ln|sum|prod|int|sin|cos|tan|gcd)\b ?[_({]? ?\d"
+    r"|(?<![\d.])\d+ ?\^ ?(?:\d|\{ ?\d+ ?\})"
+    r"|\\(?:log|ln|sum|prod|int|sin|cos|tan|gcd)\b ?[_({]? ?\d"
 )
 _TOWER = re.compile(
     r"\^[^-+*=,]{0,40}\^|\d{5,} ?!|! ?!|\) ?!|\*\*.{0,40}\*\*|\^ ?\{? ?-?\d{6}|\^ ?\{?[^}]{0,20}!"
@@ -279,9 +280,10 @@ def _named(text: str) -> tuple[str, str]:
     if len(membership) == 2 and _SIDE.fullmatch(membership[0].strip()):
         return name_of(membership[0]), membership[1].strip()
     sides = _split(text, "=")
-    if len(sides) == 2 and _SIDE.fullmatch(sides[0].strip()) and not _RELATION.search(text):
-        if len(_split(sides[1], ",;")) == 1 or sides[1].strip()[:1] in "(\\":
-            return name_of(sides[0]), bare(sides[1])
+    if len(sides) != 2 or not _SIDE.fullmatch(sides[0].strip()) or _RELATION.search(text):
+        return "", text
+    if len(_split(sides[1], ",;")) == 1 or sides[1].strip()[:1] in "(\\":
+        return name_of(sides[0]), bare(sides[1])
     return "", text
 
 
