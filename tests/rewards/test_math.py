@@ -38,7 +38,7 @@ def test_tags_timeouts_and_gold_that_cannot_be_read() -> None:
     texts = [
         "<answer>p - q</answer> 7",
         "p - q",
-        r"<answer>$9^{9^{9^{9}}}$</answer>",
+        r"<answer>$p + 9^{9^{9^{9}}}$</answer>",
         r"<answer>\boxed{p-q}</answer>",
     ]
     values = reward.function(completions=texts, answer=["p - q"] * 4, log_metric=logged.__setitem__)

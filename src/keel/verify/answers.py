@@ -61,7 +61,7 @@ _VAGUE = re.compile(
     r"|at most|negative|minus|except|without|unless)\b|n't\b|[<>]|\\[lg]eq?\b|\\ne\b|\\pm\b",
     re.IGNORECASE,
 )
-_START = re.compile(r"[-+]?(?:\b(?:US|CA|AU))?\\?[$€£¥₹]?(?:(?<=[$ ])-)?[ {]?(?:\.?\d|\\[dt]?frac)")
+_START = re.compile(r"[-+]?(?:\b(?:US|CA|AU))?\\?[$€£¥₹]?-?(?:\.?\d|\\[dt]?frac)")
 _DISPLAY = re.compile(r"(?:[*_\s]|\$(?=\$))*+(?:\\\[.*?\\\]|\$\$.*?\$\$)", re.DOTALL)
 _CLOSING = re.compile(
     r",? (?:because|since|as|so|which|where|when|after|for|in order|given|if|thus|and so)\b.*"
