@@ -38,7 +38,7 @@ def test_tags_timeouts_and_gold_that_cannot_be_read() -> None:
     texts = [
         "<answer>p - q</answer> 7",
         "p - q",
-        r"<answer>$9^{9^{9^{9}}}$</answer>",
+        r"<answer>$p + 9^{9^{9^{9}}}$</answer>",
         r"<answer>\boxed{p-q}</answer>",
     ]
     values = reward.function(completions=texts, answer=["p - q"] * 4, log_metric=logged.__setitem__)
@@ -49,5 +49,5 @@ def test_tags_timeouts_and_gold_that_cannot_be_read() -> None:
     right, wrong = reward.function(completions=["<answer>1</answer>"] * 2, answer=["1", ")("])
     assert right == 1
     assert isinstance(wrong, Wrong)
-    assert wrong.why.startswith("the answer column holds ')(', which math-verify cannot read: use")
+    assert wrong.why.startswith("the answer column holds ')(', which cannot be read: use")
     reward.function.close()  # type: ignore[attr-defined]

@@ -38,11 +38,33 @@ def test_numeric_match(wrap: Any) -> None:
     assert numeric_match(completions=tagged, answer=["5", 5], tag="answer") == [1, 0]
     paris, five = numeric_match(completions=[wrap("5")] * 2, answer=["Paris", "5"])
     assert isinstance(paris, Wrong)
-    assert "holds 'Paris', in which there is no number: use exact_match" in paris.why
+    assert "holds 'Paris', which is no number: use math or exact_match" in paris.why
     assert five == 1
     for tolerance in (-0.5, float("nan"), float("inf")):
         with pytest.raises(KeelError, match=f"tolerance = {tolerance:g}: give a number of at le"):
             numeric_match(completions=[], answer=[], tolerance=tolerance)
+
+
+def test_numeric_match_reads_gold_and_marked_answers_as_a_whole() -> None:
+    def reward(text: str, gold: str) -> float | Wrong | None:
+        return numeric_match(completions=[text], answer=[gold])[0]
+
+    assert reward(r"\boxed{999\text{ cm}^2}", "2") == 0
+    assert reward(r"\boxed{10}", "2^{10}") == 0
+    assert reward(r"\boxed{1024}", "2^{10}") == 1
+    assert reward("#### Step 1: 3 + 4\nThe answer is 18.", "1") == 0
+    assert reward("#### Step 1: 3 + 4\nThe answer is 18.", "18") == 1
+    assert isinstance(reward("x > 3", "x < 3"), Wrong)
+    assert reward("x > 3", "3") == 0
+    for wrong in (r"\boxed{5=5}", r"\boxed{y=5}"):
+        assert reward(wrong, "x=5") == 0
+    assert reward(r"\boxed{x=5}", "x=5") == 1
+    assert reward("0x3", "3") == 0
+    logged: dict[str, float] = {}
+    texts = ["18", "#### 4 or 18", "x", "17"]
+    values = numeric_match(completions=texts, answer=["18"] * 4, log_metric=logged.__setitem__)
+    assert values == [1, 0, 0, 0]
+    assert logged == {"numeric_match/unread": 0.5}
 
 
 @pytest.mark.parametrize("wrap", [str, said])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from keel.types import KeelError
-from keel.verify.mathematics import Finding, Mathematics, boxed
+from keel.verify.mathematics import Finding, Mathematics
 from tests.shared import shared_path
 
 pytest.importorskip("math_verify")
@@ -73,6 +73,29 @@ def problems() -> list[dict[str, Any]]:
         ("42", "#### **Answer:**\n42"),
         ("7", "\\boxed{7}\n#### Final check\nIt holds."),
         ("p - q", "5\n#### p - q\n"),
+        ("18", "#### Step 1: 1 egg\n3\n#### Step 2: sum\n$18$"),
+        ("8", r"\boxed{8\%}"),
+        (r"8\%", "8"),
+        ("8", "8 m/s"),
+        ("1000", "1e3"),
+        ("18", "１８"),
+        ("x=5", "5"),
+        (r"x \in [-2,7]", r"-2 \le x \le 7"),
+        ("(5,\\infty)", "x > 5"),
+        ("x<3", "3 > x"),
+        ("y = 2x+3", "2x+3"),
+        ("5x - 7y + 4 = 0", "10x-14y+8=0"),
+        (r"\begin{pmatrix}1/5 \\ -18/5\end{pmatrix}", r"\begin{bmatrix}0.2\\-3.6\end{bmatrix}"),
+        (r"1 \pm \sqrt{19}", r"1+\sqrt{19}, 1-\sqrt{19}"),
+        ("1,-2", r"The solutions are $x=1$ and $x=-2$."),
+        (r"11\sqrt2", r"\sqrt{242}"),
+        (r"3\sqrt{13}", "3√13"),
+        (r"\text{Evelyn}", "It is Evelyn."),
+        (r"\text{(C)}", r"\boxed{C}"),
+        ("C", r"\boxed{(C)}"),
+        ("52_8", "52_{8}"),
+        ("10!", "3628800"),
+        (r"\frac{639}{40}", r"\boxed{15\frac{39}{40}}, or $\boxed{\frac{639}{40}}$"),
     ],
 )
 def test_the_same(mathematics: Mathematics, gold: str, said: str) -> None:
@@ -99,6 +122,33 @@ def test_the_same(mathematics: Mathematics, gold: str, said: str) -> None:
         (r"\{1, 2\}", r"$\{1, 2, 3\}$"),
         ("(3, 4]", r"\boxed{(3,4)}"),
         ("(x+1)^2", r"$x^2 + 1$"),
+        ("1", "#### Step 1: 1 egg\n3\n#### Step 2: sum\n$18$"),
+        ("0.08", r"\boxed{8\%}"),
+        ("3", "#### 4 or 3"),
+        ("4", "#### 4 or 3"),
+        ("408", r"\boxed{17 \times 24}"),
+        ("408", r"\boxed{816/2}"),
+        (r"18+2\pi", r"9 \cdot 2 + 2\pi"),
+        ("x<3", "x>3"),
+        ("x=5", "5=5"),
+        ("x=5", "y=5"),
+        ("3", "0x3"),
+        ("3R^2", "3r^2"),
+        ("4s", "4"),
+        ("2k", "2"),
+        (r"\pi", "3.141593"),
+        (".0000672", ".0000671"),
+        ("(1,2)", r"\{1,2\}"),
+        ("52_8", "42"),
+        ("52_8", "52_9"),
+        ("1,-2", "1, -2, 3"),
+        ("1", "1, -2"),
+        ("east", "seat"),
+        (r"\text{(C)}", "(B) or (C)"),
+        ("y=x+1", "0=0"),
+        (r"\begin{pmatrix} 1 & 0 \\ 0 & 1 \end{pmatrix}", r"\begin{pmatrix} 1&2\\0&1\end{pmatrix}"),
+        (r"15\mbox{ cm}^2", "15 cm^3"),
+        (r"\cot x", "Simplify\n\\[\\frac{\\cos x}{\\sin x}.\\]\nAnswer:"),
     ],
 )
 def test_different(mathematics: Mathematics, gold: str, said: str) -> None:
@@ -116,7 +166,7 @@ def test_every_answer_of_math500_is_itself(
     gold = [problem["answer"] for problem in problems]
     assert len(gold) == 500
     for said in (
-        [boxed(answer) for answer in gold],
+        [f"\\boxed{{{answer}}}" for answer in gold],
         gold,
         [f"Therefore the answer is ${answer}$." for answer in gold],
         [problem["solution"] for problem in problems],
@@ -127,23 +177,30 @@ def test_every_answer_of_math500_is_itself(
 def test_and_no_other_problems(mathematics: Mathematics, problems: list[dict[str, Any]]) -> None:
     gold = [problem["answer"] for problem in problems]
     other = [*gold[1:], gold[0]]
-    found = mathematics.compare([(a, boxed(b)) for a, b in zip(gold, other, strict=True)])
+    found = mathematics.compare([(a, f"\\boxed{{{b}}}") for a, b in zip(gold, other, strict=True)])
     same = [(a, b) for a, b, one in zip(gold, other, found, strict=True) if one == "same"]
     # Neighbours in the file whose answers are equal; of the rest not one passes.
     assert same == [("5", "x=5"), ("7", "7"), ("3", "3")]
 
 
+def test_arithmetic_left_to_do_counts_only_if_asked() -> None:
+    lenient = Mathematics(timeout=LONG, evaluated=False)
+    pairs = [("408", r"\boxed{17 \times 24}"), ("408", r"\boxed{17 \times 23}"), ("2", "4/2")]
+    assert lenient.compare(pairs) == ["same", "different", "same"]
+    lenient.close()
+
+
 def test_expressions_that_hang_are_given_up_and_the_next_is_still_judged() -> None:
     """From a thread that is not the main one, where alarms fail."""
-    towers = [r"$10^{10^{10^{10}}}$", r"$9^{9^{9^{9}}}$", r"$((((3!)!)!)!)!$"]
+    towers = [r"$x^{10^{10^{10}}}$", r"$x + 9^{9^{9^{9}}}$", r"$x + ((((3!)!)!)!)!$"]
     found: list[Finding] = []
 
     def work() -> None:
         mathematics = Mathematics(timeout=3.0)
         # Two workers start, and pairs that are judged in time show that they have.
         mathematics.compare([("1", "1"), ("2", "2")])
-        pairs = [("1", tower) for tower in towers]
-        found.extend(mathematics.compare([*pairs, ("1", "1"), (towers[1], "1"), ("2", "2")]))
+        pairs = [("x", tower) for tower in towers]
+        found.extend(mathematics.compare([*pairs, ("1", "1"), (towers[1], "x"), ("2", "2")]))
         mathematics.close()
 
     thread = threading.Thread(target=work)

@@ -14,13 +14,19 @@ from keel.verify.mathematics import Mathematics
 
 
 def math(
-    around: Surroundings, *, timeout: float = 5.0, workers: int = 2, tag: str | None = None
+    around: Surroundings,
+    *,
+    timeout: float = 5.0,
+    workers: int = 2,
+    tag: str | None = None,
+    evaluated: bool = True,
 ) -> MathReward:
     """Make the reward; `timeout` seconds for a completion, `workers` processes at a time.
 
-    `tag` takes as the text what stands in the last `<tag>…</tag>` (without one, 0).
+    `tag` takes as the text what stands in the last `<tag>…</tag>` (without one, 0). With
+    `evaluated`, an answer that leaves arithmetic to do (`17 \\times 24`) is not that number.
     """
-    return MathReward(Mathematics(timeout=timeout, workers=workers), tag)
+    return MathReward(Mathematics(timeout=timeout, workers=workers, evaluated=evaluated), tag)
 
 
 class MathReward:
@@ -51,7 +57,7 @@ class MathReward:
         for at, (gold, _), finding in zip(asked, pairs, found, strict=True):
             if finding == "unreadable gold":
                 rewards[at] = Wrong(
-                    f"the answer column holds {gold[:60]!r}, which math-verify cannot read: use "
+                    f"the answer column holds {gold[:60]!r}, which cannot be read: use "
                     "exact_match, or name another column in task.answer"
                 )
             else:

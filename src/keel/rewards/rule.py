@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keel.rewards.checking import Wrong
 from keel.types import KeelError
+from keel.verify.answers import stated_number
 from keel.verify.formats import has_tags, matches, tag_content
-from keel.verify.numbers import final_number, same_number
+from keel.verify.numbers import Number, read_number, same_number
 from keel.verify.text import same_text
 
 
@@ -44,32 +45,46 @@ def numeric_match(
     answer: Sequence[Any],
     tolerance: float = 0.0,
     tag: str | None = None,
+    log_metric: Callable[[str, float], None] | None = None,
 ) -> list[float | Wrong | None]:
-    r"""1 where the text ends on the number that the `answer` column ends on, else 0.
+    r"""1 where the text ends on the number that the `answer` column is or ends on, else 0.
 
-    That is the number of the last `#### …` or `\boxed{…}`, else the last number of all; two are
-    the same where they differ by at most `tolerance · max(1, |gold|)`. `tag` as for `exact_match`.
-    None where the column is empty, and `Wrong` where it holds no number. Raises KeelError for a
-    tolerance that is not a number of at least 0.
+    What the last `#### …` or `\boxed{…}` marks has to be that number as a whole, units aside, and
+    so has the gold answer; without a mark, the number that the last sentence comes to counts. Two
+    are the same where they differ by at most `tolerance · max(1, |gold|)`. `tag` as for
+    `exact_match`. None where the column is empty, and `Wrong` where it holds no number. The share
+    of completions that end on no number is logged as `numeric_match/unread`. Raises KeelError for
+    a tolerance that is not a number of at least 0.
     """
     if not 0 <= tolerance < math.inf:
         raise KeelError(f"tolerance = {tolerance:g}: give a number of at least 0")
     rewards: list[float | Wrong | None] = []
+    read: list[bool] = []
     for said, gold in zip(_said(completions, tag), answer, strict=True):
         if gold is None:
             rewards.append(None)
             continue
-        wanted = final_number(str(gold))
+        wanted = _gold_number(str(gold))
         if wanted is None:
             wrong = (
-                f"the answer column holds {str(gold)[:60]!r}, in which there is no number: use "
+                f"the answer column holds {str(gold)[:60]!r}, which is no number: use math or "
                 "exact_match, or name another column in task.answer"
             )
             rewards.append(Wrong(wrong))
             continue
-        given = None if said is None else final_number(said)
-        rewards.append(float(given is not None and same_number(given, wanted, tolerance)))
+        given = None if said is None else stated_number(said)
+        read.append(given is not None)
+        same = given is not None and same_number(given.value, wanted.value, tolerance)
+        rewards.append(float(same and given is not None and given.fits(wanted)))
+    if log_metric is not None:
+        log_metric("numeric_match/unread", read.count(False) / max(len(read), 1))
     return rewards
+
+
+def _gold_number(gold: str) -> Number | None:
+    """The number that a gold answer is, or that a solution ends on."""
+    whole = read_number(gold, evaluated=False)
+    return stated_number(gold, evaluated=False) if whole is None else whole
 
 
 def place_match(*, completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:

@@ -1,78 +1,324 @@
-"""Numbers in text: the final answer of a worked solution, and when two numbers are the same.
+"""Numbers as answers: what number, if any, a whole text is.
 
-Values are exact fractions, so that neither large integers nor decimals lose a digit.
+Values are exact fractions, so that neither large integers nor decimals lose a digit. Every
+pattern takes time in line with the text's length.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
+from dataclasses import dataclass
 from fractions import Fraction
 
-MAX_DIGITS = 400
-"""Longer numerals are not read: no answer has them, and big integers cost time to the square."""
+MAX_CHARACTERS = 1000
+"""Longer texts are not read as one number: big integers cost time to the square."""
 MAX_EXPONENT = 400
 
-_WHOLE = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-_UNSIGNED = rf"{_WHOLE}(?:\.\d+)?|\.\d+"
-# A minus after a digit, a letter or a closing bracket, or before a blank, is a subtraction.
-_SIGN = r"(?:(?<![\w)\]%])[-+](?=[$\d.]))?"
-NUMBER = re.compile(
-    rf"(?P<sign>{_SIGN})\$?\s?"
-    rf"(?:(?<![\w.,^])(?P<whole>{_WHOLE}) (?=\d++/\d++(?![.,]\d)))?(?P<value>{_UNSIGNED})"
-    rf"(?:[eE](?P<exponent>[-+]?\d+)|\s?/\s?(?P<under>{_UNSIGNED}))?"
+_SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+", strict=True))
+_SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+_RAISED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
+_ROOT = re.compile(r"√ ?(\d+|[A-Za-z]|\([^()]*\))")
+_LOWERED = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
+_SYMBOLS = {
+    **dict.fromkeys("−–‐‑‒﹣－", "-"),
+    **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", ""),
+    **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": r"\div "},
+    **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp "},
+    **{"√": r"\sqrt ", "π": r"\pi ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap "},
+    **{"∈": r"\in ", "°": r"^\circ ", "º": r"^\circ ", "θ": r"\theta ", "∅": r"\emptyset "},
+    **{"⁄": "/", "∕": "/", "…": r"\ldots "},
+}
+_TABLE = str.maketrans(_SYMBOLS)
+
+_WHOLE = r"(?:\d{1,3}(?:,\d{3})++(?![\d,])|\d{1,3}(?: \d{3})++(?! ?[\d/])|\d++)"
+_DECIMAL = rf"(?:{_WHOLE}(?:\.\d++)?|\.\d++)"
+_OVER = (
+    rf"(?:{_WHOLE} ?/ ?{_WHOLE}"
+    rf"|\\frac ?(?:\{{ ?-?{_WHOLE} ?\}}|\d) ?(?:\{{ ?{_WHOLE} ?\}}|\d))"
 )
-_LATEX_FRACTION = re.compile(
-    r"\\[dt]?frac\s*(?:\{\s*([-+]?[\d.,]+)\s*\}\s*\{\s*([-+]?[\d.,]+)\s*\}|(\d)\s*(\d))"
+_NUMERAL = re.compile(
+    rf"(?P<mixed>{_WHOLE}(?= ?\\frac| \d++ ?/) ?)?(?P<over>{_OVER})"
+    rf"|(?P<base>\d++) ?\^ ?(?:\{{ ?(?P<power>\d++) ?\}}|(?P<digit>\d))"
+    rf"|(?P<decimal>{_DECIMAL})"
+    r"(?:[eE](?P<exponent>[-+]?\d++)"
+    r"|(?: ?(?:\\times|\\cdot|\*) ?| [xX] )10 ?\^ ?"
+    r"(?:\{ ?(?P<ten>[-+]?\d++) ?\}|\(?(?P<bare>[-+]?\d++)\)?))?"
 )
-_HASHES = re.compile(r"####[ \t]*([^\n]*)")
+_MONEY = re.compile(
+    r"(?:(?:US|CA|AU|C|A)?\\?\$|[€£¥₹]|\\(?:euro|pounds)\b|(?:USD|EUR|GBP|Rs\.?) ) ?"
+)
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALE = re.compile(rf" ?({'|'.join(_SCALES)})\b", re.IGNORECASE)
+_UNIT = re.compile(
+    r"[ ~]+"
+    r"|\\?%|\^ ?\\?(?:circ|degree)\b|\^ ?\{ ?\\circ ?\}|\\(?:degree|deg|circ|percent)\b"
+    r"|\\(?:text|mbox|mathrm|operatorname) ?\{(?P<text>[^{}0-9=+]*)\}(?:\^ ?(?:\{-?\d\}|\d))?"
+    r"|(?P<word>[^\W\d_]+(?:[-'’][^\W\d_]+)*+)(?P<raised>\^ ?(?:\{-?\d\}|-?\d)|[23](?!\d))?\.?"
+    r"|/(?! ?\d)|\\cdot\b|[€£¥₹]|\\?\$"
+)
+_LETTERS = frozenset(["m", "s", "g", "l", "L", "h", "A", "V", "W", "N", "J", "K", "C", "F"])
+_ATTACHED = frozenset(
+    [
+        "mm",
+        "cm",
+        "dm",
+        "km",
+        "in",
+        "ft",
+        "yd",
+        "mi",
+        "mg",
+        "kg",
+        "lb",
+        "lbs",
+        "oz",
+        "ml",
+        "mL",
+        "cl",
+        "dl",
+        "km",
+        "kmh",
+        "mph",
+        "kph",
+        "hr",
+        "hrs",
+        "min",
+        "mins",
+        "sec",
+        "secs",
+        "ms",
+        "cc",
+        "sq",
+        "cu",
+        "am",
+        "pm",
+        "st",
+        "nd",
+        "rd",
+        "th",
+        "deg",
+        "degrees",
+        "Hz",
+        "kHz",
+        "kW",
+        "kWh",
+        "MB",
+        "GB",
+        "KB",
+        "USD",
+        "EUR",
+        "cents",
+        "feet",
+        "inches",
+    ]
+)
+_NO_UNITS = frozenset(
+    [
+        "or",
+        "and",
+        "to",
+        "than",
+        "not",
+        "but",
+        "plus",
+        "minus",
+        "times",
+        "divided",
+        "over",
+        "mod",
+        "modulo",
+        "pi",
+        "sqrt",
+        "sin",
+        "cos",
+        "tan",
+        "log",
+        "ln",
+        "exp",
+        "if",
+        "choose",
+        "factorial",
+        "squared",
+        "cubed",
+        "maybe",
+        "perhaps",
+        "possibly",
+        "either",
+        "point",
+        "half",
+        "quarter",
+        "versus",
+        "vs",
+        "zero",
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+        "twelve",
+        "twenty",
+        "thirty",
+        "forty",
+        "fifty",
+        "hundred",
+        "thousand",
+        "million",
+        "billion",
+        "trillion",
+        "k",
+        "is",
+        "are",
+        "was",
+        "equals",
+    ]
+)
+_UNITS = {
+    **dict.fromkeys(("mm", "millimeter", "millimetre"), "mm"),
+    **dict.fromkeys(("cm", "centimeter", "centimetre"), "cm"),
+    **dict.fromkeys(("m", "meter", "metre"), "m"),
+    **dict.fromkeys(("km", "kilometer", "kilometre"), "km"),
+    **dict.fromkeys(("in", "inch", "inches"), "in"),
+    **dict.fromkeys(("ft", "foot", "feet"), "ft"),
+    **dict.fromkeys(("yd", "yard"), "yd"),
+    **dict.fromkeys(("mi", "mile"), "mi"),
+    **dict.fromkeys(("g", "gram"), "g"),
+    **dict.fromkeys(("kg", "kilogram"), "kg"),
+    **dict.fromkeys(("circ", "degree", "deg"), "degree"),
+    **dict.fromkeys(("$", "usd", "dollar"), "$"),
+    **dict.fromkeys(("second", "sec"), "s"),
+    **dict.fromkeys(("minute", "min"), "min"),
+    **dict.fromkeys(("hour", "hr"), "h"),
+    **{"cent": "cent", "day": "day", "week": "week", "month": "month", "year": "year"},
+    **{"%": "%", "percent": "%"},
+}
+_NAME = re.compile(
+    r"(?:\\(?:text|mathrm|mbox|operatorname) ?\{[^{}=]*\}|\|[A-Za-z]{1,3}\||\\angle ?[A-Za-z]{1,3}"
+    r"|[A-Za-z]'{0,2}(?: ?_ ?(?:\w|\{\w*\}))? ?\([-\w, ]{1,20}\)"
+    r"|\\?[A-Za-z][A-Za-z ]*'?(?: ?_ ?(?:\w|\{\w*\}))?) ?"
+)
+_EMPHASIS = re.compile(r"(\*{1,3}|_{1,3}|`)([^*_`].*)\1", re.DOTALL)
+_FORMULA = re.compile(
+    r"\$\$([^$]*)\$\$|\$((?:[^$\\]|\\.)*+)\$|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL
+)
+_BRACES = re.compile(r"(?:\\(?:text|mbox|mathrm|mathbf|textbf|boldsymbol|bm|fbox|boxed) ?)?\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_SIZES = re.compile(
+    r"\\(?:left|right|[Bb]igg?[lr]?|displaystyle|textstyle|limits|bf|rm)(?![A-Za-z])|(?<!\\)\\[,!;:>]|~"
+)
+_BLANK = re.compile(r"(?<!\\)\\ ")
+_COMMANDS = re.compile(r"\\(?:d|t|c)frac(?![a-z])")
+_MATH_TEXT = re.compile(r"\\(?:textnormal|textrm|textit|mathit|mathsf|texttt|hbox)(?= ?\{)")
+_FIRST = re.compile(
+    r"([-+]?)(?:\$((?:[^$\\]|\\.)++)\$|\\\(((?:[^\\]|\\(?!\)))++)\\\))([^$]+)", re.DOTALL
+)
+_COMMA = re.compile(r"(?<=\d)(?:\{,\}|, ?(?:\\! ?)+| ?\\, ?)(?=\d{3})")
 
 
-def parse_number(text: str) -> Fraction | None:
-    """The number that the whole text is: `1,234`, `-3.5`, `$7`, `2/3`, `1 1/2`, `1e-3` and such.
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number that a text states.
 
-    A `%` or a full stop behind it is allowed and changes nothing. None where the text is not one
-    number.
+    `name` is what it is said to be, the `x` of `x = 5`; `unit` a unit of `_UNITS`, such as `cm^2`.
     """
-    cleaned = _plain(text).strip().rstrip(".").rstrip("%").rstrip()
-    found = NUMBER.fullmatch(cleaned)
-    value = _value(found) if found else None
-    two = found is not None and value is not None and found["whole"] and not _proper(found)
-    return None if two else value
+
+    value: Fraction
+    name: str = ""
+    unit: str = ""
+
+    def fits(self, gold: Number) -> bool:
+        """Whether neither name nor unit contradicts the gold answer's: one may be left out."""
+        return same_name(gold.name, self.name) and same_name(gold.unit, self.unit)
 
 
-def last_number(text: str) -> Fraction | None:
-    """The last number in a text; None where there is none."""
-    for found in reversed(list(NUMBER.finditer(_plain(text)))):
-        value = _value(found)
-        if value is not None:
-            return value
-    return None
+def plain(text: str) -> str:
+    """A text with one way to write each character: full-width digits, minus signs, `π`, `x²`."""
+    if text.isascii():
+        return text
+    text = _RAISED.sub(lambda m: f"^{{{''.join(_SUPERSCRIPTS[c] for c in m[0])}}}", text)
+    text = _LOWERED.sub(lambda m: f"_{{{''.join(_SUBSCRIPTS[c] for c in m[0])}}}", text)
+    text = _ROOT.sub(r"\\sqrt{\1}", text).translate(_TABLE)
+    for character in set(re.findall("[\u00bc-\u00be\u2150-\u215e]", text)):  # ½ and such
+        text = text.replace(character, " " + unicodedata.normalize("NFKC", character))
+    return unicodedata.normalize("NFKC", text).replace("⁄", "/")
 
 
-def marked_answer(text: str) -> str | None:
-    r"""What stands in the last marked answer, `#### …` (to the end of the line) or `\boxed{…}`.
+def bare(text: str) -> str:
+    """An answer less what stands around it: blanks, emphasis, dollars, braces, a full stop."""
+    text = _COMMANDS.sub(r"\\frac", _COMMA.sub(",", plain(text)))
+    text = _SIZES.sub(" ", _MATH_TEXT.sub(r"\\text", text))
+    text = " ".join(_BLANK.sub(" ", text).split())
+    for _ in range(8):  # layers; more of them are no answer
+        before = text
+        text = text.strip().rstrip(" ,;:").removesuffix(".")
+        found = _EMPHASIS.fullmatch(text)
+        if found and found[1] not in found[2]:
+            text = found[2]
+        if found := _FORMULA.fullmatch(text):
+            text = next(part for part in found.groups() if part is not None)
+        if (braces := _BRACES.match(text)) and closing(text, braces.end()) == len(text):
+            text = text[braces.end() : -1]
+        if text == before:
+            break
+    return text.strip()
 
-    Where both occur, the one further down counts. None where nothing is marked.
+
+def closing(text: str, start: int) -> int:
+    """Where braces that are open before `start` are closed; −1 where they are not."""
+    depth = 1
+    for brace in _BRACE.finditer(text, start):
+        depth += (brace[0] == "{") - (brace[0] == "}")
+        if depth == 0:
+            return brace.end()
+    return -1
+
+
+def read_number(text: str, *, evaluated: bool = True, letters: bool = True) -> Number | None:
+    r"""The number that the whole text is, or None: `1,234`, `-3.5`, `\$7`, `2/3`, `1 1/2`, `x = 5`.
+
+    Units after it are passed over, `%` and degrees among them: `8\%` is 8. `18 million` is
+    18,000,000. An operation that is left to do (`17 \times 24`, `816/2`) is no number; with
+    `evaluated` False, powers and such fractions are. Scientific notation is a number. Single
+    letters are units (`5 m`) unless `letters` is False, where they may be variables.
     """
-    hashes = max(_HASHES.finditer(text), key=lambda found: found.start(), default=None)
-    at = text.rfind("\\boxed{")
-    if hashes is not None and hashes.start() > at:
-        return hashes.group(1).strip()
-    return None if at < 0 else _braced(text, at + len("\\boxed{"))
-
-
-def final_number(text: str) -> Fraction | None:
-    """The number a solution ends on: that of its marked answer, else the last in the text.
-
-    A line `####` without a number is a heading, and does not count as marked.
-    """
-    box = text.rfind("\\boxed{")
-    lines = [found.group(1) for found in _HASHES.finditer(text, max(box, 0))]
-    values = [value for line in lines if (value := last_number(line)) is not None]
-    if values:
-        return values[-1]
-    boxed = None if box < 0 else _braced(text, box + len("\\boxed{"))
-    return last_number(text if boxed is None else boxed)
+    if len(text) > MAX_CHARACTERS:
+        return None
+    text = bare(text)
+    if formula := _FIRST.fullmatch(text):  # `$18$ dollars`
+        text = f"{formula[1]}{formula[2] or formula[3]} {formula[4]}"
+    name = ""
+    sides = text.split("=")
+    if len(sides) > 1:
+        if len(sides) > 2 or not _NAME.fullmatch(sides[0].strip()):
+            return None
+        name, text = name_of(sides[0]), bare(sides[1])
+    text = text.removeprefix("\\approx").strip()
+    sign, text = _sign(text)
+    money = _MONEY.match(text)
+    if money:
+        text = text[money.end() :]
+        second, text = _sign(text)
+        if second and sign:
+            return None
+        sign = sign or second
+    if text.startswith("\\frac{-") and sign == "-":
+        return None
+    found = _NUMERAL.match(text)
+    value = _value(found, evaluated) if found else None
+    if found is None or value is None:
+        return None
+    rest = text[found.end() :]
+    if scale := _SCALE.match(rest):
+        value, rest = value * 10 ** _SCALES[scale[1].lower()], rest[scale.end() :]
+    if not only_units(rest, letters):
+        return None
+    return Number(-value if sign == "-" else value, name, _unit(money[0] if money else "", rest))
 
 
 def same_number(a: Fraction, b: Fraction, tolerance: float = 0.0) -> bool:
@@ -80,49 +326,84 @@ def same_number(a: Fraction, b: Fraction, tolerance: float = 0.0) -> bool:
     return abs(a - b) <= Fraction(tolerance) * max(Fraction(1), abs(b))
 
 
-def _value(found: re.Match[str]) -> Fraction | None:
-    if len(found.group()) > MAX_DIGITS:
+def name_of(side: str) -> str:
+    """A symbol, as `x` or `\\theta`, that an equation's side is; "" where it is words."""
+    name = bare(side).replace(" ", "").replace("{", "").replace("}", "")
+    letters = re.sub(r"[_(|'].*", "", name)
+    return name if len(letters) == 1 or letters.startswith("\\") else ""
+
+
+def _unit(money: str, rest: str) -> str:
+    """The known unit that stands around a number; "" for two or another."""
+    words = [w.lower() for w in re.findall(r"[A-Za-z]{2,}|[A-Za-z](?![a-z])|%|\$", money + rest)]
+    words = [w for w in words if w not in ("text", "mbox", "mathrm", "operatorname")]
+    powers = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
+    power = "".join(powers[w] for w in words if w in powers)
+    power += "".join(re.findall(r"[A-Za-z}]\^? ?\{?(\d)", rest))
+    names = [w for w in words if w not in powers]
+    known = (
+        _UNITS.get(names[0], _UNITS.get(names[0].removesuffix("s"))) if len(names) == 1 else None
+    )
+    return f"{known}^{power}" if known and power else known or ""
+
+
+def same_name(gold: str, said: str) -> bool:
+    """Whether the name or unit of what was said may be the gold answer's: one may have none."""
+    return not gold or not said or gold == said
+
+
+def _sign(text: str) -> tuple[str, str]:
+    return (text[0], text[1:].lstrip()) if text[:1] in ("-", "+") and text[1:2] else ("", text)
+
+
+def _value(found: re.Match[str], evaluated: bool) -> Fraction | None:
+    """What a numeral is worth; None where it is no value yet, or out of bounds."""
+    if found["base"]:
+        power = found["power"] or found["digit"]
+        if evaluated or len(power) > 4 or len(found["base"]) * int(power) > MAX_CHARACTERS:
+            return None
+        return Fraction(int(found["base"]) ** int(power))
+    if found["over"]:
+        over = [
+            int(one) for one in re.findall(r"-?\d+", re.sub(r"[, ](?=\d{3})", "", found["over"]))
+        ]
+        if len(over) == 1:  # \frac12
+            over = [int(one) for one in str(over[0])]
+        if len(over) != 2 or over[1] == 0:
+            return None
+        value = Fraction(*over)
+        if found["mixed"]:
+            whole = int(re.sub(r"\D", "", found["mixed"]))
+            return whole + value if 0 < value < 1 else None  # `2024 5/2` are two numbers
+        return None if evaluated and value.denominator == 1 < over[1] else value
+    value = Fraction(re.sub("[, ]", "", found["decimal"]))
+    exponent = found["exponent"] or found["ten"] or found["bare"]
+    if exponent is None:
+        return value
+    if len(exponent) > 5 or abs(int(exponent)) > MAX_EXPONENT:
         return None
-    value = Fraction(found["value"].replace(",", ""))
-    if found["exponent"]:
-        exponent = int(found["exponent"])
-        if abs(exponent) > MAX_EXPONENT:
-            return None
-        value *= Fraction(10) ** exponent
-    if found["under"]:
-        under = Fraction(found["under"].replace(",", ""))
-        if under == 0:
-            return None
-        value /= under
-    if found["whole"]:
-        if not _proper(found):
-            return value  # `2024 5/2` are two numbers
-        value += int(found["whole"].replace(",", ""))
-    return -value if found["sign"] == "-" else value
+    return value * Fraction(10) ** int(exponent)
 
 
-def _proper(found: re.Match[str]) -> bool:
-    return int(found["value"]) < int(found["under"])
+def only_units(rest: str, letters: bool = True) -> bool:
+    """Whether what follows a number is units or nouns, and nothing that makes it another value."""
+    at = 0
+    while at < len(rest):
+        found = _UNIT.match(rest, at)
+        if found is None:
+            return False
+        if found["text"] is not None and not only_units(" " + found["text"]):
+            return False
+        if word := found["word"]:
+            apart = at > 0 or found.start("word") > at
+            if word.lower() in _NO_UNITS or not _noun(word, apart, letters):
+                return False
+        at = found.end()
+    return True
 
 
-def _plain(text: str) -> str:
-    """LaTeX fractions, spacing and the typographic minus as plain characters."""
-    text = text.replace("−", "-").replace("{,}", ",")
-    text = text.replace("\\,", "").replace("\\!", "").replace("\\$", "$").replace("\\%", "%")
-    return _LATEX_FRACTION.sub(_fraction, text)
-
-
-def _fraction(found: re.Match[str]) -> str:
-    """A LaTeX fraction as `1/2`, with a blank behind a digit or a brace: `2\\frac12` is 2 1/2."""
-    before = found.string[found.start() - 1] if found.start() else ""
-    apart = " " if before.isdigit() or before == "}" else ""
-    return f"{apart}{found[1] or found[3]}/{found[2] or found[4]}"
-
-
-def _braced(text: str, start: int) -> str | None:
-    depth = 1
-    for at in range(start, len(text)):
-        depth += (text[at] == "{") - (text[at] == "}")
-        if depth == 0:
-            return text[start:at].strip()
-    return None
+def _noun(word: str, apart: bool, letters: bool) -> bool:
+    """Whether a word may be a unit: any that is apart from the number, else a known unit."""
+    if (letters and word in _LETTERS) or word in _ATTACHED or not word.isascii():
+        return True
+    return apart and (len(word) > 2 or word.lower() in ("a", "of", "in", "an", "at", "by", "on"))

@@ -1,0 +1,323 @@
+r"""The final answer of a text that works towards one.
+
+In order: the last mark (`\boxed{…}` or a line `#### …`), else the last statement ("the answer is
+…", "Answer: …"), else what the last sentence concludes. Every pattern takes time in line with the
+text's length.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from keel.verify.numbers import Number, bare, closing, name_of, plain, read_number
+
+LONGEST = 4000
+"""Characters of the last sentence that are looked at."""
+
+_BOX = re.compile(r"\\(?:boxed|fbox) ?(?=\S)")
+_BETWEEN = re.compile(
+    r"(?:[\s$,;.*&]|\\[\[\]()]|\\(?:text|quad|qquad|\\)|[{}]"
+    r"|\b(?:and|or|either|maybe|perhaps|possibly|also|alternatively|else|otherwise)\b)*+"
+)
+_HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
+_WORD = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{2,}(?![A-Za-z}])")
+_NUMBERED = re.compile(
+    r"\W*(?:step|part|case|section|question|problem|example|method|approach|phase|stage|exercise"
+    r"|task|option|iteration|attempt|day|chapter)\b[^\n]{0,12}(?:\d|\b[IVXA-D]+\b|\()"
+    r"|\(?(?:\d+|[ivxIVX]+|[a-zA-Z])[.):] ?\s*\S*[A-Za-z]{2}",
+    re.IGNORECASE,
+)
+_HEADING = re.compile(
+    r"(?:[a-z]+ ){0,3}(?:answers?|solutions?|results?|conclusion|final|summary|check|verification"
+    r"|explanation|introduction|calculations?|analysis|reasoning|given|note|notes|recap|overview)"
+    r"(?: [a-z]+){0,2}",
+    re.IGNORECASE,
+)
+_LABEL = re.compile(r"(?=[^:\n]{0,60}[A-Za-z]{2})([^:\n\\$={}]{1,60}):(?!\d)(.*)", re.DOTALL)
+_SAYS = re.compile(
+    r"\banswers?\b[^\n.?!:=]{0,80}?"
+    r"(?:\s*[:=]\s*|\s(?:is|are|was|be|equals|becomes)\b\s*:?\s*)"
+    r"|^[ \t>*_#-]*(?:the )?(?:final )?answers?[ \t*_]*$"
+    r"|^[ \t*_]*A:[ \t*_]*",
+    re.IGNORECASE | re.MULTILINE,
+)
+_END = re.compile(r"(?<!\\)[.!?]['\"”)*_]*(?=\s|\Z)|\n|。")
+_ABOVE = re.compile(r"(?<!\s)\s*\n\s*(?=\\\[|\$\$)")
+_AROUND = re.compile(r"[\s*_]*+")
+_SYMBOL = re.compile(r"[\d$\\]")
+_CALCULATION = re.compile(r"<<[^<>]*>>")
+_DELIMITERS = re.compile(r"\\[()\[\]]|\*\*|__")
+_COMMAND = re.compile(r"\\(?:text|mbox|mathrm) ?\{[^{}]*\}|\\[A-Za-z]+(?:\{[a-z]*matrix\})?")
+_FORMULA = re.compile(
+    r"\$\$([^$]*)\$\$|(?<!\\)\$((?:[^$\\]|\\.)+)(?<!\\)\$(?!\d)"
+    r"|\\\(((?:(?!\\[()]).)*)\\\)|\\\[((?:(?!\\[\[\]]).)*)\\\]",
+    re.DOTALL,
+)
+_BEING = re.compile(r".*\b(?:is|are|was|were|be|equals?|gets?|has|have|makes?)\b", re.DOTALL)
+_VAGUE = re.compile(
+    r"\b(?:or|maybe|perhaps|possibly|either|neither|between|alternatively|not|than|at least"
+    r"|at most|negative|minus|except|without|unless)\b|n't\b|[<>]|\\[lg]eq?\b|\\ne\b|\\pm\b",
+    re.IGNORECASE,
+)
+_START = re.compile(r"[-+]?(?:\b(?:US|CA|AU))?\\?[$€£¥₹]?-?(?:\.?\d|\\[dt]?frac)")
+_DISPLAY = re.compile(r"(?:[*_\s]|\$(?=\$))*+(?:\\\[.*?\\\]|\$\$.*?\$\$)", re.DOTALL)
+_CLOSING = re.compile(
+    r",? (?:because|since|as|so|which|where|when|after|for|in order|given|if|thus|and so)\b.*"
+    r"|\s\((?=[^()\\]*\b[a-z]{3}).*|;.*",
+    re.DOTALL | re.IGNORECASE,
+)
+_HEDGE = re.compile(
+    r"(?:[\s$*.,;:)\]]|\\[)\]])*+"
+    r"(?:or|and|alternatively|maybe|perhaps|possibly|otherwise)\b"
+    r"(?:[\s,$*({]|\\[(\[]|or\b|maybe\b|perhaps\b|else\b|also\b|possibly\b|it\b|is\b|could\b|be\b"
+    r"|answer\b|the\b|[a-z] ?=)*+"
+    r"(?:-?\.?\d|\\[dt]?frac|\\sqrt|\\boxed)",
+    re.IGNORECASE,
+)
+_ASKS = re.compile(
+    r"[?？]|(?:^|[,;:.(}\]]) ?(?:(?:then|and|please|so|now|to|in order to|you) )*"
+    r"(?:find|calculate|compute|determine|evaluate|express|simplify|solve|write|enter|round|convert"
+    r"|factor|expand|give|state|assume|suppose|let|prove|show|list|define|consider|note|given|if"
+    r"|graph|identify|estimate|describe)\b"
+    r"|^(?:how|what|which|who|use|name)\b"
+    r"|\b(?:how (?:many|much|long|far|old|tall|fast)|what (?:is|was|will|are)|your answer"
+    r"|need to (?:find|compute))\b",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a text ends on, and how it is set off: by a mark, a statement, or not at all."""
+
+    text: str
+    how: Literal["marked", "stated", "last"]
+
+
+def final_answer(text: str, *, words: bool = False) -> Answer | None:
+    """The answer that a text ends on; None where it ends on none, or names several in turn.
+
+    A last sentence without numbers or formulas is passed over, unless the answer is `words`.
+    """
+    text = plain(text).rstrip()
+    mark = max((m for m in (_boxed(text), _hashed(text)) if m is not None), default=None)
+    if mark is not None:
+        _, end, answer = mark
+        return None if not answer or _HEDGE.match(text, end) else Answer(answer, "marked")
+    stated = _stated(text)
+    if stated is not None:
+        end, answer = stated
+        if not answer or _HEDGE.match(text, end):
+            return None
+        if _SYMBOL.search(answer) or len(answer.split()) < 6:
+            return Answer(answer, "stated")
+    last = _last(text, words)
+    return Answer(last, "last") if last else None
+
+
+def stated_number(text: str, *, evaluated: bool = True) -> Number | None:
+    """The number that a text ends on; None where its answer, as a whole, is no number.
+
+    What is marked is read as a whole; of a sentence, the one number that it comes to.
+    """
+    answer = final_answer(text)
+    if answer is None:
+        return None
+    whole = read_number(answer.text, evaluated=evaluated)
+    if whole is not None or answer.how == "marked":
+        return whole
+    return _concluded(shortened(_CALCULATION.sub("", answer.text)), evaluated)
+
+
+def shortened(answer: str) -> str:
+    """A statement less the clause that explains it: `18, because 9 + 9 is`."""
+    return _CLOSING.sub("", answer, count=1)
+
+
+def _concluded(sentence: str, evaluated: bool) -> Number | None:
+    """The number after a sentence's last `=` or verb of being, or the only one in it."""
+    if len(sentence) > LONGEST or _VAGUE.search(sentence):
+        return None
+    sentence = _DELIMITERS.sub("", sentence)
+    before, equals, after = sentence.rpartition("=")
+    if equals:
+        side = re.split(r"=|,|;|\band\b|\bthen\b", before)[-1]
+        if ("=" in before and not re.search(r"\d", side)) or read_number(side):
+            return None  # x = 4, y = 3; 4 = 3
+        found = _only_number(after, evaluated)
+        words = side.replace("$", " ").split()
+        return found and replace(found, name=name_of(words[-1]) if words else "")
+    found = _only_number(sentence, evaluated)
+    if found is None and (verb := _BEING.match(sentence)):
+        found = _only_number(sentence[verb.end() :], evaluated)
+    return found
+
+
+def _only_number(words: str, evaluated: bool) -> Number | None:
+    """The number that words end on, where they hold no other."""
+    start = _START.search(words)
+    if start is None:
+        return None
+    before = words[: start.start()]
+    if before and (before[-1] not in " $(:{~" or before.rstrip(" $({")[-1:] in tuple("^*/+-_")):
+        return None
+    return read_number(words[start.start() :], evaluated=evaluated)
+
+
+def _boxed(text: str) -> tuple[int, int, str | None] | None:
+    """The last box: where it starts, where it ends, what is in it. Boxes in a row are a list.
+
+    Empty boxes are passed over; one that does not close holds no answer.
+    """
+    found: list[tuple[int, int, str]] = []
+    for opening in reversed(list(_BOX.finditer(text))):
+        inner = _braced(text, opening.end())
+        if inner is None:
+            return found[0] if found else (opening.start(), len(text), None)
+        end, content = inner
+        if not bare(content):
+            continue
+        if found and not _BETWEEN.fullmatch(text, end, found[-1][0]):
+            break
+        if found and end > found[-1][0]:  # this one is around the other
+            break
+        found.append((opening.start(), end, content))
+        if len(found) > 50:
+            return found[0][0], found[0][1], None
+    if not found:
+        return None
+    contents = list(dict.fromkeys(content.strip() for _, _, content in reversed(found)))
+    return found[0][0], found[0][1], ", ".join(contents)
+
+
+def _braced(text: str, start: int) -> tuple[int, str] | None:
+    """Where braces close, and what is between them; without braces, the next word."""
+    if text[start] != "{":
+        word = re.compile(r"[^\s$]+").match(text, start)
+        return (word.end(), word[0].rstrip(".,;")) if word else None
+    end = closing(text, start + 1)
+    return None if end < 0 else (end, text[start + 1 : end - 1])
+
+
+def _hashed(text: str) -> tuple[int, int, str] | None:
+    """The last line `#### …` that is an answer, not the heading of what follows."""
+    last: tuple[int, int, str] | None = None
+    for found in list(_HASHES.finditer(text))[::-1]:
+        if last is not None and text[found.end() : last[0]].strip():
+            break
+        line = found[1].strip().strip("#").strip()
+        if is_heading(line, below=found.end() < len(text)):
+            continue
+        label = _LABEL.fullmatch(line)
+        said = _SAYS.match(line) or (_SAYS.search(line) if label is None else None)
+        answer = line[said.end() :] if said else label[2] if label else line
+        answer = answer.strip(" *_")
+        if last is None:
+            last = found.start(), found.end(), answer
+        elif answer != last[2]:  # lines in a row that differ are a list
+            last = found.start(), last[1], f"{answer}, {last[2]}"
+    return last
+
+
+def is_heading(line: str, below: bool) -> bool:
+    """Whether a line after `####` is a heading; `below` says that text follows it.
+
+    `Step 1: …` and `2. Compute …` always are. Where text follows, prose is, and a word such as
+    `Conclusion`; a number with its units is not.
+    """
+    content = bare(line)
+    if not content or _NUMBERED.match(content):
+        return True
+    label = _LABEL.fullmatch(content)
+    if label and re.search(r"\d", label[1]):
+        return True
+    if not below:
+        return False
+    if content[0].isdigit() or content[0] in "-$\\":
+        return not content.islower() and len(_WORD.findall(content)) > 1
+    if label:
+        return not label[2].strip(" *_") or not _HEADING.fullmatch(label[1].strip(" *_"))
+    said = _SAYS.search(content)
+    if said and content[said.end() :].strip():
+        return False
+    return len(_WORD.findall(content)) > 1 or bool(_HEADING.fullmatch(content))
+
+
+def _stated(text: str) -> tuple[int, str] | None:
+    """What the last statement of an answer says, and where it ends; a question states nothing."""
+    for found in list(_SAYS.finditer(text))[:-20:-1]:
+        at = found.end()
+        line = text.rfind("\n", 0, found.start()) + 1
+        if _ASKS.search(text[max(line, found.start() - 200) : found.start()].rpartition(". ")[2]):
+            continue
+        if display := _DISPLAY.match(text, at):
+            return display.end(), display[0].strip("*_ \n")
+        at = _AROUND.match(text, at).end()  # type: ignore[union-attr]
+        ending = _END.search(text, at)
+        end = ending.end() if ending else len(text)
+        answer = text[at:end].strip().strip("*_ ")
+        if not answer.endswith("?"):
+            return end, answer
+    return None
+
+
+def _last(text: str, words: bool) -> str | None:
+    """The last sentence that holds more than words, unless something is asked in it or after it.
+
+    Repeating the question is no answer, whatever numbers are in it.
+    """
+    text = _ABOVE.sub(" ", text.strip())
+    if len(text) > LONGEST:
+        text = text[-LONGEST:].partition(" ")[2]
+    if display := re.search(
+        r"(?:\\\[|\$\$)((?:(?!\\\[|\$\$).)*)(?:\\\]|\$\$)[.\s]*\Z", text, re.DOTALL
+    ):
+        return None if _ASKS.search(text[: display.start()].rpartition(". ")[2]) else display[1]
+    starts = [0, *(found.end() for found in _END.finditer(text))]
+    for start, end in reversed(list(zip(starts, [*starts[1:], len(text)], strict=True))):
+        sentence = text[start:end].strip().strip("*_# ")
+        if _ASKS.search(sentence):
+            return None
+        if sentence and (words or _SYMBOL.search(sentence) or not _WORD.search(sentence)):
+            above = text[:start].rstrip()
+            listed = _bare_symbols(sentence) and _bare_symbols(above[above.rfind("\n") + 1 :])
+            return None if listed else sentence
+    return None
+
+
+def formula_of(sentence: str, *, words: bool) -> str | None:
+    """The formula, or with `words` the words, that a sentence that is no number comes to."""
+    sentence = sentence.strip()
+    if label := _LABEL.fullmatch(sentence):
+        sentence = label[2].strip(" *_")
+    if not _WORD.search(_COMMAND.sub(" ", sentence)):
+        return sentence
+    formulas = list(_FORMULA.finditer(sentence))
+    if not formulas:
+        verb = _BEING.match(sentence)
+        return shortened(sentence[verb.end() :].strip()) if verb else sentence
+    outside = _FORMULA.sub(" ", sentence)
+    last = formulas[-1]
+    joined = [last]
+    for one in reversed(formulas[:-1]):
+        if not _BETWEEN.fullmatch(sentence, one.end(), joined[0].start()):
+            break
+        joined.insert(0, one)
+    if len(joined) == 1 and _VAGUE.search(outside):
+        return None
+    lead = sentence[: joined[0].start()].rstrip(" :,")
+    if len(joined) < len(formulas) and not re.search(r"(?:\b[a-z]+|=)\Z", lead):
+        return None
+    after = sentence[last.end() :] if len(joined) == 1 else ""
+    return ", ".join(next(g for g in one.groups() if g is not None) for one in joined) + (
+        after if words else ""
+    )
+
+
+def _bare_symbols(line: str) -> bool:
+    """Whether a line is a number or formula and nothing else: several such lines are a list."""
+    return (
+        bool(_SYMBOL.search(line)) and "=" not in line and not _WORD.search(_COMMAND.sub(" ", line))
+    )
