@@ -114,6 +114,6 @@ def _bits(node: ast.expr) -> float:
     if isinstance(node, ast.BinOp):
         left, right = _bits(node.left), _bits(node.right)
         if isinstance(node.op, ast.Pow):
-            return left * 2.0 ** min(right, 64.0)
+            return left * math.exp2(min(right, 64.0))
         return max(left, right) + 1 if isinstance(node.op, ast.Add | ast.Sub) else left + right
     return 2.0

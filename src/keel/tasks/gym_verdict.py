@@ -46,6 +46,7 @@ class Confined:
         )
         if self.value(_cannot_fork, 10.0, 60.0) != 1.0:
             raise OSError("the filter of system calls does not take hold")
+        self.bury()
 
     def value(self, compute: Callable[[], float], cpu: float, patience: float) -> float:
         """What `compute` returns; 0 where it takes too long, in computing or by the clock, or dies.

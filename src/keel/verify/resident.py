@@ -62,8 +62,10 @@ class Resident:
         self._errors = self._held.enter_context(tempfile.TemporaryFile())
         try:
             self._process = subprocess.Popen(
-                [command, *walls(uid is not None, pipes, DISK_MB, files), sys.executable, "-P", "-s"]
-                + ["-m", module],
+                [
+                    *(command, *walls(uid is not None, pipes, DISK_MB, files)),
+                    *(sys.executable, "-P", "-s", "-m", module),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
@@ -126,8 +128,7 @@ class Resident:
                 if said.startswith("bwrap"):
                     raise no_sandbox(said, status) from None
                 raise KeelError(
-                    "a process in the sandbox does not start "
-                    f"({said or f'exit status {status}'})"
+                    f"a process in the sandbox does not start ({said or f'exit status {status}'})"
                 ) from None
 
     def _send(self, what: Mapping[str, Any]) -> None:
