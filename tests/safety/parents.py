@@ -56,16 +56,16 @@ def code(trusted: bool) -> Work:
 
 
 def arithmetic(*_: str) -> Work:
-    """A scorer of reasoning-gym that computes, with Python's lock held."""
+    """A scorer of reasoning-gym that computes, in the sandbox."""
     from keel.tasks import gym
     from keel.tasks.base import Presentation
     from tests.tasks.made import completion
 
     gym.SCORE_PATIENCE = gym.SCORE_SECONDS = ENDLESS
-    task = gym.gym_task(gym.PREFIX + "countdown", 0, Presentation(), {}, gym.GymProcess())
+    task = gym.gym_task(gym.PREFIX + "rubiks_cube", 0, Presentation(), {}, gym.GymProcess())
     prompt = task.prompt("train", 0)
-    task.score(prompt, completion("2"))
-    return lambda: task.score(prompt, completion("9**9**9**9"))
+    task.score(prompt, completion("F2"))
+    return lambda: task.score(prompt, completion("F20000000"))
 
 
 def environments(*_: str) -> Work:

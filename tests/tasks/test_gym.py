@@ -6,7 +6,7 @@ import os
 import random
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +14,7 @@ from keel.tasks import build_task, catalogue
 from keel.tasks.base import Presentation, side_of
 from keel.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_names, gym_task
 from keel.types import KeelError, Side
+from tests.safety.processes import descendants, gone
 from tests.tasks.made import completion, source
 
 pytestmark = pytest.mark.skipif(not gym_installed(), reason="reasoning-gym is not installed")
@@ -109,16 +110,15 @@ def test_an_odd_answer_scores_nothing_much(name: str, process: GymProcess) -> No
 def test_an_answer_that_hangs_its_scorer_is_wrong(
     process: GymProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keel.tasks.gym.SCORE_SECONDS", 0.5)
-    task = make("countdown", process)
+    monkeypatch.setattr("keel.tasks.gym.SCORE_SECONDS", 1.0)
+    task = make("rubiks_cube", process)
     prompt = task.prompt("train", 0)
-    start = time.monotonic()
-    # The scorer evaluates this; no thread could be ended in the middle of it.
-    assert task.score(prompt, completion("9**9**9**9")) == 0.0
-    assert time.monotonic() - start < 60.0  # of computing it has two seconds at most
-    gold = task.gold(prompt)
-    assert gold is not None
-    assert task.score(prompt, completion(gold)) == 1.0
+    process.ask(60.0, op="names")
+    before = process._process
+    # Twenty million moves, which the scorer makes one by one.
+    assert task.score(prompt, completion("F20000000")) == 0.0
+    assert task.score(prompt, completion("F1")) > 0.0
+    assert process._process is before  # only the fork that scored it was ended
     assert task.prompt("train", 0) == prompt
 
 
@@ -128,13 +128,44 @@ def test_the_process_sees_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     process.ask(60.0, op="names")
     assert process._process is not None
     pid = process._process.pid
-    with open(f"/proc/{pid}/environ", "rb") as file:
-        environment = file.read()
-    assert b"secret" not in environment
-    assert b"PYTHONHASHSEED=0" in environment
+    inside = descendants(pid)
+    assert len(inside) == 2  # the first of the process space, and the worker
+    for number in (pid, *(one.pid for one in inside)):
+        environment = Path(f"/proc/{number}/environ").read_bytes()
+        assert b"secret" not in environment
+        assert b"PYTHONHASHSEED=0" in environment
     del process
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    assert gone(inside) == set()
+
+
+def test_without_bubblewrap_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(KeelError, match=r"in a sandbox only: .*apt install bubblewrap") as error:
+        build_task(source("reasoning_gym:chain_sum"), seed=0)
+    assert "\n" not in str(error.value)
+    assert "trusted" not in str(error.value)
+    # The list of tasks says so too, and names the others.
+    rows = dict(catalogue())
+    assert "sort_digits" in rows
+    assert "apt install bubblewrap" in rows["reasoning_gym:NAME"]
+
+
+@pytest.mark.parametrize("words", ["No permissions to create new namespace", ""])
+def test_where_bubblewrap_can_do_nothing_it_refuses_with_its_words(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = tmp_path / "bwrap"
+    stand_in.write_text(f"#!/bin/sh\n[ '{words}' ] && echo 'bwrap: {words}' >&2\nexit 1\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(KeelError, match=f"in a sandbox only: .*{words or 'exit status 1'}"):
+        build_task(source("reasoning_gym:chain_sum"), seed=0)
+
+
+def test_without_a_filter_of_system_calls_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keel.verify.resident.computing_filter", lambda: None)
+    with pytest.raises(KeelError, match="no filter of system calls"):
+        GymProcess().ask(60.0, op="names")
 
 
 def test_options_reach_the_data_set(process: GymProcess) -> None:

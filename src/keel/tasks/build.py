@@ -58,7 +58,10 @@ def catalogue() -> list[tuple[str, str]]:
     rows += list(KINDS.items())
     rows.append(("module:function", "a Python function that returns a task, or rows of dicts"))
     if gym_installed():
-        rows += [(PREFIX + name, line) for name, line in gym_names(GymProcess()).items()]
+        try:
+            rows += [(PREFIX + name, line) for name, line in gym_names(GymProcess()).items()]
+        except KeelError as error:
+            rows.append((f"{PREFIX}NAME", f"not available: {error}"))
     return rows
 
 

@@ -1,23 +1,15 @@
-"""Every reasoning-gym data set as a task, run in a process of its own.
+"""Every reasoning-gym data set as a task, run in a sandbox of its own.
 
-Three reasons for the process: some of its scorers evaluate the answer as Python, so that an answer
-such as `9**9**9**9` hangs whoever runs them beyond the reach of a thread; some of its generators
-depend on Python's hash seed, which only a new process can fix; and its import takes seconds.
+Three reasons: some of its scorers evaluate the answer as Python, and some of its data sets run code
+that a model wrote; some of its generators depend on Python's hash seed, which only a new process
+can fix; and its import takes seconds.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
-import os
-import queue
-import signal
-import subprocess
-import sys
 import threading
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +20,7 @@ from keel.tasks.base import BaseTask, Presentation, side_and_index, side_of
 from keel.tasks.generated import ATTEMPTS, no_draw
 from keel.types import Completion, KeelError, Prompt, Side
 from keel.verify.formats import tag_content
-from keel.verify.lifeline import Lifeline
+from keel.verify.resident import Resident
 
 PREFIX = "reasoning_gym:"
 BLOCK = 2048
@@ -37,88 +29,48 @@ START_SECONDS = 120.0
 SCORE_SECONDS = 3.0
 """An answer that keeps its scorer computing longer is wrong, however busy the machine is."""
 SCORE_PATIENCE = 30.0
-"""The same by the clock, for systems that do not limit computing time."""
+"""The same by the clock, for an answer that waits."""
 ADDRESSES_KEPT = 16_384
-PASSED_ON = ("PATH", "HOME", "LANG", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
-"""Environment variables that the process sees: no tokens or keys, since it runs answers."""
+PACKAGE = "keel_gym"
+MODULES = ("gym_worker", "gym_verdict", "gym_expression")
 
 
 class GymProcess:
-    """The process, started when first asked, ended and started anew when it hangs.
+    """The process, started when first asked, ended and started again when it hangs.
 
-    Calls from several threads take turns. What a scorer or an answer starts in it is of its group
-    and ends with it; all of it ends with this process, however that ends.
+    Calls from several threads take turns. It lives in the sandbox (`keel.verify.resident`), and
+    forks a process for each answer that it scores. Raises KeelError where there is no sandbox.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
-        self._end_of_it: Callable[[], object] = lambda: None
-        self._replies: queue.Queue[str] = queue.Queue()
+        self._process: Resident | None = None
 
     def ask(self, seconds: float, **request: Any) -> Any:
         """The reply to a request. Raises TimeoutError where none comes, GymError for a refusal."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-                try:  # the import is not the request's
-                    self._exchange(START_SECONDS, {"op": "names"})
-                except TimeoutError:
-                    raise KeelError(
-                        "the reasoning-gym process does not start: try "
-                        "python -c 'import reasoning_gym', or leave its tasks out"
-                    ) from None
-            reply = self._exchange(seconds, request)
+            if self._process is None or self._process.ended():
+                self._process = _started()
+            reply = self._process.ask(seconds, request)
         if "error" in reply:
             raise GymError(reply["error"], reply["known"])
         return reply["ok"]
 
-    def _exchange(self, seconds: float, request: Mapping[str, Any]) -> Any:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._replies.get(timeout=seconds)
-        except (queue.Empty, BrokenPipeError):
-            line = ""
-        except BaseException:
-            self._end()  # interrupted in between: the reply would answer the next request
-            raise
-        if not line:
-            self._end()
-            raise TimeoutError
-        return json.loads(line)
 
-    def _start(self) -> None:
-        environment = {k: v for k in PASSED_ON if (v := os.environ.get(k)) is not None}
-        # One thread: the pools of numerical libraries reserve memory and are of no use here.
-        environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._end()  # one that died by itself may have left others of its group
-        lifeline = Lifeline()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("gym_worker.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-            env=environment,
-            pass_fds=(lifeline.inner,),
-            start_new_session=True,  # Ctrl-C is for the run, which ends this process itself
-        )
-        # Before it is asked anything: until then it ends with its standard input.
-        lifeline.tie(self._process.pid)
-        lifeline.give()
-        self._replies = queue.Queue()
-        threading.Thread(
-            target=_read, args=(self._process, self._replies), name="gym-replies", daemon=True
-        ).start()
-        self._end_of_it = weakref.finalize(self, _stop, self._process, lifeline)
-
-    def _end(self) -> None:
-        self._end_of_it()
-        self._process = None
+def _started() -> Resident:
+    files = {f"{PACKAGE}/{name}.py": Path(__file__).with_name(f"{name}.py") for name in MODULES}
+    found = importlib.util.find_spec("reasoning_gym")
+    assert found is not None
+    assert found.origin is not None
+    try:
+        process = Resident(f"{PACKAGE}.gym_worker", files, Path(found.origin).resolve().parents[1])
+        # The import is not the request's.
+        process.first(START_SECONDS, {"op": "names"})
+    except KeelError as error:
+        raise KeelError(
+            f"tasks of reasoning-gym are made and scored in a sandbox only: {error}"
+        ) from None
+    return process
 
 
 class GymError(Exception):
@@ -127,24 +79,6 @@ class GymError(Exception):
     def __init__(self, message: str, known: list[str]) -> None:
         super().__init__(message)
         self.known = known
-
-
-def _read(process: subprocess.Popen[str], replies: queue.Queue[str]) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        replies.put(line)
-    replies.put("")  # the process has ended
-
-
-def _stop(process: subprocess.Popen[str], lifeline: Lifeline) -> None:
-    if process.returncode is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    lifeline.cut()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()
 
 
 class GymTask(BaseTask):
@@ -201,8 +135,9 @@ class GymTask(BaseTask):
         text = tag_content(completion.text, "answer")
         text = completion.text.strip() if text is None else text
         try:
-            request = {"op": "score", "text": text, "cpu": SCORE_SECONDS, **self._addresses[where]}
-            return float(self.process.ask(SCORE_PATIENCE, **request))
+            limits = {"cpu": SCORE_SECONDS, "patience": SCORE_PATIENCE}
+            request = {"op": "score", "text": text, **limits, **self._addresses[where]}
+            return float(self.process.ask(SCORE_PATIENCE + START_SECONDS, **request))
         except TimeoutError:
             return 0.0
         except GymError as error:

@@ -1,35 +1,56 @@
 """The process that runs reasoning-gym: one JSON request a line on stdin, one JSON reply a line.
 
-Started by `keel.tasks.gym` as a file of its own, without Keel on its path. Requests:
+Started by `keel.tasks.gym` in the sandbox, without the rest of Keel. Requests:
 
     {"op": "names"}                                                     -> {name: description}
     {"op": "item", "name", "options", "seed", "size", "index"}          -> {question, answer, …}
-    {"op": "score", … as item, "text": the answer given}                -> number
+    {"op": "score", … as item, "text", "cpu", "patience"}               -> number from 0 to 1
 
-A reply is {"ok": value} or {"error": one line, "known": names of options}. The process allows
-itself so many seconds of computing for each request (a scorer gets `cpu`) and is ended by the
-system past them.
+A reply is {"ok": value} or {"error": one line, "known": names of options}. An answer is scored in a
+process that is forked for it alone (`gym_verdict`), unless its scorer is known to do nothing but
+compare strings. The process allows itself so many seconds of computing for each request.
 """
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import copy
 import dataclasses
+import gc
 import json
 import os
 import random
+import resource
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
 from typing import Any
 
+from .gym_verdict import Confined, bounded, hide
+
 MEMORY = 8 * 2**30
-"""Address space, in bytes; an answer such as 9**9**9 asks for more."""
+"""Address space, in bytes, to make data sets in."""
 SETUP_SECONDS = 120.0
 """Of computing, to import, to make a data set or an item."""
 DATASETS_KEPT = 8
 ITEMS_KEPT = 4096
+REVIEWED = "0.1.25"
+"""The version of reasoning-gym whose scorers were read; with another, each answer has its fork."""
+COMPARING = frozenset(
+    {
+        *("ab", "circuit_logic", "color_cube_rotation", "dice", "emoji_mystery", "figlet_font"),
+        *("family_relationships", "futoshiki", "game_of_life_halting", "knights_knaves"),
+        *("letter_jumble", "manipulate_matrix", "mini_sudoku", "needle_haystack"),
+        *("palindrome_generation", "path_star", "self_reference", "sentence_reordering"),
+        *("spell_backward", "sudoku", "word_ladder", "zebra_puzzles"),
+    }
+)
+"""Data sets whose own scorer only splits, strips and compares strings, in time near the length.
+
+So does the scorer of the base class, which most of the others have.
+"""
 
 Request = Mapping[str, Any]
 
@@ -37,7 +58,8 @@ Request = Mapping[str, Any]
 class Desk:
     """The data sets and items made so far; newest last, a few kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, confined: Confined) -> None:
+        self.confined = confined
         self.datasets: OrderedDict[str, Any] = OrderedDict()
         self.items: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
@@ -47,22 +69,35 @@ class Desk:
             return names()
         if request["op"] == "item":
             return plain(self.item(request))
-        # A scorer may write into the entry; the next completion gets it as it was.
-        entry = copy.deepcopy(self.item(request))
-        dataset = self.dataset(request)
-        literal_only(sys.modules[type(dataset).__module__])
-        allow(request["cpu"])
-        try:
-            with GUARD:
-                return float(dataset.score_answer(request["text"], entry=entry))
-        except (Exception, SystemExit):
-            return 0.0  # an answer that the scorer cannot read is a wrong answer
+        return self.score(request)
+
+    def score(self, request: Request) -> float:
+        """What the data set's scorer says of an answer; 0 where it fails."""
+        dataset, item = self.dataset(request), self.item(request)
+
+        def judge() -> float:
+            # A scorer may write into the entry; the next completion gets it as it was.
+            try:
+                return bounded(dataset.score_answer(request["text"], entry=copy.deepcopy(item)))
+            except (Exception, SystemExit):
+                return 0.0  # an answer that the scorer cannot read is a wrong answer
+
+        if compares(request["name"], dataset):
+            return judge()
+
+        def judge_alone() -> float:
+            seed_everything(request["seed"])  # the fork's random streams have no seed of ours
+            return judge()
+
+        return self.confined.value(judge_alone, request["cpu"], request["patience"])
 
     def dataset(self, request: Request) -> Any:
         """The data set of a request's name, options, seed and size."""
         key = json.dumps([request[k] for k in ("name", "options", "seed", "size")])
         if key not in self.datasets:
-            self.datasets[key] = create(request)
+            self.datasets[key] = dataset = create(request)
+            if not compares(request["name"], dataset):
+                warm(dataset, request["seed"])
             if len(self.datasets) > DATASETS_KEPT:
                 self.datasets.popitem(last=False)
         self.datasets.move_to_end(key)
@@ -80,61 +115,34 @@ class Desk:
         return self.items[key]
 
 
-class Guard:
-    """Refuses what an answer may not do, while it is scored.
+def compares(name: str, dataset: Any) -> bool:
+    """Whether a scorer is known to evaluate, parse and match nothing."""
+    from reasoning_gym.dataset import ProceduralDataset
 
-    Some scorers run the answer: `eval`, and sympy's parser, which is `eval` too. Python tells an
-    audit hook before a file is opened, a process started, a socket made; a hook cannot be taken
-    away again. Reading the interpreter's own files stays allowed, for modules that load late.
+    if not is_reviewed():
+        return False
+    if type(dataset).score_answer is ProceduralDataset.score_answer:
+        return True
+    return name in COMPARING
+
+
+@cache
+def is_reviewed() -> bool:
+    """Whether the installed reasoning-gym is the one whose scorers were read."""
+    return version("reasoning-gym") == REVIEWED
+
+
+def warm(dataset: Any, seed: int) -> None:
+    """Score a data set's own answer, so that no fork has to import and to remember as much again.
+
+    It is not a policy's text: the data set made it.
     """
-
-    REFUSED = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty.", "_posixsubprocess.")
-    ALLOWED = frozenset({"os.listdir", "os.scandir", "os.walk"})
-
-    def __init__(self) -> None:
-        self.closed = False
-        self.own = tuple({os.path.realpath(path) for path in (sys.prefix, sys.base_prefix)})
-        self.hooked = False
-
-    def __enter__(self) -> None:
-        if not self.hooked:
-            sys.addaudithook(self.hook)
-            self.hooked = True
-        self.closed = True
-
-    def __exit__(self, *error: object) -> None:
-        self.closed = False
-
-    def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Raises PermissionError where an answer reaches out."""
-        if not self.closed:
-            return
-        if event == "open" and not self.reads_own(*arguments):
-            raise PermissionError("an answer opens a file")
-        if event.startswith(self.REFUSED) and event not in self.ALLOWED:
-            raise PermissionError(f"an answer asks for {event}")
-
-    def reads_own(self, path: Any, mode: Any, flags: Any) -> bool:
-        """Whether a file is the interpreter's, and only read."""
-        writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-        if not isinstance(path, str | bytes) or (isinstance(flags, int) and flags & writes):
-            return False
-        return os.path.realpath(os.fsdecode(path)).startswith(tuple(p + os.sep for p in self.own))
-
-
-GUARD = Guard()
-
-
-def literal_only(module: Any) -> None:
-    """A scorer that evaluates the answer gets a literal of it, and runs nothing.
-
-    Only where the module evaluates nothing else, such as the expressions that it makes itself.
-    """
-    if module.__name__.rpartition(".")[2] in EVALUATING:
-        module.eval = ast.literal_eval
-
-
-EVALUATING = ("string_insertion", "spiral_matrix", "binary_matrix", "n_queens")
+    seed_everything(seed)
+    with contextlib.suppress(Exception):
+        entry = copy.deepcopy(dataset[0])
+        dataset.score_answer(entry["answer"], entry=entry)
+    gc.collect()
+    gc.freeze()  # what is not traced is not copied into each fork
 
 
 def create(request: Request) -> Any:
@@ -200,29 +208,53 @@ def plain(value: Any) -> Any:
 
 def allow(seconds: float) -> None:
     """Let the system end this process after so many further seconds of computing."""
-    try:
-        import resource
-    except ImportError:  # no such limits on this system; the parent still keeps time
-        return
     used = resource.getrusage(resource.RUSAGE_SELF)
     budget = int(used.ru_utime + used.ru_stime + seconds) + 1
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    if hard == resource.RLIM_INFINITY or budget < hard:
-        resource.setrlimit(resource.RLIMIT_CPU, (budget, hard))
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    if hard == resource.RLIM_INFINITY or hard > MEMORY:
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, hard))
+    resource.setrlimit(resource.RLIMIT_CPU, (budget, resource.RLIM_INFINITY))
+
+
+def stand_first() -> None:
+    """Fork; the child goes on, and this process waits for it, as a process space's first must.
+
+    The first one keeps its user, so that bubblewrap's end is its end, and with it that of all.
+    """
+    child = os.fork()
+    if child == 0:
+        return
+    while True:
+        ended, status = os.wait()
+        if ended == child:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+
+
+def confine(settings: Mapping[str, Any]) -> None:
+    """Become nobody in particular, set the limits, and keep out of reach of the own children."""
+    uid = settings["uid"]
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    hide()
+    limits = {"AS": MEMORY, "CORE": 0, "FSIZE": 2**23, "NOFILE": 64, "NPROC": settings["processes"]}
+    for name, value in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 
 
 def main() -> None:
     """Answer requests until stdin ends."""
+    stand_first()
     # The data sets' code may print and read; the channel is kept out of its reach.
     requests = os.fdopen(os.dup(0), encoding="utf-8")
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    settings = json.loads(requests.readline())
+    replies = os.fdopen(settings["replies"], "w", encoding="utf-8")
+    confine(settings)
+    import reasoning_gym  # noqa: F401  (its errors are told on the standard error)
+
+    desk = Desk(Confined(bytes.fromhex(settings["filter"])))
     nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)
-    desk = Desk()
+    for standard in (0, 1, 2):
+        os.dup2(nowhere, standard)
     for line in requests:
         request = json.loads(line)
         allow(SETUP_SECONDS)

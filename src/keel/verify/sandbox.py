@@ -28,12 +28,14 @@ from typing import Any, Literal
 
 from keel.types import KeelError
 from keel.verify.seccomp import seccomp_filter
-from keel.verify.watching import Pipes, Watched, close_all, watch
+from keel.verify.watching import START_SECONDS, Pipes, Watched, close_all, watch
 
 Status = Literal["ended", "timeout", "output", "died"]
 """How a run ended: by itself, out of its time, with too much to say, or by a signal."""
 
 PASSED_ON = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+ATTEMPTS = 3
+"""How often a sandbox is started that something outside kills before it stands."""
 DYNAMIC_UIDS = range(61184, 65520)
 """User ids that systemd keeps for passing users: no one's files and no one's processes."""
 MOST = 10**9
@@ -47,10 +49,12 @@ class Limits:
     `timeout` is in seconds of wall time, from when the sandbox stands; processor time has the same
     limit, in each process. `memory_mb` is the address space of a process, so that all of them
     together can have `processes · memory_mb` (threads count as processes), `disk_mb` in each of the
-    private folders, `/tmp` and `/dev/shm`, which lie in memory too, and some tens of MB in pipes
-    and sockets. That nothing else holds memory is due to the filter of system calls; where there
-    is none (see above), `memory_mb` bounds each process and not all together. `output_kb` is what
-    may be printed, `file_mb` the size of a file. Raises KeelError for what is no such limit.
+    private folders, `/tmp` and `/dev/shm`, which lie in memory too, and at most about 15 MB a
+    process in pipes and sockets. That nothing else holds memory is due to the filter of system
+    calls; where there is none (see above), `memory_mb` bounds each process and not all together.
+    What the kernel keeps for a file beside its content, about 1 KB, is bounded by `timeout` alone.
+    `output_kb` is what may be printed, `file_mb` the size of a file. Raises KeelError for what is
+    no such limit.
     """
 
     timeout: float = 10.0
@@ -116,7 +120,7 @@ class Sandbox:
 
     With `trusted` there is no sandbox: a plain process group in a passing folder, with the limits
     (but that on processes) and a time. Neither outlives this process. Raises KeelError where
-    bubblewrap is missing or can make no sandbox here, and says how that is mended.
+    bubblewrap is missing or can make no sandbox here, and says how to fix that.
     """
 
     def __init__(self, limits: Limits | None = None, *, trusted: bool = False) -> None:
@@ -125,7 +129,7 @@ class Sandbox:
         self._filter = None if trusted else seccomp_filter()
         if trusted:
             return
-        self._bubblewrap = _bubblewrap()
+        self._bubblewrap = bubblewrap()
         fork = "import os; os._exit(os.fork() and 0)" if self.limits.processes > 1 else ""
         trial = self.run([sys.executable, "-c", fork])
         if trial.exit_status != 0:
@@ -146,8 +150,21 @@ class Sandbox:
         """Run what `keel.verify.inside` makes of the orders.
 
         `ends` are file descriptors that what runs is given, and that are closed here. Once `stop`
-        is set, the run is killed, and ends as if its time were up.
+        is set, the run is killed, and ends as if its time were up. A bubblewrap that something
+        outside kills before the sandbox stands is tried again, unless it took `ends` with it.
         """
+        for _ in range(1 if ends else ATTEMPTS):
+            watched = self._watched(orders, ends, stop)
+            if stop is not None and stop.is_set() and not watched.started:
+                return Ran("timeout", watched.exit_status, "", "")
+            killed = watched.ended == "ended" and _signal(watched.exit_status)
+            if watched.started or self.trusted or not killed:
+                break
+        return self._read(watched)
+
+    def _watched(
+        self, orders: Mapping[str, Any], ends: Sequence[int], stop: threading.Event | None
+    ) -> Watched:
         started = secrets.token_hex(16)
         left = list(ends)
         with contextlib.ExitStack() as held:
@@ -156,7 +173,7 @@ class Sandbox:
             if self.trusted:
                 folder = held.enter_context(tempfile.TemporaryDirectory(prefix="keel-code-"))
             elif os.geteuid() == 0:
-                uid = held.enter_context(_passing_uid())
+                uid = held.enter_context(passing_uid())
             # In a user namespace the first process counts too.
             processes = self.limits.processes + (uid is None)
             pipes = Pipes.open(sandboxed=not self.trusted, filter=self._filter)
@@ -171,7 +188,7 @@ class Sandbox:
                 "limits": self.limits.resources(None if self.trusted else processes),
             }
             command = [sys.executable, "-P", "-s", "-c", _inside()]
-            watched = watch(
+            return watch(
                 command
                 if self.trusted
                 else [*self._walls(uid is not None, pipes), *command, "first"],
@@ -180,13 +197,10 @@ class Sandbox:
                 started.encode(),
                 timeout=self.limits.timeout,
                 output=self.limits.output_kb * 1024,
-                environment=_environment(folder or "/tmp"),
+                environment=environment(folder or "/tmp"),
                 folder=folder,
                 stop=stop,
             )
-        if stop is not None and stop.is_set() and not watched.started:
-            return Ran("timeout", watched.exit_status, "", "")
-        return self._read(watched)
 
     def _read(self, watched: Watched) -> Ran:
         words = watched.stderr.decode(errors="replace")
@@ -194,18 +208,9 @@ class Sandbox:
             said = " ".join(words.split())[-200:] or f"exit status {watched.exit_status}"
             if self.trusted:
                 raise KeelError(f"the code's process does not start: {said}")
-            if "execvp" in said:
-                shown = ", ".join(map(str, _shown()))
-                raise KeelError(
-                    f"the interpreter {sys.executable} cannot be started in the sandbox ({said}), "
-                    f"which shows {shown} and nothing else of this system: use a Python that needs "
-                    "no other folder, or set trusted = true to run the code without a sandbox"
-                )
-            raise KeelError(
-                f"bubblewrap cannot make a sandbox here ({said}): allow user namespaces (in a "
-                "container: run it with --privileged, or not as root), or set trusted = true to "
-                "run the code without a sandbox"
-            )
+            if watched.ended == "timeout":
+                raise KeelError(f"no sandbox stood within {START_SECONDS:.0f} s: {said}")
+            raise no_sandbox(said, watched.exit_status)
         status: Status = watched.ended
         code = watched.exit_status
         if status == "ended" and (code < 0 or code > 128):
@@ -222,50 +227,84 @@ class Sandbox:
         )
 
     def _walls(self, as_root: bool, pipes: Pipes) -> list[str]:
-        """bubblewrap and its options, up to the command."""
-        # The process space's first process is ours: bubblewrap leaves its own to the host's init
-        # to bury, and where that is no init (in containers), they would pile up.
-        walls = [self._bubblewrap, "--die-with-parent", "--new-session", "--as-pid-1"]
-        walls += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-        walls += ["--unshare-cgroup-try", "--hostname", "sandbox", "--info-fd", str(pipes.told)]
-        if pipes.filter >= 0:
-            walls += ["--seccomp", str(pipes.filter)]
-        if as_root:
-            # The limit on processes does not bind root, nor a user namespace of root's. So root's
-            # sandbox has no user namespace; its first process becomes a passing user instead.
-            walls += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        ends = ["--die-with-parent", "--new-session"]
+        return [self._bubblewrap, *ends, *walls(as_root, pipes, self.limits.disk_mb)]
+
+
+def walls(
+    as_root: bool, pipes: Pipes, disk_mb: int, files: Mapping[str, Path] | None = None
+) -> list[str]:
+    """bubblewrap's options, up to the command; `files` are shown too, by their path inside."""
+    # The process space's first process is ours: bubblewrap leaves its own to the host's init
+    # to bury, and where that is no init (in containers), they would pile up.
+    walls = ["--as-pid-1", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    walls += ["--unshare-cgroup-try", "--hostname", "sandbox", "--info-fd", str(pipes.told)]
+    if pipes.filter >= 0:
+        walls += ["--seccomp", str(pipes.filter)]
+    if as_root:
+        # The limit on processes does not bind root, nor a user namespace of root's. So root's
+        # sandbox has no user namespace; its first process becomes a passing user instead.
+        walls += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        walls += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+    # These come first: an interpreter may lie in a folder under /tmp.
+    walls += ["--proc", "/proc", "--dev", "/dev"]
+    size = str(disk_mb * 2**20)
+    for folder in ("/tmp", "/dev/shm"):
+        walls += ["--perms", "1777", "--size", size, "--tmpfs", folder]
+    made = {Path("/tmp"), Path("/dev")}
+    for path in _shown():
+        for parent in reversed(path.parents):
+            if parent not in made and parent != parent.parent:
+                walls += ["--perms", "0755", "--dir", str(parent)]
+                made.add(parent)
+        if path.is_symlink():
+            walls += ["--symlink", os.readlink(path), str(path)]
         else:
-            walls += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
-        # These come first: an interpreter may lie in a folder under /tmp.
-        walls += ["--proc", "/proc", "--dev", "/dev"]
-        size = str(self.limits.disk_mb * 2**20)
-        for folder in ("/tmp", "/dev/shm"):
-            walls += ["--perms", "1777", "--size", size, "--tmpfs", folder]
-        made = {Path("/tmp"), Path("/dev")}
-        for path in _shown():
-            for parent in reversed(path.parents):
-                if parent not in made and parent != parent.parent:
-                    walls += ["--perms", "0755", "--dir", str(parent)]
-                    made.add(parent)
-            if path.is_symlink():
-                walls += ["--symlink", os.readlink(path), str(path)]
-            else:
-                walls += ["--ro-bind", str(path), str(path)]
-            made.add(path)
-        return [*walls, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
+            walls += ["--ro-bind", str(path), str(path)]
+        made.add(path)
+    for inside, path in (files or {}).items():
+        walls += ["--ro-bind", str(path), inside]
+    return [*walls, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 
-def _bubblewrap() -> str:
+def bubblewrap() -> str:
+    """The path of bubblewrap. Raises KeelError where there is none."""
     if not sys.platform.startswith("linux"):
-        raise KeelError("the sandbox needs Linux; set trusted = true to run the code without one")
+        raise KeelError("the sandbox needs Linux: use a Linux machine, or WSL2 on Windows")
     found = shutil.which("bwrap")
     if found is None:
         raise KeelError(
-            "bubblewrap is not installed, and code is not run without a sandbox: install the "
-            "package bubblewrap (apt install bubblewrap, dnf install bubblewrap), or set "
-            "trusted = true if all the code is trusted"
+            "bubblewrap is not installed, and what a model wrote is run in its sandbox only: "
+            "install the package bubblewrap (apt install bubblewrap, dnf install bubblewrap)"
         )
     return found
+
+
+def no_sandbox(said: str, exit_status: int) -> KeelError:
+    """Why bubblewrap made no sandbox, from what it said and its exit status."""
+    if _signal(exit_status):
+        return KeelError(
+            f"bubblewrap was killed by signal {_signal(exit_status)} before the sandbox stood, "
+            f"{ATTEMPTS} times: see whether this machine is out of memory, and start again"
+        )
+    if "execvp" in said:
+        shown = ", ".join(map(str, _shown()))
+        return KeelError(
+            f"the interpreter {sys.executable} cannot be started in the sandbox ({said}), "
+            f"which shows {shown} and nothing else of this system: use a Python that needs "
+            "no other folder"
+        )
+    return KeelError(
+        f"bubblewrap cannot make a sandbox here ({said}): allow user namespaces (see the sysctls "
+        "user.max_user_namespaces, kernel.unprivileged_userns_clone and "
+        "kernel.apparmor_restrict_unprivileged_userns), or use a machine that allows them"
+    )
+
+
+def _signal(exit_status: int) -> int:
+    """The signal that an exit status tells of, bubblewrap's word for one inside too; else 0."""
+    return -exit_status if exit_status < 0 else max(exit_status - 128, 0)
 
 
 def _shown() -> list[Path]:
@@ -302,7 +341,7 @@ def _links(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _passing_uid() -> Iterator[int]:
+def passing_uid() -> Iterator[int]:
     """A user id of no one's, for one run: processes of one user share the limit on their number.
 
     It is held by an address that only one process of the system can have, as long as it is open.
@@ -320,7 +359,7 @@ def _passing_uid() -> Iterator[int]:
     raise KeelError(f"{count} sandboxes run here at once, as many as there are users for them")
 
 
-def _environment(home: str) -> dict[str, str]:
+def environment(home: str) -> dict[str, str]:
     """Nothing of the environment of this process; hashes, and so sets, in the same order always."""
     one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     python = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}

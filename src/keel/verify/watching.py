@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from keel.verify.lifeline import Lifeline
 
@@ -228,29 +228,38 @@ class _Watcher:
         return bool(some) and len(self.read[self.inner]) <= REPORT_BYTES
 
     def _has_ended(self) -> bool:
-        """Whether the process itself has; it is left unreaped, so that its group keeps its id."""
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, self.process.pid, flags) is not None
+        return has_ended(self.process)
 
     def _kill(self) -> None:
-        """End the process and what it started."""
-        if self.process.returncode is not None:
-            return
-        if self.pipes.listening >= 0 and self._kill_inside():
-            # bubblewrap ends with what it watches over, and buries it.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=5.0)
-                return
-        os.killpg(self.process.pid, signal.SIGKILL)
+        kill(self.process, self.pipes)
 
-    def _kill_inside(self) -> bool:
-        """End the sandbox's first process, and so all of them; false where there is none yet."""
-        os.set_blocking(self.pipes.listening, False)
-        try:
-            told = json.loads(os.read(self.pipes.listening, 4096))
-        except (BlockingIOError, ValueError):
-            return False
-        if not self._has_ended():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(told["child-pid"], signal.SIGKILL)
-        return True
+
+def has_ended(process: subprocess.Popen[Any]) -> bool:
+    """Whether a process has; it is left unreaped, so that its group keeps its id."""
+    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return os.waitid(os.P_PID, process.pid, flags) is not None
+
+
+def kill(process: subprocess.Popen[Any], pipes: Pipes) -> None:
+    """End a process and what it started."""
+    if process.returncode is not None:
+        return
+    if pipes.listening >= 0 and _kill_inside(process, pipes.listening):
+        # bubblewrap ends with what it watches over, and buries it.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=5.0)
+            return
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def _kill_inside(process: subprocess.Popen[Any], listening: int) -> bool:
+    """End the sandbox's first process, and so all of them; false where there is none yet."""
+    os.set_blocking(listening, False)
+    try:
+        told = json.loads(os.read(listening, 4096))
+    except (BlockingIOError, ValueError):
+        return False
+    if not has_ended(process):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(told["child-pid"], signal.SIGKILL)
+    return True

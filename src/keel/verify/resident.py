@@ -1,0 +1,155 @@
+"""A process that lives in the sandbox: JSON lines in, JSON lines out, until it is ended.
+
+Its walls are those of `keel.verify.sandbox`. It is given more than the code under test is: memory,
+time, and a filter of system calls, with which it confines the processes that it forks for what a
+model wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from keel.types import KeelError
+from keel.verify.lifeline import Lifeline
+from keel.verify.sandbox import bubblewrap, environment, no_sandbox, passing_uid, walls
+from keel.verify.seccomp import computing_filter, seccomp_filter
+from keel.verify.watching import Pipes, kill
+
+PROCESSES = 4
+"""Itself, the first of the process space, and the process of one answer; one to spare."""
+DISK_MB = 16
+"""Of its private folder, which libraries keep their caches in."""
+LIBRARY = "/keel"
+"""Where the process finds the modules that it is made of."""
+
+
+class Resident:
+    """`python -m module`, in a sandbox; `modules` are the files that it is made of, by name.
+
+    The process reads its settings from the first line, and answers each further line with one on
+    the file descriptor `replies`. From one thread at a time. It ends with this process, however
+    that ends. Raises KeelError where bubblewrap or a filter of system calls is missing.
+    """
+
+    def __init__(self, module: str, modules: Mapping[str, Path], site: Path | None) -> None:
+        outer, inner = seccomp_filter(), computing_filter()
+        command = bubblewrap()
+        if inner is None:
+            raise KeelError(
+                f"there is no filter of system calls for {os.uname().machine}, and what a model "
+                "wrote is not evaluated without one: use an x86_64 or aarch64 machine"
+            )
+        self._held = contextlib.ExitStack()
+        uid = self._held.enter_context(passing_uid()) if os.geteuid() == 0 else None
+        pipes = Pipes.open(sandboxed=True, filter=outer)
+        pipes.lifeline = Lifeline()
+        files = {f"{LIBRARY}/{name}": path for name, path in modules.items()}
+        path = [LIBRARY]
+        if site is not None:
+            files[str(site)] = site
+            path.append(str(site))
+        self._errors = self._held.enter_context(tempfile.TemporaryFile())
+        try:
+            self._process = subprocess.Popen(
+                [
+                    *(command, *walls(uid is not None, pipes, DISK_MB, files)),
+                    *(sys.executable, "-P", "-s", "-m", module),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                pass_fds=pipes.given(),
+                env={**environment("/tmp"), "PYTHONPATH": os.pathsep.join(path)},
+                start_new_session=True,  # Ctrl-C is for the run, which ends this process itself
+                bufsize=0,
+            )
+            # Before it is asked anything: until then it ends with its standard input.
+            pipes.lifeline.tie(self._process.pid)
+        except BaseException:
+            pipes.close()
+            self._held.close()
+            raise
+        finally:
+            report = pipes.report
+            pipes.give()
+        self._replies: queue.Queue[bytes] = queue.Queue()
+        replies = os.fdopen(os.dup(pipes.reading), "rb")
+        threading.Thread(
+            target=_read, args=(replies, self._replies), name="resident", daemon=True
+        ).start()
+        self.end = weakref.finalize(self, _end, self._process, pipes, self._held)
+        self._send({"replies": report, "uid": uid, "processes": PROCESSES, "filter": inner.hex()})
+
+    @property
+    def pid(self) -> int:
+        """The process that watches over the sandbox."""
+        return self._process.pid
+
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return not self.end.alive or self._process.poll() is not None
+
+    def ask(self, seconds: float, request: Mapping[str, Any]) -> Any:
+        """The reply to a request. Raises TimeoutError where none comes, and ends the process."""
+        try:
+            self._send(request)
+            line = self._replies.get(timeout=seconds)
+        except queue.Empty:
+            line = b""
+        except BaseException:
+            self.end()  # interrupted in between: the reply would answer the next request
+            raise
+        if not line:
+            self.end()
+            raise TimeoutError
+        return json.loads(line)
+
+    def first(self, seconds: float, request: Mapping[str, Any]) -> Any:
+        """The reply to the first request. Raises KeelError where the process does not start."""
+        errors = os.fdopen(os.dup(self._errors.fileno()), "rb")
+        with errors:
+            try:
+                return self.ask(seconds, request)
+            except TimeoutError:
+                errors.seek(0)
+                said = errors.read().decode(errors="replace").strip().rpartition("\n")[2][-200:]
+                status = self._process.returncode
+                if said.startswith("bwrap"):
+                    raise no_sandbox(said, status) from None
+                raise KeelError(
+                    f"a process in the sandbox does not start ({said or f'exit status {status}'})"
+                ) from None
+
+    def _send(self, what: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        rest = memoryview(json.dumps(what).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which the reply tells
+            while rest:
+                rest = rest[os.write(self._process.stdin.fileno(), rest) :]
+
+
+def _read(replies: IO[bytes], lines: queue.Queue[bytes]) -> None:
+    with replies:
+        for line in replies:
+            lines.put(line)
+    lines.put(b"")  # the process has ended
+
+
+def _end(process: subprocess.Popen[bytes], pipes: Pipes, held: contextlib.ExitStack) -> None:
+    kill(process, pipes)
+    process.wait()
+    pipes.close()
+    assert process.stdin is not None
+    process.stdin.close()
+    held.close()

@@ -1,0 +1,240 @@
+"""Hostile answers, against every scorer that is more than a comparison of strings.
+
+Each answer is scored by each: it reaches no file and no process, does not change the verdicts on
+the answers after it, and is worth nothing much, in bounded time.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from keel.tasks.base import Presentation
+from keel.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_task
+from keel.tasks.gym_worker import COMPARING
+from keel.verify.formats import has_tags, tag_content
+from keel.verify.languages import language_of
+from keel.verify.mathematics import Mathematics
+from keel.verify.numbers import final_number, parse_number
+from tests.safety.processes import descendants, gone
+from tests.tasks.made import completion
+from tests.verify.processes import needs_bubblewrap
+
+EVALUATED = (
+    *("countdown", "puzzle24", "simple_integration", "intermediate_integration"),
+    *("polynomial_multiplication", "string_insertion", "spiral_matrix", "binary_matrix"),
+    "n_queens",
+)
+"""Data sets whose scorers hand the answer to `eval` or to sympy's parser."""
+PARSED = (
+    *("complex_arithmetic", "polynomial_equations", "cryptarithm", "game_of_life"),
+    *("graph_color", "group_anagrams", "jugs", "number_sorting", "palindrome_partitioning"),
+    *("pool_matrix", "word_sorting", "arc_agi", "rearc", "bitwise_arithmetic"),
+    *("calendar_arithmetic", "chain_sum", "decimal_arithmetic", "decimal_chain_sum"),
+    *("fraction_simplification", "gsm_symbolic", "number_format", "power_function"),
+    *("prime_factorization", "products", "time_intervals", "rectangle_count", "rubiks_cube"),
+    *("boxnet", "kakurasu", "knight_swap", "rush_hour", "sokoban", "survo", "tower_of_hanoi"),
+    *("tsumego", "advanced_geometry", "quantum_lock", "shortest_path", "propositional_logic"),
+    *("coin_flip", "codeio"),
+)
+"""Data sets whose scorers parse numbers, JSON or moves, or match regular expressions."""
+REACHING = {
+    "system": "__import__('os').system('touch {marker}')",
+    "write": "open('{marker}', 'w')",
+    "spawn": "__import__('subprocess').run(['touch', '{marker}'])",
+    "exec": "__import__('os').execv('/bin/touch', ['touch', '{marker}'])",
+    "posix_spawn": "__import__('os').posix_spawn('/bin/touch', ['touch', '{marker}'], {{}})",
+    "link": "__import__('os').symlink('/', '{marker}')",
+    "folder": "__import__('os').mkdir('{marker}')",
+    "guard": "[setattr(__import__('sys').modules['__main__'].GUARD, 'closed', False)]",
+    "frames": "[f for f in [__import__('sys')._getframe(i) for i in range(9)]]",
+    "subclasses": "().__class__.__base__.__subclasses__()",
+    "ctypes": "__import__('ctypes').CDLL(None).system(b'touch {marker}')",
+    "network": "__import__('socket').create_connection(('127.0.0.1', {port}))",
+    "url": "__import__('urllib.request').request.urlopen('http://127.0.0.1:{port}')",
+    "thread": "__import__('threading').Thread(target=print).start()",
+    "fork": "__import__('os').fork()",
+    "fork bomb": "[__import__('os').fork() for _ in range(9999)]",
+    "kill parent": "__import__('os').kill(__import__('os').getppid(), 9)",
+    "kill all": "__import__('os').kill(-1, 9)",
+    "patch scorer": "setattr(type(__import__('gc').get_objects()[0]), 'score_answer', max)",
+    "patch sympy": "setattr(__import__('sympy'), 'parse_expr', lambda *a, **k: 24)",
+    "patch float": "setattr(__import__('builtins'), 'float', lambda *a: 1.0)",
+    "memory of parent": "open('/proc/%d/mem' % __import__('os').getppid(), 'wb').write(b'x')",
+    "all descriptors": "[__import__('os').write(n, b'\\0'*7+b'?') for n in range(64)]",
+    "exit": "__import__('os')._exit(0)",
+    "exit()": "exit()",
+    "raise": "(_ for _ in ()).throw(SystemExit(1))",
+    "lambda": "(lambda f: f(f))(lambda f: f(f))",
+    "attribute": "x.__class__.__init__.__globals__",
+    "walrus": "(x := open('{marker}', 'w'))",
+    "string": "'{marker}'.__len__()",
+    "symbol": "Symbol('x').__class__.__mro__[-1].__subclasses__()",
+    "lambdify": 'lambdify((), \'__import__("os").system("touch {marker}")\')()',
+    "sympify": 'sympify(\'__import__("os").mkdir("{marker}")\')',
+    "yaml": "!!python/object/apply:os.system ['touch {marker}']",
+    "pickle": "cos\nsystem\n(S'touch {marker}'\ntR.",
+    "template": "{{{{ ''.__class__.__mro__[1].__subclasses__() }}}}",
+}
+"""`marker` and `port` are what they must not reach."""
+HEAVY = {
+    "power": "9**9**9",
+    "tower": "9**9**9**9",
+    "negative power": "2**-9**9**9",
+    "symbol power": "(x+1)**999999999",
+    "factorial": "factorial(10**9)",
+    "factorials": "9!!!!!!",
+    "digits": "9" * 5000,
+    "exponent": "1e999999999",
+    "negative exponent": "1e-999999999",
+    "moves": "F999999999",
+    "nan": "nan",
+    "json nan": "[NaN, NaN, NaN]",
+    "infinity": "inf",
+    "list": "[" * 20_000 + "]" * 20_000,
+    "braces": '{"a":' * 20_000 + "1" + "}" * 20_000,
+    "brackets": "(" * 20_000 + "1" + ")" * 20_000,
+    "minuses": "-" * 20_000 + "1",
+    "nots": "¬" * 20_000 + "P",
+    "sum": "+".join(["1"] * 5_000),
+    "letters": "a" * 50_000 + "!",
+    "blanks": " " * 50_000 + "x",
+    "commas": "," * 50_000,
+    "null": "\x00",
+    "surrogate": "\ud800",
+}
+
+
+def scorers() -> tuple[str, ...]:
+    return (*EVALUATED, *PARSED)
+
+
+@pytest.fixture(scope="module")
+def process() -> GymProcess:
+    if not gym_installed():
+        pytest.skip("reasoning-gym is not installed")
+    return GymProcess()
+
+
+@pytest.fixture(scope="module")
+def tasks(process: GymProcess) -> dict[str, GymTask]:
+    return {n: gym_task(PREFIX + n, 0, Presentation(), {}, process) for n in scorers()}
+
+
+def score(task: GymTask, text: str) -> float:
+    return task.score(task.prompt("train", 0), completion(text))
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("name", scorers())
+def test_no_answer_reaches_anything_or_earns(
+    name: str, tasks: dict[str, GymTask], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keel.tasks.gym.SCORE_SECONDS", 1.0)
+    task = tasks[name]
+    gold = task.gold(task.prompt("train", 0))
+    wrong = score(task, "")
+    assert task.process._process is not None
+    pid, before = task.process._process.pid, descendants(task.process._process.pid)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        known = {"marker": str(tmp_path / "marker"), "port": server.getsockname()[1]}
+        reaching = [text.format(**known) for text in REACHING.values()]
+        if name not in EVALUATED:
+            reaching = reaching[:3]  # nothing there reads code
+        for text in (*reaching, *HEAVY.values()):
+            assert 0.0 <= score(task, text) < 0.75, text[:60]
+            assert not list(tmp_path.iterdir()), text[:60]
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert score(task, "") == wrong
+    if gold is not None:
+        assert score(task, gold) == 1.0
+    assert task.process._process.pid == pid  # no answer ended what scores the others
+    assert gone(descendants(pid) - before) == set()
+
+
+@needs_bubblewrap
+def test_every_data_set_is_compared_or_has_a_fork(process: GymProcess) -> None:
+    """Those that are compared in the worker are known by name; all others are forked for."""
+    assert not set(scorers()) & COMPARING
+    known = set(process.ask(120.0, op="names"))
+    assert {*scorers(), *COMPARING} <= known
+
+
+@needs_bubblewrap
+def test_a_composite_of_data_sets_evaluates_nothing_either(
+    process: GymProcess, tmp_path: Path
+) -> None:
+    for name in ("string_insertion", "countdown"):
+        options = {"datasets": [{"name": name, "weight": 1.0}]}
+        task = gym_task(f"{PREFIX}composite", 0, Presentation(), options, process)
+        for text in (f"open('{tmp_path}/x', 'w')", "9**9**9"):
+            assert score(task, text) < 0.5
+        assert score(task, str(task.gold(task.prompt("train", 0)))) == 1.0
+    assert not list(tmp_path.iterdir())
+
+
+@needs_bubblewrap
+def test_numbers_that_are_none_equal_nothing(tasks: dict[str, GymTask]) -> None:
+    task = tasks["number_sorting"]
+    count = len(str(task.gold(task.prompt("train", 0))).split(","))
+    for item in ("NaN", '"nan"', '"\\u006ean"'):
+        assert score(task, "[" + ", ".join([item] * count) + "]") == 0.0
+    assert score(tasks["complex_arithmetic"], "nan") == 0.0
+    assert score(tasks["complex_arithmetic"], "nan+nani") == 0.0
+
+
+@needs_bubblewrap
+def test_an_expression_uses_the_numbers_that_it_shows(tasks: dict[str, GymTask]) -> None:
+    task = tasks["countdown"]
+    metadata = task.prompt("train", 0).columns["metadata"]
+    zeros, target = "+".join(map(str, metadata["numbers"])), str(metadata["target"])
+    for hidden in (hex(metadata["target"]), f"{target[0]}_{target[1:]}"):
+        assert score(task, f"{hidden} # {zeros}") < 0.5
+        assert score(task, f"{hidden} + ({zeros}) - ({zeros})") < 0.5
+    assert score(tasks["puzzle24"], "8*3 # 1 2") < 0.5
+    integral = tasks["simple_integration"]
+    integrand = integral.prompt("train", 0).columns["metadata"]["integrand"]
+    variable = integral.prompt("train", 0).columns["metadata"]["variable"]
+    assert score(integral, f"integrate({integrand}, {variable})") == 0.0
+
+
+def test_texts_are_read_in_time_near_their_length() -> None:
+    """Numbers, tags and languages, which are read in this process: no recursion, no ReDoS."""
+    texts = [*HEAVY.values(), *REACHING.values(), "<answer>" * 20_000, "#### " * 20_000]
+    texts += ["1," * 20_000, "\\frac{1" * 10_000, "\\boxed{" * 10_000, "$" * 50_001, "`" * 50_001]
+    start = time.process_time()
+    for text in texts:
+        parse_number(text)
+        final_number(text)
+        tag_content(text, "answer")
+        has_tags(text, ("think", "answer"))
+    assert time.process_time() - start < 20.0
+
+
+def test_languages_are_read_in_time_near_the_length() -> None:
+    pytest.importorskip("lingua")
+    start = time.process_time()
+    for text in (*HEAVY.values(), "\\begin{a}" * 5_000, "$" * 50_001):
+        language_of(text)
+    assert time.process_time() - start < 60.0
+
+
+def test_math_verify_reaches_nothing_and_its_workers_judge_on(tmp_path: Path) -> None:
+    pytest.importorskip("math_verify")
+    judge = Mathematics(timeout=2.0)
+    marker = tmp_path / "marker"
+    known = {"marker": str(marker), "port": 9}
+    said = [f"\\boxed{{{text.format(**known)}}}" for text in REACHING.values()]
+    said += ["$9^{9^{9}}$", "\\boxed{" * 500, "$x" + "^{x" * 200 + "}" * 200 + "$"]
+    try:
+        found = judge.compare([("7", text) for text in said])
+        assert "same" not in found
+        assert judge.compare([("7", "7"), ("7", "8")]) == ["same", "different"]
+    finally:
+        judge.close()
+    assert not marker.exists()
