@@ -1,7 +1,7 @@
-"""An answer that is a formula, read without `eval`, which sympy's `parse_expr` calls on it.
+"""An answer that is a formula, read without the `eval` of sympy's `parse_expr`.
 
-Runs in the sandbox, without the rest of Keel. A syntax tree is made of the text, and sympy's
-objects of the tree; only numbers, operators, names of symbols and a few functions are read.
+Runs in the sandbox, without the rest of Keel. A syntax tree is made of the text, and of the tree
+sympy's objects; only numbers, operators, names of symbols and a few functions are read.
 """
 
 from __future__ import annotations
@@ -83,15 +83,10 @@ def _value(node: ast.expr, text: str, names: dict[str, Any] | None, functions: A
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left = _value(node.left, text, names, functions)
         return _BINARY[type(node.op)](left, _value(node.right, text, names, functions))
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and not node.keywords
-        and node.func.id in functions
-        and 1 <= len(node.args) <= 2
-    ):
-        given = [_value(one, text, names, functions) for one in node.args]
-        return functions[node.func.id](*given)
+    called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+    if isinstance(node, ast.Call) and called in functions and not node.keywords:
+        given = [_value(one, text, names, functions) for one in node.args[:3]]
+        return functions[called](*given)
     raise ValueError("not a formula")
 
 

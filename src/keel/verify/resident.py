@@ -59,7 +59,7 @@ class Resident:
         if site is not None:
             files[str(site)] = site
             path.append(str(site))
-        self._errors = self._held.enter_context(tempfile.TemporaryFile())
+        self._errors = self._held.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
                 [
