@@ -337,6 +337,11 @@ class Algorithm(Row):
         )
 
     @property
+    def bounds_ratio(self) -> bool:
+        """Whether the surrogate holds the ratio near 1, by a clip or a gate."""
+        return isinstance(self.surrogate, Clip | Cispo | Sapo | Geometric)
+
+    @property
     def needs_greedy(self) -> bool:
         """Whether a greedy completion of each prompt must be sampled and scored too."""
         return isinstance(self.advantage, GreedyBaseline)

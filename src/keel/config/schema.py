@@ -274,9 +274,8 @@ class RLStage(Row):
         preset = PRESETS[row.preset]
         on_policy = preset.epochs * preset.minibatches == 1
         own = row.ratio == preset.row.ratio and row.surrogate.kind == preset.row.surrogate.kind
-        bounded = row.surrogate.kind in ("clip", "cispo", "sapo", "geometric")
         to_old = row.divergence is not None and row.divergence.to == "old"
-        return (bounded and not (on_policy and own)) or to_old
+        return (row.bounds_ratio and not (on_policy and own)) or to_old
 
 
 Stage = Annotated[
