@@ -273,7 +273,7 @@ def test_gsm8k_and_math500_with_their_rewards(tmp_path: Path, made: dict[str, Ca
         assert report.stages[1].figures[f"gold answers, {reward}"] == 1.0
     (stops,) = found(math500, "numeric_match").findings
     assert stops.kind == "would-stop"
-    assert "there is no number" in stops.evidence
+    assert "which is no number" in stops.evidence
 
 
 def test_memory_time_and_cost_are_predicted(made: dict[str, Case]) -> None:

@@ -144,6 +144,8 @@ def test_the_same(mathematics: Mathematics, gold: str, said: str) -> None:
         ("1,-2", "1, -2, 3"),
         ("1", "1, -2"),
         ("east", "seat"),
+        ("3", r"The answer is \text{east}, 3."),
+        (r"\pi", r"The answer is \pi, \text{east}."),
         (r"\text{(C)}", "(B) or (C)"),
         ("y=x+1", "0=0"),
         (r"\begin{pmatrix} 1 & 0 \\ 0 & 1 \end{pmatrix}", r"\begin{pmatrix} 1&2\\0&1\end{pmatrix}"),

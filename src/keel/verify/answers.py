@@ -161,6 +161,8 @@ def _only_number(words: str, evaluated: bool) -> Number | None:
     if start is None:
         return None
     before = words[: start.start()]
+    if "\\" in before:  # a formula: \pi, 3
+        return None
     if before and (before[-1] not in " $(:{~" or before.rstrip(" $({")[-1:] in tuple("^*/+-_")):
         return None
     return read_number(words[start.start() :], evaluated=evaluated)

@@ -294,7 +294,10 @@ def _trimmed(text: str) -> str:
         tail = _TAIL.search(text)
         if tail is None or tail.start() == 0 or not only_units(tail[0], letters=False):
             break
-        text = text[: tail.start()].strip()
+        shorter = text[: tail.start()].strip()
+        if shorter.endswith((",", ";")):  # the last of a list
+            break
+        text = shorter
     return text
 
 
