@@ -123,8 +123,15 @@ def test_a_run_is_billed_within_the_forecast_interval(tmp_path: Path) -> None:
         assert server.log == []
         keel.train(load_recipe(recipe), tmp_path / "run")
         billed_in, billed_out = server.billed
+    run = keel.load(tmp_path / "run")
     spent = (billed_in * 1.0 + billed_out * 10.0) / 1e6
     told = report.predicted
     judge = report.stages[-1].predicted["judge"]
     assert judge["low"] <= spent <= judge["high"]
     assert told["cost"] == pytest.approx(judge["estimate"], abs=1e-4)
+    # Metrics hold what evaluations cost too; the note at the end, what was billed in all.
+    rows = run.metrics()
+    assert sum(row["judge/dollars"] for row in rows) > 0
+    assert sum(row.get("eval/judge/dollars", 0.0) for row in rows) > 0
+    notes = (tmp_path / "run" / "events.jsonl").read_text(encoding="utf-8")
+    assert f"${spent:.6g}" in notes

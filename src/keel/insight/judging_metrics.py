@@ -47,6 +47,9 @@ JUDGE = Section(
                "paid for.", "tokens", ""),
         Metric("judge/dollars", "What the step's verdicts cost when they were paid for.",
                "dollars", "0 without price_in and price_out."),
+        Metric("eval/judge/*", "Questions, tokens and dollars of the evaluation after the step, as "
+               "judge/asked, judge/tokens and judge/dollars are of its rollouts.", "as the metric",
+               "Not part of judge/dollars; the account at the end of the stage holds both."),
         Metric("judge/unparsed", "Share of answers (pairwise: of pairs) without a verdict.",
                "share, 0–1", "Above 0.05: raise max_tokens, or read judge_unparsed in the "
                "rollouts."),

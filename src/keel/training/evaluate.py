@@ -18,6 +18,8 @@ from keel.training.rollout import Sampler
 from keel.types import Group, KeelError, Prompt, Sampling, Verdict
 
 EXAMPLES = 4
+SPENDING = ("asked", "tokens", "dollars")
+"""How metrics of a paid reward end that add up over calls (a judge's)."""
 """How many completions an evaluation shows."""
 
 
@@ -45,7 +47,8 @@ class Evaluator:
 
         Where no reward is declared as correctness, `measure` is "reward", the figures are of the
         reward (of `evaluation.component`, else the whole), and there is no pass@k. The draws are
-        the same at every evaluation, so that two of them compare like with like.
+        the same at every evaluation, so that two of them compare like with like. `spent` is what
+        paid rewards cost for it, where there are any.
         """
         budget = self.sampler.choice
         greedy = Sampling(
@@ -54,25 +57,28 @@ class Evaluator:
             stop=budget.stop,
             stop_ids=budget.stop_ids,
         )
-        groups, verdicts = self._judge(1, greedy, step)
+        spent: dict[str, float] = {}
+        groups, verdicts = self._judge(1, greedy, step, spent)
         lengths = [int(group.completions[0].written.sum()) for group in groups]
         result: dict[str, Any] = {
             **self._greedy([judged[0] for judged in verdicts]),
             "mean_length": sum(lengths) / len(lengths),
         }
         if self.choice.samples > 0:
-            result |= self._sampled(greedy, step)
+            result |= self._sampled(greedy, step, spent)
+        if spent:
+            result["spent"] = spent
         result["examples"] = [_example(g, v) for g, v in zip(groups, verdicts, strict=True)][
             :EXAMPLES
         ]
         return result
 
-    def _sampled(self, greedy: Sampling, step: int) -> dict[str, Any]:
+    def _sampled(self, greedy: Sampling, step: int, spent: dict[str, float]) -> dict[str, Any]:
         c, k = self.choice, self.choice.samples
         sampling = replace(
             greedy, temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p
         )
-        _, verdicts = self._judge(k, sampling, step)
+        _, verdicts = self._judge(k, sampling, step, spent)
         if self.judging is None:
             return {"sampled": _mean_reward([self._rewards(judged) for judged in verdicts])}
         right = [sum(self._passed(v) for v in judged) for judged in verdicts]
@@ -83,10 +89,14 @@ class Evaluator:
         }
 
     def _judge(
-        self, n: int, sampling: Sampling, step: int
+        self, n: int, sampling: Sampling, step: int, spent: dict[str, float]
     ) -> tuple[list[Group], Sequence[Sequence[Verdict]]]:
+        """Groups of `n` and their verdicts; what they cost is added to `spent`."""
         seed = derive(self.sampler.seed, "evaluation")
         groups, scored = self.sampler.judged(self.prompts, n, sampling, seed, self.scorer, step)
+        for name, value in scored.metrics.items():
+            if name.rpartition("/")[2] in SPENDING:
+                spent[name] = spent.get(name, 0.0) + float(value)
         return groups, scored.verdicts
 
     def _greedy(self, verdicts: Sequence[Verdict]) -> dict[str, Any]:
@@ -115,6 +125,7 @@ def metrics(result: dict[str, Any]) -> dict[str, float]:
     if "sampled" in result:
         found["sampled"] = result["sampled"]
     out = {"eval/mean_length": result["mean_length"]}
+    out |= {f"eval/{name}": value for name, value in result.get("spent", {}).items()}
     for name, interval in found.items():
         ends = {"": interval["mean"], "/low": interval["low"], "/high": interval["high"]}
         out |= {f"eval/{name}{end}": value for end, value in ends.items() if value is not None}

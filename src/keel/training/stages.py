@@ -21,6 +21,7 @@ from keel.insight.reward_plots import over_optimisation_picture
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.loading import DTYPES
 from keel.models.policy import frozen_copy
+from keel.rewards.judge import Judge
 from keel.runs.files import make_folder
 from keel.runs.read import load
 from keel.runs.record import update_run_json
@@ -101,10 +102,20 @@ def reinforce(work: Work, stage: RLStage, progress: Progress) -> Progress:
     loop = make_loop(work, stage, learner, drawn_by, progress, seed)
     with closing(loop.sampler.scorer):
         progress = rl.run(loop, progress)
+        for function in loop.sampler.scorer.functions:
+            if isinstance(function.function, Judge):
+                session.note(f"{stage.name}: {paid(function.function)}")
     draw(session, stage, progress, title=recipe.name)
     names = [function.name for function in loop.sampler.scorer.functions]
     draw_optimisation(session, stage, names, title=recipe.name)
     return progress
+
+
+def paid(judge: Judge) -> str:
+    """What a judge has cost, evaluations and earlier runs with the same cache among it."""
+    account = judge.account()
+    lost = f", {account.lost_cost} on requests without an answer" if account.lost else ""
+    return f"judge {judge.options.label!r}: {account.answers} answers for {account.spent}{lost}"
 
 
 def draw(session: Session, stage: RLStage, progress: Progress, title: str) -> None:
