@@ -118,8 +118,11 @@ def unknown(folder: RunFolder) -> list[Path]:
 
 
 def check_model(path: Path) -> None:
-    """Raises KeelError where a reward model that a stage left is damaged."""
-    wrong = damage(path)
+    """Raises KeelError where a reward model that a stage left is damaged.
+
+    A folder without a manifest, which no stage left, is not judged.
+    """
+    wrong = damage(path) if (path / MANIFEST).exists() else None
     if wrong is not None:
         raise KeelError(
             f"reward model {path} is damaged ({wrong}): restore it from a copy, or train its stage "
