@@ -32,7 +32,8 @@ class Sampled(Row):
     pairs: Count = 2
     """At most so many pairs of answers with different rewards are made of a prompt's answers."""
     noise: Unit = 0.0
-    """Share of the labels that are turned round, as careless people would."""
+    """Share of the train labels that are turned round, as careless people would. The labels to
+    evaluate on stay right."""
 
 
 class BaseModelChoice(Row):
