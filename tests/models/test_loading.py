@@ -18,6 +18,7 @@ from keel.models.build import build_config, build_model, build_tokenizer
 from keel.models.families import FAMILIES
 from keel.models.loading import check_pair, load_model, load_tokenizer
 from keel.models.policy import load_policy
+from keel.models.reward import load_reward_model
 from keel.models.tokenizers import byte_tokenizer, character_tokenizer
 from keel.types import KeelError
 from tests.models.tiny import build, policy, spec
@@ -197,6 +198,60 @@ def _edit(file: Path, **changes: object) -> None:
     content = json.loads(file.read_text())
     content |= changes
     file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "qwen3_moe"])
+def test_layers_that_the_config_leaves_out_are_refused(family: str, tmp_path: Path) -> None:
+    load_model(spec(family), 0).save_pretrained(tmp_path)
+    BYTES.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    key = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    cut = {k: v[:1] for k, v in content.items() if k == "layer_types" and v}
+    _edit(tmp_path / "config.json", **{key: 1}, **cut)
+    _refused(tmp_path, r"weights that its config.json has no place for, .*\.1\.")
+
+
+def test_stored_heads_and_computed_buffers_do_not_stop_a_load(folder: Path) -> None:
+    """An older checkpoint's rotary buffers, a value head, a score: none is part of the backbone."""
+    weights = load_file(folder / "model.safetensors")
+    weights |= {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        "score.weight": torch.ones(1, 32),
+        "v_head.summary.weight": torch.ones(1, 32),
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    load_policy(Model(name=str(folder), device="cpu"), 0)
+
+
+def test_a_classifier_from_a_language_models_backbone_ignores_its_output_layer(
+    folder: Path,
+) -> None:
+    weights = load_file(folder / "model.safetensors") | {"score.weight": torch.ones(1, 32)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _edit(folder / "config.json", id2label={"0": "score"}, label2id={"score": 0})
+    load_reward_model(Model(name=str(folder), device="cpu"), "outcome")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "generation_config.json cannot be read"),
+        ("[1]", "generation_config.json cannot be read"),
+        ('{"eos_token_id": "<eos>"}', "eos_token_id = '<eos>' in its generation_config.json"),
+        ('{"eos_token_id": [1, 17]}', "eos_token_id = 17 .* is no token of the model, which has 17"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_used_is_refused(
+    folder: Path, content: str, reason: str
+) -> None:
+    """transformers passes it over, and completions would no longer end at its tokens."""
+    (folder / "generation_config.json").write_text(content)
+    _refused(folder, reason)
+
+
+def test_a_folder_without_a_generation_config_loads(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    assert load_policy(Model(name=str(folder), device="cpu"), 0).model.generation_config is not None
 
 
 def test_no_end_of_sequence_token(folder: Path) -> None:

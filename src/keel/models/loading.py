@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -39,6 +40,9 @@ DROPOUT_KEYS = ("dropout", "pdrop", "layerdrop", "jitter")
 """What the config keys that make a forward pass random have in their names."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 INDEX, ADAPTER = "model.safetensors.index.json", "adapter_config.json"
+GENERATION = "generation_config.json"
+COMPUTED = ("rotary_emb.inv_freq", "attn.masked_bias", "attention.masked_bias")
+"""Buffers that older checkpoints stored and that every model computes for itself."""
 
 
 def load_model(spec: Model, seed: int) -> PreTrainedModel:
@@ -179,6 +183,8 @@ def load_pretrained(
     config = _config(spec, name, options)
     check_family(config, trusted=spec.trust_remote_code)
     _silence_config(config)
+    if auto is AutoModelForCausalLM:
+        _check_generation(spec, config)
     try:
         with quiet():
             model, report = auto.from_pretrained(
@@ -207,8 +213,55 @@ def load_pretrained(
             f"model.name = {spec.name!r} lacks {len(missing)} weights, {missing[0]} among them: "
             f"it is not whole as {what}; save it again with save_pretrained"
         )
+    _refuse_unread(spec, model, report["unexpected_keys"])
     loaded: PreTrainedModel = model
     return loaded
+
+
+def _refuse_unread(spec: Model, model: PreTrainedModel, unexpected: Iterable[str]) -> None:
+    """Refuse stored weights of the backbone that the config has no place for.
+
+    Fewer layers in the config than are stored, for one, would train a cut model. Heads of other
+    classes (an output layer, a score) and buffers that are computed anew are left unread.
+    """
+    prefix = f"{model.base_model_prefix}."
+    inside = tuple(f"{name}." for name, _ in model.base_model.named_children())
+    cut = sorted(
+        name
+        for name in unexpected
+        if name.removeprefix(prefix).startswith(inside) and not name.endswith(COMPUTED)
+    )
+    if cut:
+        raise KeelError(
+            f"model.name = {spec.name!r} holds {len(cut)} weights that its config.json has no "
+            f"place for, {cut[0]} among them: part of the model would be left out; mend "
+            "config.json (num_hidden_layers and the like), or save the model again"
+        )
+
+
+def _check_generation(spec: Model, config: PreTrainedConfig) -> None:
+    """Refuse a generation_config.json that cannot be read: transformers passes it over, and with it
+    the tokens that end a completion."""
+    assert spec.name is not None
+    local = Path(spec.name).expanduser() / GENERATION
+    path = local if local.parent.is_dir() else _of_hub(spec, GENERATION)
+    if path is None or not path.is_file():
+        return
+    mend = "mend the file, or delete it (stop tokens then come from config.json)"
+    try:
+        stops = dict(json.loads(path.read_text(encoding="utf-8"))).get("eos_token_id")
+        GenerationConfig.from_pretrained(str(path.parent), trust_remote_code=False)
+    except Exception as error:  # not JSON, or of values that transformers refuses
+        raise KeelError(
+            f"model.name = {spec.name!r}: its {GENERATION} cannot be read ({_line(error)}): {mend}"
+        ) from error
+    rows = config.get_text_config().vocab_size
+    for stop in stops if isinstance(stops, list) else [] if stops is None else [stops]:
+        if type(stop) is not int or not 0 <= stop < rows:
+            raise KeelError(
+                f"model.name = {spec.name!r}: eos_token_id = {stop!r} in its {GENERATION} is no "
+                f"token of the model, which has {rows}: {mend}"
+            )
 
 
 def _config(spec: Model, name: str, options: dict[str, Any]) -> PreTrainedConfig:
