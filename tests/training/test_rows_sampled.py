@@ -130,9 +130,7 @@ def test_noise_leaves_the_held_out_labels_right(
     keys = {**keys, "name": "made"}
     rewards = {"functions": judged}
     made = {
-        noise: train(
-            recipe(stage(kind, keys, noise=noise, rewards=rewards)), tmp_path / str(noise)
-        )
+        noise: train(recipe(stage(kind, keys, noise=noise, rewards=rewards)), tmp_path / str(noise))
         for noise in (0.0, 1.0)
     }
     held, noisy = (rows(folder, "heldout", "made") for folder in made.values())

@@ -89,6 +89,16 @@ class JudgingStage(Row):
             )
         return self
 
+    @property
+    def raw(self) -> bool:
+        """Whether plain prompts of the rows go without the chat template.
+
+        Sampled rows hold conversations where the policy read some, and text where it did not.
+        """
+        if self.sampled is not None:
+            return any(source.raw for source in self.sampled.tasks)
+        return self.data is not None and self.data.raw
+
 
 class RewardModelStage(JudgingStage):
     """An outcome reward model: one score for a whole answer."""

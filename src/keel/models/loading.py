@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -26,13 +25,13 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
-from transformers.utils import cached_file, logging
+from transformers.utils import cached_file
 
 from keel.config.model import Model
 from keel.models.build import build_model, build_tokenizer
 from keel.models.families import check_family
+from keel.models.serving import Served, quiet, served
 from keel.types import KeelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -67,15 +66,16 @@ def load_model(spec: Model, seed: int) -> PreTrainedModel:
 def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
     """The recipe's tokenizer, with its chat template where the recipe gives one.
 
-    Raises KeelError where there is none to load.
+    It is what AutoTokenizer loads, as wherever the model is served, which for some families is not
+    what the folder's tokenizer.json says (see `check_served`). Raises KeelError where there is none
+    to load.
     """
     if spec.build is not None:
         tokenizer: PreTrainedTokenizerBase = build_tokenizer(spec.build)
     else:
         name = _source(spec)
-        loader = PreTrainedTokenizerFast if _is_plain(Path(name)) else AutoTokenizer
         try:
-            tokenizer = loader.from_pretrained(
+            tokenizer = AutoTokenizer.from_pretrained(
                 name, revision=spec.revision, trust_remote_code=spec.trust_remote_code
             )
         except Exception as error:  # transformers raises of many kinds here
@@ -89,17 +89,14 @@ def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _is_plain(folder: Path) -> bool:
-    """Whether a folder's tokenizer is just its tokenizer.json, and says so.
-
-    AutoTokenizer does not believe it for some families (Qwen2, Phi3) and puts the family's own
-    rules in its place, which would change what such a tokenizer makes of a text.
-    """
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(settings, dict) and settings.get("tokenizer_class") == "TokenizersBackend"
+def check_served(
+    spec: Model, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str
+) -> Served:
+    """What the tokenizer must agree with on the data, so that a saved model is served on the tokens
+    it learned from. Raises KeelError where they already differ on fixed texts."""
+    if spec.trust_remote_code:  # the folder's own code decides, here and where it is served
+        return Served()
+    return served(tokenizer, model.config, name, spec.name)
 
 
 def check_pair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -151,21 +148,6 @@ def _silence_config(config: PreTrainedConfig) -> None:
 
 def _is_dropout(key: str, value: object) -> bool:
     return isinstance(value, float) and value != 0 and any(word in key for word in DROPOUT_KEYS)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """transformers without progress bars and its reports: a log has one line a step, and an error
-    is one line that is ours."""
-    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if shown:
-            logging.enable_progress_bar()
 
 
 def load_pretrained(

@@ -17,10 +17,11 @@ from keel.models import lora
 from keel.models.backbone import hidden_states
 from keel.models.families import head_of
 from keel.models.head import Head, readout
-from keel.models.loading import check_pair, load_model, load_tokenizer, quiet
+from keel.models.loading import check_pair, check_served, load_model, load_tokenizer
 from keel.models.packed import Packed
 from keel.models.probe import prepare
 from keel.models.scores import Scores
+from keel.models.serving import Served, quiet
 from keel.models.value_head import ValueHead
 
 
@@ -47,10 +48,12 @@ class Policy(nn.Module):
         *,
         autocast: bool = True,
         activation_checkpointing: bool = False,
+        served: Served | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.tokenizer = tokenizer
+        self.served = served or Served()
         self.autocast = autocast
         self.activation_checkpointing = activation_checkpointing
         self.set_checkpointing(model)
@@ -182,6 +185,7 @@ def load_policy(spec: Model, seed: int) -> Policy:
     model, tokenizer = load_model(spec, seed), load_tokenizer(spec)
     name = spec.name if spec.build is None else f"build {spec.build.family}"
     check_pair(model, tokenizer, str(name))
+    served = check_served(spec, model, tokenizer, str(name))
     prepare(model, spec.autocast)
     if spec.lora is not None:
         lora.add_lora(model, spec.lora, seed)
@@ -190,4 +194,5 @@ def load_policy(spec: Model, seed: int) -> Policy:
         tokenizer,
         autocast=spec.autocast,
         activation_checkpointing=spec.activation_checkpointing,
+        served=served,
     )

@@ -22,7 +22,7 @@ from keel.training.export import pick_checkpoint
 from keel.training.rewarding import load_rewards, scorer, surroundings
 from keel.training.rollout import Sampler
 from keel.training.state import POLICY
-from keel.training.work import longest_prompt
+from keel.training.work import longest_prompt, raw_tasks
 from keel.types import KeelError, Prompt, Task
 
 
@@ -115,6 +115,8 @@ def _run(stage: RLStage, policy: Policy, seed: int, around: Surroundings) -> dic
         longest_prompt(prompts.max_tokens, policy.context, rollout.max_tokens),
         prompts.chat_template,
         forgiven={n for n, s in zip(tasks, stage.tasks, strict=True) if s.bad_rows != "stop"},
+        raw=raw_tasks(tasks, stage.tasks),
+        served=policy.served,
     )
     left_out: list[str] = []
 
