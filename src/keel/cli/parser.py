@@ -150,6 +150,7 @@ def _export(verbs: Verbs) -> None:
     verb.add_argument("folder", metavar="FOLDER", help="where to; must not exist")
     verb.add_argument("--checkpoint", default="last", help="last (default), best, or a name")
     verb.add_argument("--stage", metavar="NAME", help="the reward model that this stage made")
+    verb.add_argument("--adapter", action="store_true", help="only the LoRA adapter, for peft")
     _json(verb)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,9 @@ from keel.models.probe import prepare
 from keel.models.scores import Scores
 from keel.models.serving import Served, quiet
 from keel.models.value_head import ValueHead
+
+BASE = "base.json"
+"""Of an adapter's folder: which base it was trained on."""
 
 
 class Divergent(Protocol):
@@ -54,6 +58,7 @@ class Policy(nn.Module):
         self.model = model
         self.tokenizer = tokenizer
         self.served = served or Served()
+        self._base_fingerprint: str | None = None
         self.autocast = autocast
         self.activation_checkpointing = activation_checkpointing
         self.set_checkpointing(model)
@@ -166,6 +171,24 @@ class Policy(nn.Module):
         self.tokenizer.save_pretrained(folder)
         if self.has_lora:
             lora.save_adapter(self.model, folder / "adapter")
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapter alone as peft does, with the tokenizer and the base's identity."""
+        lora.save_adapter(self.model, folder)
+        with quiet():
+            self.tokenizer.save_pretrained(folder)
+        base = {
+            "base": self.model.config.name_or_path or None,
+            "fingerprint": self.base_fingerprint,
+        }
+        (folder / BASE).write_text(json.dumps(base, indent=2) + "\n", "utf-8")
+
+    @property
+    def base_fingerprint(self) -> str:
+        """SHA-256 of the weights that an adapter is put on; they are frozen, so it is made once."""
+        if self._base_fingerprint is None:
+            self._base_fingerprint = lora.base_fingerprint(self.model)
+        return self._base_fingerprint
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:

@@ -19,9 +19,9 @@ from keel.runs.layout import RECIPE, RunFolder
 from keel.tasks import PromptStream, build_tasks, heldout, stored
 from keel.training.evaluate import Evaluator
 from keel.training.export import pick_checkpoint
+from keel.training.restoring import checkpoint_policy
 from keel.training.rewarding import load_rewards, scorer, surroundings
 from keel.training.rollout import Sampler
-from keel.training.state import POLICY
 from keel.training.work import longest_prompt, raw_tasks
 from keel.types import KeelError, Prompt, Task
 
@@ -43,7 +43,7 @@ def evaluate(
     model folder or a hub name (which needs a `task`). `task_keys` are `key=value` of the task's
     table, `choices` keys of the recipe's `evaluation` table.
     """
-    recipe, weights = _what(model, checkpoint)
+    recipe, folder = _what(model)
     if recipe is None and task is None:
         raise KeelError(
             f"{model} is not a run folder, so it does not say which task: name one with --task "
@@ -60,29 +60,28 @@ def evaluate(
     stage = load_recipe(whole, overrides).stages[-1]
     assert isinstance(stage, RLStage)
     own_seed = recipe.seed if recipe else 0
-    policy = load_policy(weights, own_seed)
+    if recipe is None or folder is None:
+        policy = load_policy(Model(name=str(model)), own_seed)
+    else:
+        policy = checkpoint_policy(recipe, pick_checkpoint(folder, checkpoint))
     if recipe is None and max_tokens is None and policy.context is not None:
         # Nobody said how long an answer may be: half of what the model can hold at the most.
         budget = min(stage.rollout.max_tokens, policy.context // 2)
         rollout = stage.rollout.model_copy(update={"max_tokens": budget})
         stage = stage.model_copy(update={"rollout": rollout})
-    folder = RunFolder.open(model) if recipe is not None else None
     around = surroundings(recipe, folder, policy)
     return _run(stage, policy, own_seed if seed is None else seed, around)
 
 
-def _what(model: Path | str, checkpoint: str) -> tuple[Recipe | None, Model]:
-    """The run's recipe, if it is a run, and the model to load."""
+def _what(model: Path | str) -> tuple[Recipe | None, RunFolder | None]:
+    """The run's recipe and folder, if it is a run."""
     path = Path(model)
     if not (path / RECIPE).is_file():
         if path.exists() and not (path / "config.json").is_file():
             raise KeelError(f"{path} is neither a run folder nor a model folder: give one of them")
-        return None, Model(name=str(model))
+        return None, None
     folder = RunFolder.open(model)
-    recipe = load_recipe(folder.recipe)
-    weights = pick_checkpoint(folder, checkpoint) / POLICY
-    update = {"name": str(weights), "build": None, "lora": None, "revision": None}
-    return recipe, recipe.model.model_copy(update=update)
+    return load_recipe(folder.recipe), folder
 
 
 def _stage_data(

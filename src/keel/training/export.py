@@ -7,14 +7,23 @@ import shutil
 import sys
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe
+from keel.models.policy import BASE
+from keel.models.serving import PROBES, difference, differing, quiet, same_rules, written_in
 from keel.runs import checkpoint
 from keel.runs.checkpoint import MANIFEST
 from keel.runs.layout import Entry, RunFolder
+from keel.runs.read import load
+from keel.training.restoring import checkpoint_policy, holds_adapter
 from keel.training.reward_evaluation import model_of
 from keel.training.state import POLICY, read_progress
 from keel.types import KeelError
+
+ADAPTER = "adapter"
+"""Folder of an adapter beside the model that it is merged into."""
 
 
 def pick_checkpoint(folder: RunFolder, which: str = "last") -> Path:
@@ -38,29 +47,82 @@ def pick_checkpoint(folder: RunFolder, which: str = "last") -> Path:
 
 
 def export(
-    run: Path | str, folder: Path | str, *, checkpoint: str = "last", stage: str | None = None
+    run: Path | str,
+    folder: Path | str,
+    *,
+    checkpoint: str = "last",
+    stage: str | None = None,
+    adapter: bool = False,
 ) -> Path:
-    """Copy a checkpoint's policy, LoRA merged, to a new folder that plain transformers loads.
+    """Write a checkpoint's policy, LoRA merged, to a new folder that plain transformers loads.
 
-    With `stage`, the reward model that this stage made.
+    With `stage`, the reward model that this stage made. With `adapter`, only the LoRA adapter, to
+    be put on its base by peft. Raises KeelError where plain AutoTokenizer would read texts of the
+    run otherwise than the run did.
     """
     target = Path(folder)
     if target.exists():
         raise KeelError(f"{target} exists: export into a new folder")
-    if stage is None:
-        source = pick_checkpoint(RunFolder.open(run), checkpoint) / POLICY
-    elif checkpoint == "last":
-        source = Path(model_of(run, stage))
-    else:
+    if stage is not None and checkpoint != "last":
         raise KeelError("--stage exports the model at the stage's end: drop --checkpoint")
+    place = RunFolder.open(run)
+    source = pick_checkpoint(place, checkpoint) if stage is None else Path(model_of(run, stage))
     aside = target.with_name(f".{target.name}.tmp")
     try:
-        shutil.copytree(source, aside, ignore=shutil.ignore_patterns("adapter", MANIFEST))
+        if stage is None and not adapter and holds_adapter(source):
+            checkpoint_policy(recipe_of(place), source).save(aside)
+            shutil.rmtree(aside / ADAPTER)
+        else:
+            _copy(source if stage else source / POLICY, aside, adapter)
+        if not adapter:
+            _check_tokens(place, aside)
         aside.rename(target)
     except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
         raise KeelError(f"cannot write {target}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     return target
+
+
+def _copy(source: Path, aside: Path, adapter: bool) -> None:
+    """Copy a model, or its adapter alone, as it lies in the run folder."""
+    if adapter and (source / ADAPTER).is_dir():  # beside a merged model
+        source = source / ADAPTER
+    elif adapter and not (source / BASE).is_file():
+        raise KeelError(f"{source} has no adapter: drop --adapter, which is for models with lora")
+    shutil.copytree(source, aside, ignore=shutil.ignore_patterns(ADAPTER, MANIFEST))
+
+
+def _check_tokens(run: RunFolder, model: Path) -> None:
+    """Raise KeelError where AutoTokenizer does not read texts as the saved tokenizer.json does."""
+    own = written_in(model)
+    if own is None:
+        return
+    try:
+        with quiet():
+            stock = AutoTokenizer.from_pretrained(model)
+    except Exception as error:  # its own code, which is trusted where the model is served, or not
+        if "trust_remote_code" in str(error):
+            return
+        raise KeelError(f"the exported tokenizer does not load: {error}") from error
+    if same_rules(own, stock):
+        return
+    where = difference(own, stock, (*PROBES, *_texts(run)))
+    if where is not None:
+        raise KeelError(differing(str(run.path), where))
+
+
+def _texts(run: RunFolder) -> list[str]:
+    """Prompts and completions of the last step whose rollouts were kept."""
+    reader = load(run.path)
+    places = reader.rollout_places()
+    rows = reader.rollouts(places[-1].step, run.stages[places[-1].stage]) if places else []
+    texts: list[str] = []
+    for row in rows:
+        prompt = row["prompt"]
+        texts += [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt]
+        texts.append(row["completion"])
+    return texts
 
 
 def class_of(folder: Path) -> str:
