@@ -40,14 +40,14 @@ def _stage(**keys: Any) -> dict[str, Any]:
     return {
         "steps": 4,
         "tasks": [{"name": "sort_digits", "options": {"min_digits": 1, "max_digits": 2}}],
-        "optimizer": {"learning_rate": 2e-2},
+        "optimizer": {"learning_rate": 5e-3},
         "checkpoints": {"every": 2},
         **keys,
     }
 
 
 def _run(base: Path, folder: Path) -> RunFolder:
-    imitate = _stage(stage="sft", steps=30, batch_size=16)
+    imitate = _stage(stage="sft", steps=60, batch_size=32)
     learn = _stage(
         stage="rl",
         rollout={"prompts_per_step": 4, "group_size": 4, "max_tokens": 6},
