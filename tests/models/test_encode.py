@@ -51,6 +51,24 @@ def test_an_eos_that_the_author_wrote_stays() -> None:
     assert encode(Prompt("p", "hi </s>"), tokenizer(), {}).tokens == (7, 2)
 
 
+def test_plain_text_is_the_users_turn_where_there_is_a_chat_template() -> None:
+    made = tokenizer("<s> $A", TEMPLATE)
+    turn = ({"role": "user", "content": "hi you"},)
+    asked = encode(Prompt("p", "hi you"), made, {})
+    assert asked.tokens == encode(Prompt("p", turn), made, {}).tokens == (5, 7, 8, 6)  # type: ignore[arg-type]
+    assert asked.content == turn
+    raw = encode(Prompt("p", "hi you"), made, {}, raw=True)
+    assert (raw.content, raw.tokens) == ("hi you", (1, 7, 8))
+
+
+def test_an_encoder_reads_the_plain_prompts_of_raw_tasks_as_they_stand() -> None:
+    encoder = Encoder(tokenizer("<s> $A", TEMPLATE), raw=["text"])
+    for task, tokens in (("text", (1, 7)), ("talk", (5, 7, 6))):
+        encoded = encoder(Prompt("p", "hi", task=task))
+        assert encoded is not None
+        assert encoded.tokens == tokens
+
+
 def test_messages_go_through_the_template_with_its_arguments() -> None:
     content = ({"role": "system", "content": "you"}, {"role": "user", "content": "hi"})
     made = tokenizer(template=TEMPLATE)

@@ -11,15 +11,22 @@ from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from keel.config.model import BuildModel, Model
 from keel.models.build import build_config, build_model, build_tokenizer
+from keel.models.encode import Encoder
 from keel.models.families import FAMILIES
 from keel.models.loading import check_pair, load_model, load_tokenizer
 from keel.models.policy import load_policy
+from keel.models.reward import load_reward_model
+from keel.models.serving import PROBES, Served, reloaded, served
 from keel.models.tokenizers import byte_tokenizer, character_tokenizer
-from keel.types import KeelError
+from keel.types import KeelError, Prompt
 from tests.models.tiny import build, policy, spec
 
 ALPHABET = BuildModel().alphabet
@@ -62,20 +69,76 @@ def test_specials_and_saving(tokenizer: AutoTokenizer, tmp_path: Path) -> None:
     assert again.model_max_length == 64
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
-@pytest.mark.parametrize("kind", ["characters", "bytes"])
-def test_a_folders_tokenizer_is_what_was_saved_whatever_the_family(
-    family: str, kind: str, tmp_path: Path
-) -> None:
-    made = build_tokenizer(build(family, tokenizer=kind))
-    build_config(build(family, tokenizer=kind)).save_pretrained(tmp_path)
-    made.save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").touch()
-    again = load_tokenizer(Model(name=str(tmp_path)))
-    text = "12 + 3  = b"
-    assert again(text)["input_ids"] == made(text)["input_ids"]
-    assert again.decode(again(text)["input_ids"]) == text
-    assert len(again) == len(made)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_saved_tokenizer_is_the_one_that_was_built(family: str, tmp_path: Path) -> None:
+    """Training, loading by name and plain AutoTokenizer read the same tokens."""
+    for kind in ("characters", "bytes"):
+        if (family, kind) == ("qwen2", "characters"):
+            continue
+        made = build_tokenizer(build(family, tokenizer=kind))
+        folder = tmp_path / kind
+        build_config(build(family, tokenizer=kind)).save_pretrained(folder)
+        made.save_pretrained(folder)
+        (folder / "model.safetensors").touch()
+        again = load_tokenizer(Model(name=str(folder)))
+        stock = AutoTokenizer.from_pretrained(folder)
+        texts = PROBES if kind == "bytes" else ("12 + 3  = b", " a<eos>b")
+        for text in texts:
+            assert again(text)["input_ids"] == made(text)["input_ids"] == stock(text)["input_ids"]
+        assert (len(again), again.eos_token_id) == (len(made), made.eos_token_id)
+
+
+def test_characters_are_refused_where_they_could_not_be_served() -> None:
+    with pytest.raises(KeelError, match="'qwen2' with a tokenizer of characters cannot be served"):
+        build_tokenizer(build("qwen2", tokenizer="characters"))
+
+
+def _own_bpe(folder: Path) -> PreTrainedTokenizerFast:
+    """A Qwen2 folder whose tokenizer.json joins digits, which Qwen2's own rules keep apart."""
+    characters = byte_tokenizer(64).get_vocab()
+    vocabulary = {token: number for token, number in characters.items() if number < 256}
+    vocabulary |= {"12": 256, "Ġ12": 257}
+    inner = Tokenizer(BPE(vocabulary, [("1", "2"), ("Ġ", "12")]))
+    inner.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = ByteLevelDecoder()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>")
+    model = build_model(build("qwen2", options={"vocab_size": 262}), 0, torch.float32)
+    model.save_pretrained(folder)
+    made.save_pretrained(folder)
+    return made
+
+
+def test_a_folder_is_read_by_what_autotokenizer_loads(tmp_path: Path) -> None:
+    """Not by its tokenizer.json, where AutoTokenizer loads another class for the family: what is
+    trained would be served on other tokens than it has learned."""
+    own = _own_bpe(tmp_path)
+    policy = load_policy(Model(name=str(tmp_path), device="cpu"), 0)
+    stock = AutoTokenizer.from_pretrained(tmp_path)
+    text = "1212 and 12 more"
+    assert policy.tokenizer(text)["input_ids"] == stock(text)["input_ids"]
+    assert own(text)["input_ids"] != stock(text)["input_ids"]
+    policy.save(tmp_path / "saved")
+    again = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert again(text)["input_ids"] == stock(text)["input_ids"]
+    assert policy.served.saved is None
+    # The difference to tokenizer.json is noted once, for the first prompt that shows it.
+    notes: list[str] = []
+    encoder = Encoder(policy.tokenizer, note=notes.append, served=policy.served)
+    for prompt in ("plain", "is 12", "is 1212"):
+        encoder(Prompt(prompt, prompt))
+    assert len(notes) == 1
+    assert "read prompt 'is 12' differently" in notes[0]
+
+
+def test_a_tokenizer_that_would_be_served_as_another_is_refused() -> None:
+    """Qwen2's rules take the place of those of a tokenizer that joins what they keep apart."""
+    tokenizer, config = byte_tokenizer(64), build_config(build("qwen2"))
+    with pytest.raises(KeelError, match="makes other tokens once it is saved and loaded by Auto"):
+        served(tokenizer, config, "mine", None)
+    encoder = Encoder(tokenizer, served=Served(saved=reloaded(tokenizer, config)))
+    encoder(Prompt("p/1", "plain"))
+    with pytest.raises(KeelError, match=r"'p/2'.* is 6 tokens against 5"):
+        encoder(Prompt("p/2", "cafe\u0301"))
 
 
 @pytest.mark.parametrize(("alphabet", "reason"), [("", "is empty"), ("abca", "holds 'a' twice")])
@@ -101,7 +164,7 @@ def test_a_built_model_has_the_size_that_was_asked_for(family: str) -> None:
     assert config.hidden_size == 32
     assert config.num_hidden_layers == 2
     assert config.vocab_size == len(build_tokenizer(build(family)))
-    assert config.eos_token_id == 1
+    assert config.eos_token_id == build_tokenizer(build(family)).eos_token_id
     model = build_model(build(family), 0, torch.float32)
     assert sum(p.numel() for p in model.parameters()) < 100_000
 
@@ -197,6 +260,63 @@ def _edit(file: Path, **changes: object) -> None:
     content = json.loads(file.read_text())
     content |= changes
     file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "qwen3_moe"])
+def test_layers_that_the_config_leaves_out_are_refused(family: str, tmp_path: Path) -> None:
+    load_model(spec(family), 0).save_pretrained(tmp_path)
+    BYTES.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    key = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    cut = {k: v[:1] for k, v in content.items() if k == "layer_types" and v}
+    _edit(tmp_path / "config.json", **{key: 1}, **cut)
+    _refused(tmp_path, r"weights that its config.json has no place for, .*\.1\.")
+
+
+def test_stored_heads_and_computed_buffers_do_not_stop_a_load(folder: Path) -> None:
+    """An older checkpoint's rotary buffers, a value head, a score: none is part of the backbone."""
+    weights = load_file(folder / "model.safetensors")
+    weights |= {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        "score.weight": torch.ones(1, 32),
+        "v_head.summary.weight": torch.ones(1, 32),
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    load_policy(Model(name=str(folder), device="cpu"), 0)
+
+
+def test_a_classifier_from_a_language_models_backbone_ignores_its_output_layer(
+    folder: Path,
+) -> None:
+    weights = load_file(folder / "model.safetensors") | {"score.weight": torch.ones(1, 32)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _edit(folder / "config.json", id2label={"0": "score"}, label2id={"score": 0})
+    load_reward_model(Model(name=str(folder), device="cpu"), "outcome")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "generation_config.json cannot be read"),
+        ("[1]", "generation_config.json cannot be read"),
+        ('{"eos_token_id": "<eos>"}', "eos_token_id = '<eos>' in its generation_config.json"),
+        (
+            '{"eos_token_id": [1, 17]}',
+            "eos_token_id = 17 .* is no token of the model, which has 17",
+        ),
+    ],
+)
+def test_a_generation_config_that_cannot_be_used_is_refused(
+    folder: Path, content: str, reason: str
+) -> None:
+    """transformers passes it over, and completions would no longer end at its tokens."""
+    (folder / "generation_config.json").write_text(content)
+    _refused(folder, reason)
+
+
+def test_a_folder_without_a_generation_config_loads(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    assert load_policy(Model(name=str(folder), device="cpu"), 0).model.generation_config is not None
 
 
 def test_no_end_of_sequence_token(folder: Path) -> None:

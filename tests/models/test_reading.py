@@ -148,7 +148,7 @@ def test_conversations_go_through_the_template() -> None:
 
 
 def test_a_text_and_a_conversation_of_the_same_repr_are_two_prompts() -> None:
-    reader = Reader(word_tokenizer("<s> $A", TEMPLATE))
+    reader = Reader(word_tokenizer("<s> $A", TEMPLATE), raw=True)
     assert reader.answer("hi", "you", "row").tokens == (1, 7, 8, 2)
     turns = [{"role": "user", "content": "hi"}]
     assert reader.answer(turns, "you", "row").tokens == (5, 7, 6, 8, 2)  # type: ignore[arg-type]

@@ -45,6 +45,8 @@ def build(family: str = "llama", **changes: Any) -> BuildModel:
     keys: dict[str, Any] = {
         "family": family,
         "alphabet": "0123456789+= ab",
+        # A tokenizer of characters cannot be served with this family.
+        "tokenizer": "bytes" if family == "qwen2" else "characters",
         "hidden_size": 32,
         "layers": 2,
         "heads": 4,

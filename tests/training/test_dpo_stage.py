@@ -132,9 +132,7 @@ def test_a_second_stage_starts_from_the_first_and_refers_to_it(
     assert rows(folder, "b")[0]["rewards/margins"] == 0.0
     assert rows(folder, "b")[0]["loss"] == pytest.approx(math.log(2), rel=1e-7)
     assert after(folder, "a")["margins"]["mean"] != 0.0
-    ends = [
-        load_file(e.path / "policy" / "model.safetensors") for e in load(folder.path).checkpoints()
-    ]
+    ends = [load_file(e.path / "trainable.safetensors") for e in load(folder.path).checkpoints()]
     assert any(not torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 

@@ -23,6 +23,7 @@ from keel.config.model import Model
 from keel.models.policy import load_policy
 from keel.runs.layout import RunFolder
 from keel.runs.read import load
+from keel.training.export import export
 from keel.training.run import train
 from tests.training.judged import (
     MODEL,
@@ -288,7 +289,7 @@ def test_the_policy_is_left_as_it_was(lora: dict[str, Any] | None, tmp_path: Pat
     own = {k: v for k, v in checkpoint.items() if not k.startswith("reward_model/")}
     assert own
     assert all(torch.equal(own[name], before[name]) for name in own)
-    saved = weights(load(folder.path).checkpoints()[-1].path / "policy")
+    saved = weights(export(folder.path, tmp_path / "exported"))
     embeddings = "model.embed_tokens.weight"
     assert torch.equal(saved[embeddings], before[f"model.{embeddings}"])
     # The reward model is another: it moved.

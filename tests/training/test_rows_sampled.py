@@ -114,6 +114,31 @@ def test_noise_turns_labels_round(tmp_path: Path) -> None:
     assert abs(turned - 0.2 * decided) <= 4 * (decided * 0.16) ** 0.5
 
 
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("reward_model", {}),
+        ("reward_model", {"learns": "labels"}),
+        ("process_reward_model", {"separator": ""}),
+    ],
+)
+def test_noise_leaves_the_held_out_labels_right(
+    kind: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """Accuracy must not be measured against labels that were turned round on purpose."""
+    judged = [{"function": "step_match" if kind.startswith("process") else "place_match"}]
+    keys = {**keys, "name": "made"}
+    rewards = {"functions": judged}
+    made = {
+        noise: train(recipe(stage(kind, keys, noise=noise, rewards=rewards)), tmp_path / str(noise))
+        for noise in (0.0, 1.0)
+    }
+    held, noisy = (rows(folder, "heldout", "made") for folder in made.values())
+    assert held == noisy
+    clean, turned = (rows(folder, "train", "made") for folder in made.values())
+    assert clean != turned
+
+
 def test_labels_are_of_different_answers(tmp_path: Path) -> None:
     """Of one-token answers many are the same; each counts once."""
     folder = train(recipe(stage(keys={"learns": "labels"}, max_tokens=1)), tmp_path / "run")

@@ -159,6 +159,7 @@ def _export(verbs: Verbs) -> None:
         help="last (default), best (selected on the held-out prompts), or a name",
     )
     verb.add_argument("--stage", metavar="NAME", help="the reward model that this stage made")
+    verb.add_argument("--adapter", action="store_true", help="only the LoRA adapter, for peft")
     _json(verb)
 
 

@@ -32,7 +32,8 @@ class Sampled(Row):
     pairs: Count = 2
     """At most so many pairs of answers with different rewards are made of a prompt's answers."""
     noise: Unit = 0.0
-    """Share of the labels that are turned round, as careless people would."""
+    """Share of the train labels that are turned round, as careless people would. The labels to
+    evaluate on stay right."""
 
 
 class BaseModelChoice(Row):
@@ -87,6 +88,16 @@ class JudgingStage(Row):
                 "set exactly one of data (rows from a file) and sampled (rows made on the spot)"
             )
         return self
+
+    @property
+    def raw(self) -> bool:
+        """Whether plain prompts of the rows go without the chat template.
+
+        Sampled rows hold conversations where the policy read some, and text where it did not.
+        """
+        if self.sampled is not None:
+            return any(source.raw for source in self.sampled.tasks)
+        return self.data is not None and self.data.raw
 
 
 class RewardModelStage(JudgingStage):

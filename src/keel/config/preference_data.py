@@ -25,6 +25,9 @@ class PreferenceData(Row):
     unless set."""
     columns: dict[str, str] = Field(default_factory=dict)
     """The file's own names of columns, as in {prompt = "question"}."""
+    raw: bool = False
+    """Plain prompts are read as they stand. Otherwise they are the user's turn where the tokenizer
+    has a chat template."""
     empty: Literal["refuse", "drop", "keep"] = "refuse"
     """What becomes of a row with an empty answer; dropped ones are counted."""
     bad_rows: BadRows = "stop"

@@ -31,11 +31,23 @@ class TaskSource(Row):
     """Column that holds the gold answer."""
     system: str | None = None
     """System message; makes the prompt a conversation."""
+    raw: bool = False
+    """Plain prompts are read as they stand. Otherwise they are the user's turn where the tokenizer
+    has a chat template."""
     bad_rows: BadRows = "stop"
     """A stored row that no prompt can be made of stops the run before its first step, or is left
     out into the run folder's quarantine/, with its line and the reason."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the generator, or of `datasets.load_dataset`."""
+
+    @model_validator(mode="after")
+    def _raw_or_system(self) -> TaskSource:
+        if self.raw and self.system is not None:
+            raise ValueError(
+                "raw = true reads prompts without the chat template, and system makes them "
+                "conversations: drop one of them"
+            )
+        return self
 
 
 class RewardSource(Row):

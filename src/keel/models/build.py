@@ -11,12 +11,13 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
+    PreTrainedTokenizerBase,
 )
 
 from keel.config.model import BuildModel
 from keel.config.suggest import unknown
 from keel.models.families import FAMILIES, check_family
+from keel.models.serving import reloaded, same_rules
 from keel.models.tokenizers import byte_tokenizer, character_tokenizer
 from keel.types import KeelError
 
@@ -24,11 +25,27 @@ EXPERTS = 4
 """Experts of a small sparse model, two of them at work for each token."""
 
 
-def build_tokenizer(spec: BuildModel) -> PreTrainedTokenizerFast:
-    """The tokenizer that the recipe describes."""
+def build_tokenizer(spec: BuildModel) -> PreTrainedTokenizerBase:
+    """The tokenizer that the recipe describes, as AutoTokenizer loads it beside such a model.
+
+    Raises KeelError where the family's own rules would lose characters of the alphabet.
+    """
     if spec.tokenizer == "bytes":
-        return byte_tokenizer(spec.context)
-    return character_tokenizer(spec.alphabet, spec.context)
+        made = byte_tokenizer(spec.context)
+    else:
+        made = character_tokenizer(spec.alphabet, spec.context)
+    if spec.family not in CONFIG_MAPPING:
+        return made
+    found = reloaded(made, CONFIG_MAPPING[spec.family]())
+    if same_rules(made, found):
+        return made
+    if spec.tokenizer == "characters":
+        raise KeelError(
+            f"model.build.family = {spec.family!r} with a tokenizer of characters cannot be "
+            f"served: AutoTokenizer loads {type(found).__name__} there, with rules of its own; "
+            'set model.build.tokenizer = "bytes", or another family (llama, qwen3, …)'
+        )
+    return found
 
 
 def build_config(spec: BuildModel) -> PreTrainedConfig:

@@ -1,25 +1,31 @@
-"""Prompts as tokens: plain text by the tokenizer, messages by its chat template."""
+"""Prompts as tokens: by the tokenizer's chat template, or as plain text."""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
+from keel.models.serving import Served, apart, differing
 from keel.models.templates import bounded_template
-from keel.types import KeelError, Prompt
+from keel.types import Content, KeelError, Message, Prompt
 
 
-def encode(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Prompt:
+def encode(
+    prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any], *, raw: bool = False
+) -> Prompt:
     """The prompt with its tokens.
 
-    Plain text gets what the tokenizer puts in front (a BOS where it has one) but never an EOS
-    behind; messages get the chat template with the header of the assistant's turn.
-    `template_kwargs` are the template's keyword arguments. Raises KeelError, naming the prompt, for
-    what cannot be encoded.
+    Messages get the chat template with the header of the assistant's turn. Plain text is the user's
+    turn of such a conversation (and so is the returned prompt's content) where the tokenizer has a
+    chat template; with `raw`, or without a template, it gets what the tokenizer puts in front (a
+    BOS where it has one) but never an EOS after it. `template_kwargs` are the template's keyword
+    arguments. Raises KeelError, naming the prompt, for what cannot be encoded.
     """
+    prompt = dataclasses.replace(prompt, content=as_turns(prompt.content, tokenizer, raw))
     if isinstance(prompt.content, str):
         tokens = _text(prompt.content, prompt.id, tokenizer)
     else:
@@ -29,12 +35,21 @@ def encode(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]) -
     return dataclasses.replace(prompt, tokens=tuple(int(t) for t in tokens))
 
 
+def as_turns(content: Content, tokenizer: Any, raw: bool) -> Content:
+    """Plain text as the user's turn where the tokenizer has a chat template, unless `raw`."""
+    if raw or not isinstance(content, str) or not getattr(tokenizer, "chat_template", None):
+        return content
+    return (Message(role="user", content=content),)
+
+
 class Encoder:
     """Encodes prompts and leaves out those longer than `max_tokens`; for PromptStream's `prepare`.
 
     Of the tasks in `forgiven` one that cannot be encoded is left out as well; elsewhere it stops.
     The stream counts what is left out; the first prompt of a task is told to `note`, but for the
-    tasks that are `known` to have some.
+    tasks that are `known` to have some. Plain prompts of the tasks in `raw` go without the chat
+    template. A prompt that a tokenizer of `served` reads otherwise stops, or is noted once where it
+    is only the source's tokenizer.json that does.
     """
 
     def __init__(
@@ -45,6 +60,8 @@ class Encoder:
         *,
         forgiven: Collection[str] = (),
         note: Callable[[str], None] | None = None,
+        raw: Collection[str] = (),
+        served: Served | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
@@ -52,16 +69,21 @@ class Encoder:
         self.forgiven = frozenset(forgiven)
         self.note = note
         self.known: set[str] = set()
+        self.raw = frozenset(raw)
+        self.served = served or Served()
+        self.differs: str | None = None
+        """How the first prompt reads that tokenizer.json and AutoTokenizer read differently."""
 
     def __call__(self, prompt: Prompt) -> Prompt | None:
         """The prompt with its tokens; None where it is left out."""
         try:
-            encoded = encode(prompt, self.tokenizer, self.template_kwargs)
+            encoded = self._encode(prompt, self.tokenizer)
         except KeelError as error:
             if prompt.task not in self.forgiven:
                 raise
             self._leave_out(prompt, str(error))
             return None
+        self._compare(prompt, encoded)
         long = self.too_long(encoded)
         if long is None:
             return encoded
@@ -78,15 +100,46 @@ class Encoder:
     def wrong(self, prompt: Prompt) -> tuple[str, Literal["bad", "long"]] | None:
         """Why a prompt would be left out, or stop: it cannot be encoded, or is too long."""
         try:
-            long = self.too_long(encode(prompt, self.tokenizer, self.template_kwargs))
+            long = self.too_long(self._encode(prompt, self.tokenizer))
         except KeelError as error:
             return str(error), "bad"
         return None if long is None else (long, "long")
+
+    def _encode(self, prompt: Prompt, tokenizer: Any) -> Prompt:
+        return encode(prompt, tokenizer, self.template_kwargs, raw=prompt.task in self.raw)
+
+    def _compare(self, prompt: Prompt, encoded: Prompt) -> None:
+        """Raise KeelError where the saved tokenizer would read the prompt otherwise."""
+        saved, written = self.served.saved, self.served.written
+        if saved is not None and (other := self._other(prompt, saved)) != encoded.tokens:
+            where = apart(_shown(prompt), list(encoded.tokens), list(other))
+            raise KeelError(differing(prompt.id, where))
+        if written is None or self.differs is not None:
+            return
+        if (other := self._other(prompt, written)) != encoded.tokens:
+            self.differs = apart(_shown(prompt), list(other), list(encoded.tokens))
+            if self.note is not None:
+                self.note(
+                    f"the model's tokenizer.json and AutoTokenizer read prompt {prompt.id!r} "
+                    f"differently ({self.differs}): the run uses what AutoTokenizer loads, as "
+                    "wherever the model is served"
+                )
+
+    def _other(self, prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
+        try:
+            return self._encode(prompt, tokenizer).tokens
+        except KeelError:
+            return ()
 
     def _leave_out(self, prompt: Prompt, why: str) -> None:
         if self.note is not None and prompt.task not in self.known:
             self.known.add(prompt.task)
             self.note(f"prompt left out, others of {prompt.task!r} like it are counted only: {why}")
+
+
+def _shown(prompt: Prompt) -> str:
+    content = prompt.content
+    return content if isinstance(content, str) else str(content[-1]["content"])
 
 
 def encode_text(
@@ -166,6 +219,75 @@ def _messages(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise KeelError(f"prompt {prompt.id!r}: the chat template fails: {message}") from None
     return list(encoded["input_ids"])
+
+
+PROBE = "An answer to close"
+"""An answer that no template has reason to change."""
+
+
+def encode_answered(
+    turns: Sequence[Message],
+    answer: str,
+    name: str,
+    tokenizer: Any,
+    template_kwargs: Mapping[str, Any],
+) -> tuple[list[int], int] | None:
+    """A conversation and its answer by the chat template; how many tokens close the answer.
+
+    None where the template is of prompts only: it does not show the assistant's turn.
+
+    The tokens are those of `apply_chat_template`, but for special tokens that the answer spells
+    out: someone wrote them, and they are ordinary characters. Raises KeelError, naming the row,
+    where the template fails.
+    """
+
+    def rendered(text: str) -> str:
+        whole = [*(dict(turn) for turn in turns), {"role": "assistant", "content": text}]
+        try:
+            with bounded_template():
+                text = tokenizer.apply_chat_template(whole, tokenize=False, **template_kwargs)
+            return str(text)
+        except Exception as error:  # a template raises what it likes
+            message = " ".join(f"{type(error).__name__}: {error}".split())
+            raise KeelError(f"{name}: the chat template fails: {message}") from None
+
+    text, probe = rendered(answer), rendered(PROBE)
+    if PROBE not in probe:
+        return None
+    head, _, tail = probe.rpartition(PROBE)
+    what = f"the answer of {name}"
+    closing = len(encode_text(tail, what, tokenizer)) if tail else 0
+    specials = re.compile("|".join(map(re.escape, _specials(tokenizer))) or r"(?!)")
+    if specials.findall(text) == specials.findall(probe):
+        return encode_text(text, what, tokenizer), closing
+    # Only what stands outside of the answer is the template's own, special tokens included.
+    start = _common(text, head)
+    stop = _common(text[start:][::-1], tail[::-1])
+    own = [(m.start(), m.end()) for m in specials.finditer(text)]
+    own = [(a, b) for a, b in own if b <= start or a >= len(text) - stop]
+    tokens: list[int] = []
+    at = 0
+    for a, b in [*own, (len(text), len(text))]:
+        if text[at:a]:
+            tokens += encode_text(text[at:a], what, tokenizer, split_special_tokens=True)
+        if a < b:
+            tokens.append(int(tokenizer.convert_tokens_to_ids(text[a:b])))
+        at = b
+    return tokens, closing
+
+
+def _common(a: str, b: str) -> int:
+    """Characters that two texts begin with alike."""
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+def _specials(tokenizer: Any) -> list[str]:
+    """The special tokens as they are spelled, longest first."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    spelled = {str(token) for token in added if getattr(token, "special", True)}
+    return sorted(spelled | set(map(str, tokenizer.all_special_tokens)), key=len, reverse=True)
 
 
 def _unreadable(text: str, name: str, tokenizer: Any, error: Exception | None) -> str:

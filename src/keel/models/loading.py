@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -22,16 +21,17 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
-from transformers.utils import cached_file, logging
+from transformers.utils import cached_file
 
 from keel.config.model import Model
 from keel.models.build import build_model, build_tokenizer
 from keel.models.families import check_family
+from keel.models.serving import Served, quiet, served
 from keel.models.templates import check_template_names
 from keel.types import KeelError
 
@@ -40,6 +40,9 @@ DROPOUT_KEYS = ("dropout", "pdrop", "layerdrop", "jitter")
 """What the config keys that make a forward pass random have in their names."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 INDEX, ADAPTER = "model.safetensors.index.json", "adapter_config.json"
+GENERATION = "generation_config.json"
+COMPUTED = ("rotary_emb.inv_freq", "attn.masked_bias", "attention.masked_bias")
+"""Buffers that older checkpoints stored and that every model computes for itself."""
 
 
 def load_model(spec: Model, seed: int) -> PreTrainedModel:
@@ -64,15 +67,16 @@ def load_model(spec: Model, seed: int) -> PreTrainedModel:
 def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
     """The recipe's tokenizer, with its chat template where the recipe gives one.
 
-    Raises KeelError where there is none to load.
+    It is what AutoTokenizer loads, as wherever the model is served, which for some families is not
+    what the folder's tokenizer.json says (see `check_served`). Raises KeelError where there is none
+    to load.
     """
     if spec.build is not None:
         tokenizer: PreTrainedTokenizerBase = build_tokenizer(spec.build)
     else:
         name = _source(spec)
-        loader = PreTrainedTokenizerFast if _is_plain(Path(name)) else AutoTokenizer
         try:
-            tokenizer = loader.from_pretrained(
+            tokenizer = AutoTokenizer.from_pretrained(
                 name, revision=spec.revision, trust_remote_code=spec.trust_remote_code
             )
         except Exception as error:  # transformers raises of many kinds here
@@ -87,17 +91,14 @@ def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _is_plain(folder: Path) -> bool:
-    """Whether a folder's tokenizer is just its tokenizer.json, and says so.
-
-    AutoTokenizer does not believe it for some families (Qwen2, Phi3) and puts the family's own
-    rules in its place, which would change what such a tokenizer makes of a text.
-    """
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(settings, dict) and settings.get("tokenizer_class") == "TokenizersBackend"
+def check_served(
+    spec: Model, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str
+) -> Served:
+    """What the tokenizer must agree with on the data, so that a saved model is served on the tokens
+    it learned from. Raises KeelError where they already differ on fixed texts."""
+    if spec.trust_remote_code:  # the folder's own code decides, here and where it is served
+        return Served()
+    return served(tokenizer, model.config, name, spec.name)
 
 
 def check_pair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -151,21 +152,6 @@ def _is_dropout(key: str, value: object) -> bool:
     return isinstance(value, float) and value != 0 and any(word in key for word in DROPOUT_KEYS)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """transformers without progress bars and its reports: a log has one line a step, and an error
-    is one line that is ours."""
-    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if shown:
-            logging.enable_progress_bar()
-
-
 def load_pretrained(
     spec: Model, auto: Any = AutoModelForCausalLM, what: str = "a causal language model"
 ) -> PreTrainedModel:
@@ -181,6 +167,8 @@ def load_pretrained(
     config = _config(spec, name, options)
     check_family(config, trusted=spec.trust_remote_code)
     _silence_config(config)
+    if auto is AutoModelForCausalLM:
+        _check_generation(spec, config)
     try:
         with quiet():
             model, report = auto.from_pretrained(
@@ -209,8 +197,55 @@ def load_pretrained(
             f"model.name = {spec.name!r} lacks {len(missing)} weights, {missing[0]} among them: "
             f"it is not whole as {what}; save it again with save_pretrained"
         )
+    _refuse_unread(spec, model, report["unexpected_keys"])
     loaded: PreTrainedModel = model
     return loaded
+
+
+def _refuse_unread(spec: Model, model: PreTrainedModel, unexpected: Iterable[str]) -> None:
+    """Refuse stored weights of the backbone that the config has no place for.
+
+    Fewer layers in the config than are stored, for one, would train a cut model. Heads of other
+    classes (an output layer, a score) and buffers that are computed anew are left unread.
+    """
+    prefix = f"{model.base_model_prefix}."
+    inside = tuple(f"{name}." for name, _ in model.base_model.named_children())
+    cut = sorted(
+        name
+        for name in unexpected
+        if name.removeprefix(prefix).startswith(inside) and not name.endswith(COMPUTED)
+    )
+    if cut:
+        raise KeelError(
+            f"model.name = {spec.name!r} holds {len(cut)} weights that its config.json has no "
+            f"place for, {cut[0]} among them: part of the model would be left out; mend "
+            "config.json (num_hidden_layers and the like), or save the model again"
+        )
+
+
+def _check_generation(spec: Model, config: PreTrainedConfig) -> None:
+    """Refuse a generation_config.json that cannot be read: transformers passes it over, and with it
+    the tokens that end a completion."""
+    assert spec.name is not None
+    local = Path(spec.name).expanduser() / GENERATION
+    path = local if local.parent.is_dir() else _of_hub(spec, GENERATION)
+    if path is None or not path.is_file():
+        return
+    mend = "mend the file, or delete it (stop tokens then come from config.json)"
+    try:
+        stops = dict(json.loads(path.read_text(encoding="utf-8"))).get("eos_token_id")
+        GenerationConfig.from_pretrained(str(path.parent), trust_remote_code=False)
+    except Exception as error:  # not JSON, or of values that transformers refuses
+        raise KeelError(
+            f"model.name = {spec.name!r}: its {GENERATION} cannot be read ({_line(error)}): {mend}"
+        ) from error
+    rows = config.get_text_config().vocab_size
+    for stop in stops if isinstance(stops, list) else [] if stops is None else [stops]:
+        if type(stop) is not int or not 0 <= stop < rows:
+            raise KeelError(
+                f"model.name = {spec.name!r}: eos_token_id = {stop!r} in its {GENERATION} is no "
+                f"token of the model, which has {rows}: {mend}"
+            )
 
 
 def _config(spec: Model, name: str, options: dict[str, Any]) -> PreTrainedConfig:

@@ -7,6 +7,7 @@ merging and unmerging does not give back the same base. `plain_weights` makes me
 from __future__ import annotations
 
 import copy
+import hashlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -208,6 +209,19 @@ def plain_weights(model: PreTrainedModel) -> dict[str, Tensor]:
             tensor = (tensor.to(delta.dtype) + delta).to(tensor.dtype)
         weights[name.replace(".base_layer.", ".")] = tensor.detach()
     return weights
+
+
+def base_fingerprint(model: PreTrainedModel) -> str:
+    """SHA-256 over names, types, shapes and bytes of the weights without adapters."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if ".lora_" in name:
+            continue
+        plain = tensor.detach().cpu().contiguous()
+        about = f"{name.replace('.base_layer.', '.')} {plain.dtype} {tuple(plain.shape)}\0"
+        digest.update(about.encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def plain_copy(model: PreTrainedModel) -> PreTrainedModel:

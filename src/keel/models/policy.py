@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,11 +18,15 @@ from keel.models import lora
 from keel.models.backbone import hidden_states
 from keel.models.families import head_of
 from keel.models.head import Head, readout
-from keel.models.loading import check_pair, load_model, load_tokenizer, quiet
+from keel.models.loading import check_pair, check_served, load_model, load_tokenizer
 from keel.models.packed import Packed
 from keel.models.probe import prepare
 from keel.models.scores import Scores
+from keel.models.serving import Served, quiet
 from keel.models.value_head import ValueHead
+
+BASE = "base.json"
+"""Of an adapter's folder: which base it was trained on."""
 
 
 class Divergent(Protocol):
@@ -47,10 +52,13 @@ class Policy(nn.Module):
         *,
         autocast: bool = True,
         activation_checkpointing: bool = False,
+        served: Served | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.tokenizer = tokenizer
+        self.served = served or Served()
+        self._base_fingerprint: str | None = None
         self.autocast = autocast
         self.activation_checkpointing = activation_checkpointing
         self.set_checkpointing(model)
@@ -164,6 +172,24 @@ class Policy(nn.Module):
         if self.has_lora:
             lora.save_adapter(self.model, folder / "adapter")
 
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapter alone as peft does, with the tokenizer and the base's identity."""
+        lora.save_adapter(self.model, folder)
+        with quiet():
+            self.tokenizer.save_pretrained(folder)
+        base = {
+            "base": self.model.config.name_or_path or None,
+            "fingerprint": self.base_fingerprint,
+        }
+        (folder / BASE).write_text(json.dumps(base, indent=2) + "\n", "utf-8")
+
+    @property
+    def base_fingerprint(self) -> str:
+        """SHA-256 of the weights that an adapter is put on; they are frozen, so it is made once."""
+        if self._base_fingerprint is None:
+            self._base_fingerprint = lora.base_fingerprint(self.model)
+        return self._base_fingerprint
+
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A copy that does not learn, adapters and all; what does not learn in the model is shared."""
@@ -182,6 +208,7 @@ def load_policy(spec: Model, seed: int) -> Policy:
     model, tokenizer = load_model(spec, seed), load_tokenizer(spec)
     name = spec.name if spec.build is None else f"build {spec.build.family}"
     check_pair(model, tokenizer, str(name))
+    served = check_served(spec, model, tokenizer, str(name))
     prepare(model, spec.autocast)
     if spec.lora is not None:
         lora.add_lora(model, spec.lora, seed)
@@ -190,4 +217,5 @@ def load_policy(spec: Model, seed: int) -> Policy:
         tokenizer,
         autocast=spec.autocast,
         activation_checkpointing=spec.activation_checkpointing,
+        served=served,
     )

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keel.models.encode import encode, encode_text
+from keel.models.encode import as_turns, encode, encode_answered, encode_text
 from keel.models.packed import Packed
 from keel.types import Content, KeelError, Prompt
 from keel.verify.steps import split_steps
@@ -39,10 +39,13 @@ class Reading:
 class Reader:
     """Makes tokens of prompts and answers, with the reward model's own tokenizer.
 
-    The answer stands behind the prompt as a policy would have written it, with an end-of-sequence
-    token behind it, whether or not the policy came to write one; but one that fills the whole
-    `context` goes without. `template` are keywords for the chat template. The last token that is
-    not `pad` (the tokenizer's padding token unless given) is where an outcome is judged.
+    The answer follows the prompt as a policy would have written it, and then an end-of-sequence
+    token, whether or not the policy came to write one. With `closing` an answer in a conversation
+    is rendered by the tokenizer's chat template, which closes it, as other trainers' reward models
+    read it. What closes an answer is cut where it does not fit the `context`. `template` are
+    keywords for the chat template, and with `raw` plain prompts go without it. The last token that
+    is not `pad` (the tokenizer's padding token unless given; -1 for none) is where an outcome is
+    judged.
     """
 
     def __init__(
@@ -51,11 +54,15 @@ class Reader:
         context: int | None = None,
         template: Mapping[str, Any] | None = None,
         pad: int | None = None,
+        *,
+        raw: bool = False,
+        closing: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.context = context
         self._template = dict(template or {})
         self._pad = tokenizer.pad_token_id if pad is None else pad
+        self._raw, self._closing = raw, closing
         self._prompts: dict[Any, tuple[int, ...]] = {}
 
     def answer(self, prompt: Content, completion: str, name: str) -> Answered:
@@ -65,11 +72,29 @@ class Reader:
         says in an error which row this is.
         """
         before = self._prompt(prompt, name)
-        tokens = self._closed([*before, *self._text(completion, name)])
+        tokens = self._rendered(prompt, completion, name)
+        if tokens is None:
+            tokens = self._closed([*before, *self._text(completion, name)])
         last = len(tokens) - 1
         while last > 0 and tokens[last] == self._pad:
             last -= 1
-        return Answered(tuple(tokens), len(before), (last,))
+        return Answered(tuple(tokens), min(len(before), len(tokens) - 1), (last,))
+
+    def prompt(self, content: Content, name: str) -> Prompt:
+        """A row's prompt as it is read, with its tokens."""
+        return encode(Prompt(name, content), self.tokenizer, self._template, raw=self._raw)
+
+    def _rendered(self, prompt: Content, completion: str, name: str) -> list[int] | None:
+        """The conversation with its answer, as the template closes it; None where none does."""
+        turns = as_turns(prompt, self.tokenizer, self._raw)
+        if not self._closing or isinstance(turns, str):
+            return None
+        found = encode_answered(turns, completion, name, self.tokenizer, self._template)
+        if found is None:
+            return None
+        tokens, closing = found
+        fits = self.context is not None and len(tokens) - closing <= self.context
+        return tokens[: self.context] if fits else tokens
 
     def steps(self, prompt: Content, steps: Sequence[str], name: str) -> Answered:
         """A judgement at the last token of each step, which is given with what closes it."""
@@ -95,9 +120,7 @@ class Reader:
         if key not in self._prompts:
             if len(self._prompts) >= 4096:
                 self._prompts.clear()
-            self._prompts[key] = encode(
-                Prompt(name, content), self.tokenizer, self._template
-            ).tokens
+            self._prompts[key] = self.prompt(content, name).tokens
         return self._prompts[key]
 
     def _text(self, text: str, name: str) -> list[int]:

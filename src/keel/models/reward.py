@@ -26,13 +26,13 @@ from keel.models.loading import (
     choose_device,
     load_pretrained,
     load_tokenizer,
-    quiet,
     silence_dropout,
 )
 from keel.models.packed import sizes_on
 from keel.models.policy import Policy
 from keel.models.probe import prepare_backbone
 from keel.models.reading import Answered, Reader, Reading, lay
+from keel.models.serving import quiet
 from keel.types import KeelError
 
 Kind = Literal["outcome", "process"]
@@ -84,10 +84,19 @@ class RewardModel(nn.Module):
         reach = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return None if reach is None else int(reach)
 
-    def reader(self) -> Reader:
-        """What makes tokens of the answers that it judges, as the stock classes read them."""
+    def reader(self, raw: bool = False) -> Reader:
+        """What makes tokens of the answers that it judges, as the stock classes read them.
+
+        With `raw` plain prompts go without the tokenizer's chat template.
+        """
         pad = self.model.config.get_text_config().pad_token_id
-        return Reader(self.tokenizer, self.context, pad=pad)
+        return Reader(
+            self.tokenizer,
+            self.context,
+            pad=-1 if pad is None else pad,
+            raw=raw,
+            closing=self.kind == "outcome",
+        )
 
     def logits(self, reading: Reading) -> Float[Tensor, " K"]:
         """The score, or the log-odds of right, at each judged token; float32 at least."""

@@ -1,8 +1,7 @@
 """Small tokenizers made on the spot: one token per character, or one per byte.
 
-Both decode to exactly the text they encoded, and save and load as any fast tokenizer does. (For a
-few families, Qwen2 and Phi3 among them, AutoTokenizer puts rules of its own in the place of what a
-folder says; `loading.load_tokenizer` does not.)
+Both decode to exactly the text they encoded, and save and load as any fast tokenizer does. (For
+Qwen2, AutoTokenizer puts rules of its own in their place: see `build.build_tokenizer`.)
 """
 
 from __future__ import annotations

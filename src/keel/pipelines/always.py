@@ -18,7 +18,7 @@ _ALWAYS: Final = """
     optimizer.learning_rate optimizer.schedule optimizer.warmup_steps optimizer.betas
     optimizer.epsilon optimizer.weight_decay optimizer.max_grad_norm
     checkpoints.every checkpoints.keep trackers.tensorboard trackers.wandb
-    data.name data.path data.heldout_path data.group data.columns data.empty data.bad_rows
+    data.name data.path data.heldout_path data.group data.columns data.empty data.bad_rows data.raw
     sampled.train sampled.group_size sampled.max_tokens sampled.temperature sampled.noise
     learns centering separator loss beta smoothing evaluation.rows evaluation.prompts
     base.name base.stage base.lora base.lora.rank base.lora.alpha base.lora.targets data.options

@@ -19,7 +19,7 @@ from keel.tasks.base import BaseTask, position
 from keel.tasks.build import Renamed
 from keel.tasks.user import UserTask
 from keel.training.rows_sampled import CHUNK
-from keel.training.work import longest_prompt
+from keel.training.work import longest_prompt, raw_tasks
 from keel.types import KeelError, Prompt, Task
 
 STORED, DRAWN = 1_000, 128
@@ -91,6 +91,10 @@ class Prompted:
     heldout: frozenset[float] = field(default_factory=frozenset)
     learned: frozenset[float] = field(default_factory=frozenset)
     heldout_tokens: tuple[int, ...] = ()
+    differs: str | None = None
+    """How a prompt reads that tokenizer.json and AutoTokenizer read differently."""
+    read: str = ""
+    """How plain prompts are read, in words."""
 
     @property
     def over(self) -> Mapping[str, int]:
@@ -126,8 +130,14 @@ def prompted(
     weights = [source.weight for source in sources]
     limit = longest_prompt(choice.max_tokens, policy.context, room)
     lenient = {n for n, s in zip(tasks, sources, strict=True) if s.bad_rows == "quarantine"}
-    encoder = Encoder(policy.tokenizer, limit, choice.chat_template, forgiven=lenient)
-    free = Encoder(policy.tokenizer, None, choice.chat_template, forgiven=lenient)
+    raw = raw_tasks(tasks, sources)
+    encoder, free = (
+        Encoder(
+            policy.tokenizer, tokens, choice.chat_template, forgiven=lenient, raw=raw,
+            served=policy.served,
+        )
+        for tokens in (limit, None)
+    )  # fmt: skip
     stopped: str | None = None
     lengths: dict[str, tuple[int, ...]] = dict.fromkeys(tasks, ())
     first: list[Prompt] = []
@@ -155,10 +165,19 @@ def prompted(
         left_out=tuple(row for data in kept for row in data.left_out),
         stopped=stopped,
         stored=sum(len(side.entries) for data in kept for side in data.sides.values()),
-        heldout=frozenset(_body(prompt, sources) for prompt in away),
+        heldout=frozenset(_body(prompt, sources, tasks) for prompt in away),
         learned=frozenset(places),
         heldout_tokens=tuple(len(prompt.tokens) for prompt in away),
+        differs=free.differs or encoder.differs,
+        read=how_read(policy.tokenizer, any(source.raw for source in sources)),
     )
+
+
+def how_read(tokenizer: Any, raw: bool) -> str:
+    """How plain prompts are read: through the chat template, or as they stand."""
+    if not getattr(tokenizer, "chat_template", None):
+        return "as they stand: the tokenizer has no chat template"
+    return "as they stand (raw = true)" if raw else "as the user's turn of the chat template"
 
 
 def places_of(task: Task) -> list[int]:
@@ -185,7 +204,7 @@ def _lengths(task: Task, encoder: Encoder) -> tuple[int, ...]:
     return tuple(len(prompt.tokens) for prompt in encoded if prompt is not None)
 
 
-def _body(prompt: Prompt, sources: Sequence[TaskSource]) -> float:
+def _body(prompt: Prompt, sources: Sequence[TaskSource], tasks: Mapping[str, Task]) -> float:
     """Where the prompt without its system message lies: what stored rows are told apart by."""
     content = prompt.content
     if isinstance(content, str):
@@ -193,7 +212,9 @@ def _body(prompt: Prompt, sources: Sequence[TaskSource]) -> float:
     turns = list(content)
     if any(source.system for source in sources) and turns[0]["role"] == "system":
         turns = turns[1:]
-    if len(turns) == 1 and any(source.system is not None for source in sources):
+    data = stored(tasks[prompt.task])
+    plain = data is None or isinstance(data.sides["heldout"].entries[0].body, str)
+    if len(turns) == 1 and (plain or any(source.system is not None for source in sources)):
         return position(turns[0]["content"])
     return position(turns)
 

@@ -290,6 +290,7 @@ def _facts(recipe: Recipe, policy: Policy, seen: Sequence[Seen]) -> Facts:
         cpu=policy.device.type == "cpu",
         local=name is not None and Path(name).expanduser().is_dir(),
         kv_heads=hasattr(policy.model.config, "num_key_value_heads"),
+        template=policy.tokenizer.chat_template is not None,
         conversations=True if talks else False if whole and not rows else None,
         unread={s.name: s.unread for s in seen},
         replies={s.name: s.source.replies for s in seen if s.source is not None},

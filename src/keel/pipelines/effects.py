@@ -24,7 +24,8 @@ from keel.tasks.gym import PREFIX
 class Facts:
     """What the loaded parts say that the recipe alone does not.
 
-    `conversations`: whether any prompt is one; `replies`: by stage, whether a task of it can
+    `template`: whether the tokenizer has a chat template; `conversations`: whether any prompt is
+    one; `replies`: by stage, whether a task of it can
     answer; None where it could not be looked at; `unread`: by stage, the keywords that the chat
     template does not read. `kv_heads`: whether the built family has such;
     `local`: whether model.name is a folder.
@@ -33,6 +34,7 @@ class Facts:
     cpu: bool
     local: bool
     kv_heads: bool = True
+    template: bool | None = None
     conversations: bool | None = None
     replies: Mapping[str, bool] | None = None
     unread: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -131,6 +133,12 @@ def _no_conversation(w: Where) -> str | None:
     if w.facts.conversations is not False:
         return None
     return "no prompt is a conversation, so no chat template is used"
+
+
+def _raw(w: Where) -> str | None:
+    if w.facts.template is not False:
+        return None
+    return "the tokenizer has no chat template, so plain prompts are read as they stand anyway"
 
 
 def _keyword(w: Where) -> str | None:
@@ -325,6 +333,7 @@ IDLE: Final[Mapping[str, Rule]] = {
     "trackers.project": _project,
     "tasks.weight": _weight,
     "tasks.heldout_share": _heldout_share,
+    "tasks.raw": _raw,
     "tasks.bad_rows": _drawn,
     "rewards.functions.clip": _watched,
     "rewards.functions.normalise": _watched,

@@ -128,6 +128,11 @@ def tell_prompts(seen: Seen, source: Prompted, ask: Asked, room: int, budget: st
             "prompt tokens (95 %)": quantile(every, 0.95),
             "prompt tokens (longest)": max(every),
         }
+    seen.figures["plain prompts are read"] = source.read
+    if source.differs is not None:
+        seen.figures["tokenizer.json"] = (
+            f"read otherwise by AutoTokenizer, whose class is used: {source.differs}"
+        )
     own = ask.prompts.max_tokens is not None
     length_key = f"{ask.key}prompts.max_tokens" if own else budget
     said = length_key if own else f"what {room} tokens of answer leave of the context"

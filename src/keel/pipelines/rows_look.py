@@ -17,7 +17,7 @@ from keel.models.policy import Policy, load_policy
 from keel.models.reading import Reader
 from keel.models.reward import Kind, check_classifier
 from keel.pipelines import prompt_findings, token_findings
-from keel.pipelines.asking import Asked, Prompted, first_of, places_of
+from keel.pipelines.asking import Asked, Prompted, first_of, how_read, places_of
 from keel.pipelines.lengths import quantile
 from keel.pipelines.look import tell_left_out, tell_prompts, tell_tokens
 from keel.pipelines.memory_passes import Extent, Row
@@ -35,7 +35,7 @@ from keel.training.rows_judged import (
     pair_encoder,
     step_encoder,
 )
-from keel.training.work import longest_prompt
+from keel.training.work import longest_prompt, raw_tasks
 from keel.types import KeelError, Prompt
 
 ENCODED = 2_000
@@ -75,7 +75,8 @@ def look_at_demonstrations(seen: Seen, recipe: Recipe, stage: SFTStage, policy: 
         lenient = {
             t for t, s in zip(source.tasks, stage.tasks, strict=True) if s.bad_rows != "stop"
         }
-        encoder = Encoder(policy.tokenizer, limit, words, forgiven=lenient)
+        raw = raw_tasks(source.tasks, stage.tasks)
+        encoder = Encoder(policy.tokenizer, limit, words, forgiven=lenient, raw=raw)
         # Of the rows that later steps come to, each is looked at once.
         for task in source.tasks.values():
             for at in places_of(task):
@@ -136,6 +137,7 @@ def look_at_rows(seen: Seen, recipe: Recipe, stage: JudgingStage, policy: Policy
     seen.figures |= {
         "train rows": rows,
         "held-out rows": len(sides.heldout),
+        "plain prompts are read": how_read(base.tokenizer, stage.raw),
         "epochs": round(stage.steps * stage.batch_size / max(rows, 1), 2),
     }
     if lengths:
@@ -168,7 +170,7 @@ def _held_out(seen: Seen, held: Sequence[int], limit: int | None, prefix: str) -
 def _tokens(seen: Seen, base: Policy, stage: JudgingStage, rows: Sequence[Any], key: str) -> None:
     """Findings of the first rows' prompts, and of the answers of all, as tokens."""
     template = stage.chat_template if isinstance(stage, DPOStage) else {}
-    reader = Reader(base.tokenizer, None, template)
+    reader = Reader(base.tokenizer, None, template, raw=stage.raw)
     prompts = [_read(reader, row) for row in rows[:32]]
     tell_tokens(seen, base.tokenizer, prompts, template, key)
     specials = [str(token) for token in base.tokenizer.all_special_tokens]
@@ -178,8 +180,7 @@ def _tokens(seen: Seen, base: Policy, stage: JudgingStage, rows: Sequence[Any], 
 
 def _read(reader: Reader, row: Any) -> Prompt:
     """A row's prompt with its tokens."""
-    answered = reader.answer(row.prompt, "", row.id)
-    return Prompt(row.id, row.prompt, {}, "", tuple(answered.tokens[: answered.begins]))
+    return reader.prompt(row.prompt, row.id)
 
 
 def _answers(row: Any) -> tuple[str, ...]:
@@ -256,7 +257,8 @@ def _base(recipe: Recipe, stage: JudgingStage, policy: Policy) -> Policy:
 def _encoder(stage: JudgingStage, base: Policy) -> Callable[[Any], Any]:
     """What makes tokens of the stage's rows."""
     template = stage.chat_template if isinstance(stage, DPOStage) else None
-    reader = Reader(base.tokenizer, base.context, template)
+    closing = isinstance(stage, RewardModelStage)
+    reader = Reader(base.tokenizer, base.context, template, raw=stage.raw, closing=closing)
     if isinstance(stage, ProcessRewardModelStage):
         return step_encoder(reader, stage.separator)
     if isinstance(stage, RewardModelStage) and stage.learns == "labels":

@@ -37,14 +37,17 @@ def outcome(
     timeout: float = 300.0,
     memory_mb: int = 0,
     trust_remote_code: bool = False,
+    raw: bool = False,
 ) -> Outcome:
     """The score of an outcome reward model: a folder or hub name, or what a stage before trained.
 
     `device` is the policy's unless given; at most `token_budget` tokens are in one forward pass.
     With `process` the model lives in a process of its own (`memory_mb` bounds it, 0 does not), and
-    a call may take `timeout` seconds.
+    a call may take `timeout` seconds. With `raw` plain prompts go without the chat template.
     """
     name = which_model(around, model, stage)
     where = around.device.split(":")[0] if device is None else device
-    spec = Spec(name, "outcome", where, dtype, token_budget, trust_remote_code=trust_remote_code)
+    spec = Spec(
+        name, "outcome", where, dtype, token_budget, trust_remote_code=trust_remote_code, raw=raw
+    )
     return Outcome(Elsewhere(spec, timeout, memory_mb) if process else Here(spec))

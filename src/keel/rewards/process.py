@@ -63,6 +63,7 @@ def process(
     timeout: float = 300.0,
     memory_mb: int = 0,
     trust_remote_code: bool = False,
+    raw: bool = False,
 ) -> Process:
     """The judgement of a process reward model on each step, or on the answer by way of its steps.
 
@@ -73,7 +74,7 @@ def process(
         raise KeelError(f"aggregate = {aggregate!r}: give {', '.join(HOW)}")
     name = which_model(around, model, stage)
     where = around.device.split(":")[0] if device is None else device
-    spec = Spec(name, "process", where, dtype, token_budget, separator, trust_remote_code)
+    spec = Spec(name, "process", where, dtype, token_budget, separator, trust_remote_code, raw)
     judging: Judging = Elsewhere(spec, timeout, memory_mb) if process else Here(spec)
     tokenizer = needs_tokenizer(around.tokenizer) if aggregate == "steps" else around.tokenizer
     return Process(judging, separator, aggregate, tokenizer)

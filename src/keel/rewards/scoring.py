@@ -18,7 +18,7 @@ class Spec:
     """Which reward model, and how it is run; plain values, so that another process can be told.
 
     `separator` cuts answers into steps (process models); `token_budget` bounds the tokens that are
-    in one forward pass.
+    in one forward pass; with `raw` plain prompts go without the chat template.
     """
 
     name: str
@@ -28,6 +28,7 @@ class Spec:
     token_budget: int = 16_384
     separator: str = "\n"
     trust_remote_code: bool = False
+    raw: bool = False
 
 
 class Judging(Protocol):
@@ -57,7 +58,7 @@ class Here:
             ),
             spec.kind,
         )
-        self.reader = self.model.reader()
+        self.reader = self.model.reader(spec.raw)
 
     def judge(self, prompts: Sequence[Content], completions: Sequence[str]) -> list[list[float]]:
         """What the model says of each answer, in order."""

@@ -19,10 +19,10 @@ from keel.runs.layout import RECIPE, RunFolder
 from keel.tasks import PromptStream, build_tasks, heldout, stored
 from keel.training.evaluate import Evaluator
 from keel.training.export import pick_checkpoint
+from keel.training.restoring import checkpoint_policy
 from keel.training.rewarding import load_rewards, scorer, surroundings
 from keel.training.rollout import Sampler
-from keel.training.state import POLICY
-from keel.training.work import longest_prompt
+from keel.training.work import longest_prompt, raw_tasks
 from keel.types import KeelError, Prompt, Task
 
 SPLITS = {"heldout_path", "heldout_share"}
@@ -51,7 +51,7 @@ def evaluate(
     With `checkpoint="best"` of a run, on its own held-out prompts, `selected` is true: the
     checkpoint was chosen by these prompts.
     """
-    recipe, weights = _what(model, checkpoint)
+    recipe, folder = _what(model)
     if recipe is None and task is None:
         raise KeelError(
             f"{model} is not a run folder, so it does not say which task: name one with --task "
@@ -72,13 +72,15 @@ def evaluate(
     stage = load_recipe(made, overrides).stages[-1]
     assert isinstance(stage, RLStage)
     own_seed = recipe.seed if recipe else 0
-    policy = load_policy(weights, own_seed)
+    if recipe is None or folder is None:
+        policy = load_policy(Model(name=str(model)), own_seed)
+    else:
+        policy = checkpoint_policy(recipe, pick_checkpoint(folder, checkpoint))
     if recipe is None and max_tokens is None and policy.context is not None:
         # Nobody said how long an answer may be: half of what the model can hold at the most.
         budget = min(stage.rollout.max_tokens, policy.context // 2)
         rollout = stage.rollout.model_copy(update={"max_tokens": budget})
         stage = stage.model_copy(update={"rollout": rollout})
-    folder = RunFolder.open(model) if recipe is not None else None
     around = surroundings(recipe, folder, policy)
     seed = own_seed if seed is None else seed
     tasks = {one.name: one for one in build_tasks(stage.tasks, seed)}
@@ -100,18 +102,15 @@ def _scored_whole(stage: RLStage, tasks: Mapping[str, Task], bounded: bool) -> R
     return stage.model_copy(update={"evaluation": stage.evaluation.model_copy(update=every)})
 
 
-def _what(model: Path | str, checkpoint: str) -> tuple[Recipe | None, Model]:
-    """The run's recipe, if it is a run, and the model to load."""
+def _what(model: Path | str) -> tuple[Recipe | None, RunFolder | None]:
+    """The run's recipe and folder, if it is a run."""
     path = Path(model)
     if not (path / RECIPE).is_file():
         if path.exists() and not (path / "config.json").is_file():
             raise KeelError(f"{path} is neither a run folder nor a model folder: give one of them")
-        return None, Model(name=str(model))
+        return None, None
     folder = RunFolder.open(model)
-    recipe = load_recipe(folder.recipe)
-    weights = pick_checkpoint(folder, checkpoint) / POLICY
-    update = {"name": str(weights), "build": None, "lora": None, "revision": None}
-    return recipe, recipe.model.model_copy(update=update)
+    return load_recipe(folder.recipe), folder
 
 
 def _stage_data(
@@ -145,6 +144,8 @@ def _run(
         longest_prompt(prompts.max_tokens, policy.context, rollout.max_tokens),
         prompts.chat_template,
         forgiven={n for n, s in zip(tasks, stage.tasks, strict=True) if s.bad_rows != "stop"},
+        raw=raw_tasks(tasks, stage.tasks),
+        served=policy.served,
     )
     left_out: list[str] = []
 

@@ -8,15 +8,24 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe
+from keel.models.policy import BASE
+from keel.models.serving import PROBES, difference, differing, quiet, same_rules, written_in
 from keel.runs import checkpoint, files
 from keel.runs.checkpoint import MANIFEST
 from keel.runs.layout import Entry, RunFolder
 from keel.runs.lock import is_taken
+from keel.runs.read import load
+from keel.training.restoring import checkpoint_policy, holds_adapter
 from keel.training.reward_evaluation import model_of
 from keel.training.state import POLICY, read_progress
 from keel.types import KeelError
+
+ADAPTER = "adapter"
+"""Folder of an adapter beside the model that it is merged into."""
 
 
 def pick_checkpoint(folder: RunFolder, which: str = "last") -> Path:
@@ -52,17 +61,30 @@ class Exported:
 
 
 def export(
-    run: Path | str, folder: Path | str, *, checkpoint: str = "last", stage: str | None = None
+    run: Path | str,
+    folder: Path | str,
+    *,
+    checkpoint: str = "last",
+    stage: str | None = None,
+    adapter: bool = False,
 ) -> Path:
-    """Copy a checkpoint's policy, LoRA merged, to a new folder that plain transformers loads.
+    """Write a checkpoint's policy, LoRA merged, to a new folder that plain transformers loads.
 
-    With `stage`, the reward model that this stage made.
+    With `stage`, the reward model that this stage made. With `adapter`, only the LoRA adapter, to
+    be put on its base by peft. Raises KeelError where plain AutoTokenizer would read texts of the
+    run otherwise than the run did.
     """
-    return exported(run, folder, checkpoint=checkpoint, stage=stage).folder
+    made = exported(run, folder, checkpoint=checkpoint, stage=stage, adapter=adapter)
+    return made.folder
 
 
 def exported(
-    run: Path | str, folder: Path | str, *, checkpoint: str = "last", stage: str | None = None
+    run: Path | str,
+    folder: Path | str,
+    *,
+    checkpoint: str = "last",
+    stage: str | None = None,
+    adapter: bool = False,
 ) -> Exported:
     """`export`, and what it took."""
     target = Path(folder)
@@ -71,14 +93,14 @@ def exported(
         raise KeelError(f"{target} exists: export into a new folder")
     if stage is not None and checkpoint != "last":
         raise KeelError("--stage exports the model at the stage's end: drop --checkpoint")
-    running = is_taken(Path(run))
+    running, place = is_taken(Path(run)), RunFolder.open(run)
     if stage is not None:
-        _copy(Path(model_of(run, stage)), target)
+        _write(place, Path(model_of(run, stage)), target, adapter)
         return Exported(target, None, running)
     while True:
-        source = pick_checkpoint(RunFolder.open(run), checkpoint)
+        source = pick_checkpoint(place, checkpoint)
         try:
-            _copy(source / POLICY, target)
+            _write(place, source, target, adapter, of_checkpoint=True)
         except KeelError:
             if source.exists() or not running:
                 raise
@@ -86,14 +108,65 @@ def exported(
         return Exported(target, source.name, running)
 
 
-def _copy(source: Path, target: Path) -> None:
+def _write(
+    place: RunFolder, source: Path, target: Path, adapter: bool, *, of_checkpoint: bool = False
+) -> None:
+    """The model of a checkpoint, or one of a stage, in a new folder; nothing where that fails."""
     aside = target.with_name(f".{target.name}.tmp")
     try:
-        shutil.copytree(source, aside, ignore=shutil.ignore_patterns("adapter", MANIFEST))
+        if of_checkpoint and not adapter and holds_adapter(source):
+            checkpoint_policy(recipe_of(place), source).save(aside)
+            shutil.rmtree(aside / ADAPTER)
+        else:
+            _copy(source / POLICY if of_checkpoint else source, aside, adapter)
+        if not adapter:
+            _check_tokens(place, aside)
         aside.rename(target)
     except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
         raise KeelError(f"cannot write {target}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _copy(source: Path, aside: Path, adapter: bool) -> None:
+    """Copy a model, or its adapter alone, as it lies in the run folder."""
+    if adapter and (source / ADAPTER).is_dir():  # beside a merged model
+        source = source / ADAPTER
+    elif adapter and not (source / BASE).is_file():
+        raise KeelError(f"{source} has no adapter: drop --adapter, which is for models with lora")
+    shutil.copytree(source, aside, ignore=shutil.ignore_patterns(ADAPTER, MANIFEST))
+
+
+def _check_tokens(run: RunFolder, model: Path) -> None:
+    """Raise KeelError where AutoTokenizer does not read texts as the saved tokenizer.json does."""
+    own = written_in(model)
+    if own is None:
+        return
+    try:
+        with quiet():
+            stock = AutoTokenizer.from_pretrained(model)
+    except Exception as error:  # its own code, which is trusted where the model is served, or not
+        if "trust_remote_code" in str(error):
+            return
+        raise KeelError(f"the exported tokenizer does not load: {error}") from error
+    if same_rules(own, stock):
+        return
+    where = difference(own, stock, (*PROBES, *_texts(run)))
+    if where is not None:
+        raise KeelError(differing(str(run.path), where))
+
+
+def _texts(run: RunFolder) -> list[str]:
+    """Prompts and completions of the last step whose rollouts were kept."""
+    reader = load(run.path)
+    places = reader.rollout_places()
+    rows = reader.rollouts(places[-1].step, run.stages[places[-1].stage]) if places else []
+    texts: list[str] = []
+    for row in rows:
+        prompt = row["prompt"]
+        texts += [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt]
+        texts.append(row["completion"])
+    return texts
 
 
 def class_of(folder: Path) -> str:

@@ -46,7 +46,7 @@ R = TypeVar("R", Preference, Labelled, Stepwise)
 def judge_answers(work: Work, stage: RewardModelStage, progress: Progress) -> Progress:
     """An outcome reward model, left in the run folder; the policy stays as it was."""
     model = _new_model(work, stage.base, "outcome", stage.name)
-    reader = model.reader()
+    reader = model.reader(stage.raw)
     rows: Ready[Any]
     learn: Callable[[Sequence[Any], int], Any]
     measure: Callable[[Sequence[Any]], Measured]
@@ -70,7 +70,7 @@ def judge_steps(work: Work, stage: ProcessRewardModelStage, progress: Progress) 
     tokenizer = work.policy.tokenizer
     make = rows_sampled.steps(stage.separator, lambda ids: decode(tokenizer, [ids])[0])
     stepwise = _rows(work, stage, preferences.read_steps, make)
-    encode = step_encoder(model.reader(), stage.separator)
+    encode = step_encoder(model.reader(stage.raw), stage.separator)
     rows = _ready(work, stepwise, encode, stage, model.context)
     judge = partial(model.judge, token_budget=stage.token_budget)
     learn = partial(reward_model.learn_marks, model)
@@ -86,7 +86,7 @@ def prefer(work: Work, stage: DPOStage, progress: Progress) -> Progress:
     reference = reference_for(policy, None if start is None else read_reference(start))
     sampled = stage.sampled
     template = stage.chat_template if sampled is None else sampled.prompts.chat_template
-    reader = Reader(policy.tokenizer, policy.context, template)
+    reader = Reader(policy.tokenizer, policy.context, template, raw=stage.raw)
     if start is not None:
         restore_optimizers(start, {"optimizer": optimizer})
     parts = dpo.Preferring(

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from keel.config.judging import ProcessRewardModelStage
+from keel.config.judging import JudgingStage, ProcessRewardModelStage
 from keel.config.load import load_recipe
 from keel.config.model import Model
 from keel.config.preference_data import PreferenceData
@@ -51,7 +51,7 @@ def evaluate_reward_model(
         _make(pictures)
     kind: Literal["outcome", "process"] = "process" if rows == "steps" else "outcome"
     loaded = load_reward_model(Model(name=name), kind)
-    reader = loaded.reader()
+    reader = loaded.reader(_raw(model, recipe_stage))
     judge = partial(loaded.judge, token_budget=token_budget)
     source = PreferenceData(
         name="parquet" if path.endswith(".parquet") else "jsonl", path=path, empty="keep"
@@ -107,6 +107,15 @@ def _found(model: Path | str, stage: str | None) -> tuple[str, str | None]:
         )
     check_model(folder.model(stage))
     return str(folder.model(stage)), stage
+
+
+def _raw(run: Path | str, stage: str | None) -> bool:
+    """Whether a run's stage read plain prompts without the chat template."""
+    if stage is None:
+        return False
+    recipe = load_recipe(RunFolder.open(run).recipe)
+    made = next(one for one in recipe.stages if one.name == stage)
+    return isinstance(made, JudgingStage) and made.raw
 
 
 def _reading(run: Path | str, stage: str | None) -> tuple[str, float]:

@@ -125,6 +125,8 @@ def steps(separator: str, decode: Callable[[Sequence[int]], str]) -> Make:
 
 def _judged(judge: Judge, prompts: Sequence[Prompt], side: Side, make: Make) -> Any:
     choice, sampler = judge.choice, judge.sampler
+    if side == "heldout":  # accuracy is measured against what the rewards say
+        choice = choice.model_copy(update={"noise": 0.0})
     for start in range(0, len(prompts), CHUNK):
         seed = derive(judge.seed, "answers", side, start)
         part = prompts[start : start + CHUNK]

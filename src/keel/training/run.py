@@ -22,6 +22,7 @@ from keel.runs.watch import Silent, Watcher
 from keel.training.ahead import look_ahead
 from keel.training.faults import keeping_stacks
 from keel.training.leakage import leaks
+from keel.training.restoring import check_base
 from keel.training.stages import run_stage
 from keel.training.state import Progress, read_progress, restore_policy
 from keel.training.work import Work
@@ -63,6 +64,7 @@ def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | Non
     keep_freed()
     policy = load_policy(recipe.model, recipe.seed)
     if start is not None:
+        check_base(policy, recipe.model, start)
         restore_policy(start, policy)
     threads = torch.get_num_threads()
     opening.declare(session, recipe.name, recipe.seed, threads, REPORTED, fingerprint("decode"))

@@ -64,11 +64,15 @@ class State:
     def save(self, folder: Path) -> None:
         """Fill a checkpoint folder.
 
-        `policy/` loads with plain transformers; `trainable.safetensors` holds the same trainable
-        parameters bit for bit as the run has them, the modules beside them; then the moments, and
-        the reference where the policy's own base is not it.
+        `policy/` loads with plain transformers; with LoRA it is the adapter alone, which peft puts
+        on its base. `trainable.safetensors` holds the same trainable parameters bit for bit as the
+        run has them, the modules beside them; then the moments, and the reference where the
+        policy's own base is not it.
         """
-        self.policy.save(folder / POLICY)
+        if self.policy.has_lora:
+            self.policy.save_adapter(folder / POLICY)
+        else:
+            self.policy.save(folder / POLICY)
         tensors: dict[str, Tensor] = dict(self.policy.trainable())
         for name, module in self.modules.items():
             tensors |= {f"{name}/{key}": value for key, value in module.state_dict().items()}

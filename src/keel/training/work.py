@@ -71,12 +71,19 @@ def open_source(
         prompts.chat_template,
         forgiven=lenient,
         note=work.session.note,
+        raw=raw_tasks(tasks, sources),
+        served=work.policy.served,
     )
     _set_aside(work, stage, tasks, encoder)
     stream = PromptStream(list(tasks.values()), weights, derive(seed, "prompts"), encoder)
     if state:
         stream.restore(state)
     return Source(tasks, weights, encoder, stream)
+
+
+def raw_tasks(tasks: Mapping[str, Task], sources: Sequence[TaskSource]) -> set[str]:
+    """The names of the tasks whose plain prompts go without the chat template."""
+    return {name for name, source in zip(tasks, sources, strict=True) if source.raw}
 
 
 def _set_aside(work: Work, stage: str, tasks: Mapping[str, Task], encoder: Encoder) -> None:
