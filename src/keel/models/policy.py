@@ -58,7 +58,8 @@ class Policy(nn.Module):
         self.model = model
         self.tokenizer = tokenizer
         self.served = served or Served()
-        self._base_fingerprint: str | None = None
+        self.base_fingerprint = lora.base_fingerprint(model) if self.has_lora else None
+        """SHA-256 of the frozen weights that an adapter is put on."""
         self.autocast = autocast
         self.activation_checkpointing = activation_checkpointing
         self.set_checkpointing(model)
@@ -182,13 +183,6 @@ class Policy(nn.Module):
             "fingerprint": self.base_fingerprint,
         }
         (folder / BASE).write_text(json.dumps(base, indent=2) + "\n", "utf-8")
-
-    @property
-    def base_fingerprint(self) -> str:
-        """SHA-256 of the weights that an adapter is put on; they are frozen, so it is made once."""
-        if self._base_fingerprint is None:
-            self._base_fingerprint = lora.base_fingerprint(self.model)
-        return self._base_fingerprint
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
