@@ -74,13 +74,14 @@ class Recorder:
     ) -> None:
         """`inputs` are the run's (`runs.inputs`), `known` the files that `recorded.check` found."""
         self.folder = folder
-        self._recipe = tomllib.loads(folder.recipe.read_text("utf-8"))
         self._inputs, self._known = dict(inputs or {}), dict(known or {})
         self._clock = clock
         self._metrics = JsonlWriter(folder.metrics)
         self._timings = JsonlWriter(folder.timings)
         self._events = JsonlWriter(folder.events)
-        self._digest = hashlib.sha256(folder.metrics.read_bytes())
+        with files.told(folder.path, "read"):
+            self._recipe = tomllib.loads(folder.recipe.read_text("utf-8"))
+            self._digest = hashlib.sha256(folder.metrics.read_bytes())
         self._not_synced: list[Path] = []
 
     def metrics(self, stage: int, step: int, values: Mapping[str, Any]) -> None:
