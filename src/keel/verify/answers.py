@@ -128,7 +128,10 @@ def stated_number(text: str, *, evaluated: bool = True) -> Number | None:
     whole = read_number(answer.text, evaluated=evaluated)
     if whole is not None or answer.how == "marked":
         return whole
-    return _concluded(shortened(_CALCULATION.sub("", answer.text)), evaluated)
+    sentence = shortened(_CALCULATION.sub("", answer.text))
+    if answer.how == "stated" and re.search(r"[,;] *[^\s\d]|[,;] +\d", sentence):
+        return None  # a list: `Evelyn, 5`
+    return _concluded(sentence, evaluated)
 
 
 def shortened(answer: str) -> str:
@@ -144,8 +147,9 @@ def _concluded(sentence: str, evaluated: bool) -> Number | None:
     before, equals, after = sentence.rpartition("=")
     if equals:
         side = re.split(r"=|,|;|\band\b|\bthen\b", before)[-1]
-        if ("=" in before and not re.search(r"\d", side)) or read_number(side):
-            return None  # x = 4, y = 3; 4 = 3
+        others = re.search(r"[\d\\]", before[: len(before) - len(side)])
+        if (others and not re.search(r"\d", side)) or read_number(side):
+            return None  # x = 4, y = 3; 4, y = 3; 4 = 3
         found = _only_number(after, evaluated)
         words = side.replace("$", " ").split()
         return found and replace(found, name=name_of(words[-1]) if words else "")

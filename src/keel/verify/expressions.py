@@ -295,7 +295,7 @@ def _trimmed(text: str) -> str:
         if tail is None or tail.start() == 0 or not only_units(tail[0], letters=False):
             break
         shorter = text[: tail.start()].strip()
-        if shorter.endswith((",", ";")):  # the last of a list
+        if shorter.endswith((",", ";", " or", " and")):  # the last of a list
             break
         text = shorter
     return text
