@@ -65,6 +65,7 @@ def test_no_foreign_key_is_answered_twice() -> None:
         ("gpro", ["gspo", "grpo", "ppo"], "grpo"),  # two letters swapped
         ("grop", ["gspo", "grpo"], "grpo"),
         ("dapoo", ["dapo", "ppo"], "dapo"),
+        ("GRPO", ["gspo", "grpo"], "grpo"),
         ("zzz", ["grpo"], None),
     ],
 )

@@ -11,7 +11,7 @@ from keel.algorithms.spec import Algorithm, GroupRelative
 from keel.learn.batch import from_groups
 from keel.learn.estimate import Outcome, estimate, outcome
 from keel.learn.loss import prepare
-from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
+from keel.types import Completion, Group, Prompt, Step, Verdict
 from tests.learn.flat import blank, sample
 
 LENGTHS, GROUPS = (2, 3, 1, 1, 2), (0, 0, 1, 1, 1)
@@ -105,8 +105,17 @@ def test_what_a_reward_holds_beside_its_steps_is_a_step_at_the_end() -> None:
     assert sorted(rows) == [pytest.approx(row) for row in expected]
 
 
-def test_a_row_for_steps_says_when_there_are_none() -> None:
+def test_a_batch_without_any_step_learns_from_each_answers_reward_as_its_step() -> None:
+    """As where a gate shuts every completion out: equal rewards, so nothing to learn."""
     made, verdicts = group((1.0, ()), (0.0, ()))
     row: Algorithm = PRESETS["grpo_process"].row.model_copy(update={"divergence": None})
-    with pytest.raises(KeelError, match="process reward in rewards"):
-        estimate(row, from_groups([made]), outcome([made], [verdicts], None), 0.0)
+    batch = from_groups([made])
+    apart = estimate(row, batch, outcome([made], [verdicts], None), 0.0).advantage_N
+    assert apart is not None
+    # Two rewards, 1 and 0: less ½, over the unbiased deviation √½.
+    first = int(batch.lengths_S[0])
+    assert apart[:first].tolist() == pytest.approx([0.5 / (0.5**0.5 + 1e-4)] * first)
+    made, shut = group((-0.5, ()), (-0.5, ()))
+    same = estimate(row, from_groups([made]), outcome([made], [shut], None), 0.0).advantage_N
+    assert same is not None
+    assert same.abs().max() == 0

@@ -223,7 +223,7 @@ def test_only_what_stands_and_differs_from_its_default_was_given(tmp_path: Path)
     above = tmp_path / "above.toml"
     above.write_text(
         'extends = "below.toml"\nsteps = 9\nepochs = 1\n'
-        "algorithm.surrogate = { low = 0.1, high = 0.2 }\n[optimizer]\nlearning_rate = 2\n",
+        "algorithm.surrogate = { low = 0.1, high = 0.2 }\n[optimizer]\nlearning_rate = 1\n",
         encoding="utf-8",
     )
     recipe = load_recipe(str(above), ["steps=11", "algorithm.surrogate.low=0.3"])
@@ -231,7 +231,7 @@ def test_only_what_stands_and_differs_from_its_default_was_given(tmp_path: Path)
     assert {(".".join(map(str, key.path)), key.value) for key in keys} == {
         ("steps", 11),
         ("algorithm.surrogate.low", 0.3),
-        ("optimizer.learning_rate", 2.0),
+        ("optimizer.learning_rate", 1.0),
     }
 
 

@@ -332,17 +332,18 @@ STILL: list[dict[str, object]] = [
     {"algorithm": "ppo", "epochs": 1},
     {"algorithm": "ppo_kl_penalty", "epochs": 1},
     {"algorithm": {"preset": "grpo", "ratio": "sequence"}},
+    # The old log-probs are of the weights as the step begins: only the correction sees the lag.
+    {
+        "algorithm": {**GSPO, "correction": {"kind": "truncate"}},
+        "minibatches": 1,
+        "rollout": {"ahead": 1},
+    },
     {"algorithm": {"preset": "grpo", "surrogate": {"kind": "cispo"}}},
 ]
 MOVES: list[dict[str, object]] = [
     *({"algorithm": name} for name in PRESETS),
     {"algorithm": GSPO, "minibatches": 1, "epochs": 2},
     {"algorithm": GSPO, "minibatches": 1, "rollout": {"old_log_probs": "engine"}},
-    {
-        "algorithm": {**GSPO, "correction": {"kind": "truncate"}},
-        "minibatches": 1,
-        "rollout": {"ahead": 1},
-    },
     {"algorithm": {"preset": "grpo", "surrogate": {"high": 0.28}}},
 ]
 

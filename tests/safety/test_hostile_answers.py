@@ -15,10 +15,12 @@ import pytest
 from keel.tasks.base import Presentation
 from keel.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_task
 from keel.tasks.gym_worker import COMPARING
+from keel.types import Prompt
+from keel.verify.answers import final_answer, stated_number
 from keel.verify.formats import has_tags, tag_content
 from keel.verify.languages import language_of
 from keel.verify.mathematics import Mathematics
-from keel.verify.numbers import final_number, parse_number
+from keel.verify.numbers import read_number
 from tests.safety.processes import descendants, gone
 from tests.tasks.made import completion
 from tests.verify.processes import needs_bubblewrap
@@ -124,8 +126,14 @@ def tasks(process: GymProcess) -> dict[str, GymTask]:
     return {n: gym_task(PREFIX + n, 0, Presentation(), {}, process) for n in scorers()}
 
 
+def prompt(task: GymTask) -> Prompt:
+    """The first item whose answer is none of the small numbers that hostile answers hold."""
+    items = (task.prompt("train", index) for index in range(100))
+    return next(item for item in items if task.gold(item) not in ("0", "0.0", "1", "2", "8", "9"))
+
+
 def score(task: GymTask, text: str) -> float:
-    return task.score(task.prompt("train", 0), completion(text))
+    return task.score(prompt(task), completion(text))
 
 
 @needs_bubblewrap
@@ -135,7 +143,7 @@ def test_no_answer_reaches_anything_or_earns(
 ) -> None:
     monkeypatch.setattr("keel.tasks.gym.SCORE_SECONDS", 1.0)
     task = tasks[name]
-    gold = task.gold(task.prompt("train", 0))
+    gold = task.gold(prompt(task))
     wrong = score(task, "")
     assert task.process._process is not None
     pid, before = task.process._process.pid, descendants(task.process._process.pid)
@@ -174,14 +182,14 @@ def test_a_composite_of_data_sets_evaluates_nothing_either(
         task = gym_task(f"{PREFIX}composite", 0, Presentation(), options, process)
         for text in (f"open('{tmp_path}/x', 'w')", "9**9**9"):
             assert score(task, text) < 0.5
-        assert score(task, str(task.gold(task.prompt("train", 0)))) == 1.0
+        assert score(task, str(task.gold(prompt(task)))) == 1.0
     assert not list(tmp_path.iterdir())
 
 
 @needs_bubblewrap
 def test_numbers_that_are_none_equal_nothing(tasks: dict[str, GymTask]) -> None:
     task = tasks["number_sorting"]
-    count = len(str(task.gold(task.prompt("train", 0))).split(","))
+    count = len(str(task.gold(prompt(task))).split(","))
     for item in ("NaN", '"nan"', '"\\u006ean"'):
         assert score(task, "[" + ", ".join([item] * count) + "]") == 0.0
     assert score(tasks["complex_arithmetic"], "nan") == 0.0
@@ -191,15 +199,15 @@ def test_numbers_that_are_none_equal_nothing(tasks: dict[str, GymTask]) -> None:
 @needs_bubblewrap
 def test_an_expression_uses_the_numbers_that_it_shows(tasks: dict[str, GymTask]) -> None:
     task = tasks["countdown"]
-    metadata = task.prompt("train", 0).columns["metadata"]
+    metadata = prompt(task).columns["metadata"]
     zeros, target = "+".join(map(str, metadata["numbers"])), str(metadata["target"])
     for hidden in (hex(metadata["target"]), f"{target[0]}_{target[1:]}"):
         assert score(task, f"{hidden} # {zeros}") < 0.5
         assert score(task, f"{hidden} + ({zeros}) - ({zeros})") < 0.5
     assert score(tasks["puzzle24"], "8*3 # 1 2") < 0.5
     integral = tasks["simple_integration"]
-    integrand = integral.prompt("train", 0).columns["metadata"]["integrand"]
-    variable = integral.prompt("train", 0).columns["metadata"]["variable"]
+    integrand = prompt(integral).columns["metadata"]["integrand"]
+    variable = prompt(integral).columns["metadata"]["variable"]
     assert score(integral, f"integrate({integrand}, {variable})") == 0.0
 
 
@@ -209,8 +217,9 @@ def test_texts_are_read_in_time_near_their_length() -> None:
     texts += ["1," * 20_000, "\\frac{1" * 10_000, "\\boxed{" * 10_000, "$" * 50_001, "`" * 50_001]
     start = time.process_time()
     for text in texts:
-        parse_number(text)
-        final_number(text)
+        read_number(text)
+        final_answer(text, words=True)
+        stated_number(text)
         tag_content(text, "answer")
         has_tags(text, ("think", "answer"))
     assert time.process_time() - start < 20.0

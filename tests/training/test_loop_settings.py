@@ -94,9 +94,13 @@ def test_in_its_warm_up_the_value_model_alone_learns(tmp_path: Path, kind: str) 
 
 def test_a_value_model_has_a_learning_rate_of_its_own() -> None:
     for kind in ("critic", "head"):
-        stage = rl("algorithm=ppo", f"value.kind={kind}", "value.optimizer={warmup_steps=3}")
-        assert stage.value.optimizer is not None
-        assert stage.value.optimizer.learning_rate == 1e-5
+        for policy, own in ((1e-6, 1e-5), (3e-4, 3e-4)):
+            stage = rl(
+                *("algorithm=ppo", f"value.kind={kind}", "value.optimizer={warmup_steps=3}"),
+                f"optimizer.learning_rate={policy}",
+            )
+            assert stage.value.optimizer is not None
+            assert stage.value.optimizer.learning_rate == own
         assert stage.value.optimizer.warmup_steps == 3
 
 

@@ -115,7 +115,6 @@ def _of_preset(preset: Preset) -> dict[str, Any]:
         "algorithm": row,
         "environment": {"count": 8},
         "group_size": 8 if preset.row.needs_groups else 1,
-        "minibatches": min(preset.minibatches, 8),
     }
 
 

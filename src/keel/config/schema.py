@@ -40,6 +40,7 @@ from keel.config.presets import (
 )
 from keel.config.sources import Prompts, Rewards, RewardSource, Seconds, TaskSource
 
+VALUE_LEARNING_RATE = 1e-5
 MAX_COMPLETIONS = 2**24
 """Of one step: beyond, the step's records alone fill a machine's memory."""
 
@@ -122,9 +123,10 @@ class Value(Row):
     kind: Literal["head", "critic"] = "critic"
     name: str | None = None
     """Folder or hub name of the critic's backbone; None starts it from the policy."""
-    optimizer: Optimizer | None = Optimizer(learning_rate=1e-5)
-    """Of the critic, or of the head's own weights: its default rate is ten times the policy's, as
-    in verl and OpenRLHF, since the output layer starts at 0. None means the policy's settings."""
+    optimizer: Optimizer | None = Optimizer(learning_rate=VALUE_LEARNING_RATE)
+    """Of the critic, or of the head's own weights. The rate is 1e-5 unless set, as in verl and
+    OpenRLHF, since the output layer starts at 0, and the policy's where that is higher. None means
+    the policy's settings."""
     warmup_steps: Index = 0
     """Steps at the start of the stage in which only the value model learns. The policy's schedule
     begins after them."""
@@ -201,7 +203,7 @@ class RLStage(Row):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, data: Any) -> Any:
-        return resolve_algorithm(data) if isinstance(data, dict) else data
+        return _with_value_rate(resolve_algorithm(data)) if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _sizes(self) -> RLStage:
@@ -269,7 +271,7 @@ class RLStage(Row):
         one_update = self.epochs * self.minibatches == 1
         if row.ratio == "none" or not one_update:
             return False
-        if rollout.old_log_probs == "engine" or rollout.ahead:
+        if rollout.old_log_probs == "engine":
             return False
         preset = PRESETS[row.preset]
         on_policy = preset.epochs * preset.minibatches == 1
@@ -340,6 +342,22 @@ class Recipe(Row):
                         f"({', '.join(before) or 'there is none'})"
                     )
         return self
+
+
+def _with_value_rate(stage: dict[str, Any]) -> dict[str, Any]:
+    """The stage, its value model's learning rate not below the policy's. Idempotent."""
+    algorithm = stage.get("algorithm")
+    if not isinstance(algorithm, dict) or not algorithm.get("value"):
+        return stage
+    policy, value = stage.get("optimizer", {}), stage.get("value", {})
+    if not isinstance(policy, dict) or not isinstance(value, dict):
+        return stage
+    own = value.get("optimizer", {})
+    rate = policy.get("learning_rate", 0.0)
+    if not isinstance(own, dict) or "learning_rate" in own or not isinstance(rate, float):
+        return stage
+    rate = max(VALUE_LEARNING_RATE, rate)
+    return {**stage, "value": {**value, "optimizer": {**own, "learning_rate": rate}}}
 
 
 def _rewards_of(stage: Stage) -> tuple[RewardSource, ...]:

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that `name` most probably meant, if it is like any: fewest typing errors."""
-    close = difflib.get_close_matches(name, list(known), n=5, cutoff=0.6)
+    names = list(known)
+    folded = [other for other in names if other.casefold() == name.casefold()]
+    close = folded or difflib.get_close_matches(name, names, n=5, cutoff=0.6)
     return min(close, key=lambda other: _typing_errors(name, other)) if close else None
 
 

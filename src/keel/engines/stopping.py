@@ -107,15 +107,16 @@ class Stops:
     def __init__(
         self, eos: Sequence[int], sampling: Sampling, tokenizer: Any, vocabulary: int
     ) -> None:
-        outside = [number for number in sampling.stop_ids if not 0 <= number < vocabulary]
+        self._strings, special = split_stops(sampling.stop, tokenizer)
+        stops = [*sampling.stop_ids, *special]
+        outside = [number for number in stops if not 0 <= number < vocabulary]
         if outside:
             raise KeelError(
                 f"sampling.stop_ids holds {outside[0]}, which is not a token: "
                 f"give ids from 0 to {vocabulary - 1}"
             )
-        self._strings, special = split_stops(sampling.stop, tokenizer)
         self._table = np.full(vocabulary, GOING, dtype=np.int8)
-        self._table[[*sampling.stop_ids, *(i for i in special if i < vocabulary)]] = STOP
+        self._table[stops] = STOP
         self._table[list(eos)] = EOS
         self.by_token = None if self._strings else self._table
         """What each token does to its row (int8, V), if nothing but it and the budget ends one."""

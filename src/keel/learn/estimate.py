@@ -115,8 +115,10 @@ def check_steps(row: Algorithm, there: bool) -> None:
 def estimate(row: Algorithm, batch: Batch, judged: Outcome, beta: float) -> Batch:
     """The measured batch with advantages (before whitening) and returns, in float64.
 
-    Raises KeelError where the advantage needs rewards of steps and there are none, or the reverse.
+    Raises KeelError where there are rewards of steps that the advantage cannot use.
     """
+    if row.needs_steps and judged.step_reward_K is None:
+        judged = _as_steps(judged, batch.lengths_S)
     check_steps(row, judged.step_reward_K is not None)
     device = batch.target_N.device
     lengths_S = batch.lengths_S
@@ -157,6 +159,19 @@ def estimate(row: Algorithm, batch: Batch, judged: Outcome, beta: float) -> Batc
         present_N=segments.spread((~silent_S).to(advantage_N), lengths_S) > 0
         if bool(silent_S.any())
         else None,
+    )
+
+
+def _as_steps(judged: Outcome, lengths_S: Tensor) -> Outcome:
+    """Each completion's reward as its one step: no reward of the batch has given any, as where a
+    gate has shut all of them out."""
+    lengths_S = lengths_S.cpu()
+    at = (~judged.reward_S.isnan() & (lengths_S > 0)).nonzero().flatten()
+    return replace(
+        judged,
+        step_reward_K=judged.reward_S[at],
+        step_end_K=lengths_S[at] - 1,
+        step_sequence_K=at,
     )
 
 

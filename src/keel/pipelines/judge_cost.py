@@ -164,7 +164,10 @@ def _counts(stage: Stage, options: JudgeOptions, validation: int) -> tuple[int, 
     """How many questions a stage asks to learn from, and how many to evaluate."""
     if isinstance(stage, RLStage):
         rollout, samples = stage.rollout, stage.evaluation.samples
-        train = stage.steps * rollout.prompts_per_step * _of_group(options, rollout.group_size)
+        of_prompt = _of_group(options, rollout.group_size)
+        if stage.algorithm.needs_greedy:
+            of_prompt += _of_group(options, 1)
+        train = stage.steps * rollout.prompts_per_step * of_prompt
         each = _of_group(options, 1) + (_of_group(options, samples) if samples else 0)
         return train, evaluations_of(stage) * validation * each if validation else 0
     assert isinstance(stage, JudgingStage)

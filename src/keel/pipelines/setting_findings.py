@@ -125,9 +125,9 @@ def still_ratio(stage: RLStage, key: str) -> Finding | None:
     return found(
         "ratio-stays-1",
         "the importance ratio never moves from 1, so what bounds it never acts",
-        "each batch is used for one optimizer step (epochs = 1, minibatches = 1): surrogate "
-        f'"{stage.algorithm.surrogate.kind}" with ratio "{stage.algorithm.ratio}" has the gradient '
-        "of a plain policy gradient",
+        "each batch is used for one optimizer step (epochs = 1, minibatches = 1): the gradient is "
+        f'that of a plain policy gradient, whatever surrogate "{stage.algorithm.surrogate.kind}" '
+        "and a divergence to the old policy would do",
         key,
         f"set it to 2 or more{usual}, or epochs",
     )

@@ -85,7 +85,7 @@ class JudgeOptions(Row):
     """Dollars for a million tokens."""
     budget: Positive | None = None
     """The most dollars that may be spent, over all runs that share the cache."""
-    budget_tokens: Count | None = None
+    budget_tokens: Annotated[int, Field(ge=1, le=10**15)] | None = None
     cache: str | None = None
     """The file of paid answers; None is one of the run's. In a run it lies in the folder that Keel
     runs in, or beside the run's folder."""

@@ -12,14 +12,15 @@ from keel.config.schema import Evaluation
 from keel.config.seeds import derive
 from keel.config.suggest import unknown
 from keel.insight.statistics import mean_interval, wilson_interval
+from keel.rewards.judge import Judge
 from keel.rewards.loading import NamedReward
 from keel.rewards.score import Scorer
 from keel.training.rollout import Sampler
 from keel.types import Group, KeelError, Prompt, Sampling, Verdict
 
-EXAMPLES = 4
 SPENDING = ("asked", "tokens", "dollars")
-"""How metrics of a paid reward end that add up over calls (a judge's)."""
+"""What of a judge's metrics adds up over calls."""
+EXAMPLES = 4
 """How many completions an evaluation shows."""
 
 
@@ -94,9 +95,9 @@ class Evaluator:
         """Groups of `n` and their verdicts; what they cost is added to `spent`."""
         seed = derive(self.sampler.seed, "evaluation")
         groups, scored = self.sampler.judged(self.prompts, n, sampling, seed, self.scorer, step)
-        for name, value in scored.metrics.items():
-            if name.rpartition("/")[2] in SPENDING:
-                spent[name] = spent.get(name, 0.0) + float(value)
+        judges = [f.function for f in self.scorer.functions if isinstance(f.function, Judge)]
+        for name in (f"{judge.options.label}/{what}" for judge in judges for what in SPENDING):
+            spent[name] = spent.get(name, 0.0) + float(scored.metrics.get(name, 0.0))
         return groups, scored.verdicts
 
     def _greedy(self, verdicts: Sequence[Verdict]) -> dict[str, Any]:

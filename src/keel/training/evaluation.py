@@ -120,7 +120,7 @@ def _stage_data(
     alone = {"stage": "rl", "name": "evaluated"}
     data: dict[str, Any] = alone if recipe is None else recipe.stages[-1].model_dump()
     if data["stage"] != "rl":
-        own = {key: data[key] for key in ("tasks", "prompts")}
+        own: dict[str, Any] = {key: data[key] for key in ("tasks", "prompts") if key in data}
         data = {"stage": "rl", "name": "evaluated", **own}
     if task is not None:
         data |= {"tasks": [{"name": task}], "rewards": {}}
@@ -128,6 +128,8 @@ def _stage_data(
     for key in task_keys:
         change = parse_override(key)
         data["tasks"] = [merge(dict(source), change) for source in data["tasks"]]
+    if not data.get("tasks"):
+        raise KeelError("the run's last stage samples nothing: say which task with --task")
     if rewards:
         data["rewards"] = {"functions": [{"function": name} for name in rewards]}
         data["evaluation"] = {**data.get("evaluation", {}), "component": "none"}

@@ -96,8 +96,8 @@ def reinforce(work: Work, stage: RLStage, progress: Progress) -> Progress:
     if stage.ratio_stays_one and work.resume_from is None:
         session.note(
             f"{stage.name}: with one optimizer step a batch (epochs = 1, minibatches = 1) the "
-            f'importance ratio stays 1 and surrogate "{stage.algorithm.surrogate.kind}" never '
-            "bounds it: set minibatches or epochs higher"
+            "importance ratio stays 1, so neither its bounds nor a divergence to the old policy "
+            "act: set minibatches or epochs higher"
         )
     loop = make_loop(work, stage, learner, drawn_by, progress, seed)
     with closing(loop.sampler.scorer):
