@@ -139,6 +139,73 @@ def test_what_a_text_without_a_mark_ends_on(text: str, value: Fraction | None) -
     assert ends_on(text) == value
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("Each egg costs $2, so the total is $18.", 18),
+        ("He had 5 dollars, so after doubling it he has 10 dollars.", 10),
+        ("She sold 5 pies, and so earned $40.", 40),
+        ("The recipe needs 3 cups for each batch, which is 12 cups in total.", 12),
+        ("The recipe needs 3 cups per batch; with 4 batches that is 12 cups.", 12),
+        ("Tom is 4 years older, so Tom is 14.", 14),
+        ("The answer is 9 eggs, so 18 dollars.", 18),
+        ("Eliza's earnings for this week are $460.", 460),
+        ("The total cost for the trip is $460.", 460),
+        ("The total cost for all the items is 200 + 260 = $460.", 460),
+        ("The number of apples after lunch is 5.", 5),
+        ("It will take Carla 160 minutes to download the file.", 160),
+        ("So it costs $1,200 to buy.", 1200),
+        ("He has 12 dollars to spend.", 12),
+        ("12 apples are left.", 12),
+        ("12 is the answer.", 12),
+        ("So, 12 of the people came to the party.", 12),
+        ("There are 12 students who do not play sports.", 12),
+        ("Therefore, there are 12 boys and girls in the class.", 12),
+        ("He has 12 more apples than Bob.", 12),
+        ("Therefore, Janet makes **$18** every day at the farmers' market.", 18),
+        ("Altogether they have 12 apples (3 + 9).", 12),
+        ("The answer is 12, and that is final.", 12),
+        ("The correct answer is (12).", 12),
+        ("The answer is 18!", 18),
+        ("\\boxed{9+9=18}", 18),
+        ("#### 9 * 2 = 18", 18),
+        ("Total = 3+4+5 = 12.\n\nLet me know if you have any other questions!", 12),
+        ("It is 12. Would you like me to explain?", 12),
+        ("**12**\n\nWould you like another?", 12),
+        ("It is 12. Feel free to ask!", 12),
+        ("It is 12. Note that tax is ignored.", 12),
+        ("To find the total, add them: 5 + 7 = 12", 12),
+        ("Now find the total: 3*4 = 12.", 12),
+        ("So, to find the total, she multiplies 3 by 4 to get 12.", 12),
+        ("Answer: 12\n\nThe answer is correct.", 12),
+        ("Answer: 12\n\nThis answer is reasonable because 3*4=12.", 12),
+        ("#### 3 dozen", None),
+        ("\\boxed{3 \\text{ fifths}}", None),
+        ("#### 5 hundredths", None),
+        ("#### 7 eighths", None),
+        ("#### 2 thirds", None),
+        ("#### 5 wrong", None),
+        ("#### 5 less", None),
+        ("\\boxed{5} (or 6)", None),
+        ("\\boxed{4}|\\boxed{5}|\\boxed{6}", None),
+        ("1. \\boxed{5}\n2. \\boxed{6}", None),
+        ("- \\boxed{5}\n- \\boxed{6}", None),
+        ("#### 5\nor\n#### 6", None),
+        ("#### 5\n- #### 6", None),
+        ("\\boxed{18}\n\nAnd 18 is the answer.", 18),
+        ("It is between 3 and 5.", None),
+        ("It is not 5.", None),
+        ("It is 3, 4, 5.", None),
+        ("She has 5 and 3.", None),
+        ("It is 3 dozen.", None),
+        ("It is 17 * 24.", None),
+        ("It costs 3 times 5.", None),
+    ],
+)
+def test_answers_in_prose(text: str, value: int | None) -> None:
+    assert ends_on(text) == value
+
+
 def test_a_marked_answer_comes_before_what_follows_it_and_counts_as_a_whole() -> None:
     assert ends_on("2 + 2\n#### 4\nThat took 3 steps.") == 4
     assert ends_on(r"first \boxed{5}, no: \boxed{\frac{1}{2}} (see page 9)") == Fraction(1, 2)
@@ -199,6 +266,8 @@ def test_fractions_are_exact(value: Fraction) -> None:
         *("\\boxed{1} or " * 10_000, "\\[" * 50_000, "(" * 100_000, "²" * 100_000, ". " * 50_000),
         *(r"\boxed{" + "9" * 1_000_000 + "}", r"\boxed{" + "a" * 100_000 + "=1}"),
         *(r"\boxed{9^{9^{9}}}", "#### " + " " * 100_000 + "x", "is " * 30_000, "\n" * 100_000),
+        *("$" + "\n" * 50_000 + "x", "1" + " " * 100_000 + "x", "so 1, " * 30_000, "3 + " * 30_000),
+        *("# 1\n" * 50_000, r"\boxed{" + "1 + " * 30_000 + "= 2}", "1. - | " * 30_000),
     ],
 )
 def test_hostile_text_costs_little(text: str) -> None:
