@@ -114,112 +114,24 @@ _ATTACHED = frozenset(
         "inches",
     ]
 )
-_CHANGES = frozenset(
-    [
-        "plus",
-        "minus",
-        "divided",
-        "over",
-        "mod",
-        "modulo",
-        "pi",
-        "sqrt",
-        "sin",
-        "cos",
-        "tan",
-        "log",
-        "ln",
-        "exp",
-        "choose",
-        "factorial",
-        "squared",
-        "cubed",
-        "point",
-        "half",
-        "quarter",
-        "zero",
-        "one",
-        "two",
-        "three",
-        "four",
-        "five",
-        "six",
-        "seven",
-        "eight",
-        "nine",
-        "ten",
-        "eleven",
-        "twelve",
-        "twenty",
-        "thirty",
-        "forty",
-        "fifty",
-        "hundred",
-        "thousand",
-        "million",
-        "billion",
-        "trillion",
-        "k",
-        "dozen",
-        "dozens",
-        "score",
-        "gross",
-        "pair",
-        "pairs",
-        "couple",
-        "halves",
-        "third",
-        "thirds",
-        "quarters",
-        "fourth",
-        "fourths",
-        "fifth",
-        "fifths",
-        "sixth",
-        "sixths",
-        "seventh",
-        "sevenths",
-        "eighth",
-        "eighths",
-        "ninth",
-        "ninths",
-        "tenth",
-        "tenths",
-        "hundredth",
-        "hundredths",
-        "thousandth",
-        "thousandths",
-        "millionth",
-        "millionths",
-    ]
-)
+# fmt: off
+_CHANGES = frozenset([
+    "plus", "minus", "divided", "over", "mod", "modulo", "pi", "sqrt", "sin", "cos", "tan",
+    "log", "ln", "exp", "choose", "factorial", "squared", "cubed", "point", "half", "quarter",
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
+    "eleven", "twelve", "twenty", "thirty", "forty", "fifty", "hundred", "thousand", "million",
+    "billion", "trillion", "k", "dozen", "dozens", "score", "gross", "pair", "pairs", "couple",
+    "halves", "third", "thirds", "quarters", "fourth", "fourths", "fifth", "fifths", "sixth",
+    "sixths", "seventh", "sevenths", "eighth", "eighths", "ninth", "ninths", "tenth", "tenths",
+    "hundredth", "hundredths", "thousandth", "thousandths", "millionth", "millionths",
+])
 """Words that make the number before them another number."""
-_NO_UNITS = _CHANGES | frozenset(
-    [
-        "or",
-        "and",
-        "to",
-        "than",
-        "not",
-        "but",
-        "times",
-        "if",
-        "maybe",
-        "perhaps",
-        "possibly",
-        "either",
-        "versus",
-        "vs",
-        "is",
-        "are",
-        "was",
-        "equals",
-        "less",
-        "fewer",
-        "wrong",
-        "incorrect",
-    ]
-)
+_NO_UNITS = _CHANGES | frozenset([
+    "or", "and", "to", "than", "not", "but", "times", "if", "maybe", "perhaps", "possibly",
+    "either", "versus", "vs", "is", "are", "was", "equals", "less", "fewer", "wrong",
+    "incorrect",
+])
+# fmt: on
 _UNITS = {
     **dict.fromkeys(("mm", "millimeter", "millimetre"), "mm"),
     **dict.fromkeys(("cm", "centimeter", "centimetre"), "cm"),
@@ -242,6 +154,7 @@ _UNITS = {
 _NAME = re.compile(
     r"(?:\\(?:text|mathrm|mbox|operatorname) ?\{[^{}=]*\}|\|[A-Za-z]{1,3}\||\\angle ?[A-Za-z]{1,3}"
     r"|[A-Za-z]'{0,2}(?: ?_ ?(?:\w|\{\w*\}))? ?\([-\w, ]{1,20}\)"
+    r"|[A-Za-z](?: ?[-+] ?[A-Za-z])+"
     r"|\\?[A-Za-z][A-Za-z ]*'?(?: ?_ ?(?:\w|\{\w*\}))?) ?"
 )
 _EMPHASIS = re.compile(r"(\*{1,3}|_{1,3}|`)([^*_`].*)\1", re.DOTALL)
