@@ -83,6 +83,7 @@ _CLAUSE = re.compile(
     r"[,;](?=\s)|\s(?=(?:so|thus|hence|therefore|which|making|giving|leaving|meaning)\b)",
     re.IGNORECASE,
 )
+_LISTED = re.compile(r"[,;](?: +\d| *(?![A-Za-z]{2})[^\s\d]| *\w+\W*\Z)(?!\d{3}\b)")
 _OTHER = re.compile(r"\W*(?:\w+ )?(?:or|maybe|perhaps|possibly)\b", re.IGNORECASE)
 _LISTS = re.compile(r"\b(?:and|to)\b", re.IGNORECASE)
 _POLITE = re.compile(
@@ -166,7 +167,7 @@ def stated_number(text: str, *, evaluated: bool = True) -> Number | None:
     sentence = _CALCULATION.sub("", answer.text)
     if answer.how == "stated" or _WORD.search(sentence):
         sentence = sentence.rstrip("*_ ").removesuffix("!")
-    if answer.how == "stated" and re.search(r"[,;] +[$(]*\d", sentence):
+    if answer.how == "stated" and _LISTED.search(sentence):
         return None  # a list: `Evelyn, 5`
     return _concluded(sentence, evaluated)
 
@@ -207,7 +208,7 @@ def _in_last_clause(words: str, evaluated: bool) -> Number | None:
         return None
     clause = clauses[numbered[-1]]
     earlier = "".join(clauses[: numbered[-1]])
-    if re.match(r"[\s$]*[\d.]", clause) and _SYMBOL.search(earlier):
+    if re.match(r"[\s$]*(?:(?:and|or|also) )?[$(-]*[\d.]", clause) and _SYMBOL.search(earlier):
         return None  # a list: 4, 3
     found: list[tuple[int, int, Number | None]] = []
     at = 0
