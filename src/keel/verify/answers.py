@@ -11,17 +11,27 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from keel.verify.numbers import Number, bare, closing, name_of, plain, read_number
+from keel.verify.numbers import (
+    Number,
+    bare,
+    closing,
+    name_of,
+    number_in_prose,
+    plain,
+    read_number,
+)
 
 LONGEST = 4000
 """Characters of the last sentence that are looked at."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox) ?(?=\S)")
 _BETWEEN = re.compile(
-    r"(?:[\s$,;.*&]|\\[\[\]()]|\\(?:text|quad|qquad|\\)|[{}]"
-    r"|\b(?:and|or|either|maybe|perhaps|possibly|also|alternatively|else|otherwise)\b)*+"
+    r"(?:[\s$,;.*&|/-]|^\W*\d+[.)]|\\[\[\]()]|\\(?:text|quad|qquad|\\)|[{}]"
+    r"|\b(?:and|or|either|maybe|perhaps|possibly|also|alternatively|else|otherwise)\b)*+",
+    re.MULTILINE,
 )
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
+_TITLE = re.compile(r"^[ \t]*+#++([^\n]*+)$", re.MULTILINE)
 _WORD = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{2,}(?![A-Za-z}])")
 _NUMBERED = re.compile(
     r"\W*(?:step|part|case|section|question|problem|example|method|approach|phase|stage|exercise"
@@ -44,7 +54,7 @@ _SAYS = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _END = re.compile(r"(?<!\\)[.!?]['\"”)*_]*(?=\s|\Z)|\n|。")
-_ABOVE = re.compile(r"(?<!\s)\s*\n\s*(?=\\\[|\$\$)")
+_ABOVE = re.compile(r"(?<!\s)[^\S\n]*+\n\s*+(?=\\\[|\$\$)")
 _AROUND = re.compile(r"[\s*_]*+")
 _SYMBOL = re.compile(r"[\d$\\]")
 _CALCULATION = re.compile(r"<<[^<>]*>>")
@@ -55,7 +65,9 @@ _FORMULA = re.compile(
     r"|\\\(((?:(?!\\[()]).)*)\\\)|\\\[((?:(?!\\[\[\]]).)*)\\\]",
     re.DOTALL,
 )
-_BEING = re.compile(r".*\b(?:is|are|was|were|be|equals?|gets?|has|have|makes?)\b", re.DOTALL)
+_BEING = re.compile(
+    r"\b(?:is|are|was|were|be|equals?|gets?|has|have|makes?|earns?|pays?|needs?|costs?|takes?)\b"
+)
 _VAGUE = re.compile(
     r"\b(?:or|maybe|perhaps|possibly|either|neither|between|alternatively|not|than|at least"
     r"|at most|negative|minus|except|without|unless)\b|n't\b|[<>]|\\[lg]eq?\b|\\ne\b|\\pm\b",
@@ -63,21 +75,32 @@ _VAGUE = re.compile(
 )
 _START = re.compile(r"[-+]?(?:\b(?:US|CA|AU))?\\?[$€£¥₹]?-?(?:\.?\d|\\[dt]?frac)")
 _DISPLAY = re.compile(r"(?:[*_\s]|\$(?=\$))*+(?:\\\[.*?\\\]|\$\$.*?\$\$)", re.DOTALL)
-_CLOSING = re.compile(
-    r",? (?:because|since|as|so|which|where|when|after|for|in order|given|if|thus|and so)\b.*"
-    r"|\s\((?=[^()\\]*\b[a-z]{3}).*|;.*",
+_EXPLAINS = re.compile(
+    r",? (?:because|since|given|as (?!of)|where)\b[^,]*\Z|,? because\b.*|\s\([^()]*\)\W*\Z",
     re.DOTALL | re.IGNORECASE,
 )
+_CLAUSE = re.compile(
+    r"[,;](?=\s)|\s(?=(?:so|thus|hence|therefore|which|making|giving|leaving|meaning)\b)",
+    re.IGNORECASE,
+)
+_LISTED = re.compile(r"[,;](?: +\d| *(?![A-Za-z]{2})[^\s\d]| *\w+\W*\Z)(?!\d{3}\b)")
+_OTHER = re.compile(r"\W*(?:\w+ )?(?:or|maybe|perhaps|possibly)\b", re.IGNORECASE)
+_LISTS = re.compile(r"\b(?:and|to)\b", re.IGNORECASE)
+_POLITE = re.compile(
+    r"\b(?:let me know|feel free|would you like|do you (?:want|need)|hope (?:this|that|it)"
+    r"|if you (?:have|need|want)|happy to help)\b|^note\b(?!.*\d)",
+    re.IGNORECASE | re.DOTALL,
+)
 _HEDGE = re.compile(
-    r"(?:[\s$*.,;:)\]]|\\[)\]])*+"
+    r"(?:[\s$*.,;:()\]]|\\[)\]])*+"
     r"(?:or|and|alternatively|maybe|perhaps|possibly|otherwise)\b"
     r"(?:[\s,$*({]|\\[(\[]|or\b|maybe\b|perhaps\b|else\b|also\b|possibly\b|it\b|is\b|could\b|be\b"
     r"|answer\b|the\b|[a-z] ?=)*+"
-    r"(?:-?\.?\d|\\[dt]?frac|\\sqrt|\\boxed)",
+    r"(?:-?\.?\d|\\[dt]?frac|\\sqrt|\\boxed)(?![^\n]*\bis the answer\b)",
     re.IGNORECASE,
 )
 _ASKS = re.compile(
-    r"[?？]|(?:^|[,;:.(}\]]) ?(?:(?:then|and|please|so|now|to|in order to|you) )*"
+    r"[?？]|(?:^|[,;:.(}\]]) ?(?:(?:then|and|please|so|now|you) )*"
     r"(?:find|calculate|compute|determine|evaluate|express|simplify|solve|write|enter|round|convert"
     r"|factor|expand|give|state|assume|suppose|let|prove|show|list|define|consider|note|given|if"
     r"|graph|identify|estimate|describe)\b"
@@ -86,6 +109,16 @@ _ASKS = re.compile(
     r"|need to (?:find|compute))\b",
     re.IGNORECASE,
 )
+_REMARK = re.compile(
+    r"(?:indeed |also |therefore )?(?:correct|right|reasonable|valid|verified|confirmed|sensible"
+    r"|clear|exact|as expected|consistent)\b",
+    re.IGNORECASE,
+)
+_ARITHMETIC = re.compile(
+    r"(?:[\s\d.,$()]|\\(?:times|cdot|div)\b)*\d\s*(?:[-+*/]|\\(?:times|cdot|div)\b)"
+    r"(?:[-+*/\s\d.,$()]|\\(?:times|cdot|div)\b)*+"
+)
+_RESULT = re.compile(r":[^:A-Za-z=\\]*=[^A-Za-z]*\d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +139,7 @@ def final_answer(text: str, *, words: bool = False) -> Answer | None:
     if mark is not None:
         _, end, answer = mark
         return None if not answer or _HEDGE.match(text, end) else Answer(answer, "marked")
-    stated = _stated(text)
+    stated = _stated(text, words)
     if stated is not None:
         end, answer = stated
         if not answer or _HEDGE.match(text, end):
@@ -127,49 +160,77 @@ def stated_number(text: str, *, evaluated: bool = True) -> Number | None:
         return None
     whole = read_number(answer.text, evaluated=evaluated)
     if whole is not None or answer.how == "marked":
+        left, equals, right = answer.text.rpartition("=")
+        if whole is None and equals and _ARITHMETIC.fullmatch(left):
+            return read_number(right, evaluated=evaluated)
         return whole
-    sentence = shortened(_CALCULATION.sub("", answer.text))
-    if answer.how == "stated" and re.search(r"[,;] *[^\s\d]|[,;] +\d", sentence):
+    sentence = _CALCULATION.sub("", answer.text)
+    if answer.how == "stated" or _WORD.search(sentence):
+        sentence = sentence.rstrip("*_ ").removesuffix("!")
+    if answer.how == "stated" and _LISTED.search(sentence):
         return None  # a list: `Evelyn, 5`
     return _concluded(sentence, evaluated)
 
 
 def shortened(answer: str) -> str:
-    """A statement less the clause that explains it: `18, because 9 + 9 is`."""
-    return _CLOSING.sub("", answer, count=1)
+    """A statement less the clause after its number that explains it: `18, because 9 + 9 is`."""
+    found = _EXPLAINS.search(answer)
+    return answer[: found.start()] if found and _SYMBOL.search(answer[: found.start()]) else answer
 
 
 def _concluded(sentence: str, evaluated: bool) -> Number | None:
-    """The number after a sentence's last `=` or verb of being, or the only one in it."""
-    if len(sentence) > LONGEST or _VAGUE.search(sentence):
+    """The number that a sentence comes to.
+
+    It is in the last clause with a number, after its last `=` or else verb of being. Candidates in
+    turn (`4 or 3`; `4, 3`) are no answer.
+    """
+    if len(sentence) > LONGEST:
         return None
-    sentence = _DELIMITERS.sub("", sentence)
+    sentence = shortened(_DELIMITERS.sub("", sentence))
     before, equals, after = sentence.rpartition("=")
     if equals:
         side = re.split(r"=|,|;|\band\b|\bthen\b", before)[-1]
         others = re.search(r"[\d\\]", before[: len(before) - len(side)])
         if (others and not re.search(r"\d", side)) or read_number(side):
             return None  # x = 4, y = 3; 4, y = 3; 4 = 3
-        found = _only_number(after, evaluated)
+        if re.search(r"\b(?:or|not|either|n't)\b|[<>]", before, re.IGNORECASE):
+            return None
+        found = _in_last_clause(after, evaluated)
         words = side.replace("$", " ").split()
         return found and replace(found, name=name_of(words[-1]) if words else "")
-    found = _only_number(sentence, evaluated)
-    if found is None and (verb := _BEING.match(sentence)):
-        found = _only_number(sentence[verb.end() :], evaluated)
-    return found
+    return _in_last_clause(sentence, evaluated)
 
 
-def _only_number(words: str, evaluated: bool) -> Number | None:
-    """The number that words end on, where they hold no other."""
-    start = _START.search(words)
-    if start is None:
+def _in_last_clause(words: str, evaluated: bool) -> Number | None:
+    clauses = _CLAUSE.split(words)
+    numbered = [at for at, clause in enumerate(clauses) if re.search(r"\d", clause)]
+    if not numbered:
         return None
-    before = words[: start.start()]
-    if "\\" in before:  # a formula: \pi, 3
+    clause = clauses[numbered[-1]]
+    earlier = "".join(clauses[: numbered[-1]])
+    if re.match(r"[\s$]*(?:(?:and|or|also) )?[$(-]*[\d.]", clause) and _SYMBOL.search(earlier):
+        return None  # a list: 4, 3
+    found: list[tuple[int, int, Number | None]] = []
+    at = 0
+    while start := _START.search(clause, at):
+        at, number = number_in_prose(clause, start.start(), evaluated=evaluated)
+        ahead = clause[: start.start()]
+        if ahead and (ahead[-1] not in " $(:{~" or ahead.rstrip(" $({")[-1:] in tuple("^*/+-_")):
+            number = None
+        found.append((start.start(), at, number))
+    if not found or _VAGUE.search(clause[: found[-1][0]]) or _OTHER.match(clause, found[-1][1]):
         return None
-    if before and (before[-1] not in " $(:{~" or before.rstrip(" $({")[-1:] in tuple("^*/+-_")):
+    numbers = found
+    for verb in reversed(list(_BEING.finditer(clause))):
+        if numbers := [one for one in found if one[0] >= verb.end()]:
+            break
+    numbers = numbers or found
+    first, last = numbers[0], numbers[-1]
+    if _LISTS.search(clause[first[1] : last[0]]) or "\\" in clause[: first[0]]:
         return None
-    return read_number(words[start.start() :], evaluated=evaluated)
+    direct = numbers is not found or not clause[: first[0]].strip(" $({")
+    chosen = first if direct else last
+    return chosen[2]
 
 
 def _boxed(text: str) -> tuple[int, int, str | None] | None:
@@ -211,7 +272,7 @@ def _hashed(text: str) -> tuple[int, int, str] | None:
     """The last line `#### …` that is an answer, not the heading of what follows."""
     last: tuple[int, int, str] | None = None
     for found in list(_HASHES.finditer(text))[::-1]:
-        if last is not None and text[found.end() : last[0]].strip():
+        if last is not None and not _BETWEEN.fullmatch(text, found.end(), last[0]):
             break
         line = found[1].strip().strip("#").strip()
         if is_heading(line, below=found.end() < len(text)):
@@ -251,7 +312,7 @@ def is_heading(line: str, below: bool) -> bool:
     return len(_WORD.findall(content)) > 1 or bool(_HEADING.fullmatch(content))
 
 
-def _stated(text: str) -> tuple[int, str] | None:
+def _stated(text: str, words: bool) -> tuple[int, str] | None:
     """What the last statement of an answer says, and where it ends; a question states nothing."""
     for found in list(_SAYS.finditer(text))[:-20:-1]:
         at = found.end()
@@ -264,7 +325,8 @@ def _stated(text: str) -> tuple[int, str] | None:
         ending = _END.search(text, at)
         end = ending.end() if ending else len(text)
         answer = text[at:end].strip().strip("*_ ")
-        if not answer.endswith("?"):
+        remark = not words and not _SYMBOL.search(shortened(answer))
+        if not answer.endswith("?") and not (remark and _REMARK.match(answer)):
             return end, answer
     return None
 
@@ -284,7 +346,13 @@ def _last(text: str, words: bool) -> str | None:
     starts = [0, *(found.end() for found in _END.finditer(text))]
     for start, end in reversed(list(zip(starts, [*starts[1:], len(text)], strict=True))):
         sentence = text[start:end].strip().strip("*_# ")
-        if _ASKS.search(sentence):
+        title = _TITLE.match(text, text.rfind("\n", 0, start) + 1)
+        if title and is_heading(title[1], below=False):
+            continue
+        if _POLITE.search(sentence):
+            continue
+        asks = _ASKS.search(sentence)
+        if asks and ("?" in sentence or not _RESULT.search(sentence, asks.end())):
             return None
         if sentence and (words or _SYMBOL.search(sentence) or not _WORD.search(sentence)):
             above = text[:start].rstrip()
@@ -302,8 +370,8 @@ def formula_of(sentence: str, *, words: bool) -> str | None:
         return sentence
     formulas = list(_FORMULA.finditer(sentence))
     if not formulas:
-        verb = _BEING.match(sentence)
-        return shortened(sentence[verb.end() :].strip()) if verb else sentence
+        verbs = list(_BEING.finditer(sentence))
+        return shortened(sentence[verbs[-1].end() :].strip()) if verbs else sentence
     outside = _FORMULA.sub(" ", sentence)
     last = formulas[-1]
     joined = [last]

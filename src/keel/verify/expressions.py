@@ -24,7 +24,11 @@ PARTS = 24
 """Parts of a list, at the most."""
 
 _OPEN, _CLOSE = "([{", ")]}"
-_WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z'’ .-]*|\(([A-Z])\)")
+_WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z'’ .-]*|[Nn][Oo]|\(([A-Z])\)")
+_OPTION = re.compile(r"\(?[A-Z]\)?")
+_CHOSEN = re.compile(r"\(?([A-Z])\)[:.]? (?!.*\b(?:or|and|[A-Z]\))).*")
+_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
+_REPEATING = re.compile(r"(?<![\d.])(\d{0,20})\.(\d{0,20})\\overline ?\{ ?(\d{1,20}) ?\}")
 _CHOICE = re.compile(r"\(?([A-Za-z])\)?(?:[.:)] ?[^()]*)?|\(([A-Za-z])\) ?[^()]*")
 _FUNCTIONS = frozenset(
     [
@@ -112,8 +116,9 @@ def same_answer(gold: str, said: str, *, evaluated: bool = True) -> bool | None:
     try:
         wanted = _gold(gold)
     except Unreadable:
-        return None
-    answer = final_answer(said, words=wanted.kind == "words")
+        return _same_text(gold, said)
+    words = wanted.kind == "words" or _OPTION.fullmatch(wanted.text) is not None
+    answer = final_answer(said, words=words)
     if answer is None:
         return False
     if wanted.kind == "number" and answer.how != "marked":
@@ -128,9 +133,20 @@ def same_answer(gold: str, said: str, *, evaluated: bool = True) -> bool | None:
     return False
 
 
+def _same_text(gold: str, said: str) -> bool | None:
+    """Whether answers that are not understood are written alike; None where gold is no text."""
+    wanted, answer = final_answer(gold, words=True), final_answer(said, words=True)
+    text = bare(wanted.text if wanted and wanted.how == "marked" else gold).replace(" ", "")
+    if not re.search(r"\w", text) or not _balanced(text):
+        return None
+    return answer is not None and bare(answer.text).replace(" ", "") == text
+
+
 def parse(text: str, *, evaluated: bool = True, gold: bool = False, depth: int = 0) -> Parsed:
     """Take an answer apart. Raises Unreadable."""
-    text = bare(text)
+    text = _REPEATING.sub(_as_repeating, bare(text)).replace("\\varnothing", "\\emptyset")
+    if _TIME.fullmatch(text):
+        return Parsed("time", text.lstrip("0"), text)
     number = read_number(text, evaluated=evaluated and not gold, letters=not gold)
     if number is not None:
         return Parsed("number", number, text, number.name)
@@ -196,6 +212,8 @@ def _candidates(answer: Answer, wanted: Parsed) -> list[str]:
     """What the answer may be in a text, the likeliest first."""
     if answer.how == "marked":
         return [answer.text]
+    if _OPTION.fullmatch(wanted.text) and (chosen := _CHOSEN.fullmatch(answer.text)):
+        return [chosen[1]]
     formula = formula_of(answer.text, words=wanted.kind == "words")
     return [] if formula is None else [formula]
 
@@ -220,14 +238,15 @@ def _same(gold: Parsed, said: Parsed, text: str, evaluated: bool) -> bool:
         return _in_order(gold.value, said.value, evaluated)
     if gold.kind == said.kind == "number":
         return bool(gold.value.value == said.value.value and said.value.fits(gold.value))
-    if gold.kind == said.kind == "base":
+    if gold.kind == said.kind and gold.kind in ("base", "time"):
         return bool(gold.value == said.value)
     if said.kind == "words":  # (C) for C
         return len(gold.text) == 1 and gold.text.lower() == said.value
     kinds = {gold.kind, said.kind}
     if not kinds <= {"number", "expression", "relation"}:
         return False
-    if evaluated and not _evaluated(gold, said):
+    alike = gold.text.replace(" ", "") == said.text.replace(" ", "")
+    if evaluated and not alike and not _evaluated(gold, said):
         return False
     if "relation" in kinds:
         return len(kinds) == 1 and _equal(gold.value, said.value)
@@ -397,6 +416,22 @@ def _expression(text: str) -> tuple[str, Any]:
 def _as_fraction(found: re.Match[str]) -> str:
     digits = len(found[2])
     return rf"\frac{{{int((found[1] or '0') + found[2])}}}{{1{'0' * digits}}}"
+
+
+def _as_repeating(found: re.Match[str]) -> str:
+    """An exact fraction: 0.1\\overline{6} is (16 - 1) / 90."""
+    ahead = (found[1] or "0") + found[2]
+    top = int(ahead + found[3]) - int(ahead)
+    return rf"\frac{{{top}}}{{{'9' * len(found[3])}{'0' * len(found[2])}}}"
+
+
+def _balanced(text: str) -> bool:
+    depth = 0
+    for character in text:
+        depth += (character in _OPEN) - (character in _CLOSE)
+        if depth < 0:
+            return False
+    return depth == 0
 
 
 def _symbolic(value: Any) -> Any:

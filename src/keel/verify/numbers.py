@@ -45,6 +45,7 @@ _NUMERAL = re.compile(
     r"|(?: ?(?:\\times|\\cdot|\*) ?| [xX] )10 ?\^ ?"
     r"(?:\{ ?(?P<ten>[-+]?\d++) ?\}|\(?(?P<bare>[-+]?\d++)\)?))?"
 )
+_SHAPE = re.sub(r"\?P<[a-z]+>", "?:", _NUMERAL.pattern)
 _MONEY = re.compile(
     r"(?:(?:US|CA|AU|C|A)?\\?\$|[€£¥₹]|\\(?:euro|pounds)\b|(?:USD|EUR|GBP|Rs\.?) ) ?"
 )
@@ -113,72 +114,24 @@ _ATTACHED = frozenset(
         "inches",
     ]
 )
-_NO_UNITS = frozenset(
-    [
-        "or",
-        "and",
-        "to",
-        "than",
-        "not",
-        "but",
-        "plus",
-        "minus",
-        "times",
-        "divided",
-        "over",
-        "mod",
-        "modulo",
-        "pi",
-        "sqrt",
-        "sin",
-        "cos",
-        "tan",
-        "log",
-        "ln",
-        "exp",
-        "if",
-        "choose",
-        "factorial",
-        "squared",
-        "cubed",
-        "maybe",
-        "perhaps",
-        "possibly",
-        "either",
-        "point",
-        "half",
-        "quarter",
-        "versus",
-        "vs",
-        "zero",
-        "one",
-        "two",
-        "three",
-        "four",
-        "five",
-        "six",
-        "seven",
-        "eight",
-        "nine",
-        "ten",
-        "eleven",
-        "twelve",
-        "twenty",
-        "thirty",
-        "forty",
-        "fifty",
-        "hundred",
-        "thousand",
-        "million",
-        "billion",
-        "trillion",
-        "k",
-        "is",
-        "are",
-        "was",
-        "equals",
-    ]
-)
+# fmt: off
+_CHANGES = frozenset([
+    "plus", "minus", "divided", "over", "mod", "modulo", "pi", "sqrt", "sin", "cos", "tan",
+    "log", "ln", "exp", "choose", "factorial", "squared", "cubed", "point", "half", "quarter",
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
+    "eleven", "twelve", "twenty", "thirty", "forty", "fifty", "hundred", "thousand", "million",
+    "billion", "trillion", "k", "dozen", "dozens", "score", "gross", "pair", "pairs", "couple",
+    "halves", "third", "thirds", "quarters", "fourth", "fourths", "fifth", "fifths", "sixth",
+    "sixths", "seventh", "sevenths", "eighth", "eighths", "ninth", "ninths", "tenth", "tenths",
+    "hundredth", "hundredths", "thousandth", "thousandths", "millionth", "millionths",
+])
+"""Words that make the number before them another number."""
+_NO_UNITS = _CHANGES | frozenset([
+    "or", "and", "to", "than", "not", "but", "times", "if", "maybe", "perhaps", "possibly",
+    "either", "versus", "vs", "is", "are", "was", "equals", "less", "fewer", "wrong",
+    "incorrect",
+])
+# fmt: on
 _UNITS = {
     **dict.fromkeys(("mm", "millimeter", "millimetre"), "mm"),
     **dict.fromkeys(("cm", "centimeter", "centimetre"), "cm"),
@@ -201,6 +154,7 @@ _UNITS = {
 _NAME = re.compile(
     r"(?:\\(?:text|mathrm|mbox|operatorname) ?\{[^{}=]*\}|\|[A-Za-z]{1,3}\||\\angle ?[A-Za-z]{1,3}"
     r"|[A-Za-z]'{0,2}(?: ?_ ?(?:\w|\{\w*\}))? ?\([-\w, ]{1,20}\)"
+    r"|[A-Za-z](?: ?[-+] ?[A-Za-z])+"
     r"|\\?[A-Za-z][A-Za-z ]*'?(?: ?_ ?(?:\w|\{\w*\}))?) ?"
 )
 _EMPHASIS = re.compile(r"(\*{1,3}|_{1,3}|`)([^*_`].*)\1", re.DOTALL)
@@ -217,6 +171,13 @@ _COMMANDS = re.compile(r"\\(?:d|t|c)frac(?![a-z])")
 _MATH_TEXT = re.compile(r"\\(?:textnormal|textrm|textit|mathit|mathsf|texttt|hbox)(?= ?\{)")
 _FIRST = re.compile(
     r"([-+]?)(?:\$((?:[^$\\]|\\.)++)\$|\\\(((?:[^\\]|\\(?!\)))++)\\\))([^$]+)", re.DOTALL
+)
+_IN_PROSE = re.compile(
+    rf"[-+]?(?:{_MONEY.pattern})?-?(?:{_SHAPE})(?: ?(?:{'|'.join(_SCALES)})\b)?", re.IGNORECASE
+)
+_OPERATION = r"\\(?!text|mbox|mathrm|%|circ|degree|deg|percent|\$)"
+_OPERATOR = re.compile(
+    rf"\s*(?:[-+*/^<>]|[xX]\b|times\b|divided by\b)\s*[\d$(\\.]|\s*{_OPERATION}[a-z]"
 )
 _COMMA = re.compile(r"(?<=\d)(?:\{,\}|, ?(?:\\! ?)+| ?\\, ?)(?=\d{3})")
 
@@ -319,6 +280,34 @@ def read_number(text: str, *, evaluated: bool = True, letters: bool = True) -> N
     if not only_units(rest, letters):
         return None
     return Number(-value if sign == "-" else value, name, _unit(money[0] if money else "", rest))
+
+
+def number_in_prose(text: str, start: int, *, evaluated: bool = True) -> tuple[int, Number | None]:
+    """The number that begins at `start`, with the unit after it, and where it ends.
+
+    Any word may follow it but one that makes it another number (`3 dozen`). None where something
+    that is no unit is joined to it, or an operation follows.
+    """
+    found = _IN_PROSE.match(text, start)
+    if found is None:
+        return start + 1, None
+    end = found.end()
+    joined = re.compile(r"\S*").match(text, end)[0]  # type: ignore[index]
+    unit = joined.rstrip(".,;:!?)]}*_\"'$")
+    word = re.compile(r"\S*\s+((?:square|sq|cubic|cu)\.? )?([^\s,;:.)]+)").match(text, end)
+    if _OPERATOR.match(text, end + len(joined)) or _OPERATOR.match(text, end):
+        return end, None
+    if "!" in joined or (
+        unit and not re.fullmatch(r"(?:-[A-Za-z]|[,;:()])[^\d]*", unit) and not only_units(unit)
+    ):
+        return end, None
+    if word and word[2].lower().rstrip("!?*_\"'") in _CHANGES and not joined.rstrip("*_$"):
+        return end, None
+    if word and not joined:
+        unit = f" {word[1] or ''}{word[2]}"
+    number = read_number(found[0], evaluated=evaluated)
+    whole = read_number(found[0] + unit, evaluated=evaluated)
+    return end, whole or number
 
 
 def same_number(a: Fraction, b: Fraction, tolerance: float = 0.0) -> bool:

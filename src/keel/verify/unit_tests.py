@@ -46,7 +46,7 @@ memory, of processes, of the output it may print; a signal ended it.
 Isolation = Literal["process", "shared"]
 """Whether the code has a process of its own, or shares that of its tests."""
 _FENCE = re.compile(
-    r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
+    r"^[ \t]*```[ \t]*+(\w*+)[^\n]*+\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
 )
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _DEFINING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
