@@ -146,6 +146,7 @@ TOKENS, COUNTS = (64, 128, 256, 512, 1024), (8, 16, 32, 64, 128)
 PROMPTS, WIDTHS = (125, 250, 500, 1000, 2000), (128, 256, 384, 512)
 QWEN = {
     "family": "qwen2",
+    "tokenizer": "bytes",
     "hidden_size": 896,
     "layers": 4,
     "heads": 14,
@@ -299,7 +300,9 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error("--repeats and --threads have to be 1 or more")
     torch.set_num_threads(arguments.threads)
     smoke = arguments.smoke
-    models = Models(SMALL, {"family": "qwen2"}) if smoke else Models(MODEL, QWEN)
+    models = (
+        Models(SMALL, {"family": "qwen2", "tokenizer": "bytes"}) if smoke else Models(MODEL, QWEN)
+    )
     repeats = 1 if smoke else arguments.repeats
     print(f"{os.cpu_count()} cores, {arguments.threads} threads, medians of {repeats}\n\n{HEAD}")
     rows = []

@@ -101,7 +101,7 @@ def cases(folder: Path, policy: str) -> list[Case]:
             {"model": {"name": chat}, "stages": [{**sft, "tasks": [system]}, _rl_stage([system])]},
         ),
         Case("idle-keys", "no-effect", _rl(policy, reference={"reset_every": 5})
-             | {"algorithm": {"preset": "dapo", "surrogate": {"high": 0.4}}}),
+             | {"algorithm": {"preset": "dr_grpo", "surrogate": {"high": 0.4}}}),
         Case("long-prompts", "prompts-over-length", _rl(policy, tasks=[_file(long_rows)])),
         Case("cold", "zero-variance", _rl(policy), ("rollout.temperature=0.02",)),
         Case(

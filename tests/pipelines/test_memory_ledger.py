@@ -34,7 +34,7 @@ def step(twins: Twins) -> None:
         ("gemma2", {}),
         ("qwen3_moe", {}),
         ("llama", {"lora": {"rank": 4}}),
-        ("qwen2", {"activation_checkpointing": True}),
+        ("qwen3", {"activation_checkpointing": True}),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
 )

@@ -125,7 +125,7 @@ def test_what_is_thrown_at_it_scores_0_with_its_cause_and_the_trainer_does_not_n
         "while True: pass": "out of time",
         "x = bytearray(10 * 10**9)": "MemoryError",
         f"open({str(home)!r}, 'w')": f"'{home}'",
-        "import socket\nsocket.create_connection(('9.9.9.9', 80))": "Network is unreachable",
+        "import socket\nsocket.create_connection(('9.9.9.9', 80))": "Operation not permitted",
         "for _ in range(10**6): print('x' * 1000)": "too much output",
         "print('x' * 10**9)": "MemoryError",
     }

@@ -532,7 +532,7 @@ def test_rewards_are_handed_the_policy_s_words_and_the_environment_s_on_request(
 
 def test_an_environment_that_spells_the_answer_earns_nothing() -> None:
     prompt = Prompt("t/train/0", "6+6=", {"answer": "12"}, "t")
-    group = Group(prompt, (conversation(["x", "y"], "no, 12"), conversation(["x", "12"], "no")))
+    group = Group(prompt, (conversation(["x", "y"], "no, 12"), conversation(["=", "12"], "no")))
     rules = [
         load_reward(RewardSource(function="numeric_match")),
         load_reward(RewardSource(function="length", options={"target": 1, "width": 4})),

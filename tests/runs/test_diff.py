@@ -232,6 +232,7 @@ def test_recipes_differ_by_dotted_path(whole: Path, copy: Path) -> None:
         Change("rl.minibatches", 1, 1.0, 0.0),
         Change("rl.optimizer.learning_rate", 0.0003, found.recipe[3].b),
         Change("rl.optimizer.betas[1]", 0.999, None),
+        Change("rl.value.optimizer.betas[1]", 0.999, None),
     )
     assert str(found.recipe[3].b) == "nan"
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["recipe"][3]["b"] == "nan"

@@ -104,7 +104,7 @@ def test_peft_puts_the_adapter_on_the_base_and_says_what_the_export_says(
 def test_eval_of_the_run_and_of_its_export_repeat_the_runs_own_figure(
     run: RunFolder, tmp_path: Path
 ) -> None:
-    after = load(run.path).info()["evaluation"]["after"]
+    after = load(run.path).info()["evaluation"]["rl"]["after"]
     found = evaluate(run.path)
     assert {k: found[k] for k in after if k in found} == {k: after[k] for k in after if k in found}
     assert after.keys() >= {"mean", "n", "mean_length"}

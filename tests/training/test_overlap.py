@@ -93,7 +93,9 @@ def test_a_run_ends_in_the_same_bytes(case: str, tmp_path: Path) -> None:
     off = train(small(*keys), tmp_path / "off")
     on = train(small(*keys, ON), tmp_path / "on")
     found = differences(off.path, on.path)
-    assert all("recipe.toml" in line for line in found), found
+    # Checkpoints hold the recipe (record.json), and its hash (manifest.json).
+    of_recipe = ("recipe.toml", "record.json", "manifest.json")
+    assert all(line.endswith(of_recipe) for line in found), found
     if case == "refills":
         assert max(row["rollout/refills"] for row in load(off.path).metrics()) > 0
 
