@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,20 +113,21 @@ def _write(
     place: RunFolder, source: Path, target: Path, adapter: bool, *, of_checkpoint: bool = False
 ) -> None:
     """The model of a checkpoint, or one of a stage, in a new folder; nothing where that fails."""
-    aside = target.with_name(f".{target.name}.tmp")
     try:
-        if of_checkpoint and not adapter and holds_adapter(source):
-            checkpoint_policy(recipe_of(place), source).save(aside)
-            shutil.rmtree(aside / ADAPTER)
-        else:
-            _copy(source / POLICY if of_checkpoint else source, aside, adapter)
-        if not adapter:
-            _check_tokens(place, aside)
-        aside.rename(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # A folder that this call alone made: what lies beside the target stays as it is.
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as made:
+            aside = Path(made) / target.name
+            if of_checkpoint and not adapter and holds_adapter(source):
+                checkpoint_policy(recipe_of(place), source).save(aside)
+                shutil.rmtree(aside / ADAPTER)
+            else:
+                _copy(source / POLICY if of_checkpoint else source, aside, adapter)
+            if not adapter:
+                _check_tokens(place, aside)
+            aside.rename(target)
     except OSError as error:
         raise KeelError(f"cannot write {target}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _copy(source: Path, aside: Path, adapter: bool) -> None:
