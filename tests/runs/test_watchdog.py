@@ -32,7 +32,10 @@ def locked() -> None:
 def test_it_is_named_where_it_hangs(hangs: object) -> None:
     assert callable(hangs)
     name = hangs.__name__
-    with pytest.raises(Hung) as caught, watching("the engine", 0.2, "rollout.timeout"):
+    with (
+        pytest.raises(Hung) as caught,
+        watching("the engine", 0.2, "fix it, or raise rollout.timeout"),
+    ):
         hangs()
     said = str(caught.value)
     assert said.startswith("the engine gives no answer within 0.2 s (it is in " + name)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from keel.models.serving import Served, apart, differing
-from keel.models.templates import bounded_template
+from keel.models.templates import limited_template
+from keel.runs.watchdog import Hung
 from keel.types import Content, KeelError, Message, Prompt
 
 
@@ -78,6 +79,8 @@ class Encoder:
         """The prompt with its tokens; None where it is left out."""
         try:
             encoded = self._encode(prompt, self.tokenizer)
+        except Hung:
+            raise
         except KeelError as error:
             if prompt.task not in self.forgiven:
                 raise
@@ -101,6 +104,8 @@ class Encoder:
         """Why a prompt would be left out, or stop: it cannot be encoded, or is too long."""
         try:
             long = self.too_long(self._encode(prompt, self.tokenizer))
+        except Hung:
+            raise
         except KeelError as error:
             return str(error), "bad"
         return None if long is None else (long, "long")
@@ -128,6 +133,8 @@ class Encoder:
     def _other(self, prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
         try:
             return self._encode(prompt, tokenizer).tokens
+        except Hung:
+            raise
         except KeelError:
             return ()
 
@@ -206,7 +213,7 @@ def _messages(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]
             "with the user's"
         )
     try:
-        with bounded_template():
+        with limited_template(f"prompt {prompt.id!r}"):
             encoded = tokenizer.apply_chat_template(
                 turns,
                 add_generation_prompt=True,
@@ -215,6 +222,8 @@ def _messages(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]
                 tokenizer_kwargs={"verbose": False},
                 **template_kwargs,
             )
+    except Hung:
+        raise
     except Exception as error:
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise KeelError(f"prompt {prompt.id!r}: the chat template fails: {message}") from None
@@ -244,9 +253,11 @@ def encode_answered(
     def rendered(text: str) -> str:
         whole = [*(dict(turn) for turn in turns), {"role": "assistant", "content": text}]
         try:
-            with bounded_template():
+            with limited_template(name):
                 text = tokenizer.apply_chat_template(whole, tokenize=False, **template_kwargs)
             return str(text)
+        except Hung:
+            raise
         except Exception as error:  # a template raises what it likes
             message = " ".join(f"{type(error).__name__}: {error}".split())
             raise KeelError(f"{name}: the chat template fails: {message}") from None

@@ -1,51 +1,27 @@
-"""A bound on what a chat template may compute: it comes with a model, and may loop.
+"""A limit on how long a chat template may take: it comes with a model, and may loop.
 
 transformers renders templates in a sandbox that keeps them from files and attributes, not from
-nested loops that run for hours. Counting the lines that a template executes bounds it the same way
-on every machine, which a clock would not.
+nested loops that run for hours.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any
+from contextlib import AbstractContextManager
 
 from transformers import PreTrainedTokenizerBase
 
+from keel.runs.watchdog import watching
 from keel.types import KeelError
 
-MAX_LINES = 2_000_000
-"""Lines of compiled template that one conversation may take: some 50 are usual for a message."""
+SECONDS = 30.0
+"""For one conversation, which usually takes less than a thousandth of one."""
 
 
-class TemplateTooLong(RuntimeError):
-    """A chat template executed more than `MAX_LINES` lines for one conversation."""
-
-
-@contextmanager
-def bounded_template() -> Iterator[None]:
-    """Raise `TemplateTooLong` within a template rendered in this block once it passes the bound."""
-    lines = 0
-
-    def count(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        if lines > MAX_LINES:
-            raise TemplateTooLong(f"it executes more than {MAX_LINES:,} lines: does it loop?")
-        return count
-
-    def enter(frame: FrameType, event: str, argument: Any) -> Any:
-        return count if frame.f_code.co_filename == "<template>" else None
-
-    before = sys.gettrace()
-    sys.settrace(enter)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
+def limited_template(what: str) -> AbstractContextManager[None]:
+    """Raise `Hung`, which names `what`, where the block takes longer than `SECONDS`."""
+    return watching(
+        f"the chat template of {what}", SECONDS, "does it loop? Set model.chat_template to another"
+    )
 
 
 def check_template_names(tokenizer: PreTrainedTokenizerBase, name: str) -> None:

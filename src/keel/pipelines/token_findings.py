@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.models.encode import encode
-from keel.models.templates import bounded_template
+from keel.models.templates import limited_template
 from keel.pipelines.finding import Finding
 from keel.pipelines.kinds import found
+from keel.runs.watchdog import Hung
 from keel.types import KeelError, Message, Prompt
 
 PROBE = "An answer to close"
@@ -252,7 +253,7 @@ def _rendered(
     if not getattr(tokenizer, "chat_template", None):
         return None
     try:
-        with bounded_template():
+        with limited_template("a prompt"):
             text = tokenizer.apply_chat_template(
                 [dict(turn) for turn in turns],
                 tokenize=False,
@@ -260,6 +261,8 @@ def _rendered(
                 **template,
             )
         return str(text)
+    except Hung:
+        raise
     except Exception:  # a template raises what it likes; as a prompt it is told of elsewhere
         return None
 
@@ -268,6 +271,8 @@ def _back(tokenizer: Any, prompt: Prompt, template: Mapping[str, Any]) -> str | 
     """The prompt's tokens as text, special ones too."""
     try:
         tokens = encode(prompt, tokenizer, template).tokens
+    except Hung:
+        raise
     except KeelError:
         return None
     text: str = tokenizer.decode(

@@ -46,8 +46,8 @@ class _Expired(BaseException):
 
 
 @contextlib.contextmanager
-def watching(what: str, seconds: float, key: str) -> Iterator[None]:
-    """Let the block be silent for so many seconds, told by `beat`; `key` is what allows more.
+def watching(what: str, seconds: float, advice: str) -> Iterator[None]:
+    """Let the block be silent for so many seconds, told by `beat`; `advice` says what to change.
 
     Raises:
         Hung: it was silent for longer.
@@ -62,8 +62,7 @@ def watching(what: str, seconds: float, key: str) -> Iterator[None]:
         pass
     if watch.stack is not None and not ended:
         raise Hung(
-            f"{what} gives no answer within {seconds:g} s (it is {place(watch.stack)}): mend it, "
-            f"or raise {key}",
+            f"{what} gives no answer within {seconds:g} s (it is {place(watch.stack)}): {advice}",
             watch.stack,
         )
 

@@ -101,7 +101,7 @@ class Sampler:
         try:
             with (
                 needing_memory(f"{len(prompts)} prompts were answered", smaller),
-                watching("the engine", self.choice.timeout, "rollout.timeout"),
+                watching("the engine", self.choice.timeout, "fix it, or raise rollout.timeout"),
             ):
                 if on_group is not None and isinstance(self.engine, StreamingEngine):
                     return self.engine.stream(prompts, n, sampling, seed, on_group)
