@@ -145,8 +145,8 @@ def test_no_answer_reaches_anything_or_earns(
     task = tasks[name]
     gold = task.gold(prompt(task))
     wrong = score(task, "")
-    assert task.process._process is not None
-    pid, before = task.process._process.pid, descendants(task.process._process.pid)
+    assert task.process.process.resident is not None
+    pid, before = task.process.process.resident.pid, descendants(task.process.process.resident.pid)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         known = {"marker": str(tmp_path / "marker"), "port": server.getsockname()[1]}
@@ -161,7 +161,7 @@ def test_no_answer_reaches_anything_or_earns(
     assert score(task, "") == wrong
     if gold is not None:
         assert score(task, gold) == 1.0
-    assert task.process._process.pid == pid  # no answer ended what scores the others
+    assert task.process.process.resident.pid == pid  # no answer ended what scores the others
     assert gone(descendants(pid) - before) == set()
 
 
