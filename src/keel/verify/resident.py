@@ -172,8 +172,11 @@ class Restarting:
         """
         with self._lock:
             for _ in range(2):
-                if self.resident is None or self.resident.ended():
-                    self._refuse_closed()
+                if self.resident is not None and self.resident.ended():
+                    self.resident.end()
+                    self.resident = None
+                self._refuse_closed()
+                if self.resident is None:
                     self.resident = self._start()
                 self._refuse_closed()
                 with contextlib.suppress(ChildProcessError):
