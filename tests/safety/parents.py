@@ -24,8 +24,8 @@ def mathematics(*_: str) -> Work:
     from keel.verify.mathematics import Mathematics
 
     compare = Mathematics(timeout=ENDLESS).compare
-    compare([("2", "2")])
-    return lambda: compare([("2", r"$9^{9^{9^{9}}}$"), ("2", r"$10^{10^{10^{10}}}$")])
+    compare([("x", "x y")] * 2)
+    return lambda: compare([("x", rf"$x + {n}^{{9^{{9^{{9}}}}}}$") for n in (8, 9)])
 
 
 def model(folder: str) -> Work:

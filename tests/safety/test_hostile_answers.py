@@ -6,21 +6,26 @@ the answers after it, and is worth nothing much, in bounded time.
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from keel.tasks.base import Presentation
 from keel.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_task
 from keel.tasks.gym_worker import COMPARING
-from keel.types import Prompt
+from keel.types import KeelError, Prompt
 from keel.verify.answers import final_answer, stated_number
 from keel.verify.formats import has_tags, tag_content
 from keel.verify.languages import language_of
 from keel.verify.mathematics import Mathematics
 from keel.verify.numbers import read_number
+from keel.verify.resident import Resident
 from tests.safety.processes import descendants, gone
 from tests.tasks.made import completion
 from tests.verify.processes import needs_bubblewrap
@@ -145,14 +150,12 @@ def test_no_answer_reaches_anything_or_earns(
     task = tasks[name]
     gold = task.gold(prompt(task))
     wrong = score(task, "")
-    assert task.process._process is not None
-    pid, before = task.process._process.pid, descendants(task.process._process.pid)
+    assert task.process.process.resident is not None
+    pid, before = task.process.process.resident.pid, descendants(task.process.process.resident.pid)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         known = {"marker": str(tmp_path / "marker"), "port": server.getsockname()[1]}
         reaching = [text.format(**known) for text in REACHING.values()]
-        if name not in EVALUATED:
-            reaching = reaching[:3]  # nothing there reads code
         for text in (*reaching, *HEAVY.values()):
             assert 0.0 <= score(task, text) < 0.75, text[:60]
             assert not list(tmp_path.iterdir()), text[:60]
@@ -161,7 +164,7 @@ def test_no_answer_reaches_anything_or_earns(
     assert score(task, "") == wrong
     if gold is not None:
         assert score(task, gold) == 1.0
-    assert task.process._process.pid == pid  # no answer ended what scores the others
+    assert task.process.process.resident.pid == pid  # no answer ended what scores the others
     assert gone(descendants(pid) - before) == set()
 
 
@@ -233,17 +236,69 @@ def test_languages_are_read_in_time_near_the_length() -> None:
     assert time.process_time() - start < 60.0
 
 
-def test_math_verify_reaches_nothing_and_its_workers_judge_on(tmp_path: Path) -> None:
+@needs_bubblewrap
+def test_math_verify_reaches_nothing_and_judges_on(tmp_path: Path) -> None:
     pytest.importorskip("math_verify")
-    judge = Mathematics(timeout=2.0)
-    marker = tmp_path / "marker"
-    known = {"marker": str(marker), "port": 9}
-    said = [f"\\boxed{{{text.format(**known)}}}" for text in REACHING.values()]
-    said += ["$9^{9^{9}}$", "\\boxed{" * 500, "$x" + "^{x" * 200 + "}" * 200 + "$"]
-    try:
-        found = judge.compare([("7", text) for text in said])
-        assert "same" not in found
-        assert judge.compare([("7", "7"), ("7", "8")]) == ["same", "different"]
-    finally:
-        judge.close()
-    assert not marker.exists()
+    judge = Mathematics(timeout=1.0)
+    gold = "2x + 1"
+    assert judge.compare([(gold, "$1 + 2x$")] * 2) == ["same"] * 2
+    pids = [p.resident.pid for p in judge.processes if p.resident is not None]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        known = {"marker": str(tmp_path / "marker"), "port": server.getsockname()[1]}
+        texts = [text.format(**known) for text in REACHING.values()] + list(HEAVY.values())
+        said = [f"\\boxed{{{text}}}" for text in texts] + [f"${text}$" for text in texts]
+        said += [f"\\boxed{{2x + {text}}}" for text in texts]
+        said += ["$9^{9^{9}}$", "\\boxed{" * 500, "$x" + "^{x" * 200 + "}" * 200 + "$"]
+        try:
+            assert "same" not in judge.compare([(gold, text) for text in said])
+            verdicts = judge.compare([(gold, "$x + 1 + x$"), (gold, "$2x$")])
+            assert verdicts == ["same", "different"]
+        finally:
+            judge.close()
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert not list(tmp_path.iterdir())
+    assert len(pids) == 1  # of one distinct pair
+    assert [p.resident.pid for p in judge.processes[:1] if p.resident is not None] == pids
+
+
+@needs_bubblewrap
+def test_math_refuses_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("math_verify")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(KeelError, match=r"in a sandbox only: .*apt install bubblewrap") as error:
+        Mathematics()
+    assert "trusted" not in str(error.value)
+
+
+@needs_bubblewrap
+def test_a_process_killed_from_outside_scores_nothing_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One kill is made good; that it is killed again and again is an error, not a wrong answer."""
+    process = GymProcess()
+    task = gym_task(PREFIX + "countdown", 0, Presentation(), {}, process)
+    answer = task.gold(prompt(task))
+    assert answer is not None
+    assert score(task, answer) == 1.0
+
+    def kill() -> None:
+        assert process.process.resident is not None
+        inside = descendants(process.process.resident.pid)
+        for one in inside:
+            os.kill(one.pid, signal.SIGKILL)
+        assert gone(inside) == set()
+
+    kill()
+    assert score(task, answer) == 1.0
+    send = Resident._send
+
+    def killed(self: Resident, what: Mapping[str, Any]) -> None:
+        if what.get("op") == "score":
+            kill()
+        send(self, what)
+
+    monkeypatch.setattr(Resident, "_send", killed)
+    with pytest.raises(KeelError, match="killed twice"):
+        score(task, answer)

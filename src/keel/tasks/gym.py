@@ -8,7 +8,6 @@ can fix; and its import takes seconds.
 from __future__ import annotations
 
 import importlib.util
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from keel.tasks.base import BaseTask, Presentation, side_and_index, side_of
 from keel.tasks.generated import ATTEMPTS, no_draw
 from keel.types import Completion, KeelError, Prompt, Side
 from keel.verify.formats import tag_content
-from keel.verify.resident import Resident
+from keel.verify.resident import Resident, Restarting
 
 PREFIX = "reasoning_gym:"
 BLOCK = 2048
@@ -43,15 +42,11 @@ class GymProcess:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: Resident | None = None
+        self.process = Restarting(_started)
 
     def ask(self, seconds: float, **request: Any) -> Any:
         """The reply to a request. Raises TimeoutError where none comes, GymError for a refusal."""
-        with self._lock:
-            if self._process is None or self._process.ended():
-                self._process = _started()
-            reply = self._process.ask(seconds, request)
+        reply = self.process.ask(seconds, request)
         if "error" in reply:
             raise GymError(reply["error"], reply["known"])
         return reply["ok"]

@@ -7,8 +7,8 @@ Started by `keel.tasks.gym` in the sandbox, without the rest of Keel. Requests:
     {"op": "score", … as item, "text", "cpu", "patience"}               -> number from 0 to 1
 
 A reply is {"ok": value} or {"error": one line, "known": names of options}. An answer is scored in a
-process that is forked for it alone (`gym_verdict`), unless its scorer is known to do nothing but
-compare strings. The process allows itself so many seconds of computing for each request.
+process that is forked for it alone (`keel.verify.confined`), unless its scorer is known to do
+nothing but compare strings.
 """
 
 from __future__ import annotations
@@ -18,22 +18,18 @@ import copy
 import dataclasses
 import gc
 import json
-import os
 import random
-import resource
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import version
 from typing import Any
 
-from .gym_verdict import Confined, bounded, hide
+from keel.verify.confined import Confined, Request, serve
 
-MEMORY = 8 * 2**30
-"""Address space, in bytes, to make data sets in."""
-SETUP_SECONDS = 120.0
-"""Of computing, to import, to make a data set or an item."""
+from .gym_verdict import bounded, prepare
+
 DATASETS_KEPT = 8
 ITEMS_KEPT = 4096
 REVIEWED = "0.1.25"
@@ -51,8 +47,6 @@ COMPARING = frozenset(
 
 So does the scorer of the base class, which most of the others have.
 """
-
-Request = Mapping[str, Any]
 
 
 class Desk:
@@ -89,7 +83,8 @@ class Desk:
             seed_everything(request["seed"])  # the fork's random streams have no seed of ours
             return judge()
 
-        return self.confined.value(judge_alone, request["cpu"], request["patience"])
+        found = self.confined.value(judge_alone, request["cpu"], request["patience"])
+        return 0.0 if isinstance(found, str) else bounded(found)
 
     def dataset(self, request: Request) -> Any:
         """The data set of a request's name, options, seed and size."""
@@ -206,66 +201,12 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def allow(seconds: float) -> None:
-    """Let the system end this process after so many further seconds of computing."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    budget = int(used.ru_utime + used.ru_stime + seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (budget, resource.RLIM_INFINITY))
-
-
-def stand_first() -> None:
-    """Fork; the child goes on, and this process waits for it, as a process space's first must.
-
-    The first one keeps its user, so that bubblewrap's end is its end, and with it that of all.
-    """
-    child = os.fork()
-    if child == 0:
-        return
-    while True:
-        ended, status = os.wait()
-        if ended == child:
-            code = os.waitstatus_to_exitcode(status)
-            os._exit(code if code >= 0 else 128 - code)
-
-
-def confine(settings: Mapping[str, Any]) -> None:
-    """Become nobody in particular, set the limits, and keep out of reach of the own children."""
-    uid = settings["uid"]
-    if uid is not None:
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-    hide()
-    limits = {"AS": MEMORY, "CORE": 0, "FSIZE": 2**23, "NOFILE": 64, "NPROC": settings["processes"]}
-    for name, value in limits.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-
-
-def main() -> None:
-    """Answer requests until stdin ends."""
-    stand_first()
-    # The data sets' code may print and read; the channel is kept out of its reach.
-    requests = os.fdopen(os.dup(0), encoding="utf-8")
-    settings = json.loads(requests.readline())
-    replies = os.fdopen(settings["replies"], "w", encoding="utf-8")
-    confine(settings)
+def start(program: bytes) -> Callable[[Request], Any]:
+    """What answers requests; `program` is the filter of system calls of each verdict."""
     import reasoning_gym  # noqa: F401  (its errors are told on the standard error)
 
-    desk = Desk(Confined(bytes.fromhex(settings["filter"])))
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(nowhere, standard)
-    for line in requests:
-        request = json.loads(line)
-        allow(SETUP_SECONDS)
-        try:
-            reply = {"ok": desk.answer(request)}
-        except Exception as error:
-            message = " ".join(f"{type(error).__name__}: {error}".split())
-            reply = {"error": message, "known": known_options(request)}
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+    return Desk(Confined(program, prepare)).answer
 
 
 if __name__ == "__main__":
-    main()
+    serve(start, known_options)

@@ -93,6 +93,10 @@ class Unreadable(Exception):
     """A text that is no answer that can be compared."""
 
 
+class NotPlain(Exception):
+    """More than a number or words: only a process that can be ended may parse it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parsed:
     """An answer taken apart.
@@ -107,14 +111,17 @@ class Parsed:
     name: str = ""
 
 
-def same_answer(gold: str, said: str, *, evaluated: bool = True) -> bool | None:
+def same_answer(
+    gold: str, said: str, *, evaluated: bool = True, plain: bool = False
+) -> bool | None:
     """Whether the answer that a text ends on is mathematically the gold answer.
 
     None where gold cannot be read. Gold is an answer, or a solution that marks one by `#### …` or
-    `\\boxed{…}`. With `evaluated`, arithmetic that is left to do is no answer to a number.
+    `\\boxed{…}`. With `evaluated`, arithmetic that is left to do is no answer to a number. With
+    `plain`, only numbers and words are read; raises NotPlain where there is more to read.
     """
     try:
-        wanted = _gold(gold)
+        wanted = gold_answer(gold, plain=plain)
     except Unreadable:
         return _same_text(gold, said)
     words = wanted.kind == "words" or _OPTION.fullmatch(wanted.text) is not None
@@ -127,23 +134,41 @@ def same_answer(gold: str, said: str, *, evaluated: bool = True) -> bool | None:
             return number.value == wanted.value.value and number.fits(wanted.value)
     for text in _candidates(answer, wanted):
         try:
-            return _same(wanted, parse(text, evaluated=evaluated), text, evaluated)
+            read = parse(text, evaluated=evaluated, plain=plain)
+            return _same(wanted, read, text, evaluated)
         except Unreadable:
             continue
     return False
 
 
+def can_be_read(gold: str) -> bool:
+    """Whether answers can be compared with a gold answer: as mathematics, or else as text."""
+    try:
+        gold_answer(gold)
+    except Unreadable:
+        return _text_of(gold) is not None
+    return True
+
+
 def _same_text(gold: str, said: str) -> bool | None:
     """Whether answers that are not understood are written alike; None where gold is no text."""
-    wanted, answer = final_answer(gold, words=True), final_answer(said, words=True)
-    text = bare(wanted.text if wanted and wanted.how == "marked" else gold).replace(" ", "")
-    if not re.search(r"\w", text) or not _balanced(text):
+    text, answer = _text_of(gold), final_answer(said, words=True)
+    if text is None:
         return None
     return answer is not None and bare(answer.text).replace(" ", "") == text
 
 
-def parse(text: str, *, evaluated: bool = True, gold: bool = False, depth: int = 0) -> Parsed:
-    """Take an answer apart. Raises Unreadable."""
+def _text_of(gold: str) -> str | None:
+    """A gold answer as text without blanks; None where there is nothing to compare."""
+    wanted = final_answer(gold, words=True)
+    text = bare(wanted.text if wanted and wanted.how == "marked" else gold).replace(" ", "")
+    return text if re.search(r"\w", text) and _balanced(text) else None
+
+
+def parse(
+    text: str, *, evaluated: bool = True, gold: bool = False, depth: int = 0, plain: bool = False
+) -> Parsed:
+    """Take an answer apart. Raises Unreadable, and with `plain` NotPlain (see `same_answer`)."""
     text = _REPEATING.sub(_as_repeating, bare(text)).replace("\\varnothing", "\\emptyset")
     if _TIME.fullmatch(text):
         return Parsed("time", text.lstrip("0"), text)
@@ -154,6 +179,8 @@ def parse(text: str, *, evaluated: bool = True, gold: bool = False, depth: int =
         raise Unreadable
     if _WORDS.fullmatch(text) and not _FUNCTIONS & set(text.lower().split()):
         return Parsed("words", _letters(text), text)
+    if plain:
+        raise NotPlain
     text = text.replace("\\cup", "\\cup ").replace("\\dots", "\\ldots")
     name, text = _named(text)
     text = _trimmed(text)
@@ -189,18 +216,18 @@ def parse(text: str, *, evaluated: bool = True, gold: bool = False, depth: int =
     return Parsed(*_expression(text), text, name)
 
 
-def _gold(gold: str) -> Parsed:
-    """The gold answer, or that of the solution."""
+def gold_answer(gold: str, *, plain: bool = False) -> Parsed:
+    """The gold answer, or that of the solution. Raises Unreadable, and NotPlain as `parse`."""
     if "\\boxed" not in gold and "####" not in gold:
         try:
-            return parse(gold, gold=True)
+            return parse(gold, gold=True, plain=plain)
         except Unreadable:
             pass
     answer = final_answer(gold)
     if answer is None:
         raise Unreadable
     try:
-        return parse(answer.text, gold=True)
+        return parse(answer.text, gold=True, plain=plain)
     except Unreadable:
         number = stated_number(gold, evaluated=False)
         if number is None:

@@ -1,7 +1,7 @@
-"""Mathematical equality by math-verify, in worker processes that can be killed.
+"""Mathematical equality: numbers and words here, all else by math-verify in the sandbox.
 
 math-verify's own timeouts are alarms, which fail off the main thread, and without them it can
-hang for good; so they are off, and a worker that takes too long is killed from outside.
+hang for good; so they are off, and a process that takes too long is ended from outside.
 """
 
 from __future__ import annotations
@@ -9,64 +9,117 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
 
 from keel.types import KeelError
-from keel.verify.expressions import same_answer
-from keel.verify.worker import serve
-from keel.verify.workers import Pool
+from keel.verify.expressions import NotPlain, same_answer
+from keel.verify.resident import Resident, Restarting
+from keel.verify.sandbox import bubblewrap
 
 Finding = Literal["same", "different", "unreadable gold", "timed out", "died"]
 """What is known of a pair. "different" is also said of an answer that cannot be read."""
+START_SECONDS = 120.0
+"""A process that has not started by then never will; imports on a busy machine take a while."""
+PATIENCE = 10.0
+"""Seconds by the clock for each second of computing: a busy machine changes no verdict."""
+MODULES = ("answers", "expressions", "mathematics_worker", "numbers")
+Pair = tuple[str, str]
 
 
 class Mathematics:
     """Tells whether answers are mathematically the gold answers, many at a time.
 
-    `timeout` is in seconds, for a pair; `evaluated` refuses arithmetic that is left to do
-    (`keel.verify.expressions`). Raises KeelError where math-verify is not installed.
+    `timeout` is in seconds of computing, for a pair; `evaluated` refuses arithmetic that is left
+    to do (`keel.verify.expressions`). `workers` processes in the sandbox, started when first
+    needed, fork one for each verdict. Safe to use from any thread. Raises KeelError where
+    math-verify is not installed, or there is no sandbox.
     """
 
     def __init__(self, *, timeout: float = 5.0, workers: int = 2, evaluated: bool = True) -> None:
         if not 0 < timeout < math.inf:
             raise KeelError(f"timeout = {timeout:g}: give some seconds, more than 0")
+        if workers < 1:
+            raise KeelError(f"workers = {workers}: give at least 1")
         if importlib.util.find_spec("math_verify") is None:
             raise KeelError("math-verify is not installed: pip install 'keel-rl[math]'")
+        check_sandbox()
         self.timeout = timeout
         self.evaluated = evaluated
-        self._pool = Pool(__name__, workers=workers)
+        self.processes = [Restarting(started) for _ in range(workers)]
 
-    def compare(self, pairs: Sequence[tuple[str, str]]) -> list[Finding]:
+    def compare(self, pairs: Sequence[Pair]) -> list[Finding]:
         """What is found of each pair of a gold answer and what was said.
 
         The order within a pair matters: where gold is 1, x = 1 is right; where gold is the
-        equation 2x + z = 1, 1 is not. Each distinct pair is compared once.
+        equation 2x + z = 1, 1 is not. Each distinct pair is compared once. Raises KeelError where
+        the processes are closed, or killed from outside.
         """
-        distinct = list(dict.fromkeys(pairs))
-        found: dict[tuple[str, str], Finding] = {}
-        items = [(*pair, self.evaluated) for pair in distinct]
-        for pair, judged in zip(distinct, self._pool.map(items, self.timeout), strict=True):
-            if judged.wrong is None:
-                found[pair] = judged.value
+        found: dict[Pair, Finding] = {}
+        hard: list[Pair] = []
+        for pair in dict.fromkeys(pairs):
+            finding = self._plain(pair)
+            if finding is None:
+                hard.append(pair)
             else:
-                # What math-verify raises on, such as an expression too large, is not right.
-                found[pair] = "different" if judged.wrong == "raised" else judged.wrong
+                found[pair] = finding
+        count = len(self.processes)
+        with ThreadPoolExecutor(count) as threads:
+            shares = [hard[at::count] for at in range(count)]
+            for said in threads.map(self._ask, self.processes, shares):
+                found.update(said)
         return [found[pair] for pair in pairs]
 
     def close(self) -> None:
-        """End the workers."""
-        self._pool.close()
+        """End the processes. A call under way in another thread ends with a KeelError."""
+        for process in self.processes:
+            process.close()
+
+    def _plain(self, pair: Pair) -> Finding | None:
+        """What is found by comparing numbers or words; None where there is more to read."""
+        try:
+            same = same_answer(*pair, evaluated=self.evaluated, plain=True)
+        except NotPlain:
+            return None
+        if same is None:
+            return "unreadable gold"
+        return "same" if same else "different"
+
+    def _ask(self, process: Restarting, pairs: Sequence[Pair]) -> dict[Pair, Finding]:
+        """What is found of pairs, one after the other."""
+        found: dict[Pair, Finding] = {}
+        limits = {"cpu": self.timeout, "patience": PATIENCE * self.timeout}
+        for gold, said in pairs:
+            request = {"gold": gold, "said": said, "evaluated": self.evaluated, **limits}
+            try:
+                # Two processes may be forked; each has its limit.
+                reply = process.ask(2 * limits["patience"] + START_SECONDS, request)
+            except TimeoutError:
+                raise KeelError("the process that compares answers hangs: start again") from None
+            if "error" in reply:
+                raise KeelError(f"the process that compares answers fails: {reply['error']}")
+            found[gold, said] = reply["ok"]
+        return found
 
 
-def _answer(item: Any) -> Finding:
-    gold, said, evaluated = item
-    same = same_answer(gold, said, evaluated=evaluated)
-    if same is None:
-        return "unreadable gold"
-    return "same" if same else "different"
+def started() -> Resident:
+    """A process in the sandbox that compares answers. Raises KeelError where it does not start."""
+    files = {f"keel/verify/{name}.py": Path(__file__).with_name(f"{name}.py") for name in MODULES}
+    found = importlib.util.find_spec("math_verify")
+    assert found is not None
+    assert found.origin is not None
+    process = Resident(
+        "keel.verify.mathematics_worker", files, Path(found.origin).resolve().parents[1]
+    )
+    limits = {"cpu": 60.0, "patience": START_SECONDS}
+    process.first(START_SECONDS, {"gold": "1", "said": "1", "evaluated": True, **limits})
+    return process
 
 
-if __name__ == "__main__":
-    import math_verify  # noqa: F401  (before it says that it is ready)
-
-    serve(_answer)
+def check_sandbox() -> None:
+    """Raise KeelError where there is no sandbox to parse an answer in."""
+    try:
+        bubblewrap()
+    except KeelError as error:
+        raise KeelError(f"reward math: answers are parsed in a sandbox only: {error}") from None

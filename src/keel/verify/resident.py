@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,6 +32,14 @@ DISK_MB = 16
 """Of its private folder, which libraries keep their caches in."""
 LIBRARY = "/keel"
 """Where the process finds the modules that it is made of."""
+HERE = Path(__file__).parent
+COMMON = {
+    # In place of the package's own, which is the front of what is not in the sandbox.
+    "keel/__init__.py": HERE / "__init__.py",
+    "keel/verify/__init__.py": HERE / "__init__.py",
+    "keel/verify/confined.py": HERE / "confined.py",
+}
+"""Files of each such process; it runs `keel.verify.confined.serve`."""
 
 
 class Resident:
@@ -54,7 +62,7 @@ class Resident:
         uid = self._held.enter_context(passing_uid()) if os.geteuid() == 0 else None
         pipes = Pipes.open(sandboxed=True, filter=outer)
         pipes.lifeline = Lifeline()
-        files = {f"{LIBRARY}/{name}": path for name, path in modules.items()}
+        files = {f"{LIBRARY}/{name}": path for name, path in {**COMMON, **modules}.items()}
         path = [LIBRARY]
         if site is not None:
             files[str(site)] = site
@@ -101,18 +109,23 @@ class Resident:
         return not self.end.alive or self._process.poll() is not None
 
     def ask(self, seconds: float, request: Mapping[str, Any]) -> Any:
-        """The reply to a request. Raises TimeoutError where none comes, and ends the process."""
+        """The reply to a request.
+
+        Raises TimeoutError where none comes in time, and ends the process; ChildProcessError
+        where it ended by itself or was ended from outside.
+        """
         try:
             self._send(request)
             line = self._replies.get(timeout=seconds)
         except queue.Empty:
-            line = b""
+            self.end()
+            raise TimeoutError from None
         except BaseException:
             self.end()  # interrupted in between: the reply would answer the next request
             raise
         if not line:
             self.end()
-            raise TimeoutError
+            raise ChildProcessError("a process in the sandbox has ended")
         return json.loads(line)
 
     def first(self, seconds: float, request: Mapping[str, Any]) -> Any:
@@ -121,7 +134,7 @@ class Resident:
         with errors:
             try:
                 return self.ask(seconds, request)
-            except TimeoutError:
+            except (TimeoutError, ChildProcessError):
                 errors.seek(0)
                 said = errors.read().decode(errors="replace").strip().rpartition("\n")[2][-200:]
                 status = self._process.returncode
@@ -137,6 +150,48 @@ class Resident:
         with contextlib.suppress(BrokenPipeError):  # it has ended, which the reply tells
             while rest:
                 rest = rest[os.write(self._process.stdin.fileno(), rest) :]
+
+
+class Restarting:
+    """A `Resident` that starts when first asked, and again after it has ended.
+
+    Safe to use from any thread: calls wait for each other.
+    """
+
+    def __init__(self, start: Callable[[], Resident]) -> None:
+        self._start = start
+        self._lock = threading.Lock()
+        self._closed = False
+        self.resident: Resident | None = None
+
+    def ask(self, seconds: float, request: Mapping[str, Any]) -> Any:
+        """The reply to a request.
+
+        Raises TimeoutError where none comes in time, and KeelError where the process ends twice
+        at the request (killed from outside, or for want of memory), or is closed.
+        """
+        with self._lock:
+            for _ in range(2):
+                if self.resident is not None and self.resident.ended():
+                    self.resident.end()
+                    self.resident = None
+                self._refuse_closed()
+                if self.resident is None:
+                    self.resident = self._start()
+                self._refuse_closed()
+                with contextlib.suppress(ChildProcessError):
+                    return self.resident.ask(seconds, request)
+        raise KeelError("a process in the sandbox was killed twice: is the machine out of memory?")
+
+    def close(self) -> None:
+        """End the process. A call that another thread has made ends with a KeelError."""
+        self._closed = True
+        if self.resident is not None:
+            self.resident.end()
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise KeelError("the process in the sandbox is closed")
 
 
 def _read(replies: IO[bytes], lines: queue.Queue[bytes]) -> None:
