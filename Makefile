@@ -1,4 +1,4 @@
-# The whole vocabulary: install, demo, test, check, bench, soak.
+# The whole vocabulary: install, demo, test (before each commit), check (all), bench, soak.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -12,7 +12,7 @@ demo: $(VENV)/.core
 	$(BIN)/keel train quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto -m "not slow"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

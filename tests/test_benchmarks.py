@@ -20,6 +20,8 @@ import torch
 from benchmarks import draw, growth, loop, loop_keel, memory, rollout, startup, turns, update
 from benchmarks.update import SMALL, Case
 
+pytestmark = pytest.mark.slow
+
 Told = tuple[dict[str, Any], str]
 
 

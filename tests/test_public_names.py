@@ -30,6 +30,7 @@ def test_no_public_name_is_a_subpackages() -> None:
     assert modules & set(keel.__all__) == set()
 
 
+@pytest.mark.slow
 def test_public_names_are_callable_twice_in_every_order_of_first_use() -> None:
     done = subprocess.run([sys.executable, "-c", ORDERS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -94,6 +94,7 @@ def test_a_json_error_names_the_column_within_its_line(
         read_table("jsonl", str(path), {}, "train")
 
 
+@pytest.mark.slow
 def test_check_finds_a_tracker_without_login(tmp_path: Path) -> None:
     """In a process of its own: wandb keeps the settings that it has first read."""
     pytest.importorskip("wandb")

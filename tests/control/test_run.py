@@ -86,6 +86,7 @@ def tear(folder: RunFolder) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_twice_and_after_a_stop_it_is_the_same_run(case: str, tmp_path: Path) -> None:
     recipe = small(case)
@@ -104,6 +105,7 @@ def test_another_seed_is_another_run(tmp_path: Path) -> None:
     assert a.metrics.read_bytes() != b.metrics.read_bytes()
 
 
+@pytest.mark.slow
 def test_killed_at_any_instant_it_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     """SIGKILL, again and again, wherever the run happens to be; then to the end."""
     recipe = small("ppo", "steps=8000", "checkpoints.every=1", "checkpoints.keep=2")

@@ -108,6 +108,7 @@ STOPS = {
 }
 
 
+@pytest.mark.slow
 def test_each_kind_of_stage_saves_its_step(tmp_path: Path) -> None:
     """One run, stopped within a stage, between two, before the first step of one and within it."""
     recipe, run, other = tmp_path / "two.toml", tmp_path / "run", tmp_path / "whole"

@@ -112,6 +112,7 @@ def under(environment: dict[str, str], *words: object, **options: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_every_verb_runs_in_an_ascii_locale(tmp_path: Path, unharmed: Path) -> None:
     script = tmp_path / "verbs.py"
     run, out = tmp_path / "run", tmp_path / "model"

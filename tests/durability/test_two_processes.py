@@ -34,6 +34,7 @@ def waiting(tmp_path: Path, run: Path) -> tuple[Keel, Path]:
     return first, sign
 
 
+@pytest.mark.slow
 def test_the_second_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "whole"
     assert keel(tmp_path, "train", "tiny", *RUN, "--run", other)[0] == 0
@@ -69,6 +70,7 @@ def test_the_folder_is_free_once_the_first_was_killed(tmp_path: Path) -> None:
     assert "4 steps, 2 done" in out
 
 
+@pytest.mark.slow
 def test_a_run_on_environments_is_its_own_and_ends_at_once_with_its_workers(
     tmp_path: Path,
 ) -> None:

@@ -57,6 +57,7 @@ def test_it_is_compiled_once_and_kept(tmp_path: Path) -> None:
     assert len(list(Path(first[0]).parent.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_what_is_damaged_is_made_again(tmp_path: Path) -> None:
     first = loaded(tmp_path)
     whole = Path(first[0]).read_bytes()

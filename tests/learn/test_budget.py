@@ -212,6 +212,7 @@ train(recipe, folder)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_run_that_meets_it_ends_as_one_with_that_budget(tmp_path: Path) -> None:
     """A real limit of the address space, round the optimizer steps of a real run."""

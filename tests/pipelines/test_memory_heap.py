@@ -146,6 +146,7 @@ for seed in range(3):
 """
 
 
+@pytest.mark.slow
 def test_malloc_loses_in_the_dry_run_what_it_loses_in_the_real_one() -> None:
     done = subprocess.run([sys.executable, "-c", TWO], capture_output=True, text=True, check=True)
     said = [line.split(" ", 1) for line in done.stdout.splitlines()]

@@ -31,6 +31,7 @@ def test_the_reward() -> None:
     reward.function.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_tags_timeouts_and_gold_that_cannot_be_read() -> None:
     reward = load_reward(RewardSource(function="math", options={"timeout": 5, "tag": "answer"}))
     assert reward.function is not None

@@ -271,6 +271,7 @@ def address_space(pid: int) -> str:
     raise AssertionError("no such limit")
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_says_the_same_and_ends(
     folder: Path, around: Surroundings, two_groups: list[Group], elsewhere: NamedReward
 ) -> None:
@@ -290,6 +291,7 @@ def test_a_process_of_its_own_says_the_same_and_ends(
         scorer(two_groups, 2)
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_there_is_told_here(tmp_path: Path, around: Surroundings) -> None:
     save_model(tmp_path, "process")
     named = outcome(tmp_path, around, process=True, memory_mb=20_000)
@@ -341,6 +343,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_its_parent_however_that_ends(folder: Path) -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     parent = subprocess.Popen(

@@ -120,6 +120,7 @@ def test_equal_answers_are_judged_once(folder: Path, around: Surroundings) -> No
     assert first.steps == third.steps
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_says_the_same(folder: Path, around: Surroundings) -> None:
     groups = [group(around.tokenizer, "1+1=", TEXTS)]
     here = Scorer([process(folder, around)])(groups, 0)

@@ -223,6 +223,7 @@ def pairs(path: Path, first: int) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_run_and_what_comes_of_it(tmp_path: Path) -> None:
     """LoRA; SFT, a reward model, DPO and PPO with that model as a reward in its own process; a
     resume, an export, and evaluations of the run and of the exported folder."""
@@ -240,6 +241,7 @@ def test_a_run_and_what_comes_of_it(tmp_path: Path) -> None:
     assert not endings & {".bin", ".pt", ".pth", ".pkl", ".pickle", ".npy", ".npz", ".ckpt"}
 
 
+@pytest.mark.slow
 def test_environments_in_processes_of_their_own(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
     assert watched(tmp_path, ENVIRONMENTS, str(tmp_path / "run")) == []

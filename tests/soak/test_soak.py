@@ -22,6 +22,8 @@ from tests.shared import ROOT
 from tests.soak.cases import CASES
 from tests.soak.killing import Ended, Instant, differences, killed, whole
 
+pytestmark = pytest.mark.slow
+
 KILLS = {
     # After rows; at the first with no checkpoint yet.
     "dynamic": [Instant("row", 1), Instant("row", 3), Instant("row", 1)],

@@ -19,6 +19,8 @@ from keel.training.evaluation import evaluate
 from keel.training.run import train
 from tests.shared import shared_path
 
+pytestmark = pytest.mark.slow
+
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

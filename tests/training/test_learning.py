@@ -14,6 +14,8 @@ from keel.config.load import load_recipe
 from keel.training.run import train
 from tests.training.small import info
 
+pytestmark = pytest.mark.slow
+
 SHORT = (
     "threads=1",
     "model.build.hidden_size=64",

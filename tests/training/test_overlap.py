@@ -224,6 +224,7 @@ async def dawdles(completions: list[str]) -> list[float]:
     return [1.0 / (1 + len(text)) for text in completions]
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint(tmp_path: Path) -> None:
     recipe = tmp_path / "long.toml"
     recipe.write_text(to_toml(small(COMPOSED, ON, "steps=300", "rollouts_every=0")))

@@ -191,6 +191,7 @@ def until(process: subprocess.Popen[str], folder: Path, rows: int) -> None:
     raise AssertionError(process.communicate()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_a_checkpoint_and_says_how_to_go_on(
     signum: signal.Signals, tmp_path: Path
@@ -208,6 +209,7 @@ def test_a_signal_leaves_a_checkpoint_and_says_how_to_go_on(
     assert "finished" not in [event["event"] for event in run.events()]
 
 
+@pytest.mark.slow
 def test_killed_outright_it_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(tmp_path, folder)

@@ -416,6 +416,7 @@ def test_what_the_tests_use_of_a_prompt() -> None:
     assert not read_tests(check, "f").alone
 
 
+@pytest.mark.slow
 @needs_bubblewrap
 def test_humaneval(sandbox: Sandbox) -> None:
     """All canonical solutions pass; with their last return made None, or one number off, none."""
