@@ -6,6 +6,8 @@ import pkgutil
 import subprocess
 import sys
 
+import pytest
+
 import keel
 
 # Each name is used first once, then every name twice, each time from a fresh import of the package.
