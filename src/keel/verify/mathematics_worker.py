@@ -20,13 +20,20 @@ from keel.verify.expressions import can_be_read, same_answer
 
 KEPT = 16_384
 """Gold answers of which it is remembered whether they can be read."""
-WARM = (r"\frac{\sqrt{2}x}{3} + 1", r"1 + \frac{x \sqrt{2}}{3}")
+WARM = (
+    (r"\frac{\sqrt{2}x}{3} + 1", r"1 + \frac{x \sqrt{2}}{3}"),
+    ("x^2 + 1", "x^2 + x"),
+    (r"\sqrt{2}", r"\sqrt{3}"),
+    (r"\sin x + \pi", r"\cos x + \log 2"),
+    ("y = 2x + 1", "y = 2x + 3"),
+    (r"\begin{pmatrix} x \\ 2 \end{pmatrix}", r"\begin{pmatrix} y \\ 2 \end{pmatrix}"),
+)
 """Compared at the start, so that no fork has to import and to build as much again."""
 
 
 def start(program: bytes) -> Callable[[Request], Any]:
     """What answers requests; `program` is the filter of system calls of each verdict."""
-    assert same_answer(*WARM), "math-verify does not compare"
+    assert [same_answer(*pair) for pair in WARM] == [True] + [False] * 5, "it does not compare"
     gc.collect()
     gc.freeze()  # what is not traced is not copied into each fork
     confined = Confined(program)
