@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 
 from transformers import PreTrainedTokenizerBase
 
-from keel.runs.watchdog import watching
+from keel.runs.watchdog import limited
 from keel.types import KeelError
 
 SECONDS = 30.0
@@ -19,7 +19,7 @@ SECONDS = 30.0
 
 def limited_template(what: str) -> AbstractContextManager[None]:
     """Raise `Hung`, which names `what`, where the block takes longer than `SECONDS`."""
-    return watching(
+    return limited(
         f"the chat template of {what}", SECONDS, "does it loop? Set model.chat_template to another"
     )
 

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import faulthandler
 import math
+import os
 import re
 import signal
 import sys
@@ -53,16 +54,37 @@ def watching(what: str, seconds: float, advice: str) -> Iterator[None]:
         Hung: it was silent for longer.
     """
     watch = _Watch(threading.get_ident(), seconds)
+    with _raising(watch, what, advice), _handling(watch), Ending() as end, watch.counted(end):
+        yield
+
+
+@contextlib.contextmanager
+def limited(what: str, seconds: float, advice: str) -> Iterator[None]:
+    """As `watching`, for a block of Python that is short and run often: it costs microseconds.
+
+    A call into C that does not return is not ended.
+
+    Raises:
+        Hung: it took longer.
+    """
+    watch = _Watch(threading.get_ident(), seconds)
+    with _raising(watch, what, advice), watch.counted():
+        yield
+
+
+@contextlib.contextmanager
+def _raising(watch: _Watch, what: str, advice: str) -> Iterator[None]:
+    """Raise `Hung` where the watch has expired within the block."""
     ended = False
     try:
-        with _handling(watch), Ending() as end, watch.ticking(end):
-            yield
-            ended = True
+        yield
+        ended = True
     except _Expired:
         pass
     if watch.stack is not None and not ended:
         raise Hung(
-            f"{what} gives no answer within {seconds:g} s (it is {place(watch.stack)}): {advice}",
+            f"{what} gives no answer within {watch.seconds:g} s (it is {place(watch.stack)}): "
+            f"{advice}",
             watch.stack,
         )
 
@@ -70,7 +92,7 @@ def watching(what: str, seconds: float, advice: str) -> Iterator[None]:
 def beat() -> None:
     """A sign of life of what is watched in this thread: its time begins anew."""
     thread = threading.get_ident()
-    for watch in reversed(_WATCHES):
+    for watch in reversed(_TICKER.watches):
         if watch.thread == thread:
             watch.silent = 0.0
             return
@@ -128,7 +150,6 @@ class Ending:
 
 _LOCK = threading.Lock()
 _ENDINGS: list[Ending] = []
-_WATCHES: list[_Watch] = []
 """The process has one clock and one handler for signals, so these are of the process too."""
 
 
@@ -175,56 +196,116 @@ def place(stack: str) -> str:
 
 
 class _Watch:
-    """One call that is watched."""
+    """One call that is watched; `tick` is how often, in seconds, its time is looked at."""
 
     def __init__(self, thread: int, seconds: float) -> None:
         self.thread, self.seconds = thread, seconds
+        self.tick = min(TICK, seconds / 10)
         self.silent = 0.0
         self.stack: str | None = None
+        self.alarm = False
+        """Whether a signal ends it: that wakes what waits for a lock, in the main thread."""
         self._lock = threading.Lock()
-        self._left = threading.Event()
+        self._left = False
+        self._end: Ending | None = None
 
     @contextlib.contextmanager
-    def ticking(self, end: Ending) -> Iterator[None]:
-        """A thread counts the seconds of silence while the block lasts."""
-        _WATCHES.append(self)
-        end.renew(self.seconds)
-        threading.Thread(target=self._tick, args=(end,), name="keel-watch", daemon=True).start()
+    def counted(self, end: Ending | None = None) -> Iterator[None]:
+        """The seconds of silence are counted while the block lasts, and `end` is renewed."""
+        self._end = end
+        if end is not None:
+            end.renew(self.seconds)
+        _TICKER.add(self)
         try:
             yield
         finally:
             with self._lock:
-                self._left.set()
-                if self.thread != threading.main_thread().ident:
+                self._left = True
+                if not self.alarm:
                     raise_in(self.thread, None)
-            _WATCHES.remove(self)
+            _TICKER.remove(self)
 
-    def _tick(self, end: Ending) -> None:
-        tick = min(TICK, self.seconds / 10)
-        last = time.monotonic()
-        while not self._left.wait(tick):
-            now = time.monotonic()
-            self.silent += min(now - last, 2 * tick)
-            last = now
-            if self.silent >= self.seconds:
-                self._expire()
-                return
-            end.renew(self.seconds - self.silent)
+    def passed(self, seconds: float) -> None:
+        """So much time has passed in silence."""
+        if self._left or self.stack is not None:
+            return
+        self.silent += seconds
+        if self.silent >= self.seconds:
+            self._expire()
+        elif self._end is not None:
+            self._end.renew(self.seconds - self.silent)
 
     def _expire(self) -> None:
         """The time is up: keep the stack, and raise in the thread that waits."""
         with self._lock:
-            if self._left.is_set():
+            if self._left:
                 return
             self.stack = stack_of(self.thread)
-            if self.thread == threading.main_thread().ident:
+            if self.alarm:
                 signal.pthread_kill(self.thread, signal.SIGALRM)  # wakes what waits for a lock
             else:
                 raise_in(self.thread, _Expired)
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
-        if self.stack is not None and not self._left.is_set():
+        if self.stack is not None and not self._left:
             raise _Expired
+
+
+class _Ticker:
+    """The one thread that counts for all watches; it ends where there is long nothing to watch."""
+
+    IDLE = 5
+    """Ticks without a watch before it ends."""
+
+    def __init__(self) -> None:
+        self.watches: tuple[_Watch, ...] = ()
+        self._lock = threading.Lock()
+        self._sooner = threading.Event()
+        self._runs = False
+
+    def add(self, watch: _Watch) -> None:
+        """Count for a watch, from now on."""
+        with self._lock:
+            self.watches = (*self.watches, watch)
+            begins, self._runs = not self._runs, True
+        if begins:
+            threading.Thread(target=self._run, name="keel-watch", daemon=True).start()
+        elif watch.tick < TICK:
+            self._sooner.set()
+
+    def remove(self, watch: _Watch) -> None:
+        """Count no longer for it."""
+        with self._lock:
+            self.watches = tuple(one for one in self.watches if one is not watch)
+
+    def _run(self) -> None:
+        idle = 0
+        while True:
+            with self._lock:
+                watches = self.watches
+                idle = 0 if watches else idle + 1
+                if idle > self.IDLE:
+                    self._runs = False
+                    return
+            tick = min((watch.tick for watch in watches), default=TICK)
+            start = time.monotonic()
+            self._sooner.wait(tick)
+            self._sooner.clear()
+            # Those that were there all the time; time in which the process slept does not count.
+            for watch in watches:
+                watch.passed(min(time.monotonic() - start, 2 * tick))
+
+
+_TICKER = _Ticker()
+
+
+def _without_thread() -> None:
+    """A fork has none of the threads."""
+    global _TICKER
+    _TICKER = _Ticker()
+
+
+os.register_at_fork(after_in_child=_without_thread)
 
 
 def raise_in(thread: int, error: type[BaseException] | None) -> None:
@@ -243,6 +324,7 @@ def _handling(watch: _Watch) -> Iterator[None]:
     if watch.thread != threading.main_thread().ident:
         yield
         return
+    watch.alarm = True
     before = signal.signal(signal.SIGALRM, watch.handle)
     try:
         yield
