@@ -13,7 +13,7 @@ from keel.algorithms.spec import GAE, Algorithm, CustomAdvantage, MonteCarlo
 from keel.learn.batch import from_groups
 from keel.learn.estimate import estimate, outcome
 from keel.learn.loss import prepare, reads_steps
-from keel.rewards.checking import Said
+from keel.rewards.checking import Said, read_rewards
 from keel.rewards.compose import compose
 from keel.rewards.loading import NamedReward
 from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
@@ -99,6 +99,26 @@ def test_the_weighed_rewards_say_what_part_is_of_the_whole_answer() -> None:
     first, second = compose(functions, said, [0, 0])
     assert (first.reward, first.outcome) == (1.0, 0.0)
     assert (second.reward, second.outcome) == (0.0, None)
+
+
+def test_an_empty_list_of_steps_is_no_outcome() -> None:
+    functions = [NamedReward("steps", None)]
+    one, other, none = read_rewards([[(0, 1.0), (1, 0.0)], [(0, 0.0), (1, 1.0)], []], [2, 2, 2])
+    composed = compose(functions, {"steps": [one, other, none]}, [0, 0, 0])
+    assert [(c.reward, c.outcome) for c in composed] == [(1.0, None), (1.0, None), (0.0, None)]
+    verdicts = [Verdict(c.reward, {}, c.steps, c.outcome) for c in composed]
+    chosen = row("grpo_process")
+    first, second, third = advantages(chosen, *verdicts, tokens=2)
+    # Four steps of which two are right; nothing is added to them at the ends.
+    assert [first, second] == advantages(chosen, *verdicts[:2], tokens=2)
+    assert third == [0.0, 0.0]
+
+
+def test_a_closed_gate_is_an_outcome_beside_steps() -> None:
+    gate = NamedReward("format", None, gate=1.0, closed=0.0)
+    said = {"format": [Said(1.0), Said(0.0)], "steps": [Said(1.0, (Step(0, 1.0),)), Said(0.0, ())]}
+    _, shut = compose([gate, NamedReward("steps", None)], said, [0, 0])
+    assert (shut.reward, shut.steps, shut.outcome) == (0.0, (), 0.0)
 
 
 def test_steps_of_a_completion_without_written_tokens_reach_no_other() -> None:

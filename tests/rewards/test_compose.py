@@ -54,7 +54,7 @@ def test_weight_zero_watches() -> None:
     functions = [component("a", weight=0.0), component("b")]
     steps = Said(3.0, (Step(0, 1.0), Step(1, 2.0)))
     composed = compose(functions, {"a": [steps, steps], "b": numbers(5, None)}, [0, 0])
-    assert composed == [Composed(5.0), Composed(None)]
+    assert composed == [Composed(5.0, outcome=5.0), Composed(None)]
 
 
 def test_a_clip_comes_before_the_weight() -> None:
@@ -143,7 +143,7 @@ def test_behind_a_closed_gate_there_is_its_reward_and_no_step() -> None:
     functions = [component("a"), component("g", gate=1.0, closed=-2.0, weight=0.0)]
     steps = Said(3.0, (Step(0, 3.0),))
     found = compose(functions, {"a": [steps, steps], "g": numbers(0, 1)}, [0, 0])
-    assert found == [Composed(-2.0), Composed(3.0, (Step(0, 3.0),))]
+    assert found == [Composed(-2.0, outcome=-2.0), Composed(3.0, (Step(0, 3.0),))]
 
 
 def test_the_first_closed_gate_tells() -> None:

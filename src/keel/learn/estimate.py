@@ -90,7 +90,7 @@ def outcome_of(verdict: Verdict) -> float | None:
     own = [step.reward for step in verdict.steps]
     rest = verdict.reward - math.fsum(own)
     scale = max(1.0, math.fsum(map(abs, own)))
-    return rest if not own or abs(rest) > ROUNDING * scale else None
+    return rest if abs(rest) > ROUNDING * scale else None
 
 
 def check_steps(row: Algorithm, there: bool) -> None:

@@ -27,10 +27,14 @@ class BadReturn(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a reward says of one completion; `wrong` says why it cannot be used."""
+    """What a reward says of one completion; `wrong` says why it cannot be used.
+
+    `steps` is None where it gave a number; with an empty list there are no steps to reward, and
+    `value`, their sum, is 0.
+    """
 
     value: float | None = None
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Step, ...] | None = None
     wrong: str | None = None
 
 

@@ -23,8 +23,7 @@ EPSILON = 1e-4
 class Composed:
     """The reward of one completion; None where no component of any weight spoke.
 
-    `outcome` is, where there are `steps`, the part that is of the whole answer; None where no
-    reward gave one.
+    `outcome` is the part that is of the whole answer; None where rewards gave steps alone.
     """
 
     reward: float | None
@@ -53,7 +52,7 @@ def _one(
 ) -> Composed:
     for function in functions:
         if shut(function, said[function.name][at]):
-            return Composed(function.closed)
+            return Composed(function.closed, outcome=function.closed)
     weighed: list[float] = []
     outcomes: list[float] = []
     steps: dict[int, float] = {}
@@ -62,9 +61,10 @@ def _one(
         if not function.weight or value is None:
             continue
         weighed.append(function.weight * value)
-        if not said[function.name][at].steps:
+        of_steps = said[function.name][at].steps
+        if of_steps is None:
             outcomes.append(weighed[-1])
-        for step in said[function.name][at].steps:
+        for step in of_steps or ():
             share = function.weight * _clipped(function, step.reward)
             steps[step.end] = steps.get(step.end, 0.0) + share
     if not weighed:
@@ -72,7 +72,7 @@ def _one(
     return Composed(
         float(sum(weighed)),
         tuple(Step(end, steps[end]) for end in sorted(steps)),
-        float(sum(outcomes)) if steps and outcomes else None,
+        float(sum(outcomes)) if outcomes else None,
     )
 
 
@@ -82,7 +82,7 @@ def _values(
     """What a component's values are when they are weighed."""
     if function.normalise == "none":
         return [_clipped_said(function, one) for one in said]
-    if any(one.steps for one in said):
+    if any(one.steps is not None for one in said):
         raise KeelError(
             f'reward {function.name!r} speaks of steps, and normalise = "{function.normalise}" '
             "is of whole answers: drop it (process_group_relative normalises steps itself)"
@@ -108,7 +108,7 @@ def _standard(values: Sequence[float | None]) -> list[float]:
 
 def _clipped_said(function: NamedReward, said: Said) -> float | None:
     """A clipped value; of steps, the sum of the clipped ones, so that they add up to it."""
-    if said.steps:
+    if said.steps is not None:
         return sum(_clipped(function, step.reward) for step in said.steps)
     return None if said.value is None else _clipped(function, said.value)
 

@@ -229,7 +229,7 @@ def all_alike(judged: Sequence[Verdict], of_steps: bool) -> bool:
             continue
         steps = [step.reward for step in verdict.steps] if of_steps else []
         rewards += steps
-        if not steps or verdict.outcome is not None:
+        if not of_steps or verdict.outcome is not None:
             rewards.append(whole - math.fsum(steps))
     return not rewards or max(rewards) == min(rewards)
 
