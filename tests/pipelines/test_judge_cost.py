@@ -69,7 +69,9 @@ def test_the_interval_holds_the_estimate_and_the_bound_holds_all() -> None:
     assert found.bound.tokens_out == found.questions * 512 * 2  # a second attempt each
     refilled = forecast(5, "rollout.dynamic_sampling=true", "rollout.max_refills=3", **PRICES)
     train = found.questions - found.evaluation
+    assert refilled.high.tokens_out == 512 * (4 * train + found.evaluation)
     assert refilled.bound.tokens_out == 512 * 2 * (4 * train + found.evaluation)
+    assert refilled.estimate == found.estimate
 
 
 def test_nothing_sampled_is_nothing_forecast() -> None:
@@ -135,3 +137,29 @@ def test_a_run_is_billed_within_the_forecast_interval(tmp_path: Path) -> None:
     assert sum(row.get("eval/judge/dollars", 0.0) for row in rows) > 0
     notes = (tmp_path / "run" / "events.jsonl").read_text(encoding="utf-8")
     assert f"${spent:.6g}" in notes
+
+
+@pytest.mark.parametrize(
+    ("keys", "asked"),
+    [
+        # Groups whose answers are worth the same are refilled, twice at the most.
+        (["rollout.dynamic_sampling=true", "rollout.max_refills=2"], 3 * 2 * 2),
+        (["algorithm=remax"], 2 * 2 + 2),
+    ],
+    ids=["refills", "greedy"],
+)
+def test_the_metrics_count_all_that_a_step_asks(
+    keys: list[str], asked: int, tmp_path: Path
+) -> None:
+    with JudgeServer(lambda request: '{"reason": "alike", "score": 50}') as server:
+        options = {"model": "judge-1", "url": server.url, "low": 0, "high": 100, **PRICES}
+        recipe = {
+            "extends": "tiny",
+            "rewards": {"functions": [{"function": "judge", "options": options}]},
+        }
+        sizes = ["steps=1", "evaluation.prompts=0", "rollout.prompts_per_step=2"]
+        keel.train(load_recipe(recipe, [*sizes, "rollout.group_size=2", *keys]), tmp_path / "run")
+        (row,) = keel.load(tmp_path / "run").metrics()
+        assert len(server.log) <= row["judge/asked"] == asked
+        billed = [rate * tokens for rate, tokens in zip((1.0, 10.0), server.billed, strict=True)]
+        assert row["judge/dollars"] == pytest.approx(sum(billed) / 1e6)

@@ -41,8 +41,9 @@ JUDGING = Section(
 JUDGE = Section(
     "LLM judge",
     (
-        Metric("judge/asked", "Questions put to the judge for the step, each draw once; cached "
-               "ones among them.", "questions", ""),
+        Metric("judge/asked", "Questions put to the judge for the step, refills and greedy "
+               "answers (ReMax) included, each draw of a call once; cached ones among them.",
+               "questions", ""),
         Metric("judge/tokens", "Tokens read and written for the step's verdicts, as when they were "
                "paid for.", "tokens", ""),
         Metric("judge/dollars", "What the step's verdicts cost when they were paid for.",

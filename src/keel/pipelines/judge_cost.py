@@ -32,9 +32,10 @@ class Forecast:
     """A stage's questions to one judge, and what they will come to.
 
     `low`, `estimate` and `high` hold for answers as long as those sampled and one attempt a
-    question: 95 % of the mean length, the ends of `BYTES_PER_TOKEN` and of a reply's length, and
-    evaluations that all ask the same or never. `questions` counts repeated ones too.
-    `bound` holds for every tokenizer (no token shorter than a byte), all attempts and all refills.
+    question: 95 % of the mean length, the ends of `BYTES_PER_TOKEN` and of a reply's length,
+    evaluations that all ask the same or never, and no refill or all (dynamic sampling).
+    `questions` counts repeated ones too, and no refills. `bound` holds for every tokenizer (no
+    token shorter than a byte) and all attempts.
     `evaluation` counts those of the questions that validation asks.
     """
 
@@ -81,7 +82,8 @@ def forecast_judge(
     distinct = len({str(body) for body in bodies}) / len(bodies)
     new = distinct * train + evaluation
     times = evaluations_of(stage) if isinstance(stage, RLStage) else 1
-    asked = (distinct * train + evaluation / times, new, train + evaluation)
+    most_asked = train * _fills(stage) + evaluation
+    asked = (distinct * train + evaluation / times, new, most_asked)
     sizes = mean_interval([prices.worst(body, 0).tokens_in for body in bodies])
     lengths = (max(sizes.low, 0.0), sizes.mean, sizes.high if len(bodies) > 1 else sizes.mean)
     replies = (*REPLY_TOKENS, options.max_tokens)
@@ -92,9 +94,7 @@ def forecast_judge(
         )
     )
     most = max(prices.worst(body, 0).tokens_in for body in bodies)
-    bound = _times(
-        prices, most, options.max_tokens, options.attempts * (train * _fills(stage) + evaluation)
-    )
+    bound = _times(prices, most, options.max_tokens, options.attempts * most_asked)
     return Forecast(
         source.name or source.function, options.label, key, train + evaluation, evaluation,
         low, estimate, high, bound, options,

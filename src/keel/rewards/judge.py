@@ -30,6 +30,7 @@ from keel.rewards.judge_pairs import (
 )
 from keel.rewards.judge_prompts import RUBRIC, Structured, score_question
 from keel.rewards.judge_store import Account, Store
+from keel.rewards.loading import NamedReward
 from keel.rewards.rule import texts
 from keel.rewards.surroundings import Surroundings
 from keel.types import KeelError
@@ -338,6 +339,12 @@ def _pair_metrics(found: Sequence[PairVerdict]) -> dict[str, float]:
     if (bias := position_bias(found)) is not None:
         metrics["position_bias"] = bias
     return metrics
+
+
+def spending(functions: Sequence[NamedReward]) -> list[str]:
+    """The metrics of the judges among the rewards that add up over calls."""
+    judges = [f.function for f in functions if isinstance(f.function, Judge)]
+    return [f"{j.options.label}/{what}" for j in judges for what in ("asked", "tokens", "dollars")]
 
 
 def _costs(costs: Sequence[Mapping[str, Cost]]) -> dict[str, float]:

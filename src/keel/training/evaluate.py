@@ -12,14 +12,12 @@ from keel.config.schema import Evaluation
 from keel.config.seeds import derive
 from keel.config.suggest import unknown
 from keel.insight.statistics import mean_interval, wilson_interval
-from keel.rewards.judge import Judge
+from keel.rewards.judge import spending
 from keel.rewards.loading import NamedReward
 from keel.rewards.score import Scorer
 from keel.training.rollout import Sampler
 from keel.types import Group, KeelError, Prompt, Sampling, Verdict
 
-SPENDING = ("asked", "tokens", "dollars")
-"""What of a judge's metrics adds up over calls."""
 EXAMPLES = 4
 """How many completions an evaluation shows."""
 
@@ -95,8 +93,7 @@ class Evaluator:
         """Groups of `n` and their verdicts; what they cost is added to `spent`."""
         seed = derive(self.sampler.seed, "evaluation")
         groups, scored = self.sampler.judged(self.prompts, n, sampling, seed, self.scorer, step)
-        judges = [f.function for f in self.scorer.functions if isinstance(f.function, Judge)]
-        for name in (f"{judge.options.label}/{what}" for judge in judges for what in SPENDING):
+        for name in spending(self.scorer.functions):
             spent[name] = spent.get(name, 0.0) + float(scored.metrics.get(name, 0.0))
         return groups, scored.verdicts
 

@@ -13,6 +13,7 @@ from keel.config.schema import Rollout as RolloutChoice
 from keel.config.seeds import derive
 from keel.engines.turns import converse
 from keel.learn.budget import needing_memory
+from keel.rewards.judge import spending
 from keel.rewards.score import Scored, Scorer
 from keel.runs.watchdog import Hung, watching
 from keel.tasks.mixture import PromptStream
@@ -168,7 +169,7 @@ def collect(sampler: Sampler, row: Algorithm, step: int) -> Rollouts:
         verdicts=tuple(judged for _, judged in kept),
         extras=extras,
         metrics={
-            **_mean_of(rounds),
+            **_joined(rounds, spending(sampler.scorer.functions)),
             **failures,
             **describe(every),
             **_dropped(every, kept, refills, choice),
@@ -201,10 +202,11 @@ def describe(pairs: Sequence[tuple[Group, Judged]]) -> dict[str, float]:
     }
 
 
-def _mean_of(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each metric's mean over the rounds of sampling that have it."""
+def _joined(rounds: Sequence[Mapping[str, float]], added: Sequence[str]) -> dict[str, float]:
+    """Each metric's mean over the rounds of sampling that have it; the sum of those `added`."""
     names = {name: None for metrics in rounds for name in metrics}
-    return {name: float(np.mean([m[name] for m in rounds if name in m])) for name in names}
+    values = {name: [m[name] for m in rounds if name in m] for name in names}
+    return {n: float(sum(v) if n in added else np.mean(v)) for n, v in values.items()}
 
 
 def _rewards(judged: Judged) -> list[float]:
@@ -268,8 +270,10 @@ def _with_greedy(sampler: Sampler, rollouts: Rollouts, step: int) -> Rollouts:
     rewards = [judged[0].reward for judged in scored.verdicts]
     spoken = [reward for reward in rewards if reward is not None]
     mean = {"reward/greedy": float(np.mean(spoken))} if spoken else {}
+    added = spending(sampler.scorer.functions)
+    asked = {name: scored.metrics[name] for name in added if name in scored.metrics}
     return replace(
         rollouts,
         greedy=tuple(float("nan") if reward is None else reward for reward in rewards),
-        metrics={**rollouts.metrics, **mean},
+        metrics={**rollouts.metrics, **_joined([rollouts.metrics, asked], added), **mean},
     )
