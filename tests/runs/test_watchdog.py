@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from keel.runs.watchdog import Hung, beat, place, stack_of, watching
+from keel.runs import watchdog
+from keel.runs.watchdog import Hung, beat, limited, place, stack_of, watching
 
 
 def deaf() -> None:
@@ -20,6 +21,11 @@ def deaf() -> None:
             time.sleep(0.01)
         except Exception:
             continue
+
+
+def spin() -> None:
+    while True:
+        pass
 
 
 def locked() -> None:
@@ -196,3 +202,48 @@ def test_a_sign_of_life_is_of_its_own_thread() -> None:
             beat()
             time.sleep(0.01)
     assert len(caught) == 1
+
+
+def test_an_outer_watch_that_expires_is_not_taken_for_the_inner_one() -> None:
+    reached = []
+    with pytest.raises(Hung, match=r"the engine gives no answer within 0.3 s"):  # noqa: PT012
+        with watching("the engine", 0.3, "a"), limited("a template", 30.0, "b"):
+            spin()
+        reached.append("after")
+    assert reached == []
+
+
+def test_in_a_thread_an_inner_limit_leaves_the_outer_one_pending() -> None:
+    found: list[str] = []
+
+    def work() -> None:
+        try:
+            with watching("the engine", 0.3, "a"):
+                while True:
+                    with limited("a template", 30.0, "b"):
+                        pass
+        except Hung as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert [said[:10] for said in found] == ["the engine"]
+
+
+def test_where_no_thread_starts_it_raises_and_the_next_is_limited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdog, "_TICKER", watchdog._Ticker())
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"), limited("it", 0.3, "a"):
+            pass
+    assert watchdog._TICKER.watches == ()
+    with pytest.raises(Hung), limited("it", 0.3, "a"):
+        spin()
+    assert watchdog._TICKER.watches == ()

@@ -80,7 +80,8 @@ def _raising(watch: _Watch, what: str, advice: str) -> Iterator[None]:
         yield
         ended = True
     except _Expired:
-        pass
+        if watch.stack is None:  # that of a watch around this one
+            raise
     if watch.stack is not None and not ended:
         raise Hung(
             f"{what} gives no answer within {watch.seconds:g} s (it is {place(watch.stack)}): "
@@ -219,11 +220,13 @@ class _Watch:
         try:
             yield
         finally:
-            with self._lock:
-                self._left = True
-                if not self.alarm:
-                    raise_in(self.thread, None)
-            _TICKER.remove(self)
+            try:
+                with self._lock:
+                    self._left = True
+                    if self.stack is not None and not self.alarm:
+                        raise_in(self.thread, None)
+            finally:
+                _TICKER.remove(self)
 
     def passed(self, seconds: float) -> None:
         """So much time has passed in silence."""
@@ -261,16 +264,17 @@ class _Ticker:
         self.watches: tuple[_Watch, ...] = ()
         self._lock = threading.Lock()
         self._sooner = threading.Event()
-        self._runs = False
+        self._thread: threading.Thread | None = None
 
     def add(self, watch: _Watch) -> None:
-        """Count for a watch, from now on."""
+        """Count for a watch, from now on. Raises RuntimeError where no thread can be started."""
         with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="keel-watch", daemon=True)
+                thread.start()
+                self._thread = thread
             self.watches = (*self.watches, watch)
-            begins, self._runs = not self._runs, True
-        if begins:
-            threading.Thread(target=self._run, name="keel-watch", daemon=True).start()
-        elif watch.tick < TICK:
+        if watch.tick < TICK:
             self._sooner.set()
 
     def remove(self, watch: _Watch) -> None:
@@ -284,8 +288,10 @@ class _Ticker:
             with self._lock:
                 watches = self.watches
                 idle = 0 if watches else idle + 1
+                if self._thread is not threading.current_thread():
+                    return  # its start was interrupted
                 if idle > self.IDLE:
-                    self._runs = False
+                    self._thread = None
                     return
             tick = min((watch.tick for watch in watches), default=TICK)
             start = time.monotonic()
@@ -293,7 +299,8 @@ class _Ticker:
             self._sooner.clear()
             # Those that were there all the time; time in which the process slept does not count.
             for watch in watches:
-                watch.passed(min(time.monotonic() - start, 2 * tick))
+                with contextlib.suppress(Exception):  # the others count on this thread
+                    watch.passed(min(time.monotonic() - start, 2 * tick))
 
 
 _TICKER = _Ticker()
