@@ -107,6 +107,18 @@ def test_an_odd_answer_scores_nothing_much(name: str, process: GymProcess) -> No
         assert 0.0 <= task.score(prompt, completion(answer)) < 0.5
 
 
+def test_an_answer_to_halting_is_the_items_own(process: GymProcess) -> None:
+    task = make("game_of_life_halting", process)
+    found = set()
+    for index in range(8):
+        prompt = task.prompt("train", index)
+        gold = str(task.gold(prompt))
+        found.add(gold)
+        for answer in ("True", "False", "garbage"):
+            assert task.score(prompt, completion(answer)) == float(answer == gold)
+    assert found == {"True", "False"}
+
+
 def test_an_answer_that_hangs_its_scorer_is_wrong(
     process: GymProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import builtins
+import gc
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from keel.types import KeelError
+from keel.verify import mathematics_worker
 from keel.verify.mathematics import Finding, Mathematics
 from tests.shared import shared_path
 
@@ -263,3 +269,73 @@ def test_this_process_does_not_load_it(monkeypatch: pytest.MonkeyPatch) -> None:
     mathematics = Mathematics()
     assert mathematics.compare([("2x", "$x + x$")]) == ["same"]
     mathematics.close()
+
+
+def test_a_gold_answer_whose_process_was_killed_is_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Once:
+        """Computes here; the first process is killed."""
+
+        def __init__(self, program: bytes) -> None:
+            self.asked = 0
+
+        def value(self, compute: Callable[[], float], cpu: float, patience: float) -> float | str:
+            self.asked += 1
+            return "died" if self.asked == 1 else compute()
+
+    monkeypatch.setattr(mathematics_worker, "Confined", Once)
+    answer = mathematics_worker.start(b"")
+    gc.unfreeze()
+    request = {"gold": "2x", "said": "$x + x$", "evaluated": True, "cpu": 1.0, "patience": 1.0}
+    assert [answer(request) for _ in range(3)] == ["died", "same", "same"]
+
+
+def test_abandoned_it_ends_at_once_and_can_be_asked_again() -> None:
+    mathematics_ = Mathematics(timeout=600.0)
+    mathematics_.compare([("y", "$z$"), ("y", "$2z$")])
+    said: list[str] = []
+
+    def work() -> None:
+        try:
+            mathematics_.compare([("x", rf"$x + {n}^{{9^{{9^{{9}}}}}}$") for n in range(2, 9)])
+        except KeelError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    time.sleep(0.5)  # most likely it computes by then; earlier it ends as well
+    mathematics_.abandon()
+    thread.join(60)
+    assert len(said) == 1
+    assert "abandoned" in said[0]
+    assert mathematics_.compare([("2x", "$x + x$")]) == ["same"]
+    mathematics_.close()
+
+
+def test_a_fork_of_this_process_ends_nothing() -> None:
+    mathematics_ = Mathematics(workers=1)
+    assert mathematics_.compare([("2x", "$x + x$")]) == ["same"]
+    (process,) = mathematics_.processes
+    before = process.resident
+    child = os.fork()
+    if child == 0:
+        process.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert mathematics_.compare([("3x", "$x + 2x$")]) == ["same"]
+    assert process.resident is before
+    mathematics_.close()
+
+
+def test_limits_of_the_shell_are_kept() -> None:
+    """As `ulimit -t` and `ulimit -v` set them: lower than its own, and not to be raised."""
+    program = (
+        "import resource; "
+        "resource.setrlimit(resource.RLIMIT_CPU, (100, 100)); "
+        "resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30)); "
+        "from keel.verify.mathematics import Mathematics; "
+        "print(Mathematics(workers=1).compare([('2x', '$x + x$')]))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout == "['same']\n", ran.stderr

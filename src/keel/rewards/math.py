@@ -72,6 +72,10 @@ class MathReward:
         content = tag_content(text, self._tag)
         return content or ""
 
+    def abandon(self) -> None:
+        """End the calls under way, of which nothing is expected any more."""
+        self._mathematics.abandon()
+
     def close(self) -> None:
         """End the worker processes."""
         self._mathematics.close()

@@ -98,10 +98,10 @@ class Confined:
         os.closerange(kept + 1, 64)
         self.prepare()
         seconds = whole(cpu)
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        limit(resource.RLIMIT_CPU, seconds, seconds)
         with open("/proc/self/statm", "rb") as file:
             held = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (held + VERDICT_MEMORY, held + VERDICT_MEMORY))
+        limit(resource.RLIMIT_AS, held + VERDICT_MEMORY, held + VERDICT_MEMORY)
         self.control(_NO_NEW_PRIVILEGES, 1)
         self.control(_FILTER_CALLS, 2, ctypes.addressof(self.filter))
 
@@ -118,11 +118,19 @@ def hide() -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
+def limit(what: int, soft: int, hard: int) -> None:
+    """Set a limit, within the one that is there already."""
+    there = resource.getrlimit(what)[1]
+    if there != resource.RLIM_INFINITY:
+        soft, hard = min(soft, there), there if hard == -1 else min(hard, there)
+    resource.setrlimit(what, (soft, hard))
+
+
 def allow(seconds: float) -> None:
     """Let the system end this process after so many further seconds of computing."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     budget = int(used.ru_utime + used.ru_stime + seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (budget, resource.RLIM_INFINITY))
+    limit(resource.RLIMIT_CPU, budget, resource.getrlimit(resource.RLIMIT_CPU)[1])
 
 
 def stand_first() -> None:
@@ -150,7 +158,7 @@ def confine(settings: Mapping[str, Any]) -> None:
     hide()
     limits = {"AS": MEMORY, "CORE": 0, "FSIZE": 2**23, "NOFILE": 64, "NPROC": settings["processes"]}
     for name, value in limits.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+        limit(getattr(resource, f"RLIMIT_{name}"), value, value)
 
 
 def serve(

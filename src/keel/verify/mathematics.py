@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,6 +49,7 @@ class Mathematics:
         self.timeout = timeout
         self.evaluated = evaluated
         self.processes = [Restarting(started) for _ in range(workers)]
+        self._calls: set[threading.Event] = set()
 
     def compare(self, pairs: Sequence[Pair]) -> list[Finding]:
         """What is found of each pair of a gold answer and what was said.
@@ -65,14 +67,28 @@ class Mathematics:
             else:
                 found[pair] = finding
         count = len(self.processes)
+        abandoned = threading.Event()
+        self._calls.add(abandoned)
         with ThreadPoolExecutor(count) as threads:
-            shares = [hard[at::count] for at in range(count)]
-            for said in threads.map(self._ask, self.processes, shares):
-                found.update(said)
+            try:
+                shares = [hard[at::count] for at in range(count)]
+                for said in threads.map(self._ask, self.processes, shares, [abandoned] * count):
+                    found.update(said)
+            finally:
+                abandoned.set()  # where it was interrupted, the threads have more to ask
+                self._calls.discard(abandoned)
         return [found[pair] for pair in pairs]
+
+    def abandon(self) -> None:
+        """End the processes and the calls under way, with a KeelError; others may follow."""
+        for call in tuple(self._calls):
+            call.set()
+        for process in self.processes:
+            process.abandon()
 
     def close(self) -> None:
         """End the processes. A call under way in another thread ends with a KeelError."""
+        self.abandon()
         for process in self.processes:
             process.close()
 
@@ -86,11 +102,15 @@ class Mathematics:
             return "unreadable gold"
         return "same" if same else "different"
 
-    def _ask(self, process: Restarting, pairs: Sequence[Pair]) -> dict[Pair, Finding]:
+    def _ask(
+        self, process: Restarting, pairs: Sequence[Pair], abandoned: threading.Event
+    ) -> dict[Pair, Finding]:
         """What is found of pairs, one after the other."""
         found: dict[Pair, Finding] = {}
         limits = {"cpu": self.timeout, "patience": PATIENCE * self.timeout}
         for gold, said in pairs:
+            if abandoned.is_set():
+                raise KeelError("the comparison of answers was abandoned")
             request = {"gold": gold, "said": said, "evaluated": self.evaluated, **limits}
             try:
                 # Two processes may be forked; each has its limit.

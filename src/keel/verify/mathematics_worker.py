@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
+
+from sympy.core.random import seed
 
 from keel.verify.confined import Confined, Request, serve
 from keel.verify.expressions import can_be_read, same_answer
@@ -38,9 +39,17 @@ def start(program: bytes) -> Callable[[Request], Any]:
     gc.freeze()  # what is not traced is not copied into each fork
     confined = Confined(program)
 
-    @lru_cache(KEPT)
+    known: dict[str, float] = {}
+
     def readable(gold: str, cpu: float, patience: float) -> float | str:
-        return confined.value(lambda: reads(gold), cpu, patience)
+        if gold in known:
+            return known[gold]
+        found = confined.value(lambda: reads(gold), cpu, patience)
+        if not isinstance(found, str):  # else what hindered it may pass
+            if len(known) >= KEPT:
+                known.clear()
+            known[gold] = found
+        return found
 
     def answer(request: Request) -> str:
         gold, said, evaluated, *limits = (
@@ -67,6 +76,7 @@ def reads(gold: str) -> float:
 
 def judge(gold: str, said: str, evaluated: bool) -> float:
     """1 where an answer is the gold answer, else 0."""
+    seed(0)  # sympy may try random numbers, and has a seed of the system's
     try:
         return float(same_answer(gold, said, evaluated=evaluated) is True)
     except Exception:

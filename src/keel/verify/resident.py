@@ -96,7 +96,7 @@ class Resident:
         threading.Thread(
             target=_read, args=(replies, self._replies), name="resident", daemon=True
         ).start()
-        self.end = weakref.finalize(self, _end, self._process, pipes, self._held)
+        self.end = weakref.finalize(self, _end, os.getpid(), self._process, pipes, self._held)
         self._send({"replies": report, "uid": uid, "processes": PROCESSES, "filter": inner.hex()})
 
     @property
@@ -147,7 +147,8 @@ class Resident:
     def _send(self, what: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         rest = memoryview(json.dumps(what).encode() + b"\n")
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which the reply tells
+        # It has ended, which the reply tells; or another thread has ended it (ValueError).
+        with contextlib.suppress(BrokenPipeError, ValueError):
             while rest:
                 rest = rest[os.write(self._process.stdin.fileno(), rest) :]
 
@@ -162,16 +163,20 @@ class Restarting:
         self._start = start
         self._lock = threading.Lock()
         self._closed = False
+        self._abandoned = 0
         self.resident: Resident | None = None
 
     def ask(self, seconds: float, request: Mapping[str, Any]) -> Any:
         """The reply to a request.
 
         Raises TimeoutError where none comes in time, and KeelError where the process ends twice
-        at the request (killed from outside, or for want of memory), or is closed.
+        at the request (killed from outside, or for want of memory), or is closed or abandoned.
         """
+        abandoned = self._abandoned
         with self._lock:
             for _ in range(2):
+                if abandoned != self._abandoned:
+                    raise KeelError("the request to a process in the sandbox was abandoned")
                 if self.resident is not None and self.resident.ended():
                     self.resident.end()
                     self.resident = None
@@ -183,11 +188,16 @@ class Restarting:
                     return self.resident.ask(seconds, request)
         raise KeelError("a process in the sandbox was killed twice: is the machine out of memory?")
 
+    def abandon(self) -> None:
+        """End the process, and requests that other threads have made with a KeelError."""
+        self._abandoned += 1
+        if self.resident is not None:
+            self.resident.end()
+
     def close(self) -> None:
         """End the process. A call that another thread has made ends with a KeelError."""
         self._closed = True
-        if self.resident is not None:
-            self.resident.end()
+        self.abandon()
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -201,10 +211,16 @@ def _read(replies: IO[bytes], lines: queue.Queue[bytes]) -> None:
     lines.put(b"")  # the process has ended
 
 
-def _end(process: subprocess.Popen[bytes], pipes: Pipes, held: contextlib.ExitStack) -> None:
-    kill(process, pipes)
-    process.wait()
-    pipes.close()
-    assert process.stdin is not None
-    process.stdin.close()
-    held.close()
+def _end(
+    owner: int, process: subprocess.Popen[bytes], pipes: Pipes, held: contextlib.ExitStack
+) -> None:
+    if os.getpid() != owner:
+        return  # a fork of this process owns nothing
+    try:
+        kill(process, pipes)
+        process.wait()
+    finally:
+        pipes.close()
+        assert process.stdin is not None
+        process.stdin.close()
+        held.close()
