@@ -60,7 +60,7 @@ SHAPES: dict[str, tuple[list[str], str | None, str]] = {
         "",
     ),
     "copy": (["import copy\nn = [2]\nassert double(n[0]) == 2 * copy.deepcopy(n)[0]"], None, ""),
-    "in place": (["n = [3, 1]\nassert ordered(n) == sorted(n)"], None, ""),
+    "in place": (["n = [3, 1]\nwanted = sorted(n)\nassert ordered(n) == wanted"], None, ""),
     "helper": (
         ["def check(candidate):\n    assert half(candidate(6)) == 6"],
         "double",

@@ -88,7 +88,7 @@ def _test(orders: dict[str, Any]) -> None:
 
     def say(line: str) -> None:
         if process() == this:  # a fork of the code under test is no judge of it
-            write(report, line.replace("\n", " ").encode(errors="replace")[:500] + b"\n")
+            write(report, " ".join(line.split()).encode(errors="replace")[:500] + b"\n")
 
     put_back = _keep(orders["imports"])
     module = type(sys)(CODE)
