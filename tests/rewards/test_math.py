@@ -15,7 +15,10 @@ pytestmark = pytest.mark.skipif(
 
 def test_the_reward() -> None:
     reward = load_reward(RewardSource(function="math", options={"timeout": 300.0}))
-    assert (reward.required, reward.optional) == (("completions", "answer"), ("log_metric",))
+    assert (reward.required, reward.optional) == (
+        ("completions", "answer"),
+        ("prompts", "log_metric"),
+    )
     logged: dict[str, float] = {}
     texts = ["it is $1/2$", "0.25", "1/2", "what?"]
     said = [[{"role": "assistant", "content": text}] for text in texts]
