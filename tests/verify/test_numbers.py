@@ -248,9 +248,13 @@ def test_a_false_equation_is_no_answer(text: str, value: Fraction | None) -> Non
         ("She earns $18 a day for 5 days.", 18),
         ("For 5 days she is paid $18.", 18),
         ("He bought 12 eggs.", 12),
+        (r"5.4 \text{ cents} or \text{Navin}", None),
+        (r"5.4 \text{ cents}", Fraction(54, 10)),
     ],
 )
-def test_of_two_numbers_without_a_mark_neither_is_guessed(text: str, value: int | None) -> None:
+def test_of_two_numbers_without_a_mark_neither_is_guessed(
+    text: str, value: Fraction | None
+) -> None:
     assert ends_on(text) == value
 
 
@@ -258,6 +262,7 @@ def test_a_text_that_only_repeats_the_question() -> None:
     question = "There are 3 boxes. Each box holds\n12 eggs. How many eggs are there?"
     assert only_repeats("There are 3 boxes. Each box holds 12 eggs.", question)
     assert only_repeats(" each box holds 12 eggs", question)
+    assert only_repeats("There are 3 boxes.", question)
     assert not only_repeats("Each box holds 12 eggs. So there are 36 eggs.", question)
     assert not only_repeats("There are 36 boxes. Each box holds 12 eggs.", question)
     assert not only_repeats("12 eggs", question)  # too short to tell

@@ -14,7 +14,7 @@ from typing import Any
 from keel.rewards.checking import Wrong
 from keel.types import KeelError
 from keel.verify.answers import only_repeats, stated_number
-from keel.verify.formats import has_tags, matches, tag_content
+from keel.verify.formats import SECONDS, has_tags, matches, tag_content
 from keel.verify.numbers import Number, read_number, same_number
 from keel.verify.text import same_text
 
@@ -111,11 +111,12 @@ def format_match(
     completions: Sequence[Any],
     regex: str | None = None,
     tags: Sequence[str] | None = None,
-) -> list[float]:
+) -> list[float | Wrong]:
     """1 where `regex` is found in the text, or the text is made of `tags`; else 0.
 
     `^` and `$` are the ends of the text (blanks around it aside), `.` matches newlines too.
     `tags = ["think", "answer"]` asks for `<think>…</think> <answer>…</answer>` and nothing else.
+    `Wrong` where the search of a text takes more than 5 seconds of computing.
     Raises KeelError unless exactly one of the two is given, and can be used.
     """
     if (regex is None) == (tags is None):
@@ -128,10 +129,14 @@ def format_match(
             raise KeelError("tags = []: name at least one")
         return [float(has_tags(text, tags)) for text in texts(completions)]
     try:
-        pattern = re.compile(regex, re.DOTALL)
+        found = matches(regex, texts(completions))
     except re.error as error:
         raise KeelError(f"regex = {regex!r} is no regular expression: {error}") from None
-    return [float(matches(pattern, text)) for text in texts(completions)]
+    slow = Wrong(
+        f"regex = {regex!r:.80} takes more than {SECONDS} s or 1 GiB on the text: avoid repetition "
+        "inside repetition, such as (a+)+"
+    )
+    return [slow if one is None else float(one) for one in found]
 
 
 def length(

@@ -86,7 +86,7 @@ _CLAUSE = re.compile(
 )
 _LISTED = re.compile(r"[,;](?: +\d| *(?![A-Za-z]{2})[^\s\d]| *\w+\W*\Z)(?!\d{3}\b)")
 _OTHER = re.compile(
-    r"(?:[\W_]|\\(?:text|mbox|mathrm) ?\{[^{}]*\})*+(?:\w+ )?(?:or|maybe|perhaps|possibly)\b",
+    r"(?:\\(?:text|mbox|mathrm) ?\{[^{}]*\}|[\W_])*+(?:\w+ )?(?:or|maybe|perhaps|possibly)\b",
     re.IGNORECASE,
 )
 _LISTS = re.compile(r"\b(?:and|to)\b", re.IGNORECASE)
@@ -290,11 +290,11 @@ def _boxed(text: str) -> tuple[int, int, str | None] | None:
 
 
 def only_repeats(text: str, question: str) -> bool:
-    """Whether a text of five words or more says nothing but sentences of the question."""
+    """Whether a text of four words or more says nothing but sentences of the question."""
     asked = " ".join(question.casefold().split())
     sentences = [" ".join(one.split()) for one in _END.split(text.casefold())]
     words = sum(len(one.split()) for one in sentences)
-    return words >= 5 and all(one in asked for one in sentences)
+    return words >= 4 and all(one in asked for one in sentences)
 
 
 def _braced(text: str, start: int) -> tuple[int, str] | None:
