@@ -62,7 +62,10 @@ def mathematical(gold: str, said: str) -> bool:
 
 
 def _less_names(answer: str) -> str:
-    return re.sub(r"^[a-z] ?= ?|\^ ?\{?\\circ\}?|(?<=\d) ?\\text\{[^{}]*\}", "", answer).strip()
+    """An answer less its name and units, fractions written one way."""
+    answer = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", answer)
+    unit = r"\^ ?\{?\\circ\}?|(?<=\d) ?\\(?:text|mbox)\{[^{}]*\}(?:\^\d)?"
+    return re.sub(rf"^[a-z] ?= ?|{unit}", "", answer).strip()
 
 
 def neighbours(gold: str) -> Iterator[str]:
