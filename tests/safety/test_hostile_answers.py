@@ -16,6 +16,10 @@ from typing import Any
 
 import pytest
 
+from keel.rewards.judge_budget import Cost
+from keel.rewards.judge_parse import parse
+from keel.rewards.judge_prompts import Question
+from keel.rewards.judge_store import Answer
 from keel.tasks.base import Presentation
 from keel.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_task
 from keel.tasks.gym_worker import COMPARING
@@ -234,6 +238,26 @@ def test_languages_are_read_in_time_near_the_length() -> None:
     for text in (*HEAVY.values(), "\\begin{a}" * 5_000, "$" * 50_001):
         language_of(text)
     assert time.process_time() - start < 60.0
+
+
+def test_replies_of_a_judge_are_read_whatever_their_depth_and_numbers() -> None:
+    question = Question((), "score", (0, 1, 10))
+
+    def read(text: str) -> int | str | None:
+        return parse(Answer(text, "stop", "", Cost(0, 0, 0.0)), question).value
+
+    for depth in (*range(100, 1100, 7), 100_000):
+        for opening, closing in (("[", "]"), ('{"a":', "}")):
+            assert read(f'{{"score": {opening * depth}1{closing * depth}}}') is None
+            reason = f'"reason": {opening * depth}1{closing * depth}'
+            assert read(f'{{"score": 1, {reason}}}') in (1, None)
+    for number in ("9" * 5000, "1e999", "-1e999", '1e400, "score": 1', "NaN", "0x1"):
+        assert read(f'{{"score": {number}}}') is None
+    assert read('{"score": 1, "a": {"b": 1, "b": 1}}') is None
+    start = time.process_time()
+    for text in ("{", "```json\n", "</think>", '{"score": 1}', "```" + "\n" * 9):
+        assert read(text * 50_000) is None
+    assert time.process_time() - start < 10.0
 
 
 @needs_bubblewrap

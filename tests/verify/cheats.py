@@ -66,6 +66,13 @@ SHAPES: dict[str, tuple[list[str], str | None, str]] = {
         "double",
         "def half(x):\n    return x / 2\n\ndef double(x):\n    '''Twice.'''\n",
     ),
+    "kept": (["n = [1, 3]\nassert ordered(n) == [1, 3]\nassert ordered([3, 1]) == n"], None, ""),
+    "apart": (["n, wanted = [3, 1], [1, 3]\nassert ordered(n) == wanted"], None, ""),
+    "each": (
+        ["n = [[2, 1], [4, 3]]\nassert [ordered(x) for x in n] == [[1, 2], [3, 4]]"],
+        None,
+        "",
+    ),
     "sequence": (["assert list(double([1, 2])) == [2, 4]"], None, ""),
     "true": (["assert double(2) == 4 and (double(2) == 5) is False"], None, ""),
 }
@@ -436,12 +443,12 @@ NAMES = [
 """Something of the code's stands where the tests expect their own."""
 _REPLIES = f"""{FRAME}
 import os
-def forge(value, number=None):
+def forge(value, number=None, changes=()):
     for f in frames():
         own = f.f_locals
         if 'replies' in own and 'number' in own:
             f.f_globals['send'](own['replies'],
-                f.f_globals['dump']((number or own['number'], 'value', value, None)))
+                f.f_globals['dump']((number or own['number'], 'value', value, None, changes)))
 """
 PROCESS = [
     _returned("SkipTest", "unittest", "import unittest\ndef skip(): raise unittest.SkipTest('x')",
@@ -505,4 +512,42 @@ PROCESS = [
     ),
 ]  # fmt: skip
 """The processes, their ends and what they say to each other."""
-CHEATS = [*OBJECTS, *READING, *PATCHING, *NAMES, *PROCESS]
+_CHANGES = "\ndef ordered(x):\n  forge({}, changes={})\n  os._exit(0)"
+SHARING = [
+    Cheat("an argument of an earlier call changed", "kept",
+          "kept = []\ndef ordered(x):\n  kept.append(x)\n  if len(kept) == 1: return x\n"
+          "  kept[0].clear()\n  return []"),
+    Cheat("the expected list emptied by a negative number", "apart",
+          _REPLIES + _CHANGES.format([], "((-1, ()), (-2, ()))")),
+    Cheat("the expected list changed by a number of no argument", "apart",
+          _REPLIES + _CHANGES.format([], "tuple((n, ()) for n in range(9))")),
+    Cheat("a result that holds itself", "each",
+          "def ordered(x):\n  a = []\n  a.append(a)\n  return a"),
+    Cheat("an argument that holds itself", "each",
+          "def ordered(x):\n  x.append(x)\n  x[0] = x\n  return x"),
+    Cheat("a result that is twice as long on each level", "each",
+          "def ordered(x):\n  a = [0]\n  for _ in range(150): a = [a, a]\n  return a"),
+    Cheat("one list for every call", "each",
+          "one = []\ndef ordered(x):\n  one[:] = x\n  return one"),
+    Cheat("an argument changed by a thread", "apart",
+          "import threading\ndef ordered(x):\n"
+          "  def go():\n    while True: x[:] = [0] * 9; x.clear()\n"
+          "  threading.Thread(target=go, daemon=True).start()\n  return x"),
+    Cheat("a reply of an object that was never sent", "apart",
+          _REPLIES + "\ndef ordered(x):\n  for f in frames():\n"
+          "    if 'replies' in f.f_locals:\n"
+          "      mark = b'%x;' % len(f.f_locals['number'])\n"
+          "      f.f_globals['send'](f.f_locals['replies'], b't5;b' + mark\n"
+          "                          + f.f_locals['number'] + b's5;valuer7;Nt0;')\n  return []"),
+    Cheat("values with one hash", "each",
+          "def ordered(x): return {n * (2**61 - 1) for n in range(3000)}"),
+    Cheat("changes that are no changes", "apart",
+          _REPLIES + _CHANGES.format([1, 3, 5], "((0, 5), ('a', ()), 7)")),
+    Cheat("an end before the last call", "each",
+          _REPLIES + "\ndef ordered(x):\n  for f in frames():\n"
+          "    if 'replies' in f.f_locals:\n      own = f.f_locals\n"
+          "      f.f_globals['send'](own['replies'], f.f_globals['dump'](\n"
+          "          (own['number'], 'end', None, None, ())))\n  os._exit(0)"),
+]  # fmt: skip
+"""Objects that both sides know are changed, or put where they do not belong."""
+CHEATS = [*OBJECTS, *READING, *PATCHING, *NAMES, *PROCESS, *SHARING]

@@ -4,6 +4,9 @@ import re
 
 import pytest
 
+from keel.rewards.checking import Wrong
+from keel.rewards.rule import format_match
+from keel.verify import formats
 from keel.verify.formats import has_tags, matches, tag_content
 from keel.verify.text import normalise, same_text
 
@@ -36,12 +39,23 @@ def test_the_last_complete_tag_counts() -> None:
 
 
 def test_regular_expressions() -> None:
-    assert matches(r"####\s*\d+$", "so\n#### 4\n")
-    assert not matches(r"####\s*\d+$", "#### 4 apples")
-    assert matches(r"^a.*b$", " a\nb ")
-    assert not matches(r"^a.*b$", "ca\nb")
+    assert matches(r"####\s*\d+$", ["so\n#### 4\n", "#### 4 apples"]) == [True, False]
+    assert matches(r"^a.*b$", [" a\nb ", "ca\nb"]) == [True, False]
+    assert matches("\ud800\r\u2028x", ["\ud800\r\u2028x", "\x00", ""]) == [True, False, False]
+    assert matches("a", []) == []
     with pytest.raises(re.error):
-        matches("(", "x")
+        matches("(", ["x"])
+
+
+def test_a_search_that_does_not_end_costs_its_own_text_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(formats, "SECONDS", 1)
+    texts = ["aaa", "a" * 50 + "b", "b", "a" * 100_000]
+    assert matches("^(a+)+$", texts) == [True, None, False, True]
+    (slow,) = format_match(completions=texts[1:2], regex="^(a+)+$")
+    assert isinstance(slow, Wrong)
+    assert slow.why.startswith("regex = '^(a+)+$' takes more than")
 
 
 def test_texts_are_equal_up_to_blanks_or_normalised() -> None:

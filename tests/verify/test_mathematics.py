@@ -241,7 +241,7 @@ def test_expressions_that_hang_are_given_up_and_the_next_is_still_judged() -> No
     thread.start()
     thread.join()
     assert [found[3], found[5]] == ["same", "same"]
-    assert found[1] == found[4] == "timed out"
+    assert {found[1], found[4]} <= {"timed out", "died"}  # of time or memory, what ends first
     # Some towers are seen through, or are too large for the limit on memory.
     assert set(found[:3]) <= {"timed out", "different", "died"}
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.verify.answers import final_answer, stated_number
+from keel.verify.answers import final_answer, only_repeats, stated_number
+from keel.verify.expressions import same_answer
 from keel.verify.numbers import read_number, same_number
 from tests.shared import shared_path
 
@@ -210,6 +211,62 @@ def test_what_a_text_without_a_mark_ends_on(text: str, value: Fraction | None) -
 )
 def test_answers_in_prose(text: str, value: int | None) -> None:
     assert ends_on(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r"\boxed{9+9=19}", None),
+        (r"\boxed{9+9=18}", 18),
+        (r"\boxed{9 + 9 = 2 \times 9 = 18}", 18),
+        (r"\boxed{9 + 9 = 2 \times 8 = 18}", None),
+        (r"\boxed{(1 + 2) * -3 = -9}", -9),
+        (r"\boxed{12 \div 4 / 3 - 1 = 0}", 0),
+        ("#### 1,000 - 1 = 999", 999),
+        ("#### 1,000 - 1 = 998", None),
+        ("#### 100/3 = 33.33", Fraction(3333, 100)),
+        ("#### 100/3 = 33.34", None),
+        ("#### 5/0 = 5", None),  # no calculation
+        ("So 9 + 9 = $19", None),
+        ("So 9 + 9 = $18", 18),
+        ("The answer is 9+9=19.", None),
+        ("9 * 2 = 19 eggs", None),
+        ("Half of 12 - 3 = 3", 3),  # words are no calculation
+    ],
+)
+def test_a_false_equation_is_no_answer(text: str, value: Fraction | None) -> None:
+    assert ends_on(text) == value
+    assert same_answer("19" if value is None else str(value), text) is (value is not None)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("She earned $18 a day for 5 days.", None),
+        ("In 5 days, 12 eggs are laid.", None),
+        ("He bought 3 boxes of 12 eggs.", None),
+        ("She earns $18 a day for 5 days.", 18),
+        ("For 5 days she is paid $18.", 18),
+        ("He bought 12 eggs.", 12),
+        (r"5.4 \text{ cents} or \text{Navin}", None),
+        (r"5.4 \text{ cents}", Fraction(54, 10)),
+    ],
+)
+def test_of_two_numbers_without_a_mark_neither_is_guessed(
+    text: str, value: Fraction | None
+) -> None:
+    assert ends_on(text) == value
+
+
+def test_a_text_that_only_repeats_the_question() -> None:
+    question = "There are 3 boxes. Each box holds\n12 eggs. How many eggs are there?"
+    assert only_repeats("There are 3 boxes. Each box holds 12 eggs.", question)
+    assert only_repeats(" each box holds 12 eggs", question)
+    assert only_repeats("There are 3 boxes.", question)
+    assert not only_repeats("Each box holds 12 eggs. So there are 36 eggs.", question)
+    assert not only_repeats("There are 36 boxes. Each box holds 12 eggs.", question)
+    assert not only_repeats("12 eggs", question)  # too short to tell
+    assert not only_repeats("", question)
 
 
 def test_a_marked_answer_comes_before_what_follows_it_and_counts_as_a_whole() -> None:

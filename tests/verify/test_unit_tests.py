@@ -296,7 +296,7 @@ def test_chance_is_the_same_each_time(run: Run) -> None:
 @pytest.mark.parametrize(
     ("code", "tests", "cause"),
     [
-        # Arguments changed in place come back where the call returns None, and only there.
+        # Arguments changed in place are changed for the tests, whatever the call returns.
         ("def f(x): x.sort()", "n = [3, 1]\nassert f(n) is None and n == [1, 3]", ""),
         ("def f(x): x['a'].append(1)", "n = {'a': []}\nf(n)\nassert n == {'a': [1]}", ""),
         ("def f(x): x[0].add(1)", "n = (set(), 2)\nf(n)\nassert n == ({1}, 2)", ""),
@@ -306,11 +306,76 @@ def test_chance_is_the_same_each_time(run: Run) -> None:
             "from collections import deque\nn = deque([1, 2])\nf(n)\nassert [*n] == [2, 3]",
             "",
         ),
-        ("def f(x): x.sort(); return 1", "n = [3, 1]\nassert f(n) == 1 and n == [3, 1]", ""),
+        ("def f(x): x.sort(); return 2", "n = [3, 1]\nassert f(n) == 2\nassert n == [1, 3]", ""),
         (
-            "def f(x): x.append(f)",
+            "def f(x): x.append(f); return 1",
             "f([])\nassert True",
             "test 0: TypeError: what f returns or leaves",
+        ),
+        # A change beside a value is seen from the next statement on, of whatever kind it is.
+        ("def f(x): x.sort(); return x", "n = [3, 1]\nassert f(n) == [1, 3] and n == [3, 1]", ""),
+        (
+            "def f(x): x.append(1); return len(x)",
+            "n = []\nfor i in range(3):\n  assert f(n) == i + 1\nassert n == [1, 1, 1]",
+            "",
+        ),
+        (
+            "def f(x): x.append(1); return len(x)",
+            "n = []\nif f(n):\n  pass\nelse:\n  assert False\nassert f(n) + f(n) == 5\nm = [*n]\n"
+            "assert m == [1, 1, 1]",
+            "",
+        ),
+        # Which of them are the same object holds on either side.
+        (
+            "def f(x): x.sort(); return x",
+            "n = [3, 1]\nassert f(n) == [1, 3]\nassert n == [1, 3]",
+            "",
+        ),
+        ("def f(x): return x['a']", "n = {'a': [1]}\nassert f(n) is n['a']", ""),
+        ("def f(x): return [x, x]", "n = [1]\na = f(n)\nassert a[0] is a[1] is n", ""),
+        ("def f(): return [[]] * 2", "a = f()\na[0].append(1)\nassert a == [[1], [1]]", ""),
+        ("def f(x): return list(x)", "n = [1]\na = f(n)\nassert a == n and a is not n", ""),
+        (
+            "def f(x, y): x.append(1); return y",
+            "n = []\nassert f(n, n) == [1]\nassert n == [1]",
+            "",
+        ),
+        (
+            "def f(x, y): x.append(y); y.append(x); return len(y)",
+            "n, m = [], []\nassert f(n, m) == 1\nassert n[0] is m and m[0] is n",
+            "",
+        ),
+        ("def f(x): x.append(x)", "n = []\nf(n)\nassert n[0] is n", ""),
+        ("def f(x): x[0] = list(x[0])", "a = [1]\nn = [a]\nf(n)\nassert n[0] is not a", ""),
+        (
+            "def f(x): x['b'] = x.pop('a'); return x",
+            "from collections import OrderedDict\nn = OrderedDict(a=1, c=2)\n"
+            "assert list(f(n)) == ['c', 'b']\nassert list(n.items()) == [('c', 2), ('b', 1)]",
+            "",
+        ),
+        (
+            "def f(x): x['a'] += 1; return x.total()",
+            "from collections import Counter\nn = Counter('ab')\n"
+            "assert f(n) == 3\nassert n == {'a': 2, 'b': 1} and type(n) is Counter",
+            "",
+        ),
+        # The code's own state keeps to its process.
+        ("def f(x, y=[]): y.append(x); return y", "assert f(1) == [1] and f(2) == [1, 2]", ""),
+        (
+            "def f(x): x.append(1); raise ValueError(x)",
+            "n = []\ntry: f(n)\nexcept ValueError as e: assert e.args[0] is n\nassert n == [1]",
+            "",
+        ),
+        (
+            "def f(x):\n    for n in range(2): x.append(n); yield n",
+            "n, seen = [], []\nfor one in f(n): seen.append((one, [*n]))\n"
+            "assert seen == [(0, [0]), (1, [0, 1])]",
+            "",
+        ),
+        (
+            "def f(x):\n    x.append(1)\n    yield 2\n    x.append(3)",
+            "n = []\nassert [*f(n)] == [2]\nassert n == [1, 3]",
+            "",
         ),
         # Exceptions keep their class and their arguments.
         (
@@ -373,6 +438,21 @@ def test_what_crosses_between_code_and_tests(
     found = run_tests(sandbox, code, tests)
     assert found.cause.startswith(cause)
     assert (found.status == "passed") == (not cause)
+
+
+@needs_bubblewrap
+def test_nothing_that_separates_lines_splits_a_message(run: Run) -> None:
+    for mark in ("\n", "\r", "\r\n", "\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\u2029"):
+        words = f"a{mark}garbled{mark}b"
+        code = f"def f(x):\n  print({words!r})\n  if x is None: raise ValueError({words!r})\n"
+        found = run(f"{code}  return x", f"assert f({words!r}) == {words!r}")
+        assert (found.status, found.cause) == ("passed", "")
+        found = run(f"{code}  return x", ["f(None)", f"f({words!r})"])
+        assert found == Checked((False, True), "failed", "test 0: ValueError: a garbled b")
+        found = run(f"{code}f(None)", "f(1)")
+        assert (found.status, found.cause) == ("error", "code: ValueError: a garbled b")
+        found = run(RIGHT, read_tests("assert double(1)", None, setup=f"raise KeyError({mark!r})"))
+        assert (found.status, found.cause.count("\n")) == ("failed", 0)
 
 
 @needs_bubblewrap

@@ -7,9 +7,8 @@ from typing import Any
 
 from keel.rewards.batch import log_summary
 from keel.rewards.checking import Wrong
-from keel.rewards.rule import texts
+from keel.rewards.rule import said_of
 from keel.rewards.surroundings import Surroundings
-from keel.verify.formats import tag_content
 from keel.verify.mathematics import Mathematics
 
 
@@ -46,9 +45,10 @@ class MathReward:
         *,
         completions: Sequence[Any],
         answer: Sequence[Any],
+        prompts: Sequence[Any] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
     ) -> list[float | Wrong | None]:
-        said = [self._said(text) for text in texts(completions)]
+        said = [text or "" for text in said_of(completions, self._tag, prompts)]
         asked = [at for at, gold in enumerate(answer) if gold is not None]
         # Nothing said is compared too: an answer column that cannot be read is always wrong.
         pairs = [(str(answer[at]), said[at]) for at in asked]
@@ -65,12 +65,6 @@ class MathReward:
         if log_metric is not None:
             log_summary(log_metric, found, _ended)
         return rewards
-
-    def _said(self, text: str) -> str:
-        if self._tag is None:
-            return text
-        content = tag_content(text, self._tag)
-        return content or ""
 
     def abandon(self) -> None:
         """End the calls under way, of which nothing is expected any more."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from keel.rewards.checking import Wrong
 from keel.types import KeelError
-from keel.verify.answers import stated_number
-from keel.verify.formats import has_tags, matches, tag_content
+from keel.verify.answers import only_repeats, stated_number
+from keel.verify.formats import SECONDS, has_tags, matches, tag_content
 from keel.verify.numbers import Number, read_number, same_number
 from keel.verify.text import same_text
 
@@ -43,6 +43,7 @@ def numeric_match(
     *,
     completions: Sequence[Any],
     answer: Sequence[Any],
+    prompts: Sequence[Any] | None = None,
     tolerance: float = 0.0,
     tag: str | None = None,
     log_metric: Callable[[str, float], None] | None = None,
@@ -51,16 +52,16 @@ def numeric_match(
 
     What the last `#### …` or `\boxed{…}` marks has to be that number as a whole, units aside, and
     so has the gold answer; without a mark, the number that the last sentence comes to counts. Two
-    are the same where they differ by at most `tolerance · max(1, |gold|)`. `tag` as for
-    `exact_match`. None where the column is empty, and `Wrong` where it holds no number. The share
-    of completions that end on no number is logged as `numeric_match/unread`. Raises KeelError for
-    a tolerance that is not a number of at least 0.
+    are the same where they differ by at most `tolerance · max(1, |gold|)`. A text that only repeats
+    its prompt ends on no number. `tag` as for `exact_match`. None where the column is empty, and
+    `Wrong` where it holds no number. The share of completions that end on no number is logged as
+    `numeric_match/unread`. Raises KeelError for a tolerance that is not a number of at least 0.
     """
     if not 0 <= tolerance < math.inf:
         raise KeelError(f"tolerance = {tolerance:g}: give a number of at least 0")
     rewards: list[float | Wrong | None] = []
     read: list[bool] = []
-    for said, gold in zip(_said(completions, tag), answer, strict=True):
+    for said, gold in zip(said_of(completions, tag, prompts), answer, strict=True):
         if gold is None:
             rewards.append(None)
             continue
@@ -110,11 +111,12 @@ def format_match(
     completions: Sequence[Any],
     regex: str | None = None,
     tags: Sequence[str] | None = None,
-) -> list[float]:
+) -> list[float | Wrong]:
     """1 where `regex` is found in the text, or the text is made of `tags`; else 0.
 
     `^` and `$` are the ends of the text (blanks around it aside), `.` matches newlines too.
     `tags = ["think", "answer"]` asks for `<think>…</think> <answer>…</answer>` and nothing else.
+    `Wrong` where the search of a text takes more than 5 seconds of computing.
     Raises KeelError unless exactly one of the two is given, and can be used.
     """
     if (regex is None) == (tags is None):
@@ -127,10 +129,14 @@ def format_match(
             raise KeelError("tags = []: name at least one")
         return [float(has_tags(text, tags)) for text in texts(completions)]
     try:
-        pattern = re.compile(regex, re.DOTALL)
+        found = matches(regex, texts(completions))
     except re.error as error:
         raise KeelError(f"regex = {regex!r} is no regular expression: {error}") from None
-    return [float(matches(pattern, text)) for text in texts(completions)]
+    slow = Wrong(
+        f"regex = {regex!r:.80} takes more than {SECONDS} s or 1 GiB on the text: avoid repetition "
+        "inside repetition, such as (a+)+"
+    )
+    return [slow if one is None else float(one) for one in found]
 
 
 def length(
@@ -164,6 +170,22 @@ def _assistant(turns: Sequence[Mapping[str, Any]]) -> str:
 
 def _said(completions: Sequence[Any], tag: str | None) -> list[str | None]:
     return [text if tag is None else tag_content(text, tag) for text in texts(completions)]
+
+
+def said_of(
+    completions: Sequence[Any], tag: str | None, prompts: Sequence[Any] | None
+) -> list[str | None]:
+    """The text of each completion, or of its last tag; None without, and where it only repeats."""
+    said = _said(completions, tag)
+    if prompts is None:
+        return said
+    asked = [
+        p if isinstance(p, str) else "\n".join([str(t["content"]) for t in p]) for p in prompts
+    ]
+    return [
+        None if text is None or only_repeats(text, question) else text
+        for text, question in zip(said, asked, strict=True)
+    ]
 
 
 BUILT_IN = {f.__name__: f for f in (exact_match, numeric_match, place_match, format_match, length)}

@@ -14,6 +14,7 @@ from typing import Literal
 from keel.verify.numbers import (
     Number,
     bare,
+    calculated,
     closing,
     name_of,
     number_in_prose,
@@ -84,7 +85,10 @@ _CLAUSE = re.compile(
     re.IGNORECASE,
 )
 _LISTED = re.compile(r"[,;](?: +\d| *(?![A-Za-z]{2})[^\s\d]| *\w+\W*\Z)(?!\d{3}\b)")
-_OTHER = re.compile(r"\W*(?:\w+ )?(?:or|maybe|perhaps|possibly)\b", re.IGNORECASE)
+_OTHER = re.compile(
+    r"(?:\\(?:text|mbox|mathrm) ?\{[^{}]*\}|[\W_])*+(?:\w+ )?(?:or|maybe|perhaps|possibly)\b",
+    re.IGNORECASE,
+)
 _LISTS = re.compile(r"\b(?:and|to)\b", re.IGNORECASE)
 _POLITE = re.compile(
     r"\b(?:let me know|feel free|would you like|do you (?:want|need)|hope (?:this|that|it)"
@@ -117,6 +121,13 @@ _REMARK = re.compile(
 _ARITHMETIC = re.compile(
     r"(?:[\s\d.,$()]|\\(?:times|cdot|div)\b)*\d\s*(?:[-+*/]|\\(?:times|cdot|div)\b)"
     r"(?:[-+*/\s\d.,$()]|\\(?:times|cdot|div)\b)*+"
+)
+_SUM = re.compile(
+    r"(?:\A|[:,]|\b(?:so|thus|hence|therefore|then|is|are|was|were|have|has|had|gets?|makes?|paid"
+    r"|pays?|costs?|spent|earns?|earned|total)\b)\s*+"
+    r"((?:[\s\d.,$()]|\\(?:times|cdot|div)\b)*\d\s*(?:[-+*/]|\\(?:times|cdot|div)\b)"
+    r"(?:[-+*/\s\d.,$()]|\\(?:times|cdot|div)\b)*+)\Z",
+    re.IGNORECASE,
 )
 _RESULT = re.compile(r":[^:A-Za-z=\\]*=[^A-Za-z]*\d")
 
@@ -160,9 +171,10 @@ def stated_number(text: str, *, evaluated: bool = True) -> Number | None:
         return None
     whole = read_number(answer.text, evaluated=evaluated)
     if whole is not None or answer.how == "marked":
-        left, equals, right = answer.text.rpartition("=")
-        if whole is None and equals and _ARITHMETIC.fullmatch(left):
-            return read_number(right, evaluated=evaluated)
+        *sides, right = answer.text.split("=")
+        if whole is None and sides and all(_ARITHMETIC.fullmatch(side) for side in sides):
+            number = read_number(right, evaluated=evaluated)
+            return number if number and all(_comes_to(side, number) for side in sides) else None
         return whole
     sentence = _CALCULATION.sub("", answer.text)
     if answer.how == "stated" or _WORD.search(sentence):
@@ -196,9 +208,26 @@ def _concluded(sentence: str, evaluated: bool) -> Number | None:
         if re.search(r"\b(?:or|not|either|n't)\b|[<>]", before, re.IGNORECASE):
             return None
         found = _in_last_clause(after, evaluated)
+        if found is None or ((sum_ := _SUM.search(side)) and not _comes_to(sum_[1], found)):
+            return None
         words = side.replace("$", " ").split()
-        return found and replace(found, name=name_of(words[-1]) if words else "")
+        return replace(found, name=name_of(words[-1]) if words else "")
     return _in_last_clause(sentence, evaluated)
+
+
+def _comes_to(arithmetic: str, number: Number) -> bool:
+    """Whether a calculation comes to a number, or to one that it is rounded from to some decimals.
+
+    True of what is no calculation that can be read.
+    """
+    try:
+        value, said = calculated(arithmetic), number.value
+    except ZeroDivisionError:
+        return False
+    if value is None or value == said:
+        return True
+    units = [10**places for places in range(1, 13)]
+    return any((said * n).denominator == 1 and abs(said - value) * 2 * n <= 1 for n in units)
 
 
 def _in_last_clause(words: str, evaluated: bool) -> Number | None:
@@ -229,8 +258,9 @@ def _in_last_clause(words: str, evaluated: bool) -> Number | None:
     if _LISTS.search(clause[first[1] : last[0]]) or "\\" in clause[: first[0]]:
         return None
     direct = numbers is not found or not clause[: first[0]].strip(" $({")
-    chosen = first if direct else last
-    return chosen[2]
+    if not direct and first is not last:
+        return None  # `$18 a day for 5 days`: which of them is not said
+    return first[2]
 
 
 def _boxed(text: str) -> tuple[int, int, str | None] | None:
@@ -257,6 +287,14 @@ def _boxed(text: str) -> tuple[int, int, str | None] | None:
         return None
     contents = list(dict.fromkeys(content.strip() for _, _, content in reversed(found)))
     return found[0][0], found[0][1], ", ".join(contents)
+
+
+def only_repeats(text: str, question: str) -> bool:
+    """Whether a text of four words or more says nothing but sentences of the question."""
+    asked = " ".join(question.casefold().split())
+    sentences = [" ".join(one.split()) for one in _END.split(text.casefold())]
+    words = sum(len(one.split()) for one in sentences)
+    return words >= 4 and all(one in asked for one in sentences)
 
 
 def _braced(text: str, start: int) -> tuple[int, str] | None:

@@ -20,6 +20,8 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from keel.verify.inside import confine, limit, stand_first
+
 MEMORY = 8 * 2**30
 """Address space, in bytes, of the parent."""
 VERDICT_MEMORY = 2**30
@@ -118,47 +120,11 @@ def hide() -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-def limit(what: int, soft: int, hard: int) -> None:
-    """Set a limit, within the one that is there already."""
-    there = resource.getrlimit(what)[1]
-    if there != resource.RLIM_INFINITY:
-        soft, hard = min(soft, there), there if hard == -1 else min(hard, there)
-    resource.setrlimit(what, (soft, hard))
-
-
 def allow(seconds: float) -> None:
     """Let the system end this process after so many further seconds of computing."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     budget = int(used.ru_utime + used.ru_stime + seconds) + 1
     limit(resource.RLIMIT_CPU, budget, resource.getrlimit(resource.RLIMIT_CPU)[1])
-
-
-def stand_first() -> None:
-    """Fork; the child goes on, and this process waits for it, as a process space's first must.
-
-    The first one keeps its user, so that bubblewrap's end is its end, and with it that of all.
-    """
-    child = os.fork()
-    if child == 0:
-        return
-    while True:
-        ended, status = os.wait()
-        if ended == child:
-            code = os.waitstatus_to_exitcode(status)
-            os._exit(code if code >= 0 else 128 - code)
-
-
-def confine(settings: Mapping[str, Any]) -> None:
-    """Become nobody in particular, set the limits, and keep out of reach of the own children."""
-    uid = settings["uid"]
-    if uid is not None:
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-    hide()
-    limits = {"AS": MEMORY, "CORE": 0, "FSIZE": 2**23, "NOFILE": 64, "NPROC": settings["processes"]}
-    for name, value in limits.items():
-        limit(getattr(resource, f"RLIMIT_{name}"), value, value)
 
 
 def serve(
@@ -175,7 +141,9 @@ def serve(
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     settings = json.loads(requests.readline())
     replies = os.fdopen(settings["replies"], "w", encoding="utf-8")
-    confine(settings)
+    limits = {"AS": MEMORY, "CORE": 0, "FSIZE": 2**23, "NOFILE": 64, "NPROC": settings["processes"]}
+    confine(settings["uid"], {f"RLIMIT_{name}": value for name, value in limits.items()})
+    hide()
     answer = start(bytes.fromhex(settings["filter"]))
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):

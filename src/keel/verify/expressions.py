@@ -128,7 +128,7 @@ def same_answer(
     answer = final_answer(said, words=words)
     if answer is None:
         return False
-    if wanted.kind == "number" and answer.how != "marked":
+    if wanted.kind == "number" and (answer.how != "marked" or "=" in answer.text):
         number = stated_number(said, evaluated=evaluated)
         if number is not None:
             return number.value == wanted.value.value and number.fits(wanted.value)

@@ -24,12 +24,12 @@ CODE = "completion"
 def main() -> None:
     """Read the orders to their end, and carry them out."""
     if "first" in sys.argv:
-        _stand_first()
+        stand_first()
     orders = marshal.loads(sys.stdin.buffer.read())
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.close(null)
-    _confine(orders["uid"], orders["limits"])
+    confine(orders["uid"], orders["limits"])
     for end in (orders["report"], *orders["ends"]):
         os.set_inheritable(end, False)
     kept = sorted(e for e in (orders["report"], orders["lifeline"], *orders["ends"]) if e >= 0)
@@ -46,7 +46,7 @@ def main() -> None:
         _test(orders)
 
 
-def _stand_first() -> None:
+def stand_first() -> None:
     """Fork; the child goes on, and this process waits for it, as a process space's first must.
 
     The first one keeps its user, so that bubblewrap's end is its end, and with it that of all.
@@ -61,14 +61,22 @@ def _stand_first() -> None:
             os._exit(code if code >= 0 else 128 - code)
 
 
-def _confine(uid: int | None, limits: dict[str, int]) -> None:
+def confine(uid: int | None, limits: dict[str, int]) -> None:
     """Become nobody in particular (where root's sandbox asks for it), and set the limits."""
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     for name, value in limits.items():
-        resource.setrlimit(getattr(resource, name), (value, value))
+        limit(getattr(resource, name), value, value)
+
+
+def limit(what: int, soft: int, hard: int) -> None:
+    """Set a limit, within the one that is there already."""
+    there = resource.getrlimit(what)[1]
+    if there != resource.RLIM_INFINITY:
+        soft, hard = min(soft, there), there if hard == resource.RLIM_INFINITY else min(hard, there)
+    resource.setrlimit(what, (soft, hard))
 
 
 def _test(orders: dict[str, Any]) -> None:
@@ -88,7 +96,7 @@ def _test(orders: dict[str, Any]) -> None:
 
     def say(line: str) -> None:
         if process() == this:  # a fork of the code under test is no judge of it
-            write(report, line.replace("\n", " ").encode(errors="replace")[:500] + b"\n")
+            write(report, " ".join(line.split()).encode(errors="replace")[:500] + b"\n")
 
     put_back = _keep(orders["imports"])
     module = type(sys)(CODE)

@@ -315,6 +315,48 @@ def same_number(a: Fraction, b: Fraction, tolerance: float = 0.0) -> bool:
     return abs(a - b) <= Fraction(tolerance) * max(Fraction(1), abs(b))
 
 
+def calculated(text: str) -> Fraction | None:
+    """What a calculation of `+ - * /`, brackets and decimals comes to; None where it is none.
+
+    Raises ZeroDivisionError.
+    """
+    text = re.sub(r"\\(?:times|cdot)\b", "*", text).replace("\\div", "/")
+    parts = re.findall(r"\d+(?:\.\d+)?|\.\d+|\S", re.sub(r"[$]|(?<=\d),(?=\d{3})", "", text))
+    if len(parts) > 100 or len(text) > MAX_CHARACTERS:
+        return None
+    try:
+        value, rest = _sum(parts[::-1])
+    except (IndexError, ValueError):
+        return None
+    return None if rest else value
+
+
+def _sum(left: list[str]) -> tuple[Fraction, list[str]]:
+    """The value of the terms that come next; `left` are the parts that are left, the last first."""
+    total, sign = Fraction(0), 1
+    while True:
+        term = _factor(left)
+        while left and left[-1] in "*/":
+            operation, factor = left.pop(), _factor(left)
+            term = term * factor if operation == "*" else term / factor
+        total += sign * term
+        if not left or left[-1] not in "+-":
+            return total, left
+        sign = 1 if left.pop() == "+" else -1
+
+
+def _factor(left: list[str]) -> Fraction:
+    part = left.pop()
+    if part == "-":
+        return -_factor(left)
+    if part != "(":
+        return Fraction(part)
+    value, _ = _sum(left)
+    if left.pop() != ")":
+        raise ValueError("a bracket that does not close")
+    return value
+
+
 def name_of(side: str) -> str:
     """A symbol, as `x` or `\\theta`, that an equation's side is; "" where it is words."""
     name = bare(side).replace(" ", "").replace("{", "").replace("}", "")

@@ -38,6 +38,7 @@ COMMON = {
     "keel/__init__.py": HERE / "__init__.py",
     "keel/verify/__init__.py": HERE / "__init__.py",
     "keel/verify/confined.py": HERE / "confined.py",
+    "keel/verify/inside.py": HERE / "inside.py",
 }
 """Files of each such process; it runs `keel.verify.confined.serve`."""
 

@@ -223,7 +223,7 @@ class Sandbox:
             code,
             watched.stdout.decode(errors="replace")[-2000:],
             words[-2000:],
-            tuple(watched.report.decode(errors="replace").splitlines()),
+            tuple(watched.report.decode(errors="replace").split("\n")[:-1]),
         )
 
     def _walls(self, as_root: bool, pipes: Pipes) -> list[str]:

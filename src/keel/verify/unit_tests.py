@@ -34,6 +34,7 @@ from typing import Any, Literal
 from keel.types import KeelError
 from keel.verify.inside import CODE
 from keel.verify.sandbox import Ran, Sandbox
+from keel.verify.stepwise import SETTLE, stepwise
 
 Status = Literal[
     "passed", "failed", "error", "exited", "timeout", "memory", "processes", "output", "died"
@@ -328,14 +329,31 @@ def run_tests(
         "secrets": secret,
     }
     if isolation == "process":
-        return _run_apart(
-            sandbox, code, {**orders, "helpers": read.helpers, "alone": read.alone}, stop
-        )
+        own = {
+            "tests": tuple(map(stepwise, read.texts)),
+            "setup": stepwise(read.setup),
+            "helpers": stepwise(read.helpers),
+            "alone": read.alone,
+            "settle": SETTLE,
+            "used": _mentioned(read),
+        }
+        return _run_apart(sandbox, code, {**orders, **own}, stop)
     ran = sandbox.carry_out({**orders, "code": code}, stop=stop)
     passed = _passed(ran, secret)
     if all(passed) and ran.status == "ended":
         return Checked(passed, "passed", "")
     return _failed(ran, passed, [line for line in ran.reported if line not in secret])
+
+
+def _mentioned(read: UnitTests) -> set[str]:
+    """All names in the source of tests: of variables, attributes and what is imported."""
+    texts = (read.helpers, read.setup, *read.texts)
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    return {
+        *(node.id for node in nodes if isinstance(node, ast.Name)),
+        *(node.attr for node in nodes if isinstance(node, ast.Attribute)),
+        *(node.name for node in nodes if isinstance(node, ast.alias)),
+    }
 
 
 def _run_apart(
