@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from keel.config.load import load_recipe, parse_override
+from keel.config.load import load_recipe, load_run_recipe, parse_override
 from keel.config.model import Model
 from keel.config.presets import merge
 from keel.config.schema import Recipe, RLStage
@@ -110,7 +110,7 @@ def _what(model: Path | str) -> tuple[Recipe | None, RunFolder | None]:
             raise KeelError(f"{path} is neither a run folder nor a model folder: give one of them")
         return None, None
     folder = RunFolder.open(model)
-    return load_recipe(folder.recipe), folder
+    return load_run_recipe(folder.recipe), folder
 
 
 def _stage_data(

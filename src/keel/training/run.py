@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from keel.config.load import load_recipe, to_toml
+from keel.config.load import load_run_recipe, to_toml
 from keel.config.schema import Recipe
 from keel.kernels.build import fingerprint
 from keel.models.policy import load_policy
@@ -48,7 +48,7 @@ def train(
         raise KeelError("there is no recipe to run: name one, or resume a run")
     text, name = ("", "") if recipe is None else (to_toml(recipe), recipe.name)
     place = opening.resumed(folder) if resume else opening.created(text, name, folder)
-    recipe = load_recipe(place.recipe) if resume or recipe is None else recipe
+    recipe = load_run_recipe(place.recipe) if resume or recipe is None else recipe
     with opening.running(place, resume, watcher or Silent()) as (session, start):
         progress = Progress(stage=0) if start is None else _begun(start, recipe)
         session.recorder.event("resumed" if resume else "started", step=progress.step)
