@@ -144,6 +144,22 @@ def _run_brief(base: Path, folder: Path) -> RunFolder:
     return train(load_recipe({"threads": 1, "model": model, "stages": [stage]}), folder)
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+def test_an_export_leaves_what_lies_next_to_its_target(
+    adapter: bool, run: RunFolder, tmp_path: Path
+) -> None:
+    """It works in a temporary folder of its own, and removes that one alone."""
+    mine = tmp_path / ".out.tmp" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("not an export's")
+    export(run.path, tmp_path / "out", adapter=adapter)
+    assert mine.read_text() == "not an export's"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.tmp", "out"]
+    with pytest.raises(KeelError, match="has no checkpoint 'none'"):
+        export(run.path, tmp_path / "other", checkpoint="none", adapter=adapter)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.tmp", "out"]
+
+
 def test_a_run_without_lora_has_no_adapter_to_export(tmp_path: Path) -> None:
     stage = _stage(stage="sft", steps=1, batch_size=2)
     run = train(load_recipe({"threads": 1, "model": MODEL, "stages": [stage]}), tmp_path / "run")

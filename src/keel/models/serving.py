@@ -82,7 +82,10 @@ def served(
     if written is not None and same_rules(tokenizer, written):
         written = None
     if written is not None:
+        # tokenizer.json holds neither the chat template nor the names of the special tokens that
+        # templates use.
         written.chat_template = tokenizer.chat_template
+        written._special_tokens_map.update(tokenizer._special_tokens_map)
     return Served(saved, written)
 
 
