@@ -240,7 +240,7 @@ def test_rollouts_lost_before_the_checkpoint_are_noted_and_the_run_goes_on(
     kept = {rollouts(run, step).name for step in (5, 6)} | harmed
     assert {path.name for path in (run / "rollouts").iterdir()} == kept
     for step in range(1, 7):
-        if what == "all gone" and step < 5 or step == 3:
+        if (what == "all gone" and step < 5) or step == 3:
             shutil.copy(rollouts(unharmed, step), rollouts(run, step))
     same(run, unharmed)
 

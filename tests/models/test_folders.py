@@ -132,7 +132,9 @@ def test_an_adapter_as_the_model_is_refused_with_its_base(folder: Path, tmp_path
     said = refused(made)
     assert "holds only an adapter" in said
     assert f"its base is {str(folder)!r} at revision 'v2'" in said
-    assert "merge the two (peft: PeftModel.from_pretrained(base, folder).merge_and_unload())" in said
+    assert (
+        "merge the two (peft: PeftModel.from_pretrained(base, folder).merge_and_unload())" in said
+    )
     assert "keel export RUN FOLDER" in said
     with pytest.raises(KeelError, match="holds only an adapter"):
         evaluate(made, task="sort_digits")

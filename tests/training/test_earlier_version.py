@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tomli_w
 
+from keel.cli.main import main
 from keel.config.load import load_recipe, load_run_recipe
 from keel.runs.read import load
 from keel.runs.watch import Silent
@@ -109,6 +110,43 @@ def test_a_checkpoint_without_record_is_noted_with_the_row_that_is_missing(
     said = [note for note in watcher.notes if "has no record.json" in note]
     assert len(said) == 1
     assert said[0].endswith("; metrics.jsonl lacks the row of rl step 1")
+
+
+def test_evaluations_without_a_stage_are_converted_on_resume(
+    chat_run: Path, tmp_path: Path
+) -> None:
+    """An earlier version wrote {before, after}; the end is as if the run was of this version."""
+    run = shutil.copytree(chat_run, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints" / "step-000004")
+    whole = json.loads((run / "run.json").read_text())
+    assert whole["evaluation"]["rl"].keys() == {"before", "after"}
+    whole |= {key: whole[key]["rl"] for key in ("evaluation", "examples")}
+    (run / "run.json").write_text(json.dumps(whole))
+    train(None, run, resume=True)
+    same(run, chat_run)
+
+
+def test_a_run_json_of_another_shape_stops_a_resume_in_one_line(
+    chat_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(chat_run, tmp_path / "run")
+    (run / "run.json").write_text('{"evaluation": []}')
+    assert main(["train", "--resume", "--run", str(run)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"cannot read {run}/run.json: evaluation: " in said
+    # What does not read it goes on working.
+    assert evaluate(run, prompts=4)["n"] == 4
+
+
+def test_a_best_of_a_stage_that_the_recipe_no_longer_has_is_passed_over(
+    chat_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(chat_run, tmp_path / "run")
+    whole = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**whole, "best": {"warmup": 3}}))
+    train(None, run, resume=True)
+    assert load(run).info()["finished"] is True
 
 
 def recipe(*stages: dict[str, Any]) -> dict[str, Any]:

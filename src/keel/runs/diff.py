@@ -196,10 +196,7 @@ def _recipes(pair: _Pair) -> Iterator[Change]:
 def _surroundings(pair: _Pair) -> Iterator[Change]:
     known = []
     for run in (pair.a, pair.b):
-        try:
-            info = run.info()
-        except (TypeError, ValueError) as error:
-            raise KeelError(f"{run.folder.run_json} is damaged ({error}): mend it") from error
+        info = run.info()
         known.append({key: info[key] for key in SURROUNDINGS if key in info})
     yield from changes(known[0], known[1])
 

@@ -114,7 +114,10 @@ def _begun(start: Path, recipe: Recipe) -> Progress:
 def _let_go(recipe: Recipe, folder: RunFolder) -> None:
     """Delete the checkpoints that a process which died behind the last one had no time to."""
     best: dict[str, int] = update_run_json(folder, {}).get("best", {})
-    kept = [folder.checkpoint(folder.stages.index(name), step) for name, step in best.items()]
+    known = {
+        folder.stages.index(name): step for name, step in best.items() if name in folder.stages
+    }
+    kept = [folder.checkpoint(stage, step) for stage, step in known.items()]
     checkpoint.prune(folder, recipe.stages[-1].checkpoints.keep, kept)
 
 
