@@ -1,4 +1,4 @@
-"""A validation error as one line: the key, the value, and how to mend it."""
+"""A validation error as one line: the key, the value, and how to fix it."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def _refuse_unread(spec: Model, model: PreTrainedModel, unexpected: Iterable[str
     if cut:
         raise KeelError(
             f"model.name = {spec.name!r} holds {len(cut)} weights that its config.json has no "
-            f"place for, {cut[0]} among them: part of the model would be left out; mend "
+            f"place for, {cut[0]} among them: part of the model would be left out; fix "
             "config.json (num_hidden_layers and the like), or save the model again"
         )
 
@@ -239,20 +239,20 @@ def _check_generation(spec: Model, config: PreTrainedConfig) -> None:
     path = local if local.parent.is_dir() else _of_hub(spec, GENERATION)
     if path is None or not path.is_file():
         return
-    mend = "mend the file, or delete it (stop tokens then come from config.json)"
+    hint = "fix the file, or delete it (stop tokens then come from config.json)"
     try:
         stops = dict(json.loads(path.read_text(encoding="utf-8"))).get("eos_token_id")
         GenerationConfig.from_pretrained(str(path.parent), trust_remote_code=False)
     except Exception as error:  # not JSON, or of values that transformers refuses
         raise KeelError(
-            f"model.name = {spec.name!r}: its {GENERATION} cannot be read ({_line(error)}): {mend}"
+            f"model.name = {spec.name!r}: its {GENERATION} cannot be read ({_line(error)}): {hint}"
         ) from error
     rows = config.get_text_config().vocab_size
     for stop in stops if isinstance(stops, list) else [] if stops is None else [stops]:
         if type(stop) is not int or not 0 <= stop < rows:
             raise KeelError(
                 f"model.name = {spec.name!r}: eos_token_id = {stop!r} in its {GENERATION} is no "
-                f"token of the model, which has {rows}: {mend}"
+                f"token of the model, which has {rows}: {hint}"
             )
 
 
@@ -318,7 +318,7 @@ def _check_parts(name: str, index: Path | None, adapter: Path | None) -> None:
     """Refuse what transformers would load beside the safetensors: pickles that an index names, and
     an adapter with the base that it names, whatever that is."""
     if adapter is not None and adapter.is_file():
-        raise KeelError(_of_adapter(name, adapter, "holds an adapter"))
+        raise KeelError(_adapter_error(name, adapter, "holds an adapter"))
     if index is None or not index.is_file():
         return
     try:
@@ -335,7 +335,7 @@ def _check_parts(name: str, index: Path | None, adapter: Path | None) -> None:
             )
 
 
-def _of_adapter(name: str, file: Path, holds: str) -> str:
+def _adapter_error(name: str, file: Path, holds: str) -> str:
     """That a model is an adapter, which base it names, and how to make a model of the two."""
     try:
         known = dict(json.loads(file.read_text(encoding="utf-8")))
@@ -361,7 +361,7 @@ def _check_folder(folder: Path) -> None:
             )
     if not (folder / "config.json").is_file():
         if (folder / ADAPTER).is_file():
-            raise KeelError(_of_adapter(str(folder), folder / ADAPTER, "holds only an adapter"))
+            raise KeelError(_adapter_error(str(folder), folder / ADAPTER, "holds only an adapter"))
         run = (folder / RECIPE).is_file()
         hint = (
             "it is a run folder, whose model keel export RUN FOLDER writes"

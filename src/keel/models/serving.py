@@ -85,7 +85,9 @@ def served(
         # tokenizer.json holds neither the chat template nor the names of the special tokens that
         # templates use.
         written.chat_template = tokenizer.chat_template
-        written._special_tokens_map.update(tokenizer._special_tokens_map)
+        known = written.get_vocab()
+        names = tokenizer._special_tokens_map.items()
+        written._special_tokens_map.update({n: t for n, t in names if str(t) in known})
     return Served(saved, written)
 
 

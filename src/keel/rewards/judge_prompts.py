@@ -48,9 +48,9 @@ TEMPLATE_TOKEN = re.compile(
     r"|\](?=<\])"  # ]<]image[>[
     r"|>(?=>[A-Z_]{2,40}<<)"  # >>QUESTION<<
 )
-"""The first character of what may be a token of a chat template: marks of angle or square brackets
-round a word. Of HTML tags and a few expressions of code too, which a judge reads as well escaped.
-No bracket of the JSON document is one: a line break follows each."""
+"""The first character of what may be a token of a chat template: a word in angle or square marks.
+HTML tags and a few expressions of code match too; a judge reads them as well in their escaped form.
+The brackets of the JSON document itself never match: a line break follows each."""
 PLACES = ("first", "second", "tie")
 
 

@@ -192,7 +192,7 @@ def _where_to_begin(place: RunFolder) -> tuple[Entry | None, Damage]:
 def _compare(
     place: RunFolder, start: Entry | None, known: Recorded | None
 ) -> tuple[dict[str, str], list[str]]:
-    """The hashes of what was recorded before a checkpoint, and what is wrong with its rollouts.
+    """The hashes of what was recorded before a checkpoint, and the rollouts that are lost since.
 
     A checkpoint of an earlier version of Keel has no hashes: then they are those of what is there.
     A lost file keeps its hash, so that the checkpoints that follow are those of an unharmed run.
@@ -206,7 +206,7 @@ def _compare(
 
 
 def _without_record(place: RunFolder, start: Entry) -> str:
-    """That a checkpoint says nothing of the run before it, and what its rows say themselves."""
+    """The note for a checkpoint without record.json, and the first row of metrics that is wrong."""
     odd = recorded.odd_row(place, start)
     return (
         f"checkpoint {start.path.name} has no {recorded.RECORD} (an earlier version of Keel wrote "

@@ -125,7 +125,7 @@ class Run:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise KeelError(f"cannot read {path}: {error}: mend the folder") from error
+            raise KeelError(f"cannot read {path}: {error}: fix the folder") from error
         rows: list[Record] = []
         for number, text in enumerate(lines, start=1):
             if not text.endswith(b"\n"):  # being written, or torn by the end of its writer
@@ -133,7 +133,7 @@ class Run:
             try:
                 row = dict(json.loads(text))
             except (ValueError, TypeError) as error:
-                raise KeelError(f"{path}:{number} is damaged ({error}): mend it") from error
+                raise KeelError(f"{path}:{number} is damaged ({error}): fix it") from error
             if stage is None or row.get("stage") == stage:
                 rows.append(row)
         return rows

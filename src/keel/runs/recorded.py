@@ -90,7 +90,7 @@ def rows_until(folder: RunFolder, last: Place) -> list[tuple[Place, bytes]]:
             place = Place(folder.stages.index(record["stage"]), int(record["step"]))
         except (ValueError, KeyError, TypeError) as error:
             raise KeelError(
-                f"{path}:{number} is damaged ({error}): mend or delete the line, then --resume"
+                f"{path}:{number} is damaged ({error}): fix or delete the line, then --resume"
             ) from error
         if place <= last:
             found.append((place, row))
@@ -98,7 +98,7 @@ def rows_until(folder: RunFolder, last: Place) -> list[tuple[Place, bytes]]:
 
 
 def check(folder: RunFolder, newest: Entry, known: Recorded) -> list[str]:
-    """Compares the run folder with what its newest checkpoint knows; what is wrong with rollouts.
+    """Compares the run folder with its newest checkpoint's record; returns the rollouts lost since.
 
     Nothing that follows depends on the rollouts before a checkpoint: those that are missing or
     changed are only reported, each as `PATH is missing` or `PATH is damaged`.
@@ -126,7 +126,7 @@ def check(folder: RunFolder, newest: Entry, known: Recorded) -> list[str]:
 def odd_row(folder: RunFolder, newest: Entry) -> str | None:
     """The first step up to a checkpoint whose row is missing or there twice, in words.
 
-    All that can be compared with a checkpoint that has no record.
+    Nothing else can be compared with a checkpoint that has no record.
     """
     odd, what = _odd(folder, newest, [place for place, _ in rows_until(folder, newest.place)])
     return None if odd is None else f"{folder.metrics.name} {what}"

@@ -107,7 +107,7 @@ def _what(model: Path | str) -> tuple[Recipe | None, RunFolder | None]:
     """The run's recipe and folder, if it is a run."""
     path = Path(model)
     if not (path / RECIPE).is_file():
-        # What is wrong with an adapter's folder, loading says.
+        # Loading reports what is wrong with an adapter's folder.
         known = any((path / name).is_file() for name in ("config.json", ADAPTER))
         if path.exists() and not known:
             raise KeelError(f"{path} is neither a run folder nor a model folder: give one of them")

@@ -166,13 +166,13 @@ def _texts(run: RunFolder) -> list[str]:
     for place in reversed(reader.rollout_places()):
         try:
             rows = reader.rollouts(place.step, run.stages[place.stage])
-        except KeelError:  # lost since: the texts of an earlier step do as well
+        except KeelError:  # damaged: the texts of an earlier step serve as well
             continue
-        return [text for row in rows for text in _said(row)]
+        return [text for row in rows for text in _texts_of(row)]
     return []
 
 
-def _said(row: Mapping[str, Any]) -> list[str]:
+def _texts_of(row: Mapping[str, Any]) -> list[str]:
     """The texts of a rollout."""
     prompt = row["prompt"]
     turns = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt]
