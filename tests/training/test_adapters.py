@@ -160,6 +160,13 @@ def test_an_export_leaves_what_lies_next_to_its_target(
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.tmp", "out"]
 
 
+def test_an_export_does_without_rollouts_that_are_damaged(run: RunFolder, tmp_path: Path) -> None:
+    copy = shutil.copytree(run.path, tmp_path / "run")
+    for path in sorted((copy / "rollouts").iterdir())[-1:]:
+        path.write_bytes(b"")
+    assert (export(copy, tmp_path / "out") / "config.json").is_file()
+
+
 def test_a_run_without_lora_has_no_adapter_to_export(tmp_path: Path) -> None:
     stage = _stage(stage="sft", steps=1, batch_size=2)
     run = train(load_recipe({"threads": 1, "model": MODEL, "stages": [stage]}), tmp_path / "run")
