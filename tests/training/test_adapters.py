@@ -20,7 +20,7 @@ from keel.models.policy import load_policy
 from keel.runs.layout import RunFolder
 from keel.runs.read import load
 from keel.training.evaluation import evaluate
-from keel.training.export import export
+from keel.training.export import _texts, export
 from keel.training.run import train
 from keel.types import KeelError
 from tests.training.judged import MODEL
@@ -164,6 +164,7 @@ def test_an_export_does_without_rollouts_that_are_damaged(run: RunFolder, tmp_pa
     copy = shutil.copytree(run.path, tmp_path / "run")
     for path in sorted((copy / "rollouts").iterdir())[-1:]:
         path.write_bytes(b"")
+    assert _texts(RunFolder.open(copy))  # of the step before
     assert (export(copy, tmp_path / "out") / "config.json").is_file()
 
 
