@@ -112,7 +112,7 @@ def test_a_file_given_to_a_run_is_scored_in_the_place_of_its_own_held_out_one(
 
 
 def numbers_of(folder: RunFolder) -> dict[str, Any]:
-    found: dict[str, Any] = info(folder)["evaluation"]["after"]
+    found: dict[str, Any] = info(folder)["evaluation"]["rl"]["after"]
     return found
 
 
