@@ -172,12 +172,6 @@ BEFORE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: (run / "metrics.jsonl").write_bytes(b""),
         "lacks the row of rl step 1",
     ),
-    "rollouts gone": (lambda run: rollouts(run, 3).unlink(), "step-000003.parquet is missing"),
-    "rollouts emptied": (
-        lambda run: rollouts(run, 3).write_bytes(b""),
-        "step-000003.parquet is damaged",
-    ),
-    "rollouts flipped": (lambda run: flipped(rollouts(run, 3)), "step-000003.parquet is damaged"),
 }
 
 
@@ -199,12 +193,9 @@ def test_a_record_that_is_damaged_before_the_checkpoint_is_refused(
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("what", ["a row dropped", "rollouts flipped"])
-def test_the_way_out_that_is_named_ends_as_the_unharmed(
-    what: str, tmp_path: Path, unharmed: Path
-) -> None:
+def test_the_way_out_that_is_named_ends_as_the_unharmed(tmp_path: Path, unharmed: Path) -> None:
     run = shutil.copytree(unharmed, tmp_path / "run")
-    BEFORE[what][0](run)
+    BEFORE["a row dropped"][0](run)
     code, _, err = keel(tmp_path, "train", "--resume", "--run", run)
     assert code == 2
     assert "delete checkpoints step-000004 to step-000006, and --resume repeats" in one_line(err)
@@ -214,17 +205,44 @@ def test_the_way_out_that_is_named_ends_as_the_unharmed(
     same(run, unharmed)
 
 
-def test_a_run_goes_on_without_rollouts_where_all_were_deleted(
-    tmp_path: Path, unharmed: Path
+LOST: dict[str, tuple[Callable[[Path], object], str]] = {
+    "gone": (lambda run: rollouts(run, 3).unlink(), "step-000003.parquet is missing:"),
+    "emptied": (
+        lambda run: rollouts(run, 3).write_bytes(b""),
+        "step-000003.parquet is damaged:",
+    ),
+    "flipped": (lambda run: flipped(rollouts(run, 3)), "step-000003.parquet is damaged:"),
+    "all gone": (
+        lambda run: [path.unlink() for path in (run / "rollouts").iterdir()],
+        "rollouts/step-000002.parquet is missing, rollouts/step-000003.parquet is missing and "
+        "1 more:",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_rollouts_lost_before_the_checkpoint_are_noted_and_the_run_goes_on(
+    what: str, tmp_path: Path, unharmed: Path
 ) -> None:
     run = shutil.copytree(unharmed, tmp_path / "run")
     shutil.rmtree(at(run, 6))
-    for path in (run / "rollouts").iterdir():
-        path.unlink()
-    assert keel(tmp_path, "train", "--resume", "--run", run)[0] == 0
-    assert [place.step for place in load(run).rollout_places()] == [5, 6]
-    assert rollouts(run, 6).read_bytes() == rollouts(unharmed, 6).read_bytes()
-    assert keel(tmp_path, "train", "--resume", "--run", run)[0] == 0
+    harm, said = LOST[what]
+    harm(run)
+    harmed = {path.name for path in (run / "rollouts").iterdir()} - {rollouts(run, 6).name}
+    code, out, err = keel(tmp_path, "train", "--resume", "--run", run)
+    assert (code, err) == (0, "")
+    notes = [row["text"] for row in load(run).events() if row["event"] == "note"]
+    assert len(notes) == 1
+    assert said in notes[0]
+    assert notes[0] in out
+    assert "the run goes on" in notes[0]
+    # All but what was lost is as in a run that was never harmed, the last checkpoint too.
+    kept = {rollouts(run, step).name for step in (5, 6)} | harmed
+    assert {path.name for path in (run / "rollouts").iterdir()} == kept
+    for step in range(1, 7):
+        if (what == "all gone" and step < 5) or step == 3:
+            shutil.copy(rollouts(unharmed, step), rollouts(run, step))
+    same(run, unharmed)
 
 
 def test_rollouts_are_read_by_their_page_checksums(tmp_path: Path, unharmed: Path) -> None:

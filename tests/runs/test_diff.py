@@ -900,7 +900,7 @@ def test_a_folder_that_may_not_be_read(whole: Path, copy: Path) -> None:
     if user == 0:
         os.seteuid(65534)
     try:
-        with pytest.raises(KeelError, match=r"cannot read .*: Permission denied: mend it"):
+        with pytest.raises(KeelError, match=r"cannot read .*: Permission denied: fix it"):
             diff(copy, copy)
     finally:
         if user == 0:

@@ -167,11 +167,11 @@ def test_a_damaged_row_is_named(tmp_path: Path, line: str) -> None:
 
 def test_run_json_is_updated_key_by_key(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
-    update_run_json(folder, {"seed": 3, "objective": "J(θ)", "evaluation": {"before": {"n": 2}}})
-    whole = update_run_json(folder, {"evaluation": {"after": {"mean": math.nan}}, "tokens": 9})
+    update_run_json(folder, {"seed": 3, "objective": "J(θ)", "film": {"steps": 2}})
+    whole = update_run_json(folder, {"film": {"mean": math.nan}, "tokens": 9})
     assert json.loads(folder.run_json.read_text()) == whole
-    assert list(whole) == ["seed", "objective", "evaluation", "tokens"]
-    assert whole["evaluation"] == {"after": {"mean": None}}
+    assert list(whole) == ["seed", "objective", "film", "tokens"]
+    assert whole["film"] == {"mean": None}
     assert "θ" in folder.run_json.read_text()
     assert not list(folder.path.glob(".tmp-*"))
 

@@ -20,7 +20,7 @@ from keel.models.policy import load_policy
 from keel.runs.layout import RunFolder
 from keel.runs.read import load
 from keel.training.evaluation import evaluate
-from keel.training.export import export
+from keel.training.export import _texts, export
 from keel.training.run import train
 from keel.types import KeelError
 from tests.training.judged import MODEL
@@ -142,6 +142,30 @@ def _run_brief(base: Path, folder: Path) -> RunFolder:
     stage = _stage(stage="sft", steps=2, batch_size=2)
     model = {"name": str(base), "lora": {"rank": 2}}
     return train(load_recipe({"threads": 1, "model": model, "stages": [stage]}), folder)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_an_export_leaves_what_lies_next_to_its_target(
+    adapter: bool, run: RunFolder, tmp_path: Path
+) -> None:
+    """It works in a temporary folder of its own, and removes that one alone."""
+    mine = tmp_path / ".out.tmp" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("not an export's")
+    export(run.path, tmp_path / "out", adapter=adapter)
+    assert mine.read_text() == "not an export's"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.tmp", "out"]
+    with pytest.raises(KeelError, match="has no checkpoint 'none'"):
+        export(run.path, tmp_path / "other", checkpoint="none", adapter=adapter)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.tmp", "out"]
+
+
+def test_an_export_does_without_rollouts_that_are_damaged(run: RunFolder, tmp_path: Path) -> None:
+    copy = shutil.copytree(run.path, tmp_path / "run")
+    for path in sorted((copy / "rollouts").iterdir())[-1:]:
+        path.write_bytes(b"")
+    assert _texts(RunFolder.open(copy))  # of the step before
+    assert (export(copy, tmp_path / "out") / "config.json").is_file()
 
 
 def test_a_run_without_lora_has_no_adapter_to_export(tmp_path: Path) -> None:

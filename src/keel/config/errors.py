@@ -1,4 +1,4 @@
-"""A validation error as one line: the key, the value, and how to mend it."""
+"""A validation error as one line: the key, the value, and how to fix it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def explain_validation(
     first = details[0]
     where, model = _walk(first["loc"], data, root)
     if first["type"] == "extra_forbidden":
-        return _unknown_key(where, model, first["input"])
+        return _unknown_key(where, model, first["input"], data)
     message = first["msg"].removeprefix("Value error, ")
     shown = f" = {_shown(first['input'])}" if isinstance(first["input"], str | int | float) else ""
     if first["type"] == "value_error" and where and message.startswith(f"{where}."):
@@ -50,26 +50,74 @@ def _shown(value: str | int | float) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
-def _unknown_key(where: str, model: type[BaseModel] | None, value: Any) -> str:
-    leaf = where.rpartition(".")[2]
-    if isinstance(value, Mapping):  # verl's long paths: the last part says what is meant
-        while isinstance(value, Mapping) and len(value) == 1:
-            ((part, value),) = value.items()
-            where, leaf = f"{where}.{part}", str(part)
+def _unknown_key(
+    where: str, model: type[BaseModel] | None, value: Any, data: Mapping[str, Any]
+) -> str:
+    parent, _, leaf = where.rpartition(".")
     known = list(model.model_fields) if model else []
     if leaf == where:
         known += sorted(SHARED)
-    if leaf in EXPLAINED:
-        mend = EXPLAINED[leaf]
+    meant = None
+    if isinstance(value, Mapping):
+        meant = _mistyped_table(leaf, value, parent, model, data)
+        # verl's long paths: the last part says what is meant
+        while isinstance(value, Mapping) and len(value) == 1:
+            ((part, value),) = value.items()
+            where, leaf = f"{where}.{part}", str(part)
+    if meant is not None:
+        hint = f"did you mean {meant!r}?"
+    elif leaf in EXPLAINED:
+        hint = EXPLAINED[leaf]
     elif leaf in FOREIGN:
-        mend = f"in Keel it is {FOREIGN[leaf]!r}"
+        hint = f"in Keel it is {FOREIGN[leaf]!r}"
     elif where.startswith("model.") and leaf in RLStage.model_fields:
-        mend = f"{leaf!r} is a key of the stage: in TOML it stands above the first [table]"
+        hint = f"{leaf!r} is a key of the stage: in TOML it stands above the first [table]"
     elif (guess := nearest(leaf, known)) is not None:
-        mend = f"did you mean {guess!r}?"
+        hint = f"did you mean {guess!r}?"
+    elif having := [name for name, keys in _tables(model).items() if leaf in keys]:
+        keys = [".".join(filter(None, (parent, name, leaf))) for name in having]
+        hint = f"did you mean {' or '.join(map(repr, keys))}?"
     else:
-        mend = f"known here: {', '.join(known)}" if known else "it has no meaning here"
-    return f"unknown key {where!r}: {mend}"
+        hint = f"known here: {', '.join(known)}" if known else "it has no meaning here"
+    return f"unknown key {where!r}: {hint}"
+
+
+def _mistyped_table(
+    table: str,
+    value: Mapping[str, Any],
+    parent: str,
+    model: type[BaseModel] | None,
+    data: Mapping[str, Any],
+) -> str | None:
+    """The key that was meant by one in a table of a mistyped name; None where none is like it.
+
+    The table is one of the model that holds it, one that the recipe's stages share, or a stage.
+    """
+    tables = {".".join(filter(None, (parent, name))): k for name, k in _tables(model).items()}
+    stages = [stage for stage in data.get("stages", []) if isinstance(stage, Mapping)]
+    if parent in ("", *map(stage_name, stages)):
+        tables |= {name: k for name, k in _tables(Recipe).items() if name != "stages"}
+    if model is not None and "stage" in model.model_fields and len(stages) > 1:
+        tables |= {stage_name(stage): list(model.model_fields) for stage in stages}
+    names = {path.rpartition(".")[2]: path for path in tables}
+    longer = [name for name in names if name.startswith(table)]
+    guess = longer[0] if len(longer) == 1 else nearest(table, names)
+    key = next(iter(value), None)
+    if guess is None or key is None:
+        return None
+    inner = nearest(str(key), tables[names[guess]])
+    return None if inner is None else f"{names[guess]}.{inner}"
+
+
+def _tables(model: type[BaseModel] | None) -> dict[str, list[str]]:
+    """The keys of a model that hold tables, each with the keys of its tables."""
+    if model is None:
+        return {}
+    found = {
+        name: [key for inner in _models(info) for key in inner.model_fields]
+        for name, info in model.model_fields.items()
+    }
+    return {name: keys for name, keys in found.items() if keys}
 
 
 def _walk(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Row
 from keel.config.address import gather, layer
 from keel.config.errors import explain_validation
+from keel.config.objective import LEARNED
 from keel.config.schema import Recipe
 from keel.config.secrets import wrong_secret
 from keel.config.suggest import nearest, unknown
@@ -43,6 +44,54 @@ def load_recipe(source: Source, overrides: Sequence[str] = ()) -> Recipe:
         return Recipe.model_validate(data)
     except ValidationError as error:
         raise KeelError(explain_validation(error, data)) from None
+
+
+def load_run_recipe(path: str | Path) -> Recipe:
+    """The recipe of a run folder.
+
+    An earlier version of Keel had no key `raw` and read plain prompts as they stand: its run
+    folders keep that. Raises KeelError as `load_recipe` does.
+    """
+    data = _read(str(path))
+    if predates_raw(data):
+        for table in _prompt_tables(data):
+            if table.get("system", "none") == "none":  # else a conversation, with raw or without
+                table["raw"] = True
+        for function in _learned_rewards(data):
+            function["options"] = {"raw": True, **function.get("options", {})}
+    return load_recipe(data)
+
+
+def predates_raw(data: Mapping[str, Any]) -> bool:
+    """Whether a version of Keel without the key `raw` wrote a run folder's recipe.
+
+    A resolved recipe has every key that its version knows.
+    """
+    tables = list(_prompt_tables(data))
+    return bool(tables) and not any("raw" in table for table in tables)
+
+
+def _prompt_tables(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The tables of a recipe that have the key `raw`: tasks and preference data."""
+    for stage in _tables(data.get("stages")):
+        yield from _tables(stage.get("tasks"))
+        yield from _tables([stage.get("data")])
+        for sampled in _tables([stage.get("sampled")]):
+            yield from _tables(sampled.get("tasks"))
+
+
+def _learned_rewards(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rewards whose option `raw` says how their model reads plain prompts."""
+    for stage in _tables(data.get("stages")):
+        for owner in (stage, *_tables([stage.get("sampled")])):
+            for rewards in _tables([owner.get("rewards")]):
+                functions = _tables(rewards.get("functions"))
+                yield from (one for one in functions if one.get("function") in LEARNED)
+
+
+def _tables(value: Any) -> list[dict[str, Any]]:
+    """The tables of a list; whatever else is there is left to validation."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 def refuse_secrets(data: Mapping[str, Any]) -> None:

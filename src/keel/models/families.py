@@ -120,10 +120,11 @@ def _check_sizes(config: PreTrainedConfig) -> None:
             raise KeelError(f"the model's config has {key} = {value}: it must be 1 or more")
     ids = getattr(config, "eos_token_id", None)
     for token in ids if isinstance(ids, list) else [ids]:
-        if token is not None and token >= config.vocab_size:
+        # One past the vocabulary is often a family's default, which the tokenizer's replaces.
+        if isinstance(token, int) and token < 0:
             raise KeelError(
-                f"the model's config has eos_token_id = {token}, but its vocabulary ends at "
-                f"{config.vocab_size - 1}: no completion would ever end there"
+                f"the model's config has eos_token_id = {token}, which is no token: give one from "
+                f"0 to {config.vocab_size - 1}, or leave it out"
             )
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict):

@@ -33,6 +33,7 @@ from keel.models.build import build_model, build_tokenizer
 from keel.models.families import check_family
 from keel.models.serving import Served, quiet, served
 from keel.models.templates import check_template_names
+from keel.runs.layout import RECIPE
 from keel.types import KeelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -103,11 +104,16 @@ def check_served(
 
 def check_pair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Refuse a model that could never stop, or a tokenizer that knows more tokens than it."""
-    generation = getattr(model, "generation_config", None)
-    if tokenizer.eos_token_id is None and getattr(generation, "eos_token_id", None) is None:
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
+    vocabulary = model.config.get_text_config().vocab_size
+    if not any(token is not None and 0 <= token < vocabulary for token in ends):
+        outside = next((token for token in ends if token is not None), None)
+        why = "" if outside is None else f" (eos_token_id = {outside} is outside its vocabulary)"
         raise KeelError(
-            f"model {name!r} has no end-of-sequence token, so no completion would ever end: set "
-            "eos_token in its tokenizer_config.json or eos_token_id in its generation_config.json"
+            f"model {name!r} has no end-of-sequence token{why}, so no completion would ever end: "
+            "set eos_token in its tokenizer_config.json or eos_token_id in its "
+            "generation_config.json"
         )
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
@@ -199,6 +205,8 @@ def load_pretrained(
         )
     _refuse_unread(spec, model, report["unexpected_keys"])
     loaded: PreTrainedModel = model
+    # What adapters record as their base: not a home folder that "~" stands for.
+    loaded.config.name_or_path = spec.name
     return loaded
 
 
@@ -218,7 +226,7 @@ def _refuse_unread(spec: Model, model: PreTrainedModel, unexpected: Iterable[str
     if cut:
         raise KeelError(
             f"model.name = {spec.name!r} holds {len(cut)} weights that its config.json has no "
-            f"place for, {cut[0]} among them: part of the model would be left out; mend "
+            f"place for, {cut[0]} among them: part of the model would be left out; fix "
             "config.json (num_hidden_layers and the like), or save the model again"
         )
 
@@ -231,20 +239,20 @@ def _check_generation(spec: Model, config: PreTrainedConfig) -> None:
     path = local if local.parent.is_dir() else _of_hub(spec, GENERATION)
     if path is None or not path.is_file():
         return
-    mend = "mend the file, or delete it (stop tokens then come from config.json)"
+    hint = "fix the file, or delete it (stop tokens then come from config.json)"
     try:
         stops = dict(json.loads(path.read_text(encoding="utf-8"))).get("eos_token_id")
         GenerationConfig.from_pretrained(str(path.parent), trust_remote_code=False)
     except Exception as error:  # not JSON, or of values that transformers refuses
         raise KeelError(
-            f"model.name = {spec.name!r}: its {GENERATION} cannot be read ({_line(error)}): {mend}"
+            f"model.name = {spec.name!r}: its {GENERATION} cannot be read ({_line(error)}): {hint}"
         ) from error
     rows = config.get_text_config().vocab_size
     for stop in stops if isinstance(stops, list) else [] if stops is None else [stops]:
         if type(stop) is not int or not 0 <= stop < rows:
             raise KeelError(
                 f"model.name = {spec.name!r}: eos_token_id = {stop!r} in its {GENERATION} is no "
-                f"token of the model, which has {rows}: {mend}"
+                f"token of the model, which has {rows}: {hint}"
             )
 
 
@@ -310,10 +318,7 @@ def _check_parts(name: str, index: Path | None, adapter: Path | None) -> None:
     """Refuse what transformers would load beside the safetensors: pickles that an index names, and
     an adapter with the base that it names, whatever that is."""
     if adapter is not None and adapter.is_file():
-        raise KeelError(
-            f"model {name!r} holds an adapter ({ADAPTER}): merge it into its base, or take the "
-            "file away"
-        )
+        raise KeelError(_adapter_error(name, adapter, "holds an adapter"))
     if index is None or not index.is_file():
         return
     try:
@@ -330,15 +335,40 @@ def _check_parts(name: str, index: Path | None, adapter: Path | None) -> None:
             )
 
 
+def _adapter_error(name: str, file: Path, holds: str) -> str:
+    """That a model is an adapter, which base it names, and how to make a model of the two."""
+    try:
+        known = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        known = {}
+    base, revision = known.get("base_model_name_or_path"), known.get("revision")
+    named = f"its base is {base!r}" if base else "it does not name its base"
+    at = f" at revision {revision!r}" if base and revision else ""
+    return (
+        f"model {name!r} {holds} ({ADAPTER}; {named}{at}), and model.name must be a whole model: "
+        "merge the two (peft: PeftModel.from_pretrained(base, folder).merge_and_unload()), save "
+        "model and tokenizer with save_pretrained, and name that folder; an adapter of a run "
+        "folder is merged by keel export RUN FOLDER"
+    )
+
+
 def _check_folder(folder: Path) -> None:
+    for path in sorted(folder.iterdir()):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise KeelError(
+                f"model folder {str(folder)!r}: {path.name} is neither a file nor a folder, and "
+                "reading it could block: delete it"
+            )
     if not (folder / "config.json").is_file():
-        adapter = (folder / "adapter_config.json").is_file()
-        mend = (
-            "it holds only an adapter: merge it into its base first"
-            if adapter
+        if (folder / ADAPTER).is_file():
+            raise KeelError(_adapter_error(str(folder), folder / ADAPTER, "holds only an adapter"))
+        run = (folder / RECIPE).is_file()
+        hint = (
+            "it is a run folder, whose model keel export RUN FOLDER writes"
+            if run
             else "give a folder saved with save_pretrained"
         )
-        raise KeelError(f"model folder {str(folder)!r} has no config.json: {mend}")
+        raise KeelError(f"model folder {str(folder)!r} has no config.json: {hint}")
     _check_parts(str(folder), folder / INDEX, folder / ADAPTER)
     if any(folder.glob("*.safetensors")):
         return

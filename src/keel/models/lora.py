@@ -40,14 +40,19 @@ def _peft() -> Any:
 
 
 def add_lora(
-    model: PreTrainedModel, spec: Lora, seed: int, output: nn.Module | None = None
+    model: PreTrainedModel,
+    spec: Lora,
+    seed: int,
+    output: nn.Module | None = None,
+    revision: str | None = None,
 ) -> None:
     """Put a trainable adapter on the targeted linear layers and freeze all else.
 
     A starts uniform in ±1/√(inputs), drawn from `seed`, and B at zero, so that the model says what
     it said before. `output` is the layer that makes the model's answer and gets no adapter (None: a
-    causal language model's). The adapter is float32 at least, also on bfloat16 weights. Raises
-    KeelError for a target that is no linear layer, or the output layer.
+    causal language model's). The adapter is float32 at least, also on bfloat16 weights. `revision`
+    is that of the base on the hub, which the adapter's config records. Raises KeelError for a
+    target that is no linear layer, or the output layer.
     """
     peft = _peft()
     targets = _targets(model, spec.targets, output or model.get_output_embeddings())
@@ -61,6 +66,7 @@ def add_lora(
         fan_in_fan_out=all(isinstance(model.get_submodule(name), Conv1D) for name in targets),
         task_type=_task(model),
         base_model_name_or_path=model.config.name_or_path or None,
+        revision=revision,
     )
     _inject(model, config, POLICY)
     generator = torch.Generator().manual_seed(seed)

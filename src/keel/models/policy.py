@@ -53,11 +53,14 @@ class Policy(nn.Module):
         autocast: bool = True,
         activation_checkpointing: bool = False,
         served: Served | None = None,
+        revision: str | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.tokenizer = tokenizer
         self.served = served or Served()
+        self.revision = revision
+        """Of the model on the hub, as the recipe has it."""
         self.base_fingerprint = lora.base_fingerprint(model) if self.has_lora else None
         """SHA-256 of the frozen weights that an adapter is put on."""
         self.autocast = autocast
@@ -180,6 +183,7 @@ class Policy(nn.Module):
             self.tokenizer.save_pretrained(folder)
         base = {
             "base": self.model.config.name_or_path or None,
+            "revision": self.revision,
             "fingerprint": self.base_fingerprint,
         }
         (folder / BASE).write_text(json.dumps(base, indent=2) + "\n", "utf-8")
@@ -205,11 +209,12 @@ def load_policy(spec: Model, seed: int) -> Policy:
     served = check_served(spec, model, tokenizer, str(name))
     prepare(model, spec.autocast)
     if spec.lora is not None:
-        lora.add_lora(model, spec.lora, seed)
+        lora.add_lora(model, spec.lora, seed, revision=spec.revision)
     return Policy(
         model,
         tokenizer,
         autocast=spec.autocast,
         activation_checkpointing=spec.activation_checkpointing,
         served=served,
+        revision=spec.revision,
     )

@@ -158,7 +158,7 @@ def reward_model_from(
         nn.init.zeros_(parameter)
     model = model.to(policy.device)
     prepare_backbone(model, policy.autocast)
-    _add_adapter(model, adapter, seed)
+    _add_adapter(model, adapter, seed, policy.revision)
     policy.set_checkpointing(model)
     return RewardModel(model, policy.tokenizer, kind, autocast=policy.autocast)
 
@@ -217,10 +217,12 @@ def head_of_classifier(model: PreTrainedModel) -> nn.Linear:
     raise KeelError(f"{type(model).__name__} has no linear classification layer: choose another")
 
 
-def _add_adapter(model: PreTrainedModel, adapter: Lora | None, seed: int) -> None:
+def _add_adapter(
+    model: PreTrainedModel, adapter: Lora | None, seed: int, revision: str | None = None
+) -> None:
     if adapter is not None:
         head = head_of_classifier(model)
-        lora.add_lora(model, adapter, seed, output=head)
+        lora.add_lora(model, adapter, seed, output=head, revision=revision)
         head.requires_grad_(True)
 
 

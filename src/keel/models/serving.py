@@ -82,7 +82,12 @@ def served(
     if written is not None and same_rules(tokenizer, written):
         written = None
     if written is not None:
+        # tokenizer.json holds neither the chat template nor the names of the special tokens that
+        # templates use.
         written.chat_template = tokenizer.chat_template
+        known = written.get_vocab()
+        names = tokenizer._special_tokens_map.items()
+        written._special_tokens_map.update({n: t for n, t in names if str(t) in known})
     return Served(saved, written)
 
 

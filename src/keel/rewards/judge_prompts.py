@@ -41,9 +41,16 @@ Reply with one JSON object and nothing else:
 {{"reason": "one or two sentences", "verdict": "first" or "second" or "tie"}}"""
 REFERENCE = " The reference is an answer that deserves full marks."
 RUBRIC = "how correct, helpful and clear the answer is."
-TEMPLATE_TOKEN = re.compile(r"<(?=[^\s<>]{1,64}>)|\[(?=/?[A-Z_]{2,40}\])")
-"""The start of `<|im_end|>`, `</s>`, `<end_of_turn>`, `[INST]` and the like; of a plain HTML tag
-too, which a judge reads as well in its escaped form."""
+TEMPLATE_TOKEN = re.compile(
+    r"<(?=[^\s<>]{1,64}>)"  # <|im_end|>, </s>, <end_of_turn>, <｜User｜>
+    r"|<(?=[|｜][^<>]{1,64}[|｜]>)"  # with blanks inside: <|end of turn|>
+    r"|[][](?=[^][\s]{0,40}(?:[A-Z_]{2}|[~|｜▁])[^][\s]{0,40}[][])"  # [INST], [gMASK], ]~b], [e~[
+    r"|\](?=<\])"  # ]<]image[>[
+    r"|>(?=>[A-Z_]{2,40}<<)"  # >>QUESTION<<
+)
+"""The first character of what may be a token of a chat template: a word in angle or square marks.
+HTML tags and a few expressions of code match too; a judge reads them as well in their escaped form.
+The brackets of the JSON document itself never match: a line break follows each."""
 PLACES = ("first", "second", "tie")
 
 

@@ -125,7 +125,7 @@ def diff(a: Path | str, b: Path | str) -> Difference:
         pair = _Pair(Run(RunFolder.open(a)), Run(RunFolder.open(b)))
         return _compared(pair)
     except PermissionError as error:
-        raise KeelError(f"cannot read {error.filename}: {error.strerror}: mend it") from error
+        raise KeelError(f"cannot read {error.filename}: {error.strerror}: fix it") from error
 
 
 def _compared(pair: _Pair) -> Difference:
@@ -196,10 +196,7 @@ def _recipes(pair: _Pair) -> Iterator[Change]:
 def _surroundings(pair: _Pair) -> Iterator[Change]:
     known = []
     for run in (pair.a, pair.b):
-        try:
-            info = run.info()
-        except (TypeError, ValueError) as error:
-            raise KeelError(f"{run.folder.run_json} is damaged ({error}): mend it") from error
+        info = run.info()
         known.append({key: info[key] for key in SURROUNDINGS if key in info})
     yield from changes(known[0], known[1])
 
@@ -285,7 +282,7 @@ def _placed(
         try:
             place = Place(folder.stages.index(record.pop("stage")), int(record.pop("step")))
         except (KeyError, ValueError, TypeError) as error:
-            raise KeelError(f"{folder.metrics}:{number} is damaged ({error}): mend it") from error
+            raise KeelError(f"{folder.metrics}:{number} is damaged ({error}): fix it") from error
         yield place, record
 
 

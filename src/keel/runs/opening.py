@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+from keel.config.load import predates_raw
 from keel.runs import checkpoint, files, recorded, streams
 from keel.runs.inputs import fingerprints
 from keel.runs.interrupt import catching
@@ -77,7 +78,7 @@ def running(
         stack.enter_context(locked(place))
         start, damaged = _where_to_begin(place) if resume else (None, [])
         known = None if start is None else recorded.read(start.path)
-        files_known = _files_known(place, start, known)
+        files_known, lost = _compare(place, start, known)
         recipe = tomllib.loads(place.recipe.read_text("utf-8"))
         inputs = fingerprints(recipe)
         reached = Reached()
@@ -99,6 +100,16 @@ def running(
             session.note(
                 f"since checkpoint {start.path.name} was written there changed: {changed}: from "
                 "here on this is another run, and not byte for byte one that never stopped"
+            )
+        if lost:
+            session.note(_losses(lost))
+        if start is not None and known is None:
+            session.note(_without_record(place, start))
+        if resume and predates_raw(recipe):
+            session.note(
+                f"{place.recipe.name} has no key raw (an earlier version of Keel wrote it): plain "
+                "prompts go without the chat template, as they did in that version; set raw of "
+                "its tasks and data to choose"
             )
         yield session, None if start is None else start.path
 
@@ -178,17 +189,39 @@ def _where_to_begin(place: RunFolder) -> tuple[Entry | None, Damage]:
     return newest, damaged
 
 
-def _files_known(place: RunFolder, start: Entry | None, known: Recorded | None) -> dict[str, str]:
-    """The hashes of what was recorded before a checkpoint, each compared with its file.
+def _compare(
+    place: RunFolder, start: Entry | None, known: Recorded | None
+) -> tuple[dict[str, str], list[str]]:
+    """The hashes of what was recorded before a checkpoint, and the rollouts that are lost since.
 
-    A checkpoint of an earlier version of Keel has none: then they are those of what is there.
+    A checkpoint of an earlier version of Keel has no hashes: then they are those of what is there.
+    A lost file keeps its hash, so that the checkpoints that follow are those of an unharmed run.
     """
     if start is None:
-        return {}
+        return {}, []
     if known is not None:
-        return recorded.check(place, start, known)
+        return dict(known.files), recorded.check(place, start, known)
     before = [entry.path for entry in place.list_rollouts() if entry.place <= start.place]
-    return {f"rollouts/{path.name}": recorded.sha256(path) for path in before}
+    return {f"rollouts/{path.name}": recorded.sha256(path) for path in before}, []
+
+
+def _without_record(place: RunFolder, start: Entry) -> str:
+    """The note for a checkpoint without record.json, and the first row of metrics that is wrong."""
+    odd = recorded.odd_row(place, start)
+    return (
+        f"checkpoint {start.path.name} has no {recorded.RECORD} (an earlier version of Keel wrote "
+        "it): whether recipe, inputs, metrics or rollouts have changed since is not known"
+        + ("" if odd is None else f"; {odd}")
+    )
+
+
+def _losses(lost: Sequence[str]) -> str:
+    """Rollouts that are missing or damaged, in one line."""
+    more = f" and {len(lost) - recorded.SHOWN} more" if len(lost) > recorded.SHOWN else ""
+    return (
+        f"{', '.join(lost[: recorded.SHOWN])}{more}: the run goes on, since nothing that follows "
+        "depends on it; restore it from a copy to have it again"
+    )
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keel.runs.layout import Entry, Place, RunFolder
+from keel.runs.run_json import read_run_json
 from keel.types import KeelError
 
 Record = dict[str, Any]
@@ -36,14 +37,8 @@ class Run:
         return tomllib.loads(self.folder.recipe.read_text(encoding="utf-8"))
 
     def info(self) -> Record:
-        """run.json; empty where it is not written yet."""
-        try:
-            whole = json.loads(self.folder.run_json.read_bytes())
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            raise KeelError(f"cannot read {self.folder.run_json}: {error}: mend it") from error
-        return dict(whole)
+        """run.json; empty where it is not written yet (see `run_json`)."""
+        return read_run_json(self.folder)
 
     def metrics(self, stage: str | None = None) -> list[Record]:
         """The rows of metrics.jsonl, of one stage or of all, in the order written."""
@@ -55,7 +50,10 @@ class Run:
 
     def seconds(self, stage: str | None = None) -> float:
         """What the steps took, those done twice counted twice."""
-        return float(sum(row["total"] for row in self.timings(stage)))
+        try:
+            return float(sum(row["total"] for row in self.timings(stage)))
+        except (KeyError, TypeError) as error:
+            raise KeelError(f"{self.folder.timings} has a row without its total: fix it") from error
 
     def events(self) -> list[Record]:
         """The rows of events.jsonl."""
@@ -127,7 +125,7 @@ class Run:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise KeelError(f"cannot read {path}: {error}: mend the folder") from error
+            raise KeelError(f"cannot read {path}: {error}: fix the folder") from error
         rows: list[Record] = []
         for number, text in enumerate(lines, start=1):
             if not text.endswith(b"\n"):  # being written, or torn by the end of its writer
@@ -135,7 +133,7 @@ class Run:
             try:
                 row = dict(json.loads(text))
             except (ValueError, TypeError) as error:
-                raise KeelError(f"{path}:{number} is damaged ({error}): mend it") from error
+                raise KeelError(f"{path}:{number} is damaged ({error}): fix it") from error
             if stage is None or row.get("stage") == stage:
                 rows.append(row)
         return rows

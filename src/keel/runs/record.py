@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import time
 import tomllib
@@ -19,7 +18,8 @@ from keel.runs import rollouts as rollout_table
 from keel.runs.layout import Place, RunFolder
 from keel.runs.recorded import Recorded
 from keel.runs.rollouts import RolloutRow
-from keel.types import KeelError, Side
+from keel.runs.run_json import read_run_json
+from keel.types import Side
 
 _BLOCK = 1 << 16
 
@@ -180,16 +180,9 @@ def update_run_json(folder: RunFolder, values: Mapping[str, Any]) -> dict[str, A
     Without values nothing is written.
 
     Raises:
-        KeelError: the file there is cannot be read, or cannot be replaced.
+        KeelError: the file there is cannot be read, has another shape, or cannot be replaced.
     """
-    whole: dict[str, Any] = {}
-    if folder.run_json.exists():
-        try:
-            whole = json.loads(folder.run_json.read_bytes())
-        except (OSError, ValueError) as error:
-            raise KeelError(
-                f"cannot read {folder.run_json}: {error}: mend or delete it, then --resume"
-            ) from error
+    whole = read_run_json(folder)
     if values:
         whole.update({key: encoding.plain(value) for key, value in values.items()})
         files.write_text(folder.run_json, encoding.document(whole))

@@ -90,41 +90,46 @@ def rows_until(folder: RunFolder, last: Place) -> list[tuple[Place, bytes]]:
             place = Place(folder.stages.index(record["stage"]), int(record["step"]))
         except (ValueError, KeyError, TypeError) as error:
             raise KeelError(
-                f"{path}:{number} is damaged ({error}): mend or delete the line, then --resume"
+                f"{path}:{number} is damaged ({error}): fix or delete the line, then --resume"
             ) from error
         if place <= last:
             found.append((place, row))
     return found
 
 
-def check(folder: RunFolder, newest: Entry, known: Recorded) -> dict[str, str]:
-    """Compares the run folder with what its newest checkpoint knows; the files that are there.
+def check(folder: RunFolder, newest: Entry, known: Recorded) -> list[str]:
+    """Compares the run folder with its newest checkpoint's record; returns the rollouts lost since.
 
-    Where rollouts/ is empty those files are no longer known: nothing that follows depends on them.
+    Nothing that follows depends on the rollouts before a checkpoint: those that are missing or
+    changed are only reported, each as `PATH is missing` or `PATH is damaged`.
 
     Raises:
-        KeelError: a row, rollouts or sampled rows from before the checkpoint are missing or
+        KeelError: a row of metrics or sampled rows from before the checkpoint are missing or
             changed.
     """
     rows = rows_until(folder, newest.place)
-    places = [place for place, _ in rows]
     if hashlib.sha256(b"".join(row for _, row in rows)).hexdigest() != known.metrics:
-        odd, what = _odd(folder, newest, places)
+        odd, what = _odd(folder, newest, [place for place, _ in rows])
         raise KeelError(f"{folder.metrics} {what}: {_way_out(folder, odd)}")
-    of_rollouts = {f"rollouts/{folder.rollouts(p.stage, p.step).name}": p for p in places}
-    kept = dict(known.files)
-    if not folder.list_rollouts():
-        kept = {name: digest for name, digest in kept.items() if name not in of_rollouts}
-    for name, digest in kept.items():
-        path, step = folder.path / name, of_rollouts.get(name)
+    lost = []
+    for name, digest in known.files.items():
+        path = folder.path / name
         if path.is_file() and sha256(path) == digest:
             continue
         what = "is damaged" if path.is_file() else "is missing"
-        way_out = "restore it from a copy"
-        if step is not None:
-            way_out = f"{_way_out(folder, step)}; or empty rollouts/ to go on without any"
-        raise KeelError(f"{path} {what}: {way_out}")
-    return kept
+        if path.parent != folder.rollouts_folder:
+            raise KeelError(f"{path} {what}: restore it from a copy")
+        lost.append(f"{name} {what}")
+    return lost
+
+
+def odd_row(folder: RunFolder, newest: Entry) -> str | None:
+    """The first step up to a checkpoint whose row is missing or there twice, in words.
+
+    Nothing else can be compared with a checkpoint that has no record.
+    """
+    odd, what = _odd(folder, newest, [place for place, _ in rows_until(folder, newest.place)])
+    return None if odd is None else f"{folder.metrics.name} {what}"
 
 
 def _odd(folder: RunFolder, newest: Entry, places: Sequence[Place]) -> tuple[Place | None, str]:

@@ -7,12 +7,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from keel.config.load import load_recipe, parse_override
+from keel.config.load import load_recipe, load_run_recipe, parse_override
 from keel.config.model import Model
 from keel.config.presets import merge
 from keel.config.schema import Recipe, RLStage
 from keel.engines.native import NativeEngine
 from keel.models.encode import Encoder
+from keel.models.loading import ADAPTER
 from keel.models.policy import Policy, load_policy
 from keel.rewards.surroundings import Surroundings
 from keel.runs.layout import RECIPE, RunFolder
@@ -106,11 +107,13 @@ def _what(model: Path | str) -> tuple[Recipe | None, RunFolder | None]:
     """The run's recipe and folder, if it is a run."""
     path = Path(model)
     if not (path / RECIPE).is_file():
-        if path.exists() and not (path / "config.json").is_file():
+        # Loading reports what is wrong with an adapter's folder.
+        known = any((path / name).is_file() for name in ("config.json", ADAPTER))
+        if path.exists() and not known:
             raise KeelError(f"{path} is neither a run folder nor a model folder: give one of them")
         return None, None
     folder = RunFolder.open(model)
-    return load_recipe(folder.recipe), folder
+    return load_run_recipe(folder.recipe), folder
 
 
 def _stage_data(

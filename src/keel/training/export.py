@@ -6,12 +6,14 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
-from keel.config.load import load_recipe
+from keel.config.load import load_run_recipe
 from keel.config.schema import Recipe
 from keel.models.policy import BASE
 from keel.models.serving import PROBES, difference, differing, quiet, same_rules, written_in
@@ -159,16 +161,22 @@ def _check_tokens(run: RunFolder, model: Path) -> None:
 
 
 def _texts(run: RunFolder) -> list[str]:
-    """Prompts and completions of the last step whose rollouts were kept."""
+    """Prompts and completions of the last step whose rollouts were kept and can be read."""
     reader = load(run.path)
-    places = reader.rollout_places()
-    rows = reader.rollouts(places[-1].step, run.stages[places[-1].stage]) if places else []
-    texts: list[str] = []
-    for row in rows:
-        prompt = row["prompt"]
-        texts += [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt]
-        texts.append(row["completion"])
-    return texts
+    for place in reversed(reader.rollout_places()):
+        try:
+            rows = reader.rollouts(place.step, run.stages[place.stage])
+        except KeelError:  # damaged: the texts of an earlier step serve as well
+            continue
+        return [text for row in rows for text in _texts_of(row)]
+    return []
+
+
+def _texts_of(row: Mapping[str, Any]) -> list[str]:
+    """The texts of a rollout."""
+    prompt = row["prompt"]
+    turns = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt]
+    return [*turns, row["completion"]]
 
 
 def class_of(folder: Path) -> str:
@@ -182,7 +190,7 @@ def class_of(folder: Path) -> str:
 
 def recipe_of(folder: RunFolder) -> Recipe:
     """The resolved recipe that a run folder holds."""
-    return load_recipe(folder.recipe)
+    return load_run_recipe(folder.recipe)
 
 
 def _warn(path: Path, wrong: str) -> None:

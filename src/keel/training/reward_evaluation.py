@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from keel.config.judging import JudgingStage, ProcessRewardModelStage
-from keel.config.load import load_recipe
+from keel.config.load import load_run_recipe
 from keel.config.model import Model
 from keel.config.preference_data import PreferenceData
 from keel.insight.calibration import PairReport
@@ -113,7 +113,7 @@ def _raw(run: Path | str, stage: str | None) -> bool:
     """Whether a run's stage read plain prompts without the chat template."""
     if stage is None:
         return False
-    recipe = load_recipe(RunFolder.open(run).recipe)
+    recipe = load_run_recipe(RunFolder.open(run).recipe)
     made = next(one for one in recipe.stages if one.name == stage)
     return isinstance(made, JudgingStage) and made.raw
 
@@ -121,7 +121,7 @@ def _raw(run: Path | str, stage: str | None) -> bool:
 def _reading(run: Path | str, stage: str | None) -> tuple[str, float]:
     """The separator and the threshold by which a run's stage read steps, or the usual ones."""
     if stage is not None:
-        recipe = load_recipe(RunFolder.open(run).recipe)
+        recipe = load_run_recipe(RunFolder.open(run).recipe)
         made = next(one for one in recipe.stages if one.name == stage)
         if isinstance(made, ProcessRewardModelStage):
             return made.separator, made.threshold

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from keel.config.load import load_recipe, to_toml
+from keel.config.load import load_run_recipe, to_toml
 from keel.config.schema import Recipe
 from keel.kernels.build import fingerprint
 from keel.models.policy import load_policy
@@ -48,7 +48,7 @@ def train(
         raise KeelError("there is no recipe to run: name one, or resume a run")
     text, name = ("", "") if recipe is None else (to_toml(recipe), recipe.name)
     place = opening.resumed(folder) if resume else opening.created(text, name, folder)
-    recipe = load_recipe(place.recipe) if resume or recipe is None else recipe
+    recipe = load_run_recipe(place.recipe) if resume or recipe is None else recipe
     with opening.running(place, resume, watcher or Silent()) as (session, start):
         progress = Progress(stage=0) if start is None else _begun(start, recipe)
         session.recorder.event("resumed" if resume else "started", step=progress.step)
@@ -114,7 +114,10 @@ def _begun(start: Path, recipe: Recipe) -> Progress:
 def _let_go(recipe: Recipe, folder: RunFolder) -> None:
     """Delete the checkpoints that a process which died behind the last one had no time to."""
     best: dict[str, int] = update_run_json(folder, {}).get("best", {})
-    kept = [folder.checkpoint(folder.stages.index(name), step) for name, step in best.items()]
+    known = {
+        folder.stages.index(name): step for name, step in best.items() if name in folder.stages
+    }
+    kept = [folder.checkpoint(stage, step) for stage, step in known.items()]
     checkpoint.prune(folder, recipe.stages[-1].checkpoints.keep, kept)
 
 

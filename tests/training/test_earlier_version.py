@@ -1,0 +1,183 @@
+"""Run folders of earlier versions of Keel: what they lack means what it meant then."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from keel.cli.main import main
+from keel.config.load import load_recipe, load_run_recipe
+from keel.runs.read import load
+from keel.runs.watch import Silent
+from keel.training.evaluation import evaluate
+from keel.training.run import train
+from tests.durability.same import same
+from tests.training.small import FAST
+
+TEMPLATE = (
+    "{% for m in messages %}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}00{% endif %}"
+)
+
+
+class Notes(Silent):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.fixture(scope="module")
+def chat_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps of a model with a chat template, whose prompts are read as they stand."""
+    folder = tmp_path_factory.mktemp("earlier") / "run"
+    choices = [*FAST, "steps=4", "tasks=[{name='sort_digits', raw=true}]"]
+    recipe = load_recipe("tiny", [*choices, f'model.chat_template="{TEMPLATE}"'])
+    return train(recipe, folder).path
+
+
+def as_earlier(run: Path) -> None:
+    """Make of a run one at step 2, as a version without `raw` and record.json left it."""
+    file = run / "recipe.toml"
+    text = file.read_text()
+    assert text.count("\nraw = true\n") == 1
+    file.write_text(text.replace("\nraw = true\n", "\n"))
+    shutil.rmtree(run / "checkpoints" / "step-000004")
+    for checkpoint in (run / "checkpoints").iterdir():
+        (checkpoint / "record.json").unlink()
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        del manifest["files"]["record.json"]
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_recipe_without_raw_reads_plain_prompts_as_they_stand(
+    chat_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(chat_run, tmp_path / "run")
+    as_earlier(run)
+    watcher = Notes()
+    train(None, run, resume=True, watcher=watcher)
+    # The prompts of the steps that were repeated, and all that follows from them.
+    for name in ("metrics.jsonl", "rollouts/step-000004.parquet"):
+        assert (run / name).read_bytes() == (chat_run / name).read_bytes()
+    assert load(run).rollouts(4)[0]["prompt"] == load(chat_run).rollouts(4)[0]["prompt"]
+    assert isinstance(load(run).rollouts(4)[0]["prompt"], str)
+    said = [note for note in watcher.notes if "has no key raw" in note]
+    assert len(said) == 1
+    assert "plain prompts go without the chat template" in said[0]
+    without = [note for note in watcher.notes if "has no record.json" in note]
+    assert len(without) == 1
+    assert "checkpoint step-000002" in without[0]
+    assert "lacks" not in without[0]
+
+
+def test_a_run_of_this_version_is_resumed_without_these_notes(
+    chat_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(chat_run, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints" / "step-000004")
+    watcher = Notes()
+    train(None, run, resume=True, watcher=watcher)
+    assert watcher.notes == []
+    same(run, chat_run)
+
+
+def test_eval_of_an_earlier_run_reads_prompts_as_the_run_did(
+    chat_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(chat_run, tmp_path / "run")
+    as_earlier(run)
+    found = evaluate(run, prompts=4)
+    assert found == evaluate(chat_run, checkpoint="step-000002", prompts=4)
+    assert isinstance(found["examples"][0]["prompt"], str)
+
+
+def test_a_checkpoint_without_record_is_noted_with_the_row_that_is_missing(
+    chat_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(chat_run, tmp_path / "run")
+    as_earlier(run)
+    metrics = run / "metrics.jsonl"
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[1:]))
+    watcher = Notes()
+    train(None, run, resume=True, watcher=watcher)
+    said = [note for note in watcher.notes if "has no record.json" in note]
+    assert len(said) == 1
+    assert said[0].endswith("; metrics.jsonl lacks the row of rl step 1")
+
+
+def test_evaluations_without_a_stage_are_converted_on_resume(
+    chat_run: Path, tmp_path: Path
+) -> None:
+    """An earlier version wrote {before, after}; the end is as if the run was of this version."""
+    run = shutil.copytree(chat_run, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints" / "step-000004")
+    whole = json.loads((run / "run.json").read_text())
+    assert whole["evaluation"]["rl"].keys() == {"before", "after"}
+    whole |= {key: whole[key]["rl"] for key in ("evaluation", "examples")}
+    (run / "run.json").write_text(json.dumps(whole))
+    train(None, run, resume=True)
+    same(run, chat_run)
+
+
+def test_a_run_json_of_another_shape_stops_a_resume_in_one_line(
+    chat_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(chat_run, tmp_path / "run")
+    (run / "run.json").write_text('{"evaluation": []}')
+    assert main(["train", "--resume", "--run", str(run)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"cannot read {run}/run.json: evaluation: " in said
+    # What does not read it goes on working.
+    assert evaluate(run, prompts=4)["n"] == 4
+
+
+def test_a_best_of_a_stage_that_the_recipe_no_longer_has_is_passed_over(
+    chat_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(chat_run, tmp_path / "run")
+    whole = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**whole, "best": {"warmup": 3}}))
+    train(None, run, resume=True)
+    assert load(run).info()["finished"] is True
+
+
+def recipe(*stages: dict[str, Any]) -> dict[str, Any]:
+    return {"name": "x", "model": {"name": "some/model"}, "stages": list(stages)}
+
+
+def test_every_table_of_prompts_without_raw_gets_it(tmp_path: Path) -> None:
+    learned = {"function": "outcome", "options": {"stage": "judge"}}
+    other = {"function": "length"}
+    stages = (
+        {"stage": "reward_model", "name": "judge", "data": {"name": "jsonl", "path": "a"}},
+        {"stage": "dpo", "sampled": {"tasks": [{"name": "addition"}]}},
+        {
+            "stage": "rl",
+            "tasks": [{"name": "addition"}, {"name": "multiplication", "system": "Be brief."}],
+            "rewards": {"functions": [learned, other]},
+        },
+    )
+    path = tmp_path / "recipe.toml"
+    path.write_text(tomli_w.dumps(recipe(*stages)))
+    made = load_run_recipe(path).model_dump()["stages"]
+    assert made[0]["data"]["raw"] is True
+    assert made[1]["sampled"]["tasks"][0]["raw"] is True
+    # A system message makes a conversation, which `raw` says nothing of.
+    assert [task["raw"] for task in made[2]["tasks"]] == [True, False]
+    options = [reward["options"] for reward in made[2]["rewards"]["functions"]]
+    assert options == [{"stage": "judge", "raw": True}, {}]
+
+
+def test_a_recipe_that_names_raw_anywhere_is_of_this_version(tmp_path: Path) -> None:
+    tasks = [{"name": "addition", "raw": False}, {"name": "multiplication"}]
+    path = tmp_path / "recipe.toml"
+    path.write_text(tomli_w.dumps(recipe({"stage": "rl", "tasks": tasks})))
+    assert [task.raw for task in load_run_recipe(path).stages[0].tasks] == [False, False]  # type: ignore[union-attr]
