@@ -222,6 +222,15 @@ def test_texts_are_read_in_time_near_their_length() -> None:
     """Numbers, tags and languages, which are read in this process: no recursion, no ReDoS."""
     texts = [*HEAVY.values(), *REACHING.values(), "<answer>" * 20_000, "#### " * 20_000]
     texts += ["1," * 20_000, "\\frac{1" * 10_000, "\\boxed{" * 10_000, "$" * 50_001, "`" * 50_001]
+    texts += [
+        "\\boxed{1}" + "\n{" * 50_000 + "\\boxed{2}",
+        "#### 1\n" + "\n{" * 50_000 + "#### 2",
+        "The answer is 5" + " as" * 50_000 + ",x",
+        "The answer is 5" + " ()" * 50_000 + "x",
+        "The answer is 5 a" + "\u0301\u0323" * 50_000,
+        "The answer is 5" + " ()" * 1_300 + "x",
+        "1 " * 50_000,
+    ]
     start = time.process_time()
     for text in texts:
         read_number(text)

@@ -1,8 +1,8 @@
 r"""The final answer of a text that works towards one.
 
 In order: the last mark (`\boxed{…}` or a line `#### …`), else the last statement ("the answer is
-…", "Answer: …"), else what the last sentence concludes. Every pattern takes time in line with the
-text's length.
+…", "Answer: …"), else what the last sentence concludes. The end of a text alone is read, and no
+pattern takes more than some tenths of a second for it, whatever it holds.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from keel.verify.numbers import (
     read_number,
 )
 
+TAIL = 16_384
+"""Characters at the end of a text in which its answer stands; what is before them is not read."""
 LONGEST = 4000
-"""Characters of the last sentence that are looked at."""
+"""Characters of a statement, or of the last sentence, that are looked at."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox) ?(?=\S)")
 _BETWEEN = re.compile(
-    r"(?:[\s$,;.*&|/-]|^\W*\d+[.)]|\\[\[\]()]|\\(?:text|quad|qquad|\\)|[{}]"
+    r"(?:[\s$,;.*&|/-]|^[^\w\n]{0,16}\d{1,3}[.)]|\\[\[\]()]|\\(?:text|quad|qquad|\\)|[{}]"
     r"|\b(?:and|or|either|maybe|perhaps|possibly|also|alternatively|else|otherwise)\b)*+",
     re.MULTILINE,
 )
@@ -145,7 +147,7 @@ def final_answer(text: str, *, words: bool = False) -> Answer | None:
 
     A last sentence without numbers or formulas is passed over, unless the answer is `words`.
     """
-    text = plain(text).rstrip()
+    text = plain(text[-TAIL:]).rstrip()
     mark = max((m for m in (_boxed(text), _hashed(text)) if m is not None), default=None)
     if mark is not None:
         _, end, answer = mark
@@ -363,6 +365,8 @@ def _stated(text: str, words: bool) -> tuple[int, str] | None:
         ending = _END.search(text, at)
         end = ending.end() if ending else len(text)
         answer = text[at:end].strip().strip("*_ ")
+        if len(answer) > LONGEST:
+            return end, ""
         remark = not words and not _SYMBOL.search(shortened(answer))
         if not answer.endswith("?") and not (remark and _REMARK.match(answer)):
             return end, answer

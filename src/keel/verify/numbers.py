@@ -17,6 +17,8 @@ MAX_EXPONENT = 400
 
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+", strict=True))
 _SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+_MARKS = re.compile("(?<=[\u0300-\u036f]{4})[\u0300-\u036f]+")
+"""Of many accents on one letter: to put them in order takes the square of their number."""
 _RAISED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _ROOT = re.compile(r"√ ?(\d+|[A-Za-z]|\([^()]*\))")
 _LOWERED = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
@@ -202,6 +204,7 @@ def plain(text: str) -> str:
     """A text with one way to write each character: full-width digits, minus signs, `π`, `x²`."""
     if text.isascii():
         return text
+    text = _MARKS.sub("", text)
     text = _RAISED.sub(lambda m: f"^{{{''.join(_SUPERSCRIPTS[c] for c in m[0])}}}", text)
     text = _LOWERED.sub(lambda m: f"_{{{''.join(_SUBSCRIPTS[c] for c in m[0])}}}", text)
     text = _ROOT.sub(r"\\sqrt{\1}", text).translate(_TABLE)
