@@ -89,6 +89,7 @@ def test_in_its_warm_up_the_value_model_alone_learns(tmp_path: Path, kind: str) 
     assert moved(second, third) == {True, False}
     rows = metrics(folder)
     assert [row["learning_rate"] for row in rows] == [0.0, 0.0, 3e-4]
+    assert [row["value/learning_rate"] for row in rows] == [1e-3] * 3
     assert [row["beta"] for row in rows] == [1.0] * 3
 
 

@@ -192,9 +192,16 @@ VALUE = Section(
         Metric("value/mean", "Mean value over completion tokens, before the update.", "reward", ""),
         Metric(
             "value/grad_norm",
-            "Norm of a separate critic's gradient before clipping.",
+            "Norm, before clipping, of the gradient of the weights that value.optimizer trains.",
             "reward² per weight",
             "As grad_norm.",
+        ),
+        Metric(
+            "value/learning_rate",
+            "The value model's learning rate at this step, where it has an optimizer of its own; "
+            "learning_rate is 0 while only the value model learns (value.warmup_steps).",
+            "1",
+            "",
         ),
     ),
 )

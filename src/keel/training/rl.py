@@ -213,6 +213,7 @@ def improve(
         **_state_of(batch.select(keep)),
         **metrics,
         "learning_rate": rates[0] or 0.0,
+        **({} if loop.learner.value_optimizer is None else {"value/learning_rate": rates[1]}),
         "beta": progress.beta,
     }
     return Improved(parts, watched, skipped)
