@@ -56,6 +56,7 @@ SAVED: dict[str, str] = {
 """Leaves that the State saves as numbers or as what is there; tensors are found by their memory."""
 
 FREE: dict[str, str] = {
+    r"watchdog\._TICKER\._thread": "the thread that counts time; it comes and goes",
     r"\.inner\.param_groups\[\d+\]\['lr'\]$": "set before every step, from the schedule",
     r"\.stream\._order\b": "the permutation of an epoch, a function of seed and epoch",
     r"\.folder\.made$": "whether a new run that fails may take its folder away again",

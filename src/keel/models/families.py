@@ -121,7 +121,7 @@ def _check_sizes(config: PreTrainedConfig) -> None:
     ids = getattr(config, "eos_token_id", None)
     for token in ids if isinstance(ids, list) else [ids]:
         # One past the vocabulary is often a family's default, which the tokenizer's replaces.
-        if isinstance(token, int) and token < 0:
+        if isinstance(token, int) and not 0 <= token < 2**31:
             raise KeelError(
                 f"the model's config has eos_token_id = {token}, which is no token: give one from "
                 f"0 to {config.vocab_size - 1}, or leave it out"
