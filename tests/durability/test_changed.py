@@ -173,6 +173,24 @@ def test_fingerprints_are_of_what_a_recipe_names(tmp_path: Path) -> None:
     assert [key.split(" ")[0] for key in changed] == keys[:3]
 
 
+def test_a_data_set_in_a_folder_has_a_fingerprint_of_all_its_files(tmp_path: Path) -> None:
+    rows = tmp_path / "data" / "train" / "rows.jsonl"
+    rows.parent.mkdir(parents=True)
+    rows.write_text('{"a": 1}')
+    recipe = {
+        "stages": [
+            {"tasks": [{"name": "datasets", "path": str(tmp_path / "data")}]},
+            {"data": {"name": "datasets", "path": "json", "options": {"data_files": [str(rows)]}}},
+        ]
+    }
+    found = fingerprints(recipe)
+    assert len(found) == 2
+    rows.write_text('{"a": 2}')
+    again = fingerprints(recipe)
+    assert found.keys() == again.keys()
+    assert all(again[key] != digest for key, digest in found.items())
+
+
 def test_a_module_in_the_working_folder_has_a_fingerprint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,15 +1,15 @@
 """Fingerprints of the files that a recipe names: data, code, models. Torch-free.
 
 A run is a function of its recipe and of these. A fingerprint is the SHA-256 of a file's content, or
-of all files of a model folder, by the recipe's key and value; what comes from a hub is named by the
-recipe's revision and has none.
+of all files of a model's or data set's folder, by the recipe's key and value; what comes from a hub
+is named by the recipe's revision and has none.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ def fingerprints(recipe: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for key, value in _texts(recipe, ""):
         try:
-            digest = _fingerprint(key.rpartition(".")[2], value)
+            digest = _fingerprint(key, value)
         except (Exception, SystemExit):  # of a user's package, which is imported here
             continue  # whoever reads it says what is wrong with it
         if digest is not None:
@@ -50,17 +50,20 @@ def _fingerprint(key: str, value: str) -> str | None:
         source = source_of(entry["place"])
         return None if source is None else sha256(source)
     path = Path(value).expanduser()
-    if key in ("path", "heldout_path") and path.is_file():
-        return sha256(path)
-    if key in ("name", "model") and (path / "config.json").is_file():
-        return _folder(path)
+    names = set(re.findall(r"\w+", key))
+    if names & {"path", "heldout_path", "data_files", "data_dir"}:
+        if path.is_dir():
+            return _of_files(path, path.rglob("*"))
+        return sha256(path) if path.is_file() else None
+    if key.rpartition(".")[2] in ("name", "model") and (path / "config.json").is_file():
+        return _of_files(path, path.iterdir())
     return None
 
 
-def _folder(folder: Path) -> str:
-    """Of a model folder: of the names and contents of its files, without its subfolders."""
+def _of_files(folder: Path, paths: Iterable[Path]) -> str:
+    """Of the names and contents of files of a folder."""
     digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
+    for path in sorted(paths):
         if path.is_file():
-            digest.update(f"{path.name} {sha256(path)}\n".encode())
+            digest.update(f"{path.relative_to(folder)} {sha256(path)}\n".encode())
     return digest.hexdigest()
