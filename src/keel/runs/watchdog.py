@@ -48,7 +48,7 @@ class _Expired(BaseException):
 
 @contextlib.contextmanager
 def watching(what: str, seconds: float, advice: str) -> Iterator[None]:
-    """Let the block be silent for so many seconds, told by `beat`; `advice` says what to change.
+    """Limit how long the block runs without a call of `beat`; `advice` says what to change.
 
     Raises:
         Hung: it was silent for longer.
