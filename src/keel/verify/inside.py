@@ -10,6 +10,7 @@ import builtins
 import marshal
 import os
 import resource
+import site
 import sys
 
 TYPE_CHECKING = False
@@ -38,6 +39,9 @@ def main() -> None:
     os.write(orders["report"], (orders.pop("started") + "\n").encode())
     if "argv" in orders:
         os.execvp(orders["argv"][0], orders["argv"])
+    vars(sys).update(orders.pop("path"))  # this interpreter was started without the module site
+    for names in (site.setquit, site.sethelper, site.setcopyright):
+        names()
     if "program" in orders:
         space: dict[str, Any] = {"__name__": "boundary"}
         exec(orders["program"], space)

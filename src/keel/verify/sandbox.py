@@ -17,6 +17,7 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -187,7 +188,8 @@ class Sandbox:
                 "uid": uid,
                 "limits": self.limits.resources(None if self.trusted else processes),
             }
-            command = [sys.executable, "-P", "-s", "-c", _inside()]
+            given |= {"path": _path()}
+            command = [sys.executable, "-P", "-s", "-S", "-c", _inside()]
             return watch(
                 command
                 if self.trusted
@@ -369,4 +371,22 @@ def environment(home: str) -> dict[str, str]:
 
 @cache
 def _inside() -> str:
-    return Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
+    """`inside.py` for `python -c`, compiled: each sandbox would compile it at its start."""
+    path = Path(__file__).with_name("inside.py")
+    code = compile(path.read_text(encoding="utf-8"), path.name, "exec", dont_inherit=True)
+    return f"import marshal;exec(marshal.loads(bytes.fromhex({marshal.dumps(code).hex()!r})))"
+
+
+@cache
+def _path() -> dict[str, Any]:
+    """What the module `site` makes of `sys` here, so that no sandbox needs to work it out."""
+    names = ("path", "prefix", "exec_prefix")
+    ask = f"import marshal, sys; print(marshal.dumps([getattr(sys, n) for n in {names}]).hex())"
+    said = subprocess.run(
+        [sys.executable, "-P", "-s", "-c", ask],
+        env=environment("/tmp"),
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout
+    return dict(zip(names, marshal.loads(bytes.fromhex(said)), strict=True))
