@@ -62,7 +62,8 @@ def mathematical(gold: str, said: str) -> bool:
 
 
 def _less_names(answer: str) -> str:
-    """An answer less its name and units, fractions written one way."""
+    """An answer less its name and units, fractions and thousands written one way."""
+    answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer)
     answer = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", answer)
     unit = r"\^ ?\{?\\circ\}?|(?<=\d) ?\\(?:text|mbox)\{[^{}]*\}(?:\^\d)?"
     return re.sub(rf"^[a-z] ?= ?|{unit}", "", answer).strip()
