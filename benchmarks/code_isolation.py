@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/code_isolation.py HumanEval.jsonl.gz    # prints Markdown
     python benchmarks/code_isolation.py HumanEval.jsonl.gz --mutants 1 --repeats 1 --problems 20
 
-Cheats (`tests/verify/cheats.py`) are judged in both isolations. Every solution of HumanEval has to
-pass. Variants of the solutions, changed in one place each (`tests/verify/mutants.py`), are first
+Cheats (`tests/graders/cheats.py`) are judged in both isolations. Every solution of HumanEval has to
+pass. Variants of the solutions, changed in one place each (`tests/graders/mutants.py`), are first
 judged without Keel: a plain Python process runs the program and then the published test. Those
 that pass there are equivalent as far as the test can say; all others have to fail in Keel too. Time
 is that of one judgement of a solution, by the clock and in all its processes, each isolation in
@@ -25,11 +25,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from keel.graders.unit_tests import Checked, Isolation, read_tests, run_tests
 from keel.rewards.code import in_threads
-from keel.verify.sandbox import Limits, Sandbox
-from keel.verify.unit_tests import Checked, Isolation, read_tests, run_tests
-from tests.verify.cheats import CHEATS, SHAPES
-from tests.verify.mutants import mutants
+from keel.sandbox.bubblewrap import Limits, Sandbox
+from tests.graders.cheats import CHEATS, SHAPES
+from tests.graders.mutants import mutants
 
 ISOLATIONS: tuple[Isolation, ...] = ("process", "shared")
 PLAIN_SECONDS = 5.0

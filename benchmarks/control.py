@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from keel.insight.plots import Curve, compare_curves
-from keel.insight.statistics import Interval, iqm, stratified_bootstrap
-from keel.runs.read import load
+from keel.analysis.plots import Curve, compare_curves
+from keel.analysis.statistics import Interval, iqm, stratified_bootstrap
+from keel.runs.reader import load
 
 FIELDS = ("seed", "environment_steps", "return", "low", "high", "train_return")
 POINTS = 20

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from keel.engines import sampler
-from keel.kernels import draw as compiled
+from keel.models.kernels import sample as compiled
 from keel.types import Sampling
 
 VOCABULARIES = (100, 32_000, 151_936)

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import keel
 from benchmarks.tokenisation import ONE_KV_HEAD_EACH
 from keel.models.families import FAMILIES
-from keel.models.serving import quiet
-from keel.rewards.rule import place_match
+from keel.models.tokenizer_round_trip import quiet
+from keel.rewards.rules import place_match
 
 MAX_TOKENS = 6
 
@@ -97,7 +97,7 @@ def main() -> int:
             (folder / f"{name}.jsonl").write_text(text)
         reward = folder / "reward.py"
         # A function of one's own is not declared as correctness: the mean score is reported.
-        reward.write_text("from keel.rewards.rule import place_match as score\n")
+        reward.write_text("from keel.rewards.rules import place_match as score\n")
         for family in words.families:
             model = exported(family, folder, words.steps)
             said = keel.evaluate(

@@ -22,8 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from keel.verify.answers import only_repeats, stated_number
-from keel.verify.expressions import same_answer
+from keel.graders.answers import only_repeats, stated_number
+from keel.graders.expressions import same_answer
 
 DRESSINGS = {
     "plain": "{}",

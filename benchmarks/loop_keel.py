@@ -46,15 +46,15 @@ def recipe(job: dict[str, Any]) -> dict[str, Any]:
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
     """Tokens, seconds (also of the CPU, and of each phase) of each step; the most memory."""
-    from keel.runs.waiting import sleep_soon
+    from keel.runs.openmp import sleep_soon
 
     sleep_soon()  # as `keel train`
     import torch
 
     from benchmarks.loop_trl import differences, resident
     from keel.config.load import load_recipe
-    from keel.runs.read import load
-    from keel.runs.watch import Silent
+    from keel.runs.reader import load
+    from keel.runs.watcher import Silent
     from keel.training.run import train as run
 
     clock, cpu = [0.0], [0.0]

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from keel.insight.overoptimisation import Optimisation, optimisation_of
-from keel.insight.reward_plots import over_optimisation_picture
-from keel.runs.read import load
+from keel.analysis.overoptimisation import Optimisation, optimisation_of
+from keel.analysis.reward_plots import over_optimisation_picture
+from keel.runs.reader import load
 
 ROOT = Path(__file__).resolve().parent.parent
 WINDOW = 10

@@ -106,7 +106,7 @@ def recipes(folder: Path) -> dict[str, dict[str, Any]]:
                 "batch_size": 16,
                 "token_budget": 1024,
                 "tasks": [task(folder)],
-                "demonstration": "keel.tasks.demonstrations:gold",
+                "demonstration": "keel.data.tasks.demonstrations:gold",
             },
         ),
         "dpo": (
@@ -222,7 +222,7 @@ def run(name: str, folder: Path) -> dict[str, float]:
 
 def predict(name: str, folder: Path) -> dict[str, Any]:
     """What the check says of the recipe: bytes, seconds, and what most of the bytes are."""
-    from keel.pipelines.check import check
+    from keel.preflight.check import check
 
     clock = time.perf_counter()
     report = check(recipes(folder)[name])

@@ -22,7 +22,7 @@ from keel.config.model import BuildModel
 from keel.models.build import build_model
 from keel.models.loading import DTYPES, quiet
 from keel.models.tokenizers import character_tokenizer
-from keel.pipelines.check import Report, check
+from keel.preflight.check import Report, check
 from keel.training.export import export
 from keel.training.run import train
 
@@ -155,7 +155,7 @@ def half_trained(folder: Path, steps: int = 100) -> str:
         "steps": steps,
         "batch_size": 64,
         "tasks": [DIGITS],
-        "demonstration": "keel.tasks.demonstrations:careless",
+        "demonstration": "keel.data.tasks.demonstrations:careless",
         "optimizer": {"learning_rate": 5e-3, "schedule": "cosine", "warmup_steps": 10},
     }
     run = train(load_recipe(recipe), folder / "half")

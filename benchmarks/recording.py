@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from keel.config.load import load_recipe
-from keel.runs.read import Run, load
+from keel.runs.reader import Run, load
 from keel.training.run import train
 
 RECIPES = ("quickstart", "quickstart-ppo", "reward-model-quickstart")

@@ -49,10 +49,10 @@ from benchmarks.gsm8k_pairs import (  # noqa: E402
     real_pairs,
     share_of,
 )
+from keel.analysis.proportions import share_interval  # noqa: E402
 from keel.config.model import Model  # noqa: E402
-from keel.insight.proportions import share_interval  # noqa: E402
-from keel.models.reading import Reader  # noqa: E402
 from keel.models.reward import load_reward_model  # noqa: E402
+from keel.models.reward_inputs import Reader  # noqa: E402
 
 CONTEXT = 1024
 BROKEN_HELDOUT = 300

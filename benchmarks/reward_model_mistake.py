@@ -46,7 +46,7 @@ from benchmarks.mistake_traces import (  # noqa: E402
     renamed,
     with_mistake,
 )
-from keel.insight.proportions import share_interval  # noqa: E402
+from keel.analysis.proportions import share_interval  # noqa: E402
 from keel.models.loading import quiet  # noqa: E402
 
 TRAIN = (sys.executable, "-m", "keel", "train", "--quiet")

@@ -33,9 +33,9 @@ import numpy as np
 
 from keel.config.model import BuildModel, Model
 from keel.config.sources import RewardSource, TaskSource
+from keel.data.tasks.build import build_task
 from keel.rewards import Scorer, load_reward
-from keel.rewards.surroundings import Surroundings
-from keel.tasks.build import build_task
+from keel.rewards.context import Surroundings
 from keel.types import Completion, Group, Prompt, Task
 
 SERVER = Path(__file__).with_name("judge_server.py")

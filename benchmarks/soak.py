@@ -29,7 +29,7 @@ import numpy as np
 
 from keel.config.schema import Recipe
 from keel.config.seeds import derive
-from keel.runs.read import load
+from keel.runs.reader import load
 from tests.soak import killing
 from tests.soak.cases import CASES, Case
 from tests.soak.killing import Ended, Instant, Outcome

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.runs.read import load
+from keel.runs.reader import load
 
 KEEL = (sys.executable, "-m", "keel")
 ROWS: dict[str, tuple[str, ...]] = {

@@ -17,10 +17,10 @@ import tempfile
 from transformers import AutoTokenizer
 
 from keel.config.model import BuildModel, Model
-from keel.models.encode import Encoder
+from keel.models.chat import Encoder
 from keel.models.families import FAMILIES
 from keel.models.policy import load_policy
-from keel.models.serving import PROBES, quiet
+from keel.models.tokenizer_round_trip import PROBES, quiet
 from keel.types import Prompt
 
 ONE_KV_HEAD_EACH = ("gpt2", "gpt_neox", "gpt_bigcode", "opt")

@@ -30,10 +30,10 @@ import torch
 from benchmarks.loop_keel import chance, end
 from benchmarks.update import FIRST, MODEL, SEED, SMALL
 from keel.config.model import BuildModel
-from keel.engines.compiled import CompiledPass
+from keel.engines.cpu.backbone import CompiledPass
+from keel.engines.multi_step import Steps
+from keel.engines.multi_turn import converse
 from keel.engines.native import NativeEngine
-from keel.engines.steps import Steps
-from keel.engines.turns import converse
 from keel.models.build import build_model, build_tokenizer
 from keel.types import Prompt, Sampling
 

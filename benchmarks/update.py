@@ -45,10 +45,10 @@ from keel.algorithms.spec import Algorithm
 from keel.config.model import BuildModel, Model
 from keel.config.optimisation import Optimizer
 from keel.learn.batch import Batch, from_groups
-from keel.learn.budget import Budget
 from keel.learn.learner import Learner, backward
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable
+from keel.learn.token_budget import Budget
 from keel.models.build import build_model
 from keel.models.policy import Policy, load_policy
 from keel.types import Completion, Group, Prompt

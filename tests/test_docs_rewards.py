@@ -14,15 +14,15 @@ import pytest
 from keel.config.entry import load_entry
 from keel.config.load import load_recipe
 from keel.config.schema import RLStage
+from keel.graders.unit_tests import Status
 from keel.models.reward import reward_model_from
-from keel.rewards.loading import BUILT_IN, MADE, RESERVED, TASK, load_reward
-from keel.rewards.score import Scorer
-from keel.rewards.surroundings import Surroundings
+from keel.rewards.context import Surroundings
+from keel.rewards.registry import BUILT_IN, MADE, RESERVED, TASK, load_reward
+from keel.rewards.scorer import Scorer
 from keel.types import Prompt
-from keel.verify.unit_tests import Status
 from tests.rewards.learned import policy
+from tests.sandbox.processes import needs_bubblewrap
 from tests.shared import ROOT
-from tests.verify.processes import needs_bubblewrap
 
 PAGE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
 BASE = "[model.build]\nhidden_size = 32\nlayers = 1\nheads = 2\n"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from keel.algorithms.explain import explain
     from keel.config.load import load_recipe
     from keel.config.objective import explain_recipe
-    from keel.runs.read import load
+    from keel.runs.reader import load
     from keel.training.evaluation import evaluate
     from keel.training.export import export
     from keel.training.run import train
@@ -36,7 +36,7 @@ _HOMES = {
     "evaluate": "keel.training.evaluation",
     "explain": "keel.algorithms.explain",
     "export": "keel.training.export",
-    "load": "keel.runs.read",
+    "load": "keel.runs.reader",
     "explain_recipe": "keel.config.objective",
     "load_recipe": "keel.config.load",
     "train": "keel.training.run",

@@ -14,8 +14,8 @@ from keel.cli.main import main
 from keel.config.foreign import EXPLAINED, FOREIGN
 from keel.config.load import load_recipe
 from keel.config.suggest import nearest
-from keel.rewards.loading import BUILT_IN, MADE, TASK
-from keel.tasks.tables import read_table
+from keel.data.tables import read_table
+from keel.rewards.registry import BUILT_IN, MADE, TASK
 from keel.types import KeelError
 
 Capture = pytest.CaptureFixture[str]

@@ -14,11 +14,11 @@ import pytest
 
 from keel.cli.main import main
 from keel.config.preference_data import PreferenceData
-from keel.preferences.schema import Preference
-from keel.tasks.preferences import read_pairs
+from keel.data.preferences.dataset import read_pairs
+from keel.data.preferences.schema import Preference
 from tests.cli.test_wrong_inputs import tried
+from tests.data.tasks.made import jsonl
 from tests.shared import shared_path
-from tests.tasks.made import jsonl
 
 Capture = pytest.CaptureFixture[str]
 PAIRS = [{"prompt": f"p{n}", "chosen": "yes, so it is", "rejected": "no"} for n in range(4)]

@@ -16,8 +16,8 @@ from gymnasium.vector import SyncVectorEnv
 from keel.config.control import Environment
 from keel.control import spaces
 from keel.control.collect import Collected, Draw, collect_episodes, collect_steps
-from keel.control.copies import Copies
 from keel.control.environments import GROWTH, Environments, derive_episode, make
+from keel.control.subprocess_environments import Copies
 from keel.types import KeelError
 from tests.control import worlds
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageSequence
 
 from keel.config.control import Environment
-from keel.control.film import FRAMES, film
+from keel.control.gif import FRAMES, film
 from keel.types import KeelError
 from tests.control import worlds
 

@@ -15,16 +15,16 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
+from keel.analysis.glossary import unknown
 from keel.config.control import ControlRecipe, PolicyGradientStage
 from keel.config.control_load import algorithms, load_control, tuned
 from keel.config.load import load_recipe, to_toml
 from keel.config.seeds import derive
 from keel.control.evaluate import evaluate
 from keel.control.run import control, trained
-from keel.insight.glossary import unknown
-from keel.runs.interrupt import Interrupted
 from keel.runs.layout import RunFolder
-from keel.runs.read import load
+from keel.runs.reader import load
+from keel.runs.signals import Interrupted
 from keel.types import KeelError
 from tests.shared import ROOT
 

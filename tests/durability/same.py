@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from keel.runs import checkpoint
-from keel.runs.read import load
+from keel.runs.reader import load
 
 TINY = (
     "threads=1",

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from keel.config.load import load_recipe
-from keel.rewards.scoring import which_model
-from keel.rewards.surroundings import Surroundings
-from keel.runs.inputs import fingerprints
-from keel.runs.read import load
-from keel.runs.watch import Silent
+from keel.rewards.context import Surroundings
+from keel.rewards.model_scorer import which_model
+from keel.runs.fingerprints import fingerprints
+from keel.runs.reader import load
+from keel.runs.watcher import Silent
 from keel.training.export import export
 from keel.training.reward_evaluation import evaluate_reward_model
 from keel.training.run import train

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from keel.runs import opening
-from keel.runs.read import load
-from keel.runs.watch import Silent
+from keel.runs import lifecycle as opening
+from keel.runs.reader import load
+from keel.runs.watcher import Silent
 from keel.types import KeelError
 from tests.durability.processes import keel
 from tests.durability.same import TINY, contents, one_line, same, whole

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from keel.runs.interrupt import AGAIN
-from keel.runs.read import load
+from keel.runs.reader import load
+from keel.runs.signals import AGAIN
 from tests.durability.harm import plan
 from tests.durability.processes import keel, start
 from tests.durability.same import TINY, same

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from keel.runs.interrupt import AGAIN
 from keel.runs.layout import RunFolder
 from keel.runs.lock import locked
+from keel.runs.signals import AGAIN
 from keel.types import KeelError
 from tests.durability.harm import plan
 from tests.durability.processes import Keel, keel, start

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.engines.batch import Batch
+from keel.engines.scheduler import Batch
 
 
 @settings(max_examples=150, deadline=None)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.config.model import Lora
-from keel.engines import compiled, passes
+from keel.engines import model_runner as passes
+from keel.engines.cpu import backbone as compiled
+from keel.engines.model_runner import ModulePass, cast_copy
 from keel.engines.native import NativeEngine
-from keel.engines.passes import ModulePass, cast_copy
-from keel.models.attention import install
+from keel.models.attention.functions import install
 from keel.models.backbone import states_at
 from keel.models.families import head_of
 from keel.models.head import logits

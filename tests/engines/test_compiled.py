@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.config.model import Lora
-from keel.engines import compiled
+from keel.engines.cpu import backbone as compiled
+from keel.engines.kv_cache import Entering, Live
 from keel.engines.native import NativeEngine
-from keel.engines.store import Entering, Live
 from keel.models import llama
-from keel.models.attention import install
+from keel.models.attention.functions import install
 from keel.models.backbone import states_at
 from keel.models.lora import (
     adapter_off,

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 
 from benchmarks.turns import tokens_fed
 from keel.config.model import Lora
-from keel.engines import compiled
-from keel.engines.batch import Batch
-from keel.engines.beginnings import Beginnings
+from keel.engines.cpu import backbone as compiled
+from keel.engines.kv_cache import Entering
+from keel.engines.multi_turn import converse
 from keel.engines.native import NativeEngine
-from keel.engines.pages import Pool
-from keel.engines.store import Entering
-from keel.engines.turns import converse
+from keel.engines.prefix_cache import Beginnings
+from keel.engines.scheduler import Batch
+from keel.engines.slots import Pool
 from keel.models.lora import add_lora, lora_layers
 from keel.types import Completion, Group, KeelError, Prompt, Sampling, Side
 from tests.engines.test_compiled import model_of, prompts

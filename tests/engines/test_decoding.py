@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.engines import decoding
-from keel.engines.decoding import StepLayout
+from keel.engines import decode_attention as decoding
+from keel.engines.decode_attention import StepLayout
+from keel.engines.kv_cache import Live, Places, Shelf, Store
 from keel.engines.native import NativeEngine
-from keel.engines.store import Live, Places, Shelf, Store
-from keel.models.attention import Rules
-from keel.models.layout import PackedLayout
+from keel.models.attention.functions import Rules
+from keel.models.attention.layout import PackedLayout
 from keel.types import Prompt, Sampling
 from tests.engines.tiny import TOKENIZER, tiny
 from tests.models.test_attention import HEADS, KV_HEADS, RULES, WIDTH, by_hand

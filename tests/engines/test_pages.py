@@ -7,9 +7,9 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from keel.engines.batch import Batch
-from keel.engines.pages import Pool, Table, page_numbers
-from keel.kernels.decode import PAGE
+from keel.engines.scheduler import Batch
+from keel.engines.slots import Pool, Table, page_numbers
+from keel.models.kernels.decode import PAGE
 
 LIKE = torch.empty(0)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from keel.engines import sampler
 from keel.engines.sampler import draw
-from keel.kernels import draw as compiled
+from keel.models.kernels import sample as compiled
 from keel.types import Sampling
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from keel.engines import native, steps
+from keel.engines import native
+from keel.engines.cpu import multi_step as steps
+from keel.engines.multi_step import Steps
 from keel.engines.native import NativeEngine
-from keel.engines.steps import Steps
-from keel.kernels import steps as compiled
-from keel.kernels.decode import PAGE
 from keel.models.families import head_of
+from keel.models.kernels import steps as compiled
+from keel.models.kernels.decode import PAGE
 from keel.types import Completion, Group, KeelError, Prompt, Sampling
 from tests.engines.test_compiled import model_of, prompts
 from tests.engines.test_decoding import poison

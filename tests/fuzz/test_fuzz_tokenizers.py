@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keel.models.encode import Encoder, encode, encode_text
-from keel.models.reading import Reader
+from keel.models.chat import Encoder, encode, encode_text
+from keel.models.reward_inputs import Reader
 from keel.types import KeelError, Prompt
 from tests.fuzz.tokenizers import CHATS, MADE, made
 

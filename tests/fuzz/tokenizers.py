@@ -8,8 +8,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from keel.models.encode import Encoder, decode
-from keel.models.reading import Reader
+from keel.models.chat import Encoder, decode
+from keel.models.reward_inputs import Reader
 from keel.models.tokenizers import byte_tokenizer, character_tokenizer
 from keel.types import KeelError, Prompt
 from tests.fuzz.held import OK, REFUSED, Fault, Outcome, one_line

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from keel.models.loading import quiet
-from keel.runs.read import load
+from keel.runs.reader import load
 from tests.fuzz import held, tokenizers
 from tests.fuzz import strategies as draw
 from tests.fuzz.held import OK, QUARANTINED, Fault, Outcome

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from keel.cli.main import main
-from keel.learn.budget import Budget, needing_memory, out_of_memory
+from keel.learn.token_budget import Budget, needing_memory, out_of_memory
 from keel.models.packed import Sizes
-from keel.runs.read import load
+from keel.runs.reader import load
 from keel.training.run import train
 from keel.training.state import Progress
 from keel.training.work import budget_of

@@ -8,8 +8,8 @@ import torch
 
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm, GroupRelative
+from keel.learn.advantages import Outcome, estimate, outcome
 from keel.learn.batch import from_groups
-from keel.learn.estimate import Outcome, estimate, outcome
 from keel.learn.loss import prepare
 from keel.types import Completion, Group, Prompt, Step, Verdict
 from tests.learn.flat import blank, sample

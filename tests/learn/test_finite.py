@@ -11,11 +11,11 @@ import torch
 from keel.algorithms.spec import Algorithm, Clip, GroupRelative, Weights
 from keel.config.optimisation import Optimizer
 from keel.learn.batch import Batch
-from keel.learn.budget import Budget
 from keel.learn.finite import Cause, NotFinite, alone, first_bad, place_of, stop_unless_finite
 from keel.learn.learner import Learner, cause_of, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, bad_weight, step_all, trainable
+from keel.learn.token_budget import Budget
 from keel.types import KeelError
 from tests.models import tiny
 

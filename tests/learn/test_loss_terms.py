@@ -20,8 +20,8 @@ from keel.algorithms.spec import (
     MonteCarlo,
     Weights,
 )
+from keel.learn.advantages import Outcome, estimate
 from keel.learn.batch import Batch
-from keel.learn.estimate import Outcome, estimate
 from keel.learn.loss import loss, prepare
 from keel.models.scores import Scores
 from keel.objective.group import group_relative

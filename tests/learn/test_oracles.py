@@ -29,8 +29,8 @@ from keel.algorithms.spec import (
     ValueLoss,
     Weights,
 )
+from keel.learn.advantages import Outcome, estimate
 from keel.learn.batch import Batch
-from keel.learn.estimate import Outcome, estimate
 from keel.learn.loss import DIVERGENCES, loss, prepare
 from keel.models.scores import Scores
 from tests.learn.flat import blank

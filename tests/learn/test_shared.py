@@ -15,11 +15,11 @@ from keel.algorithms.spec import Algorithm
 from keel.config.optimisation import Optimizer
 from keel.learn import learner as room
 from keel.learn.batch import Batch, from_groups
-from keel.learn.budget import Budget
 from keel.learn.learner import Learner, backward, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable
-from keel.models.attention import install
+from keel.learn.token_budget import Budget
+from keel.models.attention.functions import install
 from keel.models.packed import Packed
 from keel.models.policy import Policy
 from keel.models.value import value_head_for

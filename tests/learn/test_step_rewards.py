@@ -10,12 +10,12 @@ import torch
 
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import GAE, Algorithm, CustomAdvantage, MonteCarlo
+from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import from_groups
-from keel.learn.estimate import estimate, outcome
 from keel.learn.loss import prepare, reads_steps
-from keel.rewards.checking import Said, read_rewards
 from keel.rewards.compose import compose
-from keel.rewards.loading import NamedReward
+from keel.rewards.registry import NamedReward
+from keel.rewards.validation import Said, read_rewards
 from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
 
 

@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from keel.algorithms.spec import Algorithm, Clip, GroupRelative, Weights
 from keel.config.optimisation import Optimizer
 from keel.learn.batch import Batch, from_groups
-from keel.learn.budget import Budget
 from keel.learn.learner import Learner, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable
-from keel.models.attention import install
+from keel.learn.token_budget import Budget
+from keel.models.attention.functions import install
 from keel.models.policy import Policy
 from keel.models.tokenizers import byte_tokenizer
 from keel.types import Completion, Group, Prompt

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
-from keel.models import branching, layout
-from keel.models.attention import Rules, install
-from keel.models.layout import PackedLayout
-from keel.models.pieces import Pieces, alike
+from keel.models.attention.functions import Rules, install, layout
+from keel.models.attention.functions import shared_prefix as branching
+from keel.models.attention.layout import PackedLayout
+from keel.models.attention.segments import Pieces, alike
 from keel.types import KeelError
 from tests.engines.tiny import FAMILIES, tiny
 

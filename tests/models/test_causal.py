@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.kernels import causal as kernel
-from keel.models import causal
-from keel.models.attention import Rules
-from keel.models.layout import PackedLayout
+from keel.models.attention.functions import Rules
+from keel.models.attention.functions import compiled as causal
+from keel.models.attention.layout import PackedLayout
+from keel.models.kernels import causal as kernel
 from tests.engines.test_decoding import poison
 from tests.models.test_attention import LAYOUTS, each_by_hand
 

@@ -7,7 +7,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from keel.models.encode import Encoder, encode
+from keel.models.chat import Encoder, encode
 from keel.types import KeelError, Prompt
 
 TEMPLATE = (

@@ -11,7 +11,7 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from keel.config.model import Lora, Model
-from keel.models.encode import Encoder
+from keel.models.chat import Encoder
 from keel.models.policy import load_policy
 from keel.models.reward import reward_model_from
 from keel.models.tokenizers import byte_tokenizer

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keel.config.model import BuildModel, Lora, Model
-from keel.engines.compiled import compiled
+from keel.engines.cpu.backbone import compiled
 from keel.models import llama
 from keel.models.backbone import hidden_states, states_at
 from keel.models.lora import add_lora

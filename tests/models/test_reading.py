@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.models.encode import decode, token_ends
+from keel.graders.steps import split_steps
+from keel.models.chat import decode, token_ends
 from keel.models.packed import Sizes
-from keel.models.reading import Answered, Reader, joined, lay
+from keel.models.reward_inputs import Answered, Reader, joined, lay
 from keel.models.tokenizers import byte_tokenizer, character_tokenizer
 from keel.types import KeelError
-from keel.verify.steps import split_steps
 from tests.models.test_encode import TEMPLATE
 from tests.models.test_encode import tokenizer as word_tokenizer
 

@@ -19,13 +19,13 @@ from keel.models.loading import quiet
 from keel.models.packed import pack
 from keel.models.policy import Policy, load_policy
 from keel.models.probe import prepare_backbone
-from keel.models.reading import Answered, Reader, lay
 from keel.models.reward import (
     RewardModel,
     head_of_classifier,
     load_reward_model,
     reward_model_from,
 )
+from keel.models.reward_inputs import Answered, Reader, lay
 from keel.types import KeelError
 from tests.models.tiny import build, stir
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.kernels import rows
-from keel.models.rows import added_norm, gated, rms_norm, turned
+from keel.models.kernels import pointwise as rows
+from keel.models.pointwise import added_norm, gated, rms_norm, turned
 from tests.engines.test_decoding import poison
 
 

@@ -11,7 +11,7 @@ import pytest
 from keel.config.model import BuildModel, Model
 from keel.models import templates
 from keel.models.build import build_config
-from keel.models.encode import encode
+from keel.models.chat import encode
 from keel.models.loading import load_model, load_tokenizer
 from keel.types import KeelError, Message, Prompt
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from keel.config.sources import RewardSource
 from keel.rewards import Scored, Scorer, load_reward
-from keel.rewards.judge import Judge, judge
-from keel.rewards.surroundings import Surroundings
+from keel.rewards.context import Surroundings
+from keel.rewards.judge.reward import Judge, judge
 from keel.types import Group, Prompt
-from tests.tasks.made import completion
+from tests.data.tasks.made import completion
 
 
 def made(url: str, folder: Path | None = None, **options: Any) -> Judge:

@@ -10,9 +10,9 @@ import pytest
 from keel.config.sources import RewardSource
 from keel.rewards import Scorer
 from keel.rewards.code import in_threads
-from keel.rewards.loading import load_reward
+from keel.rewards.registry import load_reward
 from keel.types import KeelError
-from tests.verify.processes import children, eventually, needs_bubblewrap, resident_mb
+from tests.sandbox.processes import children, eventually, needs_bubblewrap, resident_mb
 
 ASSERTS = ["assert double(1) == 2", "assert double(2) == 4", "assert double(0) == 0"]
 RIGHT = "def double(x):\n    return 2 * x\n"

@@ -10,12 +10,12 @@ import pytest
 
 from keel.config.sources import RewardSource
 from keel.rewards import Scorer, load_reward
-from keel.rewards.checking import Said
 from keel.rewards.compose import Composed, compose, shut
-from keel.rewards.loading import NamedReward, named_reward
-from keel.rewards.score import Scored
+from keel.rewards.registry import NamedReward, named_reward
+from keel.rewards.scorer import Scored
+from keel.rewards.validation import Said
 from keel.types import Completion, Group, KeelError, Prompt, Step
-from tests.tasks.made import completion
+from tests.data.tasks.made import completion
 
 ABOUT = {"rel": 1e-12, "abs": 1e-12}
 
@@ -268,7 +268,7 @@ def test_normalisation_by_group_follows_the_prompts() -> None:
 def test_a_recipes_keys_reach_the_reward() -> None:
     keys = {"clip": [-1.0, 2.0], "normalise": "batch", "gate": 0.5, "closed": -1.0, "weight": 3.0}
     for function in ("exact_match", "tests.rewards.functions:by_length", "step_match", "task"):
-        from keel.rewards.surroundings import Surroundings
+        from keel.rewards.context import Surroundings
 
         source = RewardSource.model_validate({"function": function, **keys})
         made = load_reward(source, Surroundings(tokenizer=object()))

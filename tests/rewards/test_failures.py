@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from keel.rewards import Scorer
-from keel.rewards.checking import Wrong
-from keel.rewards.loading import NamedReward, named_reward
+from keel.rewards.registry import NamedReward, named_reward
+from keel.rewards.validation import Wrong
 from keel.types import KeelError
 from tests.rewards import functions
 from tests.rewards.test_score import BadTask, group, reward, two_groups, values

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from keel.config.sources import RewardSource
-from keel.preferences.agreement import cohen_kappa
-from keel.preferences.schema import Preference
+from keel.data.preferences.agreement import cohen_kappa
+from keel.data.preferences.schema import Preference
 from keel.rewards import Scorer, load_reward
-from keel.rewards.judge_asking import Judgement
-from keel.rewards.judge_pairs import (
+from keel.rewards.judge.pairs import (
     PairVerdict,
     choose_pairs,
     compare_pairs,
@@ -20,12 +19,13 @@ from keel.rewards.judge_pairs import (
     position_bias,
     verdict,
 )
-from keel.rewards.judge_parse import Parsed
-from keel.rewards.judge_prompts import pair_question, score_question
+from keel.rewards.judge.parsing import Parsed
+from keel.rewards.judge.prompts import pair_question, score_question
+from keel.rewards.judge.requests import Judgement
 from keel.types import Group, KeelError, Prompt
+from tests.data.tasks.made import completion
 from tests.rewards.judge_made import call, group, made, rewards, scored
 from tests.rewards.judge_server import Asked, JudgeServer, always, longer
-from tests.tasks.made import completion
 
 # ---------------------------------------------------------------- rubric
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from keel.rewards.judge_budget import Budget, Cost
-from keel.rewards.judge_disk import Disk
-from keel.rewards.judge_store import Answer, Store, Ticket
+from keel.rewards.judge.spending import Budget, Cost
+from keel.rewards.judge.store import Answer, Store, Ticket
+from keel.rewards.judge.writer import Disk
 from tests.rewards.judge_server import WAIT
 
 WORST = Cost(100, 10, 1.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keel.rewards.judge_client import Client, _retry_after
+from keel.rewards.judge.client import Client, _retry_after
 from keel.types import KeelError
 from tests.rewards.judge_made import call, group, made, rewards, scored
 from tests.rewards.judge_server import Asked, Fault, JudgeServer

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from keel.rewards.judge_client import MAX_BODY
-from keel.rewards.judge_prompts import pair_question, score_question
+from keel.rewards.judge.client import MAX_BODY
+from keel.rewards.judge.prompts import pair_question, score_question
 from keel.types import KeelError
 from tests.rewards.judge_made import group, rewards, scored
 from tests.rewards.judge_server import Fault, JudgeServer

@@ -17,11 +17,11 @@ import pytest
 
 from keel.config.sources import RewardSource
 from keel.rewards import Scorer, load_reward
-from keel.rewards.judge import Judge
-from keel.rewards.judge_budget import Budget, Cost, Prices
-from keel.rewards.judge_store import Account, Answer, Store, Ticket
-from keel.rewards.loading import named_reward
-from keel.rewards.surroundings import Surroundings
+from keel.rewards.context import Surroundings
+from keel.rewards.judge.reward import Judge
+from keel.rewards.judge.spending import Budget, Cost, Prices
+from keel.rewards.judge.store import Account, Answer, Store, Ticket
+from keel.rewards.registry import named_reward
 from keel.types import KeelError
 from tests.rewards.judge_made import call, group, made, rewards, scored
 from tests.rewards.judge_server import Fault, JudgeServer
@@ -185,7 +185,7 @@ def test_closing_keeps_what_was_sent_when_time_ran_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A loop that is merely short of processor time is not to be taken for a blocked one.
-    monkeypatch.setattr("keel.rewards.calling.NOTICE", 9.0)
+    monkeypatch.setattr("keel.rewards.executor.NOTICE", 9.0)
     with JudgeServer() as server:
         server.holds = lambda number: True
         scorer, judge = side_by_side(server.url, tmp_path, 2.0)
@@ -207,8 +207,8 @@ def test_closing_keeps_what_was_sent_when_time_ran_out(
 def test_a_loop_that_something_blocks_does_not_block_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keel.rewards.judge_asking.IN_HAND", 0.0)
-    monkeypatch.setattr("keel.rewards.judge_client.CLOSING", 0.1)
+    monkeypatch.setattr("keel.rewards.judge.requests.IN_HAND", 0.0)
+    monkeypatch.setattr("keel.rewards.judge.client.CLOSING", 0.1)
     gate, loop = threading.Event(), asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -7,7 +7,7 @@ import pytest
 
 from keel.config.sources import RewardSource
 from keel.rewards import load_reward
-from keel.rewards.loading import NamedReward, named_reward
+from keel.rewards.registry import NamedReward, named_reward
 from keel.types import KeelError
 
 HERE = "tests.rewards.functions"

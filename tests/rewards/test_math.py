@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 
 from keel.config.sources import RewardSource
-from keel.rewards.checking import Wrong
-from keel.rewards.loading import load_reward
+from keel.rewards.registry import load_reward
+from keel.rewards.validation import Wrong
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed"

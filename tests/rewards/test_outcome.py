@@ -16,14 +16,14 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from keel.models.loading import quiet
-from keel.models.reading import Answered
+from keel.models.reward_inputs import Answered
 from keel.rewards import Scorer
-from keel.rewards.loading import NamedReward
-from keel.rewards.surroundings import Surroundings
+from keel.rewards.context import Surroundings
+from keel.rewards.registry import NamedReward
 from keel.types import Group, KeelError
-from tests.house import ROOT
 from tests.rewards.learned import group, policy, reward, save_model, values
-from tests.verify.processes import eventually
+from tests.sandbox.processes import eventually
+from tests.source_tree import ROOT
 
 SAME = 1e-5
 """Float32 in packed attention and in transformers' own."""
@@ -332,7 +332,7 @@ import sys, time
 from keel.rewards import Scorer
 from tests.rewards.learned import group, policy, reward, values
 from tests.rewards.test_outcome import worker_of
-from keel.rewards.surroundings import Surroundings
+from keel.rewards.context import Surroundings
 
 if __name__ == "__main__":
     around = Surroundings(tokenizer=policy().tokenizer)

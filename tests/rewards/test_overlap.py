@@ -14,13 +14,13 @@ import pytest
 
 from keel.config.sources import RewardSource
 from keel.rewards import Scored, Scorer, load_reward
-from keel.rewards.loading import NamedReward, named_reward
+from keel.rewards.context import Surroundings
 from keel.rewards.overlap import PARTS
-from keel.rewards.surroundings import Surroundings
+from keel.rewards.registry import NamedReward, named_reward
 from keel.runs.watchdog import Hung
 from keel.types import Group, KeelError, Prompt
+from tests.data.tasks.made import completion
 from tests.rewards.judge_server import JudgeServer, longer, score
-from tests.tasks.made import completion
 
 WAIT = 60.0
 """Seconds after which a test that hangs fails."""

@@ -12,16 +12,16 @@ import torch
 from transformers import AutoModelForTokenClassification
 
 from keel.algorithms.presets import PRESETS
+from keel.graders.steps import aggregate, split_steps
+from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import from_groups
-from keel.learn.estimate import estimate, outcome
 from keel.models.loading import quiet
 from keel.rewards import Scorer
-from keel.rewards.loading import NamedReward
+from keel.rewards.context import Surroundings
 from keel.rewards.process import _sigmoid
+from keel.rewards.registry import NamedReward
 from keel.rewards.step_texts import on_tokens
-from keel.rewards.surroundings import Surroundings
 from keel.types import Completion, Group, KeelError, Prompt
-from keel.verify.steps import aggregate, split_steps
 from tests.models.test_encode import tokenizer as words
 from tests.rewards.learned import completion, group, policy, reward, save_model, values
 

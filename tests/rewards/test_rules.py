@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.rewards.checking import Wrong
 from keel.rewards.overlong import soft_overlong
-from keel.rewards.rule import exact_match, format_match, length, numeric_match, place_match
+from keel.rewards.rules import exact_match, format_match, length, numeric_match, place_match
+from keel.rewards.validation import Wrong
 from keel.types import KeelError
 from tests.shared import shared_path
 

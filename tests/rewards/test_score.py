@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from keel.config.sources import RewardSource
+from keel.data.tasks import build_task
 from keel.rewards import Scorer, load_reward
-from keel.rewards.loading import NamedReward, named_reward
-from keel.tasks import build_task
+from keel.rewards.registry import NamedReward, named_reward
 from keel.types import Completion, Group, KeelError, Message, Prompt, Step
+from tests.data.tasks.made import Calculator, Listed, completion, source
 from tests.rewards import functions
-from tests.tasks.made import Calculator, Listed, completion, source
 
 
 @pytest.fixture(autouse=True)
@@ -460,9 +460,9 @@ def test_a_reward_that_hangs_does_not_keep_the_process() -> None:
     code = (
         "import time\n"
         "from keel.rewards import Scorer\n"
-        "from keel.rewards.loading import named_reward\n"
+        "from keel.rewards.registry import named_reward\n"
         "from keel.types import Group, KeelError, Prompt\n"
-        "from tests.tasks.made import completion\n"
+        "from tests.data.tasks.made import completion\n"
         "async def waits(completions): time.sleep(600)\n"
         "def hangs(completions): time.sleep(600)\n"
         "scorer = Scorer([named_reward(hangs), named_reward(waits)], timeout=0.2)\n"

@@ -8,8 +8,8 @@ import pytest
 
 from keel.models.tokenizers import byte_tokenizer
 from keel.rewards import Scorer
+from keel.rewards.context import Surroundings
 from keel.rewards.step_texts import on_tokens
-from keel.rewards.surroundings import Surroundings
 from keel.types import KeelError
 from tests.rewards.learned import group, policy, reward, values
 

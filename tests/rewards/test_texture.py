@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.config.sources import RewardSource
-from keel.rewards.checking import Wrong
-from keel.rewards.loading import load_reward
+from keel.graders import languages
+from keel.graders.languages import language_of, language_share, prose
+from keel.graders.repetition import repeated_share, units
+from keel.rewards.registry import load_reward
 from keel.rewards.texture import repetition
+from keel.rewards.validation import Wrong
 from keel.types import KeelError
-from keel.verify import languages
-from keel.verify.languages import language_of, language_share, prose
-from keel.verify.repetition import repeated_share, units
 
 ENGLISH = "First we add the two numbers, and then we look at what is left of them."
 GERMAN = "Zuerst zählen wir die beiden Zahlen zusammen und sehen dann, was übrig bleibt."

@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.config.optimisation import Checkpoints
-from keel.runs import checkpoint, encoding, files, opening
+from keel.runs import checkpoint, encoding, files
+from keel.runs import lifecycle as opening
 from keel.runs.checkpoint import damage, newest_whole, prune, writing
 from keel.runs.layout import RunFolder
-from keel.runs.read import load
-from keel.runs.watch import Silent
+from keel.runs.reader import load
+from keel.runs.watcher import Silent
 from keel.types import KeelError
 from tests.runs.example import ONE, Progress, one_stage, two_stages
 

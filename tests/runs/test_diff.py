@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 from keel.config.control_load import load_control
 from keel.control.run import control
 from keel.runs import checkpoint
-from keel.runs.diff import First, Point, diff
-from keel.runs.diff_checkpoints import CheckpointDifference
-from keel.runs.diff_rollouts import RolloutsDifference, Token
-from keel.runs.diff_values import Around, Change, around, clipped, same, ulps
+from keel.runs.diff.checkpoints import CheckpointDifference
+from keel.runs.diff.compare import First, Point, diff
+from keel.runs.diff.rollouts import RolloutsDifference, Token
+from keel.runs.diff.values import Around, Change, around, clipped, same, ulps
 from keel.runs.layout import RunFolder
 from keel.training.run import train
 from keel.types import KeelError
@@ -910,7 +910,7 @@ def test_a_folder_that_may_not_be_read(whole: Path, copy: Path) -> None:
 
 def test_it_needs_no_torch(made: Path) -> None:
     code = (
-        "import sys; from keel.runs.diff import diff; "
+        "import sys; from keel.runs.diff.compare import diff; "
         f"print(diff({str(made / 'whole')!r}, {str(made / 'other')!r}).same, "
         f"diff({str(made / 'whole')!r}, {str(made / 'twin')!r}).same, 'torch' in sys.modules)"
     )

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from tests.pipelines.test_memory_heap import GLIBC
+from tests.preflight.test_memory_heap import GLIBC
 
 CHILD = """
 import sys
 import numpy
-from keel.pipelines.memory_heap import heap
+from keel.preflight.memory.heap import heap
 from keel.runs.malloc import keep_freed
 
 if "keep" in sys.argv:

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from keel.config.optimisation import Checkpoints
-from keel.runs import files, opening
+from keel.runs import files
+from keel.runs import lifecycle as opening
 from keel.runs.layout import RunFolder
+from keel.runs.lifecycle import declare, running
 from keel.runs.lock import locked
-from keel.runs.opening import declare, running
-from keel.runs.read import load
-from keel.runs.session import Session
-from keel.runs.watch import Silent
+from keel.runs.reader import load
+from keel.runs.watcher import Silent
+from keel.runs.writer import Session
 from keel.types import KeelError
 from tests.runs.example import ONE, Progress, one_stage, row, two_stages
 

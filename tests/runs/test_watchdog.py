@@ -103,8 +103,8 @@ MATCH = 're.match(r"(a+)+$", "a" * 60 + "b")'
     "block",
     [
         f'with watchdog.watching("the engine", 0.2, "k"):\n    {MATCH}',
-        f"from keel.rewards.calling import call\ncall(lambda: {MATCH}, 0.2)",
-        "from keel.rewards.calling import AsyncCalls, LoopThread\n"
+        f"from keel.rewards.executor import call\ncall(lambda: {MATCH}, 0.2)",
+        "from keel.rewards.executor import AsyncCalls, LoopThread\n"
         f"async def slow(): {MATCH}\n"
         "AsyncCalls({'slow': slow}, 0.2, LoopThread()).outcomes()",
     ],
@@ -147,7 +147,7 @@ def test_somebody_elses_signal_ends_nothing() -> None:
 
 def test_a_call_within_leaves_the_outer_clock_set() -> None:
     block = (
-        "from keel.rewards.calling import call\n"
+        "from keel.rewards.executor import call\n"
         'with watchdog.watching("the engine", 0.2, "k"):\n'
         f"    call(lambda: 1, 0.1)\n    {MATCH}"
     )
@@ -157,7 +157,7 @@ def test_a_call_within_leaves_the_outer_clock_set() -> None:
 
 PAUSED = """
 import sys, time
-from keel.rewards.calling import call
+from keel.rewards.executor import call
 from keel.runs import watchdog
 watchdog.TICK = 0.05
 print("begun", flush=True)

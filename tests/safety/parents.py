@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from keel.runs.interrupt import catching
+from keel.runs.signals import catching
 
 ENDLESS = 600.0
 LOOP = "import subprocess\nsubprocess.Popen(['sleep', '600'])\nwhile True: pass\n"
@@ -21,7 +21,7 @@ Work = Callable[[], Any]
 
 def mathematics(*_: str) -> Work:
     """math-verify, deep in the arithmetic of large numbers."""
-    from keel.verify.mathematics import Mathematics
+    from keel.graders.mathematics import Mathematics
 
     compare = Mathematics(timeout=ENDLESS).compare
     compare([("x", "x y")] * 2)
@@ -30,7 +30,7 @@ def mathematics(*_: str) -> Work:
 
 def model(folder: str) -> Work:
     """A reward model in a process of its own, with far too much to judge."""
-    from keel.rewards.scoring import Elsewhere, Spec
+    from keel.rewards.model_scorer import Elsewhere, Spec
 
     judge = Elsewhere(Spec(folder, "outcome", "cpu"), ENDLESS, 0).judge
     judge(["1+1="], ["2"])
@@ -40,8 +40,8 @@ def model(folder: str) -> Work:
 def code(trusted: bool) -> Work:
     """Code that loops, and has started a process; called as a reward is, in passing threads."""
     from keel.config.sources import RewardSource
-    from keel.rewards.calling import call
-    from keel.rewards.loading import load_reward
+    from keel.rewards.executor import call
+    from keel.rewards.registry import load_reward
 
     options = {"timeout": ENDLESS, "trusted": trusted, "prepend": "before", "memory_mb": 2048}
     function: Any = load_reward(RewardSource(function="code", options=options)).function
@@ -57,9 +57,9 @@ def code(trusted: bool) -> Work:
 
 def arithmetic(*_: str) -> Work:
     """A scorer of reasoning-gym that computes, in the sandbox."""
-    from keel.tasks import gym
-    from keel.tasks.base import Presentation
-    from tests.tasks.made import completion
+    from keel.data.tasks import gym
+    from keel.data.tasks.base import Presentation
+    from tests.data.tasks.made import completion
 
     gym.SCORE_PATIENCE = gym.SCORE_SECONDS = ENDLESS
     task = gym.gym_task(gym.PREFIX + "rubiks_cube", 0, Presentation(), {}, gym.GymProcess())

@@ -15,13 +15,13 @@ gym = pytest.importorskip("gymnasium")
 import numpy as np  # noqa: E402
 
 from keel.config.control import Environment  # noqa: E402
-from keel.control import copies  # noqa: E402
-from keel.control.copies import Copies  # noqa: E402
+from keel.control import subprocess_environments as copies  # noqa: E402
 from keel.control.environments import Environments  # noqa: E402
+from keel.control.subprocess_environments import Copies  # noqa: E402
 from keel.types import KeelError  # noqa: E402
 from tests.safety.processes import descendants, gone  # noqa: E402
 from tests.safety.stuck import NAME  # noqa: E402
-from tests.verify.processes import eventually  # noqa: E402
+from tests.sandbox.processes import eventually  # noqa: E402
 
 
 class Odd(gym.Env[Any, Any]):

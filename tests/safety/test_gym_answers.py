@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from keel.config.sources import TaskSource
-from keel.tasks.build import build_task
+from keel.data.tasks.build import build_task
 from keel.types import Completion, Task
-from tests.tasks.made import completion
+from tests.data.tasks.made import completion
 
 pytest.importorskip("reasoning_gym")
 

@@ -16,23 +16,23 @@ from typing import Any
 
 import pytest
 
-from keel.rewards.judge_budget import Cost
-from keel.rewards.judge_parse import parse
-from keel.rewards.judge_prompts import Question
-from keel.rewards.judge_store import Answer
-from keel.tasks.base import Presentation
-from keel.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_task
-from keel.tasks.gym_worker import COMPARING
+from keel.data.tasks.base import Presentation
+from keel.data.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_task
+from keel.data.tasks.gym_worker import COMPARING
+from keel.graders.answers import final_answer, stated_number
+from keel.graders.formats import has_tags, tag_content
+from keel.graders.languages import language_of
+from keel.graders.mathematics import Mathematics
+from keel.graders.numbers import read_number
+from keel.rewards.judge.parsing import parse
+from keel.rewards.judge.prompts import Question
+from keel.rewards.judge.spending import Cost
+from keel.rewards.judge.store import Answer
+from keel.sandbox.resident import Resident
 from keel.types import KeelError, Prompt
-from keel.verify.answers import final_answer, stated_number
-from keel.verify.formats import has_tags, tag_content
-from keel.verify.languages import language_of
-from keel.verify.mathematics import Mathematics
-from keel.verify.numbers import read_number
-from keel.verify.resident import Resident
+from tests.data.tasks.made import completion
 from tests.safety.processes import descendants, gone
-from tests.tasks.made import completion
-from tests.verify.processes import needs_bubblewrap
+from tests.sandbox.processes import needs_bubblewrap
 
 EVALUATED = (
     *("countdown", "puzzle24", "simple_integration", "intermediate_integration"),
@@ -150,7 +150,7 @@ def score(task: GymTask, text: str) -> float:
 def test_no_answer_reaches_anything_or_earns(
     name: str, tasks: dict[str, GymTask], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keel.tasks.gym.SCORE_SECONDS", 1.0)
+    monkeypatch.setattr("keel.data.tasks.gym.SCORE_SECONDS", 1.0)
     task = tasks[name]
     gold = task.gold(prompt(task))
     wrong = score(task, "")

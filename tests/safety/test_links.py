@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from keel.config.load import load_recipe
-from keel.preferences.llmbar import read_llmbar
-from keel.preferences.pandalm import TEST_SET, read_pandalm
-from keel.runs import files, opening
-from keel.runs.diff import diff
+from keel.data.preferences.llmbar import read_llmbar
+from keel.data.preferences.pandalm import TEST_SET, read_pandalm
+from keel.runs import files
+from keel.runs import lifecycle as opening
+from keel.runs.diff.compare import diff
 from keel.runs.layout import RunFolder
 from keel.runs.lock import locked, refuse_if_taken
-from keel.runs.read import load
+from keel.runs.reader import load
 from keel.training.evaluation import evaluate
 from keel.training.export import export
 from keel.training.reward_evaluation import model_of

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from keel.verify.lifeline import Lifeline
-from tests.house import ROOT
+from keel.sandbox.lifeline import Lifeline
 from tests.rewards.learned import save_model
 from tests.safety.parents import KINDS, LOOP
 from tests.safety.processes import Process, descendants, end, gone, look
-from tests.verify.processes import eventually, needs_bubblewrap
+from tests.sandbox.processes import eventually, needs_bubblewrap
+from tests.source_tree import ROOT
 
 BUSY = 0.3
 """Seconds of processor time, beyond what the first piece of work took, that tell of the second."""

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.config.load import load_recipe
-from keel.rewards.judge import judge
-from keel.rewards.surroundings import Surroundings
+from keel.rewards.context import Surroundings
+from keel.rewards.judge.reward import judge
 from keel.runs import checkpoint
 from keel.runs.layout import RunFolder, next_free
-from keel.runs.record import truncate_after
+from keel.runs.records import truncate_after
 from keel.training.export import export
 from keel.training.run import train
 from keel.types import KeelError

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from keel.tasks.tables import read_table
-from tests.house import ROOT, Source, sources
+from keel.data.tables import read_table
+from tests.source_tree import ROOT, Source, sources
 
 PICKLERS = {
     *("pickle", "_pickle", "cPickle", "pickletools", "copyreg", "cloudpickle", "dill", "joblib"),
@@ -32,9 +32,9 @@ CALLS = {
     *("gym.vector.AsyncVectorEnv", "gymnasium.vector.AsyncVectorEnv"),
 }
 NAMES = {"AsyncVectorEnv", "ProcessPoolExecutor", "read_pickle", "to_pickle", "_load_from_state"}
-KILLS_ONLY = {"runs/interrupt.py"}
+KILLS_ONLY = {"runs/signals.py"}
 """Asks multiprocessing which children there are, and speaks to none."""
-ORDERS_ONLY = {"verify/inside.py", "verify/sandbox.py"}
+ORDERS_ONLY = {"sandbox/inside.py", "sandbox/bubblewrap.py"}
 """`marshal` for what this process tells a sandbox to run; what comes back is text."""
 KEYWORDS = {"allow_pickle", "weights_only", "pickle_module"}
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from keel.algorithms.presets import PRESETS
 from keel.config.schema import Recipe
-from keel.runs.read import Run
-from keel.tasks.base import BaseTask, side_of
+from keel.data.tasks.base import BaseTask, side_of
+from keel.runs.reader import Run
 from keel.types import Completion, Prompt, Side
 from tests.training import judged
 from tests.training.small import small

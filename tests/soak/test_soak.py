@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from keel.config.load import to_toml
-from keel.runs.read import load
+from keel.runs.reader import load
 from tests.shared import ROOT
 from tests.soak.cases import CASES
 from tests.soak.killing import Ended, Instant, differences, killed, whole

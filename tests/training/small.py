@@ -9,7 +9,7 @@ from typing import Any
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe
 from keel.runs.layout import RunFolder
-from keel.runs.read import load
+from keel.runs.reader import load
 from keel.training.run import train
 
 FAST = (

@@ -15,17 +15,17 @@ from torch import Tensor
 
 from keel.config.judging import DPOStage
 from keel.config.preference_data import PreferenceData
-from keel.learn.budget import Budget
+from keel.data.preferences.schema import Preference
 from keel.learn.optimizer import AdamW, trainable
+from keel.learn.token_budget import Budget
 from keel.models import lora
 from keel.models.policy import Policy, load_policy
-from keel.models.reading import Reader
 from keel.models.reference import reference_for
-from keel.preferences.schema import Preference
+from keel.models.reward_inputs import Reader
 from keel.runs.layout import RunFolder
-from keel.runs.read import load
+from keel.runs.reader import load
 from keel.training.dpo import Preferring, learn, measure
-from keel.training.rows_judged import Ready, pair_encoder
+from keel.training.judged_data import Ready, pair_encoder
 from keel.training.run import train
 from tests.models import tiny
 from tests.training.judged import data, exchanged, headline, ones, recipe

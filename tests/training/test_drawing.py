@@ -17,12 +17,12 @@ import torch
 
 from keel.engines import native
 from keel.engines.native import NativeEngine
-from keel.runs import giving_up
-from keel.runs.interrupt import Interrupted
+from keel.runs import cancel as giving_up
 from keel.runs.layout import RunFolder
-from keel.runs.read import load
+from keel.runs.reader import load
+from keel.runs.signals import Interrupted
 from keel.training import rl, stages
-from keel.training.drawing import (
+from keel.training.prefetch import (
     PENDING,
     Drawing,
     Pending,
@@ -396,7 +396,7 @@ def test_a_drawing_that_never_looks_is_left_behind(monkeypatch: pytest.MonkeyPat
             assert began.wait(WAIT)
             raise KeelError("the update fell over")
 
-    monkeypatch.setattr("keel.training.drawing.PATIENCE", 0.1)
+    monkeypatch.setattr("keel.training.prefetch.PATIENCE", 0.1)
     with pytest.raises(KeelError, match="the update fell over"):
         learn()
     assert threads() == ["keel-ahead"]

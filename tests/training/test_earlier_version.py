@@ -12,8 +12,8 @@ import tomli_w
 
 from keel.cli.main import main
 from keel.config.load import load_recipe, load_run_recipe
-from keel.runs.read import load
-from keel.runs.watch import Silent
+from keel.runs.reader import load
+from keel.runs.watcher import Silent
 from keel.training.evaluation import evaluate
 from keel.training.run import train
 from tests.durability.same import same

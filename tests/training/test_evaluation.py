@@ -14,7 +14,7 @@ from keel.config.load import load_recipe
 from keel.config.model import BuildModel, Model
 from keel.models.policy import load_policy
 from keel.runs.layout import RunFolder
-from keel.runs.read import load
+from keel.runs.reader import load
 from keel.training.evaluation import evaluate
 from keel.training.run import train
 from tests.training.small import info, metrics, run

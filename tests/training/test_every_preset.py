@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from keel.algorithms.presets import PRESETS
+from keel.analysis.glossary import unknown
 from keel.config.load import load_recipe
-from keel.insight.glossary import unknown
 from keel.models.policy import load_policy
-from keel.runs.read import load
+from keel.runs.reader import load
 from tests.training.small import metrics, run
 
 DENSE = "rewards.functions=[{function='place_match'}]"

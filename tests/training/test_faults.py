@@ -20,7 +20,7 @@ from keel.engines.native import NativeEngine
 from keel.learn.optimizer import AdamW
 from keel.runs.checkpoint import damage
 from keel.runs.layout import RunFolder
-from keel.runs.read import load
+from keel.runs.reader import load
 from keel.runs.watchdog import Hung
 from keel.training.run import train
 from keel.types import KeelError
@@ -247,7 +247,8 @@ def test_after_a_step_that_was_taken_it_goes_on(
 def test_weights_that_are_not_finite_end_it_also_where_steps_are_skipped(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from keel.training import fit, rl
+    from keel.training import rl
+    from keel.training import supervised as fit
 
     module = rl if kind == "rl" else fit
     real, calls = module.improve, {"n": 0}
@@ -261,7 +262,7 @@ def test_weights_that_are_not_finite_end_it_also_where_steps_are_skipped(
         return real(work, *given)
 
     monkeypatch.setattr(module, "improve", broken)
-    monkeypatch.setattr("keel.training.faults.SEARCHED", 0)  # nor is this one of those noted alone
+    monkeypatch.setattr("keel.training.non_finite.SEARCHED", 0)
     keys = {"on_nonfinite": "skip", "evaluation": {"rows": 0}}
     chosen = (
         small(*EVERY, 'on_nonfinite="skip"', "evaluation.prompts=0")

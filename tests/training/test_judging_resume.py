@@ -13,10 +13,10 @@ import pytest
 
 from keel.config.schema import Recipe
 from keel.runs.checkpoint import damage as wrong_with
-from keel.runs.interrupt import Interrupted
 from keel.runs.layout import RunFolder
-from keel.runs.read import load
-from keel.runs.watch import Silent
+from keel.runs.reader import load
+from keel.runs.signals import Interrupted
+from keel.runs.watcher import Silent
 from keel.training.run import train
 from tests.training.judged import data, labelled, ones, recipe, traces
 from tests.training.test_resume import damage, same

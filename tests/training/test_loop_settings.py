@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from keel.config.load import load_recipe
 from keel.config.schema import RLStage
 from keel.runs.layout import RunFolder
-from keel.runs.read import load
+from keel.runs.reader import load
 from keel.training import rl as loop
 from tests.training.small import metrics, run
 

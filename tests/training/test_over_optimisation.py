@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keel.config.objective import explain_recipe
-from keel.runs.read import load
+from keel.runs.reader import load
 from keel.training.run import train
 from tests.training.judged import data, ones, recipe
 from tests.training.small import metrics, run

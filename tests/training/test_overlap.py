@@ -18,7 +18,7 @@ import torch
 from keel.config.load import to_toml
 from keel.engines.native import NativeEngine
 from keel.runs.layout import RunFolder
-from keel.runs.read import load
+from keel.runs.reader import load
 from keel.training import stages
 from keel.training.run import train
 from keel.types import Engine, Group, KeelError, OnGroup, Prompt, Sampling, StreamingEngine

@@ -16,10 +16,10 @@ import pytest
 from safetensors.torch import load_file
 
 from keel.config.load import to_toml
-from keel.runs.interrupt import Interrupted
 from keel.runs.layout import RunFolder
-from keel.runs.read import load
-from keel.runs.watch import Silent
+from keel.runs.reader import load
+from keel.runs.signals import Interrupted
+from keel.runs.watcher import Silent
 from keel.training.run import train
 from keel.types import KeelError
 from tests.shared import ROOT

@@ -17,14 +17,12 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from keel.config.judging import RewardModelStage
 from keel.config.optimisation import Optimizer
 from keel.config.preference_data import PreferenceData
+from keel.data.preferences.schema import Labelled, Preference, Stepwise
+from keel.data.preferences.split import Sides
 from keel.learn.optimizer import AdamW, trainable
-from keel.models.reading import Answered, Reader
 from keel.models.reward import RewardModel, reward_model_from
-from keel.preferences.schema import Labelled, Preference, Stepwise
-from keel.tasks.split import Sides
-from keel.training.measuring import first_under, measure_labels, measure_pairs, measure_steps
-from keel.training.reward_model import learn_marks, learn_pairs
-from keel.training.rows_judged import (
+from keel.models.reward_inputs import Answered, Reader
+from keel.training.judged_data import (
     Marked,
     Pair,
     label_encoder,
@@ -33,6 +31,8 @@ from keel.training.rows_judged import (
     ready,
     step_encoder,
 )
+from keel.training.reward_metrics import first_under, measure_labels, measure_pairs, measure_steps
+from keel.training.reward_model import learn_marks, learn_pairs
 from keel.types import KeelError
 from tests.models import tiny
 

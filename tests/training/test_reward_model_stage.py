@@ -22,7 +22,7 @@ from transformers import (
 from keel.config.model import Model
 from keel.models.policy import load_policy
 from keel.runs.layout import RunFolder
-from keel.runs.read import load
+from keel.runs.reader import load
 from keel.training.export import export
 from keel.training.run import train
 from tests.training.judged import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from keel.config.load import load_recipe
-from keel.runs.read import load
+from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import KeelError
 from tests.training.small import metrics, run, small

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from keel.engines.native import NativeEngine
-from keel.runs.read import load
+from keel.runs.reader import load
 from keel.types import Group, KeelError
 from tests.training.small import info, metrics, run, small
 

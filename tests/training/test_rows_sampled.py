@@ -13,16 +13,16 @@ import pytest
 
 from keel.config.judging import Sampled
 from keel.config.sources import TaskSource
-from keel.models.encode import decode
-from keel.models.reading import joined
+from keel.graders.steps import split_steps
+from keel.models.chat import decode
+from keel.models.reward_inputs import joined
 from keel.models.tokenizers import character_tokenizer
-from keel.rewards.rule import place_match
+from keel.rewards.rules import place_match
 from keel.runs.layout import RunFolder
-from keel.runs.read import load
-from keel.training import rows_sampled
+from keel.runs.reader import load
+from keel.training import sampled_data as rows_sampled
 from keel.training.run import train
 from keel.types import Completion, Group, Prompt, Side, Step, Verdict
-from keel.verify.steps import split_steps
 from tests.training.judged import recipe
 
 TASK = {"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}

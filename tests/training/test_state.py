@@ -22,17 +22,19 @@ import torch
 
 from keel.config.load import load_recipe, to_toml
 from keel.config.schema import Recipe
+from keel.data.tasks.mixture import PromptStream
 from keel.engines.native import NativeEngine
-from keel.learn import budget
-from keel.learn.budget import Budget
+from keel.learn import token_budget as budget
 from keel.learn.optimizer import AdamW
+from keel.learn.token_budget import Budget
 from keel.models.policy import Policy
-from keel.runs.interrupt import Interrupt, Interrupted
-from keel.runs.record import Recorder
-from keel.runs.session import Clock, Reached
-from keel.runs.watch import Silent
-from keel.tasks.mixture import PromptStream
-from keel.training import fit, rl, rows_judged
+from keel.runs.records import Recorder
+from keel.runs.signals import Interrupt, Interrupted
+from keel.runs.watcher import Silent
+from keel.runs.writer import Clock, Reached
+from keel.training import judged_data as rows_judged
+from keel.training import rl
+from keel.training import supervised as fit
 from keel.training.run import train
 from keel.training.state import State
 from tests.soak.cases import CASES
@@ -381,7 +383,7 @@ def test_in_a_stage_that_learns_from_rows_too(
     monkeypatch.setattr(fit, "improve", improve)
     train(CASES["dpo"].make(tmp_path), tmp_path / "run")
     found = undeclared(seen[0])
-    assert "keel.training.rows_judged.counter['n']" in found
+    assert "keel.training.judged_data.counter['n']" in found
     assert any(name.startswith("keel.training.judged_steps.of_step.dict") for name in found), found
 
 

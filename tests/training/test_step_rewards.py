@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from keel.learn.batch import from_groups
-from keel.pipelines.check import check
-from keel.rewards.loading import named_reward
-from keel.rewards.score import Scorer
-from keel.runs.read import load
+from keel.preflight.check import check
+from keel.rewards.registry import named_reward
+from keel.rewards.scorer import Scorer
+from keel.runs.reader import load
 from keel.training.rl import part_of
 from keel.training.rollout import all_alike
 from keel.training.run import train

@@ -11,15 +11,15 @@ import torch
 from keel.algorithms.spec import GAE, Algorithm, Clip, GroupRelative, ValueLoss, Weights
 from keel.config.model import BuildModel, Model
 from keel.config.schema import Rollout
+from keel.data.tasks import PromptStream
+from keel.data.tasks.base import BaseTask
 from keel.engines.scripted import ScriptedEngine
+from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import from_groups
-from keel.learn.estimate import estimate, outcome
 from keel.learn.loss import loss, prepare
-from keel.models.encode import Encoder
+from keel.models.chat import Encoder
 from keel.models.policy import Policy, load_policy
-from keel.rewards.score import Scorer
-from keel.tasks import PromptStream
-from keel.tasks.base import BaseTask
+from keel.rewards.scorer import Scorer
 from keel.training.rollout import Sampler, collect
 from keel.types import Completion, Prompt, Side
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from keel.config.load import load_recipe
 
 if TYPE_CHECKING:
-    from keel.pipelines.check import Report
+    from keel.preflight.check import Report
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; 1 where anything was found, else 0."""
     # A recipe that cannot be read is told at once, before torch is imported.
     load_recipe(arguments.recipe, arguments.overrides)
-    from keel.pipelines.check import check
+    from keel.preflight.check import check
 
     report = check(arguments.recipe, arguments.overrides, arguments.price)
     if arguments.json:

@@ -7,13 +7,13 @@ from typing import Any
 
 from rich.console import Console
 
+from keel.analysis.terminal import curve
 from keel.cli.train import carry
 from keel.config.control import ControlRecipe
 from keel.config.control_load import load_control
-from keel.insight.terminal import curve
 from keel.runs.layout import RunFolder
-from keel.runs.read import load
-from keel.runs.watch import Watcher
+from keel.runs.reader import load
+from keel.runs.watcher import Watcher
 from keel.types import KeelError
 
 

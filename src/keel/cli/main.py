@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from keel.cli.parser import parse
-from keel.runs.streams import NAMES, outlasting
-from keel.runs.waiting import sleep_soon
+from keel.runs.openmp import sleep_soon
+from keel.runs.stdio import NAMES, outlasting
 
 USAGE = 2
 FAILURE = 1

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.insight.preference_summary import agreement, summarise
-from keel.preferences.annotated import Annotated, Imported
-from keel.preferences.llmbar import is_llmbar, read_llmbar
-from keel.preferences.pandalm import TEST_SET, compare, read_judges, read_pandalm
-from keel.preferences.schema import Preference
+from keel.data.preferences import records as judged
+from keel.data.preferences.annotated import Annotated, Imported
+from keel.data.preferences.fields import Fields
+from keel.data.preferences.llmbar import is_llmbar, read_llmbar
+from keel.data.preferences.pandalm import TEST_SET, compare, read_judges, read_pandalm
+from keel.data.preferences.schema import Preference
+from keel.data.preferences.summary import agreement, summarise
+from keel.data.tables import read_table
 from keel.runs.encoding import line, plain
 from keel.runs.files import write_bytes
-from keel.tasks import judged
-from keel.tasks.fields import Fields
-from keel.tasks.tables import read_table
 from keel.types import KeelError
 
 COUNTS = (

@@ -16,7 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from keel.insight.terminal import sparkline
+from keel.analysis.terminal import sparkline
 
 SHOWN = {
     "loss": "loss",

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from keel.cli.tasks import print_table
-from keel.rewards.loading import catalogue
+from keel.rewards.registry import catalogue
 
 
 def run(arguments: argparse.Namespace) -> None:

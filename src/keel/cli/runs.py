@@ -7,10 +7,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from keel.runs.diff import Difference, First, Point, diff
-from keel.runs.diff_checkpoints import CheckpointDifference
-from keel.runs.diff_rollouts import SEQUENCE, RolloutsDifference
-from keel.runs.diff_values import Around, Change
+from keel.runs.diff.checkpoints import CheckpointDifference
+from keel.runs.diff.compare import Difference, First, Point, diff
+from keel.runs.diff.rollouts import SEQUENCE, RolloutsDifference
+from keel.runs.diff.values import Around, Change
 
 SHOWN = 6
 """Keys or metrics that are told one by one."""

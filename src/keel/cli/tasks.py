@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 
 from keel.config.sources import TaskSource
-from keel.tasks import build_task, catalogue
+from keel.data.tasks import build_task, catalogue
 
 SHOWN = 5
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from rich.console import Console
 
+from keel.analysis.terminal import curve
 from keel.cli.progress import figure, watching
 from keel.config.load import load_recipe
-from keel.insight.terminal import curve
 from keel.runs.layout import RunFolder
-from keel.runs.read import load
-from keel.runs.watch import Watcher
+from keel.runs.reader import load
+from keel.runs.watcher import Watcher
 from keel.types import KeelError
 
 
@@ -41,7 +41,7 @@ def carry(
 
     A terminal that has gone changes neither the run nor the code.
     """
-    from keel.runs.interrupt import Interrupted
+    from keel.runs.signals import Interrupted
 
     console = Console(stderr=arguments.json, quiet=arguments.quiet)
     code: int | None = None

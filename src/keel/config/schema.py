@@ -52,7 +52,7 @@ class SFTStage(Row):
     name: str = "sft"
     tasks: Annotated[tuple[TaskSource, ...], AsTuple, Field(min_length=1)]
     prompts: Prompts = Prompts()
-    demonstration: EntryPoint = "keel.tasks.demonstrations:gold"
+    demonstration: EntryPoint = "keel.data.tasks.demonstrations:gold"
     """`module:function` of (prompt, gold answer, random generator) -> the text to imitate."""
     steps: Count = 100
     batch_size: Count = 32

@@ -22,7 +22,7 @@ from keel.config.control import Environment
 from keel.config.entry import load_module
 from keel.config.seeds import derive
 from keel.control import spaces
-from keel.control.copies import Copies, CopyError
+from keel.control.subprocess_environments import Copies, CopyError
 from keel.types import KeelError
 
 Floats = npt.NDArray[np.float32]

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from keel.analysis.statistics import bootstrap_interval
 from keel.config.control import Environment, ReturnEvaluation
 from keel.config.seeds import derive
 from keel.control.collect import Draw
 from keel.control.environments import Environments
-from keel.insight.statistics import bootstrap_interval
 
 SIDE_BY_SIDE = 16
 """Environments that an evaluation runs at most."""

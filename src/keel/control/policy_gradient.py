@@ -26,7 +26,7 @@ from keel.control.collect import (
 )
 from keel.control.environments import Environments
 from keel.control.experience import Experience
-from keel.control.named import prefixed, within
+from keel.control.named_tensors import prefixed, within
 from keel.control.networks import Trained, perceptron
 from keel.control.normalise import Moments
 from keel.learn.finite import stop_unless_finite

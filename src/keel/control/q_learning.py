@@ -18,7 +18,7 @@ from keel.config.control import QLearningStage
 from keel.config.seeds import derive
 from keel.control.collect import Draw
 from keel.control.environments import Environments, describe
-from keel.control.named import prefixed, within
+from keel.control.named_tensors import prefixed, within
 from keel.control.networks import Trained, perceptron
 from keel.control.replay import Replay, Transitions
 from keel.control.spaces import Discrete

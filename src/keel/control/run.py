@@ -8,24 +8,25 @@ from pathlib import Path
 
 import torch
 
+from keel.analysis.plots import return_curve
 from keel.config.control import ControlRecipe, ControlStage, QLearningStage
 from keel.config.control_load import load_control
 from keel.config.load import to_toml
 from keel.config.seeds import derive
 from keel.control import state
 from keel.control.evaluate import evaluate
-from keel.control.film import film
+from keel.control.gif import film
 from keel.control.policy_gradient import PolicyGradient
 from keel.control.q_learning import QLearning
 from keel.control.state import Learner, Progress
-from keel.insight.plots import return_curve
-from keel.runs import checkpoint, opening
-from keel.runs.interrupt import Interrupted
+from keel.runs import checkpoint
+from keel.runs import lifecycle as opening
 from keel.runs.layout import RunFolder
-from keel.runs.read import load
-from keel.runs.record import update_run_json
-from keel.runs.session import Session
-from keel.runs.watch import Silent, Watcher
+from keel.runs.reader import load
+from keel.runs.records import update_run_json
+from keel.runs.signals import Interrupted
+from keel.runs.watcher import Silent, Watcher
+from keel.runs.writer import Session
 from keel.types import KeelError
 
 REPORTED = ("keel-rl", "gymnasium", "torch", "numpy")

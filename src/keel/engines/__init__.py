@@ -1,1 +1,1 @@
-"""Engines draw completions: the native one by continuous batching, the scripted one for trials."""
+"""Engines sample completions: the native one by continuous batching, the scripted one for tests."""

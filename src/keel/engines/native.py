@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keel.engines.batch import Batch, Entry
-from keel.engines.beginnings import Beginnings
-from keel.engines.passes import pass_of
+from keel.engines.groups import Cut, Trace
+from keel.engines.kv_cache import Entering, Live
+from keel.engines.model_runner import pass_of
+from keel.engines.multi_step import steps_of
+from keel.engines.prefix_cache import Beginnings
+from keel.engines.random_streams import Uniforms
 from keel.engines.sampler import check, draw
-from keel.engines.steps import steps_of
+from keel.engines.scheduler import Batch, Entry
 from keel.engines.stopping import LENGTH, Stops, budgets, context_length, eos_ids
-from keel.engines.store import Entering, Live
-from keel.engines.streams import Uniforms
-from keel.engines.trace import Cut, Trace
-from keel.models.attention import ATTENTION, install
+from keel.models.attention.functions import ATTENTION, install
 from keel.models.backbone import autocast_for
 from keel.models.families import head_of
 from keel.models.head import steady_logits
-from keel.runs.giving_up import look
+from keel.runs.cancel import look
 from keel.runs.watchdog import beat
 from keel.types import Group, KeelError, OnGroup, Prompt, Sampling
 
@@ -41,7 +41,7 @@ class NativeEngine:
     prompt tokens enter in one step (one prompt at least).
 
     Each token is drawn from its sequence's own random stream, so with exact arithmetic a completion
-    does not depend on what shares its batch. Compiled code (`engines.compiled`) sums a row in an
+    does not depend on what shares its batch. Compiled code (`engines.cpu`) sums a row in an
     order of its own; elsewhere the order of a float32 sum may still tip a near-tie.
 
     The end-of-sequence token is part of the completion: choosing it is an act of the policy. The
@@ -107,7 +107,7 @@ class NativeEngine:
 
         In it a prompt that begins with one of the last call's sequences enters with its new tokens
         alone. This is for one set of weights: do not change them before it ends, and nothing of it
-        is left then. Only the compiled pass remembers (`engines.compiled`), and of the sequences of
+        is left then. Only the compiled pass remembers (`engines.cpu`), and of the sequences of
         a call no more than `max_rows`; the others enter whole, as all do elsewhere.
         """
         beginnings = Beginnings(self.max_rows)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keel.kernels import draw as compiled
+from keel.models.kernels import sample as compiled
 from keel.types import KeelError, Sampling
 
 _CHUNK = 1 << 24

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keel.models.encode import decode, encode_text
+from keel.models.chat import decode, encode_text
 from keel.types import FinishReason, KeelError, Prompt, Sampling
 
 GOING, EOS, STOP, LENGTH = range(4)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from keel.algorithms.spec import Algorithm
 from keel.learn.batch import Batch
-from keel.learn.budget import Budget
 from keel.learn.finite import Cause, alone, in_tensors, in_weights, stop_unless_finite
 from keel.learn.loss import Loss, loss
 from keel.learn.optimizer import AdamW, step_all
+from keel.learn.token_budget import Budget
 from keel.models.policy import Policy
 from keel.models.reference import Reference
 from keel.models.scores import Scores

@@ -20,7 +20,7 @@ from torch import Tensor
 from keel.algorithms.spec import GAE, Algorithm, BatchNormalised, ValueBaseline
 from keel.config.entry import load_entry
 from keel.learn.actions import Actions
-from keel.learn.budget import out_of_memory
+from keel.learn.token_budget import out_of_memory
 from keel.models.scores import Scores
 from keel.objective import (
     correction,

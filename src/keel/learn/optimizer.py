@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.config.optimisation import Optimizer
-from keel.learn.budget import LESS, needing_memory
+from keel.learn.token_budget import LESS, needing_memory
 from keel.types import KeelError
 
 Named = list[tuple[str, nn.Parameter]]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.models import llama
-from keel.models.layout import PackedLayout
+from keel.models.attention.layout import PackedLayout
 from keel.models.packed import Packed
 
 

@@ -17,7 +17,7 @@ from transformers import (
 from keel.config.model import BuildModel
 from keel.config.suggest import unknown
 from keel.models.families import FAMILIES, check_family
-from keel.models.serving import reloaded, same_rules
+from keel.models.tokenizer_round_trip import reloaded, same_rules
 from keel.models.tokenizers import byte_tokenizer, character_tokenizer
 from keel.types import KeelError
 

@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from keel.kernels import head as compiled
+from keel.models.kernels import head as compiled
 
 CHUNK_BYTES = 32 * 2**20
 """Bytes of one chunk of float32 logits."""

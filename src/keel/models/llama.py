@@ -17,10 +17,10 @@ from transformers.models.mistral.modeling_mistral import MistralAttention, Mistr
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
-from keel.kernels import rows as compiled
-from keel.models.attention import Rules
-from keel.models.layout import PackedLayout
-from keel.models.rows import added_norm, gated, rms_norm, turned
+from keel.models.attention.functions import Rules
+from keel.models.attention.layout import PackedLayout
+from keel.models.kernels import pointwise as compiled
+from keel.models.pointwise import added_norm, gated, rms_norm, turned
 
 ALIKE = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
 """Backbones of one build: norm, attention with rotary embeddings, norm, gated SiLU, both added."""

@@ -31,8 +31,8 @@ from transformers.utils import cached_file
 from keel.config.model import Model
 from keel.models.build import build_model, build_tokenizer
 from keel.models.families import check_family
-from keel.models.serving import Served, quiet, served
 from keel.models.templates import check_template_names
+from keel.models.tokenizer_round_trip import Served, quiet, served
 from keel.runs.layout import RECIPE
 from keel.types import KeelError
 

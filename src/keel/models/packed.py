@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keel.models.pieces import Pieces
+from keel.models.attention.segments import Pieces
 
 
 @dataclass(frozen=True, eq=False)

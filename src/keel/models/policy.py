@@ -22,7 +22,7 @@ from keel.models.loading import check_pair, check_served, load_model, load_token
 from keel.models.packed import Packed
 from keel.models.probe import prepare
 from keel.models.scores import Scores
-from keel.models.serving import Served, quiet
+from keel.models.tokenizer_round_trip import Served, quiet
 from keel.models.value_head import ValueHead
 
 BASE = "base.json"

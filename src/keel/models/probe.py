@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keel.models.attention import install
+from keel.models.attention.functions import install
 from keel.models.backbone import autocast_for, states_at
 from keel.models.families import head_of
 from keel.models.head import logits

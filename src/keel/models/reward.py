@@ -31,8 +31,8 @@ from keel.models.loading import (
 from keel.models.packed import sizes_on
 from keel.models.policy import Policy
 from keel.models.probe import prepare_backbone
-from keel.models.reading import Answered, Reader, Reading, lay
-from keel.models.serving import quiet
+from keel.models.reward_inputs import Answered, Reader, Reading, lay
+from keel.models.tokenizer_round_trip import quiet
 from keel.types import KeelError
 
 Kind = Literal["outcome", "process"]

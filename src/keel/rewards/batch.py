@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from keel.rewards.loading import RESERVED, NamedReward
+from keel.rewards.registry import RESERVED, NamedReward
 from keel.runs.encoding import plain
 from keel.types import Completion, Prompt
 

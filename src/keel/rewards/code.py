@@ -9,13 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
-from keel.rewards.batch import log_summary
-from keel.rewards.loading import check_column
-from keel.rewards.rule import texts
-from keel.rewards.surroundings import Surroundings
-from keel.types import KeelError
-from keel.verify.sandbox import Limits, Sandbox
-from keel.verify.unit_tests import (
+from keel.graders.unit_tests import (
     Checked,
     Isolation,
     UnitTests,
@@ -23,6 +17,12 @@ from keel.verify.unit_tests import (
     read_tests,
     run_tests,
 )
+from keel.rewards.batch import log_summary
+from keel.rewards.context import Surroundings
+from keel.rewards.registry import check_column
+from keel.rewards.rules import texts
+from keel.sandbox.bubblewrap import Limits, Sandbox
+from keel.types import KeelError
 
 In = TypeVar("In")
 Out = TypeVar("Out")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keel.rewards.checking import Said
-from keel.rewards.loading import NamedReward
+from keel.rewards.registry import NamedReward
+from keel.rewards.validation import Said
 from keel.types import KeelError, Step
 
 EPSILON = 1e-4

@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from keel.rewards.checking import Wrong
-from keel.rewards.loading import check_column
-from keel.rewards.rule import texts
-from keel.rewards.surroundings import Surroundings
+from keel.graders.languages import check_language, language_of, language_share
+from keel.rewards.context import Surroundings
+from keel.rewards.registry import check_column
+from keel.rewards.rules import texts
+from keel.rewards.validation import Wrong
 from keel.types import KeelError
-from keel.verify.languages import check_language, language_of, language_share
 
 
 def language(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from keel.graders.mathematics import Mathematics
 from keel.rewards.batch import log_summary
-from keel.rewards.checking import Wrong
-from keel.rewards.rule import said_of
-from keel.rewards.surroundings import Surroundings
-from keel.verify.mathematics import Mathematics
+from keel.rewards.context import Surroundings
+from keel.rewards.rules import said_of
+from keel.rewards.validation import Wrong
 
 
 def math(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from keel.rewards.rule import texts
-from keel.rewards.scoring import Elsewhere, Here, Judging, Spec, which_model
-from keel.rewards.surroundings import Surroundings
+from keel.rewards.context import Surroundings
+from keel.rewards.model_scorer import Elsewhere, Here, Judging, Spec, which_model
+from keel.rewards.rules import texts
 
 
 class Outcome:

@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from keel.rewards.asking import Asking, Part
 from keel.rewards.batch import Batch, column_names
-from keel.rewards.calling import LOOK
-from keel.runs.giving_up import GivenUp, GivesUp, look
+from keel.rewards.calls import Asking, Part
+from keel.rewards.executor import LOOK
+from keel.runs.cancel import GivenUp, GivesUp, look
 from keel.types import Group, Prompt
 
 PARTS = 8
@@ -30,7 +30,7 @@ class Failed(BaseException):
 
 class Overlap:
     """A step being judged while it is drawn. To be entered; on leaving, no thread of it is left but
-    that of a function which hangs (`rewards.calling`).
+    that of a function which hangs (`rewards.executor`).
 
     Leaving with an error of whoever draws gives up what is under way.
     """

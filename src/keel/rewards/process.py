@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from keel.rewards.rule import texts
-from keel.rewards.scoring import Elsewhere, Here, Judging, Spec, which_model
+from keel.graders.steps import Aggregate, aggregate
+from keel.rewards.context import Surroundings
+from keel.rewards.model_scorer import Elsewhere, Here, Judging, Spec, which_model
+from keel.rewards.rules import texts
 from keel.rewards.step_texts import needs_tokenizer, on_tokens
-from keel.rewards.surroundings import Surroundings
 from keel.types import KeelError
-from keel.verify.steps import Aggregate, aggregate
 
 HOW = ("steps", "min", "last", "product", "mean")
 

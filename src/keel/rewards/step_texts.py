@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from keel.models.encode import token_ends
+from keel.graders.steps import split_steps
+from keel.models.chat import token_ends
 from keel.types import KeelError
-from keel.verify.steps import split_steps
 
 Judged = list[tuple[int, float]]
 """What a process reward says: (index of the step's last token, reward) of each step."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from keel.rewards.rule import texts
+from keel.graders.steps import split_steps
+from keel.rewards.context import Surroundings
+from keel.rewards.rules import texts
 from keel.rewards.step_texts import Judged, needs_tokenizer, on_tokens
-from keel.rewards.surroundings import Surroundings
-from keel.verify.steps import split_steps
 
 
 def step_match(

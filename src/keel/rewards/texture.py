@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from keel.rewards.rule import texts
+from keel.graders.repetition import repeated_share
+from keel.rewards.rules import texts
 from keel.types import KeelError
-from keel.verify.repetition import repeated_share
 
 
 def repetition(*, completions: Sequence[Any], n: int = 3, max_penalty: float = 1.0) -> list[float]:

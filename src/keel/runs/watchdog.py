@@ -319,7 +319,7 @@ def raise_in(thread: int, error: type[BaseException] | None) -> None:
     """Let a thread meet an error at its next step; None takes back one that it has not met yet.
 
     One that is just starting another thread may hang by it, and the other not begin: the two have
-    one id until then. `Ending` is behind that too; what can ask does better (`runs.giving_up`).
+    one id until then. `Ending` is behind that too; what can ask does better (`runs.cancel`).
     """
     what = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from keel.config.model import Model
 from keel.config.schema import RLStage
-from keel.learn.budget import Budget
 from keel.learn.learner import Learner
 from keel.learn.loss import check_entries
 from keel.learn.optimizer import AdamW, trainable
+from keel.learn.token_budget import Budget
 from keel.models.policy import Policy
 from keel.models.reference import reference_for
 from keel.models.value import Critic, ValueHead, critic_from_policy, load_critic, value_head_for

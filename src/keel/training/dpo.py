@@ -10,19 +10,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keel.config.judging import DPOStage
-from keel.learn.budget import Budget
 from keel.learn.optimizer import AdamW
+from keel.learn.token_budget import Budget
 from keel.models.packed import Packed, pack, sizes_on
 from keel.models.policy import Policy
-from keel.models.reading import Answered
 from keel.models.reference import Reference
+from keel.models.reward_inputs import Answered
 from keel.objective import preference
 from keel.objective.segments import segment_mean, segment_sum
-from keel.runs.session import Session
-from keel.training import fit
+from keel.runs.writer import Session
+from keel.training import supervised as fit
+from keel.training.judged_data import Pair, Ready
 from keel.training.judged_steps import judged_rows, sizes_of
-from keel.training.measuring import Measured, measure_pairs
-from keel.training.rows_judged import Pair, Ready
+from keel.training.reward_metrics import Measured, measure_pairs
 from keel.training.state import Progress
 
 

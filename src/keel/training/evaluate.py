@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
 
+from keel.analysis.statistics import mean_interval, wilson_interval
 from keel.config.schema import Evaluation
 from keel.config.seeds import derive
 from keel.config.suggest import unknown
-from keel.insight.statistics import mean_interval, wilson_interval
-from keel.rewards.judge import spending
-from keel.rewards.loading import NamedReward
-from keel.rewards.score import Scorer
+from keel.rewards.judge.reward import spending
+from keel.rewards.registry import NamedReward
+from keel.rewards.scorer import Scorer
 from keel.training.rollout import Sampler
 from keel.types import Group, KeelError, Prompt, Sampling, Verdict
 

@@ -11,16 +11,16 @@ from keel.config.load import load_recipe, load_run_recipe, parse_override
 from keel.config.model import Model
 from keel.config.presets import merge
 from keel.config.schema import Recipe, RLStage
+from keel.data.tasks import PromptStream, build_tasks, heldout, stored
 from keel.engines.native import NativeEngine
-from keel.models.encode import Encoder
+from keel.models.chat import Encoder
 from keel.models.loading import ADAPTER
 from keel.models.policy import Policy, load_policy
-from keel.rewards.surroundings import Surroundings
+from keel.rewards.context import Surroundings
 from keel.runs.layout import RECIPE, RunFolder
-from keel.tasks import PromptStream, build_tasks, heldout, stored
 from keel.training.evaluate import Evaluator
 from keel.training.export import pick_checkpoint
-from keel.training.restoring import checkpoint_policy
+from keel.training.restore import checkpoint_policy
 from keel.training.rewarding import load_rewards, scorer, surroundings
 from keel.training.rollout import Sampler
 from keel.training.work import longest_prompt, raw_tasks

@@ -16,13 +16,20 @@ from transformers import AutoTokenizer
 from keel.config.load import load_run_recipe
 from keel.config.schema import Recipe
 from keel.models.policy import BASE
-from keel.models.serving import PROBES, difference, differing, quiet, same_rules, written_in
+from keel.models.tokenizer_round_trip import (
+    PROBES,
+    difference,
+    differing,
+    quiet,
+    same_rules,
+    written_in,
+)
 from keel.runs import checkpoint, files
 from keel.runs.checkpoint import MANIFEST
 from keel.runs.layout import Entry, RunFolder
 from keel.runs.lock import is_taken
-from keel.runs.read import load
-from keel.training.restoring import checkpoint_policy, holds_adapter
+from keel.runs.reader import load
+from keel.training.restore import checkpoint_policy, holds_adapter
 from keel.training.reward_evaluation import model_of
 from keel.training.state import POLICY, read_progress
 from keel.types import KeelError

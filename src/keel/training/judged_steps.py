@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import torch
 
 from keel.models.packed import Sizes, sizes_on
-from keel.training import faults, fit
-from keel.training.rows_judged import Marked, Pair, Ready, of_step
+from keel.training import non_finite as faults
+from keel.training import supervised as fit
+from keel.training.judged_data import Marked, Pair, Ready, of_step
 
 E = TypeVar("E", Pair, Marked)
 

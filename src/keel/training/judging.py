@@ -18,24 +18,25 @@ from keel.config.model import Model
 from keel.config.preference_data import PreferenceData
 from keel.config.schema import Rollout
 from keel.config.seeds import derive
+from keel.data.preferences import dataset as preferences
+from keel.data.preferences.schema import Labelled, Preference, Stepwise
+from keel.data.preferences.split import Sides, Sieve
 from keel.engines.native import NativeEngine
 from keel.learn.optimizer import AdamW, trainable
-from keel.models.encode import decode
+from keel.models.chat import decode
 from keel.models.policy import Policy, load_policy
-from keel.models.reading import Reader
 from keel.models.reference import reference_for
 from keel.models.reward import Kind, RewardModel, continued_reward_model, reward_model_from
-from keel.preferences.schema import Labelled, Preference, Stepwise
+from keel.models.reward_inputs import Reader
 from keel.runs import checkpoint
 from keel.runs.quarantine import LeftOut, named_from, write_quarantine
-from keel.tasks import preferences
-from keel.tasks.split import Sides, Sieve
-from keel.training import dpo, reward_model, rows_sampled
-from keel.training.measuring import Measured, measure_labels, measure_pairs, measure_steps
+from keel.training import dpo, reward_model
+from keel.training import sampled_data as rows_sampled
+from keel.training.judged_data import Ready, label_encoder, pair_encoder, ready, step_encoder
 from keel.training.reward_evaluation import draw
+from keel.training.reward_metrics import Measured, measure_labels, measure_pairs, measure_steps
 from keel.training.rewarding import load_rewards, scorer, surroundings
 from keel.training.rollout import Sampler
-from keel.training.rows_judged import Ready, label_encoder, pair_encoder, ready, step_encoder
 from keel.training.state import Progress, read_reference, restore_modules, restore_optimizers
 from keel.training.work import Work, budget_of, open_source
 from keel.types import KeelError

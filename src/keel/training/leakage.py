@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from keel.config.judging import JudgingStage
 from keel.config.schema import Recipe, RLStage, SFTStage, Stage
 from keel.config.sources import TaskSource
-from keel.tasks import build_task, preferences, stored
-from keel.tasks.base import places
-from keel.tasks.data import KINDS
-from keel.training.ahead import reader_of
+from keel.data.preferences import dataset as preferences
+from keel.data.tasks import build_task, stored
+from keel.data.tasks.base import places
+from keel.data.tasks.stored import KINDS
+from keel.training.later_stages import reader_of
 from keel.types import KeelError, Side
 
 

@@ -6,19 +6,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from keel.analysis.calibration import PairReport
+from keel.analysis.reward_plots import margin_picture, reliability_picture
 from keel.config.judging import JudgingStage, ProcessRewardModelStage
 from keel.config.load import load_run_recipe
 from keel.config.model import Model
 from keel.config.preference_data import PreferenceData
-from keel.insight.calibration import PairReport
-from keel.insight.reward_plots import margin_picture, reliability_picture
+from keel.data.preferences.dataset import read_labelled, read_pairs, read_steps
 from keel.models.reward import load_reward_model
 from keel.runs.checkpoint import check_model
 from keel.runs.files import make_folder
 from keel.runs.layout import RECIPE, RunFolder
-from keel.tasks.preferences import read_labelled, read_pairs, read_steps
-from keel.training.measuring import Measured, measure_labels, measure_pairs, measure_steps
-from keel.training.rows_judged import label_encoder, pair_encoder, step_encoder
+from keel.training.judged_data import label_encoder, pair_encoder, step_encoder
+from keel.training.reward_metrics import Measured, measure_labels, measure_pairs, measure_steps
 from keel.types import KeelError
 
 Rows = Literal["pairs", "labels", "steps"]

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from keel.config.judging import JudgingStage, RewardModelStage
-from keel.learn.budget import Budget
 from keel.learn.optimizer import AdamW
+from keel.learn.token_budget import Budget
 from keel.models.policy import Policy
-from keel.models.reading import lay
 from keel.models.reward import RewardModel
+from keel.models.reward_inputs import lay
 from keel.objective.preference import bradley_terry, centering, label_cross_entropy
-from keel.runs.session import Session
-from keel.training import fit
+from keel.runs.writer import Session
+from keel.training import supervised as fit
+from keel.training.judged_data import Marked, Pair, Ready
 from keel.training.judged_steps import judged_rows, sizes_of
-from keel.training.measuring import Measured
-from keel.training.rows_judged import Marked, Pair, Ready
+from keel.training.reward_metrics import Measured
 from keel.training.state import Progress
 
 

@@ -9,9 +9,9 @@ from keel.config.schema import Recipe
 from keel.config.sources import Rewards
 from keel.models.policy import Policy
 from keel.rewards import load_reward
-from keel.rewards.loading import NamedReward
-from keel.rewards.score import Scorer
-from keel.rewards.surroundings import Surroundings
+from keel.rewards.context import Surroundings
+from keel.rewards.registry import NamedReward
+from keel.rewards.scorer import Scorer
 from keel.runs.layout import RunFolder
 from keel.types import Task
 

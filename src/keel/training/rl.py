@@ -16,21 +16,21 @@ import torch
 
 from keel.config.schema import RLStage
 from keel.config.seeds import derive
+from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import Batch, from_groups
-from keel.learn.budget import LESS, needing_memory
-from keel.learn.estimate import estimate, outcome
 from keel.learn.finite import NotFinite
 from keel.learn.learner import Learner, cause_of, update
 from keel.learn.loss import weighed, whitened
 from keel.learn.optimizer import learning_rate
+from keel.learn.token_budget import LESS, needing_memory
 from keel.objective import divergences
-from keel.runs.session import Session, due
-from keel.training import faults
-from keel.training.drawing import Drawing
+from keel.runs.writer import Session, due
+from keel.training import non_finite as faults
 from keel.training.evaluate import Evaluator
 from keel.training.evaluate import metrics as evaluation_metrics
+from keel.training.prefetch import Drawing
 from keel.training.rollout import Rollouts, Sampler
-from keel.training.rows import rollout_rows
+from keel.training.rollout_records import rollout_rows
 from keel.training.state import Progress, State
 
 

@@ -11,12 +11,12 @@ import numpy as np
 from keel.algorithms.spec import Algorithm
 from keel.config.schema import Rollout as RolloutChoice
 from keel.config.seeds import derive
-from keel.engines.turns import converse
-from keel.learn.budget import needing_memory
-from keel.rewards.judge import spending
-from keel.rewards.score import Scored, Scorer
+from keel.data.tasks.mixture import PromptStream
+from keel.engines.multi_turn import converse
+from keel.learn.token_budget import needing_memory
+from keel.rewards.judge.reward import spending
+from keel.rewards.scorer import Scored, Scorer
 from keel.runs.watchdog import Hung, watching
-from keel.tasks.mixture import PromptStream
 from keel.types import (
     Engine,
     Group,

@@ -9,20 +9,21 @@ import torch
 
 from keel.config.load import load_run_recipe, to_toml
 from keel.config.schema import Recipe
-from keel.kernels.build import fingerprint
+from keel.models.kernels.build import fingerprint
 from keel.models.policy import load_policy
-from keel.runs import checkpoint, opening
-from keel.runs.interrupt import Interrupt, Interrupted
+from keel.runs import checkpoint
+from keel.runs import lifecycle as opening
 from keel.runs.layout import RunFolder
 from keel.runs.malloc import keep_freed
-from keel.runs.record import update_run_json
-from keel.runs.session import Session
+from keel.runs.records import update_run_json
+from keel.runs.signals import Interrupt, Interrupted
 from keel.runs.trackers import open_trackers
-from keel.runs.watch import Silent, Watcher
-from keel.training.ahead import look_ahead
-from keel.training.faults import keeping_stacks
+from keel.runs.watcher import Silent, Watcher
+from keel.runs.writer import Session
+from keel.training.later_stages import look_ahead
 from keel.training.leakage import leaks
-from keel.training.restoring import check_base
+from keel.training.non_finite import keeping_stacks
+from keel.training.restore import check_base
 from keel.training.stages import run_stage
 from keel.training.state import Progress, read_progress, restore_policy
 from keel.training.work import Work

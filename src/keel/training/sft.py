@@ -10,15 +10,16 @@ import torch
 
 from keel.config.schema import SFTStage
 from keel.config.seeds import derive
+from keel.data.tasks.mixture import PromptStream
 from keel.learn.batch import Batch, from_groups
-from keel.learn.budget import Budget
 from keel.learn.optimizer import AdamW
-from keel.models.encode import encode_text
+from keel.learn.token_budget import Budget
+from keel.models.chat import encode_text
 from keel.models.policy import Policy
 from keel.objective import weights
-from keel.runs.session import Session
-from keel.tasks.mixture import PromptStream
-from keel.training import faults, fit
+from keel.runs.writer import Session
+from keel.training import non_finite as faults
+from keel.training import supervised as fit
 from keel.training.state import Progress
 from keel.types import Completion, Group, KeelError, Prompt, Task
 

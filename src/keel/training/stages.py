@@ -9,29 +9,29 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
+from keel.analysis.overoptimisation import optimisation_of
+from keel.analysis.plots import reward_curve
+from keel.analysis.reward_plots import over_optimisation_picture
 from keel.config.entry import load_entry
 from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelStage
 from keel.config.objective import LEARNED, explain_stage
 from keel.config.schema import RLStage, SFTStage, Stage
 from keel.config.seeds import derive
 from keel.engines.native import NativeEngine
-from keel.insight.overoptimisation import optimisation_of
-from keel.insight.plots import reward_curve
-from keel.insight.reward_plots import over_optimisation_picture
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.loading import DTYPES
 from keel.models.policy import frozen_copy
-from keel.rewards.judge import Judge
+from keel.rewards.judge.reward import Judge
 from keel.runs.files import make_folder
-from keel.runs.read import load
-from keel.runs.record import update_run_json
-from keel.runs.session import Session
+from keel.runs.reader import load
+from keel.runs.records import update_run_json
+from keel.runs.writer import Session
 from keel.training import rl, sft
 from keel.training.build import build_learner
-from keel.training.drawing import Drawing, read_pending
 from keel.training.evaluate import Evaluator
 from keel.training.evaluate import metrics as evaluation_metrics
 from keel.training.judging import judge_answers, judge_steps, prefer
+from keel.training.prefetch import Drawing, read_pending
 from keel.training.rewarding import load_rewards, scorer, surroundings
 from keel.training.rollout import Sampler, collect
 from keel.training.state import Progress, restore_optimizers

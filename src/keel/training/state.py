@@ -14,7 +14,7 @@ from keel.learn.optimizer import AdamW
 from keel.models.policy import Policy
 from keel.models.reference import Reference
 from keel.runs import checkpoint
-from keel.training.drawing import Pending, save_pending
+from keel.training.prefetch import Pending, save_pending
 from keel.types import KeelError
 
 STATE = "state.json"

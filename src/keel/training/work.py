@@ -11,12 +11,12 @@ from keel.config.judging import JudgingStage
 from keel.config.schema import Recipe, Stage
 from keel.config.seeds import derive
 from keel.config.sources import Prompts, TaskSource
-from keel.learn.budget import Budget
-from keel.models.encode import Encoder
+from keel.data.tasks import PromptStream, build_tasks, heldout, stored
+from keel.learn.token_budget import Budget
+from keel.models.chat import Encoder
 from keel.models.policy import Policy
 from keel.runs.quarantine import LeftOut, counted, write_quarantine
-from keel.runs.session import Session
-from keel.tasks import PromptStream, build_tasks, heldout, stored
+from keel.runs.writer import Session
 from keel.training.state import Progress
 from keel.types import KeelError, Prompt, Task
 

@@ -1,0 +1,1 @@
+"""Statistics, calibration, plots and the metric glossary, from the files of a run."""

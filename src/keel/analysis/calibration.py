@@ -1,0 +1,398 @@
+"""Reward models in numbers: accuracy, log loss, calibration, margins, length, first errors.
+
+Scores go in as they leave the model (logits, score differences), so that no loss is spoilt by a
+probability rounded to 0 or 1. C counts comparisons, S answers. NaN stands for what no row tells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from keel.analysis.proportions import Codes, clustered_mean, codes, share_interval
+from keel.analysis.ranks import auc_interval, pearson, spearman
+from keel.analysis.statistics import Array, Interval
+
+BINS = 10
+MARGIN_BINS = 20
+"""To either side of 0, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What every report can do."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain JSON: intervals as mean, low, high and n; None for NaN and the infinities."""
+        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Bin(Report):
+    """Predictions in [low, high): how many, their mean, and how often it came true."""
+
+    low: float
+    high: float
+    n: int
+    predicted: float
+    observed: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class Margins(Report):
+    """By how much the better answer's score lies above the other's, over pairs that are no tie.
+
+    `below` is the share under 0 (the model is wrong), `at_zero` that of equal scores. The first and
+    the last bin also hold the `beyond` pairs that lie beyond them; 0 is an edge.
+    """
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    mean: float
+    std: float
+    median: float
+    below: float
+    at_zero: float
+    beyond: int
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBias(Report):
+    """How score differences go with length differences, whichever answer is named first.
+
+    The correlations take each pair both ways round. `model_longer` is how often the model has the
+    longer answer above, `label_longer` how often the labels do; answers of one length left out.
+    """
+
+    pearson: float | None
+    spearman: float | None
+    model_longer: Interval
+    label_longer: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class PairReport(Report):
+    """A reward model on pairs. `clusters` is their number where the intervals know of them."""
+
+    n: int
+    ties: int
+    clusters: int | None
+    accuracy: Interval
+    log_loss: float
+    brier: float
+    ece: float
+    bins: tuple[Bin, ...]
+    margins: Margins
+    length: LengthBias | None
+
+
+@dataclass(frozen=True, slots=True)
+class LabelReport(Report):
+    """A model of right and wrong on single answers, beside the best constant prediction."""
+
+    n: int
+    undecided: int
+    clusters: int | None
+    accuracy: Interval
+    auc: Interval
+    log_loss: float
+    brier: float
+    ece: float
+    bins: tuple[Bin, ...]
+    base_rate: float
+    constant_accuracy: float
+    constant_log_loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class LengthCorrelation(Report):
+    """Of scores with lengths; None where either is constant."""
+
+    n: int
+    pearson: float | None
+    spearman: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FirstErrorReport(Report):
+    """How well the first wrong step is found, beside always giving the most frequent answer.
+
+    `gain` is by how much `accuracy` lies above `constant_accuracy`, trace by trace.
+    """
+
+    n: int
+    accuracy: Interval
+    on_wrong: Interval
+    on_right: Interval
+    f1: float
+    constant_answer: int | None
+    constant_accuracy: float
+    gain: Interval
+
+
+def pair_report(
+    difference_C: npt.ArrayLike,
+    probability_C: npt.ArrayLike,
+    length_difference_C: npt.ArrayLike | None = None,
+    clusters: Iterable[Hashable] | None = None,
+    bins: int = BINS,
+) -> PairReport:
+    """What a Bradley–Terry model with score differences d (chosen less rejected) is worth.
+
+        log loss = mean of −p log σ(d) − (1−p) log σ(−d),   Brier = mean of (σ(d) − p)²
+        confidence = σ(|d|),   ECE = Σ_b n_b/n |mean p̃ − mean confidence|, b of [½, 1]
+
+    p is the label: 1 where chosen is better, ½ for a tie, between for a soft label. The accuracy
+    leaves ties out, takes p > ½ as "chosen", and counts a difference of exactly 0 as ½. For the
+    calibration each pair counts once, seen from the side that the model prefers: p̃ is p, or 1−p
+    where d < 0 (½ at d = 0), so nothing depends on which answer is named chosen. Ties count there,
+    and in both losses, as p = ½: their least log loss is log 2, not 0.
+    Intervals are Wilson's; with `clusters` (a name a pair, such as its prompt) the accuracy's and
+    the length's come from `clustered_interval`. The bins' are Wilson's always.
+    Source: Bradley and Terry 1952, Biometrika 39:324; Brier 1950, Mon. Weather Rev. 78:1; Guo et
+    al. 2017 [1706.04599] eq. 3 (ECE, bins of equal width).
+
+    Raises:
+        ValueError: lengths that do not fit, a value that is not finite, a label outside [0, 1].
+    """
+    d, p, names = _checked("differences", difference_C, probability_C, clusters)
+    decided = p != 0.5
+    toward = np.where(p > 0.5, d, -d)[decided]
+    right = (np.sign(toward) + 1) / 2
+    preferred = np.where(d == 0, 0.5, np.where(d > 0, p, 1 - p))
+    reliability = _bins(_sigmoid(np.abs(d)), preferred, np.linspace(0.5, 1, bins + 1))
+    length = None
+    if length_difference_C is not None:
+        length = _length_bias(d, p, _fitting(length_difference_C, d.size), names)
+    return PairReport(
+        n=d.size,
+        ties=int(d.size - decided.sum()),
+        clusters=None if names is None else np.unique(names).size,
+        accuracy=share_interval(right, _at(names, decided)),
+        log_loss=_mean(_log_loss(d, p)),
+        brier=_mean((_sigmoid(d) - p) ** 2),
+        ece=_calibration_error(reliability, d.size),
+        bins=reliability,
+        margins=_margins(toward),
+        length=length,
+    )
+
+
+def label_report(
+    logit_S: npt.ArrayLike,
+    label_S: npt.ArrayLike,
+    clusters: Iterable[Hashable] | None = None,
+    bins: int = BINS,
+) -> LabelReport:
+    """What logits z of "right" are worth against labels y: 1 right, 0 wrong, a share between.
+
+        log loss = mean of −y log σ(z) − (1−y) log σ(−z),   Brier = mean of (σ(z) − y)²
+        ECE = Σ_b n_b/n |mean y − mean σ(z)|, b of [0, 1]
+
+    Accuracy and AUC take y > ½ as right and leave y = ½ out (`undecided`); a logit of exactly 0
+    counts ½. `base_rate` is the mean label; `constant_accuracy` that of always saying what most
+    labels say, `constant_log_loss` that of predicting the base rate. With `clusters` (a name an
+    answer, such as its problem) the intervals of accuracy and AUC are `clustered_interval`'s.
+    Source: Brier 1950, Mon. Weather Rev. 78:1; Guo et al. 2017 [1706.04599] eq. 3; AUC as in
+    `auc_interval`.
+
+    Raises:
+        ValueError: lengths that do not fit, a value that is not finite, a label outside [0, 1].
+    """
+    z, y, names = _checked("logits", logit_S, label_S, clusters)
+    decided = y != 0.5
+    positive = y[decided] > 0.5
+    toward = np.where(positive, z[decided], -z[decided])
+    reliability = _bins(_sigmoid(z), y, np.linspace(0, 1, bins + 1))
+    rate, share = _mean(y), _mean(positive.astype(np.float64))
+    return LabelReport(
+        n=z.size,
+        undecided=int(z.size - decided.sum()),
+        clusters=None if names is None else np.unique(names).size,
+        accuracy=share_interval((np.sign(toward) + 1) / 2, _at(names, decided)),
+        auc=auc_interval(z[decided], positive, _at(names, decided)),
+        log_loss=_mean(_log_loss(z, y)),
+        brier=_mean((_sigmoid(z) - y) ** 2),
+        ece=_calibration_error(reliability, z.size),
+        bins=reliability,
+        base_rate=rate,
+        constant_accuracy=max(share, 1 - share),
+        constant_log_loss=-sum(q * math.log(q) for q in (rate, 1 - rate) if q != 0),
+    )
+
+
+def length_correlation(score_S: npt.ArrayLike, length_S: npt.ArrayLike) -> LengthCorrelation:
+    """Pearson's and Spearman's correlation of scores with lengths (in tokens).
+
+    Equations in `ranks.pearson` and `ranks.spearman`.
+
+    Raises:
+        ValueError: not as many lengths as scores, or one that is not finite.
+    """
+    scores = _fitting(score_S, None)
+    lengths = _fitting(length_S, scores.size)
+    return LengthCorrelation(scores.size, pearson(scores, lengths), spearman(scores, lengths))
+
+
+def first_error_report(
+    predicted: Sequence[int | None],
+    true: Sequence[int | None],
+    clusters: Iterable[Hashable] | None = None,
+) -> FirstErrorReport:
+    """How well the first wrong step is found; None says that no step is wrong.
+
+        F1 = 2 a_wrong a_right / (a_wrong + a_right)
+
+    with a_wrong the accuracy (the very step) on traces that have a wrong step, a_right on those
+    that have none; 0 where both are 0, NaN where there are no traces of one sort.
+    `constant_answer` is the most frequent of `true`, so the best constant that there is with the
+    answers known (of equals None, then the earliest step). `gain` is Student's interval of the
+    difference trace by trace, the accuracies' are Wilson's; with `clusters` they are those of
+    `clustered_mean` and `clustered_interval`.
+    Source: Zheng et al. 2024 [2412.06559] §3 (ProcessBench).
+
+    Raises:
+        ValueError: not as many predictions as truths.
+    """
+    if len(predicted) != len(true):
+        raise ValueError(f"{len(predicted)} predictions for {len(true)} traces")
+    names = None if clusters is None else codes(clusters)
+    if names is not None and names.size != len(true):
+        raise ValueError(f"{names.size} clusters for {len(true)} traces")
+    hit = np.array([p == t for p, t in zip(predicted, true, strict=True)], dtype=np.float64)
+    wrong = np.array([t is not None for t in true], dtype=bool)
+    on_wrong = share_interval(hit[wrong], _at(names, wrong))
+    on_right = share_interval(hit[~wrong], _at(names, ~wrong))
+    both = on_wrong.mean + on_right.mean
+    counts = Counter(true)
+    most = max(counts.values(), default=0)
+    answers = sorted((t for t in counts if counts[t] == most), key=lambda t: -1 if t is None else t)
+    answer = answers[0] if answers else None
+    constant = np.array([t == answer for t in true], dtype=np.float64)
+    return FirstErrorReport(
+        n=len(true),
+        accuracy=share_interval(hit, names),
+        on_wrong=on_wrong,
+        on_right=on_right,
+        f1=0.0 if both == 0 else 2 * on_wrong.mean * on_right.mean / both,
+        constant_answer=answer,
+        constant_accuracy=_mean(constant),
+        gain=clustered_mean(hit - constant, names),
+    )
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _checked(
+    what: str, scores: npt.ArrayLike, labels: npt.ArrayLike, clusters: Iterable[Hashable] | None
+) -> tuple[Array, Array, Codes | None]:
+    x = _fitting(scores, None, what)
+    y = _fitting(labels, x.size, "labels")
+    if not ((y >= 0) & (y <= 1)).all():
+        raise ValueError("labels are probabilities in [0, 1]")
+    names = None if clusters is None else codes(clusters)
+    if names is not None and names.size != x.size:
+        raise ValueError(f"{names.size} clusters for {x.size} {what}")
+    return x, y, names
+
+
+def _fitting(values: npt.ArrayLike, size: int | None, what: str = "lengths") -> Array:
+    x = np.asarray(values, dtype=np.float64).reshape(-1)
+    if size is not None and x.size != size:
+        raise ValueError(f"{x.size} {what} for {size} scores")
+    if not np.isfinite(x).all():
+        raise ValueError(f"{int((~np.isfinite(x)).sum())} of {x.size} {what} are not finite")
+    return x
+
+
+def _at(names: Codes | None, kept: npt.NDArray[np.bool_]) -> Codes | None:
+    return None if names is None else names[kept]
+
+
+def _mean(values: Array) -> float:
+    return float(values.mean()) if values.size else math.nan
+
+
+def _sigmoid(x: Array) -> Array:
+    # exp of what is not positive: never overflows.
+    small = np.exp(-np.abs(x))
+    return np.asarray(np.where(x >= 0, 1.0, small) / (1 + small))
+
+
+def _log_loss(x: Array, y: Array) -> Array:
+    """−y log σ(x) − (1−y) log σ(−x), with −log σ(x) = log(1 + e^−x) at any size."""
+    return np.asarray(y * np.logaddexp(0, -x) + (1 - y) * np.logaddexp(0, x))
+
+
+def _bins(predicted: Array, observed: Array, edges: Array) -> tuple[Bin, ...]:
+    """Those of equal width that hold each prediction; the last takes its upper edge too."""
+    index = np.minimum(np.searchsorted(edges, predicted, side="right") - 1, len(edges) - 2)
+    out = []
+    for number in range(len(edges) - 1):
+        inside = index == number
+        found = share_interval(observed[inside])
+        low, high = float(edges[number]), float(edges[number + 1])
+        out.append(Bin(low, high, int(inside.sum()), _mean(predicted[inside]), found))
+    return tuple(out)
+
+
+def _calibration_error(bins: Sequence[Bin], n: int) -> float:
+    if n == 0:
+        return math.nan
+    return sum(b.n / n * abs(b.observed.mean - b.predicted) for b in bins if b.n)
+
+
+def _margins(margin_C: Array) -> Margins:
+    if margin_C.size == 0:
+        return Margins((0.0, 1.0), (0,), *(math.nan,) * 5, 0)
+    size = np.abs(margin_C)
+    # A few far away must not press the rest into one bin: beyond four times the 90 % quantile they
+    # are counted in the bin at the end.
+    most = float(size.max()) or 1.0
+    reach = min(most, 4 * float(np.quantile(size, 0.9))) or most
+    width = max(reach / MARGIN_BINS, float(np.finfo(np.float64).tiny))
+    index = np.floor(np.clip(margin_C, -reach, reach) / width).astype(int)
+    index = np.clip(index, -MARGIN_BINS, MARGIN_BINS - 1)
+    first, last = min(int(index.min()), -1), max(int(index.max()), 0)
+    return Margins(
+        edges=tuple(width * number for number in range(first, last + 2)),
+        counts=tuple(np.bincount(index - first, minlength=last - first + 1).tolist()),
+        mean=float(margin_C.mean()),
+        std=most * float((margin_C / most).std()),
+        median=float(np.median(margin_C)),
+        below=float((margin_C < 0).mean()),
+        at_zero=float((margin_C == 0).mean()),
+        beyond=int((size > reach).sum()),
+    )
+
+
+def _length_bias(d: Array, p: Array, length: Array, names: Codes | None) -> LengthBias:
+    both = np.concatenate([d, -d]), np.concatenate([length, -length])
+    unequal = length != 0
+    model = (np.sign(d * np.sign(length))[unequal] + 1) / 2
+    label = np.where(length > 0, p, 1 - p)[unequal]
+    return LengthBias(
+        pearson(*both),
+        spearman(*both),
+        share_interval(model, _at(names, unequal)),
+        share_interval(label, _at(names, unequal)),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Numbers, lists and dictionaries that JSON has."""
+    if isinstance(value, Report):
+        return value.as_dict()
+    if isinstance(value, Interval):
+        return {name: _plain(number) for name, number in value.as_dict().items()}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,223 @@
+"""Pictures of reward models: reliability, margins, and what optimising against one does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from keel.analysis.calibration import LabelReport, PairReport
+from keel.analysis.overoptimisation import Optimisation, distance, fit_overoptimisation
+from keel.analysis.plots import COLOURS, FAINT, INK, MARKERS, drawing, set_titles, smooth
+from keel.analysis.statistics import Array
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PERCENT = ([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
+
+
+def reliability_picture(
+    report: PairReport | LabelReport, path: Path, title: str, subtitle: str = ""
+) -> None:
+    """How often predictions of each confidence come true, and below it how many there are.
+
+    Points lie at a bin's mean prediction with Wilson's 95 % interval; on the diagonal the model
+    means what it says. Without a `subtitle` there is one with the figures.
+
+    Raises:
+        KeelError: matplotlib is not installed, or the file cannot be written.
+    """
+    pairs = isinstance(report, PairReport)
+    full = [b for b in report.bins if b.n]
+    low = report.bins[0].low
+    with drawing(path, 6.0) as figure:
+        above, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 1]})
+        above.plot([low, 1], [low, 1], color=FAINT, linestyle="--", label="perfectly calibrated")
+        if full:
+            at, share = [b.predicted for b in full], np.array([b.observed.mean for b in full])
+            ends = np.array([[b.observed.low, b.observed.high] for b in full]).T
+            above.errorbar(
+                at,
+                share,
+                yerr=np.maximum(0.0, [share - ends[0], ends[1] - share]),
+                color=COLOURS[0],
+                marker=MARKERS[0],
+                capsize=3,
+                elinewidth=1.2,
+                clip_on=False,
+                zorder=3,
+                label="model, 95 % interval",
+            )
+        else:
+            above.text(0.5, 0.5, "no rows", ha="center", transform=above.transAxes, color=FAINT)
+        below.bar(
+            [b.low for b in report.bins],
+            [b.n for b in report.bins],
+            [b.high - b.low for b in report.bins],
+            align="edge",
+            color=COLOURS[5],
+            edgecolor="white",
+        )
+        above.set_xlim(low - 0.01, 1.01)
+        above.set_ylim(0, 1)
+        above.set_yticks(*PERCENT)
+        above.set_ylabel("preferred answer is the better" if pairs else "answer is right")
+        above.legend(loc="upper left")
+        below.set_ylabel("pairs" if pairs else "answers")
+        below.set_xlabel(
+            "probability the model gives the answer it prefers"
+            if pairs
+            else "probability the model gives that the answer is right"
+        )
+        set_titles(figure, title, subtitle or _figures(report))
+
+
+def margin_picture(report: PairReport, path: Path, title: str, subtitle: str = "") -> None:
+    """How far apart the model scores the two answers of a pair; below 0 it is wrong.
+
+    Raises:
+        KeelError: matplotlib is not installed, or the file cannot be written.
+    """
+    margins, decided = report.margins, report.n - report.ties
+    edges, counts = np.array(margins.edges), np.array(margins.counts)
+    with drawing(path, 4.5) as figure:
+        axes = figure.subplots()
+        wrong = edges[:-1] < 0
+        sides = (
+            (wrong, COLOURS[1], "//", f"wrong: {_percent(margins.below)} of pairs"),
+            (~wrong, COLOURS[0], "", f"right: {_percent(1 - margins.below - margins.at_zero)}"),
+        )
+        for side, colour, hatch, label in sides:
+            axes.bar(
+                edges[:-1][side],
+                counts[side],
+                np.diff(edges)[side],
+                align="edge",
+                color=colour,
+                hatch=hatch,
+                edgecolor="white",
+                label=label,
+            )
+        even = f"even: {_percent(margins.at_zero)}" if margins.at_zero > 0 else None
+        axes.axvline(0, color=INK, linewidth=1.2, label=even)
+        if decided:
+            axes.axvline(
+                margins.median,
+                color=INK,
+                linewidth=1.2,
+                linestyle="--",
+                label=f"median {margins.median:.2g}",
+            )
+        beyond = f" ({margins.beyond} beyond, in the outermost bins)" if margins.beyond else ""
+        axes.set_xlabel("score of the better answer minus that of the other" + beyond)
+        axes.set_ylabel("pairs")
+        axes.legend(loc="best")
+        set_titles(figure, title, subtitle or _figures(report))
+
+
+def over_optimisation_picture(
+    curves: Sequence[Optimisation],
+    path: Path,
+    title: str,
+    subtitle: str = "",
+    *,
+    same_unit: bool = False,
+    fit: bool = True,
+) -> None:
+    """Proxy (dashed) and gold (solid) reward against the distance √KL from the reference.
+
+    One colour a run; from 20 points on a moving mean in order of training, over the points
+    themselves. The proxy has its own axis on the right unless the two are of the `same_unit`. With
+    `fit` a thin dotted line is the law of `fit_overoptimisation`, where the points determine it,
+    drawn no further than they reach.
+    Source: Gao et al. 2022 [2210.10760] figure 1.
+
+    Raises:
+        KeelError: matplotlib is not installed, or the file cannot be written.
+    """
+    with drawing(path, 5.0) as figure:
+        axes = figure.subplots()
+        right = axes if same_unit else axes.twinx()
+        if right is not axes:
+            right.grid(False)
+            right.spines["right"].set_visible(True)
+            right.set_ylabel("proxy reward (dashed)")
+        fitted = False
+        for index, curve in enumerate(curves):
+            colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+            at = distance(curve.divergence_P)
+            _draw_path(right, at, curve.proxy_P, colour, "", "--")
+            _draw_path(axes, at, curve.gold_P, colour, marker, "-")
+            law = fit_overoptimisation(at, curve.gold_P) if fit else None
+            if law is not None:
+                along = np.linspace(np.nanmin(at), np.nanmax(at), 200)
+                axes.plot(along, law.at(along), color=colour, linewidth=1.0, linestyle=":")
+                fitted = True
+        axes.set_xlim(left=0)
+        axes.set_xlabel("distance from the reference, √KL (√nats per completion)")
+        axes.set_ylabel("reward" if same_unit else "gold reward (solid)")
+        _over_optimisation_legend(axes, [curve.label for curve in curves], fitted)
+        set_titles(figure, title, subtitle)
+
+
+def _draw_path(axes: Axes, at: Array, values: Array, colour: str, marker: str, style: str) -> None:
+    kept = np.isfinite(at) & np.isfinite(values)
+    at, values = at[kept], values[kept]
+    if not len(at):
+        return
+    window = max(1, len(at) // 20) * 2 + 1 if len(at) >= 20 else 1
+    if window > 1:
+        axes.plot(at, values, ".", color=colour, alpha=0.25, markersize=4, markeredgewidth=0)
+    axes.plot(
+        smooth(at, window),
+        smooth(values, window),
+        color=colour,
+        linestyle=style,
+        marker=marker or None,
+        markevery=max(1, len(at) // 8),
+        markersize=5,
+    )
+
+
+def _over_optimisation_legend(axes: Axes, labels: Sequence[str], fitted: bool) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D(
+            [], [], color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)], label=name
+        )
+        for i, name in enumerate(labels)
+    ]
+    handles += [
+        Line2D([], [], color=INK, label="gold reward"),
+        Line2D([], [], color=INK, linestyle="--", label="proxy reward"),
+    ]
+    if fitted:
+        law = "gold, fitted: $R_0 + d\\,(\\alpha - \\beta\\,\\log d)$"
+        handles.append(Line2D([], [], color=INK, linewidth=1.0, linestyle=":", label=law))
+    # Below the axes: curves that rise, fall and cross leave no corner free.
+    axes.figure.legend(
+        handles=handles, loc="outside lower center", ncols=4 if len(handles) <= 4 else 3
+    )
+
+
+def _figures(report: PairReport | LabelReport) -> str:
+    if isinstance(report, PairReport):
+        rows = f"{report.n} pairs" + (f" ({report.ties} tied)" if report.ties else "")
+    else:
+        rows = f"{report.n} answers"
+    accuracy = report.accuracy
+    if not accuracy.n:
+        return rows
+    ends = f"{100 * accuracy.low:.1f}–{100 * accuracy.high:.1f}"
+    return (
+        f"{rows}: accuracy {_percent(accuracy.mean)} (95 %: {ends}), "
+        f"log loss {report.log_loss:.3f}, Brier {report.brier:.3f}, ECE {report.ece:.3f}"
+    )
+
+
+def _percent(share: float) -> str:
+    return "–" if np.isnan(share) else f"{100 * share:.1f} %"

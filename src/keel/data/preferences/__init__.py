@@ -1,0 +1,1 @@
+"""Preference data: records, readers, agreement between annotators."""

@@ -1,0 +1,142 @@
+"""Pairs with the verdicts that people gave of them, and the files that hold them. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.config.suggest import unknown
+from keel.data.preferences.schema import Preference
+from keel.types import KeelError
+
+TIE, FIRST, SECOND = 0, 1, 2
+"""A verdict: neither answer, the one that stood first, the one that stood second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Annotated:
+    """Two answers in the order in which they were shown, and each judge's verdict."""
+
+    id: str
+    prompt: str
+    answers: tuple[str, str]
+    votes: tuple[int, ...]
+
+    @property
+    def share(self) -> float:
+        """The share of the votes for the first answer; a tie is half a vote for each."""
+        return sum({FIRST: 1.0, TIE: 0.5, SECOND: 0.0}[v] for v in self.votes) / len(self.votes)
+
+    @property
+    def majority(self) -> int | None:
+        """The verdict of more than half of the judges; None where there is none."""
+        verdict, count = Counter(self.votes).most_common(1)[0]
+        return verdict if 2 * count > len(self.votes) else None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether one of the answers is blank."""
+        return not all(answer.strip() for answer in self.answers)
+
+    def preference(self) -> Preference:
+        """The answer with more of the votes as `chosen`, the first where they have the same."""
+        first, second = self.answers
+        if self.share < 0.5:
+            return Preference(self.id, self.prompt, second, first, 1.0 - self.share)
+        return Preference(self.id, self.prompt, first, second, self.share)
+
+    def row(self) -> dict[str, Any]:
+        """One line of JSONL; `first` says which answer stood first, as the votes count them."""
+        pair = self.preference()
+        return {
+            "id": pair.id,
+            "prompt": pair.prompt,
+            "chosen": pair.chosen,
+            "rejected": pair.rejected,
+            "probability": pair.probability,
+            "first": "rejected" if self.share < 0.5 else "chosen",
+            "votes": list(self.votes),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What a published file holds; `mended` counts the answers that were a JSON true or false."""
+
+    rows: tuple[Annotated, ...]
+    mended: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One column of one row of a published file, to be checked."""
+
+    path: Path
+    number: int
+    row: Mapping[str, Any]
+
+    def get(self, column: str) -> Any:
+        """What the column holds. Raises KeelError where there is no such column."""
+        if column not in self.row:
+            raise KeelError(
+                f"{self.path}: row {self.number}: {unknown('column', column, self.row)}"
+            )
+        return self.row[column]
+
+    def text(self, column: str) -> str:
+        """The column's text. A JSON true is the text True, which a table program turned into it."""
+        value = self.get(column)
+        if isinstance(value, bool):
+            return str(value)
+        if not isinstance(value, str):
+            raise self.wrong(column, "is not a text")
+        return value
+
+    def verdict(self, column: str, allowed: Sequence[int]) -> int:
+        """A verdict as a whole number."""
+        value = self.get(column)
+        if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
+            raise self.wrong(column, f"is none of {', '.join(map(str, allowed))}")
+        return value
+
+    def wrong(self, column: str, why: str) -> KeelError:
+        """The column is refused."""
+        return KeelError(
+            f"{self.path}: row {self.number}: {column} = {self.row[column]!r} {why}: "
+            "mend the file, or fetch it anew"
+        )
+
+
+def read_cells(path: Path, what: str) -> list[Cell]:
+    """The rows of a JSON file that holds a list of objects, counted from 1; `what` it should be.
+
+    Raises:
+        KeelError: no such file, not JSON, or something else in it.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise KeelError(f"{path}: is no file: give {what}")  # a FIFO would wait for a writer
+    try:
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise KeelError(f"{path}: there is no such file: give {what}") from None
+    except OSError as error:
+        raise KeelError(f"{path}: cannot be read: {error.strerror}: give {what}") from None
+    except UnicodeDecodeError as error:
+        raise KeelError(f"{path}: not UTF-8 text ({error.reason}): give {what}") from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise KeelError(f"{path}: not JSON: {error.msg} at {where}: give {what}") from None
+    except RecursionError:
+        raise KeelError(f"{path}: not readable: nested too deeply: give {what}") from None
+    if not isinstance(found, list) or not found:
+        kind = "an empty list" if found == [] else f"a JSON {type(found).__name__}"
+        raise KeelError(f"{path}: {kind}, not a list of rows: give {what}")
+    for number, row in enumerate(found, start=1):
+        if not isinstance(row, dict):
+            kind = type(row).__name__
+            raise KeelError(f"{path}: row {number}: a JSON {kind}, not an object: give {what}")
+    return [Cell(path, number, row) for number, row in enumerate(found, start=1)]

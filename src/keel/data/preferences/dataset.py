@@ -1,0 +1,260 @@
+"""Judged answers from files or Python: pairs, labelled answers, labelled steps, on two sides."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from keel.config.entry import load_entry
+from keel.config.preference_data import PreferenceData
+from keel.config.suggest import unknown
+from keel.data.preferences import records as judged
+from keel.data.preferences.fields import Fields
+from keel.data.preferences.schema import Labelled, Origin, Preference, Stepwise
+from keel.data.preferences.split import Sides, sides_of
+from keel.data.tables import Gathered, Table, all_bad, read_table, rows_table
+from keel.data.tasks.base import position
+from keel.data.tasks.generated import take_options
+from keel.runs.quarantine import LeftOut, Why, shortened
+from keel.types import KeelError
+
+KINDS = ("jsonl", "parquet", "datasets")
+HELDOUT = "heldout/"
+"""Begins the ids of a held-out file of its own: both files may number their rows from 0."""
+T = TypeVar("T", bound=Preference | Labelled | Stepwise)
+
+
+def read_pairs(source: PreferenceData, seed: int = 0) -> Sides[Preference]:
+    """Rows of `prompt/chosen/rejected`, with `probability` and `margin` where the file has them.
+
+    The prompt is text or messages, an answer text or messages; without a `prompt` the answers are
+    whole conversations. `seed` goes to a Python entry that has a parameter of that name. Raises
+    KeelError for a row that is none of these, naming file, line, column and mend.
+    """
+    return _Reader(source, judged.pair, judged.PAIR).sides(seed)
+
+
+def read_labelled(source: PreferenceData, seed: int = 0) -> Sides[Labelled]:
+    """Rows of `prompt/completion/label`; a label is a boolean or a number from 0 to 1."""
+    return _Reader(source, judged.labelled, judged.LABELLED).sides(seed)
+
+
+def read_steps(source: PreferenceData, seed: int = 0) -> Sides[Stepwise]:
+    """Rows of `prompt/completions/labels`, or of `prompt/steps/first_error`.
+
+    A step's label is a boolean, a number from 0 to 1, or null where nobody judged it; a first
+    error is the index (from 0) of the first wrong step, or null where all are right. BIG-Bench
+    Mistake's `input` and `mistake_index` are taken for `prompt` and `first_error`. A step may be
+    blank, an answer not.
+    """
+    return _Reader(source, judged.stepwise, judged.STEPWISE).sides(seed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed(Generic[T]):
+    """A row with the positions of its prompt and of its group, which decide its side."""
+
+    item: T
+    prompt: float
+    group: float
+
+    def left_out(self, reason: str, why: Why) -> LeftOut:
+        origin = self.item.origin
+        assert origin is not None
+        said = shortened(f"{origin.place}: {reason}")
+        return LeftOut(origin.source, origin.line, said, origin.row, why)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader(Generic[T]):
+    """From a source to two sides: `make` builds a row of the kind, `known` are its columns."""
+
+    source: PreferenceData
+    make: Callable[[Fields, str], T]
+    known: tuple[str, ...]
+
+    def sides(self, seed: int) -> Sides[T]:
+        source = self.source
+        train, heldout = _tables(source, seed)
+        name = source.name if source.path is None else f"{source.name}:{Path(source.path).stem}"
+        ids: set[str] = set()
+        kept, left = self._rows(train, name, ids)
+        if heldout is None:
+            sides = sides_of([row.group for row in kept], source.heldout_share)
+            held = [row for row, side in zip(kept, sides, strict=True) if side == "heldout"]
+            kept = [row for row, side in zip(kept, sides, strict=True) if side == "train"]
+        else:
+            held, left_held = self._rows(heldout, name, ids, HELDOUT)
+            left += left_held
+        return _apart(kept, held, left, name)
+
+    def _rows(
+        self, table: Table, name: str, ids: set[str], prefix: str = ""
+    ) -> tuple[list[_Placed[T]], list[LeftOut]]:
+        """The table's rows, and those left out: bad ones, and with an empty answer where these go.
+
+        `prefix` begins the rows' ids, which no row may share with another.
+        """
+        self._check_names(table)
+        found: list[_Placed[T]] = []
+        dropped: list[LeftOut] = []
+        bad, where = Gathered(self.source.bad_rows), table.where
+        for row, number, line in zip(table.rows, table.numbers, table.lines, strict=True):
+            place = where.place(line)
+            origin = Origin(where.source, where.mark, line, row)
+            fields = Fields(row, place, self.source.columns, origin)
+            try:
+                item = self._row(fields, f"{name}/{prefix}{number}", prefix, ids)
+            except KeelError as error:
+                bad.take(error, where, line, row)
+                continue
+            if item is None:
+                reason = f"{place}: an answer is empty"
+                dropped.append(where.left_out(line, reason, row, "empty"))
+                continue
+            ids.add(item.item.id)
+            found.append(item)
+        every = sorted([*table.bad, *bad.rows, *dropped], key=lambda left: left.line)
+        if not found and len(dropped) < len(every):
+            raise all_bad(where.source, [left for left in every if left.why == "bad"])
+        if not found:
+            name = f"{name}/{prefix}".rstrip("/")
+            raise KeelError(f"{name}: no rows are left: every one has an empty answer")
+        return found, every
+
+    def _row(self, fields: Fields, number: str, prefix: str, ids: set[str]) -> _Placed[T] | None:
+        """One row; None where it is dropped for an empty answer."""
+        item = self.make(fields, _id(fields, number, prefix))
+        if not self._is_kept(item, fields):
+            return None
+        if item.id in ids:
+            raise KeelError(f"{fields.place}: two rows have the id {item.id!r}: give each its own")
+        prompt = position(item.prompt)
+        group = self._group(fields)
+        if group is None:
+            return _Placed(item, prompt, prompt)
+        return _Placed(replace(item, group=group), prompt, position(group))
+
+    def _is_kept(self, item: T, fields: Fields) -> bool:
+        empty = [name for name, text in _answers(item) if not text.strip()]
+        if not empty or self.source.empty == "keep":
+            return True
+        if self.source.empty == "refuse":
+            name = fields.first(*empty[0].split("/"))
+            mend = 'the answer is empty: leave the row out, or set empty = "drop" (or "keep")'
+            raise fields.wrong(name, mend)
+        return False
+
+    def _group(self, fields: Fields) -> str | None:
+        if self.source.group is None:
+            return None
+        value = fields.value(self.source.group)
+        if value is None:
+            raise fields.wrong(self.source.group, "the group is empty: name the row's group")
+        try:
+            return json.dumps(value, sort_keys=True, default=str)
+        except (TypeError, ValueError, RecursionError):  # of Python rows alone
+            raise fields.wrong(self.source.group, "name groups by texts or numbers") from None
+
+    def _check_names(self, table: Table) -> None:
+        """A mistaken name for a column that may be absent would otherwise pass in silence."""
+        for name, column in self.source.columns.items():
+            if name not in self.known:
+                raise KeelError(f"columns: {unknown('column', name, self.known)}")
+            if not any(column in row for row in table.rows):
+                there = {str(key) for row in table.rows for key in row}
+                where = table.where.source
+                raise KeelError(f"{where}: columns.{name}: {unknown('column', column, there)}")
+
+
+def _apart(
+    train: list[_Placed[T]], held: list[_Placed[T]], left: list[LeftOut], name: str
+) -> Sides[T]:
+    """Train rows whose prompt or group is also held out are left out of training."""
+    prompts, groups = {row.prompt for row in held}, {row.group for row in held}
+    kept, overlap = [], []
+    for row in train:
+        if row.prompt in prompts or row.group in groups:
+            overlap.append(row.left_out("the prompt or group is also held out", "overlap"))
+        else:
+            kept.append(row)
+    if not kept:
+        raise KeelError(
+            f"{name}: every train prompt is also held out: drop heldout_path or group, "
+            "or give other rows"
+        )
+    items = tuple(row.item for row in kept), tuple(row.item for row in held)
+    return Sides(*items, left_out=(*left, *overlap))
+
+
+def _answers(item: Preference | Labelled | Stepwise) -> Iterable[tuple[str, str]]:
+    """The columns of the answers (alternatives joined by a stroke) and their texts."""
+    if isinstance(item, Preference):
+        return (("chosen", item.chosen), ("rejected", item.rejected))
+    if isinstance(item, Labelled):
+        return (("completion", item.completion),)
+    return (("completions/steps", "".join(item.steps)),)
+
+
+def _id(fields: Fields, number: str, prefix: str) -> str:
+    """The row's own `id`, a text or an integer, behind the prefix; else its number in its file."""
+    own = fields.row.get("id")
+    if isinstance(own, bool) or not isinstance(own, str | int) or own == "":
+        return number
+    return f"{prefix}{own}"
+
+
+# ---------------------------------------------------------------- where the rows come from
+
+
+def _tables(source: PreferenceData, seed: int) -> tuple[Table, Table | None]:
+    """The train table, and the held-out one where it is given."""
+    if source.name not in KINDS:
+        if ":" not in source.name:
+            known = [*KINDS, "module:function"]
+            raise KeelError(f"preference data: {unknown('kind', source.name, known)}")
+        return _entry(source, seed), None
+    if source.path is None:
+        what = "a data set's name" if source.name == "datasets" else "a file"
+        raise KeelError(f"preference data {source.name!r}: path is not set: give {what}")
+    options: dict[str, Any] = dict(source.options)
+    split = str(options.pop("split", "train")) if source.name == "datasets" else "train"
+    bad_rows = source.bad_rows
+    train = read_table(source.name, source.path, options, split, bad_rows)
+    if source.heldout_path is None:
+        return train, None
+    if source.name == "datasets":
+        other = source.path, options, source.heldout_path
+    else:
+        other = source.heldout_path, options, split
+    return train, read_table(source.name, *other, bad_rows)
+
+
+def _entry(source: PreferenceData, seed: int) -> Table:
+    """What the Python function returns: rows, each a dict of columns."""
+    where = f"preference data {source.name!r}"
+    for key, value in (("path", source.path), ("heldout_path", source.heldout_path)):
+        if value is not None:
+            raise KeelError(f"{where}: {key} is not read by a function: put it into options")
+    function: Callable[..., Any] = load_entry(source.name, "preference data")
+    if not callable(function):
+        raise KeelError(f"{where}: it is a {type(function).__name__}, not a function")
+    options: dict[str, Any] = dict(source.options)
+    take_options(function, options, where)
+    if "seed" in inspect.signature(function).parameters:
+        options.setdefault("seed", seed)
+    try:
+        made = function(**options)
+        rows = None if isinstance(made, str | bytes | Mapping) else list(made)
+    except KeelError:
+        raise
+    except Exception as error:
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise KeelError(f"{where} raises {message}") from error
+    if rows is None:
+        raise KeelError(f"{where} returns a {type(made).__name__}: return rows of dicts")
+    return rows_table(rows, where, source.bad_rows)

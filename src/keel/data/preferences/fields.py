@@ -1,0 +1,203 @@
+"""One row of judged answers, read column by column; a refusal names row, column, value, mend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from keel.config.suggest import unknown
+from keel.data.preferences.schema import Origin
+from keel.data.tables import encodable
+from keel.types import Content, KeelError, Message
+
+SHOWN = 60
+"""Characters of a wrong value that its error shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """A row, where it stands, and the file's own names of columns (`names["prompt"]`, …)."""
+
+    row: Mapping[str, Any]
+    place: str
+    names: Mapping[str, str] = field(default_factory=dict)
+    origin: Origin | None = None
+
+    def has(self, name: str) -> bool:
+        """Whether the column is there and holds something."""
+        return self.row.get(self.names.get(name, name)) is not None
+
+    def there(self, name: str) -> bool:
+        """Whether there is such a column, null or not."""
+        return self.names.get(name, name) in self.row
+
+    def value(self, name: str) -> Any:
+        """What the column holds; None where a Parquet file or a JSON null says so."""
+        column = self.names.get(name, name)
+        if column not in self.row:
+            raise KeelError(f"{self.place}: {unknown('column', column, map(str, self.row))}")
+        return self.row[column]
+
+    def first(self, *names: str) -> str:
+        """The first of the names that the row has a column for; the first of all where none."""
+        return next((n for n in names if self.there(n)), names[0])
+
+    def wrong(self, name: str, mend: str) -> KeelError:
+        """The column's value is refused; `mend` says what to give instead."""
+        column = self.names.get(name, name)
+        shown = _shown(self.row.get(column))
+        shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 1] + "…"
+        return KeelError(f"{self.place}: column {column!r} = {shown}: {mend}")
+
+    # ------------------------------------------------------------ what a column may hold
+
+    def answer(self, name: str) -> str | tuple[Message, ...]:
+        """Text, or messages that end in the assistant's turn."""
+        value = self.value(name)
+        if isinstance(value, str):
+            return self._whole(name, value)
+        turns = self._messages(name, "give a text or messages")
+        if turns[-1]["role"] != "assistant":
+            raise self.wrong(name, "the last message must be the assistant's")
+        return turns
+
+    def prompt(self, name: str) -> Content:
+        """Text that is not blank, or messages."""
+        value = self.value(name)
+        if not isinstance(value, str):
+            return self._messages(name, "give a text or messages")
+        if not value.strip():
+            raise self.wrong(name, "the prompt is empty: leave the row out")
+        return self._whole(name, value)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of texts, at least one."""
+        value = self.value(name)
+        if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+            raise self.wrong(name, "give a list of texts")
+        if not value:
+            raise self.wrong(name, "the list is empty: leave the row out")
+        return tuple(self._whole(name, text) for text in value)
+
+    def number(self, name: str, default: float) -> float:
+        """A finite number; the default where the column is absent or null."""
+        if not self.has(name):
+            return default
+        found = finite(self.value(name))
+        if found is None:
+            raise self.wrong(name, "give a finite number")
+        return found
+
+    def share(self, name: str, default: float) -> float:
+        """A number from 0 to 1; the default where the column is absent or null."""
+        found = self.number(name, default)
+        if not 0 <= found <= 1:
+            raise self.wrong(name, "give a number from 0 to 1")
+        return found
+
+    def _messages(self, name: str, mend: str) -> tuple[Message, ...]:
+        value = self.value(name)
+        turns = value if isinstance(value, list | tuple) else []
+        form = '[{"role": …, "content": …}, …]'
+        if not turns or not all(_is_message(turn) for turn in turns):
+            raise self.wrong(name, f"{mend} ({form}, each content a text)")
+        return tuple(
+            Message(
+                role=self._whole(name, turn["role"]),
+                content=self._whole(name, turn["content"]),
+            )
+            for turn in turns
+        )
+
+    def _whole(self, name: str, text: str) -> str:
+        if not encodable(text):
+            raise self.wrong(name, "it holds half of a character, which is no text: mend it")
+        return text
+
+
+def _shown(value: Any) -> str:
+    """A value as Python writes it, where it can."""
+    try:
+        return repr(value)
+    except Exception:  # of a value's own class, or of too many digits or levels
+        return f"a {type(value).__name__}"
+
+
+def finite(value: Any) -> float | None:
+    """The value as a finite float; None for anything else, booleans too."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond the largest float
+        return None
+    return number if math.isfinite(number) else None
+
+
+def judgement(value: Any) -> float | None:
+    """Right or wrong as 1 or 0, or a share of judges from 0 to 1; None for anything else."""
+    if isinstance(value, bool):
+        return float(value)
+    number = finite(value)
+    return number if number is not None and 0 <= number <= 1 else None
+
+
+def last_turn(
+    fields: Fields, names: Sequence[str], prompt: Content | None
+) -> tuple[Content, list[str]]:
+    """The prompt, and the text of each answer.
+
+    Answers that are whole conversations hold the prompt in their leading turns, which must be the
+    same in all of them. Where the row also has a `prompt`, it must say the same: a text as the
+    content of one of these turns, messages as all of them.
+    """
+    answers = [fields.answer(name) for name in names]
+    if len({isinstance(answer, str) for answer in answers}) == 2:
+        raise fields.wrong(names[1], f"give it in the form of {names[0]!r}, as text or messages")
+    leads: list[tuple[Message, ...]] = []
+    texts: list[str] = []
+    for answer in answers:
+        leads.append(() if isinstance(answer, str) else answer[:-1])
+        texts.append(answer if isinstance(answer, str) else answer[-1]["content"])
+    if any(lead != leads[0] for lead in leads):
+        raise fields.wrong(
+            names[1],
+            f"its turns before the last are not those of {names[0]!r}: "
+            "answers to compare are one assistant turn each",
+        )
+    return _joined(fields, leads[0], prompt, isinstance(answers[0], str), names[0]), texts
+
+
+def _joined(
+    fields: Fields, lead: tuple[Message, ...], prompt: Content | None, text: bool, name: str
+) -> Content:
+    if prompt is None and not lead:
+        what = "a text" if text else "one turn"
+        raise KeelError(
+            f"{fields.place}: no column {fields.names.get('prompt', 'prompt')!r}, and {name!r} is "
+            f"{what}: add the column, or give whole conversations"
+        )
+    if prompt is None:
+        return lead
+    if not lead:
+        # A text before the assistant's message is the user's.
+        chat = isinstance(prompt, str) and not text
+        return (Message(role="user", content=str(prompt)),) if chat else prompt
+    same = (
+        any(prompt == turn["content"] for turn in lead)
+        if isinstance(prompt, str)
+        else tuple(prompt) == lead
+    )
+    if not same:
+        raise fields.wrong("prompt", f"it is not what the turns of {name!r} begin with: drop one")
+    return lead
+
+
+def _is_message(turn: Any) -> bool:
+    return (
+        isinstance(turn, Mapping)
+        and isinstance(turn.get("role"), str)
+        and isinstance(turn.get("content"), str)
+    )

@@ -1,0 +1,330 @@
+"""Rows from files: JSONL, Parquet, and what the `datasets` library loads."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.config.fields import BadRows
+from keel.config.suggest import nearest, unknown
+from keel.runs.quarantine import LeftOut, Why, shortened
+from keel.types import KeelError
+
+Row = Mapping[str, Any]
+DEEPEST = 100
+"""Levels that a row may be nested. Python's own readers and writers give up at some hundreds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A file or a name, and how a row of it is pointed at."""
+
+    source: str
+    mark: str = ": row "
+
+    def place(self, line: int) -> str:
+        """What an error begins with."""
+        return f"{self.source}{self.mark}{line}"
+
+    def left_out(self, line: int, reason: str, row: Any, why: Why = "bad") -> LeftOut:
+        """A row of it that is not used."""
+        return LeftOut(self.source, line, shortened(reason), row, why)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows; of each, its number in the source (from 0, bad ones counted) and its line (from 1).
+
+    `bad` are the rows that could not be read.
+    """
+
+    where: Where
+    rows: Sequence[Row]
+    numbers: Sequence[int]
+    lines: Sequence[int]
+    bad: tuple[LeftOut, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class Gathered:
+    """What becomes of bad rows: the first one stops, or all are gathered."""
+
+    def __init__(self, choice: BadRows) -> None:
+        self.stops = choice == "stop"
+        self.rows: list[LeftOut] = []
+
+    def take(self, error: KeelError, where: Where, line: int, row: Any) -> None:
+        """A row and what is wrong with it. Raises the error where it stops."""
+        if self.stops:
+            raise error
+        self.rows.append(where.left_out(line, str(error), row))
+
+
+def read_table(
+    kind: str, path: str, options: Mapping[str, Any], split: str, bad_rows: BadRows = "stop"
+) -> Table:
+    """Read a table; `kind` is jsonl, parquet or datasets.
+
+    A row that cannot be read stops, in one line (KeelError), or is among the table's `bad`.
+    """
+    if kind == "datasets":
+        return read_dataset(path, split, options, bad_rows)
+    if options:
+        raise KeelError(f"{kind}: unknown option {next(iter(options))!r}: it has no options")
+    read = read_jsonl if kind == "jsonl" else read_parquet
+    return read(_existing(path), bad_rows)
+
+
+def read_jsonl(path: Path, bad_rows: BadRows = "stop") -> Table:
+    """One JSON object a line; blank lines are passed over."""
+    where, bad = Where(str(path), ":"), Gathered(bad_rows)
+    rows: list[Row] = []
+    numbers: list[int] = []
+    lines: list[int] = []
+    try:
+        # A byte that is no UTF-8 becomes half of a character, so that the line it is in is known.
+        with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+            for line, text in enumerate(file, start=1):
+                if text.isspace():
+                    continue
+                try:
+                    rows.append(_row(text, where, line))
+                except KeelError as error:
+                    bad.take(error, where, line, _shown(text))
+                    continue
+                numbers.append(len(numbers) + len(bad.rows))
+                lines.append(line)
+    except OSError as error:
+        raise KeelError(f"{path}: cannot be read: {error.strerror}") from None
+    return _table(where, rows, numbers, lines, bad)
+
+
+def read_parquet(path: Path, bad_rows: BadRows = "stop") -> Table:
+    """The rows of a Parquet file; they are counted from 1."""
+    from pyarrow import parquet
+
+    where = Where(str(path))
+    try:
+        names = parquet.read_schema(path).names
+        table = None if len(set(names)) < len(names) else parquet.read_table(path)
+    except Exception as error:  # of many kinds, for a file that is damaged
+        raise KeelError(f"{path}: not a Parquet file: {_line(error)}") from None
+    if table is None:
+        twice = next(name for at, name in enumerate(names) if name in names[:at])
+        raise KeelError(f"{path}: two columns are named {twice!r}: rename one of them")
+    columns = [_values(table.column(at)) for at in range(len(names))]
+    rows: Sequence[Row] = [{} for _ in range(table.num_rows)]
+    if columns:
+        rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+    bad = Gathered(bad_rows)
+    damaged = any(isinstance(v, _Unread) for column in columns for v in column)
+    return _checked(where, rows, bad, _unreadable if damaged else None)
+
+
+def read_dataset(
+    name: str, split: str, options: Mapping[str, Any], bad_rows: BadRows = "stop"
+) -> Table:
+    """One split of what `datasets.load_dataset(name, **options)` gives."""
+    if importlib.util.find_spec("datasets") is None:
+        raise KeelError("the library `datasets` is not installed: pip install 'keel-rl[data]'")
+    datasets = importlib.import_module("datasets")
+    try:
+        found = datasets.load_dataset(name, **options)
+        if split not in found:
+            raise KeelError(f"datasets: {name!r}: {unknown('split', split, list(found))}")
+        rows = list(found[split])
+    except KeelError:
+        raise
+    except Exception as error:
+        raise KeelError(f"datasets: {name!r} cannot be loaded: {_line(error)}") from None
+    return _checked(Where(f"{name}[{split}]"), rows, Gathered(bad_rows), _not_columns)
+
+
+def rows_table(rows: Sequence[Any], name: str, bad_rows: BadRows = "stop") -> Table:
+    """Rows that a Python function returned."""
+    return _checked(Where(name), rows, Gathered(bad_rows), _not_columns)
+
+
+# ---------------------------------------------------------------- one row
+
+
+def _row(text: str, where: Where, line: int) -> Row:
+    if not text.isascii() and (byte := _no_utf8(text)) is not None:
+        place = where.place(line)
+        raise KeelError(f"{place}: not UTF-8 text (the byte 0x{byte:02x}): save it as UTF-8")
+    try:
+        row = _DECODER.decode(text.rstrip("\r\n"))
+    except json.JSONDecodeError as error:
+        place = where.place(line)
+        raise KeelError(f"{place}: not JSON: {error.msg} at column {error.colno}") from None
+    except ValueError as error:  # a key twice, a number of too many digits
+        raise KeelError(f"{where.place(line)}: not readable: {_line(error)}") from None
+    except RecursionError:
+        raise KeelError(f"{where.place(line)}: not readable: nested too deeply") from None
+    if not isinstance(row, dict):
+        kind = type(row).__name__
+        raise KeelError(f"{where.place(line)}: a JSON {kind}, not an object: one {{…}} a line")
+    if text.count("[") + text.count("{") > DEEPEST and _depth(row) > DEEPEST:
+        raise KeelError(f"{where.place(line)}: not readable: nested too deeply")
+    if ("\\ud" in text or "\\uD" in text) and not encodable(json.dumps(row, ensure_ascii=False)):
+        raise KeelError(
+            f"{where.place(line)}: holds half of a character (\\ud800 to \\udfff alone), "
+            "which is no text: mend the row"
+        )
+    return row
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, whose keys must differ: of two values for one, neither may go unseen."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for at, key in enumerate(keys) if key in keys[:at])
+        raise ValueError(f"the key {twice[:60]!r} stands there twice: drop one")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_once)
+
+
+def _no_utf8(text: str) -> int | None:
+    """The first byte of a line that was no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return ord(text[error.start]) - 0xDC00
+    return None
+
+
+def _shown(text: str) -> str:
+    """A line as it stands, bytes that are no UTF-8 as \\xff."""
+    line = text.rstrip("\n")
+    return line.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def _depth(value: Any) -> int:
+    """How many levels of lists and objects are in one another, found level by level."""
+    depth, level = 0, [value]
+    while level := [v for v in level if isinstance(v, dict | list)]:
+        depth += 1
+        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
+    return depth
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """Stands for a value that has no form in Python."""
+
+    why: str
+
+    def __str__(self) -> str:
+        return f"<{self.why}>"
+
+
+def _values(column: Any) -> Sequence[Any]:
+    try:
+        values: list[Any] = column.to_pylist()
+    except Exception:  # one value cannot be had: text that is no UTF-8, the year 300000
+        values = [_value(value) for value in column]
+    return values
+
+
+def _value(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except Exception as error:
+        return _Unread(_line(error))
+
+
+def _unreadable(row: Any) -> str | None:
+    for name, value in row.items():
+        if isinstance(value, _Unread):
+            return f"column {name!r} cannot be read: {value.why}: mend or drop it"
+    return None
+
+
+def _not_columns(row: Any) -> str | None:
+    """What is wrong with a row that Python code made."""
+    if not isinstance(row, Mapping):
+        return f"a {type(row).__name__}, not a dict of columns"
+    strange = [key for key in row if not isinstance(key, str)]
+    return f"a column is named {strange[0]!r}: name columns by texts" if strange else None
+
+
+# ---------------------------------------------------------------- a whole table
+
+
+def _checked(
+    where: Where, rows: Sequence[Any], bad: Gathered, wrong: Callable[[Any], str | None] | None
+) -> Table:
+    """The rows that nothing is wrong with; all, where there is nothing to ask."""
+    if wrong is None:
+        return _table(where, rows, range(len(rows)), range(1, len(rows) + 1), bad)
+    kept, numbers = [], []
+    for number, row in enumerate(rows):
+        try:
+            reason = wrong(row)
+            row = row if reason or isinstance(row, dict) else dict(row)
+        except Exception as error:  # of a mapping of the user's own
+            reason = f"cannot be read: {_line(error)}"
+        if reason is None:
+            kept.append(row)
+            numbers.append(number)
+        else:
+            joint = " is " if reason.startswith("a ") and not isinstance(row, Mapping) else ": "
+            line = number + 1
+            bad.take(KeelError(f"{where.place(line)}{joint}{reason}"), where, line, row)
+    return _table(where, kept, numbers, [number + 1 for number in numbers], bad)
+
+
+def _table(
+    where: Where, rows: Sequence[Row], numbers: Sequence[int], lines: Sequence[int], bad: Gathered
+) -> Table:
+    if not rows and bad.rows:
+        raise all_bad(where.source, bad.rows)
+    if not rows:
+        raise KeelError(f"{where.source}: no rows: the data set is empty")
+    return Table(where, rows, numbers, lines, tuple(bad.rows))
+
+
+def all_bad(name: str, rows: Sequence[LeftOut]) -> KeelError:
+    """A source that has nothing but bad rows."""
+    return KeelError(f"{name}: no row of {len(rows)} can be read; the first: {rows[0].reason}")
+
+
+def _existing(path: str) -> Path:
+    try:
+        found = Path(path).expanduser()
+        if found.is_file():
+            return found
+        if found.is_dir():
+            raise KeelError(f"{path}: is a folder: name a file in it")
+        siblings = [p.name for p in found.parent.iterdir()] if found.parent.is_dir() else []
+    except (OSError, RuntimeError) as error:  # not allowed, too long a name, no such user's home
+        why = error.strerror if isinstance(error, OSError) else error
+        raise KeelError(f"{path[:60]}: cannot be read: {why}: mend the path") from None
+    guess = nearest(found.name, siblings)
+    mend = f"did you mean {str(found.parent / guess)!r}?" if guess else "mend the path"
+    raise KeelError(f"{path}: there is no such file (looked from {Path.cwd()}): {mend}")
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def encodable(text: str) -> bool:
+    """Whether a text has no lone surrogate, which UTF-8 cannot encode."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

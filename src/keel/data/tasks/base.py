@@ -1,0 +1,192 @@
+"""What tasks have in common: defaults of the protocol, the two sides, and how a prompt is put."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from string import Formatter
+from typing import Any
+
+from keel.config.suggest import unknown
+from keel.data.tables import encodable
+from keel.types import Completion, Content, KeelError, Message, Prompt, Side
+
+HELDOUT_SHARE = 0.1
+"""Share of the contents that the held-out side of an endless task gets."""
+WIDEST = 10_000
+"""Characters that a format string may pad a column to."""
+
+
+class BaseTask:
+    """A task that cannot tell anything; tasks override what they know."""
+
+    name: str
+    correctness = False
+    """Whether a verdict of 1 means that the answer is right; see `RewardSource.correctness`."""
+
+    def size(self, side: Side) -> int | None:
+        """Endless."""
+        return None
+
+    def prompt(self, side: Side, index: int) -> Prompt:
+        """The prompt at an index; every task has its own."""
+        raise NotImplementedError
+
+    def score(self, prompt: Prompt, completion: Completion) -> float | None:
+        """No verdict."""
+        return None
+
+    def gold(self, prompt: Prompt) -> str | None:
+        """No answer known."""
+        return None
+
+    def reply(self, prompt: Prompt, text: str) -> str | None:
+        """The environment says nothing: the conversation ends."""
+        return None
+
+
+def position(content: Content) -> float:
+    """Where a content lies in [0, 1), by SHA-256: what decides its side, whatever the order."""
+    text = content if isinstance(content, str) else json.dumps(list(content), sort_keys=True)
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:6], "big") / 2.0**48
+
+
+def places(content: Content) -> Iterator[float]:
+    """Where a prompt lies in any form that a task's rows may have: with and without its system
+    message, and as text where one turn is left."""
+    yield position(content)
+    if isinstance(content, str):
+        return
+    turns = [turn for at, turn in enumerate(content) if at or turn["role"] != "system"]
+    yield position(turns)
+    if len(turns) == 1:
+        yield position(turns[0]["content"])
+
+
+def side_of(content: Content, heldout_share: float = HELDOUT_SHARE) -> Side:
+    """The side that a content is on, by its hash; so the sides never overlap."""
+    return "heldout" if position(content) < heldout_share else "train"
+
+
+def side_and_index(prompt: Prompt) -> tuple[Side, int]:
+    """The address in a prompt's id, `NAME/SIDE/INDEX`."""
+    _, side, index = prompt.id.rsplit("/", 2)
+    return ("heldout" if side == "heldout" else "train"), int(index)
+
+
+@dataclass(frozen=True, slots=True)
+class Presentation:
+    """How a row becomes what the policy reads.
+
+    `template` is a format string over the row's columns, or the name of a column; one that holds
+    messages is taken as they are. `system` makes the prompt a conversation, with that system
+    message or, where it is empty, with none.
+    """
+
+    template: str = "{prompt}"
+    system: str | None = None
+
+    def body(self, row: Mapping[str, Any], where: str) -> Content:
+        """The prompt without the system message. Raises KeelError that begins with `where`."""
+        column = self._column(row)
+        for name in (column,) if column is not None else names_of(self.template):
+            if name not in row:
+                raise KeelError(f"{where}: {unknown('column', name, row)}")
+            if row[name] is None:
+                raise KeelError(f"{where}: column {name!r} is empty: leave the row out")
+        if column is not None and not isinstance(row[column], str):
+            return self._other(row[column], column, where)
+        try:
+            text = row[column] if column is not None else self.template.format_map(row)
+        except Exception as error:  # of the template's own making, or of a value's class
+            message = " ".join(str(error).split())[:300]
+            raise KeelError(f"{where}: prompt = {self.template!r} fails: {message}") from None
+        return _text(text, where)
+
+    def _other(self, value: Any, column: str, where: str) -> Content:
+        """A column that holds no text: messages, or a number that is put as one."""
+        if isinstance(value, list | tuple):
+            return _messages(value, column, where)
+        if isinstance(value, Mapping | bytes):
+            kind = "a table" if isinstance(value, Mapping) else "bytes"
+            raise KeelError(
+                f"{where}: column {column!r} holds {kind}, not a text or messages: name another "
+                "column in `prompt`"
+            )
+        try:
+            text = format(value)
+        except Exception as error:  # of a value's own class, or of too many digits
+            message = " ".join(str(error).split())[:300]
+            raise KeelError(f"{where}: column {column!r} fails to be text: {message}") from None
+        return _text(text, where)
+
+    def frame(self, body: Content, where: str) -> Content:
+        """The body with the system message, if there is one."""
+        if self.system is None:
+            return body
+        turns = [Message(role="user", content=body)] if isinstance(body, str) else list(body)
+        if self.system and turns[0]["role"] == "system":
+            raise KeelError(f"{where}: the messages begin with a system message: drop task.system")
+        opening = [Message(role="system", content=self.system)] if self.system else []
+        return (*opening, *turns)
+
+    def _column(self, row: Mapping[str, Any]) -> str | None:
+        """The column that the template is the name of, with or without braces."""
+        if self.template in row:
+            return self.template
+        if self.template[:1] == "{" and self.template[-1:] == "}" and self.template[1:-1] in row:
+            return self.template[1:-1]
+        return None
+
+
+@lru_cache(maxsize=256)
+def names_of(template: str) -> tuple[str, ...]:
+    """The columns that a format string names. Raises KeelError for one that is none."""
+    try:
+        parts = list(Formatter().parse(template))
+    except ValueError as error:
+        raise KeelError(f"prompt = {template!r}: {error}: write {{{{ for {{") from None
+    fields = [(field, spec or "") for _, field, spec, _ in parts if field is not None]
+    for field, spec in fields:
+        sizes = [int(size[:9]) for size in re.findall("[0-9]+", spec)]
+        if "{" in spec or any(size > WIDEST for size in sizes):
+            raise KeelError(
+                f"prompt = {template[:80]!r}: the width {spec[:40]!r} is no number up to {WIDEST}"
+            )
+        if re.search(r"\._", field):
+            raise KeelError(f"prompt = {template[:80]!r}: {field[:40]!r} is no part of a row")
+    # Not a template: the name of a column, and a wrong one.
+    return tuple(re.split(r"[.\[]", field)[0] for field, _ in fields) or (template,)
+
+
+def _text(text: str, where: str) -> str:
+    if not text or text.isspace():
+        raise KeelError(f"{where}: the prompt is empty: leave the row out, or mend `prompt`")
+    if not encodable(text):
+        raise KeelError(f"{where}: the prompt holds half of a character, which is no text: mend it")
+    return text
+
+
+def _messages(value: Any, column: str, where: str) -> tuple[Message, ...]:
+    turns = list(value)
+    fine = [
+        isinstance(turn, Mapping)
+        and isinstance(turn.get("role"), str)
+        and isinstance(turn.get("content"), str)
+        for turn in turns
+    ]
+    if not turns or not all(fine):
+        raise KeelError(
+            f"{where}: column {column!r} holds a list that is not of messages "
+            '([{"role": …, "content": …}, …]): name another column in `prompt`'
+        )
+    if not all(encodable(turn["role"]) and whole(turn["content"]) for turn in turns):
+        raise KeelError(
+            f"{where}: column {column!r} holds half of a character, which is no text: mend it"
+        )
+    return tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)

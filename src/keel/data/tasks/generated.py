@@ -1,0 +1,88 @@
+"""Tasks whose prompts are drawn, not stored: endless, seeded, and addressed by index."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from keel.config.suggest import unknown
+from keel.data.tasks.base import BaseTask, Presentation, side_of
+from keel.types import Completion, KeelError, Prompt, Side
+
+ATTEMPTS = 5_000
+"""Draws for one prompt until one falls on its side; nine in ten held-out draws do not."""
+
+
+class Generated(BaseTask):
+    """A task that draws a question and its one right answer; the verdict is exact match, 1 or 0.
+
+    The prompt at (seed, side, index) is the first of the draws seeded by
+    `SeedSequence([seed, side, index, attempt])` whose text the hash puts on that side.
+    """
+
+    correctness = True
+
+    def __init__(self, name: str, seed: int, presentation: Presentation | None = None) -> None:
+        self.name = name
+        self.seed = seed
+        self.presentation = presentation or Presentation()
+
+    def draw(self, rng: np.random.Generator) -> tuple[str, str]:
+        """A question and its answer."""
+        raise NotImplementedError
+
+    def prompt(self, side: Side, index: int) -> Prompt:
+        """The prompt at an index. Raises KeelError where no draw falls on the side."""
+        for attempt in range(ATTEMPTS):
+            key = [self.seed, int(side == "heldout"), index, attempt]
+            question, answer = self.draw(np.random.default_rng(np.random.SeedSequence(key)))
+            if side_of(question) == side:
+                columns = {"prompt": question, "answer": answer}
+                body = self.presentation.body(columns, self.name)
+                content = self.presentation.frame(body, self.name)
+                return Prompt(f"{self.name}/{side}/{index}", content, columns, self.name)
+        raise no_draw(self.name, side, ATTEMPTS)
+
+    def gold(self, prompt: Prompt) -> str:
+        """The right answer."""
+        return str(prompt.columns["answer"])
+
+    def score(self, prompt: Prompt, completion: Completion) -> float:
+        """1 for the right answer and nothing but it, else 0."""
+        return float(completion.text.strip() == self.gold(prompt))
+
+
+def no_draw(name: str, side: Side, attempts: int) -> KeelError:
+    """There are too few different prompts for two sides."""
+    return KeelError(
+        f"task {name!r}: none of {attempts} draws is on the {side} side, since there are too few "
+        "different prompts: widen its options"
+    )
+
+
+def take_options(
+    function: Any, options: Mapping[str, Any], where: str, *, own: tuple[str, ...] = ()
+) -> None:
+    """Raise KeelError for an option that `function` has no parameter for; `own` are not options."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    names = [n for n in parameters if n not in own]
+    for option in options:
+        if option in names:
+            continue
+        if not names:
+            raise KeelError(f"{where}: unknown option {option!r}: it has no options")
+        raise KeelError(f"{where}: {unknown('option', option, names)}")
+
+
+def check_range(where: str, **bounds: int) -> None:
+    """The options are whole numbers from 1 on, in rising order. Raises KeelError."""
+    last = 1
+    for name, value in bounds.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < last:
+            raise KeelError(f"{where}: {name} = {value!r}: give a whole number from {last} on")
+        last = value

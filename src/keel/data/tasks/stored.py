@@ -1,0 +1,261 @@
+"""Stored rows as a task: JSONL, Parquet, a `datasets` name, or rows from Python."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.config.entry import load_entry
+from keel.config.sources import TaskSource
+from keel.config.suggest import unknown
+from keel.data.tables import Gathered, Row, Table, Where, all_bad, encodable, read_table, rows_table
+from keel.data.tasks.base import BaseTask, Presentation, position, side_of
+from keel.data.tasks.generated import take_options
+from keel.data.tasks.user import UserTask
+from keel.graders.text import same_text
+from keel.runs.quarantine import LeftOut, Why
+from keel.types import Completion, Content, KeelError, Prompt, Side
+
+KINDS = {
+    "jsonl": "a file with one JSON object a line",
+    "parquet": "a Parquet file",
+    "datasets": "what the `datasets` library loads by name",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row, ready: its number in its file (from 0), its line (from 1), and its prompt."""
+
+    number: int
+    line: int
+    body: Content
+    row: Row
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One side of a task: its rows, and where they stand."""
+
+    entries: Sequence[Entry]
+    where: Where
+
+
+class DataTask(BaseTask):
+    """Rows on two sides.
+
+    `left_out` are the rows of its files that are on neither: bad ones, and train rows whose prompt
+    is also held out (`overlap` counts these). The gold answer is the `answer` column's text; the
+    verdict, exact match with it (blanks around aside) where an answer column is set, else none:
+    rewards judge.
+    """
+
+    correctness = True
+
+    def __init__(
+        self,
+        name: str,
+        train: Stored,
+        heldout: Stored,
+        source: TaskSource,
+        left_out: Sequence[LeftOut],
+    ) -> None:
+        self.name = name
+        self.sides: Mapping[Side, Stored] = {"train": train, "heldout": heldout}
+        self.presentation = _presentation(source)
+        self.answer = source.answer
+        self.left_out = tuple(left_out)
+
+    @property
+    def overlap(self) -> int:
+        """How many train rows are left out because their prompt is also held out."""
+        return sum(row.why == "overlap" for row in self.left_out)
+
+    def hold_out_all(self) -> None:
+        """Put every row on the held-out side too, in the order of the file: nothing is trained."""
+        rows = [entry for side in self.sides.values() for entry in side.entries]
+        every = Stored(sorted(rows, key=lambda row: row.number), self.sides["train"].where)
+        self.sides = {"train": every, "heldout": every}
+
+    def size(self, side: Side) -> int:
+        """How many rows the side has."""
+        return len(self.sides[side].entries)
+
+    def prompt(self, side: Side, index: int) -> Prompt:
+        """The row at an index; its id holds the row's number in its file."""
+        entry = self.sides[side].entries[index]
+        columns = dict(entry.row)
+        if self.answer is not None:
+            columns["answer"] = columns[self.answer]
+        content = self.presentation.frame(entry.body, self.name)
+        return Prompt(f"{self.name}/{side}/{entry.number}", content, columns, self.name)
+
+    def refused(
+        self, wrong: Callable[[Prompt], tuple[str, Why] | None], forgiven: bool
+    ) -> list[LeftOut]:
+        """The rows whose prompts will not do; `wrong` says of a prompt what is wrong with it.
+
+        Raises KeelError for the first bad one unless they are forgiven, and where no train prompt
+        is left.
+        """
+        found: list[LeftOut] = []
+        for side, stored in self.sides.items():
+            before = len(found)
+            for index, entry in enumerate(stored.entries):
+                said = wrong(self.prompt(side, index))
+                if said is None:
+                    continue
+                reason = f"{stored.where.place(entry.line)}: {said[0]}"
+                if said[1] == "bad" and not forgiven:
+                    raise KeelError(reason)
+                found.append(stored.where.left_out(entry.line, reason, entry.row, said[1]))
+            bad = [row for row in found[before:] if row.why == "bad"]
+            if side == "train" and bad and len(found) == len(stored.entries):
+                raise all_bad(stored.where.source, bad)
+        return found
+
+    def gold(self, prompt: Prompt) -> str | None:
+        """The text of the answer column."""
+        return None if self.answer is None else str(prompt.columns[self.answer])
+
+    def score(self, prompt: Prompt, completion: Completion) -> float | None:
+        """1 for the gold answer and nothing but it, else 0."""
+        gold = self.gold(prompt)
+        return None if gold is None else float(same_text(completion.text, gold))
+
+
+def data_task(source: TaskSource) -> DataTask:
+    """The task of a file or `datasets` name. Raises KeelError, naming file and line."""
+    if source.path is None:
+        what = "a data set's name" if source.name == "datasets" else "a file"
+        raise KeelError(f"task {source.name!r}: task.path is not set: give {what}")
+    options = dict(source.options)
+    split = str(options.pop("split", "train")) if source.name == "datasets" else "train"
+    train = read_table(source.name, source.path, options, split, source.bad_rows)
+    name = f"{source.name}:{Path(source.path).stem}"
+    if source.heldout_path is None:
+        return _split(name, train, source)
+    if source.name == "datasets":
+        other = source.path, options, source.heldout_path
+    else:
+        other = source.heldout_path, options, split
+    held = read_table(source.name, *other, source.bad_rows)
+    return _two_tables(name, train, held, source)
+
+
+def entry_task(source: TaskSource, seed: int) -> Any:
+    """The task of a Python entry: what the function returns, a Task or rows.
+
+    It is called with the options, and with the recipe's seed if it has a parameter `seed`.
+    """
+    function: Callable[..., Any] = load_entry(source.name, "task")
+    if not callable(function):
+        raise KeelError(f"task {source.name!r}: it is a {type(function).__name__}, not a function")
+    options = dict(source.options)
+    take_options(function, options, f"task {source.name!r}")
+    if "seed" in inspect.signature(function).parameters:
+        options.setdefault("seed", seed)
+    try:
+        made = function(**options)
+    except KeelError:
+        raise
+    except Exception as error:
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise KeelError(f"task {source.name!r} raises {message}") from error
+    if all(callable(getattr(made, part, None)) for part in ("prompt", "size", "score")):
+        return UserTask(source.name, made)
+    try:
+        rows = list(made)
+    except TypeError:
+        raise KeelError(
+            f"task {source.name!r} returns a {type(made).__name__}: return a task or rows of dicts"
+        ) from None
+    return _split(source.name, rows_table(rows, source.name, source.bad_rows), source)
+
+
+def _split(name: str, table: Table, source: TaskSource) -> DataTask:
+    """Both sides from one table, by the hash of the prompt; each has at least one prompt."""
+    entries, bad = _entries(table, source)
+    sides = [side_of(entry.body, source.heldout_share) for entry in entries]
+    places = [position(entry.body) for entry in entries]
+    if len(set(places)) > 1 and len(set(sides)) == 1:
+        # Few rows may all fall on one side: the one nearest to the other goes over.
+        low, high = min(places), max(places)
+        sides = (
+            ["heldout" if p == low else "train" for p in places]
+            if sides[0] == "train"
+            else ["train" if p == high else "heldout" for p in places]
+        )
+    train = [e for e, side in zip(entries, sides, strict=True) if side == "train"]
+    heldout = [e for e, side in zip(entries, sides, strict=True) if side == "heldout"]
+    if not train:  # one prompt alone, on the held-out side
+        train, heldout = heldout, train
+    return DataTask(name, Stored(train, table.where), Stored(heldout, table.where), source, bad)
+
+
+def _two_tables(name: str, train: Table, heldout: Table, source: TaskSource) -> DataTask:
+    """A table a side; train prompts that are also held out are left out of training."""
+    held, bad_held = _entries(heldout, source)
+    taken = {position(entry.body) for entry in held}
+    every, bad = _entries(train, source)
+    kept, overlap = [], []
+    for entry in every:
+        if position(entry.body) in taken:
+            reason = f"{train.where.place(entry.line)}: the prompt is also held out"
+            overlap.append(train.where.left_out(entry.line, reason, entry.row, "overlap"))
+        else:
+            kept.append(entry)
+    if not kept:
+        raise KeelError(
+            f"task {name!r}: every train prompt is also in {source.heldout_path!r}: "
+            "drop heldout_path, or give other rows"
+        )
+    sides = Stored(kept, train.where), Stored(held, heldout.where)
+    return DataTask(name, *sides, source, [*bad, *overlap, *bad_held])
+
+
+def _presentation(source: TaskSource) -> Presentation:
+    return Presentation(source.prompt, source.system)
+
+
+def _entries(table: Table, source: TaskSource) -> tuple[list[Entry], list[LeftOut]]:
+    """The table's rows as prompts, and its bad rows, in the order of their lines."""
+    presentation = _presentation(source)
+    entries, bad = [], Gathered(source.bad_rows)
+    for row, number, line in zip(table.rows, table.numbers, table.lines, strict=True):
+        try:
+            place = table.where.place(line)
+            if source.answer is not None:
+                _check_answer(row, source.answer, place)
+            body = presentation.body(row, place)
+            presentation.frame(body, place)
+        except KeelError as error:
+            bad.take(error, table.where, line, row)
+            continue
+        entries.append(Entry(number, line, body, row))
+    every = sorted([*table.bad, *bad.rows], key=lambda left: left.line)
+    if not entries:
+        raise all_bad(table.where.source, every)
+    return entries, every
+
+
+def _check_answer(row: Row, answer: str, place: str) -> None:
+    value = row.get(answer)
+    if value is None:
+        raise KeelError(_no_answer(place, answer, row))
+    try:
+        fine = isinstance(value, str) or bool(str(value))
+    except Exception as error:  # of a value's own class, or of too many digits
+        message = " ".join(str(error).split())[:300]
+        raise KeelError(f"{place}: the answer column {answer!r} is no text: {message}") from None
+    if not fine or (isinstance(value, str) and not encodable(value)):
+        raise KeelError(f"{place}: the answer column {answer!r} is no text: leave the row out")
+
+
+def _no_answer(place: str, answer: str, columns: Row) -> str:
+    if answer in columns:
+        return f"{place}: the answer column {answer!r} is empty: leave the row out"
+    return f"{place}: {unknown('answer column', answer, columns)}"

@@ -1,0 +1,55 @@
+"""A task that a user wrote: what it raises is named as its own."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any, cast
+
+from keel.data.tasks.base import BaseTask
+from keel.types import Completion, KeelError, Prompt, Side
+
+
+class UserTask(BaseTask):
+    """Hands every question on to the user's object; what it lacks, it cannot tell."""
+
+    def __init__(self, name: str, inner: Any) -> None:
+        self.entry = name
+        self.inner = inner
+        self.name = str(getattr(inner, "name", name))
+        self.correctness = bool(getattr(inner, "correctness", False))
+
+    def size(self, side: Side) -> int | None:
+        return cast("int | None", self._ask("size", side))
+
+    def prompt(self, side: Side, index: int) -> Prompt:
+        made = self._ask("prompt", side, index)
+        if not isinstance(made, Prompt):
+            raise KeelError(
+                f"task {self.entry!r}: prompt({side!r}, {index}) returned a "
+                f"{type(made).__name__}: return a keel.types.Prompt(id, content, columns, task)"
+            )
+        return made
+
+    def score(self, prompt: Prompt, completion: Completion) -> float | None:
+        return cast("float | None", self._ask("score", prompt, completion))
+
+    def gold(self, prompt: Prompt) -> str | None:
+        return cast("str | None", self._ask("gold", prompt))
+
+    def reply(self, prompt: Prompt, text: str) -> str | None:
+        return cast("str | None", self._ask("reply", prompt, text))
+
+    def _ask(self, what: str, *arguments: Any) -> Any:
+        method = getattr(self.inner, what, None)
+        if method is None:
+            return None
+        try:
+            return method(*arguments)
+        except KeelError:
+            raise
+        except Exception as error:
+            message = " ".join(f"{type(error).__name__}: {error}".split())
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise KeelError(
+                f"task {self.entry!r}: {what} raised {message} ({at.filename}:{at.lineno})"
+            ) from error

@@ -1,0 +1,1 @@
+"""Decoding on a CPU by compiled code."""

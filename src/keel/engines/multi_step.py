@@ -1,0 +1,127 @@
+"""Several steps of decoding in one call of compiled code, as long as nobody enters or ends.
+
+What lies between two calls costs as much as a step of a small model. A row's numbers depend neither
+on what is beside it nor on how its steps are cut into calls.
+"""
+
+from __future__ import annotations
+
+from ctypes import addressof
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from keel.engines.cpu.backbone import CompiledPass, Fixed
+from keel.engines.kv_cache import Live
+from keel.engines.model_runner import Pass
+from keel.engines.random_streams import AHEAD, Uniforms
+from keel.engines.scheduler import Batch
+from keel.engines.stopping import Stops
+from keel.models.head import Head, compiled_weight
+from keel.models.kernels import sample as drawing
+from keel.models.kernels import steps as compiled
+from keel.models.kernels.decode import PAGE, pointer
+from keel.models.kernels.head import Weight
+from keel.types import Sampling
+
+Ints = npt.NDArray[np.int64]
+SLICE = 0.05
+"""Seconds behind which a call begins no further step: its caller has clocks to look at."""
+
+
+def steps_of(forward: Pass, head: Head, sampling: Sampling, stops: Stops) -> Steps | None:
+    """None where a step takes more than compiled code: another pass, a head with a scale or a soft
+    cap, stop strings, a dry run; and where a token could be drawn that has no embedding."""
+    fixed = forward.fixed if isinstance(forward, CompiledPass) else None
+    plain = head.scale == 1.0 and head.softcap is None
+    weight = compiled_weight(head) if plain else None
+    ends_V = stops.by_token
+    if fixed is None or weight is None or ends_V is None:
+        return None
+    outputs = weight.shape[0]
+    known = fixed.embed.is_contiguous() and outputs <= min(len(fixed.embed), len(ends_V))
+    if not (known and drawing.library() and compiled.library()):
+        return None
+    return Steps(fixed, weight, sampling, ends_V)
+
+
+class Steps:
+    """Feeds each row's last token and draws its next one, some steps at a time."""
+
+    def __init__(
+        self,
+        fixed: Fixed,
+        weight: Weight,
+        sampling: Sampling,
+        ends_V: npt.NDArray[np.int8],
+    ) -> None:
+        self._fixed, self._weight = fixed, weight
+        self._sampling, self._ends = sampling, ends_V
+        functions = fixed.functions
+        self._calls = {
+            "decode": compiled.address(functions.keel_decode),
+            "norm": compiled.address(functions.keel_norm),
+            "logits": compiled.address(weight.function),
+            "draw": compiled.address(drawing.library().keel_draw),
+            "layers": addressof(fixed.layers),
+            "step": addressof(fixed.step),
+            "count": len(fixed.layers),
+            "weight": pointer(fixed.norm[0]),
+            "epsilon": fixed.norm[1],
+            "hidden": fixed.embed.shape[1],
+            "embed": pointer(fixed.embed),
+            "room": PAGE,
+            "ends": ends_V.ctypes.data,
+        }
+
+    def __call__(self, batch: Batch, uniforms: Uniforms) -> tuple[Ints, Tensor]:
+        """Tokens and log-probabilities (steps, R) of the live rows: one step at least, and none
+        behind one with which a row ends."""
+        most, rows = _most(batch), len(batch.sequence)
+        forward = self._fixed.forward
+        forward.reserve(batch.made + most - 1, batch.ahead)
+        live = Live(batch.slot, batch.made - 1, batch.length, torch.device("cpu"))
+        laid = forward.lay(torch.from_numpy(batch.place), live, most)
+        numbers = torch.from_numpy(uniforms.take(batch.sequence, batch.made, most))
+        product = self._weight.of(laid.x)
+        draw = drawing.draw_of(product.out, numbers.new_empty(rows), self._sampling)
+        draw.tokens.copy_(torch.from_numpy(batch.token))
+        tokens = draw.tokens.new_empty(most, rows)
+        log_probs = numbers.new_empty(most, rows)
+        # Structures and arrays live as long as the call.
+        head, chance = product.pointers(), draw.pointers()
+        done = compiled.run(
+            compiled.Steps(
+                **self._calls,
+                head=addressof(head),
+                chance=addressof(chance),
+                rows=rows,
+                most=laid.pages.shape[1],
+                pages=laid.pages.ctypes.data,
+                x=pointer(laid.x),
+                position=pointer(laid.positions),
+                end=laid.end.ctypes.data,
+                page=laid.homes.page.ctypes.data,
+                place=laid.homes.place.ctypes.data,
+                token=pointer(draw.tokens),
+                number=pointer(draw.uniform),
+                log_prob=pointer(draw.log_probs),
+                numbers=pointer(numbers),
+                tokens=pointer(tokens),
+                log_probs=pointer(log_probs),
+                steps=most,
+                seconds=SLICE,
+            )
+        )
+        return tokens[:done].numpy(), log_probs[:done]
+
+
+def _most(batch: Batch) -> int:
+    """Steps until a row's budget is used up, or the longest row has filled its page: so nobody
+    takes a page before it is within PAGE steps of it."""
+    left = int((batch.limit - batch.made).min())
+    page = PAGE - (int(batch.made.max()) - 1) % PAGE
+    assert page <= AHEAD
+    return min(left, page)

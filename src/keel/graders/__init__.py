@@ -1,0 +1,1 @@
+"""Graders of answers: functions of text."""

@@ -1,0 +1,439 @@
+r"""The final answer of a text that works towards one.
+
+In order: the last mark (`\boxed{…}` or a line `#### …`), else the last statement ("the answer is
+…", "Answer: …"), else what the last sentence concludes. The end of a text alone is read, and no
+pattern takes more than some tenths of a second for it, whatever it holds.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from keel.graders.numbers import (
+    Number,
+    bare,
+    calculated,
+    closing,
+    name_of,
+    number_in_prose,
+    plain,
+    read_number,
+)
+
+TAIL = 16_384
+"""Characters at the end of a text in which its answer stands; what is before them is not read."""
+LONGEST = 4000
+"""Characters of a statement, or of the last sentence, that are looked at."""
+
+_BOX = re.compile(r"\\(?:boxed|fbox) ?(?=\S)")
+_BETWEEN = re.compile(
+    r"(?:[\s$,;.*&|/-]|^[^\w\n]{0,16}\d{1,3}[.)]|\\[\[\]()]|\\(?:text|quad|qquad|\\)|[{}]"
+    r"|\b(?:and|or|either|maybe|perhaps|possibly|also|alternatively|else|otherwise)\b)*+",
+    re.MULTILINE,
+)
+_HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
+_TITLE = re.compile(r"^[ \t]*+#++([^\n]*+)$", re.MULTILINE)
+_WORD = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{2,}(?![A-Za-z}])")
+_NUMBERED = re.compile(
+    r"\W*(?:step|part|case|section|question|problem|example|method|approach|phase|stage|exercise"
+    r"|task|option|iteration|attempt|day|chapter)\b[^\n]{0,12}(?:\d|\b[IVXA-D]+\b|\()"
+    r"|\(?(?:\d+|[ivxIVX]+|[a-zA-Z])[.):] ?\s*\S*[A-Za-z]{2}",
+    re.IGNORECASE,
+)
+_HEADING = re.compile(
+    r"(?:[a-z]+ ){0,3}(?:answers?|solutions?|results?|conclusion|final|summary|check|verification"
+    r"|explanation|introduction|calculations?|analysis|reasoning|given|note|notes|recap|overview)"
+    r"(?: [a-z]+){0,2}",
+    re.IGNORECASE,
+)
+_LABEL = re.compile(r"(?=[^:\n]{0,60}[A-Za-z]{2})([^:\n\\$={}]{1,60}):(?!\d)(.*)", re.DOTALL)
+_SAYS = re.compile(
+    r"\banswers?\b[^\n.?!:=]{0,80}?"
+    r"(?:\s*[:=]\s*|\s(?:is|are|was|be|equals|becomes)\b\s*:?\s*)"
+    r"|^[ \t>*_#-]*(?:the )?(?:final )?answers?[ \t*_]*$"
+    r"|^[ \t*_]*A:[ \t*_]*",
+    re.IGNORECASE | re.MULTILINE,
+)
+_END = re.compile(r"(?<!\\)[.!?]['\"”)*_]*(?=\s|\Z)|\n|。")
+_ABOVE = re.compile(r"(?<!\s)[^\S\n]*+\n\s*+(?=\\\[|\$\$)")
+_AROUND = re.compile(r"[\s*_]*+")
+_SYMBOL = re.compile(r"[\d$\\]")
+_CALCULATION = re.compile(r"<<[^<>]*>>")
+_DELIMITERS = re.compile(r"\\[()\[\]]|\*\*|__")
+_COMMAND = re.compile(r"\\(?:text|mbox|mathrm) ?\{[^{}]*\}|\\[A-Za-z]+(?:\{[a-z]*matrix\})?")
+_FORMULA = re.compile(
+    r"\$\$([^$]*)\$\$|(?<!\\)\$((?:[^$\\]|\\.)+)(?<!\\)\$(?!\d)"
+    r"|\\\(((?:(?!\\[()]).)*)\\\)|\\\[((?:(?!\\[\[\]]).)*)\\\]",
+    re.DOTALL,
+)
+_BEING = re.compile(
+    r"\b(?:is|are|was|were|be|equals?|gets?|has|have|makes?|earns?|pays?|needs?|costs?|takes?)\b"
+)
+_VAGUE = re.compile(
+    r"\b(?:or|maybe|perhaps|possibly|either|neither|between|alternatively|not|than|at least"
+    r"|at most|negative|minus|except|without|unless)\b|n't\b|[<>]|\\[lg]eq?\b|\\ne\b|\\pm\b",
+    re.IGNORECASE,
+)
+_START = re.compile(r"[-+]?(?:\b(?:US|CA|AU))?\\?[$€£¥₹]?-?(?:\.?\d|\\[dt]?frac)")
+_DISPLAY = re.compile(r"(?:[*_\s]|\$(?=\$))*+(?:\\\[.*?\\\]|\$\$.*?\$\$)", re.DOTALL)
+_EXPLAINS = re.compile(
+    r",? (?:because|since|given|as (?!of)|where)\b[^,]*\Z|,? because\b.*|\s\([^()]*\)\W*\Z",
+    re.DOTALL | re.IGNORECASE,
+)
+_CLAUSE = re.compile(
+    r"[,;](?=\s)|\s(?=(?:so|thus|hence|therefore|which|making|giving|leaving|meaning)\b)",
+    re.IGNORECASE,
+)
+_LISTED = re.compile(r"[,;](?: +\d| *(?![A-Za-z]{2})[^\s\d]| *\w+\W*\Z)(?!\d{3}\b)")
+_OTHER = re.compile(
+    r"(?:\\(?:text|mbox|mathrm) ?\{[^{}]*\}|[\W_])*+(?:\w+ )?(?:or|maybe|perhaps|possibly)\b",
+    re.IGNORECASE,
+)
+_LISTS = re.compile(r"\b(?:and|to)\b", re.IGNORECASE)
+_POLITE = re.compile(
+    r"\b(?:let me know|feel free|would you like|do you (?:want|need)|hope (?:this|that|it)"
+    r"|if you (?:have|need|want)|happy to help)\b|^note\b(?!.*\d)",
+    re.IGNORECASE | re.DOTALL,
+)
+_HEDGE = re.compile(
+    r"(?:[\s$*.,;:()\]]|\\[)\]])*+"
+    r"(?:or|and|alternatively|maybe|perhaps|possibly|otherwise)\b"
+    r"(?:[\s,$*({]|\\[(\[]|or\b|maybe\b|perhaps\b|else\b|also\b|possibly\b|it\b|is\b|could\b|be\b"
+    r"|answer\b|the\b|[a-z] ?=)*+"
+    r"(?:-?\.?\d|\\[dt]?frac|\\sqrt|\\boxed)(?![^\n]*\bis the answer\b)",
+    re.IGNORECASE,
+)
+_ASKS = re.compile(
+    r"[?？]|(?:^|[,;:.(}\]]) ?(?:(?:then|and|please|so|now|you) )*"
+    r"(?:find|calculate|compute|determine|evaluate|express|simplify|solve|write|enter|round|convert"
+    r"|factor|expand|give|state|assume|suppose|let|prove|show|list|define|consider|note|given|if"
+    r"|graph|identify|estimate|describe)\b"
+    r"|^(?:how|what|which|who|use|name)\b"
+    r"|\b(?:how (?:many|much|long|far|old|tall|fast)|what (?:is|was|will|are)|your answer"
+    r"|need to (?:find|compute))\b",
+    re.IGNORECASE,
+)
+_REMARK = re.compile(
+    r"(?:indeed |also |therefore )?(?:correct|right|reasonable|valid|verified|confirmed|sensible"
+    r"|clear|exact|as expected|consistent)\b",
+    re.IGNORECASE,
+)
+_ARITHMETIC = re.compile(
+    r"(?:[\s\d.,$()]|\\(?:times|cdot|div)\b)*\d\s*(?:[-+*/]|\\(?:times|cdot|div)\b)"
+    r"(?:[-+*/\s\d.,$()]|\\(?:times|cdot|div)\b)*+"
+)
+_SUM = re.compile(
+    r"(?:\A|[:,]|\b(?:so|thus|hence|therefore|then|is|are|was|were|have|has|had|gets?|makes?|paid"
+    r"|pays?|costs?|spent|earns?|earned|total)\b)\s*+"
+    r"((?:[\s\d.,$()]|\\(?:times|cdot|div)\b)*\d\s*(?:[-+*/]|\\(?:times|cdot|div)\b)"
+    r"(?:[-+*/\s\d.,$()]|\\(?:times|cdot|div)\b)*+)\Z",
+    re.IGNORECASE,
+)
+_RESULT = re.compile(r":[^:A-Za-z=\\]*=[^A-Za-z]*\d")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a text ends on, and how it is set off: by a mark, a statement, or not at all."""
+
+    text: str
+    how: Literal["marked", "stated", "last"]
+
+
+def final_answer(text: str, *, words: bool = False) -> Answer | None:
+    """The answer that a text ends on; None where it ends on none, or names several in turn.
+
+    A last sentence without numbers or formulas is passed over, unless the answer is `words`.
+    """
+    text = plain(text[-TAIL:]).rstrip()
+    mark = max((m for m in (_boxed(text), _hashed(text)) if m is not None), default=None)
+    if mark is not None:
+        _, end, answer = mark
+        return None if not answer or _HEDGE.match(text, end) else Answer(answer, "marked")
+    stated = _stated(text, words)
+    if stated is not None:
+        end, answer = stated
+        if not answer or _HEDGE.match(text, end):
+            return None
+        if _SYMBOL.search(answer) or len(answer.split()) < 6:
+            return Answer(answer, "stated")
+    last = _last(text, words)
+    return Answer(last, "last") if last else None
+
+
+def stated_number(text: str, *, evaluated: bool = True) -> Number | None:
+    """The number that a text ends on; None where its answer, as a whole, is no number.
+
+    What is marked is read as a whole; of a sentence, the one number that it comes to.
+    """
+    answer = final_answer(text)
+    if answer is None:
+        return None
+    whole = read_number(answer.text, evaluated=evaluated)
+    if whole is not None or answer.how == "marked":
+        *sides, right = answer.text.split("=")
+        if whole is None and sides and all(_ARITHMETIC.fullmatch(side) for side in sides):
+            number = read_number(right, evaluated=evaluated)
+            return number if number and all(_comes_to(side, number) for side in sides) else None
+        return whole
+    sentence = _CALCULATION.sub("", answer.text)
+    if answer.how == "stated" or _WORD.search(sentence):
+        sentence = sentence.rstrip("*_ ").removesuffix("!")
+    if answer.how == "stated" and _LISTED.search(sentence):
+        return None  # a list: `Evelyn, 5`
+    return _concluded(sentence, evaluated)
+
+
+def shortened(answer: str) -> str:
+    """A statement less the clause after its number that explains it: `18, because 9 + 9 is`."""
+    found = _EXPLAINS.search(answer)
+    return answer[: found.start()] if found and _SYMBOL.search(answer[: found.start()]) else answer
+
+
+def _concluded(sentence: str, evaluated: bool) -> Number | None:
+    """The number that a sentence comes to.
+
+    It is in the last clause with a number, after its last `=` or else verb of being. Candidates in
+    turn (`4 or 3`; `4, 3`) are no answer.
+    """
+    if len(sentence) > LONGEST:
+        return None
+    sentence = shortened(_DELIMITERS.sub("", sentence))
+    before, equals, after = sentence.rpartition("=")
+    if equals:
+        side = re.split(r"=|,|;|\band\b|\bthen\b", before)[-1]
+        others = re.search(r"[\d\\]", before[: len(before) - len(side)])
+        if (others and not re.search(r"\d", side)) or read_number(side):
+            return None  # x = 4, y = 3; 4, y = 3; 4 = 3
+        if re.search(r"\b(?:or|not|either|n't)\b|[<>]", before, re.IGNORECASE):
+            return None
+        found = _in_last_clause(after, evaluated)
+        if found is None or ((sum_ := _SUM.search(side)) and not _comes_to(sum_[1], found)):
+            return None
+        words = side.replace("$", " ").split()
+        return replace(found, name=name_of(words[-1]) if words else "")
+    return _in_last_clause(sentence, evaluated)
+
+
+def _comes_to(arithmetic: str, number: Number) -> bool:
+    """Whether a calculation comes to a number, or to one that it is rounded from to some decimals.
+
+    True of what is no calculation that can be read.
+    """
+    try:
+        value, said = calculated(arithmetic), number.value
+    except ZeroDivisionError:
+        return False
+    if value is None or value == said:
+        return True
+    units = [10**places for places in range(1, 13)]
+    return any((said * n).denominator == 1 and abs(said - value) * 2 * n <= 1 for n in units)
+
+
+def _in_last_clause(words: str, evaluated: bool) -> Number | None:
+    clauses = _CLAUSE.split(words)
+    numbered = [at for at, clause in enumerate(clauses) if re.search(r"\d", clause)]
+    if not numbered:
+        return None
+    clause = clauses[numbered[-1]]
+    earlier = "".join(clauses[: numbered[-1]])
+    if re.match(r"[\s$]*(?:(?:and|or|also) )?[$(-]*[\d.]", clause) and _SYMBOL.search(earlier):
+        return None  # a list: 4, 3
+    found: list[tuple[int, int, Number | None]] = []
+    at = 0
+    while start := _START.search(clause, at):
+        at, number = number_in_prose(clause, start.start(), evaluated=evaluated)
+        ahead = clause[: start.start()]
+        if ahead and (ahead[-1] not in " $(:{~" or ahead.rstrip(" $({")[-1:] in tuple("^*/+-_")):
+            number = None
+        found.append((start.start(), at, number))
+    if not found or _VAGUE.search(clause[: found[-1][0]]) or _OTHER.match(clause, found[-1][1]):
+        return None
+    numbers = found
+    for verb in reversed(list(_BEING.finditer(clause))):
+        if numbers := [one for one in found if one[0] >= verb.end()]:
+            break
+    numbers = numbers or found
+    first, last = numbers[0], numbers[-1]
+    if _LISTS.search(clause[first[1] : last[0]]) or "\\" in clause[: first[0]]:
+        return None
+    direct = numbers is not found or not clause[: first[0]].strip(" $({")
+    if not direct and first is not last:
+        return None  # `$18 a day for 5 days`: which of them is not said
+    return first[2]
+
+
+def _boxed(text: str) -> tuple[int, int, str | None] | None:
+    """The last box: where it starts, where it ends, what is in it. Boxes in a row are a list.
+
+    Empty boxes are passed over; one that does not close holds no answer.
+    """
+    found: list[tuple[int, int, str]] = []
+    for opening in reversed(list(_BOX.finditer(text))):
+        inner = _braced(text, opening.end())
+        if inner is None:
+            return found[0] if found else (opening.start(), len(text), None)
+        end, content = inner
+        if not bare(content):
+            continue
+        if found and not _BETWEEN.fullmatch(text, end, found[-1][0]):
+            break
+        if found and end > found[-1][0]:  # this one is around the other
+            break
+        found.append((opening.start(), end, content))
+        if len(found) > 50:
+            return found[0][0], found[0][1], None
+    if not found:
+        return None
+    contents = list(dict.fromkeys(content.strip() for _, _, content in reversed(found)))
+    return found[0][0], found[0][1], ", ".join(contents)
+
+
+def only_repeats(text: str, question: str) -> bool:
+    """Whether a text of four words or more says nothing but sentences of the question."""
+    asked = " ".join(question.casefold().split())
+    sentences = [" ".join(one.split()) for one in _END.split(text.casefold())]
+    words = sum(len(one.split()) for one in sentences)
+    return words >= 4 and all(one in asked for one in sentences)
+
+
+def _braced(text: str, start: int) -> tuple[int, str] | None:
+    """Where braces close, and what is between them; without braces, the next word."""
+    if text[start] != "{":
+        word = re.compile(r"[^\s$]+").match(text, start)
+        return (word.end(), word[0].rstrip(".,;")) if word else None
+    end = closing(text, start + 1)
+    return None if end < 0 else (end, text[start + 1 : end - 1])
+
+
+def _hashed(text: str) -> tuple[int, int, str] | None:
+    """The last line `#### …` that is an answer, not the heading of what follows."""
+    last: tuple[int, int, str] | None = None
+    for found in list(_HASHES.finditer(text))[::-1]:
+        if last is not None and not _BETWEEN.fullmatch(text, found.end(), last[0]):
+            break
+        line = found[1].strip().strip("#").strip()
+        if is_heading(line, below=found.end() < len(text)):
+            continue
+        label = _LABEL.fullmatch(line)
+        said = _SAYS.match(line) or (_SAYS.search(line) if label is None else None)
+        answer = line[said.end() :] if said else label[2] if label else line
+        answer = answer.strip(" *_")
+        if last is None:
+            last = found.start(), found.end(), answer
+        elif answer != last[2]:  # lines in a row that differ are a list
+            last = found.start(), last[1], f"{answer}, {last[2]}"
+    return last
+
+
+def is_heading(line: str, below: bool) -> bool:
+    """Whether a line after `####` is a heading; `below` says that text follows it.
+
+    `Step 1: …` and `2. Compute …` always are. Where text follows, prose is, and a word such as
+    `Conclusion`; a number with its units is not.
+    """
+    content = bare(line)
+    if not content or _NUMBERED.match(content):
+        return True
+    label = _LABEL.fullmatch(content)
+    if label and re.search(r"\d", label[1]):
+        return True
+    if not below:
+        return False
+    if content[0].isdigit() or content[0] in "-$\\":
+        return not content.islower() and len(_WORD.findall(content)) > 1
+    if label:
+        return not label[2].strip(" *_") or not _HEADING.fullmatch(label[1].strip(" *_"))
+    said = _SAYS.search(content)
+    if said and content[said.end() :].strip():
+        return False
+    return len(_WORD.findall(content)) > 1 or bool(_HEADING.fullmatch(content))
+
+
+def _stated(text: str, words: bool) -> tuple[int, str] | None:
+    """What the last statement of an answer says, and where it ends; a question states nothing."""
+    for found in list(_SAYS.finditer(text))[:-20:-1]:
+        at = found.end()
+        line = text.rfind("\n", 0, found.start()) + 1
+        if _ASKS.search(text[max(line, found.start() - 200) : found.start()].rpartition(". ")[2]):
+            continue
+        if display := _DISPLAY.match(text, at):
+            return display.end(), display[0].strip("*_ \n")
+        at = _AROUND.match(text, at).end()  # type: ignore[union-attr]
+        ending = _END.search(text, at)
+        end = ending.end() if ending else len(text)
+        answer = text[at:end].strip().strip("*_ ")
+        if len(answer) > LONGEST:
+            return end, ""
+        remark = not words and not _SYMBOL.search(shortened(answer))
+        if not answer.endswith("?") and not (remark and _REMARK.match(answer)):
+            return end, answer
+    return None
+
+
+def _last(text: str, words: bool) -> str | None:
+    """The last sentence that holds more than words, unless something is asked in it or after it.
+
+    Repeating the question is no answer, whatever numbers are in it.
+    """
+    text = _ABOVE.sub(" ", text.strip())
+    if len(text) > LONGEST:
+        text = text[-LONGEST:].partition(" ")[2]
+    if display := re.search(
+        r"(?:\\\[|\$\$)((?:(?!\\\[|\$\$).)*)(?:\\\]|\$\$)[.\s]*\Z", text, re.DOTALL
+    ):
+        return None if _ASKS.search(text[: display.start()].rpartition(". ")[2]) else display[1]
+    starts = [0, *(found.end() for found in _END.finditer(text))]
+    for start, end in reversed(list(zip(starts, [*starts[1:], len(text)], strict=True))):
+        sentence = text[start:end].strip().strip("*_# ")
+        title = _TITLE.match(text, text.rfind("\n", 0, start) + 1)
+        if title and is_heading(title[1], below=False):
+            continue
+        if _POLITE.search(sentence):
+            continue
+        asks = _ASKS.search(sentence)
+        if asks and ("?" in sentence or not _RESULT.search(sentence, asks.end())):
+            return None
+        if sentence and (words or _SYMBOL.search(sentence) or not _WORD.search(sentence)):
+            above = text[:start].rstrip()
+            listed = _bare_symbols(sentence) and _bare_symbols(above[above.rfind("\n") + 1 :])
+            return None if listed else sentence
+    return None
+
+
+def formula_of(sentence: str, *, words: bool) -> str | None:
+    """The formula, or with `words` the words, that a sentence that is no number comes to."""
+    sentence = sentence.strip()
+    if label := _LABEL.fullmatch(sentence):
+        sentence = label[2].strip(" *_")
+    if not _WORD.search(_COMMAND.sub(" ", sentence)):
+        return sentence
+    formulas = list(_FORMULA.finditer(sentence))
+    if not formulas:
+        verbs = list(_BEING.finditer(sentence))
+        return shortened(sentence[verbs[-1].end() :].strip()) if verbs else sentence
+    outside = _FORMULA.sub(" ", sentence)
+    last = formulas[-1]
+    joined = [last]
+    for one in reversed(formulas[:-1]):
+        if not _BETWEEN.fullmatch(sentence, one.end(), joined[0].start()):
+            break
+        joined.insert(0, one)
+    if len(joined) == 1 and _VAGUE.search(outside):
+        return None
+    lead = sentence[: joined[0].start()].rstrip(" :,")
+    if len(joined) < len(formulas) and not re.search(r"(?:\b[a-z]+|=)\Z", lead):
+        return None
+    after = sentence[last.end() :] if len(joined) == 1 else ""
+    return ", ".join(next(g for g in one.groups() if g is not None) for one in joined) + (
+        after if words else ""
+    )
+
+
+def _bare_symbols(line: str) -> bool:
+    """Whether a line is a number or formula and nothing else: several such lines are a list."""
+    return (
+        bool(_SYMBOL.search(line)) and "=" not in line and not _WORD.search(_COMMAND.sub(" ", line))
+    )

@@ -1,0 +1,475 @@
+r"""Answers as mathematics: numbers, words, tuples, intervals, sets, matrices, and expressions.
+
+What holds parts is compared part by part; only what is left, single expressions and equations, is
+parsed by latex2sympy and compared by math-verify. That is stricter than math-verify on whole
+answers, which drops trailing letters as units (`4s` is 4), takes `8\%` for both 8 and 0.08, folds
+case (`3R^2` is `3r^2`), rounds to six decimals and takes intervals for pairs.
+
+May hang on hostile expressions: call it in a process that can be killed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keel.graders.answers import Answer, final_answer, formula_of, stated_number
+from keel.graders.numbers import Number, bare, name_of, only_units, read_number, same_name
+
+LONGEST = 600
+"""Characters of an answer that is no number: longer ones are not read."""
+PARTS = 24
+"""Parts of a list, at the most."""
+
+_OPEN, _CLOSE = "([{", ")]}"
+_WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z'’ .-]*|[Nn][Oo]|\(([A-Z])\)")
+_OPTION = re.compile(r"\(?[A-Z]\)?")
+_CHOSEN = re.compile(r"\(?([A-Z])\)[:.]? (?!.*\b(?:or|and|[A-Z]\))).*")
+_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
+_REPEATING = re.compile(r"(?<![\d.])(\d{0,20})\.(\d{0,20})\\overline ?\{ ?(\d{1,20}) ?\}")
+_CHOICE = re.compile(r"\(?([A-Za-z])\)?(?:[.:)] ?[^()]*)?|\(([A-Za-z])\) ?[^()]*")
+_FUNCTIONS = frozenset(
+    [
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "log",
+        "ln",
+        "exp",
+        "sqrt",
+        "frac",
+        "pi",
+        "max",
+        "min",
+        "gcd",
+        "lcm",
+        "det",
+        "mod",
+    ]
+)
+_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+_BASE = re.compile(r"(\w+) ?_ ?(?:(\d+)|\{ ?(\d+) ?\})")
+_MATRIX = re.compile(
+    r"\\begin ?\{([pbB]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end ?\{\1\}", re.DOTALL
+)
+_CONNECTED = re.compile(
+    r"\\(?:text|mbox) ?\{ ?,? ?(?:and|or) ?\}|\\(?:q?quad)\b|(?<![a-z])(?:and|or)(?![a-z])"
+)
+_RELATION = re.compile(r"\\(?:leq?|geq?|leqslant|geqslant|lt|gt)(?![a-z])|[<>]=?")
+_SIDE = re.compile(
+    r"\\?[A-Za-z]+'?(?: ?_ ?(?:\w|\{\w*\}))?(?: ?\([\w, ]*\))?|\([a-z](?:, ?[a-z])+\)"
+    r"|\\(?:mathbf|vec|overline|text|mathrm|operatorname) ?\{[^{}]*\}|\|[A-Za-z]+\|"
+)
+_LEFT = re.compile(
+    r"\d\)? ?(?:\\times|\\cdot|\\div|\*) ?\(?\d|[\d})] ?(?:\\times|\\div|\*) ?[\d\\(]|!|\\binom"
+    r"|\\d?t?frac ?\{[^{}]*\d ?[-+*][^{}]*\d\}"
+    r"|(?<![\d.^_A-Za-z{])\d+(?:\.\d+)? ?[-+] ?\d+(?:\.\d+)?(?![\d.]* ?[A-Za-z\\(^/])"
+    r"|(?<![\d.])\d+ ?\^ ?(?:\d|\{ ?\d+ ?\})"
+    r"|\\(?:log|ln|sum|prod|int|sin|cos|tan|gcd)\b ?[_({]? ?\d"
+)
+_TOWER = re.compile(
+    r"\^[^-+*=,]{0,40}\^|\d{5,} ?!|! ?!|\) ?!|\*\*.{0,40}\*\*|\^ ?\{? ?-?\d{6}|\^ ?\{?[^}]{0,20}!"
+)
+_DECIMAL = re.compile(r"(\d*)\.(\d+)")
+_CURRENCY = re.compile(r"\\?\$|[€£]")
+_TAIL = re.compile(
+    r"(?:\\%|%|\^ ?\\circ\b|\^ ?\{ ?\\circ ?\}|\\(?:degree|circ)\b"
+    r"| ?\\(?:text|mbox|mathrm) ?\{[^{}]*\}(?:\^ ?(?:\{\d\}|\d))?| [A-Za-z/]+(?:\^?[23])?)\Z"
+)
+
+
+class Unreadable(Exception):
+    """A text that is no answer that can be compared."""
+
+
+class NotPlain(Exception):
+    """More than a number or words: only a process that can be ended may parse it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """An answer taken apart.
+
+    `kind` is "number", "words", "base" (digits with a base), "expression", "relation" (sympy's),
+    "list" (in no order), or of parts in order "matrix" and brackets such as "(]".
+    """
+
+    kind: str
+    value: Any
+    text: str
+    name: str = ""
+
+
+def same_answer(
+    gold: str, said: str, *, evaluated: bool = True, plain: bool = False
+) -> bool | None:
+    """Whether the answer that a text ends on is mathematically the gold answer.
+
+    None where gold cannot be read. Gold is an answer, or a solution that marks one by `#### …` or
+    `\\boxed{…}`. With `evaluated`, arithmetic that is left to do is no answer to a number. With
+    `plain`, only numbers and words are read; raises NotPlain where there is more to read.
+    """
+    try:
+        wanted = gold_answer(gold, plain=plain)
+    except Unreadable:
+        return _same_text(gold, said)
+    words = wanted.kind == "words" or _OPTION.fullmatch(wanted.text) is not None
+    answer = final_answer(said, words=words)
+    if answer is None:
+        return False
+    if wanted.kind == "number" and (answer.how != "marked" or "=" in answer.text):
+        number = stated_number(said, evaluated=evaluated)
+        if number is not None:
+            return number.value == wanted.value.value and number.fits(wanted.value)
+    for text in _candidates(answer, wanted):
+        try:
+            read = parse(text, evaluated=evaluated, plain=plain)
+            return _same(wanted, read, text, evaluated)
+        except Unreadable:
+            continue
+    return False
+
+
+def can_be_read(gold: str) -> bool:
+    """Whether answers can be compared with a gold answer: as mathematics, or else as text."""
+    try:
+        gold_answer(gold)
+    except Unreadable:
+        return _text_of(gold) is not None
+    return True
+
+
+def _same_text(gold: str, said: str) -> bool | None:
+    """Whether answers that are not understood are written alike; None where gold is no text."""
+    text, answer = _text_of(gold), final_answer(said, words=True)
+    if text is None:
+        return None
+    return answer is not None and bare(answer.text).replace(" ", "") == text
+
+
+def _text_of(gold: str) -> str | None:
+    """A gold answer as text without blanks; None where there is nothing to compare."""
+    wanted = final_answer(gold, words=True)
+    text = bare(wanted.text if wanted and wanted.how == "marked" else gold).replace(" ", "")
+    return text if re.search(r"\w", text) and _balanced(text) else None
+
+
+def parse(
+    text: str, *, evaluated: bool = True, gold: bool = False, depth: int = 0, plain: bool = False
+) -> Parsed:
+    """Take an answer apart. Raises Unreadable, and with `plain` NotPlain (see `same_answer`)."""
+    text = _REPEATING.sub(_as_repeating, bare(text)).replace("\\varnothing", "\\emptyset")
+    if _TIME.fullmatch(text):
+        return Parsed("time", text.lstrip("0"), text)
+    number = read_number(text, evaluated=evaluated and not gold, letters=not gold)
+    if number is not None:
+        return Parsed("number", number, text, number.name)
+    if not text or len(text) > LONGEST or depth > 4:
+        raise Unreadable
+    if _WORDS.fullmatch(text) and not _FUNCTIONS & set(text.lower().split()):
+        return Parsed("words", _letters(text), text)
+    if plain:
+        raise NotPlain
+    text = text.replace("\\cup", "\\cup ").replace("\\dots", "\\ldots")
+    name, text = _named(text)
+    text = _trimmed(text)
+    again: dict[str, Any] = {"evaluated": evaluated, "gold": gold, "depth": depth + 1}
+    if (matrix := _MATRIX.fullmatch(text)) is not None:
+        rows = [row for row in re.split(r"\\\\", matrix[2]) if row.strip()]
+        cells = [[parse(cell, **again) for cell in row.split("&")] for row in rows]
+        return Parsed("matrix", cells, text, name)
+    for kind, parts in (("list", _split(_CONNECTED.sub(",", text), ",;")), ("list", _cups(text))):
+        if len(parts) > 1:
+            items = [parse(part, **again) for part in parts if part.strip()]
+            flat = [one for i in items for one in (i.value if i.kind == "list" else [i])]
+            return _listed(kind, flat, text, name or flat[0].name)
+    if text.startswith("\\{") and text.endswith("\\}"):
+        parts = _split(_CONNECTED.sub(",", text[2:-2]), ",;")
+        items = [parse(part, **again) for part in parts if part.strip()]
+        return _listed("list", items, text, name)
+    if text[0] in "([" and text[-1] in ")]" and _spans(text):
+        parts = _split(text[1:-1], ",;")
+        if len(parts) > 1:
+            ends = text[0] + text[-1]
+            return Parsed(ends, [parse(part, **again) for part in parts], text, name)
+    if "\\pm" in text or "\\mp" in text:
+        both = text.replace("\\pm", "+").replace("\\mp", "-")
+        other = text.replace("\\pm", "-").replace("\\mp", "+")
+        return _listed("list", [parse(one, **again) for one in (both, other)], text, name)
+    if (base := _BASE.fullmatch(text)) and base[1].isalnum() and base[1][0].isdigit():
+        return Parsed("base", (base[1].lower(), base[2] or base[3]), text, name)
+    interval = _interval(text)
+    if interval is not None:
+        variable, ends, low, high = interval
+        return Parsed(ends, [parse(low, **again), parse(high, **again)], text, variable)
+    return Parsed(*_expression(text), text, name)
+
+
+def gold_answer(gold: str, *, plain: bool = False) -> Parsed:
+    """The gold answer, or that of the solution. Raises Unreadable, and NotPlain as `parse`."""
+    if "\\boxed" not in gold and "####" not in gold:
+        try:
+            return parse(gold, gold=True, plain=plain)
+        except Unreadable:
+            pass
+    answer = final_answer(gold)
+    if answer is None:
+        raise Unreadable
+    try:
+        return parse(answer.text, gold=True, plain=plain)
+    except Unreadable:
+        number = stated_number(gold, evaluated=False)
+        if number is None:
+            raise
+        return Parsed("number", number, answer.text, number.name)
+
+
+def _candidates(answer: Answer, wanted: Parsed) -> list[str]:
+    """What the answer may be in a text, the likeliest first."""
+    if answer.how == "marked":
+        return [answer.text]
+    if _OPTION.fullmatch(wanted.text) and (chosen := _CHOSEN.fullmatch(answer.text)):
+        return [chosen[1]]
+    formula = formula_of(answer.text, words=wanted.kind == "words")
+    return [] if formula is None else [formula]
+
+
+def _same(gold: Parsed, said: Parsed, text: str, evaluated: bool) -> bool:
+    if not same_name(gold.name, said.name):
+        return False
+    if gold.kind == "words":
+        choice = _CHOICE.fullmatch(bare(text))
+        chosen = (choice[1] or choice[2]).lower() if choice and len(gold.value) == 1 else ""
+        return gold.value in (_letters(said.text), chosen)
+    if said.kind == "list":  # else several ways to write one answer
+        if gold.kind == "list":
+            return _matched(gold.value, said.value, evaluated)
+        return all(_same(gold, one, one.text, evaluated) for one in said.value)
+    if gold.kind == "matrix" and said.kind == "matrix":
+        rows = list(zip(gold.value, said.value, strict=False))
+        return len(gold.value) == len(said.value) and all(
+            _in_order(g, s, evaluated) for g, s in rows
+        )
+    if gold.kind == said.kind and isinstance(gold.value, list):
+        return _in_order(gold.value, said.value, evaluated)
+    if gold.kind == said.kind == "number":
+        return bool(gold.value.value == said.value.value and said.value.fits(gold.value))
+    if gold.kind == said.kind and gold.kind in ("base", "time"):
+        return bool(gold.value == said.value)
+    if said.kind == "words":  # (C) for C
+        return len(gold.text) == 1 and gold.text.lower() == said.value
+    kinds = {gold.kind, said.kind}
+    if not kinds <= {"number", "expression", "relation"}:
+        return False
+    alike = gold.text.replace(" ", "") == said.text.replace(" ", "")
+    if evaluated and not alike and not _evaluated(gold, said):
+        return False
+    if "relation" in kinds:
+        return len(kinds) == 1 and _equal(gold.value, said.value)
+    return _equal(_symbolic(gold.value), _symbolic(said.value))
+
+
+def _evaluated(gold: Parsed, said: Parsed) -> bool:
+    """Whether nothing is left to do of which the gold answer has nothing."""
+    if gold.kind == "number":
+        return said.kind == "number"
+    return bool(getattr(gold.value, "free_symbols", ())) or not (
+        _LEFT.search(said.text) and not _LEFT.search(gold.text)
+    )
+
+
+def _in_order(gold: Sequence[Parsed], said: Sequence[Parsed], evaluated: bool) -> bool:
+    return len(gold) == len(said) and all(
+        _same(g, s, s.text, evaluated) for g, s in zip(gold, said, strict=True)
+    )
+
+
+def _matched(gold: Sequence[Parsed], said: Sequence[Parsed], evaluated: bool) -> bool:
+    """Whether each part has one that is the same, in whatever order."""
+    if len(gold) != len(said):
+        return False
+    left = list(said)
+    for one in gold:
+        at = next((i for i, s in enumerate(left) if _same(one, s, s.text, evaluated)), None)
+        if at is None:
+            return False
+        left.pop(at)
+    return True
+
+
+def _listed(kind: str, items: Sequence[Parsed], text: str, name: str) -> Parsed:
+    """A list; one that names the same thing again and again is that thing."""
+    if not items or len(items) > PARTS:
+        raise Unreadable
+    distinct = {i.value.value if i.kind == "number" else i.text.replace(" ", "") for i in items}
+    return items[0] if len(distinct) == 1 else Parsed(kind, list(items), text, name)
+
+
+def _letters(text: str) -> str:
+    return " ".join(re.sub(r"[^\w ]", "", bare(text)).casefold().split())
+
+
+def _named(text: str) -> tuple[str, str]:
+    """The symbol that an answer is said to be, and the answer: `x = …`, `x \\in …`."""
+    membership = re.split(r"\\in(?![a-z])", text)
+    if len(membership) == 2 and _SIDE.fullmatch(membership[0].strip()):
+        return name_of(membership[0]), membership[1].strip()
+    sides = _split(text, "=")
+    if len(sides) != 2 or not _SIDE.fullmatch(sides[0].strip()) or _RELATION.search(text):
+        return "", text
+    if len(_split(sides[1], ",;")) == 1 or sides[1].strip()[:1] in "(\\":
+        return name_of(sides[0]), bare(sides[1])
+    return "", text
+
+
+def _trimmed(text: str) -> str:
+    """An answer less a currency before it and units after it."""
+    text = _CURRENCY.sub("", text).strip()
+    for _ in range(8):
+        tail = _TAIL.search(text)
+        if tail is None or tail.start() == 0 or not only_units(tail[0], letters=False):
+            break
+        shorter = text[: tail.start()].strip()
+        if shorter.endswith((",", ";", " or", " and")):  # the last of a list
+            break
+        text = shorter
+    return text
+
+
+def _split(text: str, separators: str) -> list[str]:
+    """A text parted at separators that are in no brackets."""
+    parts, depth, start = [], 0, 0
+    for at, character in enumerate(text):
+        depth += (character in _OPEN) - (character in _CLOSE)
+        if depth == 0 and character in separators:
+            if separators == "=" and text[at - 1 : at] in ("<", ">", "!"):
+                continue
+            parts.append(text[start:at])
+            start = at + 1
+    return [*parts, text[start:]]
+
+
+def _cups(text: str) -> list[str]:
+    return text.split("\\cup") if "\\cup" in text else [text]
+
+
+def _spans(text: str) -> bool:
+    """Whether the first bracket closes at the end."""
+    depth = 0
+    for at, character in enumerate(text):
+        depth += (character in _OPEN) - (character in _CLOSE)
+        if depth == 0:
+            return at == len(text) - 1
+    return False
+
+
+def _interval(text: str) -> tuple[str, str, str, str] | None:
+    """The variable, brackets and bounds of `a < x \\le b` or `x > a`."""
+    found = [(m.start(), m.end(), m[0]) for m in _RELATION.finditer(text)]
+    if not 1 <= len(found) <= 2:
+        return None
+    signs = [
+        ("<" if "l" in sign or "<" in sign else ">", "=" in sign or "e" in sign)
+        for *_, sign in found
+    ]
+    ends = [0, *(at for start, end, _ in found for at in (start, end)), len(text)]
+    sides = [text[a:b].strip() for a, b in zip(ends[::2], ends[1::2], strict=True)]
+    if not all(sides) or (len(signs) == 2 and signs[0][0] != signs[1][0]):
+        return None
+    if len(signs) == 1:
+        (direction, closed), (left, right) = signs[0], sides
+        if not _variable(left):
+            left, right, direction = right, left, "<" if direction == ">" else ">"
+        if not _variable(left) or _variable(right):
+            return None
+        if direction == "<":
+            return left, "(" + ")]"[closed], r"-\infty", right
+        return left, "(["[closed] + ")", right, r"\infty"
+    if signs[0][0] == ">":
+        sides, signs = sides[::-1], signs[::-1]
+    if not _variable(sides[1]):
+        return None
+    return sides[1], "(["[signs[0][1]] + ")]"[signs[1][1]], sides[0], sides[2]
+
+
+def _variable(text: str) -> bool:
+    return re.fullmatch(r"[A-Za-z]|\\(?!infty|pi)[a-z]+", text) is not None
+
+
+def _expression(text: str) -> tuple[str, Any]:
+    """The kind and sympy's form of an expression or relation. Raises Unreadable."""
+    from latex2sympy2_extended.latex2sympy2 import (
+        ConversionConfig,
+        NormalizationConfig,
+        latex2sympy,
+        normalize_latex,
+    )
+    from sympy.core.relational import Relational
+
+    words = {word.lower() for word in _PROSE.findall(re.sub(r"\\[A-Za-z]+", " ", text))}
+    if words - _FUNCTIONS and not all(len(word) == 3 for word in words):
+        raise Unreadable
+    if _TOWER.search(text) and not re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)):
+        raise Unreadable
+    exact = _DECIMAL.sub(_as_fraction, text.replace("+\\infty", "\\infty").replace("**", "^"))
+    units = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
+    try:
+        made = latex2sympy(
+            normalize_latex(exact, units),
+            is_real=True,
+            convert_degrees=False,
+            normalization_config=None,
+            conversion_config=ConversionConfig(lowercase_symbols=False),
+        )
+    except Exception as error:
+        raise Unreadable from error
+    relation = isinstance(made, Relational) or type(made).__name__ == "And"
+    if relation and not made.free_symbols:
+        raise Unreadable  # 5 = 5 says nothing
+    return "relation" if relation else "expression", made
+
+
+def _as_fraction(found: re.Match[str]) -> str:
+    digits = len(found[2])
+    return rf"\frac{{{int((found[1] or '0') + found[2])}}}{{1{'0' * digits}}}"
+
+
+def _as_repeating(found: re.Match[str]) -> str:
+    """An exact fraction: 0.1\\overline{6} is (16 - 1) / 90."""
+    ahead = (found[1] or "0") + found[2]
+    top = int(ahead + found[3]) - int(ahead)
+    return rf"\frac{{{top}}}{{{'9' * len(found[3])}{'0' * len(found[2])}}}"
+
+
+def _balanced(text: str) -> bool:
+    depth = 0
+    for character in text:
+        depth += (character in _OPEN) - (character in _CLOSE)
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _symbolic(value: Any) -> Any:
+    from sympy import Rational
+
+    if not isinstance(value, Number):
+        return value
+    return Rational(value.value.numerator, value.value.denominator)
+
+
+def _equal(gold: Any, said: Any) -> bool:
+    from math_verify import verify
+
+    return bool(verify(gold, said, timeout_seconds=0))

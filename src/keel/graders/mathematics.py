@@ -1,0 +1,145 @@
+"""Mathematical equality: numbers and words here, all else by math-verify in the sandbox.
+
+math-verify's own timeouts are alarms, which fail off the main thread, and without them it can
+hang for good; so they are off, and a process that takes too long is ended from outside.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+from keel.graders.expressions import NotPlain, same_answer
+from keel.sandbox.bubblewrap import bubblewrap
+from keel.sandbox.resident import Resident, Restarting
+from keel.types import KeelError
+
+Finding = Literal["same", "different", "unreadable gold", "timed out", "died"]
+"""What is known of a pair. "different" is also said of an answer that cannot be read."""
+START_SECONDS = 120.0
+"""A process that has not started by then never will; imports on a busy machine take a while."""
+PATIENCE = 10.0
+"""Seconds by the clock for each second of computing: a busy machine changes no verdict."""
+MODULES = ("__init__", "answers", "expressions", "mathematics_worker", "numbers")
+Pair = tuple[str, str]
+
+
+class Mathematics:
+    """Tells whether answers are mathematically the gold answers, many at a time.
+
+    `timeout` is in seconds of computing, for a pair; `evaluated` refuses arithmetic that is left
+    to do (`keel.graders.expressions`). `workers` processes in the sandbox, started when first
+    needed, fork one for each verdict. Safe to use from any thread. Raises KeelError where
+    math-verify is not installed, or there is no sandbox.
+    """
+
+    def __init__(self, *, timeout: float = 5.0, workers: int = 2, evaluated: bool = True) -> None:
+        if not 0 < timeout < math.inf:
+            raise KeelError(f"timeout = {timeout:g}: give some seconds, more than 0")
+        if workers < 1:
+            raise KeelError(f"workers = {workers}: give at least 1")
+        if importlib.util.find_spec("math_verify") is None:
+            raise KeelError("math-verify is not installed: pip install 'keel-rl[math]'")
+        check_sandbox()
+        self.timeout = timeout
+        self.evaluated = evaluated
+        self.processes = [Restarting(started) for _ in range(workers)]
+        self._calls: set[threading.Event] = set()
+
+    def compare(self, pairs: Sequence[Pair]) -> list[Finding]:
+        """What is found of each pair of a gold answer and what was said.
+
+        The order within a pair matters: where gold is 1, x = 1 is right; where gold is the
+        equation 2x + z = 1, 1 is not. Each distinct pair is compared once. Raises KeelError where
+        the processes are closed, or killed from outside.
+        """
+        found: dict[Pair, Finding] = {}
+        hard: list[Pair] = []
+        for pair in dict.fromkeys(pairs):
+            finding = self._plain(pair)
+            if finding is None:
+                hard.append(pair)
+            else:
+                found[pair] = finding
+        count = len(self.processes)
+        abandoned = threading.Event()
+        self._calls.add(abandoned)
+        with ThreadPoolExecutor(count) as threads:
+            try:
+                shares = [hard[at::count] for at in range(count)]
+                for said in threads.map(self._ask, self.processes, shares, [abandoned] * count):
+                    found.update(said)
+            finally:
+                abandoned.set()  # where it was interrupted, the threads have more to ask
+                self._calls.discard(abandoned)
+        return [found[pair] for pair in pairs]
+
+    def abandon(self) -> None:
+        """End the processes and the calls under way, with a KeelError; others may follow."""
+        for call in tuple(self._calls):
+            call.set()
+        for process in self.processes:
+            process.abandon()
+
+    def close(self) -> None:
+        """End the processes. A call under way in another thread ends with a KeelError."""
+        self.abandon()
+        for process in self.processes:
+            process.close()
+
+    def _plain(self, pair: Pair) -> Finding | None:
+        """What is found by comparing numbers or words; None where there is more to read."""
+        try:
+            same = same_answer(*pair, evaluated=self.evaluated, plain=True)
+        except NotPlain:
+            return None
+        if same is None:
+            return "unreadable gold"
+        return "same" if same else "different"
+
+    def _ask(
+        self, process: Restarting, pairs: Sequence[Pair], abandoned: threading.Event
+    ) -> dict[Pair, Finding]:
+        """What is found of pairs, one after the other."""
+        found: dict[Pair, Finding] = {}
+        limits = {"cpu": self.timeout, "patience": PATIENCE * self.timeout}
+        for gold, said in pairs:
+            if abandoned.is_set():
+                raise KeelError("the comparison of answers was abandoned")
+            request = {"gold": gold, "said": said, "evaluated": self.evaluated, **limits}
+            try:
+                # Two processes may be forked; each has its limit.
+                reply = process.ask(2 * limits["patience"] + START_SECONDS, request)
+            except TimeoutError:
+                raise KeelError("the process that compares answers hangs: start again") from None
+            if "error" in reply:
+                raise KeelError(f"the process that compares answers fails: {reply['error']}")
+            found[gold, said] = reply["ok"]
+        return found
+
+
+def started() -> Resident:
+    """A process in the sandbox that compares answers. Raises KeelError where it does not start."""
+    files = {f"keel/graders/{name}.py": Path(__file__).with_name(f"{name}.py") for name in MODULES}
+    found = importlib.util.find_spec("math_verify")
+    assert found is not None
+    assert found.origin is not None
+    process = Resident(
+        "keel.graders.mathematics_worker", files, Path(found.origin).resolve().parents[1]
+    )
+    limits = {"cpu": 60.0, "patience": START_SECONDS}
+    process.first(START_SECONDS, {"gold": "1", "said": "1", "evaluated": True, **limits})
+    return process
+
+
+def check_sandbox() -> None:
+    """Raise KeelError where there is no sandbox to parse an answer in."""
+    try:
+        bubblewrap()
+    except KeelError as error:
+        raise KeelError(f"reward math: answers are parsed in a sandbox only: {error}") from None

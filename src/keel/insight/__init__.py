@@ -1,1 +1,0 @@
-"""What a run shows: statistics, plots, curves for a terminal, the metric glossary."""

@@ -1,0 +1,1 @@
+"""Attention over packed sequences, for training and scoring."""

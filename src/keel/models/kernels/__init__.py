@@ -1,0 +1,1 @@
+"""C code for CPUs, compiled at first use by the compiler of the machine."""

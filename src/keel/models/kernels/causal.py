@@ -1,0 +1,222 @@
+"""`causal.c` from Python: causal attention over pieces, forward and backward."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import byref, c_float, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from keel.models.kernels.build import load
+
+Ints = npt.NDArray[np.int64]
+PANEL = 32
+"""Keys side by side, as in tile.h; a head's width is a multiple."""
+KEYS, QUERIES = 256, 64
+"""Taken at a time backward, as in causal.c."""
+TWICE = 1.4
+"""What queries and keys, a pass each, take backward for what families take in one: as measured."""
+_ROWS, _LANES = 12, 16
+"""Rows of the largest tile, and numbers of the widest vector."""
+_NAMES = ("keel_causal", "keel_causal_families", "keel_causal_queries", "keel_causal_keys")
+
+
+class _Pieces(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("start", "length", "follows", "follower", "followers")),
+        ("tokens", c_int64),
+    )
+
+
+class _Work(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("heads", "shared", "width", "window", "threads", "room")),
+        ("scaling", c_float),
+        ("pieces", _Pieces),
+        ("items", c_int64),
+        *((name, c_void_p) for name in ("piece", "first", "count", "query", "key", "value")),
+        *((name, c_int64) for name in ("query_step", "key_step", "value_step")),
+        *((name, c_void_p) for name in ("out", "norm", "grad", "delta")),
+        *((name, c_void_p) for name in ("d_query", "d_key", "d_value", "rooms")),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """Tokens of one piece each, which a thread takes together, or families, each by the piece that
+    its others follow: the longest work first."""
+
+    piece: Ints
+    first: Ints
+    count: Ints
+
+
+class Plan:
+    """Pieces of these lengths, each behind the piece that `follows` names or behind none (-1)."""
+
+    def __init__(self, lengths: Sequence[int], follows: Sequence[int] = ()) -> None:
+        self.length: Ints = np.array(lengths, dtype=np.int64)
+        self.start: Ints = self.length.cumsum() - self.length
+        self.follows: Ints = np.array(follows or [-1] * len(lengths), dtype=np.int64)
+        behind = np.flatnonzero(self.follows >= 0)
+        self.follower: Ints = behind[np.argsort(self.follows[behind], kind="stable")]
+        counts = np.bincount(self.follows[behind], minlength=len(lengths))
+        self.followers: Ints = np.concatenate([[0], counts.cumsum()])
+        before = np.where(self.follows >= 0, self.length[self.follows], 0)
+        seeing: npt.NDArray[np.float64] = np.zeros(len(lengths))
+        np.add.at(seeing, self.follows[behind], self.length[behind])
+        self.forward = self._asking(KEYS, before)
+        self.queries = self._asking(QUERIES, before)
+        self.keys = self._answering(KEYS, seeing)
+        self.families, self._largest = self._rooted(self.length * (before + self.length / 2))
+        self._wide = int(_filled(before + self.length).max())
+
+    def room(self, width: int) -> int:
+        """Numbers that one thread works on."""
+        forward = 2 * self._wide * width + _ROWS * (self._wide + _LANES)
+        return max(forward, 2 * KEYS * width + 2 * QUERIES * (KEYS + _LANES))
+
+    def in_one_pass(self, shared: int, threads: int) -> bool:
+        """Whether backward families, in one pass, are done before queries and keys in two.
+
+        Threads that take them as they come need their part of all but the largest, and that, at
+        most (Graham 1966, Bounds for certain multiprocessing anomalies); queries and keys are even.
+        """
+        largest = self._largest / shared
+        return (1 - largest) / threads + largest <= TWICE / threads
+
+    def _rooted(self, work: npt.NDArray[np.float64]) -> tuple[Items, float]:
+        """Families, and the largest one's part of the work, of which each piece's is given."""
+        family = np.where(self.follows < 0, np.arange(len(work)), self.follows)
+        whole = np.bincount(family, weights=work)
+        piece = np.flatnonzero(self.follows < 0)
+        piece = piece[np.argsort(-whole[piece], kind="stable")]
+        items = Items(piece, np.zeros_like(piece), self.length[piece])
+        return items, float(whole.max() / whole.sum())
+
+    def _asking(self, most: int, before: Ints) -> Items:
+        """Queries, which see what is before their piece and in it up to themselves."""
+        piece, first, count = self._cut(most)
+        return _longest(piece, first, count, count * (before[piece] + first + count / 2))
+
+    def _answering(self, most: int, seeing: npt.NDArray[np.float64]) -> Items:
+        """Keys, seen by what is behind them in their piece and by what follows it."""
+        piece, first, count = self._cut(most)
+        behind = self.length[piece] - first - count / 2
+        return _longest(piece, first, count, count * (behind + seeing[piece]))
+
+    def _cut(self, most: int) -> tuple[Ints, Ints, Ints]:
+        """The pieces in parts of at most so many tokens: of each its piece, first and count."""
+        counts = -(-self.length // most)
+        piece = np.repeat(np.arange(len(counts)), counts)
+        first = most * (np.arange(len(piece)) - np.repeat(counts.cumsum() - counts, counts))
+        return piece, first, np.minimum(self.length[piece] - first, most)
+
+
+def _longest(piece: Ints, first: Ints, count: Ints, work: npt.NDArray[np.float64]) -> Items:
+    order = np.argsort(-work, kind="stable")
+    return Items(piece[order], first[order], count[order])
+
+
+def _filled(count: Ints) -> Ints:
+    filled: Ints = -(-count // PANEL) * PANEL
+    return filled
+
+
+def library() -> Any:
+    """The compiled functions, or None."""
+    found = load("causal")
+    if found is not None:
+        for name in _NAMES:
+            getattr(found, name).restype = None
+    return found
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, plan: Plan, scaling: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """The output (T, H, D), and the logarithms of the softmax's denominators (T, H)."""
+    out, norm = query.new_empty(query.shape), query.new_empty(query.shape[:2])
+    room = _room(query, plan)
+    if not isinstance(query, FakeTensor):
+        work = _work(query, key, value, plan, scaling, window, room)
+        work.out, work.norm = out.data_ptr(), norm.data_ptr()
+        _run("keel_causal", work, plan.forward)
+    return out, norm
+
+
+def backward(
+    grad: Tensor,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    plan: Plan,
+    scaling: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, given that of the output; `saved` are these three, the
+    output and the logarithms."""
+    query, key, value, out, norm = saved
+    made = tuple(x.new_empty(x.shape) for x in (query, key, value))
+    delta, room = torch.empty_like(norm), _room(query, plan)
+    if not isinstance(query, FakeTensor):
+        work = _work(query, key, value, plan, scaling, window, room)
+        for name, tensor in zip(
+            ("out", "norm", "grad", "delta", "d_query", "d_key", "d_value"),
+            (out, norm, grad, delta, *made),
+            strict=True,
+        ):
+            assert tensor.is_contiguous()
+            setattr(work, name, tensor.data_ptr())
+        if plan.in_one_pass(work.shared, work.threads):
+            _run("keel_causal_families", work, plan.families)
+        else:
+            _run("keel_causal_queries", work, plan.queries)
+            _run("keel_causal_keys", work, plan.keys)
+    return made[0], made[1], made[2]
+
+
+def _room(query: Tensor, plan: Plan) -> Tensor:
+    return query.new_empty(torch.get_num_threads(), plan.room(query.shape[-1]))
+
+
+def _work(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    scaling: float,
+    window: int | None,
+    room: Tensor,
+) -> _Work:
+    names = ("start", "length", "follows", "follower", "followers")
+    pieces = {name: getattr(plan, name).ctypes.data for name in names}
+    return _Work(
+        heads=query.shape[1],
+        shared=key.shape[1],
+        width=query.shape[2],
+        window=window or 0,
+        threads=room.shape[0],
+        room=room.shape[1],
+        scaling=scaling,
+        pieces=_Pieces(**pieces, tokens=len(query)),
+        query=query.data_ptr(),
+        key=key.data_ptr(),
+        value=value.data_ptr(),
+        query_step=query.stride(0),
+        key_step=key.stride(0),
+        value_step=value.stride(0),
+        rooms=room.data_ptr(),
+    )
+
+
+def _run(name: str, work: _Work, items: Items) -> None:
+    work.items = len(items.piece)
+    for field in ("piece", "first", "count"):
+        setattr(work, field, getattr(items, field).ctypes.data)
+    getattr(library(), name)(byref(work))

@@ -1,0 +1,188 @@
+"""`decode.c` from Python: its structures, and tensors as it takes them."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from ctypes import c_float, c_int64, c_void_p
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from keel.models.kernels.build import load
+
+Ints = npt.NDArray[np.int64]
+PANEL = 32
+"""Columns of a panel, as in product.h."""
+PAGE = 16
+"""Places of a page, as in attention.h."""
+STORED = {torch.float32: "decode", torch.bfloat16: "decode_bf16"}
+"""The library for each type that weights, keys and values may be stored as."""
+
+
+class Weight(ctypes.Structure):
+    """struct weight."""
+
+    _fields_ = (
+        ("panels", c_void_p),
+        ("bias", c_void_p),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+    )
+
+
+class Layer(ctypes.Structure):
+    """struct layer."""
+
+    _fields_ = (
+        *((name, Weight) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("query_norm", "key_norm")),
+        *((name, c_int64) for name in ("number", "window")),
+        *((name, c_float) for name in ("epsilon", "scaling")),
+    )
+
+
+class Step(ctypes.Structure):
+    """struct step."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("hidden", "heads", "shared_heads", "width")),
+        *((name, c_int64) for name in ("tokens", "prompt_tokens", "threads", "score_room")),
+        *((name, c_int64) for name in ("prompt_most", "answer_most")),
+        *((name, c_void_p) for name in ("position", "page", "place")),
+        *((name, c_void_p) for name in ("slot", "end", "length", "order")),
+        *((name, c_void_p) for name in ("prompt_pages", "answer_pages", "cos", "sin")),
+        *((name, c_void_p) for name in ("x", "qkv", "seen", "mid", "scores", "taken")),
+    )
+
+
+def library(dtype: torch.dtype) -> Any:
+    """The compiled functions that store numbers as `dtype`, or None."""
+    found = load(STORED[dtype]) if dtype in STORED else None
+    if found is not None:
+        for name in ("keel_enter", "keel_leave"):
+            function = getattr(found, name)
+            function.argtypes, function.restype = (c_void_p, c_void_p), None
+        found.keel_decode.argtypes = (c_void_p, c_int64, c_void_p)
+        found.keel_norm.argtypes = (c_void_p, c_float, c_void_p)
+        found.keel_copy.argtypes = (*(c_int64,) * 4, *(c_void_p,) * 4)
+        found.keel_panels.argtypes = (*(c_void_p,) * 2, *(c_int64,) * 3, c_void_p)
+        for name in ("keel_decode", "keel_norm", "keel_copy", "keel_panels"):
+            getattr(found, name).restype = None
+    return found
+
+
+def filled(inputs: int, dtype: torch.dtype) -> int:
+    """FILLED of stored.h: bfloat16 numbers are multiplied by pairs."""
+    return inputs + inputs % 2 if dtype == torch.bfloat16 else inputs
+
+
+class Arena:
+    """One block of memory for many tensors, which goes back to the system as a whole."""
+
+    def __init__(self, numbers: int, like: Tensor) -> None:
+        self._room = like.new_empty(numbers)
+        self._used = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its tensors."""
+        return self._room.dtype
+
+    def take(self, *shape: int) -> Tensor:
+        """The next tensor of this shape; undefined numbers."""
+        first, self._used = self._used, self._used + math.prod(shape)
+        return self._room[first : self._used].view(shape)
+
+
+class Panels:
+    """A weight (outputs, inputs) with its bias, as `struct weight` reads them, in the arena's type.
+
+    The projections' outputs lie side by side; `gated`: the two lie by turns, half a panel each.
+    `scale (inputs,)` is what x would be multiplied with before: a norm's weights.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        *parts: tuple[Tensor, Tensor | None],
+        scale: Tensor | None = None,
+        gated: bool = False,
+    ) -> None:
+        weights = [weight if weight.stride(1) == 1 else weight.contiguous() for weight, _ in parts]
+        outputs, inputs = [len(weight) for weight in weights], weights[0].shape[1]
+        places = _by_turns(outputs) if gated else _side_by_side(outputs)
+        unit = 2 if arena.dtype == torch.bfloat16 else 1
+        shape = (len(places) // PANEL, filled(inputs, arena.dtype) // unit, PANEL, unit)
+        self.panels = arena.take(*shape)
+        self.bias = _bias(parts, places)
+        self.shape = sum(outputs), inputs
+        if not isinstance(self.panels, FakeTensor):
+            rows = np.append(np.concatenate([_rows(weight) for weight in weights]), 0)[places]
+            scale = None if scale is None else scale.contiguous()
+            library(arena.dtype).keel_panels(
+                rows.ctypes.data,
+                pointer(scale),
+                len(places),
+                inputs,
+                torch.get_num_threads(),
+                pointer(self.panels),
+            )
+
+    @staticmethod
+    def numbers(*parts: nn.Linear, dtype: torch.dtype, gated: bool = False) -> int:
+        """Of the panels of these projections."""
+        outputs = [part.out_features for part in parts]
+        places = _by_turns(outputs) if gated else _side_by_side(outputs)
+        return len(places) * filled(parts[0].in_features, dtype)
+
+    @property
+    def pointers(self) -> Weight:
+        """Valid as long as this is."""
+        outputs, inputs = self.shape
+        return Weight(pointer(self.panels), pointer(self.bias), inputs, outputs)
+
+
+def _side_by_side(outputs: Sequence[int]) -> Ints:
+    """Of each column of some panels, which output it is; -1 for what fills them up."""
+    whole = sum(outputs)
+    return np.append(np.arange(whole), np.full(-whole % PANEL, -1))
+
+
+def _by_turns(outputs: Sequence[int]) -> Ints:
+    """As `_side_by_side`, of two projections that have half of each panel."""
+    half, count = PANEL // 2, outputs[0]
+    own = np.append(np.arange(count), np.full(-count % half, -1)).reshape(-1, half)
+    return np.concatenate([own, np.where(own < 0, -1, own + count)], axis=1).ravel()
+
+
+def _rows(weight: Float[Tensor, "O K"]) -> Ints:
+    """Where each output's numbers begin."""
+    assert weight.dtype == torch.float32
+    rows: Ints = weight.data_ptr() + np.arange(len(weight)) * weight.stride(0) * weight.itemsize
+    return rows
+
+
+def _bias(parts: Sequence[tuple[Tensor, Tensor | None]], places: Ints) -> Tensor | None:
+    """The projections' biases, column by column; None where there is none."""
+    if all(bias is None for _, bias in parts):
+        return None
+    own = [w.new_zeros(len(w)) if bias is None else bias for w, bias in parts]
+    # What fills up is the last.
+    whole = F.pad(torch.cat(own), (0, 1))
+    return whole[torch.from_numpy(places % len(whole))]
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Where a tensor's numbers begin."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()

@@ -1,0 +1,107 @@
+"""`draw.c` from Python: tokens drawn from float32 logits on a CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_double, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from keel.models.kernels.build import load
+from keel.types import Sampling
+
+GROUP = 64
+"""Logits that go by one largest number, as in draw.c."""
+SHARE = 1 << 14
+"""Logits that are worth a thread: some 20 µs."""
+
+
+class Work(ctypes.Structure):
+    """struct draw."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("numbers", c_void_p),
+        *((name, c_int64) for name in ("step", "rows", "vocabulary", "threads", "room", "top_k")),
+        *((name, c_double) for name in ("temperature", "top_p", "min_p")),
+        *((name, c_void_p) for name in ("rooms", "tokens", "log_probs")),
+    )
+
+
+@cache
+def library() -> Any:
+    """The compiled functions, or None."""
+    found = load("draw")
+    if found is not None:
+        found.keel_draw.argtypes, found.keel_draw.restype = (c_void_p,), None
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """What one draw reads and writes: float32 logits (R, V) whose rows lie in a row each, and a
+    float64 number for each; the log-probabilities are float64."""
+
+    logits: Tensor
+    uniform: Tensor
+    sampling: Sampling
+    rooms: Tensor | None
+    tokens: Tensor
+    log_probs: Tensor
+
+    def pointers(self) -> Work:
+        """Valid as long as this is."""
+        logits, uniform, sampling, rooms = self.logits, self.uniform, self.sampling, self.rooms
+        rows, vocabulary = logits.shape
+        assert logits.dtype == torch.float32
+        assert vocabulary == 1 or logits.stride(1) == 1
+        assert uniform.dtype == torch.float64
+        assert uniform.is_contiguous()
+        return Work(
+            logits=logits.data_ptr(),
+            numbers=uniform.data_ptr(),
+            step=logits.stride(0),
+            rows=rows,
+            vocabulary=vocabulary,
+            threads=_threads(logits),
+            room=0 if rooms is None else rooms.shape[1],
+            top_k=sampling.top_k if sampling.top_k < vocabulary else 0,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            rooms=None if rooms is None else rooms.data_ptr(),
+            tokens=self.tokens.data_ptr(),
+            log_probs=self.log_probs.data_ptr(),
+        )
+
+
+def _threads(logits: Tensor) -> int:
+    return min(torch.get_num_threads(), 1 + logits.numel() // SHARE)
+
+
+def draw_of(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Draw:
+    """A draw from these logits, to be done.
+
+    A truncated distribution takes 16 bytes and a little more a token of the vocabulary, in each
+    thread.
+    """
+    rows, vocabulary = logits.shape
+    tokens = uniform.new_empty(rows, dtype=torch.int64)
+    rooms = None
+    if sampling.temperature > 0 and (sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0):
+        room = 2 * vocabulary + vocabulary // GROUP + 1
+        rooms = uniform.new_empty(min(_threads(logits), rows), room)
+    return Draw(logits, uniform, sampling, rooms, tokens, uniform.new_empty(rows))
+
+
+def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """`engines.sampler.draw` of what a `Draw` reads."""
+    found = draw_of(logits, uniform, sampling)
+    if not isinstance(logits, FakeTensor):
+        library().keel_draw(byref(found.pointers()))
+    return found.tokens, found.log_probs

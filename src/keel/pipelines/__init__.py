@@ -1,1 +1,0 @@
-"""What strings stages together, and looks at them before they run."""

@@ -1,0 +1,1 @@
+"""`keel check`: inspects a recipe before it runs."""

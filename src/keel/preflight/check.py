@@ -1,0 +1,315 @@
+"""`keel check`: everything a recipe names is loaded, one batch sampled and scored, nothing trained.
+
+Stage by stage: what would go wrong, with the evidence and the key to change. What a stage's policy
+or reward will have learned by then cannot be looked at, and the report says so. No run folder is
+written, and nobody is paid: a judge is not asked, but its price is reckoned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keel.config.judging import DPOStage, JudgingStage
+from keel.config.load import Source, load_recipe
+from keel.config.schema import Recipe, RLStage, SFTStage, Stage
+from keel.config.seeds import derive
+from keel.engines.stopping import eos_ids, split_stops
+from keel.learn.loss import check_entries
+from keel.learn.optimizer import trainable
+from keel.models.kernels.build import fingerprint
+from keel.models.llama import is_alike
+from keel.models.policy import Policy, load_policy
+from keel.models.value import load_critic
+from keel.preflight.context import Figure, Seen, Trained
+from keel.preflight.data_stage import look_at_demonstrations, look_at_rows
+from keel.preflight.explicit_keys import given
+from keel.preflight.finding import Finding
+from keel.preflight.findings import prompts as prompt_findings
+from keel.preflight.findings import settings as setting_findings
+from keel.preflight.findings import tokens as token_findings
+from keel.preflight.judge_cost import over_budget
+from keel.preflight.memory.machine import machine, resident
+from keel.preflight.prediction import predict, totals, with_judges
+from keel.preflight.prompt_stats import asked
+from keel.preflight.sampling_stage import look
+from keel.preflight.unused_keys import Facts, idle_keys
+from keel.runs.malloc import keep_freed
+from keel.runs.trackers import check_trackers
+from keel.types import KeelError
+
+LOOKED_AT = 4_000_000
+"""Weights that are read, of each tensor, to see how many a step would move."""
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What was seen of a stage: figures in order, and what could not be looked at."""
+
+    name: str
+    kind: str
+    figures: dict[str, Figure]
+    unseen: tuple[str, ...] = ()
+    predicted: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a preflight saw and found. `seconds` is what it took; `predicted` is of all stages
+    together, as each stage's own is of one."""
+
+    recipe: str
+    stages: tuple[StageReport, ...]
+    findings: tuple[Finding, ...]
+    seconds: float
+    predicted: dict[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "recipe": self.recipe,
+            "stages": [asdict(stage) for stage in self.stages],
+            "findings": [one.as_dict() for one in self.findings],
+            "predicted": self.predicted,
+            "seconds": self.seconds,
+        }
+
+
+def check(
+    source: Source,
+    overrides: Sequence[str] = (),
+    price: float | None = None,
+    *,
+    predicts: bool = True,
+) -> Report:
+    """Look at a recipe: a TOML file, a shipped name or a mapping, with `key=value` overrides.
+
+    `price` is of an hour of this machine. Without `predicts` memory and time are left out, which
+    take most of the seconds where the model is small. This process's malloc is set as a run's is.
+    Raises KeelError where the recipe cannot be read or its model not be loaded; whatever else would
+    stop a stage is a finding.
+    """
+    start, before = time.perf_counter(), resident() or 0
+    recipe = load_recipe(source, overrides)
+    keys = given(source, overrides, recipe)
+    keep_freed()
+    with _threads(recipe.threads):
+        policy = load_policy(recipe.model, recipe.seed)
+        seen = [_stage(recipe, number, policy) for number in range(len(recipe.stages))]
+        there = machine(policy.device, before)
+        predicted = [
+            with_judges(predict(one, recipe, number, policy, there, price) if predicts else {}, one)
+            for number, one in enumerate(seen)
+        ]
+        idle = idle_keys(keys, recipe, _facts(recipe, policy, seen))
+        findings = [
+            *idle,
+            *_of_model(recipe, policy),
+            *_across(recipe, seen),
+            *over_budget([forecast for stage in seen for forecast in stage.work.forecasts]),
+            *(one for stage in seen for one in stage.findings),
+        ]
+    stages = tuple(
+        StageReport(s.name, s.kind, s.figures, tuple(s.unseen), said)
+        for s, said in zip(seen, predicted, strict=True)
+    )
+    order = {"error": 0, "warning": 1}
+    findings = sorted(dict.fromkeys(findings), key=lambda one: order[one.severity])
+    seconds = round(time.perf_counter() - start, 3)
+    return Report(recipe.name, stages, tuple(findings), seconds, totals(predicted))
+
+
+def _stage(recipe: Recipe, number: int, policy: Policy) -> Seen:
+    """A stage looked at, on its own."""
+    stage = recipe.stages[number]
+    seen = Seen(stage.name, stage.stage, {"steps": stage.steps})
+    key = f"{stage.name}." if len(recipe.stages) > 1 else ""
+    _settings(seen, recipe, stage, key)
+    try:
+        check_trackers(stage.trackers)
+    except KeelError as error:
+        seen.stops("before its first step", error, f"{key}trackers")
+    if isinstance(stage, SFTStage):
+        look_at_demonstrations(seen, recipe, stage, policy)
+        _epochs(seen, stage.steps * stage.batch_size)
+        return seen
+    if isinstance(stage, JudgingStage):
+        look_at_rows(seen, recipe, stage, policy)
+    else:
+        _models(seen, recipe, stage, policy, key)
+        _epochs(seen, stage.steps * stage.rollout.prompts_per_step)
+    ask = asked(recipe, stage)
+    if ask is not None:
+        before = [s.name for s in recipe.stages[:number] if _trains_policy(s)]
+        own = Trained(before[-1] if before else None, recipe.model.build is not None)
+        look(seen, recipe, stage, ask, policy, own)
+        if isinstance(stage, RLStage):
+            _epochs(seen, stage.steps * stage.rollout.prompts_per_step)
+            if seen.source is not None and seen.source.conversations:
+                _end_of_turn(seen, stage, policy, f"{key}rollout")
+    return seen
+
+
+def _end_of_turn(seen: Seen, stage: RLStage, policy: Policy, key: str) -> None:
+    """Whether what closes a turn ends a completion. `key` is that of the rollout table."""
+    tokenizer = policy.tokenizer
+    with suppress(KeelError):  # as the batch is sampled, it is a finding
+        texts, ids = split_stops(stage.rollout.stop, tokenizer)
+        stops = (*eos_ids(policy.model, tokenizer), *stage.rollout.stop_ids, *ids)
+        closed = token_findings.closing(tokenizer, stage.prompts.chat_template)
+        seen.add(token_findings.end_of_turn(closed, stops, texts, key))
+
+
+def _settings(seen: Seen, recipe: Recipe, stage: Stage, key: str) -> None:
+    """Findings from the stage's values alone."""
+    optimizer = f"{key}optimizer"
+    seen.add(
+        setting_findings.warm_up(stage.optimizer, stage.steps, optimizer),
+        setting_findings.adapter_rate(recipe.model, stage.optimizer, optimizer)
+        if _trains_policy(stage)
+        else None,
+    )
+    if isinstance(stage, RLStage):
+        critic = stage.value.optimizer
+        seen.add(
+            setting_findings.overlong(stage, f"{key}rollout"),
+            setting_findings.reuse(stage, f"{key}epochs"),
+            setting_findings.still_ratio(stage, f"{key}minibatches"),
+            None
+            if critic is None or stage.algorithm.value is None
+            else setting_findings.warm_up(critic, stage.steps, f"{key}value.optimizer"),
+        )
+    ask = asked(recipe, stage)
+    if ask is not None:
+        seen.add(*setting_findings.timeouts(ask.rewards, f"{ask.key}rewards"))
+        seen.add(*setting_findings.shared_interpreters(ask.rewards, f"{ask.key}rewards"))
+        seen.add(*setting_findings.closed_gates(ask.rewards, f"{ask.key}rewards"))
+
+
+def _models(seen: Seen, recipe: Recipe, stage: RLStage, policy: Policy, key: str) -> None:
+    """The other models and functions that the stage's objective names."""
+    try:
+        check_entries(stage.algorithm)
+    except KeelError as error:
+        seen.stops("as its objective is made", error, f"{key}algorithm")
+    if stage.algorithm.value is None or stage.value.name is None:
+        return
+    try:
+        load_critic(stage.value.name, policy, recipe.model, derive(recipe.seed, stage.name))
+    except KeelError as error:
+        seen.stops("as its value model is made", error, f"{key}value.name")
+
+
+def _epochs(seen: Seen, prompts: int) -> None:
+    """How often the stored rows are gone through."""
+    rows = None if seen.source is None else seen.source.rows
+    if rows:
+        seen.figures["epochs"] = round(prompts / rows, 2)
+
+
+def _of_model(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
+    """Findings of the model and its tokenizer."""
+    tokenizer = policy.tokenizer
+    named = getattr(getattr(policy.model, "generation_config", None), "eos_token_id", None)
+    ids = () if named is None else (named,) if isinstance(named, int) else tuple(named)
+    pair = token_findings.eos_pair(
+        tokenizer.eos_token_id, ids, str(tokenizer.eos_token), "model.name"
+    )
+    if pair is not None:
+        yield pair
+    if is_alike(policy.model.base_model):
+        slow = setting_findings.no_compiler(fingerprint("decode"))
+        if slow is not None:
+            yield slow
+    for stage in recipe.stages:
+        if not _trains_policy(stage) or recipe.model.dtype != "bfloat16":
+            continue
+        rate = stage.optimizer.learning_rate
+        frozen = setting_findings.frozen_weights(
+            recipe.model.dtype,
+            _unmoved(policy, rate),
+            rate,
+            f"{stage.name}.optimizer.learning_rate",
+        )
+        if frozen is not None:
+            yield frozen
+            return
+
+
+@torch.no_grad()
+def _unmoved(policy: Policy, rate: float) -> float:
+    """The share of bfloat16 weights that learn of which a step of `rate` is less than half of the
+    last bit: |w| in [2^e, 2^(e+1)) has a last bit of 2^(e−7)."""
+    still = count = 0
+    for _, parameter in trainable(policy):
+        if parameter.dtype != torch.bfloat16:
+            continue
+        some = parameter.detach().flatten()[:LOOKED_AT].float().abs()
+        last = torch.exp2(torch.floor(torch.log2(some.clamp_min(1e-30))) - 7)
+        still += int((last / 2 > rate).sum())
+        count += some.numel()
+    return still / count if count else 0.0
+
+
+def _across(recipe: Recipe, seen: Sequence[Seen]) -> Iterator[Finding]:
+    """Held-out prompts that a stage before, or another task of the stage, learns from."""
+    for at, stage in enumerate(seen):
+        if stage.source is None or not stage.source.heldout:
+            continue
+        for before in seen[: at + 1]:
+            rows = before.source is None or not before.source.learned
+            learned = before.learned if before.source is None else before.source.learned
+            prefix = f"{before.name}." if len(seen) > 1 else ""
+            finding = prompt_findings.trained_on_held_out(
+                len(stage.source.heldout & (learned | before.learned)),
+                len(stage.source.heldout),
+                before.name,
+                stage.name,
+                f"{prefix}data.heldout_path"
+                if rows
+                else f"{prefix}tasks.0.heldout_share"
+                if before is stage
+                else f"{prefix}tasks.0.heldout_path",
+            )
+            if finding is not None:
+                yield finding
+
+
+def _facts(recipe: Recipe, policy: Policy, seen: Sequence[Seen]) -> Facts:
+    """What the loaded parts say of keys."""
+    sources = [stage.source for stage in seen if stage.source is not None and stage.source.first]
+    rows = any(isinstance(s, JudgingStage) and s.data is not None for s in recipe.stages)
+    whole = len(sources) == len(seen)
+    talks = any(source.conversations for source in sources)
+    name = recipe.model.name
+    return Facts(
+        cpu=policy.device.type == "cpu",
+        local=name is not None and Path(name).expanduser().is_dir(),
+        kv_heads=hasattr(policy.model.config, "num_key_value_heads"),
+        template=policy.tokenizer.chat_template is not None,
+        conversations=True if talks else False if whole and not rows else None,
+        unread={s.name: s.unread for s in seen},
+        replies={s.name: s.source.replies for s in seen if s.source is not None},
+    )
+
+
+def _trains_policy(stage: Stage) -> bool:
+    return isinstance(stage, SFTStage | DPOStage | RLStage)
+
+
+@contextmanager
+def _threads(wanted: int | None) -> Iterator[None]:
+    """The recipe's threads for a while."""
+    before = torch.get_num_threads()
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,1 @@
+"""Findings of `keel check`, by what they are read from."""

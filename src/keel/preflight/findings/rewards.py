@@ -1,0 +1,196 @@
+"""What a batch's rewards and the gold answers give away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from keel.analysis.statistics import wilson_interval
+from keel.config.schema import RLStage, Stage
+from keel.config.sources import RewardSource
+from keel.data.tasks.user import UserTask
+from keel.preflight.context import Seen
+from keel.preflight.finding import Finding
+from keel.preflight.findings import samples as sample_findings
+from keel.preflight.gold_answers import RIGHT, Gold
+from keel.preflight.prompt_stats import Asked, Prompted
+from keel.preflight.trial_batch import Sampled
+from keel.rewards.registry import TASK, NamedReward
+from keel.training.rollout import all_alike
+from keel.types import Verdict
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """A batch, what its rewards said, and what they say of the gold answers.
+
+    `verdicts` are empty where nothing was asked; `judging` is the reward that evaluation counts
+    right answers by; `partial`: some rewards could not be asked.
+    """
+
+    batch: Sampled
+    verdicts: Sequence[Sequence[Verdict]]
+    gold: Gold | None
+    pairs: Sequence[tuple[RewardSource, NamedReward]]
+    judging: NamedReward | None
+    partial: bool
+
+    def values(self, name: str) -> list[float]:
+        """What a reward said of the samples."""
+        every = (v.components.get(name) for judged in self.verdicts for v in judged)
+        return [value for value in every if value is not None]
+
+    @property
+    def totals(self) -> list[float]:
+        return [value for judged in self.verdicts for value in _rewards_of(judged)]
+
+    @property
+    def weighed(self) -> list[NamedReward]:
+        """The rewards that are learned from."""
+        return [function for _, function in self.pairs if function.weight]
+
+
+def tell_gold(seen: Seen, stage: Stage, ask: Asked, judged: Judged, source: Prompted) -> None:
+    """What the gold answers say: of the tokenizer, of the budget, of the rewards."""
+    gold = judged.gold
+    if gold is None:
+        return
+    n = len(gold.texts) + len(gold.unwritable)
+    seen.figures["gold answers"] = n
+    key = f"{ask.key}{'' if ask.key.endswith('sampled.') else 'rollout.'}max_tokens"
+    alphabet = "model.build.alphabet"
+    seen.add(
+        sample_findings.gold_unwritable(gold.unwritable, n, alphabet),
+        sample_findings.gold_over_budget(gold.lengths, ask.rollout.max_tokens, key),
+    )
+    users = any(isinstance(task, UserTask) for task in source.tasks.values())
+    for reward, function in judged.pairs:
+        best = gold.best.get(function.name, ())
+        told = [value for value in best if value is not None]
+        if not told:
+            continue
+        full = reward.function in RIGHT and not (reward.function == TASK and users)
+        spoken = [value for value in told if math.isfinite(value)]
+        if spoken:
+            seen.figures[f"gold answers, {function.name}"] = round(float(np.mean(spoken)), 3)
+        own = ":" in reward.function
+        first = list(source.tasks).index(gold.prompts[0].task)
+        seen.add(
+            sample_findings.gold_refused(
+                function.name, gold.texts, best, 1.0 if full else 1e-9,
+                judged.values(function.name),
+                f"{ask.key}rewards.functions" if own else f"{ask.key}tasks.{first}.answer",
+                gold.wrong.get(function.name, ()),
+                sample_findings.mend_refused(own, source.conversations, f"{ask.key}tasks.{first}"),
+            )
+        )  # fmt: skip
+    if not any(one.kind == "gold-refused" for one in seen.findings):
+        seen.add(*_worth(stage, ask, judged, gold))
+
+
+def tell_rewards(seen: Seen, stage: Stage, ask: Asked, judged: Judged) -> None:
+    """What the batch's rewards say, as far as policy and rewards are those of the stage."""
+    batch, verdicts, gold = judged.batch, judged.verdicts, judged.gold
+    for _, function in judged.pairs:
+        values = judged.values(function.name)
+        if values:
+            seen.figures[f"reward {function.name} (mean)"] = round(float(np.mean(values)), 4)
+    key = f"{ask.key}rewards.functions"
+    totals = judged.totals
+    if not totals and not judged.partial:
+        seen.add(sample_findings.reward_none(batch.completions, key))
+    if not totals or not batch.whole:
+        return
+    before = len(seen.findings)
+    for _, function in judged.pairs:
+        best = () if gold is None or not function.weight else gold.best.get(function.name, ())
+        seen.add(
+            sample_findings.reward_zero(function.name, judged.values(function.name), best, key)
+        )
+    if judged.partial:
+        return
+    texts = {c.text for group in batch.groups for c in group.completions}
+    if len(seen.findings) == before:
+        seen.add(sample_findings.reward_constant(totals, len(texts), *_flattened(judged, ask, key)))
+    if len(seen.findings) > before or any(f.kind == "gold-refused" for f in seen.findings):
+        return
+    of_groups = stage.algorithm.needs_groups if isinstance(stage, RLStage) else compares(stage)
+    of_steps = isinstance(stage, RLStage) and stage.algorithm.needs_steps
+    dynamic = ask.rollout.dynamic_sampling
+    flat = sum(all_alike(one, of_steps) if dynamic else _flat(one) for one in verdicts)
+    seen.figures["groups with equal rewards"] = _share(flat, len(verdicts))
+    if of_groups or dynamic:
+        refills = ask.rollout.max_refills if dynamic else None
+        size = f"{ask.key}{'' if ask.key.endswith('sampled.') else 'rollout.'}group_size"
+        seen.add(
+            sample_findings.zero_variance(flat, len(verdicts), batch.size.members, refills, size)
+        )
+
+
+def compares(stage: Stage) -> bool:
+    """Whether a stage that judges learns from differences between answers."""
+    return stage.stage == "dpo" or getattr(stage, "learns", None) == "pairs"
+
+
+# ---------------------------------------------------------------- details
+
+
+def _worth(stage: Stage, ask: Asked, judged: Judged, gold: Gold) -> list[Finding | None]:
+    """Gold answers whose whole reward is low, or that no evaluation counts as right."""
+    said: list[Finding | None] = []
+    own = [(f, gold.best.get(f.name, ())) for f in judged.weighed]
+    plain = all(f.gate is None and f.normalise == "none" for f, _ in own)
+    known = all(best and None not in best for _, best in own)
+    if own and plain and known and not judged.partial and any(f.weight < 0 for f, _ in own):
+        worth = [
+            sum(f.weight * float(np.clip(best[at] or 0.0, *(f.clip or (-math.inf, math.inf))))
+                for f, best in own)
+            for at in range(len(gold.texts))
+        ]  # fmt: skip
+        low = next(f.name for f, _ in own if f.weight < 0)
+        key = f"{ask.key}rewards.functions"
+        said.append(sample_findings.gold_worth_less(worth, judged.totals, low, key))
+    if isinstance(stage, RLStage) and stage.evaluation.prompts:
+        name = None if judged.judging is None else judged.judging.name
+        best = () if name is None else gold.best.get(name, ())
+        said.append(
+            sample_findings.threshold_unreached(
+                str(name), [value for value in best if value is not None],
+                judged.values(str(name)), stage.evaluation.threshold,
+                f"{ask.key}evaluation.threshold",
+            )
+        )  # fmt: skip
+    return said
+
+
+def _flattened(judged: Judged, ask: Asked, key: str) -> tuple[str, str | None]:
+    """What makes one reward of all of them, a gate or a clip: its key, and what it does."""
+    for at, (_, function) in enumerate(judged.pairs):
+        values = judged.values(function.name)
+        gate, clip = function.gate, function.clip
+        if gate is not None and values and max(values) < gate:
+            return f"{key}.{at}.gate", f"the gate {function.name!r} is shut for each of them"
+        if clip is not None and len(judged.weighed) == 1 and function.weight and values:
+            cut = {min(max(value, clip[0]), clip[1]) for value in values}
+            if len(cut) == 1 and len(set(values)) > 1:
+                return f"{key}.{at}.clip", f"clip makes {next(iter(cut)):g} of every value"
+    return key, None
+
+
+def _rewards_of(judged: Sequence[Verdict]) -> list[float]:
+    """What a group's advantages are made of: rewards of steps, where there are any."""
+    steps = [step.reward for verdict in judged for step in verdict.steps]
+    return steps or [v.reward for v in judged if v.reward is not None]
+
+
+def _flat(judged: Sequence[Verdict]) -> bool:
+    rewards = _rewards_of(judged)
+    return not rewards or max(rewards) == min(rewards)
+
+
+def _share(part: int, whole: int) -> str:
+    share = wilson_interval(part, whole)
+    return f"{part} of {whole} (95 % interval {share.low:.0%} to {share.high:.0%})"

@@ -1,0 +1,355 @@
+"""A stage that samples, looked at: its prompts, a batch, its rewards, and what they give away."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+from keel.config.judging import JudgingStage
+from keel.config.schema import Recipe, RLStage, Stage
+from keel.config.sources import RewardSource
+from keel.data.tasks import stored
+from keel.learn.advantages import check_steps
+from keel.models.policy import Policy
+from keel.models.reward import RewardModel
+from keel.preflight.context import Seen, Trained
+from keel.preflight.findings import prompts as prompt_findings
+from keel.preflight.findings import samples as sample_findings
+from keel.preflight.findings import tokens as token_findings
+from keel.preflight.findings.replies import reply_holds_answer
+from keel.preflight.findings.rewards import Judged, compares, tell_gold, tell_rewards
+from keel.preflight.gold_answers import Gold, gold_of, unreadable_gold
+from keel.preflight.judge_cost import forecast_judge
+from keel.preflight.lengths import holding, quantile
+from keel.preflight.memory.passes import Extent
+from keel.preflight.memory.prediction import rows_of, to_budget
+from keel.preflight.prompt_stats import Asked, Prompted, prompted
+from keel.preflight.trial_batch import Sampled, sample
+from keel.rewards.model_scorer import Here
+from keel.rewards.registry import TASK, NamedReward
+from keel.rewards.scorer import Scorer
+from keel.runs.quarantine import WORDS, LeftOut
+from keel.training.later_stages import check_component, check_rewards, check_rewards_of_steps
+from keel.training.rewarding import load_rewards, scorer, surroundings
+from keel.types import KeelError, Prompt, Verdict
+
+
+def look(
+    seen: Seen, recipe: Recipe, stage: Stage, ask: Asked, policy: Policy, own: Trained
+) -> None:
+    """Prompts, batch, rewards and gold answers of what a stage samples."""
+    source = read_prompts(seen, recipe, ask, policy)
+    if source is None or not source.first:
+        return
+    seen.source = source
+    _tokens(seen, ask, policy, source)
+    if not _check(seen, stage, ask):
+        return
+    rewards, waiting = _ready(ask.rewards.functions)
+    for reward, why in waiting:
+        seen.unseen.append(f"reward {reward.name or reward.function!r}: {why}")
+    choice = ask.rewards.model_copy(update={"functions": rewards})
+    try:
+        functions = load_rewards(choice, surroundings(recipe, None, policy))
+        judge = _scorer(ask, functions, source, bool(waiting))
+    except KeelError as error:
+        seen.stops("as its rewards are made", error, f"{ask.key}rewards.functions")
+        return
+    pairs = list(zip(rewards or (RewardSource(function=TASK),), judge.functions, strict=True))
+    with closing(judge):
+        try:
+            batch = sample(policy, ask, source, judge, trial=own.by is not None)
+        except KeelError as error:
+            seen.stops("as its first batch is sampled", error, f"{ask.key}rollout")
+            return
+        _completions(seen, ask, batch, own)
+        verdicts: tuple[tuple[Verdict, ...], ...] = ()
+        gold: Gold | None = None
+        try:
+            gold = gold_of(
+                source.first, source.tasks, pairs if _any(rewards, waiting) else [],
+                policy.tokenizer, ask.rewards,
+            )  # fmt: skip
+            if _any(rewards, waiting):
+                start = time.perf_counter()
+                verdicts = judge(batch.groups, 1).verdicts
+                seen.work.scoring = time.perf_counter() - start
+                _steps(seen, stage, ask, verdicts, bool(waiting))
+            if ask.rewards.on_error == "stop":
+                unreadable_gold(source.tasks, pairs)
+        except KeelError as error:
+            seen.stops("as its rewards are asked", error, f"{ask.key}rewards.functions")
+    _costs(seen, stage, ask, waiting, batch)
+    if isinstance(stage, RLStage):
+        _work(seen, stage, ask, batch, policy.context, own)
+        seen.work.judges += judges_in(functions)
+    elif isinstance(stage, JudgingStage):
+        budget, twice = ask.rollout.max_tokens, 2 if compares(stage) else 1
+        rows = [(Extent(row[0].before, budget),) * twice for row in rows_of(batch.groups)]
+        seen.work.rows = [rows[at % len(rows)] for at in range(stage.batch_size)]
+    judging = judge.judging(stage.evaluation.component) if isinstance(stage, RLStage) else None
+    if ask.rollout.max_turns > 1 and source.replies:
+        seen.add(reply_holds_answer(source, ask))
+    judged = Judged(batch, verdicts, gold, pairs, judging, partial=bool(waiting))
+    tell_gold(seen, stage, ask, judged, source)
+    if verdicts and own.by is None:
+        tell_rewards(seen, stage, ask, judged)
+
+
+def read_prompts(seen: Seen, recipe: Recipe, ask: Asked, policy: Policy) -> Prompted | None:
+    """The prompts of what a stage samples, and what is to be said of them."""
+    rollout = ask.rollout
+    key = f"{ask.key}tasks"
+    try:
+        source = prompted(
+            ask.tasks, ask.prompts, policy, recipe.seed, ask.seed,
+            room=rollout.max_tokens, take=rollout.prompts_per_step, held=ask.heldout,
+        )  # fmt: skip
+    except KeelError as error:
+        seen.stops("as its tasks are read", error, key)
+        return None
+    budget = f"{ask.key}{'' if ask.key.endswith('sampled.') else 'rollout.'}max_tokens"
+    tell_prompts(seen, source, ask, rollout.max_tokens, budget)
+    return source
+
+
+def tell_prompts(seen: Seen, source: Prompted, ask: Asked, room: int, budget: str) -> None:
+    """Figures and findings of prompts; `room` tokens are the answer's, which the key `budget`
+    gives."""
+    key = f"{ask.key}tasks"
+    every = [n for lengths in source.lengths.values() for n in lengths]
+    if source.rows is not None:
+        seen.figures["train rows"] = source.rows
+    if every:
+        seen.figures |= {
+            "prompt tokens (median)": quantile(every, 0.5),
+            "prompt tokens (95 %)": quantile(every, 0.95),
+            "prompt tokens (longest)": max(every),
+        }
+    seen.figures["plain prompts are read"] = source.read
+    if source.differs is not None:
+        seen.figures["tokenizer.json"] = (
+            f"read otherwise by AutoTokenizer, whose class is used: {source.differs}"
+        )
+    own = ask.prompts.max_tokens is not None
+    length_key = f"{ask.key}prompts.max_tokens" if own else budget
+    said = length_key if own else f"what {room} tokens of answer leave of the context"
+    before = len(seen.findings)
+    limit = source.limit
+    for name, ns in source.lengths.items():
+        seen.add(prompt_findings.prompts_over_length(name, ns, limit, said, length_key, own))
+    if source.stopped is not None and not any(
+        one.severity == "error" for one in seen.findings[before:]
+    ):
+        seen.stops("as its prompts are read", KeelError(source.stopped), key)
+    tell_left_out(seen, source.left_out)
+    seen.add(
+        prompt_findings.unreadable(
+            source.left_out, source.stored, f"{task_key(ask, source, source.left_out)}.bad_rows"
+        ),
+        prompt_findings.repeated(source.repeated, source.rows or 0, f"{key}.0.path"),
+    )
+
+
+def tell_tokens(
+    seen: Seen,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    template: Mapping[str, Any],
+    key: str,
+    tasks: Sequence[str] = (),
+) -> None:
+    """Findings of prompts as tokens. A `{}` in `key` is the number of the prompt's task."""
+    chat = "model.chat_template"
+    specials = [str(token) for token in tokenizer.all_special_tokens]
+    at = {name: key.format(number) for number, name in enumerate(tasks)}
+    for name, own in (at or {"": key}).items():
+        some = [p for p in prompts if not at or p.task == name]
+        seen.add(
+            token_findings.doubled_bos(some, tokenizer.bos_token_id, own),
+            token_findings.special_in_messages(some, specials, own),
+        )
+    shown = prompts[:8]
+    seen.add(
+        token_findings.template_text(tokenizer, shown, template, chat),
+        token_findings.template_prefix(tokenizer, shown, template, chat),
+    )
+    seen.unread |= token_findings.unread(tokenizer, shown, template)
+
+
+def tell_left_out(seen: Seen, left: Sequence[LeftOut]) -> None:
+    """How many rows are left out, by why, and the first of them."""
+    if not left:
+        return
+    counts = Counter(WORDS[row.why] for row in left)
+    said = ", ".join(f"{n} {word}" for word, n in counts.items())
+    seen.figures["rows left out"] = f"{said}; the first: {left[0].reason}"
+
+
+def task_key(ask: Asked, source: Prompted, left: Sequence[LeftOut]) -> str:
+    """The key of the task that the first of these rows is of."""
+    for number, task in enumerate(source.tasks.values()):
+        data = stored(task)
+        if data is not None and any(row is one for row in left[:1] for one in data.left_out):
+            return f"{ask.key}tasks.{number}"
+    return f"{ask.key}tasks.0"
+
+
+# ---------------------------------------------------------------- details
+
+
+def _tokens(seen: Seen, ask: Asked, policy: Policy, source: Prompted) -> None:
+    tell_tokens(
+        seen, policy.tokenizer, source.first, ask.prompts.chat_template,
+        f"{ask.key}tasks.{{}}.prompt", list(source.tasks),
+    )  # fmt: skip
+
+
+def _check(seen: Seen, stage: Stage, ask: Asked) -> bool:
+    """Whether the rewards are named and set as they may be, those that cannot be made yet too."""
+    try:
+        names = check_rewards(ask.rewards)
+    except KeelError as error:
+        seen.stops("as its rewards are made", error, f"{ask.key}rewards.functions")
+        return False
+    if isinstance(stage, RLStage):
+        try:
+            check_rewards_of_steps(stage)
+        except KeelError as error:
+            seen.stops("as its advantages are estimated", error, f"{ask.key}rewards.functions")
+            return False
+    if isinstance(stage, RLStage) and stage.evaluation.prompts:
+        try:
+            check_component(stage.evaluation, names)
+        except KeelError as error:
+            seen.stops("as it is evaluated", error, f"{ask.key}evaluation.component")
+    return True
+
+
+def _steps(
+    seen: Seen, stage: Stage, ask: Asked, verdicts: Sequence[Sequence[Verdict]], partial: bool
+) -> None:
+    """Whether the advantage can use what the rewards returned: steps, or whole answers."""
+    spoken = [v for judged in verdicts for v in judged if v.reward is not None]
+    there = any(verdict.steps for verdict in spoken)
+    if not isinstance(stage, RLStage) or not spoken or (partial and not there):
+        return
+    try:
+        check_steps(stage.algorithm, there)
+    except KeelError as error:
+        seen.stops("as its advantages are estimated", error, f"{ask.key}rewards.functions")
+
+
+def _work(
+    seen: Seen, stage: RLStage, ask: Asked, batch: Sampled, context: int | None, own: Trained
+) -> None:
+    """A whole step's rows, as the sampled ones go; as long as the budget where they do not say."""
+    rows = rows_of(batch.groups)
+    if own.by is not None or own.random or not batch.whole:
+        rows = to_budget(stage, rows, context)
+    whole = ask.rollout.prompts_per_step * ask.rollout.group_size
+    seen.work.rows = [rows[at % len(rows)] for at in range(whole)]
+    # As long as the longest of the batch, or as the budget where it does not say.
+    steps = max(row[0].scored for row in seen.work.rows)
+    seen.work.scoring *= whole / max(batch.completions, 1)
+    seen.work.sampling = steps * batch.pace.seconds(whole, ask.rollout.max_rows)
+    seen.work.sequences = whole
+    assert seen.source is not None
+    seen.work.heldout = seen.source.heldout_tokens
+
+
+def judges_in(functions: Sequence[NamedReward]) -> list[tuple[str, RewardModel]]:
+    """The learned rewards that live in this process, by name."""
+    judging = [(f.name, getattr(f.function, "judging", None)) for f in functions]
+    return [(name, one.model) for name, one in judging if isinstance(one, Here)]
+
+
+def _ready(
+    functions: Sequence[RewardSource],
+) -> tuple[tuple[RewardSource, ...], list[tuple[RewardSource, str]]]:
+    """The rewards that can be asked now, and the others with why not."""
+    ready: list[RewardSource] = []
+    waiting: list[tuple[RewardSource, str]] = []
+    for source in functions:
+        if source.options.get("stage") is not None and source.function in ("outcome", "process"):
+            waiting.append((source, f"stage {source.options['stage']!r} is yet to train it"))
+        elif source.function == "judge":
+            waiting.append((source, "it is paid for, and nothing was asked"))
+        else:
+            ready.append(source)
+    return tuple(ready), waiting
+
+
+def _any(rewards: Sequence[RewardSource], waiting: Sequence[object]) -> bool:
+    """Whether there is a reward to ask: one of those named, or the task's own verdict."""
+    return bool(rewards) or not waiting
+
+
+def _scorer(
+    ask: Asked, functions: Sequence[NamedReward], source: Prompted, partial: bool
+) -> Scorer:
+    """The stage's scorer; where rewards are missing, of the others, whatever they weigh."""
+    if partial and functions and not any(f.weight for f in functions):
+        functions = [replace(f, weight=1.0) for f in functions]
+    soft = ask.rollout.soft_overlong
+    budget = ask.rollout.max_tokens
+    made = scorer(ask.rewards, functions, source.tasks, max_tokens=budget, soft_overlong=soft)
+    made.check(source.first)
+    return made
+
+
+def _completions(seen: Seen, ask: Asked, batch: Sampled, own: Trained) -> None:
+    """How the batch's completions end."""
+    size, budget = batch.size, batch.budget
+    n = batch.completions
+    if own.by is not None:
+        seen.unseen.append(
+            f"how completions end and what they earn: stage {own.by!r} is yet to train the policy"
+        )
+    elif not batch.whole:
+        seen.unseen.append(
+            f"completions beyond {size.tokens} tokens (of a budget of {budget}): this model would "
+            "take minutes here"
+        )
+    seen.figures |= {"sampled prompts": size.prompts, "sampled completions": n}
+    if own.by is not None:
+        return
+    held = holding(batch.lengths, batch.ended)
+    seen.figures |= {
+        "completion tokens (median)": quantile(
+            [len(c) for group in batch.groups for c in group.completions], 0.5
+        ),
+        "cut at the budget": f"{batch.cut} of {n}",
+        "a budget for 95 %": str(held),
+    }
+    if own.random or not batch.whole:
+        return
+    key = f"{ask.key}{'' if ask.key.endswith('sampled.') else 'rollout.'}max_tokens"
+    seen.add(
+        sample_findings.truncated(batch.cut, n, budget, held, key),
+        sample_findings.eos_never(batch.cut, n, budget, held, key),
+    )
+
+
+def _costs(
+    seen: Seen,
+    stage: Stage,
+    ask: Asked,
+    waiting: Sequence[tuple[RewardSource, str]],
+    batch: Sampled,
+) -> None:
+    """What the stage's judges will be paid."""
+    assert seen.source is not None
+    validation = min(ask.heldout, len(seen.source.heldout_tokens))
+    for at, reward in enumerate(ask.rewards.functions):
+        if reward.function != "judge" or not any(reward is one for one, _ in waiting):
+            continue
+        key = f"{ask.key}rewards.functions.{at}"
+        forecast = forecast_judge(reward, batch.groups, stage, validation, key)
+        if forecast is not None:
+            seen.work.forecasts.append(forecast)
+            seen.figures[f"judge {forecast.name!r}"] = str(forecast)

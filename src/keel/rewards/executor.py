@@ -1,0 +1,278 @@
+"""Calls of functions that may hang: sync ones in a thread each, async ones in one event loop.
+
+A thread cannot be ended from outside: one that hangs is left behind (it ends with the process).
+Code that hangs inside C without releasing Python's lock cannot be left behind either: it ends the
+process, with its stack on stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keel.runs.cancel import GivenUp, GivesUp, look
+from keel.runs.watchdog import Ending, Patience, stack_of, stack_of_task
+
+NOTICE = 5.0
+"""Seconds that an event loop gets to act on a timeout. One that takes longer is blocked, not merely
+short of processor time; what it has on its way to a server is then lost. Below watchdog.GRACE."""
+LOOK = 0.1
+"""Seconds between two looks at whether a call that can be given up is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a call ended: with a value, an error, or not within its time (and where it is then)."""
+
+    value: Any = None
+    error: BaseException | None = None
+    timed_out: bool = False
+    stack: str = ""
+
+
+def call(function: Callable[[], Any], timeout: float, given_up: GivesUp | None = None) -> Outcome:
+    """Call a function in a thread and wait at most `timeout` seconds.
+
+    Raises GivenUp once `given_up` says so.
+    """
+    return next(call_each([function], timeout, given_up))
+
+
+def call_each(
+    functions: Sequence[Callable[[], Any]], timeout: float, given_up: GivesUp | None = None
+) -> Iterator[Outcome]:
+    """Call functions one after the other in one thread, each with a timeout of its own.
+
+    After one that hangs, the rest go on in a new thread. Raises GivenUp as `call`.
+    """
+    done = 0
+    with Ending() as end:
+        while done < len(functions):
+            for outcome in _in_one_thread(functions[done:], timeout, end, given_up):
+                done += 1
+                yield outcome
+
+
+def _in_one_thread(
+    functions: Sequence[Callable[[], Any]], timeout: float, end: Ending, given_up: GivesUp | None
+) -> Iterator[Outcome]:
+    """The outcomes up to the first that hangs."""
+    outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    stop = threading.Event()
+    thread = threading.Thread(
+        target=_run, args=(functions, outcomes, stop), name="keel-reward", daemon=True
+    )
+    end.renew(timeout)  # before it runs: it may never let go of the interpreter's lock
+    thread.start()
+    try:
+        for _ in functions:
+            outcome = _wait(outcomes, timeout, end, given_up)
+            if outcome is None:
+                outcome = Outcome(timed_out=True, stack=stack_of(thread.ident))
+            yield outcome
+            if outcome.timed_out:
+                return
+    finally:
+        stop.set()
+
+
+def _wait(
+    outcomes: queue.SimpleQueue[Outcome], timeout: float, end: Ending, given_up: GivesUp | None
+) -> Outcome | None:
+    """The next outcome; None where there is none in time."""
+    patience = Patience(timeout)
+    for wait in patience:
+        end.renew(patience.left)
+        with contextlib.suppress(queue.Empty):
+            return outcomes.get(timeout=min(wait, LOOK))
+        look()
+        if given_up is not None and given_up():
+            raise GivenUp
+    return None
+
+
+def _run(
+    functions: Sequence[Callable[[], Any]],
+    outcomes: queue.SimpleQueue[Outcome],
+    stop: threading.Event,
+) -> None:
+    for function in functions:
+        if stop.is_set():
+            return
+        try:
+            outcomes.put(Outcome(value=function()))
+        except BaseException as error:
+            outcomes.put(Outcome(error=error))
+
+
+class LoopThread:
+    """One event loop for a run's rewards, in a daemon thread.
+
+    Semaphores and connections that a function keeps between steps belong to it. A loop that a
+    coroutine blocked is left behind for a new one.
+    """
+
+    def __init__(self) -> None:
+        self._served: Served | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, work: Coroutine[Any, Any, None]) -> Served:
+        """Let the loop run a coroutine; returns the loop with its thread."""
+        with self._lock:
+            if self._served is None:
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(
+                    target=_serve, args=(loop,), name="keel-async-rewards", daemon=True
+                )
+                thread.start()
+                weakref.finalize(self, _stop, loop)
+                self._served = loop, thread
+            asyncio.run_coroutine_threadsafe(work, self._served[0])
+            return self._served
+
+    def abandon(self, blocked: Served) -> None:
+        """Leave a blocked loop; it stops when, and if, what blocks it returns."""
+        with self._lock:
+            _stop(blocked[0])
+            if self._served is blocked:
+                self._served = None
+
+    def close(self) -> None:
+        """End the loop and its thread; one that is blocked is left behind after a second."""
+        if (served := self._served) is not None:
+            self.abandon(served)
+            served[1].join(1.0)
+
+
+Served = tuple[asyncio.AbstractEventLoop, threading.Thread]
+"""A loop and its thread."""
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped, then end what still waits in it."""
+    loop.run_forever()
+    waiting = asyncio.all_tasks(loop)
+    for task in waiting:
+        task.cancel()
+    if waiting:
+        loop.run_until_complete(asyncio.wait(waiting, timeout=0.1))
+    loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(loop.stop)
+
+
+class AsyncCalls:
+    """Coroutines of one step, gathered in the event loop of a thread of its own."""
+
+    def __init__(
+        self, functions: Mapping[str, Callable[[], Any]], timeout: float, loop: LoopThread
+    ) -> None:
+        self.timeout = timeout
+        self._loop = loop
+        self._functions = dict(functions)
+        self._outcomes: dict[str, Outcome] = {}
+        self._stacks: dict[str, str] = {}
+        self._ended = threading.Event()
+        self._gone = threading.Event()
+        self._over = False
+        self._task: asyncio.Task[None] | None = None
+        self._started = time.monotonic()
+        self._ending = Ending()
+        self._served: Served | None = None
+        if self._functions:
+            self._ending.__enter__()  # left in outcomes() or cancel()
+            self._ending.renew(timeout)
+            self._served = loop.submit(self._gather())
+        else:
+            self._ended.set()
+
+    def outcomes(self, given_up: GivesUp | None = None) -> dict[str, Outcome]:
+        """Wait for the calls, each at most its timeout from the start; then how each ended.
+
+        Raises GivenUp once `given_up` says so; `cancel` is then still to be called.
+        """
+        blocked = ""
+        if not self._wait(given_up):
+            assert self._served is not None
+            blocked = stack_of(self._served[1].ident)
+            self._loop.abandon(self._served)
+            self._gone.set()
+        self._ending.__exit__()
+        ended = dict(self._outcomes)
+        return {
+            name: ended.get(
+                name, Outcome(timed_out=True, stack=self._stacks.get(name, "") or blocked)
+            )
+            for name in self._functions
+        }
+
+    def _wait(self, given_up: GivesUp | None) -> bool:
+        """Whether the loop told in time how the calls ended."""
+        # It keeps time itself, unless a coroutine blocks it.
+        until = self._started + self.timeout + NOTICE
+        while True:
+            if self._ended.wait(min(max(0.0, until - time.monotonic()), LOOK)):
+                return True
+            look()
+            if given_up is not None and given_up():
+                raise GivenUp
+            if time.monotonic() >= until:
+                return False
+
+    def cancel(self) -> None:
+        """Give the calls up, so that none goes on behind an error of another."""
+        self._ending.__exit__()
+        if self._served is not None and not self._gone.is_set():
+            with contextlib.suppress(RuntimeError):  # left behind by another, and closed since
+                self._served[0].call_soon_threadsafe(self._drop)
+            if not self._gone.wait(NOTICE):
+                self._loop.abandon(self._served)
+
+    def _drop(self) -> None:
+        self._over = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _gather(self) -> None:
+        if self._over:  # before it began
+            self._gone.set()
+            return
+        self._task = asyncio.current_task()
+        tasks = {
+            asyncio.create_task(self._one(name, function), name=name)
+            for name, function in self._functions.items()
+        }
+        try:
+            # Not wait_for, which waits for a coroutine that will not be cancelled.
+            await asyncio.wait(tasks, timeout=self.timeout)
+        finally:
+            self._over = True
+            pending = [task for task in tasks if not task.done()]
+            self._stacks = {task.get_name(): stack_of_task(task) for task in pending}
+            for task in pending:
+                task.cancel()
+            self._ended.set()
+            try:
+                if pending:
+                    await asyncio.wait(pending, timeout=0.1)
+            finally:
+                self._gone.set()
+
+    async def _one(self, name: str, function: Callable[[], Any]) -> None:
+        try:
+            self._outcomes[name] = Outcome(value=await function())
+        except BaseException as error:
+            if self._over and isinstance(error, asyncio.CancelledError):
+                raise
+            # A CancelledError before that the function raised itself.
+            self._outcomes[name] = Outcome(error=error)

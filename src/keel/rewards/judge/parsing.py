@@ -1,0 +1,75 @@
+"""What a judge's answer says, or why it says nothing; never a guess."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keel.rewards.judge.prompts import Question
+from keel.rewards.judge.store import Answer
+
+FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*)\n[ \t]*```", re.DOTALL)
+THOUGHT = "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """The `value` that was asked for and the `reason` given; or None, and what is `wrong`."""
+
+    value: int | str | None = None
+    reason: str = ""
+    wrong: str = ""
+
+
+def parse(answer: Answer, question: Question) -> Parsed:
+    """Read an answer: one JSON object that has the key with one of its values.
+
+    The object may stand in a code fence, and thoughts that end on `</think>` before it.
+    """
+    if answer.refusal:
+        return Parsed(wrong=f"refused: {answer.refusal}")
+    if answer.finish == "length":
+        return Parsed(wrong="cut off at max_tokens")
+    text = answer.text.strip()
+    if not text.startswith(("{", "```")):  # or the mark may stand in the reason
+        text = text.rpartition(THOUGHT)[2].strip()
+    fenced = FENCE.fullmatch(text)
+    try:
+        found = json.loads(
+            fenced[1] if fenced else text,
+            object_pairs_hook=_once,
+            parse_constant=_no_constant,
+        )
+    except (ValueError, RecursionError):
+        return Parsed(wrong=f"not one JSON object: {text!r:.80}")
+    if not isinstance(found, dict) or question.key not in found:
+        return Parsed(wrong=f"no {question.key!r} in {text!r:.80}")
+    value = _known(found[question.key], question.values)
+    if value is None:
+        return Parsed(wrong=f"{question.key} = {found[question.key]!r:.60} is none of the choices")
+    reason = found.get("reason")
+    return Parsed(value, reason if isinstance(reason, str) else "")
+
+
+def _known(value: Any, values: Sequence[int | str]) -> int | str | None:
+    """The choice that a value is; true is no 1, and "7" no 7, but 7.0 is (JSON has one number)."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, int | str) and value in values else None
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object that says one thing of a key."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key twice")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,192 @@
+"""Rewards that are rules: right or wrong, in the asked-for shape or not, too long or not.
+
+All have TRL's signature, work on plain and on conversational completions, and give one number a
+completion; None where a rule has nothing to judge by.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from keel.graders.answers import only_repeats, stated_number
+from keel.graders.formats import SECONDS, has_tags, matches, tag_content
+from keel.graders.numbers import Number, read_number, same_number
+from keel.graders.text import same_text
+from keel.rewards.validation import Wrong
+from keel.types import KeelError
+
+
+def exact_match(
+    *,
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    normalised: bool = False,
+    tag: str | None = None,
+) -> list[float | None]:
+    """1 where the text is the `answer` column's, less the blanks around it, else 0.
+
+    `normalised` also ignores case, runs of blanks and full stops at the end; `tag` takes as the
+    text what stands in the last `<tag>…</tag>` (without one, 0). None where the column is empty.
+    """
+    return [
+        None
+        if gold is None
+        else float(said is not None and same_text(said, str(gold), normalised=normalised))
+        for said, gold in zip(_said(completions, tag), answer, strict=True)
+    ]
+
+
+def numeric_match(
+    *,
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    prompts: Sequence[Any] | None = None,
+    tolerance: float = 0.0,
+    tag: str | None = None,
+    log_metric: Callable[[str, float], None] | None = None,
+) -> list[float | Wrong | None]:
+    r"""1 where the text ends on the number that the `answer` column is or ends on, else 0.
+
+    What the last `#### …` or `\boxed{…}` marks has to be that number as a whole, units aside, and
+    so has the gold answer; without a mark, the number that the last sentence comes to counts. Two
+    are the same where they differ by at most `tolerance · max(1, |gold|)`. A text that only repeats
+    its prompt ends on no number. `tag` as for `exact_match`. None where the column is empty, and
+    `Wrong` where it holds no number. The share of completions that end on no number is logged as
+    `numeric_match/unread`. Raises KeelError for a tolerance that is not a number of at least 0.
+    """
+    if not 0 <= tolerance < math.inf:
+        raise KeelError(f"tolerance = {tolerance:g}: give a number of at least 0")
+    rewards: list[float | Wrong | None] = []
+    read: list[bool] = []
+    for said, gold in zip(said_of(completions, tag, prompts), answer, strict=True):
+        if gold is None:
+            rewards.append(None)
+            continue
+        wanted = _gold_number(str(gold))
+        if wanted is None:
+            wrong = (
+                f"the answer column holds {str(gold)[:60]!r}, which is no number: use math or "
+                "exact_match, or name another column in task.answer"
+            )
+            rewards.append(Wrong(wrong))
+            continue
+        given = None if said is None else stated_number(said)
+        read.append(given is not None)
+        same = given is not None and same_number(given.value, wanted.value, tolerance)
+        rewards.append(float(same and given is not None and given.fits(wanted)))
+    if log_metric is not None:
+        log_metric("numeric_match/unread", read.count(False) / max(len(read), 1))
+    return rewards
+
+
+def _gold_number(gold: str) -> Number | None:
+    """The number that a gold answer is, or that a solution ends on."""
+    whole = read_number(gold, evaluated=False)
+    return stated_number(gold, evaluated=False) if whole is None else whole
+
+
+def place_match(*, completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
+    """The share of characters that stand where the `answer` column has them, in [0, 1].
+
+    Less the blanks around either text; counted over the longer of the two, so that neither rambling
+    nor stopping short pays. A dense stand-in for `exact_match` where a policy gets nothing right
+    yet. None where the column is empty.
+    """
+    pairs = zip(texts(completions), answer, strict=True)
+    return [
+        None if gold is None else _agreeing(said.strip(), str(gold).strip()) for said, gold in pairs
+    ]
+
+
+def _agreeing(said: str, gold: str) -> float:
+    agreeing = sum(a == b for a, b in zip(said, gold, strict=False))
+    return agreeing / max(len(said), len(gold), 1)
+
+
+def format_match(
+    *,
+    completions: Sequence[Any],
+    regex: str | None = None,
+    tags: Sequence[str] | None = None,
+) -> list[float | Wrong]:
+    """1 where `regex` is found in the text, or the text is made of `tags`; else 0.
+
+    `^` and `$` are the ends of the text (blanks around it aside), `.` matches newlines too.
+    `tags = ["think", "answer"]` asks for `<think>…</think> <answer>…</answer>` and nothing else.
+    `Wrong` where the search of a text takes more than 5 seconds of computing.
+    Raises KeelError unless exactly one of the two is given, and can be used.
+    """
+    if (regex is None) == (tags is None):
+        raise KeelError("set exactly one of the options regex and tags")
+    if regex is None:
+        assert tags is not None
+        if isinstance(tags, str):
+            raise KeelError(f'tags = "{tags}": give a list, ["{tags}"]')
+        if not tags:
+            raise KeelError("tags = []: name at least one")
+        return [float(has_tags(text, tags)) for text in texts(completions)]
+    try:
+        found = matches(regex, texts(completions))
+    except re.error as error:
+        raise KeelError(f"regex = {regex!r} is no regular expression: {error}") from None
+    slow = Wrong(
+        f"regex = {regex!r:.80} takes more than {SECONDS} s or 1 GiB on the text: avoid repetition "
+        "inside repetition, such as (a+)+"
+    )
+    return [slow if one is None else float(one) for one in found]
+
+
+def length(
+    *,
+    completion_ids: Sequence[Sequence[int]],
+    target: int,
+    width: int | None = None,
+    both: bool = False,
+) -> list[float]:
+    """0 up to `target` tokens, then linearly down to −1 at `target + width`, −1 beyond.
+
+    `width` None is `target`. With `both`, answers shorter than the target lose as much. Raises
+    KeelError for a target or width under 1.
+    """
+    reach = target if width is None else width
+    for name, value in (("target", target), ("width", reach)):
+        if not 1 <= value < math.inf:
+            raise KeelError(f"{name} = {value}: give at least 1")
+    over = [len(ids) - target for ids in completion_ids]
+    return [0.0 - min(1.0, (abs(n) if both else max(0, n)) / reach) for n in over]
+
+
+def texts(completions: Sequence[Any]) -> list[str]:
+    """What was said: the text, or the text of the assistant's turns of a conversation."""
+    return [c if isinstance(c, str) else _assistant(c) for c in completions]
+
+
+def _assistant(turns: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(str(turn["content"]) for turn in turns if turn["role"] == "assistant")
+
+
+def _said(completions: Sequence[Any], tag: str | None) -> list[str | None]:
+    return [text if tag is None else tag_content(text, tag) for text in texts(completions)]
+
+
+def said_of(
+    completions: Sequence[Any], tag: str | None, prompts: Sequence[Any] | None
+) -> list[str | None]:
+    """The text of each completion, or of its last tag; None without, and where it only repeats."""
+    said = _said(completions, tag)
+    if prompts is None:
+        return said
+    asked = [
+        p if isinstance(p, str) else "\n".join([str(t["content"]) for t in p]) for p in prompts
+    ]
+    return [
+        None if text is None or only_repeats(text, question) else text
+        for text, question in zip(said, asked, strict=True)
+    ]
+
+
+BUILT_IN = {f.__name__: f for f in (exact_match, numeric_match, place_match, format_match, length)}
+"""What a recipe may name without a module."""

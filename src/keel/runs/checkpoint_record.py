@@ -1,0 +1,156 @@
+"""What a checkpoint knows of its run: its recipe and inputs, and the rows and rollouts before it.
+
+`record.json` in a checkpoint:
+
+    {"recipe": the resolved recipe, "inputs": see `runs.fingerprints`, "metrics": SHA-256 of
+     metrics.jsonl so far, "files": {"rollouts/step-000001.parquet": SHA-256, ...}}
+
+`files` are the rollouts so far and the rows that stages sampled. Torch-free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.runs import files
+from keel.runs.diff.values import changes
+from keel.runs.layout import Entry, Place, RunFolder
+from keel.types import KeelError
+
+RECORD = "record.json"
+SHOWN = 3
+"""Differences that are named one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The content of record.json."""
+
+    recipe: Mapping[str, Any]
+    inputs: Mapping[str, str]
+    metrics: str
+    files: Mapping[str, str]
+
+    def write(self, checkpoint: Path) -> None:
+        """Into a checkpoint that is being written."""
+        text = json.dumps(asdict(self), ensure_ascii=False, indent=1, sort_keys=True)
+        (checkpoint / RECORD).write_text(text + "\n", "utf-8")
+
+
+def read(checkpoint: Path) -> Recorded | None:
+    """The record of a whole checkpoint; None of one that an earlier version of Keel wrote."""
+    try:
+        return Recorded(**json.loads((checkpoint / RECORD).read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise KeelError(
+            f"cannot read {checkpoint / RECORD}: {error}: resume with the version that wrote it"
+        ) from error
+
+
+def sha256(path: Path) -> str:
+    """Of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def changed(known: Recorded, recipe: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
+    """What of recipe and inputs differs from what a checkpoint was made with; empty: nothing."""
+    said = [f"{c.name} = {c.b} (was {c.a})" for c in changes(known.recipe, recipe)]
+    # A name that only one of them has is a change of the recipe.
+    both = sorted(known.inputs.keys() & inputs.keys())
+    said += [f"the content of {name}" for name in both if known.inputs[name] != inputs[name]]
+    more = f" and {len(said) - SHOWN} more" if len(said) > SHOWN else ""
+    return ", ".join(said[:SHOWN]) + more
+
+
+def rows_until(folder: RunFolder, last: Place) -> list[tuple[Place, bytes]]:
+    """The whole rows of metrics.jsonl up to a place, in the order of the file.
+
+    Raises:
+        KeelError: a row is not readable.
+    """
+    path = folder.metrics
+    if not path.exists():
+        return []
+    with files.told(path, "read"):
+        lines = path.read_bytes().splitlines(keepends=True)
+    found = []
+    for number, row in enumerate(lines, start=1):
+        if not row.endswith(b"\n"):  # torn by the end of the process that wrote it
+            continue
+        try:
+            record = json.loads(row)
+            place = Place(folder.stages.index(record["stage"]), int(record["step"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise KeelError(
+                f"{path}:{number} is damaged ({error}): fix or delete the line, then --resume"
+            ) from error
+        if place <= last:
+            found.append((place, row))
+    return found
+
+
+def check(folder: RunFolder, newest: Entry, known: Recorded) -> list[str]:
+    """Compares the run folder with its newest checkpoint's record; returns the rollouts lost since.
+
+    Nothing that follows depends on the rollouts before a checkpoint: those that are missing or
+    changed are only reported, each as `PATH is missing` or `PATH is damaged`.
+
+    Raises:
+        KeelError: a row of metrics or sampled rows from before the checkpoint are missing or
+            changed.
+    """
+    rows = rows_until(folder, newest.place)
+    if hashlib.sha256(b"".join(row for _, row in rows)).hexdigest() != known.metrics:
+        odd, what = _odd(folder, newest, [place for place, _ in rows])
+        raise KeelError(f"{folder.metrics} {what}: {_way_out(folder, odd)}")
+    lost = []
+    for name, digest in known.files.items():
+        path = folder.path / name
+        if path.is_file() and sha256(path) == digest:
+            continue
+        what = "is damaged" if path.is_file() else "is missing"
+        if path.parent != folder.rollouts_folder:
+            raise KeelError(f"{path} {what}: restore it from a copy")
+        lost.append(f"{name} {what}")
+    return lost
+
+
+def odd_row(folder: RunFolder, newest: Entry) -> str | None:
+    """The first step up to a checkpoint whose row is missing or there twice, in words.
+
+    Nothing else can be compared with a checkpoint that has no record.
+    """
+    odd, what = _odd(folder, newest, [place for place, _ in rows_until(folder, newest.place)])
+    return None if odd is None else f"{folder.metrics.name} {what}"
+
+
+def _odd(folder: RunFolder, newest: Entry, places: Sequence[Place]) -> tuple[Place | None, str]:
+    """The first step whose row is missing or there twice, and which of these it is."""
+    for stage, name in enumerate(folder.stages[: newest.place.stage + 1]):
+        steps = [place.step for place in places if place.stage == stage]
+        last = newest.place.step if stage == newest.place.stage else max(steps, default=0)
+        for step in range(1, last + 1):
+            if steps.count(step) != 1:
+                what = "has two rows" if step in steps else "lacks the row"
+                return Place(stage, step), f"{what} of {name} step {step}"
+    return None, f"is not what checkpoint {newest.path.name} was written with"
+
+
+def _way_out(folder: RunFolder, odd: Place | None) -> str:
+    """How to go on where what was recorded of a step is gone."""
+    later = [e for e in folder.list_checkpoints() if odd is None or e.place >= odd]
+    which = later[0].path.name
+    if len(later) > 1:
+        which += f" to {later[-1].path.name}"
+    return (
+        f"restore it from a copy, or delete checkpoints {which}, and --resume repeats what they "
+        "hold"
+    )

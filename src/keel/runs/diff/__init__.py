@@ -1,0 +1,1 @@
+"""Comparison of two runs: the first step, sequence, token and tensor that differ."""

@@ -1,0 +1,315 @@
+"""A run folder from its making, or from its newest checkpoint, to the end of its run."""
+
+from __future__ import annotations
+
+import errno
+import platform
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from keel.config.load import predates_raw
+from keel.runs import checkpoint, files
+from keel.runs import checkpoint_record as recorded
+from keel.runs import stdio as streams
+from keel.runs.checkpoint_record import Recorded
+from keel.runs.fingerprints import fingerprints
+from keel.runs.layout import Entry, RunFolder, make_free, make_next, stages_of
+from keel.runs.lock import locked, refuse_if_taken
+from keel.runs.records import Recorder, truncate_after, update_run_json
+from keel.runs.signals import catching
+from keel.runs.watcher import Silent, Watcher
+from keel.runs.writer import Reached, Session
+from keel.types import KeelError
+
+RUNS = "runs"
+"""Where run folders go unless one is named."""
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+"""Errors of the disk, whichever file they come from."""
+Damage = list[tuple[Path, str]]
+
+
+def created(recipe: str, name: str, path: Path | str | None) -> RunFolder:
+    """A new run folder for a recipe (TOML): the next free one under runs/ unless named.
+
+    Of two that start in one folder the first to hold its lock writes its recipe, the other is
+    refused. The folder is absolute: what a run calls may change the working directory.
+    """
+    files.check_name(Path(RUNS if path is None else path).absolute())
+    if path is not None:
+        refuse_if_taken(Path(path))
+    stages = stages_of(recipe)  # before anything is made
+    if path is None:
+        place, made = make_next(RUNS, name).absolute(), True
+    else:
+        place = Path(path).absolute()
+        made = make_free(place)
+    with locked(RunFolder(place, stages)):
+        return replace(RunFolder.create(place, recipe), made=made)
+
+
+def resumed(path: Path | str | None) -> RunFolder:
+    """The run folder that a run goes on in."""
+    if path is None:
+        raise KeelError("--resume goes on with a run: name its folder with --run DIR")
+    return RunFolder.open(Path(path).absolute())
+
+
+@contextmanager
+def running(
+    place: RunFolder,
+    resume: bool,
+    watcher: Watcher,
+    verb: Literal["train", "control"] = "train",
+) -> Iterator[tuple[Session, Path | None]]:
+    """The one hand that writes the folder while the block lasts, and the checkpoint to go on from.
+
+    What was written past that checkpoint is dropped. Signals ask the run to stop. What stops it
+    otherwise is told with the step that it reached and how to go on; a new run that fails before
+    there is anything to keep leaves the folder as free as it was.
+
+    Raises:
+        KeelError: another process holds the folder; there are checkpoints, but none is whole.
+    """
+    with ExitStack() as stack:
+        interrupt = stack.enter_context(catching())
+        stack.enter_context(locked(place))
+        start, damaged = _where_to_begin(place) if resume else (None, [])
+        known = None if start is None else recorded.read(start.path)
+        files_known, lost = _compare(place, start, known)
+        recipe = tomllib.loads(place.recipe.read_text("utf-8"))
+        inputs = fingerprints(recipe)
+        reached = Reached()
+        if start is not None:
+            reached.step = reached.checkpoint = start.place
+        stack.enter_context(_telling_where(place, reached, resume, verb))
+        if resume:
+            stage, step = (0, -1) if start is None else (start.place.stage, start.place.step)
+            truncate_after(place, stage, step)
+        recorder = stack.enter_context(Recorder(place, inputs=inputs, known=files_known))
+        session = Session(place, recorder, _Steady(watcher, recorder), interrupt, reached=reached)
+        for path, wrong in damaged:
+            recorder.event("damaged", checkpoint=path.name, why=wrong)
+            session.watcher.note(
+                f"checkpoint {path} is damaged ({wrong}): going on from the one before"
+            )
+        changed = "" if known is None else recorded.changed(known, recipe, inputs)
+        if start is not None and changed:
+            session.note(
+                f"since checkpoint {start.path.name} was written there changed: {changed}: from "
+                "here on this is another run, and not byte for byte one that never stopped"
+            )
+        if lost:
+            session.note(_losses(lost))
+        if start is not None and known is None:
+            session.note(_without_record(place, start))
+        if resume and predates_raw(recipe):
+            session.note(
+                f"{place.recipe.name} has no key raw (an earlier version of Keel wrote it): plain "
+                "prompts go without the chat template, as they did in that version; set raw of "
+                "its tasks and data to choose"
+            )
+        yield session, None if start is None else start.path
+
+
+def declare(
+    session: Session,
+    name: str,
+    seed: int,
+    threads: int,
+    packages: Sequence[str],
+    kernels: str | None = None,
+) -> None:
+    """Say in run.json what a run is made with; `kernels` names the compiled code that it may use.
+
+    A run that goes on keeps what it began with; what differs now is noted.
+    """
+    now = facts(name, seed, threads, packages)
+    if kernels is not None:
+        now["versions"]["kernels"] = kernels
+    begun: dict[str, Any] = {}
+    if session.reached.step is not None:
+        begun = update_run_json(session.folder, {})
+    changed = _changed(begun, now)
+    if changed:
+        session.note(
+            f"this run began with {changed}: it goes on, but not byte for byte as if it had never "
+            "stopped"
+        )
+    kept: dict[str, Any] = {k: begun[k] for k in ("versions", "threads") if k in begun}
+    update_run_json(session.folder, {**now, **kept})
+
+
+def facts(name: str, seed: int, threads: int, packages: Sequence[str]) -> dict[str, Any]:
+    """What a reader of run.json wants to know of where a run came from."""
+    return {
+        "name": name,
+        "seed": seed,
+        "versions": {"python": platform.python_version()}
+        | {package: version(package) for package in packages},
+        "threads": threads,
+        "finished": False,
+    }
+
+
+def _changed(begun: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs of threads and versions, as it was and (as it is); empty where nothing does."""
+    before: dict[str, Any] = {"threads": begun.get("threads"), **begun.get("versions", {})}
+    after: dict[str, Any] = {"threads": now["threads"], **now["versions"]}
+    return ", ".join(
+        f"{name} {value} (now {after[name]})"
+        for name, value in before.items()
+        if value is not None and name in after and after[name] != value
+    )
+
+
+def _where_to_begin(place: RunFolder) -> tuple[Entry | None, Damage]:
+    """The newest whole checkpoint, and the damaged ones passed over; replaced ones are back.
+
+    Raises KeelError where none is whole: to begin anew would throw away what they cost.
+    """
+    damaged: Damage = []
+    checkpoint.bring_back(place)
+    newest = checkpoint.newest_whole(place, lambda path, wrong: damaged.append((path, wrong)))
+    others = [] if newest or damaged else checkpoint.unknown(place)
+    if others:
+        raise KeelError(
+            f"{place.recipe} has no stage that made checkpoint {others[0].name}: put the recipe's "
+            "stages and their names back as they were"
+        )
+    if newest is None and damaged:
+        said = "; ".join(f"{path.name}: {wrong}" for path, wrong in damaged[:2])
+        more = f"; and {len(damaged) - 2} more" if len(damaged) > 2 else ""
+        raise KeelError(
+            f"no checkpoint in {place.checkpoints_folder} is whole ({said}{more}): bring one back, "
+            "or delete them all and --resume begins at the first step"
+        )
+    return newest, damaged
+
+
+def _compare(
+    place: RunFolder, start: Entry | None, known: Recorded | None
+) -> tuple[dict[str, str], list[str]]:
+    """The hashes of what was recorded before a checkpoint, and the rollouts that are lost since.
+
+    A checkpoint of an earlier version of Keel has no hashes: then they are those of what is there.
+    A lost file keeps its hash, so that the checkpoints that follow are those of an unharmed run.
+    """
+    if start is None:
+        return {}, []
+    if known is not None:
+        return dict(known.files), recorded.check(place, start, known)
+    before = [entry.path for entry in place.list_rollouts() if entry.place <= start.place]
+    return {f"rollouts/{path.name}": recorded.sha256(path) for path in before}, []
+
+
+def _without_record(place: RunFolder, start: Entry) -> str:
+    """The note for a checkpoint without record.json, and the first row of metrics that is wrong."""
+    odd = recorded.odd_row(place, start)
+    return (
+        f"checkpoint {start.path.name} has no {recorded.RECORD} (an earlier version of Keel wrote "
+        "it): whether recipe, inputs, metrics or rollouts have changed since is not known"
+        + ("" if odd is None else f"; {odd}")
+    )
+
+
+def _losses(lost: Sequence[str]) -> str:
+    """Rollouts that are missing or damaged, in one line."""
+    more = f" and {len(lost) - recorded.SHOWN} more" if len(lost) > recorded.SHOWN else ""
+    return (
+        f"{', '.join(lost[: recorded.SHOWN])}{more}: the run goes on, since nothing that follows "
+        "depends on it; restore it from a copy to have it again"
+    )
+
+
+@contextmanager
+def _telling_where(place: RunFolder, reached: Reached, resume: bool, verb: str) -> Iterator[None]:
+    """What a user can mend is told with the step reached and how to go on; an event says it too."""
+    try:
+        yield
+    except (KeelError, OSError) as error:
+        said = _mendable(place, error)
+        if said is None:
+            raise
+        if not resume and _leaves_nothing(place):
+            raise KeelError(said) from error
+        text = f"stopped {reached.told(place.stages)}: {said}"
+        with suppress(KeelError), Recorder(place) as recorder:
+            recorder.event("stopped", text=text)
+        how = f"keel {verb} --resume --run {place.path}"
+        raise KeelError(f"{text}; go on with: {how}") from error
+
+
+def _mendable(place: RunFolder, error: KeelError | OSError) -> str | None:
+    """In one line, what a user can mend; None of an error that is none of the disk's."""
+    if isinstance(error, KeelError):
+        return str(error)
+    name = error.filename if isinstance(error.filename, str) else None
+    ours = name is not None and Path(name).is_relative_to(place.path)
+    if not ours and error.errno not in DISK:
+        return None
+    return f"cannot write {name or place.path}: {error.strerror}: mend the disk or folder"
+
+
+def _leaves_nothing(place: RunFolder) -> bool:
+    """Empties the folder of a new run where nothing in it is worth keeping; whether it did.
+
+    A folder that was there before the run stays.
+    """
+    if place.metrics.exists() and place.metrics.stat().st_size > 0:
+        return False
+    made = [place.checkpoints_folder, place.rewards, place.quarantine, place.faults]
+    made += [place.rows("any", "train").parent, place.model("any").parent]
+    if any(path.is_dir() and any(path.iterdir()) for path in made):
+        return False
+    try:
+        files.present(place.path)
+    except KeelError:
+        return False  # what lies there now is not ours
+    # What another start may find comes last, and before it the recipe: a run that cannot be
+    # deleted can be gone on with.
+    last = [place.recipe, place.rollouts_folder, place.checkpoints_folder, place.lock]
+    with suppress(OSError, KeelError):
+        for path in [p for p in place.path.iterdir() if p not in last] + last:
+            files.remove(path)
+        if place.made:
+            place.path.rmdir()
+    return not place.recipe.exists()
+
+
+class _Steady:
+    """A watcher that may fail: the run goes on without it, and an event says since when."""
+
+    def __init__(self, watcher: Watcher, recorder: Recorder) -> None:
+        self.watcher = watcher
+        self.recorder = recorder
+
+    def stage(self, name: str, kind: str, steps: int, done: int) -> None:
+        with self._while_told():
+            self.watcher.stage(name, kind, steps, done)
+
+    def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+        with self._while_told():
+            self.watcher.step(stage, step, metrics, seconds)
+
+    def evaluation(self, stage: str, step: int, result: Mapping[str, Any]) -> None:
+        with self._while_told():
+            self.watcher.evaluation(stage, step, result)
+
+    def note(self, text: str) -> None:
+        with self._while_told():
+            self.watcher.note(text)
+
+    @contextmanager
+    def _while_told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.watcher = Silent()
+            self.recorder.event("output_lost", why=error.strerror or str(error))
+        for stream, why in streams.lost().items():
+            self.recorder.event("output_lost", stream=stream, why=why)

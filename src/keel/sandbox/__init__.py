@@ -1,0 +1,1 @@
+"""Isolation: sandboxes and worker processes for code that is not trusted."""

@@ -1,0 +1,392 @@
+"""A sandbox for code that nobody has read: bubblewrap's namespaces, and limits on everything.
+
+No network, nothing of the host but the system's libraries and this interpreter, read-only; a small
+private folder; an own process space that ends with its first process; none of the kernel's keyrings
+and no namespaces of one's own. Linux 5.14 or later. The last two, and the bound on what all the
+processes hold together, are the work of a filter of system calls, which there is for x86_64 and
+aarch64; on other machines they do not hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import math
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from keel.sandbox.seccomp import seccomp_filter
+from keel.sandbox.subprocesses import START_SECONDS, Pipes, Watched, close_all, watch
+from keel.types import KeelError
+
+Status = Literal["ended", "timeout", "output", "died"]
+"""How a run ended: by itself, out of its time, with too much to say, or by a signal."""
+
+PASSED_ON = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+ATTEMPTS = 3
+"""How often a sandbox is started that something outside kills before it stands."""
+DYNAMIC_UIDS = range(61184, 65520)
+"""User ids that systemd keeps for passing users: no one's files and no one's processes."""
+MOST = 10**9
+"""No limit may be larger: not what a machine has, but what the kernel's own numbers hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a run may take.
+
+    `timeout` is in seconds of wall time, from when the sandbox stands; processor time has the same
+    limit, in each process. `memory_mb` is the address space of a process, so that all of them
+    together can have `processes · memory_mb` (threads count as processes), `disk_mb` in each of the
+    private folders, `/tmp` and `/dev/shm`, which lie in memory too, and at most about 15 MB a
+    process in pipes and sockets. That nothing else holds memory is due to the filter of system
+    calls; where there is none (see above), `memory_mb` bounds each process and not all together.
+    What the kernel keeps for a file beside its content, about 1 KB, is bounded by `timeout` alone.
+    `output_kb` is what may be printed, `file_mb` the size of a file. Raises KeelError for what is
+    no such limit.
+    """
+
+    timeout: float = 10.0
+    memory_mb: int = 512
+    processes: int = 8
+    output_kb: int = 64
+    file_mb: int = 16
+    disk_mb: int = 64
+
+    def __post_init__(self) -> None:
+        least = {"timeout": 0.01, "memory_mb": 64, "processes": 1, "output_kb": 1}
+        for name, floor in {**least, "file_mb": 1, "disk_mb": 1}.items():
+            value = getattr(self, name)
+            kind, what = (float, "a number") if name == "timeout" else (int, "a whole number")
+            if not isinstance(value, int | kind) or isinstance(value, bool):
+                raise KeelError(f"{name} = {value!r} is not {what}: give at least {floor:g}")
+            if not value >= floor:
+                raise KeelError(f"{name} = {value:g}: give at least {floor:g}")
+            if value > MOST:
+                raise KeelError(f"{name} = {value:g}: give at most {MOST:,}")
+
+    def resources(self, processes: int | None) -> dict[str, int]:
+        """The same as the kernel's limits of a process, by name."""
+        limits = {
+            "RLIMIT_CPU": math.ceil(self.timeout) + 1,
+            "RLIMIT_AS": self.memory_mb * 2**20,
+            "RLIMIT_FSIZE": self.file_mb * 2**20,
+            "RLIMIT_NOFILE": 64,
+            "RLIMIT_CORE": 0,
+        }
+        if processes is not None:
+            limits["RLIMIT_NPROC"] = processes
+        return limits
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A run: how it ended, its exit status, the end of what it printed, and what it reported.
+
+    `reported` are the lines of the report that orders other than a command write.
+    """
+
+    status: Status
+    exit_status: int
+    stdout: str
+    stderr: str
+    reported: tuple[str, ...] = ()
+
+    @property
+    def cause(self) -> str:
+        """How it ended, in a few words."""
+        if self.status == "ended":
+            return f"exit status {self.exit_status}"
+        return {
+            "timeout": "out of time",
+            "output": "too much output",
+            "died": f"killed by signal {abs(self.exit_status)}",
+        }[self.status]
+
+
+class Sandbox:
+    """Runs commands, each in a sandbox of its own; from any thread, several at a time.
+
+    With `trusted` there is no sandbox: a plain process group in a passing folder, with the limits
+    (but that on processes) and a time. Neither outlives this process. Raises KeelError where
+    bubblewrap is missing or can make no sandbox here, and says how to fix that.
+    """
+
+    def __init__(self, limits: Limits | None = None, *, trusted: bool = False) -> None:
+        self.limits = limits or Limits()
+        self.trusted = trusted
+        self._filter = None if trusted else seccomp_filter()
+        if trusted:
+            return
+        self._bubblewrap = bubblewrap()
+        fork = "import os; os._exit(os.fork() and 0)" if self.limits.processes > 1 else ""
+        trial = self.run([sys.executable, "-c", fork])
+        if trial.exit_status != 0:
+            said = trial.stderr.strip().rpartition("\n")[2] or trial.cause
+            raise KeelError(f"nothing runs in the sandbox under these limits: {said}")
+
+    def run(self, argv: Sequence[str]) -> Ran:
+        """Run a command; its standard input is empty."""
+        return self.carry_out({"argv": list(argv)})
+
+    def carry_out(
+        self,
+        orders: Mapping[str, Any],
+        *,
+        ends: Sequence[int] = (),
+        stop: threading.Event | None = None,
+    ) -> Ran:
+        """Run what `keel.sandbox.inside` makes of the orders.
+
+        `ends` are file descriptors that what runs is given, and that are closed here. Once `stop`
+        is set, the run is killed, and ends as if its time were up. A bubblewrap that something
+        outside kills before the sandbox stands is tried again, unless it took `ends` with it.
+        """
+        for _ in range(1 if ends else ATTEMPTS):
+            watched = self._watched(orders, ends, stop)
+            if stop is not None and stop.is_set() and not watched.started:
+                return Ran("timeout", watched.exit_status, "", "")
+            killed = watched.ended == "ended" and _signal(watched.exit_status)
+            if watched.started or self.trusted or not killed:
+                break
+        return self._read(watched)
+
+    def _watched(
+        self, orders: Mapping[str, Any], ends: Sequence[int], stop: threading.Event | None
+    ) -> Watched:
+        started = secrets.token_hex(16)
+        left = list(ends)
+        with contextlib.ExitStack() as held:
+            held.callback(close_all, left)
+            uid, folder = None, None
+            if self.trusted:
+                folder = held.enter_context(tempfile.TemporaryDirectory(prefix="keel-code-"))
+            elif os.geteuid() == 0:
+                uid = held.enter_context(passing_uid())
+            # In a user namespace the first process counts too.
+            processes = self.limits.processes + (uid is None)
+            pipes = Pipes.open(sandboxed=not self.trusted, filter=self._filter)
+            pipes.further = left
+            given = {
+                **orders,
+                "ends": tuple(ends),
+                "started": started,
+                "report": pipes.report,
+                "lifeline": -1 if pipes.lifeline is None else pipes.lifeline.inner,
+                "uid": uid,
+                "limits": self.limits.resources(None if self.trusted else processes),
+            }
+            given |= {"path": _path()}
+            command = [sys.executable, "-P", "-s", "-S", "-c", _inside()]
+            return watch(
+                command
+                if self.trusted
+                else [*self._walls(uid is not None, pipes), *command, "first"],
+                marshal.dumps(given),
+                pipes,
+                started.encode(),
+                timeout=self.limits.timeout,
+                output=self.limits.output_kb * 1024,
+                environment=environment(folder or "/tmp"),
+                folder=folder,
+                stop=stop,
+            )
+
+    def _read(self, watched: Watched) -> Ran:
+        words = watched.stderr.decode(errors="replace")
+        if not watched.started:
+            said = " ".join(words.split())[-200:] or f"exit status {watched.exit_status}"
+            if self.trusted:
+                raise KeelError(f"the code's process does not start: {said}")
+            if watched.ended == "timeout":
+                raise KeelError(f"no sandbox stood within {START_SECONDS:.0f} s: {said}")
+            raise no_sandbox(said, watched.exit_status)
+        status: Status = watched.ended
+        code = watched.exit_status
+        if status == "ended" and (code < 0 or code > 128):
+            # What runs inside ends on 128 and the signal that ended the command.
+            status, code = "died", code if code < 0 else 128 - code
+            if code == -signal.SIGXCPU:
+                status = "timeout"
+        return Ran(
+            status,
+            code,
+            watched.stdout.decode(errors="replace")[-2000:],
+            words[-2000:],
+            tuple(watched.report.decode(errors="replace").split("\n")[:-1]),
+        )
+
+    def _walls(self, as_root: bool, pipes: Pipes) -> list[str]:
+        ends = ["--die-with-parent", "--new-session"]
+        return [self._bubblewrap, *ends, *walls(as_root, pipes, self.limits.disk_mb)]
+
+
+def walls(
+    as_root: bool, pipes: Pipes, disk_mb: int, files: Mapping[str, Path] | None = None
+) -> list[str]:
+    """bubblewrap's options, up to the command; `files` are shown too, by their path inside."""
+    # The process space's first process is ours: bubblewrap leaves its own to the host's init
+    # to bury, and where that is no init (in containers), they would pile up.
+    walls = ["--as-pid-1", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    walls += ["--unshare-cgroup-try", "--hostname", "sandbox", "--info-fd", str(pipes.told)]
+    if pipes.filter >= 0:
+        walls += ["--seccomp", str(pipes.filter)]
+    if as_root:
+        # The limit on processes does not bind root, nor a user namespace of root's. So root's
+        # sandbox has no user namespace; its first process becomes a passing user instead.
+        walls += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        walls += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+    # These come first: an interpreter may lie in a folder under /tmp.
+    walls += ["--proc", "/proc", "--dev", "/dev"]
+    size = str(disk_mb * 2**20)
+    for folder in ("/tmp", "/dev/shm"):
+        walls += ["--perms", "1777", "--size", size, "--tmpfs", folder]
+    made = {Path("/tmp"), Path("/dev")}
+    for path in _shown():
+        for parent in reversed(path.parents):
+            if parent not in made and parent != parent.parent:
+                walls += ["--perms", "0755", "--dir", str(parent)]
+                made.add(parent)
+        if path.is_symlink():
+            walls += ["--symlink", os.readlink(path), str(path)]
+        else:
+            walls += ["--ro-bind", str(path), str(path)]
+        made.add(path)
+    for inside, path in (files or {}).items():
+        walls += ["--ro-bind", str(path), inside]
+    return [*walls, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
+
+
+def bubblewrap() -> str:
+    """The path of bubblewrap. Raises KeelError where there is none."""
+    if not sys.platform.startswith("linux"):
+        raise KeelError("the sandbox needs Linux: use a Linux machine, or WSL2 on Windows")
+    found = shutil.which("bwrap")
+    if found is None:
+        raise KeelError(
+            "bubblewrap is not installed, and what a model wrote is run in its sandbox only: "
+            "install the package bubblewrap (apt install bubblewrap, dnf install bubblewrap)"
+        )
+    return found
+
+
+def no_sandbox(said: str, exit_status: int) -> KeelError:
+    """Why bubblewrap made no sandbox, from what it said and its exit status."""
+    if _signal(exit_status):
+        return KeelError(
+            f"bubblewrap was killed by signal {_signal(exit_status)} before the sandbox stood, "
+            f"{ATTEMPTS} times: see whether this machine is out of memory, and start again"
+        )
+    if "execvp" in said:
+        shown = ", ".join(map(str, _shown()))
+        return KeelError(
+            f"the interpreter {sys.executable} cannot be started in the sandbox ({said}), "
+            f"which shows {shown} and nothing else of this system: use a Python that needs "
+            "no other folder"
+        )
+    return KeelError(
+        f"bubblewrap cannot make a sandbox here ({said}): allow user namespaces (see the sysctls "
+        "user.max_user_namespaces, kernel.unprivileged_userns_clone and "
+        "kernel.apparmor_restrict_unprivileged_userns), or use a machine that allows them"
+    )
+
+
+def _signal(exit_status: int) -> int:
+    """The signal that an exit status tells of, bubblewrap's word for one inside too; else 0."""
+    return -exit_status if exit_status < 0 else max(exit_status - 128, 0)
+
+
+def _shown() -> list[Path]:
+    """What of the host is seen inside: folders and files, and the links that lead to them.
+
+    The system's folders; this interpreter's, where those do not hold them (a venv's, and its
+    base's); and each link on the way from the names by which Python knows them.
+    """
+    prefixes = (sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix)
+    names = [Path(name).absolute() for name in (*prefixes, sys.executable)]
+    shown = [path for path in map(Path, PASSED_ON) if path.exists() or path.is_symlink()]
+    for path in (name.resolve() for name in names):
+        if not any(path.is_relative_to(one) for one in shown):
+            shown.append(path)
+    for link in (link for name in names for link in _links(name)):
+        # In a folder that is shown, the link is there already.
+        if not any(link.is_relative_to(one) for one in shown):
+            shown.append(link)
+    return shown
+
+
+def _links(path: Path) -> Iterator[Path]:
+    """The symbolic links on the way to what a path names, each by a path without any."""
+    at, left, followed = Path("/"), list(path.parts[1:]), 0
+    while left:
+        step = left.pop(0)
+        at = at.parent if step == ".." else at / step
+        if at.is_symlink() and followed < 40:  # as many as the kernel follows
+            yield at
+            followed += 1
+            target = Path(os.readlink(at))
+            at = Path("/") if target.is_absolute() else at.parent
+            left = [*(part for part in target.parts if part != "/"), *left]
+
+
+@contextlib.contextmanager
+def passing_uid() -> Iterator[int]:
+    """A user id of no one's, for one run: processes of one user share the limit on their number.
+
+    It is held by an address that only one process of the system can have, as long as it is open.
+    """
+    start, count = secrets.randbelow(len(DYNAMIC_UIDS)), len(DYNAMIC_UIDS)
+    for step in range(count):
+        uid = DYNAMIC_UIDS[(start + step) % count]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
+            try:
+                held.bind(f"\0keel-uid-{uid}")
+            except OSError:
+                continue
+            yield uid
+            return
+    raise KeelError(f"{count} sandboxes run here at once, as many as there are users for them")
+
+
+def environment(home: str) -> dict[str, str]:
+    """Nothing of the environment of this process; hashes, and so sets, in the same order always."""
+    one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    python = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+    places = {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"}
+    return {**places, **python, **one}
+
+
+@cache
+def _inside() -> str:
+    """`inside.py` for `python -c`, compiled: each sandbox would compile it at its start."""
+    path = Path(__file__).with_name("inside.py")
+    code = compile(path.read_text(encoding="utf-8"), path.name, "exec", dont_inherit=True)
+    return f"import marshal;exec(marshal.loads(bytes.fromhex({marshal.dumps(code).hex()!r})))"
+
+
+@cache
+def _path() -> dict[str, Any]:
+    """What the module `site` makes of `sys` here, so that no sandbox needs to work it out."""
+    names = ("path", "prefix", "exec_prefix")
+    ask = f"import marshal, sys; print(marshal.dumps([getattr(sys, n) for n in {names}]).hex())"
+    said = subprocess.run(
+        [sys.executable, "-P", "-s", "-c", ask],
+        env=environment("/tmp"),
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout
+    return dict(zip(names, marshal.loads(bytes.fromhex(said)), strict=True))

@@ -1,0 +1,162 @@
+"""Rows of judged answers, ready for a model: encoded, too long ones left out, in epochs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from keel.data.preferences.schema import Labelled, Preference, Stepwise
+from keel.data.preferences.split import Sides
+from keel.models.reward_inputs import Answered, Reader, joined
+from keel.types import KeelError
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one prompt, in tokens. `cluster` is the same for rows that hang together."""
+
+    chosen: Answered
+    rejected: Answered
+    probability: float
+    margin: float
+    cluster: str
+
+    @property
+    def length(self) -> int:
+        return len(self.chosen.tokens) + len(self.rejected.tokens)
+
+    @property
+    def longest(self) -> int:
+        return max(len(self.chosen.tokens), len(self.rejected.tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """One answer in tokens, and a label (0 to 1) for each of its ends; None where nobody judged."""
+
+    answer: Answered
+    labels: tuple[float | None, ...]
+    cluster: str
+
+    @property
+    def length(self) -> int:
+        return len(self.answer.tokens)
+
+    @property
+    def longest(self) -> int:
+        return self.length
+
+
+R = TypeVar("R", Preference, Labelled, Stepwise)
+E = TypeVar("E", Pair, Marked)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Generic[E]):
+    """Both sides, encoded; how many rows of each were left out for being too long."""
+
+    train: tuple[E, ...]
+    heldout: tuple[E, ...]
+    long: int
+    long_heldout: int
+
+
+def ready(
+    sides: Sides[R],
+    encode: Callable[[R], E],
+    limit: int | None,
+    heldout_rows: int,
+    stage: str,
+) -> Ready[E]:
+    """The rows that are no longer than `limit` tokens, at most `heldout_rows` of them held out.
+
+    Which ones these are does not depend on the order of a file that may be sorted. Raises KeelError
+    where no train row is left, or none of the held-out ones that there were.
+    """
+    train, long = _fitting(map(encode, sides.train), limit)
+    held, long_heldout = _fitting(map(encode, _some(sides.heldout, heldout_rows)), limit)
+    if not train:
+        raise KeelError(
+            f"stage {stage!r}: each of the {len(sides.train)} train rows is longer than "
+            f"{limit} tokens: raise {stage}.max_tokens, or use a model with a longer context"
+        )
+    if long_heldout and not held:
+        raise KeelError(
+            f"stage {stage!r}: each of the {long_heldout} held-out rows is longer than {limit} "
+            f"tokens: raise {stage}.max_tokens, or set {stage}.evaluation.rows = 0"
+        )
+    return Ready(train, held, long, long_heldout)
+
+
+def pair_encoder(reader: Reader) -> Callable[[Preference], Pair]:
+    """Preferences as pairs of answers."""
+
+    def encode(row: Preference) -> Pair:
+        return Pair(
+            reader.answer(row.prompt, row.chosen, row.id),
+            reader.answer(row.prompt, row.rejected, row.id),
+            row.probability,
+            row.margin,
+            cluster_of(row),
+        )
+
+    return encode
+
+
+def label_encoder(reader: Reader) -> Callable[[Labelled], Marked]:
+    """Labelled answers, judged at their end."""
+
+    def encode(row: Labelled) -> Marked:
+        answer = reader.answer(row.prompt, row.completion, row.id)
+        return Marked(answer, (row.label,), cluster_of(row))
+
+    return encode
+
+
+def step_encoder(reader: Reader, separator: str) -> Callable[[Stepwise], Marked]:
+    """Answers in steps, judged at the end of each."""
+
+    def encode(row: Stepwise) -> Marked:
+        answer = reader.steps(row.prompt, joined(row.steps, separator), row.id)
+        return Marked(answer, row.labels, cluster_of(row))
+
+    return encode
+
+
+def cluster_of(row: Preference | Labelled | Stepwise) -> str:
+    """What rows that hang together have in common: their group, or else their prompt."""
+    if row.group is not None:
+        return row.group
+    prompt = row.prompt
+    return prompt if isinstance(prompt, str) else json.dumps(list(prompt), sort_keys=True)
+
+
+def of_step(rows: Sequence[E], size: int, number: int, seed: int) -> list[E]:
+    """The rows of step `number` (from 1): epochs end to end, each a permutation of all rows.
+
+    The permutation of epoch e is seeded by `SeedSequence([seed, e])`, so that the rows are a
+    function of seed and step.
+    """
+    n = len(rows)
+    places = range((number - 1) * size, number * size)
+    orders = {
+        epoch: np.random.default_rng(np.random.SeedSequence([seed, epoch])).permutation(n)
+        for epoch in {place // n for place in places}
+    }
+    return [rows[int(orders[place // n][place % n])] for place in places]
+
+
+def _some(rows: Sequence[R], n: int) -> Sequence[R]:
+    if len(rows) <= n:
+        return rows
+    return [rows[at] for at in sorted(np.random.default_rng(0).permutation(len(rows))[:n].tolist())]
+
+
+def _fitting(rows: Iterable[E], limit: int | None) -> tuple[tuple[E, ...], int]:
+    every = list(rows)
+    kept = [row for row in every if limit is None or row.longest <= limit]
+    return tuple(kept), len(every) - len(kept)

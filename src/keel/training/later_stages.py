@@ -1,0 +1,141 @@
+"""What later stages will need, looked at before the first of them is paid for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from keel.config.entry import load_entry
+from keel.config.errors import explain_validation
+from keel.config.judging import DPOStage, JudgingStage, ProcessRewardModelStage, RewardModelStage
+from keel.config.preference_data import PreferenceData
+from keel.config.schema import Evaluation, Recipe, RLStage
+from keel.config.sources import Rewards, RewardSource
+from keel.config.suggest import unknown
+from keel.data.preferences import dataset as preferences
+from keel.learn.advantages import check_steps
+from keel.models.policy import Policy
+from keel.models.reward import Kind, check_classifier
+from keel.rewards.judge.reward import JudgeOptions
+from keel.rewards.process import HOW
+from keel.rewards.registry import MADE, NamedReward, load_reward
+from keel.rewards.scorer import Scorer
+from keel.types import KeelError
+
+T = TypeVar("T")
+
+
+def look_ahead(recipe: Recipe, policy: Policy, begun: int) -> None:
+    """Read the data of stages behind stage number `begun`, and see that their models can be made
+    and that their rewards are named and set as they may be; of that stage too, that its advantage
+    and the rewards of steps go together.
+
+    Raises KeelError as the stage itself would.
+    """
+    for stage in recipe.stages[begun:]:
+        if isinstance(stage, RLStage):
+            _told(stage.name, check_rewards_of_steps, stage)
+    for stage in recipe.stages[begun + 1 :]:
+        if isinstance(stage, RLStage):
+            _told(stage.name, check_rl, stage)
+        if not isinstance(stage, JudgingStage):
+            continue
+        if stage.sampled is not None:
+            _told(stage.name, check_rewards, stage.sampled.rewards)
+        # A function's rows may be dear to make, and are its own affair.
+        if stage.data is not None and stage.data.name in preferences.KINDS:
+            reader_of(stage)(stage.data, recipe.seed)
+        if not isinstance(stage, RewardModelStage | ProcessRewardModelStage):
+            continue
+        if stage.base.name is None and stage.base.stage is None:
+            kind: Kind = "outcome" if isinstance(stage, RewardModelStage) else "process"
+            check_classifier(policy.model.config, kind)
+
+
+def check_rewards(rewards: Rewards) -> list[str]:
+    """The names of a stage's rewards, as far as these can be looked at before they are made.
+
+    Nothing is loaded of a model, and nobody is asked. Raises KeelError as the stage would: for an
+    option that there is not, two of one name, or weights that are all 0.
+    """
+    named = [_named(source) for source in rewards.functions]
+    with closing(Scorer([replace(one, function=None) for one in named])) as scorer:
+        return [one.name for one in scorer.functions]
+
+
+def check_rl(stage: RLStage) -> None:
+    """The rewards of a stage, and which of them decides its evaluation. Raises KeelError."""
+    names = check_rewards(stage.rewards)
+    if stage.evaluation.prompts:
+        check_component(stage.evaluation, names)
+
+
+def check_rewards_of_steps(stage: RLStage) -> None:
+    """Raise KeelError where the rewards are known to be of steps and the advantage cannot use them,
+    or the reverse. What a function of the user's returns shows when it is called."""
+    learned = [source for source in stage.rewards.functions if source.weight]
+    there = [_of_steps(source) for source in learned]
+    if True in there:
+        check_steps(stage.algorithm, True)
+    elif None not in there:
+        check_steps(stage.algorithm, False)
+
+
+def _of_steps(source: RewardSource) -> bool | None:
+    """Whether a reward is of steps; None where that is the user's own affair."""
+    if ":" in source.function:
+        return None
+    aggregate = source.options.get("aggregate", HOW[0])
+    return source.function == "step_match" or (source.function == "process" and aggregate == HOW[0])
+
+
+def check_component(choice: Evaluation, names: list[str]) -> None:
+    """Raise KeelError where the reward that decides an evaluation is none of the stage's."""
+    if choice.component is not None and choice.component not in names:
+        guess = unknown("reward", choice.component, names)
+        raise KeelError(f"evaluation.component: {guess}")
+
+
+def _told(stage: str, look: Callable[[T], object], at: T) -> None:
+    try:
+        look(at)
+    except KeelError as error:
+        raise KeelError(f"stage {stage!r}: {error}") from error
+
+
+def _named(source: RewardSource) -> NamedReward:
+    """A reward by name and weight; one that a model or a server stands behind by its options."""
+    if source.function not in MADE:
+        return load_reward(source)
+    name = source.name or source.function
+    parameters = inspect.signature(load_entry(MADE[source.function], "reward")).parameters
+    options = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for option in source.options:
+        if option not in options:
+            raise KeelError(f"reward {name!r}: {unknown('option', option, options)}")
+    if source.function == "judge":
+        try:
+            JudgeOptions.model_validate(source.options)
+        except ValidationError as error:
+            said = explain_validation(error, source.options, JudgeOptions)
+            raise KeelError(f"reward {name!r}: {said}") from None
+    how = source.options.get("aggregate", HOW[0])
+    if source.function == "process" and how not in HOW:
+        raise KeelError(f"reward {name!r}: aggregate = {how!r}: give {', '.join(HOW)}")
+    return NamedReward(name, None, source.weight)
+
+
+def reader_of(stage: JudgingStage) -> Callable[[PreferenceData, int], Any]:
+    """What reads the rows that a stage learns from."""
+    if isinstance(stage, ProcessRewardModelStage):
+        return preferences.read_steps
+    if isinstance(stage, DPOStage) or (
+        isinstance(stage, RewardModelStage) and stage.learns == "pairs"
+    ):
+        return preferences.read_pairs
+    return preferences.read_labelled

@@ -1,0 +1,121 @@
+"""Validation metrics of reward models, computed from the model's own scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from keel.analysis.calibration import (
+    FirstErrorReport,
+    LabelReport,
+    PairReport,
+    first_error_report,
+    label_report,
+    length_correlation,
+    pair_report,
+)
+from keel.data.preferences.schema import first_wrong
+from keel.models.reward_inputs import Answered
+from keel.training.judged_data import Marked, Pair
+from keel.types import KeelError
+
+HEADLINE = ("accuracy", "auc", "log_loss", "brier", "ece", "f1")
+Judge = Callable[[Sequence[Answered]], list[list[float]]]
+"""What a model says of answers, at each of their ends."""
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """An evaluation. `calibrated` is the report whose bins are the reliability picture."""
+
+    kind: Literal["pairs", "labels", "steps"]
+    report: PairReport | LabelReport | FirstErrorReport
+    calibrated: PairReport | LabelReport
+    extra: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return {"kind": self.kind, **self.report.as_dict(), **self.extra}
+
+    def headline(self) -> dict[str, float]:
+        """The figures that are worth a curve; intervals by their mean."""
+        found: dict[str, float] = {}
+        for name, value in self.as_dict().items():
+            value = value.get("mean") if isinstance(value, dict) else value
+            if name in HEADLINE and isinstance(value, int | float):
+                found[name] = float(value)
+        return found
+
+
+def measure_pairs(rows: Sequence[Pair], judge: Judge) -> Measured:
+    """Of pairs: accuracy, log loss, Brier, calibration, margins, and scores against lengths."""
+    answers = [answer for row in rows for answer in (row.chosen, row.rejected)]
+    score_S = np.array([said[0] for said in _finite(judge(answers))])
+    length_S = np.array([_length(answer) for answer in answers], dtype=np.float64)
+    report = pair_report(
+        score_S[0::2] - score_S[1::2],
+        [row.probability for row in rows],
+        length_S[0::2] - length_S[1::2],
+        [row.cluster for row in rows],
+    )
+    score = {"mean": float(score_S.mean()), "std": float(score_S.std())}
+    lengths = length_correlation(score_S, length_S).as_dict()
+    return Measured("pairs", report, report, {"score": score, "score_and_length": lengths})
+
+
+def measure_labels(rows: Sequence[Marked], judge: Judge) -> Measured:
+    """Of labelled answers: accuracy, AUC, log loss, Brier, calibration, scores against lengths."""
+    answers = [row.answer for row in rows]
+    logit_S = np.array([said[0] for said in _finite(judge(answers))])
+    report = label_report(
+        logit_S, [float(row.labels[0] or 0) for row in rows], [row.cluster for row in rows]
+    )
+    lengths = length_correlation(logit_S, [_length(answer) for answer in answers]).as_dict()
+    return Measured("labels", report, report, {"score_and_length": lengths})
+
+
+def measure_steps(rows: Sequence[Marked], judge: Judge, threshold: float) -> Measured:
+    """Of answers in steps: the first wrong step and, step by step, what `measure_labels` says.
+
+    The first step whose probability of being right is under `threshold` is the predicted mistake.
+    """
+    logits = _finite(judge([row.answer for row in rows]))
+    found = first_error_report(
+        [first_under(said, threshold) for said in logits],
+        [first_wrong(row.labels) for row in rows],
+        [row.cluster for row in rows],
+    )
+    judged = [
+        (z, y, row.cluster)
+        for said, row in zip(logits, rows, strict=True)
+        for z, y in zip(said, row.labels, strict=True)
+        if y is not None
+    ]
+    z_K, y_K, cluster_K = zip(*judged, strict=True)
+    steps = label_report(z_K, y_K, cluster_K)
+    plain = steps.as_dict()
+    extra = {"steps": plain, **{name: plain[name] for name in ("auc", "log_loss", "brier", "ece")}}
+    return Measured("steps", found, steps, extra)
+
+
+def first_under(logits: Sequence[float], threshold: float) -> int | None:
+    """The first step whose probability σ(z) is under the threshold; None where there is none."""
+    return next((i for i, z in enumerate(logits) if (1 + np.tanh(z / 2)) / 2 < threshold), None)
+
+
+def _length(answer: Answered) -> int:
+    """Tokens of the answer alone: prompts of many lengths would drown it."""
+    return len(answer.tokens) - answer.begins
+
+
+def _finite(said: list[list[float]]) -> list[list[float]]:
+    wrong = sum(not np.isfinite(one).all() for one in said)
+    if wrong:
+        raise KeelError(
+            f"the reward model's scores of {wrong} of {len(said)} held-out answers are not finite: "
+            "lower optimizer.learning_rate, or go on from an earlier checkpoint"
+        )
+    return said

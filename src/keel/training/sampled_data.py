@@ -1,0 +1,179 @@
+"""Rows made on the spot: the policy answers, rewards judge, and what they say becomes data."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from keel.config.judging import Sampled
+from keel.config.seeds import derive
+from keel.data.tasks.mixture import PromptStream
+from keel.rewards.scorer import Scorer
+from keel.runs.files import make_folder, write_text
+from keel.runs.layout import RunFolder
+from keel.training.rollout import Sampler
+from keel.types import Completion, Group, KeelError, Prompt, Side, Verdict
+
+Rows = list[dict[str, Any]]
+Make = Callable[[Group, Sequence[Verdict], Sampled, np.random.Generator], Rows]
+"""The rows of one prompt's judged answers."""
+
+CHUNK = 128
+"""Prompts answered and judged at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Judge:
+    """The policy that answers and the rewards that judge, before a stage."""
+
+    sampler: Sampler
+    scorer: Scorer
+    heldout: Sequence[Prompt]
+    choice: Sampled
+    seed: int
+
+
+def write_rows(judge: Judge, folder: RunFolder, stage: str, make: Make) -> str:
+    """Both sides' rows as files of the run folder; a side that is there is left as it is.
+
+    Returns one line that says how many rows came of how many prompts. Raises KeelError where
+    nothing can be learned from the answers.
+    """
+    choice = judge.choice
+    said = []
+    for side in ("train", "heldout"):
+        target = folder.rows(stage, side)
+        if target.exists():
+            continue
+        prompts = _prompts(judge.sampler.stream, choice, judge.heldout, side)
+        rows = list(_judged(judge, prompts, side, make))
+        if not rows:
+            raise KeelError(
+                f"stage {stage!r}: the {len(prompts)} {side} prompts gave no row to learn from, "
+                "since the rewards said the same of all answers to a prompt, or nothing: raise "
+                "sampled.group_size or sampled.temperature, or mend sampled.rewards"
+            )
+        make_folder(target.parent)
+        lines = [json.dumps(row, ensure_ascii=False, sort_keys=True) for row in rows]
+        write_text(target, "\n".join(lines) + "\n")
+        said.append(f"{len(rows)} {side} rows from {len(prompts)} prompts")
+    return "; ".join(said)
+
+
+def pairs(
+    group: Group, verdicts: Sequence[Verdict], choice: Sampled, rng: np.random.Generator
+) -> Rows:
+    """Pairs of different answers that the rewards tell apart, at most `choice.pairs` of them."""
+    judged = _spoken_of(group, verdicts)
+    apart = [
+        (a, b) if x > y else (b, a)
+        for (a, x), (b, y) in itertools.combinations(judged, 2)
+        if x != y and a.text != b.text
+    ]
+    different = list({(a.text, b.text): (a, b) for a, b in apart}.values())
+    order = rng.permutation(len(different))[: choice.pairs]
+    rows = []
+    for at in order.tolist():
+        chosen, rejected = different[at]
+        if rng.random() < choice.noise:
+            chosen, rejected = rejected, chosen
+        rows.append({"prompt": _content(group), "chosen": chosen.text, "rejected": rejected.text})
+    return rows
+
+
+def labels(
+    group: Group, verdicts: Sequence[Verdict], choice: Sampled, rng: np.random.Generator
+) -> Rows:
+    """Each different answer with its reward, which must lie between 0 and 1, as its label."""
+    rows = []
+    for text, reward in {c.text: r for c, r in _spoken_of(group, verdicts)}.items():
+        label = _share(reward, group)
+        label = 1 - label if rng.random() < choice.noise else label
+        rows.append({"prompt": _content(group), "completion": text, "label": label})
+    return rows
+
+
+def steps(separator: str, decode: Callable[[Sequence[int]], str]) -> Make:
+    """Each different answer cut into its steps, with the steps' rewards (0 to 1) as labels.
+
+    `decode` gives the text of tokens, to tell where in the text a judged step ends.
+    """
+
+    def make(
+        group: Group, verdicts: Sequence[Verdict], choice: Sampled, rng: np.random.Generator
+    ) -> Rows:
+        rows = {}
+        for completion, verdict in zip(group.completions, verdicts, strict=True):
+            if verdict.steps:
+                texts, marks = _cut(completion, verdict, decode, group)
+                turned = [1 - m if rng.random() < choice.noise else m for m in marks]
+                texts[:-1] = [text.removesuffix(separator) for text in texts[:-1]]
+                rows[completion.text] = {
+                    "prompt": _content(group),
+                    "completions": texts,
+                    "labels": turned,
+                }
+        return list(rows.values())
+
+    return make
+
+
+def _judged(judge: Judge, prompts: Sequence[Prompt], side: Side, make: Make) -> Any:
+    choice, sampler = judge.choice, judge.sampler
+    if side == "heldout":  # accuracy is measured against what the rewards say
+        choice = choice.model_copy(update={"noise": 0.0})
+    for start in range(0, len(prompts), CHUNK):
+        seed = derive(judge.seed, "answers", side, start)
+        part = prompts[start : start + CHUNK]
+        groups = sampler.sample(part, choice.group_size, sampler.sampling, seed)
+        scored = judge.scorer(groups, 0)
+        for number, (group, verdicts) in enumerate(zip(groups, scored.verdicts, strict=True)):
+            rng = np.random.default_rng(derive(judge.seed, "rows", side, start + number))
+            yield from make(group, verdicts, choice, rng)
+
+
+def _prompts(
+    stream: PromptStream, choice: Sampled, heldout: Sequence[Prompt], side: Side
+) -> Sequence[Prompt]:
+    return stream.take(choice.train) if side == "train" else heldout[: choice.heldout]
+
+
+def _spoken_of(group: Group, verdicts: Sequence[Verdict]) -> list[tuple[Completion, float]]:
+    return [
+        (completion, verdict.reward)
+        for completion, verdict in zip(group.completions, verdicts, strict=True)
+        if verdict.reward is not None
+    ]
+
+
+def _cut(
+    completion: Completion,
+    verdict: Verdict,
+    decode: Callable[[Sequence[int]], str],
+    group: Group,
+) -> tuple[list[str], list[float]]:
+    """The text up to each step's end, less what came before; the last takes what is left."""
+    ids = completion.tokens.tolist()
+    ends = [len(decode(ids[: step.end + 1])) for step in verdict.steps]
+    ends[-1] = len(completion.text)
+    texts = [completion.text[a:b] for a, b in itertools.pairwise([0, *ends])]
+    return texts, [_share(step.reward, group) for step in verdict.steps]
+
+
+def _share(reward: float, group: Group) -> float:
+    if not 0 <= reward <= 1:
+        raise KeelError(
+            f"prompt {group.prompt.id!r}: the reward {reward:g} cannot be a label, which lies "
+            "between 0 and 1: use a rule of right and wrong in sampled.rewards"
+        )
+    return reward
+
+
+def _content(group: Group) -> Any:
+    content = group.prompt.content
+    return content if isinstance(content, str) else [dict(turn) for turn in content]

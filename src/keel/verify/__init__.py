@@ -1,1 +1,0 @@
-"""Answers and formats, judged from text alone: pure functions that know no model."""

@@ -1,0 +1,432 @@
+"""Reward models in numbers, against loops in float64 written apart and against definitions."""
+
+from __future__ import annotations
+
+import json
+import math
+import tracemalloc
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keel.analysis.calibration import (
+    MARGIN_BINS,
+    first_error_report,
+    label_report,
+    length_correlation,
+    pair_report,
+)
+from keel.analysis.proportions import clustered_mean, share_interval, wilson_ends
+from keel.analysis.ranks import auc_interval, pearson, spearman
+from keel.analysis.statistics import wilson_interval
+
+# Sums of a few dozen numbers in float64, in another order.
+EXACT = 1e-12
+
+# In hundredths: σ of a finer one may lie within rounding of the edge between two bins.
+scores = st.integers(-800, 800).map(lambda hundredths: hundredths / 100)
+labels = st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0])
+pairs = st.lists(st.tuples(scores, labels), min_size=1, max_size=40)
+
+
+def sample(n: int, slope: float = 1.0, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Differences, and labels drawn with the probability that a model of that slope says."""
+    generator = np.random.default_rng(seed)
+    d = generator.normal(0.5, 1.5, n)
+    return d, (generator.random(n) < 1 / (1 + np.exp(-slope * d))).astype(np.float64)
+
+
+def sigma(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+# ---------------------------------------------------------------- pairs
+
+
+@given(pairs)
+def test_pairs_against_loops(rows: list[tuple[float, float]]) -> None:
+    found = pair_report([d for d, _ in rows], [p for _, p in rows])
+    loss = brier = 0.0
+    right: list[float] = []
+    bins: list[list[tuple[float, float]]] = [[] for _ in range(10)]
+    for d, p in rows:
+        loss -= p * math.log(sigma(d)) + (1 - p) * math.log(sigma(-d))
+        brier += (sigma(d) - p) ** 2
+        if p != 0.5:
+            right.append(0.5 if d == 0 else float((d > 0) == (p > 0.5)))
+        confidence = sigma(abs(d))
+        place = next((k for k in range(9) if confidence < 0.5 + 0.05 * (k + 1)), 9)
+        bins[place].append((confidence, 0.5 if d == 0 else p if d > 0 else 1 - p))
+    assert found.log_loss == pytest.approx(loss / len(rows), rel=EXACT)
+    assert found.brier == pytest.approx(brier / len(rows), rel=EXACT, abs=EXACT)
+    assert found.ties == len(rows) - len(right)
+    assert found.accuracy.n == len(right)
+    if right:
+        assert found.accuracy.mean == pytest.approx(sum(right) / len(right), rel=EXACT)
+    error = 0.0
+    for inside in bins:
+        if inside:
+            gap = sum(o for _, o in inside) / len(inside) - sum(c for c, _ in inside) / len(inside)
+            error += len(inside) / len(rows) * abs(gap)
+    assert found.ece == pytest.approx(error, abs=EXACT)
+    assert [b.n for b in found.bins] == [len(inside) for inside in bins]
+
+
+def test_pairs_by_hand() -> None:
+    # σ(log 3) = ¾ and σ(log 9) = 9/10.
+    d = [math.log(3), -math.log(9), 0.0, math.log(3)]
+    found = pair_report(d, [1, 1, 0, 0.5])
+    assert (found.n, found.ties, found.clusters, found.length) == (4, 1, None, None)
+    assert found.accuracy.mean == 0.5  # right, wrong, even
+    # Half a success is taken as it stands: 1½ of 3.
+    assert found.accuracy.low == wilson_ends(0.5, 3, 1.959963984540054)[0]
+    expected = (math.log(4 / 3) + math.log(10) + math.log(2) + math.log(4 / math.sqrt(3))) / 4
+    assert found.log_loss == pytest.approx(expected, rel=EXACT)
+    assert found.brier == pytest.approx((1 / 16 + 0.81 + 0.25 + 1 / 16) / 4, rel=EXACT)
+    # Bins: ½ came out ½; ¾ twice, came true 1 and ½; 9/10 never came true.
+    assert found.ece == pytest.approx((0 + 0 + 0.9) / 4, rel=EXACT)
+    full = [b for b in found.bins if b.n]
+    assert [(b.n, b.observed.mean) for b in full] == [(1, 0.5), (2, 0.75), (1, 0.0)]
+    assert [b.predicted for b in full] == pytest.approx([0.5, 0.75, 0.9], rel=EXACT)
+    assert full[2].observed.high == wilson_interval(0, 1).high
+    assert (found.bins[0].low, found.bins[-1].high) == (0.5, 1.0)
+
+
+@given(pairs, st.data())
+def test_naming_the_answers_the_other_way_round_changes_nothing(
+    rows: list[tuple[float, float]], data: st.DataObject
+) -> None:
+    d, p = (np.array(values) for values in zip(*rows, strict=True))
+    length = np.array(
+        data.draw(st.lists(st.integers(-9, 9), min_size=len(rows), max_size=len(rows)))
+    )
+    names = [i // 2 for i in range(len(rows))]
+    turned = np.array(
+        data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))), dtype=bool
+    )
+    side = np.where(turned, -1, 1)
+    one = pair_report(d, p, length, names).as_dict()
+    two = pair_report(d * side, np.where(turned, 1 - p, p), length * side, names).as_dict()
+    close(one, two)
+
+
+def close(one: object, two: object) -> None:
+    """Equal up to the order of sums."""
+    if isinstance(one, dict) and isinstance(two, dict):
+        assert one.keys() == two.keys()
+        for key in one:
+            close(one[key], two[key])
+    elif isinstance(one, list) and isinstance(two, list):
+        assert len(one) == len(two)
+        for a, b in zip(one, two, strict=True):
+            close(a, b)
+    elif isinstance(one, float) and isinstance(two, float):
+        assert one == pytest.approx(two, rel=1e-9, abs=1e-9)
+    else:
+        assert one == two
+
+
+@given(pairs)
+def test_swapping_the_scores_alone_turns_the_accuracy_round(
+    rows: list[tuple[float, float]],
+) -> None:
+    d, p = (np.array(values) for values in zip(*rows, strict=True))
+    one, two = pair_report(d, p), pair_report(-d, p)
+    if one.accuracy.n:
+        assert one.accuracy.mean + two.accuracy.mean == pytest.approx(1, abs=EXACT)
+        assert one.accuracy.low == pytest.approx(1 - two.accuracy.high, abs=1e-9)
+        assert one.margins.median == pytest.approx(-two.margins.median, abs=EXACT)
+
+
+def test_a_calibrated_model_has_a_small_error_and_an_overconfident_one_a_large() -> None:
+    d, p = sample(20_000)
+    # In each of 10 bins of about 2,000 the standard error is under √(¼ / 1,000) = .016; the mean of
+    # their sizes lies below that.
+    assert pair_report(d, p).ece < 0.016
+    assert label_report(d, p).ece < 0.016
+    assert pair_report(3 * d, p).ece > 0.08
+    assert label_report(3 * d, p).ece > 0.08
+    # Soft labels that are what the model says leave nothing at all.
+    exact = 1 / (1 + np.exp(-d))
+    assert pair_report(d, exact).ece == pytest.approx(0, abs=EXACT)
+    assert pair_report(d, exact).brier == pytest.approx(0, abs=EXACT)
+
+
+def test_huge_margins_stay_finite() -> None:
+    found = pair_report([1e300, -1e4, 800.0, 1e-320], [1, 1, 0, 1])
+    # −log σ(−x) = x there, to the last place; one in four each.
+    assert found.log_loss == pytest.approx((1e4 + 800 + math.log(2)) / 4, rel=EXACT)
+    assert found.brier == pytest.approx((0 + 1 + 1 + 0.25) / 4, rel=EXACT)
+    assert sum(found.margins.counts) == 4
+    json.dumps(found.as_dict(), allow_nan=False)
+    assert label_report([-1e5, 1e5], [1, 1]).log_loss == 5e4
+
+
+def test_margins_are_those_of_the_better_answer() -> None:
+    found = pair_report([1.0, -2.0, 3.0, 9.0, 0.0, -1.0], [1, 1, 0, 0.5, 1, 0.2]).margins
+    # The tie is out; two labels favour the rejected answer: 1, −2, −3, 0, 1.
+    assert (found.mean, found.median) == (pytest.approx(-0.6), 0)
+    assert found.std == pytest.approx(math.sqrt((1.6**2 + 1.4**2 + 2.4**2 + 0.6**2 + 1.6**2) / 5))
+    assert (found.below, found.at_zero, found.beyond) == (0.4, 0.2, 0)
+    assert found.edges[0] == -3
+    assert 0.0 in found.edges
+    below = found.edges.index(0.0)
+    assert sum(found.counts[:below]) == 2
+    assert sum(found.counts[below:]) == 3
+
+
+# To thousandths: a number that vanishes beside the reach of the bins lies on no side of 0 for them.
+@given(st.lists(st.floats(-1e6, 1e6).map(lambda x: round(x, 3)), min_size=1, max_size=60))
+def test_the_histogram_counts_every_pair(margins: list[float]) -> None:
+    found = pair_report(margins, np.ones(len(margins))).margins
+    assert sum(found.counts) == len(margins)
+    assert len(found.edges) == len(found.counts) + 1 <= 2 * MARGIN_BINS + 1
+    assert list(found.edges) == sorted(set(found.edges))
+    below = found.edges.index(0.0)
+    assert sum(found.counts[:below]) == sum(m < 0 for m in margins)
+    reach = max(abs(found.edges[0]), abs(found.edges[-1]))
+    # A margin on the outer edge may lie over it by the rounding of that edge.
+    assert sum(abs(m) > reach * (1 + 1e-9) for m in margins) <= found.beyond
+    for k, (low, high) in enumerate(zip(found.edges, found.edges[1:], strict=False)):
+        inside = sum(low * (1 + 1e-9 * (low < 0)) < m < high for m in margins)
+        if 0 < k < len(found.counts) - 1:
+            slack = sum(min(abs(m - low), abs(m - high)) <= 1e-9 * reach for m in margins)
+            assert abs(found.counts[k] - inside) <= slack
+
+
+def test_an_outlier_does_not_press_the_rest_together() -> None:
+    found = pair_report([*np.linspace(-1, 1, 99), 1e5], np.ones(100)).margins
+    assert found.beyond == 1
+    assert found.edges[-1] == pytest.approx(
+        4 * np.quantile(np.abs([*np.linspace(-1, 1, 99), 1e5]), 0.9)
+    )
+    assert found.counts[-1] == 1
+    assert max(found.counts) < 20
+    # Mostly even: no quantile to go by, so the largest.
+    assert pair_report([0.0] * 20 + [2.0], np.ones(21)).margins.edges[-1] == 2
+
+
+def test_length_bias_by_hand() -> None:
+    # Differences and length differences agree in sign on two of three pairs of unequal length.
+    found = pair_report([2.0, -1.0, 1.0, 5.0], [1, 1, 0, 1], [10, -4, -3, 0]).length
+    assert found is not None
+    assert (found.model_longer.mean, found.model_longer.n) == (pytest.approx(2 / 3), 3)
+    # The labels: longer, shorter, and the rejected one, which is the longer.
+    assert found.label_longer.mean == pytest.approx(2 / 3)
+    d, length = np.array([2.0, -1, 1, 5]), np.array([10.0, -4, -3, 0])
+    # Both ways round the means are 0, so the correlation is the cosine.
+    cosine = (d @ length) / math.sqrt((d @ d) * (length @ length))
+    assert found.pearson == pytest.approx(cosine, rel=EXACT)
+    assert found.spearman == spearman([*d, *-d], [*length, *-length])
+    # Scores that go by length alone; soft labels count as they are.
+    alone = pair_report([1.0, 2.0], [0.25, 0.75], [3, 6]).length
+    assert alone is not None
+    assert alone.pearson == pytest.approx(1)
+    assert (alone.model_longer.mean, alone.label_longer.mean) == (1, 0.5)
+    even = pair_report([1.0, 2.0], [1, 1], [0, 0]).length
+    assert even is not None
+    assert (even.pearson, even.spearman, even.model_longer.n) == (None, None, 0)
+
+
+# ---------------------------------------------------------------- right and wrong
+
+
+@given(pairs)
+def test_labels_against_loops(rows: list[tuple[float, float]]) -> None:
+    found = label_report([z for z, _ in rows], [y for _, y in rows])
+    loss = brier = 0.0
+    right, bins = [], [[] for _ in range(10)]  # type: ignore[var-annotated]
+    for z, y in rows:
+        loss -= y * math.log(sigma(z)) + (1 - y) * math.log(sigma(-z))
+        brier += (sigma(z) - y) ** 2
+        if y != 0.5:
+            right.append(0.5 if z == 0 else float((z > 0) == (y > 0.5)))
+        place = next((k for k in range(9) if sigma(z) < (k + 1) / 10), 9)
+        bins[place].append((sigma(z), y))
+    assert found.log_loss == pytest.approx(loss / len(rows), rel=EXACT)
+    assert found.brier == pytest.approx(brier / len(rows), rel=EXACT, abs=EXACT)
+    error = sum(abs(sum(y - q for q, y in inside)) / len(rows) for inside in bins if inside)
+    assert found.ece == pytest.approx(error, abs=EXACT)
+    assert found.base_rate == pytest.approx(sum(y for _, y in rows) / len(rows), rel=EXACT)
+    yes = [z for z, y in rows if y > 0.5]
+    no = [z for z, y in rows if y < 0.5]
+    assert found.undecided == len(rows) - len(yes) - len(no)
+    if right:
+        assert found.accuracy.mean == pytest.approx(sum(right) / len(right), rel=EXACT)
+        most = max(len(yes), len(no)) / len(right)
+        assert found.constant_accuracy == pytest.approx(most, rel=EXACT)
+    if yes and no:
+        wins = sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in product(yes, no))
+        assert found.auc.mean == pytest.approx(wins / (len(yes) * len(no)), rel=EXACT, abs=EXACT)
+    else:
+        assert math.isnan(found.auc.mean)
+        assert (found.auc.low, found.auc.high) == (0, 1)
+
+
+def test_the_best_constant_beside_it() -> None:
+    found = label_report([1.0, 1.0, -1.0, 2.0], [1, 1, 1, 0])
+    assert (found.base_rate, found.constant_accuracy) == (0.75, 0.75)
+    expected = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    assert found.constant_log_loss == pytest.approx(expected, rel=EXACT)
+    assert label_report([1.0, 2.0], [0, 0]).constant_log_loss == 0
+    assert label_report([1.0, 2.0], [0, 0]).constant_accuracy == 1
+
+
+# ---------------------------------------------------------------- clusters and lengths
+
+
+def test_reports_hand_their_clusters_on() -> None:
+    d, p = sample(60)
+    names = [f"problem {i % 15}" for i in range(60)]
+    found = pair_report(d, p, d + 0.1, names)
+    assert found.clusters == 15
+    right = (d > 0) == (p > 0.5)
+    assert found.accuracy == share_interval(right, names)
+    assert found.accuracy.low != pair_report(d, p).accuracy.low
+    assert found.length is not None
+    longer = (d > 0) == (d + 0.1 > 0)
+    assert found.length.model_longer == share_interval(longer, names)
+    assert found.length.label_longer == share_interval(np.where(d + 0.1 > 0, p, 1 - p), names)
+    pointwise = label_report(d, p, names)
+    assert pointwise.clusters == 15
+    assert pointwise.accuracy == share_interval(right, names)
+    assert pointwise.auc == auc_interval(d, p == 1, names)
+    # Left out with its row: the name of a tie.
+    tied = pair_report([*d, 1.0], [*p, 0.5], clusters=[*names, "alone"])
+    assert tied.accuracy == found.accuracy
+    assert label_report([*d, 1.0], [*p, 0.5], [*names, "alone"]).auc == pointwise.auc
+    steps = first_error_report([0, 1, None, 2], [0, 0, None, None], ["a", "a", "b", "b"])
+    assert steps.accuracy == share_interval([1, 0, 1, 0], ["a", "a", "b", "b"])
+    assert steps.on_wrong == share_interval([1, 0], ["a", "a"])
+    assert steps.on_right == share_interval([1, 0], ["b", "b"])
+    # Step 0 and none are as frequent: none is the constant answer, right on the last two.
+    assert steps.gain == clustered_mean([1, 0, 0, -1], ["a", "a", "b", "b"])
+    assert steps.gain.low < first_error_report([0, 1, None, 2], [0, 0, None, None]).gain.low
+
+
+def test_clusters_may_have_long_names() -> None:
+    """A text of 20 000 characters in an array of texts would take 80 MB for these rows."""
+    n = 1000
+    names = ["x" * 20_000, *(f"prompt {i}" for i in range(n - 1))]
+    d, p = sample(n)
+    started = [None if i % 3 else 0 for i in range(n)]
+    tracemalloc.start()
+    pair_report(d, p, d, names)
+    label_report(d, p, names)
+    first_error_report(started, started, names)
+    share_interval(p, names)
+    auc_interval(d, p == 1, names)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # A few dozen arrays of 1000 numbers and a dictionary of as many names.
+    assert most < 5e6
+
+
+def test_length_correlation() -> None:
+    found = length_correlation([0.1, 0.4, 0.2, 0.9], [10, 30, 20, 1000])
+    assert found.n == 4
+    assert found.spearman == pytest.approx(1)
+    expected = np.corrcoef([0.1, 0.4, 0.2, 0.9], [10, 30, 20, 1000])[0, 1]
+    assert found.pearson == pytest.approx(float(expected), rel=1e-9)
+    assert length_correlation([0.1] * 3, [1, 2, 3]).as_dict() == {
+        "n": 3,
+        "pearson": None,
+        "spearman": None,
+    }
+    assert length_correlation([0.5], [3]).pearson is None
+    with pytest.raises(ValueError, match="2 lengths for 3 scores"):
+        length_correlation([1, 2, 3], [1, 2])
+    with pytest.raises(ValueError, match="3 values against 2"):
+        pearson([1, 2, 3], [1, 2])
+
+
+# ---------------------------------------------------------------- first errors
+
+answers = st.none() | st.integers(0, 3)
+
+
+@given(st.lists(st.tuples(answers, answers), min_size=1, max_size=30))
+def test_first_errors_against_processbench(rows: list[tuple[int | None, int | None]]) -> None:
+    found = first_error_report([p for p, _ in rows], [t for _, t in rows])
+    wrong = [p == t for p, t in rows if t is not None]
+    right = [p is None for p, t in rows if t is None]
+    if wrong and right:
+        # As its evaluation script has it: the harmonic mean of the two accuracies.
+        a, b = 100 * np.mean(wrong), 100 * np.mean(right)
+        expected = 2 * a * b / (a + b) if a + b else 0.0
+        assert 100 * found.f1 == pytest.approx(float(expected), abs=1e-9)
+    else:
+        assert math.isnan(found.f1)
+    assert (found.on_wrong.n, found.on_right.n) == (len(wrong), len(right))
+    hits = sum(wrong) + sum(right)
+    assert found.accuracy == wilson_interval(hits, len(rows))
+    best = max(sum(t == constant for _, t in rows) for constant in (None, 0, 1, 2, 3))
+    assert found.constant_accuracy == pytest.approx(best / len(rows), rel=EXACT)
+    assert sum(t == found.constant_answer for _, t in rows) == best
+    assert found.gain.mean == pytest.approx((hits - best) / len(rows), abs=EXACT)
+
+
+def test_first_errors_by_hand() -> None:
+    found = first_error_report([2, 1, None, None, 0, 3], [2, 2, None, None, None, 2])
+    assert found.accuracy.mean == 0.5
+    assert found.on_wrong.mean == pytest.approx(1 / 3)
+    assert found.on_right.mean == pytest.approx(2 / 3)
+    assert found.f1 == pytest.approx(2 * (1 / 3) * (2 / 3) / 1)
+    # None and step 2 are as frequent as each other.
+    assert (found.constant_answer, found.constant_accuracy) == (None, 0.5)
+    # Trace by trace 1, 0, 0, 0, −1, 0 above the constant: s² = 2/5, t of 5 degrees 2.5706.
+    half = 2.570581836 * math.sqrt(2 / 5 / 6)
+    assert (found.gain.low, found.gain.high) == pytest.approx((-half, half), rel=1e-6)
+    assert first_error_report([0, 5], [3, 1]).constant_answer == 1
+    assert first_error_report([None, 0], [0, None]).f1 == 0
+    with pytest.raises(ValueError, match="1 predictions for 2 traces"):
+        first_error_report([1], [1, 2])
+
+
+# ---------------------------------------------------------------- all
+
+
+def test_nothing_is_known_of_no_rows() -> None:
+    found = pair_report([], [], [])
+    assert math.isnan(found.log_loss)
+    assert found.as_dict()["accuracy"] == {"mean": None, "low": 0.0, "high": 1.0, "n": 0}
+    assert found.as_dict()["ece"] is None
+    assert found.as_dict()["margins"]["counts"] == [0]
+    for report in (label_report([], []), first_error_report([], []), length_correlation([], [])):
+        text = json.dumps(report.as_dict(), allow_nan=False)
+        assert json.loads(text)["n"] == 0
+    # Ties alone leave nothing for the accuracy and a log loss of log 2 at best.
+    ties = pair_report([0.0, 0.0], [0.5, 0.5], clusters=[1, 2])
+    assert (ties.ties, ties.accuracy.n, ties.log_loss) == (2, 0, pytest.approx(math.log(2)))
+
+
+def test_reports_are_json_that_gives_the_numbers_back() -> None:
+    d, p = sample(30)
+    found = pair_report(d, p, np.arange(30) - 15, np.arange(30) // 2)
+    read = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert read["accuracy"]["low"] == found.accuracy.low
+    assert read["bins"][3]["observed"]["high"] == found.bins[3].observed.high
+    assert read["margins"]["edges"] == list(found.margins.edges)
+    assert read["length"]["spearman"] == found.length.spearman  # type: ignore[union-attr]
+    assert len(pair_report(d, p, bins=15).bins) == len(label_report(d, p, bins=15).bins) == 15
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pair_report([1.0, math.nan], [1, 1]), "1 of 2 differences are not finite"),
+        (lambda: pair_report([1.0], [1, 1]), "2 labels for 1 scores"),
+        (lambda: pair_report([1.0], [1.1]), r"probabilities in \[0, 1\]"),
+        (lambda: pair_report([1.0], [-0.1]), r"probabilities in \[0, 1\]"),
+        (lambda: pair_report([1.0], [1], [1, 2]), "2 lengths for 1 scores"),
+        (lambda: pair_report([1.0], [1], clusters=[1, 2]), "2 clusters for 1 differences"),
+        (lambda: label_report([math.inf], [1]), "1 of 1 logits are not finite"),
+        (lambda: first_error_report([1], [1], [1, 2]), "2 clusters for 1 traces"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()  # type: ignore[operator]

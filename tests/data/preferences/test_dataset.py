@@ -1,0 +1,499 @@
+"""Judged answers from files: the forms that are read, the two sides, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import ValidationError
+
+from keel.config.preference_data import PreferenceData
+from keel.data.preferences.dataset import read_labelled, read_pairs, read_steps
+from keel.data.preferences.schema import Labelled, Preference, Stepwise
+from keel.data.preferences.split import Sides, sides_of
+from keel.types import KeelError
+from tests.data.tasks.made import jsonl
+from tests.shared import shared_path
+
+PAIRS = [
+    {"prompt": f"What is {n // 2}+1?", "chosen": f"{n}: yes", "rejected": f"{n}: no"}
+    for n in range(400)
+]
+USER = {"role": "user", "content": "Hi"}
+SYSTEM = {"role": "system", "content": "Be kind."}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def of(path: str, name: str = "jsonl", **keys: Any) -> PreferenceData:
+    return PreferenceData.model_validate({"name": name, "path": path, **keys})
+
+
+def one(tmp_path: Path, read: Any, row: dict[str, Any], **keys: Any) -> Any:
+    """What the only row of a file becomes."""
+    sides = read(of(jsonl(tmp_path / "one.jsonl", [row]), **keys))
+    assert len(sides.train) == 1
+    assert sides.heldout == ()
+    return sides.train[0]
+
+
+def refused(tmp_path: Path, read: Any, row: dict[str, Any], **keys: Any) -> str:
+    """The line that refuses the second of two rows; it names the file and line."""
+    path = jsonl(tmp_path / "bad.jsonl", [GOOD[read], row])
+    with pytest.raises(KeelError) as error:
+        read(of(path, **keys))
+    text = str(error.value)
+    assert "\n" not in text
+    assert text.startswith(f"{path}:2: ")
+    return text.removeprefix(f"{path}:2: ")
+
+
+GOOD: dict[Any, dict[str, Any]] = {
+    read_pairs: {"prompt": "p", "chosen": "a", "rejected": "b"},
+    read_labelled: {"prompt": "p", "completion": "a", "label": True},
+    read_steps: {"prompt": "p", "completions": ["a"], "labels": [True]},
+}
+
+
+# ---------------------------------------------------------------- sides
+
+
+def test_no_prompt_is_on_both_sides(tmp_path: Path) -> None:
+    sides = read_pairs(of(jsonl(tmp_path / "rows.jsonl", PAIRS)))
+    train, held = ({p.prompt for p in side} for side in (sides.train, sides.heldout))
+    assert not train & held
+    assert len(train | held) == 200
+    assert len(sides.train) + len(sides.heldout) == 400
+    # Binomial(200, 0.1): standard deviation 4.2; four of them.
+    assert 3 <= len(held) <= 37
+    assert (sides.overlap, sides.dropped) == (0, 0)
+    half = read_pairs(of(str(tmp_path / "rows.jsonl"), heldout_share=0.5))
+    assert 130 < len(half.heldout) < 270
+
+
+def test_the_side_of_a_row_does_not_depend_on_the_others(tmp_path: Path) -> None:
+    whole = read_pairs(of(jsonl(tmp_path / "a.jsonl", PAIRS)))
+    part = read_pairs(of(jsonl(tmp_path / "b.jsonl", PAIRS[::-1][:240])))
+    assert {p.prompt for p in part.heldout} <= {p.prompt for p in whole.heldout}
+
+
+def test_a_group_stays_together_and_so_does_a_prompt(tmp_path: Path) -> None:
+    rows = [{**row, "book": 100 + n % 40} for n, row in enumerate(PAIRS)]
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    books = {row["chosen"]: row["book"] for row in rows}
+    sides = read_pairs(of(path, group="book", heldout_share=0.3))
+    train, held = ({books[p.chosen] for p in side} for side in (sides.train, sides.heldout))
+    assert held
+    assert not train & held
+    # A prompt has two rows, of two books: where one is held out, the other is left out of training.
+    assert not {p.prompt for p in sides.train} & {p.prompt for p in sides.heldout}
+    assert sides.overlap == 400 - len(sides.train) - len(sides.heldout) > 0
+    with pytest.raises(
+        KeelError, match=r"rows\.jsonl:1: unknown column 'bok': did you mean 'book'"
+    ):
+        read_pairs(of(path, group="bok"))
+    path = jsonl(tmp_path / "rows.jsonl", [{**rows[0], "book": None}])
+    with pytest.raises(KeelError, match=r"rows\.jsonl:1: column 'book' = None: the group is empty"):
+        read_pairs(of(path, group="book"))
+
+
+def test_few_rows_still_have_two_sides(tmp_path: Path) -> None:
+    for n in range(2, 8):
+        sides = read_pairs(of(jsonl(tmp_path / "few.jsonl", PAIRS[: 2 * n])))
+        assert sides.train
+        assert sides.heldout
+    same = read_pairs(of(jsonl(tmp_path / "few.jsonl", PAIRS[:2])))
+    assert (len(same.train), len(same.heldout)) == (2, 0)
+
+
+def test_which_side_a_position_is_on() -> None:
+    assert sides_of([0.2, 0.05, 0.2, 0.9], 0.1) == ["train", "heldout", "train", "train"]
+    assert sides_of([0.1, 0.05, 0.3], 0.1) == ["train", "heldout", "train"]
+    assert sides_of([0.3, 0.2, 0.4, 0.2], 0.1) == ["train", "heldout", "train", "heldout"]
+    assert sides_of([0.3, 0.2, 0.4, 0.4], 0.5) == ["heldout", "heldout", "train", "train"]
+    assert sides_of([0.01, 0.01], 0.1) == ["train", "train"]
+    assert sides_of([], 0.1) == []
+
+
+def test_train_prompts_that_are_held_out_are_left_out(tmp_path: Path) -> None:
+    train = jsonl(tmp_path / "train.jsonl", PAIRS[:50])
+    held = jsonl(tmp_path / "held.jsonl", PAIRS[44:60])
+    sides = read_pairs(of(train, heldout_path=held))
+    assert (len(sides.train), len(sides.heldout), sides.overlap) == (44, 16, 6)
+    assert sides.train[43].id == "jsonl:train/43"
+    assert sides.heldout[15].id == "jsonl:train/heldout/15"
+    with pytest.raises(KeelError, match="every train prompt is also held out: drop heldout_path"):
+        read_pairs(of(train, heldout_path=train))
+    groups = [jsonl(tmp_path / f"{n}.jsonl", [{**PAIRS[n], "g": n % 4}]) for n in (0, 4)]
+    with pytest.raises(KeelError, match="is also held out"):
+        read_pairs(of(groups[0], heldout_path=groups[1], group="g"))
+
+
+def test_ids_are_the_rows_own_where_they_have_one(tmp_path: Path) -> None:
+    rows = [{**PAIRS[0], "id": "a"}, {**PAIRS[1], "id": 7}, {**PAIRS[2], "id": True}, PAIRS[3]]
+    rows.append({**PAIRS[4], "id": ""})
+    sides = read_pairs(of(jsonl(tmp_path / "x.jsonl", rows)))
+    ids = {pair.id for pair in (*sides.train, *sides.heldout)}
+    assert ids == {"a", "7", "jsonl:x/2", "jsonl:x/3", "jsonl:x/4"}
+    rows = [{**PAIRS[0], "id": "a"}, {**PAIRS[9], "id": "a"}]
+    with pytest.raises(KeelError, match=r"x\.jsonl:2: two rows have the id 'a': give each its own"):
+        read_pairs(of(jsonl(tmp_path / "x.jsonl", rows)))
+
+
+def test_two_files_may_number_their_rows_alike(tmp_path: Path) -> None:
+    def numbered(name: str, rows: list[dict[str, Any]], **more: Any) -> str:
+        made = [{**row, "id": n, **more} for n, row in enumerate(rows)]
+        return jsonl(tmp_path / name, made)
+
+    train, held = numbered("train.jsonl", PAIRS[:6]), numbered("held.jsonl", PAIRS[6:8])
+    sides = read_pairs(of(train, heldout_path=held))
+    assert [pair.id for pair in sides.train] == ["0", "1", "2", "3", "4", "5"]
+    assert [pair.id for pair in sides.heldout] == ["heldout/0", "heldout/1"]
+    # Of one file, split here, ids stay as they are.
+    split = read_pairs(of(train))
+    assert {pair.id for pair in (*split.train, *split.heldout)} == {str(n) for n in range(6)}
+    # Within one file they still differ, and the prefix makes none that is there already.
+    twice = numbered("twice.jsonl", PAIRS[6:8], id="a")
+    with pytest.raises(KeelError, match=r"twice\.jsonl:2: two rows have the id 'heldout/a'"):
+        read_pairs(of(train, heldout_path=twice))
+    one = numbered("one.jsonl", PAIRS[:1], id="heldout/0")
+    with pytest.raises(KeelError, match="two rows have the id 'heldout/0'"):
+        read_pairs(of(one, heldout_path=held))
+    blank = jsonl(tmp_path / "blank.jsonl", [{**PAIRS[9], "chosen": ""}])
+    with pytest.raises(KeelError, match=r"^jsonl:train/heldout: no rows are left"):
+        read_pairs(of(train, heldout_path=blank, empty="drop"))
+
+
+# ---------------------------------------------------------------- pairs
+
+
+def test_a_pair_of_texts(tmp_path: Path) -> None:
+    found = one(tmp_path, read_pairs, GOOD[read_pairs])
+    assert found == Preference("jsonl:one/0", "p", "a", "b", 1.0, 0.0)
+    row = {**GOOD[read_pairs], "probability": 0.25, "margin": 2, "extra": [1]}
+    found = one(tmp_path, read_pairs, row)
+    assert (found.probability, found.margin) == (0.25, 2.0)
+    row = {**GOOD[read_pairs], "probability": None, "margin": None}
+    assert one(tmp_path, read_pairs, row).probability == 1.0
+    tie = {"prompt": "p", "chosen": "a", "rejected": "a", "probability": 0.5}
+    assert one(tmp_path, read_pairs, tie).probability == 0.5
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        # The prompt as messages, the answers as a turn, or as text.
+        (
+            {"prompt": [SYSTEM, USER], "chosen": [said("a")], "rejected": [said("b")]},
+            [SYSTEM, USER],
+        ),
+        ({"prompt": [USER], "chosen": "a", "rejected": "b"}, [USER]),
+        # A text before turns is the user's.
+        ({"prompt": "Hi", "chosen": [said("a")], "rejected": [said("b")]}, [USER]),
+        # Implicit: whole conversations.
+        ({"chosen": [USER, said("a")], "rejected": [USER, said("b")]}, [USER]),
+        (
+            {"chosen": [SYSTEM, USER, said("a")], "rejected": [SYSTEM, USER, said("b")]},
+            [SYSTEM, USER],
+        ),
+        # Both: the prompt stands in the conversation already.
+        ({"prompt": "Hi", "chosen": [USER, said("a")], "rejected": [USER, said("b")]}, [USER]),
+        ({"prompt": [USER], "chosen": [USER, said("a")], "rejected": [USER, said("b")]}, [USER]),
+    ],
+)
+def test_pairs_of_messages(tmp_path: Path, row: dict[str, Any], prompt: list[Any]) -> None:
+    found = one(tmp_path, read_pairs, row)
+    assert list(found.prompt) == prompt
+    assert (found.chosen, found.rejected) == ("a", "b")
+
+
+P = GOOD[read_pairs]
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        ({"prompt": "p", "chosen": "a", "rejectd": "b"}, "column 'rejected': did you mean"),
+        ({"chosen": "a", "rejected": "b"}, "no column 'prompt', and 'chosen' is a text: add"),
+        ({"chosen": [said("a")], "rejected": [said("b")]}, "'chosen' is one turn: add the column"),
+        ({**P, "prompt": " "}, "column 'prompt' = ' ': the prompt is empty: leave the row out"),
+        ({**P, "prompt": 3}, "column 'prompt' = 3: give a text or messages"),
+        ({**P, "prompt": []}, "column 'prompt' = []: give a text or messages"),
+        (
+            {**P, "chosen": ""},
+            "column 'chosen' = '': the answer is empty: leave the row out, or se",
+        ),
+        ({**P, "rejected": " \n"}, "column 'rejected' = ' \\n': the answer is empty"),
+        ({**P, "chosen": None}, "column 'chosen' = None: give a text or messages"),
+        ({**P, "chosen": ["a"]}, "column 'chosen' = ['a']: give a text or messages"),
+        ({**P, "chosen": [{"role": "assistant"}]}, "each content a text"),
+        ({**P, "chosen": [{"role": "assistant", "content": [1]}]}, "each content a text"),
+        ({**P, "chosen": [{"content": "a"}]}, "each content a text"),
+        ({**P, "chosen": [USER]}, "the last message must be the assistant's"),
+        ({**P, "chosen": [said("a")]}, "column 'rejected' = 'b': give it in the form of 'chosen'"),
+        (
+            {"chosen": [USER, said("a")], "rejected": [SYSTEM, USER, said("b")]},
+            "its turns before the last are not those of 'chosen'",
+        ),
+        (
+            {"prompt": "Ho", "chosen": [USER, said("a")], "rejected": [USER, said("b")]},
+            "column 'prompt' = 'Ho': it is not what the turns of 'chosen' begin with",
+        ),
+        (
+            {"prompt": [SYSTEM], "chosen": [USER, said("a")], "rejected": [USER, said("b")]},
+            "it is not what the turns of 'chosen' begin with",
+        ),
+        ({**P, "rejected": "a"}, "the same text and probability is 1: set probability to 0.5"),
+        ({**P, "probability": 1.01}, "column 'probability' = 1.01: give a number from 0 to 1"),
+        ({**P, "probability": -0.5}, "column 'probability' = -0.5: give a number from 0 to 1"),
+        ({**P, "probability": True}, "column 'probability' = True: give a finite number"),
+        ({**P, "probability": "0.5"}, "column 'probability' = '0.5': give a finite number"),
+        ({**P, "probability": float("nan")}, "column 'probability' = nan: give a finite number"),
+        ({**P, "margin": float("inf")}, "column 'margin' = inf: give a finite number"),
+        ({**P, "margin": 10**400}, "give a finite number"),
+    ],
+)
+def test_bad_pairs_are_refused(tmp_path: Path, row: dict[str, Any], line: str) -> None:
+    assert line in refused(tmp_path, read_pairs, row)
+
+
+def test_a_long_value_is_cut_in_its_error(tmp_path: Path) -> None:
+    text = refused(tmp_path, read_pairs, {**P, "margin": "x" * 5000})
+    assert len(text) < 150
+    assert "xxx…: give a finite number" in text
+
+
+def test_empty_answers_are_dropped_or_kept_where_one_says_so(tmp_path: Path) -> None:
+    rows = [*PAIRS[:6], {**PAIRS[8], "rejected": ""}, {**PAIRS[10], "chosen": " "}]
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    dropped = read_pairs(of(path, empty="drop"))
+    assert (len(dropped.train) + len(dropped.heldout), dropped.dropped) == (6, 2)
+    kept = read_pairs(of(path, empty="keep"))
+    assert (len(kept.train) + len(kept.heldout), kept.dropped) == (8, 0)
+    held = jsonl(tmp_path / "held.jsonl", [PAIRS[20], {**PAIRS[22], "chosen": ""}])
+    both = read_pairs(of(path, empty="drop", heldout_path=held))
+    assert (len(both.train), len(both.heldout), both.dropped) == (6, 1, 3)
+    with pytest.raises(KeelError, match="no rows are left: every one has an empty answer"):
+        read_pairs(of(jsonl(tmp_path / "none.jsonl", rows[6:]), empty="drop"))
+
+
+# ---------------------------------------------------------------- labelled answers
+
+
+@pytest.mark.parametrize(
+    ("label", "value"), [(True, 1.0), (False, 0.0), (1, 1.0), (0, 0.0), (0.25, 0.25)]
+)
+def test_labelled_answers(tmp_path: Path, label: Any, value: float) -> None:
+    row = {"prompt": "p", "completion": "a", "label": label}
+    assert one(tmp_path, read_labelled, row) == Labelled("jsonl:one/0", "p", "a", value)
+    row = {"completion": [USER, said("a")], "label": label}
+    found = one(tmp_path, read_labelled, row)
+    assert (list(found.prompt), found.completion, found.label) == ([USER], "a", value)
+
+
+@pytest.mark.parametrize("label", ["yes", -1, 2, float("nan"), None, [1]])
+def test_bad_labels_are_refused(tmp_path: Path, label: Any) -> None:
+    text = refused(tmp_path, read_labelled, {**GOOD[read_labelled], "label": label})
+    assert text.startswith(f"column 'label' = {label!r}: give true, false or a number from 0 to 1")
+
+
+def test_labelled_rows_need_their_columns(tmp_path: Path) -> None:
+    row = {"prompt": "p", "completion": "", "label": 1}
+    assert "column 'completion' = '': the answer is empty" in refused(tmp_path, read_labelled, row)
+    assert "unknown column 'label'" in refused(
+        tmp_path, read_labelled, {"prompt": "p", "completion": "a"}
+    )
+
+
+# ---------------------------------------------------------------- steps
+
+
+@pytest.mark.parametrize(
+    ("row", "labels"),
+    [
+        ({"completions": ["a", "b"], "labels": [True, False]}, (1.0, 0.0)),
+        ({"completions": ["a", "b"], "labels": [0.5, None]}, (0.5, None)),
+        ({"steps": ["a", "b"], "labels": [1, 0]}, (1.0, 0.0)),
+        ({"steps": ["a", "b"], "first_error": 1}, (1.0, 0.0)),
+        ({"steps": ["a", "b"], "first_error": 0}, (0.0, None)),
+        ({"steps": ["a", "b"], "mistake_index": 0.0}, (0.0, None)),
+        ({"steps": ["a", "b"], "first_error": None}, (1.0, 1.0)),
+        ({"completions": ["a", ""], "mistake_index": None}, (1.0, 1.0)),
+        # A Parquet file has every column in every row.
+        ({"steps": ["a", "b"], "labels": None, "first_error": 1}, (1.0, 0.0)),
+        ({"steps": ["a", "b"], "labels": [True, True], "first_error": None}, (1.0, 1.0)),
+    ],
+)
+def test_steps(tmp_path: Path, row: dict[str, Any], labels: tuple[float | None, ...]) -> None:
+    steps = tuple(row.get("steps") or row["completions"])
+    want = Stepwise("jsonl:one/0", "p", steps, labels)
+    assert one(tmp_path, read_steps, {"prompt": "p", **row}) == want
+    assert one(tmp_path, read_steps, {"input": "p", **row}) == want
+
+
+S = {"prompt": "p", "steps": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        (S, "column 'labels' = None: give a list with a label a step, or a first_error column"),
+        ({**S, "labels": [True]}, "1 labels for 2 steps: give as many"),
+        ({**S, "labels": [True] * 3}, "3 labels for 2 steps: give as many"),
+        ({**S, "labels": [True, "no"]}, "each is true, false, a number from 0 to 1, or null"),
+        ({**S, "labels": [True, 2]}, "each is true, false, a number from 0 to 1, or null"),
+        ({**S, "labels": [None, None]}, "no step is judged: leave the row out"),
+        ({**S, "labels": "10"}, "column 'labels' = '10': give a list with a label a step"),
+        (
+            {**S, "labels": [1, 0], "first_error": 1},
+            "'first_error' = 1: the row has labels as well",
+        ),
+        ({**S, "first_error": 2}, "'first_error' = 2: give the index of a step, 0 to 1, or null"),
+        ({**S, "first_error": -1}, "'first_error' = -1: give the index of a step, 0 to 1, or null"),
+        ({**S, "first_error": 0.5}, "= 0.5: give the index of a step"),
+        ({**S, "mistake_index": True}, "'mistake_index' = True: give the index of a step"),
+        ({**S, "first_error": "1"}, "= '1': give the index of a step"),
+        ({**S, "first_error": 1, "steps": []}, "column 'steps' = []: the list is empty"),
+        ({**S, "first_error": 1, "steps": "ab"}, "column 'steps' = 'ab': give a list of texts"),
+        ({**S, "first_error": 1, "steps": ["a", 2]}, "['a', 2]: give a list of texts"),
+        ({**S, "first_error": 1, "steps": ["", " "]}, "'steps' = ['', ' ']: the answer is empty"),
+        ({"prompt": "p", "first_error": 1}, "unknown column 'completions'"),
+        ({"steps": ["a"], "first_error": 0}, "unknown column 'prompt'"),
+    ],
+)
+def test_bad_steps_are_refused(tmp_path: Path, row: dict[str, Any], line: str) -> None:
+    assert line in refused(tmp_path, read_steps, row)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "wrong"),
+    [
+        ("dyck_languages", 986, 650),
+        ("logical_deduction", 300, 294),
+        ("multistep_arithmetic", 300, 238),
+        ("tracking_shuffled_objects", 300, 260),
+        ("word_sorting", 300, 266),
+    ],
+)
+def test_bigbench_mistake(name: str, rows: int, wrong: int) -> None:
+    path = shared_path(f"data/bigbench-mistake/{name}.jsonl")
+    sides = read_steps(of(str(path)))
+    found = [*sides.train, *sides.heldout]
+    assert len(found) == rows
+    assert sum(row.first_error is not None for row in found) == wrong
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for row in found:
+        raw = lines[int(row.id.rsplit("/", 1)[1])]
+        assert (row.prompt, list(row.steps)) == (raw["input"], raw["steps"])
+        assert row.first_error == raw["mistake_index"]
+
+
+# ---------------------------------------------------------------- where rows come from
+
+
+def test_every_kind_of_source_gives_the_same(tmp_path: Path) -> None:
+    rows = [{**row, "probability": 0.5 if n % 3 else None} for n, row in enumerate(PAIRS[:60])]
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "made.py").write_text(
+        "import json\n"
+        "def rows(path, seed):\n"
+        "    with open(path, encoding='utf-8') as file:\n"
+        "        for line in file:\n"
+        "            yield {**json.loads(line), 'margin': seed}\n"
+    )
+
+    def told(sides: Sides[Preference]) -> list[list[tuple[Any, ...]]]:
+        return [
+            [(p.prompt, p.chosen, p.rejected, p.probability) for p in side]
+            for side in (sides.train, sides.heldout)
+        ]
+
+    want = told(read_pairs(of(path)))
+    assert told(read_pairs(of(str(tmp_path / "rows.parquet"), "parquet"))) == want
+    source = PreferenceData(name=f"{tmp_path}/made.py:rows", options={"path": path})
+    made = read_pairs(source, seed=3)
+    assert told(made) == want
+    assert made.train[0].margin == 3.0
+    assert read_pairs(source).train[0].margin == 0.0
+    own = source.model_copy(update={"options": {"path": path, "seed": 7}})
+    assert read_pairs(own, seed=3).train[0].margin == 7.0
+
+
+def test_a_datasets_name(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    files = {"train": jsonl(tmp_path / "a.jsonl", PAIRS[:50])}
+    files["test"] = jsonl(tmp_path / "b.jsonl", PAIRS[50:60])
+    options = {"data_files": files, "cache_dir": str(tmp_path / "cache")}
+    sides = read_pairs(of("json", "datasets", heldout_path="test", options=options))
+    assert (len(sides.train), len(sides.heldout)) == (50, 10)
+    turned = read_pairs(of("json", "datasets", options={**options, "split": "test"}))
+    assert len(turned.train) + len(turned.heldout) == 10
+
+
+def test_columns_by_the_files_own_names(tmp_path: Path) -> None:
+    rows = [{"question": row["prompt"], "good": row["chosen"], "bad": ""} for row in PAIRS[:4]]
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    names = {"prompt": "question", "chosen": "good", "rejected": "bad"}
+    sides = read_pairs(of(path, columns=names, empty="keep"))
+    assert {p.prompt for p in (*sides.train, *sides.heldout)} == {r["question"] for r in rows}
+    with pytest.raises(KeelError, match=r"rows\.jsonl:1: column 'bad' = '': the answer is empty"):
+        read_pairs(of(path, columns=names))
+    with pytest.raises(KeelError, match=r"columns\.margin: unknown column 'god': did you mean"):
+        read_pairs(of(path, columns={**names, "margin": "god"}))
+    with pytest.raises(KeelError, match=r"columns: unknown column 'promt': did you mean 'prompt'"):
+        read_pairs(of(path, columns={"promt": "question"}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"name": "jsonl"}, "preference data 'jsonl': path is not set: give a file"),
+        (
+            {"name": "datasets"},
+            "preference data 'datasets': path is not set: give a data set's name",
+        ),
+        ({"name": "jsonn", "path": "x"}, "unknown kind 'jsonn': did you mean 'jsonl'?"),
+        ({"name": "m:f", "path": "x"}, "path is not read by a function: put it into options"),
+        ({"name": "m:f", "heldout_path": "x"}, "heldout_path is not read by a function"),
+        ({"name": "{dir}/made.py:number"}, "it is a int, not a function"),
+        ({"name": "{dir}/made.py:fails"}, "raises ZeroDivisionError: division by zero"),
+        ({"name": "{dir}/made.py:late"}, "raises ValueError: too late"),
+        ({"name": "{dir}/made.py:none"}, "raises TypeError: 'NoneType' object is not iterable"),
+        ({"name": "{dir}/made.py:text"}, "returns a str: return rows of dicts"),
+        ({"name": "{dir}/made.py:table"}, "returns a dict: return rows of dicts"),
+        ({"name": "{dir}/made.py:lists"}, "row 1 is a list, not a dict of columns"),
+        ({"name": "{dir}/made.py:mended"}, "mend the file"),
+        ({"name": "{dir}/made.py:text", "options": {"n": 1}}, "unknown option 'n'"),
+    ],
+)
+def test_bad_sources_are_refused(tmp_path: Path, keys: dict[str, Any], line: str) -> None:
+    (tmp_path / "made.py").write_text(
+        "from keel.types import KeelError\n"
+        "number = 3\n"
+        "def fails(): return 1 / 0\n"
+        "def late():\n    yield {}\n    raise ValueError('too late')\n"
+        "def none(): return None\n"
+        "def text(): return 'rows'\n"
+        "def table(): return {'prompt': []}\n"
+        "def lists(): return [[1]]\n"
+        "def mended(): raise KeelError('mend the file')\n"
+    )
+    keys = {**keys, "name": keys["name"].replace("{dir}", str(tmp_path))}
+    with pytest.raises(KeelError) as error:
+        read_pairs(PreferenceData.model_validate(keys))
+    assert line in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"heldout_share": 1.0}, {"heldout_share": 0.0}, {"empty": "no"}, {"pth": "x"}]
+)
+def test_keys_are_checked(keys: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        PreferenceData.model_validate({"name": "jsonl", **keys})

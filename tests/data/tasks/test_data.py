@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from keel.data.tasks import build_task
+from keel.data.tasks.stored import DataTask
+from keel.types import KeelError
+from tests.data.tasks.made import completion, jsonl, source
+from tests.shared import shared_path
+
+ROWS = [{"question": f"What is {n}+1?", "gold": str(n + 1), "level": n % 3} for n in range(200)]
+KEYS = {"prompt": "{question}", "answer": "gold"}
+
+
+def build(name: str, **keys: Any) -> DataTask:
+    task = build_task(source(name, **keys), seed=0)
+    assert isinstance(task, DataTask)
+    return task
+
+
+def ids(task: DataTask) -> list[str]:
+    return [task.prompt(s, i).id for s in ("train", "heldout") for i in range(task.size(s))]
+
+
+def test_rows_become_prompts_with_stable_ids(tmp_path: Path) -> None:
+    task = build("jsonl", path=jsonl(tmp_path / "sums.jsonl", ROWS), **KEYS)
+    assert task.name == "jsonl:sums"
+    seen = set()
+    for side in ("train", "heldout"):
+        for index in range(task.size(side)):
+            prompt = task.prompt(side, index)
+            row = ROWS[int(prompt.id.removeprefix(f"jsonl:sums/{side}/"))]
+            assert prompt.content == row["question"]
+            assert prompt.columns == {**row, "answer": row["gold"]}
+            assert task.gold(prompt) == row["gold"]
+            seen.add(prompt.id)
+    assert len(seen) == 200
+    # Binomial(200, 0.1): standard deviation 4.2; four of them.
+    assert 3 <= task.size("heldout") <= 37
+
+
+def test_the_side_of_a_row_does_not_depend_on_the_others(tmp_path: Path) -> None:
+    whole = build("jsonl", path=jsonl(tmp_path / "a.jsonl", ROWS), **KEYS)
+    part = build("jsonl", path=jsonl(tmp_path / "b.jsonl", ROWS[::-1][:120]), **KEYS)
+    held = {whole.prompt("heldout", i).content for i in range(whole.size("heldout"))}
+    for i in range(part.size("heldout")):
+        assert part.prompt("heldout", i).content in held
+    more = build("jsonl", path=str(tmp_path / "a.jsonl"), heldout_share=0.5, **KEYS)
+    assert 70 < more.size("heldout") < 130
+
+
+def test_few_rows_still_have_two_sides(tmp_path: Path) -> None:
+    for n in range(2, 8):
+        task = build("jsonl", path=jsonl(tmp_path / "few.jsonl", ROWS[:n]), **KEYS)
+        assert task.size("train") >= 1
+        assert task.size("heldout") >= 1
+        assert task.size("train") + task.size("heldout") == n
+    one = build("jsonl", path=jsonl(tmp_path / "one.jsonl", ROWS[:1]), **KEYS)
+    assert (one.size("train"), one.size("heldout")) == (1, 0)
+
+
+def test_train_prompts_that_are_held_out_are_left_out(tmp_path: Path) -> None:
+    train = jsonl(tmp_path / "train.jsonl", ROWS[:50])
+    test = jsonl(tmp_path / "test.jsonl", ROWS[45:60])
+    task = build("jsonl", path=train, heldout_path=test, **KEYS)
+    assert (task.size("train"), task.size("heldout"), task.overlap) == (45, 15, 5)
+    assert task.prompt("heldout", 0).id == "jsonl:train/heldout/0"
+    with pytest.raises(KeelError, match="every train prompt is also in"):
+        build("jsonl", path=train, heldout_path=train, **KEYS)
+
+
+def test_parquet_and_datasets_and_python_give_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", ROWS)
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    (tmp_path / "my_rows.py").write_text(
+        "import json\n"
+        "def rows(path):\n"
+        "    with open(path, encoding='utf-8') as file:\n"
+        "        yield from map(json.loads, file)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    want = build("jsonl", path=path, **KEYS)
+    for task in (
+        build("parquet", path=str(tmp_path / "rows.parquet"), **KEYS),
+        build("my_rows:rows", options={"path": path}, **KEYS),
+        build(f"{tmp_path}/my_rows.py:rows", options={"path": path}, **KEYS),
+    ):
+        assert [i.split("/")[-2:] for i in ids(task)] == [i.split("/")[-2:] for i in ids(want)]
+        assert task.prompt("train", 3).columns == want.prompt("train", 3).columns
+
+
+def test_a_datasets_name(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    files = {"train": jsonl(tmp_path / "a.jsonl", ROWS[:50])}
+    files["test"] = jsonl(tmp_path / "b.jsonl", ROWS[50:60])
+    options = {"data_files": files, "cache_dir": str(tmp_path / "cache")}
+    task = build("datasets", path="json", heldout_path="test", options=options, **KEYS)
+    assert (task.size("train"), task.size("heldout")) == (50, 10)
+    with pytest.raises(KeelError, match=r"unknown split 'tset': did you mean 'test'\?"):
+        build("datasets", path="json", heldout_path="tset", options=options, **KEYS)
+    with pytest.raises(KeelError, match="jsonn' cannot be loaded: "):
+        build("datasets", path=str(tmp_path / "jsonn"), **KEYS)
+
+
+def test_messages_and_system(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Hi"}]
+    rows = [{"chat": turns, "n": 1}, {"chat": [{"role": "user", "content": "Ho"}], "n": 2}]
+    path = jsonl(tmp_path / "chat.jsonl", rows)
+    for template in ("chat", "{chat}"):
+        task = build("jsonl", path=path, prompt=template)
+        contents = [list(task.prompt(s, 0).content) for s in ("train", "heldout")]
+        assert turns in contents
+    told = build("jsonl", path=path, prompt="chat", system="Be kind.").prompt("train", 0)
+    assert [t["role"] for t in told.content] == ["system", "user"]  # type: ignore[index]
+    rows = [{"chat": [{"role": "system", "content": "x"}, *turns]}]
+    with pytest.raises(KeelError, match=r"chat\.jsonl:1: the messages begin with a system"):
+        build("jsonl", path=jsonl(tmp_path / "chat.jsonl", rows), prompt="chat", system="y")
+
+
+def test_the_named_answer_column_wins_over_one_that_is_called_answer(tmp_path: Path) -> None:
+    rows = [{"question": f"q{i}", "answer": "a long rationale", "final": str(i)} for i in range(9)]
+    path = jsonl(tmp_path / "a.jsonl", rows)
+    task = build_task(source("jsonl", path=path, prompt="{question}", answer="final"), 0)
+    prompt = task.prompt("train", 0)
+    assert prompt.columns["answer"] == prompt.columns["final"] == task.gold(prompt)
+
+
+def test_verdict_is_exact_match_where_an_answer_is_named(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ROWS)
+    task = build("jsonl", path=path, **KEYS)
+    prompt = task.prompt("train", 0)
+    assert task.score(prompt, completion(f" {prompt.columns['gold']} ")) == 1.0
+    assert task.score(prompt, completion("the answer")) == 0.0
+    silent = build("jsonl", path=path, prompt="{question}")
+    prompt = silent.prompt("train", 0)
+    assert silent.score(prompt, completion("1")) is None
+    assert silent.gold(prompt) is None
+
+
+def text(path: Path, content: str) -> str:
+    path.write_text(content, encoding="utf-8")
+    return str(path)
+
+
+BAD: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
+    "no path": (lambda p: {}, "task.path is not set"),
+    "missing": (lambda p: {"path": str(p / "sums.jsnl")}, "there is no such file"),
+    "folder": (lambda p: {"path": str(p)}, "is a folder"),
+    "empty": (lambda p: {"path": text(p / "a.jsonl", "\n\n")}, "the data set is empty"),
+    "not JSON": (
+        lambda p: {"path": text(p / "a.jsonl", '{"question": "x", "gold": "1"}\n\n{"question": }')},
+        "a.jsonl:3: not JSON: Expecting value at column 14",
+    ),
+    "not an object": (lambda p: {"path": text(p / "a.jsonl", "[1]")}, "a.jsonl:1: a JSON list"),
+    "column": (
+        lambda p: {"path": text(p / "a.jsonl", '{"questions": "x", "gold": "1"}')},
+        "a.jsonl:1: unknown column 'question': did you mean 'questions'?",
+    ),
+    "answer column": (
+        lambda p: {"path": text(p / "a.jsonl", '{"question": "x", "golden": "1"}')},
+        "a.jsonl:1: unknown answer column 'gold': did you mean 'golden'?",
+    ),
+    "later row": (
+        lambda p: {"path": jsonl(p / "a.jsonl", [*ROWS[:2], {"question": "x"}])},
+        "a.jsonl:3: unknown answer column 'gold'",
+    ),
+    "no gold": (
+        lambda p: {"path": jsonl(p / "a.jsonl", [{"question": "x", "gold": None}])},
+        "a.jsonl:1: the answer column 'gold' is empty",
+    ),
+    "empty prompt": (
+        lambda p: {"path": jsonl(p / "a.jsonl", [{"question": " ", "gold": "1"}])},
+        "a.jsonl:1: the prompt is empty",
+    ),
+    "null prompt": (
+        lambda p: {"path": jsonl(p / "a.jsonl", [{"question": None, "gold": "1"}])},
+        "a.jsonl:1: column 'question' is empty",
+    ),
+    "template": (
+        lambda p: {"path": jsonl(p / "a.jsonl", ROWS), "prompt": "{question"},
+        "prompt = '{question'",
+    ),
+    "no messages": (
+        lambda p: {"path": jsonl(p / "a.jsonl", [{"question": [1], "gold": "1"}])},
+        "a.jsonl:1: column 'question' holds a list that is not of messages",
+    ),
+    "option": (
+        lambda p: {"path": jsonl(p / "a.jsonl", ROWS), "options": {"split": "x"}},
+        "unknown option 'split'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_with_the_place(case: str, tmp_path: Path) -> None:
+    make, says = BAD[case]
+    with pytest.raises(KeelError) as error:
+        build("jsonl", **{**KEYS, **make(tmp_path)})
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_mistyped_file_gets_a_suggestion(tmp_path: Path) -> None:
+    jsonl(tmp_path / "train.jsonl", ROWS)
+    with pytest.raises(KeelError, match=r"did you mean '.*train\.jsonl'\?"):
+        build("jsonl", path=str(tmp_path / "trian.jsonl"), **KEYS)
+
+
+def test_not_utf8_and_not_parquet(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"question": "\xff"}')
+    with pytest.raises(KeelError, match="not UTF-8"):
+        build("jsonl", path=str(tmp_path / "a.jsonl"), **KEYS)
+    (tmp_path / "a.parquet").write_bytes(b"PAR0")
+    with pytest.raises(KeelError, match=r"a\.parquet: not a Parquet file"):
+        build("parquet", path=str(tmp_path / "a.parquet"), **KEYS)
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("def make(): return 5", "returns a int: return a task or rows"),
+        ("def make(): return ['x']", "row 1 is a str, not a dict"),
+        ("def make(): return []", "no rows"),
+        ("def make(): raise ValueError('gone')", "raises ValueError: gone"),
+        ("def maker(): return []", "did you mean 'maker'?"),
+        ("make = 5", "is a int, not a function"),
+        ("import nowhere_to_be_found", "ModuleNotFoundError"),
+        ("def make(n=1): return []", "did you mean 'n'"),
+    ],
+)
+def test_bad_python_entries(code: str, says: str, tmp_path: Path) -> None:
+    path = text(tmp_path / "entry.py", code)
+    options = {"nn": 1} if "n=1" in code else {}
+    with pytest.raises(KeelError) as error:
+        build_task(source(f"{path}:make", options=options), seed=0)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_module_is_named() -> None:
+    before = list(sys.path)
+    with pytest.raises(KeelError, match="there is no module 'nowhere_at_all'"):
+        build_task(source("nowhere_at_all:make"), seed=0)
+    sys.path[:] = before
+
+
+def test_python_may_return_a_task(tmp_path: Path) -> None:
+    task = build_task(source("tests.data.tasks.made:Calculator", options={"name": "mine"}), seed=7)
+    assert task.name == "mine"
+    assert task.inner.seed == 7  # type: ignore[attr-defined]
+
+
+def test_gsm8k() -> None:
+    path = shared_path("data/gsm8k/train.jsonl")
+    test = shared_path("data/gsm8k/test.jsonl")
+    keys = {"prompt": "{question}", "answer": "answer", "system": "Think."}
+    task = build("jsonl", path=str(path), heldout_path=str(test), **keys)
+    assert task.size("train") + task.overlap == 7_473
+    assert task.size("heldout") == 1_319
+    first = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
+    prompt = task.prompt("train", 0)
+    assert prompt.id == "jsonl:train/train/0"
+    assert list(prompt.content)[1] == {"role": "user", "content": first["question"]}
+    assert prompt.columns["answer"].endswith("#### 72")
+
+
+class Broken:
+    """A user's task, half written."""
+
+    name = "broken"
+
+    def size(self, side: str) -> int:
+        return 4
+
+    def prompt(self, side: str, index: int) -> object:
+        if index:
+            return "just text"
+        raise ZeroDivisionError("no prompt\nhere")
+
+    def score(self, prompt: object, completion: object) -> float:
+        return 0.0
+
+
+def test_what_a_users_task_raises_is_named_as_its_own() -> None:
+    task = build_task(source(f"{__name__}:Broken"), seed=0)
+    with pytest.raises(
+        KeelError, match=r"prompt raised ZeroDivisionError: no prompt here \(.*:\d+"
+    ):
+        task.prompt("train", 0)
+    with pytest.raises(KeelError, match=r"returned a str: return a keel\.types\.Prompt"):
+        task.prompt("train", 1)
+    assert task.gold(None) is None  # type: ignore[arg-type]

@@ -1,0 +1,267 @@
+"""The table of keys without effect: complete, and right in each of its lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelStage
+from keel.config.load import load_recipe, shipped, to_toml
+from keel.config.schema import Recipe, RLStage, SFTStage
+from keel.preflight.always_effective import ALWAYS
+from keel.preflight.explicit_keys import given, own
+from keel.preflight.unused_keys import IDLE, Facts, idle_keys, known_as
+
+STAGES = (SFTStage, RewardModelStage, ProcessRewardModelStage, DPOStage, RLStage)
+HERE = Facts(cpu=True, local=False, conversations=False, replies={"rl": False})
+CHAT = Facts(cpu=False, local=False, conversations=True, replies={"rl": True})
+BUILD: dict[str, Any] = {"build": {"hidden_size": 64}}
+TASK: dict[str, Any] = {"name": "sort_digits"}
+FILE: dict[str, Any] = {"name": "jsonl", "path": "rows.jsonl", "answer": "answer"}
+
+
+def models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in models(inner)]
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        inner = models(info.annotation)
+        if name != "stages" and not inner:
+            yield prefix + name
+        for one in inner if name != "stages" else ():
+            yield from leaves(one, f"{prefix}{name}.")
+
+
+def test_every_key_is_in_the_table_once() -> None:
+    keys = {known_as(key) for model in (Recipe, *STAGES) for key in leaves(model)}
+    assert sorted(keys - ALWAYS - set(IDLE)) == []
+    assert sorted(ALWAYS & set(IDLE)) == []
+    # Tables that may be absent are keys too; nothing else is in the table that is in no schema.
+    absent = {"model.lora", "base.lora", "value.optimizer"}
+    absent |= {f"algorithm.{key}" for key in ("divergence", "value", "correction")}
+    absent |= {"algorithm.divergence.adaptive"}
+    assert sorted((ALWAYS | set(IDLE)) - keys - absent) == []
+
+
+def found(recipe: dict[str, Any], *overrides: str, facts: Facts = HERE) -> list[str]:
+    loaded = load_recipe(recipe, overrides)
+    return [one.key for one in idle_keys(given(recipe, overrides, loaded), loaded, facts)]
+
+
+def rl(**keys: Any) -> dict[str, Any]:
+    return {"model": keys.pop("model", BUILD), "tasks": keys.pop("tasks", [TASK]), **keys}
+
+
+def before(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe's stage with another behind it, so that no `keel eval` reads its keys."""
+    model = recipe.pop("model")
+    behind = {"stage": "sft", "tasks": [TASK]}
+    return {"model": model, "stages": [{"stage": "rl", **recipe}, behind]}
+
+
+def judging(stage: str, **keys: Any) -> dict[str, Any]:
+    source = {} if "sampled" in keys else {"data": {"name": "jsonl", "path": "rows.jsonl"}}
+    return {"model": BUILD, "stages": [{"stage": stage, **source, **keys}]}
+
+
+SAMPLED: dict[str, Any] = {"tasks": [TASK]}
+IN_VAIN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("model.autocast", rl(model={**BUILD, "autocast": False}), ()),
+    ("model.revision", rl(model={**BUILD, "revision": "main"}), ()),
+    ("model.trust_remote_code", rl(model={**BUILD, "trust_remote_code": True}), ()),
+    ("model.build.alphabet", rl(), ("model.build.alphabet=0123", "model.build.tokenizer=bytes")),
+    ("model.chat_template", rl(model={**BUILD, "chat_template": "{{ messages }}"}), ()),
+    ("prompts.chat_template.thinks", rl(), ("prompts.chat_template.thinks=true",)),
+    ("optimizer.final_share", rl(), ("optimizer.final_share=0.5",)),
+    ("trackers.project", rl(), ("trackers.project=mine",)),
+    ("tasks.0.weight", rl(tasks=[{**TASK, "weight": 2.0}]), ()),
+    ("tasks.0.heldout_share", rl(tasks=[{**TASK, "heldout_share": 0.2}]), ()),
+    ("tasks.0.bad_rows", rl(tasks=[{**TASK, "bad_rows": "quarantine"}]), ()),
+    (
+        "tasks.0.heldout_share",
+        rl(tasks=[{**FILE, "heldout_path": "b.jsonl", "heldout_share": 0.2}]),
+        (),
+    ),
+    (
+        "rewards.functions.1.clip",
+        rl(
+            rewards={
+                "functions": [
+                    {"function": "task"},
+                    {"function": "place_match", "weight": 0.0, "clip": [0.0, 0.5]},
+                ]
+            }
+        ),
+        (),
+    ),
+    (
+        "rewards.functions.0.options.timeout",
+        rl(
+            rewards={
+                "functions": [{"function": "outcome", "options": {"model": "m", "timeout": 9.0}}]
+            }
+        ),
+        (),
+    ),
+    (
+        "rewards.functions.0.options.rivals",
+        rl(rewards={"functions": [{"function": "judge", "options": {"model": "m", "rivals": 3}}]}),
+        (),
+    ),
+    ("rollout.max_turns", rl(), ("rollout.max_turns=3",)),
+    ("rollout.max_refills", rl(), ("rollout.max_refills=3",)),
+    ("algorithm.advantage.lam", rl(), ("algorithm=ppo", "algorithm.advantage.adaptive_alpha=0.1",
+                                       "algorithm.advantage.lam=0.9")),
+    ("algorithm.advantage.epsilon", rl(), ("algorithm=dr_grpo", "algorithm.advantage.epsilon=0.1")),
+    ("algorithm.advantage.ddof", rl(), ("algorithm=dr_grpo", "algorithm.advantage.ddof=0")),
+    ("value.warmup_steps", rl(), ("value.warmup_steps=2",)),
+    ("algorithm.surrogate.high", rl(), ("algorithm.surrogate.high=0.28",)),
+    ("algorithm.surrogate.dual", rl(), ("algorithm.surrogate.dual=3.0",)),
+    ("algorithm.surrogate.cap", rl(),
+     ("algorithm=cispo", "minibatches=1", "algorithm.surrogate.cap=3.0")),
+    ("algorithm.surrogate.floor", rl(),
+     ("algorithm=cispo", "minibatches=1", "algorithm.surrogate.floor=0.5")),
+    ("algorithm.surrogate.temperature_positive", rl(),
+     ("algorithm=sapo", "minibatches=1", "algorithm.surrogate.temperature_positive=2.0")),
+    ("algorithm.weights.constant", rl(), ("algorithm.weights.constant=99",)),
+    ("algorithm.divergence.estimator", rl(),
+     ("algorithm.divergence.beta=0.0", "algorithm.divergence.estimator=k2")),
+    ("algorithm.divergence.adaptive.horizon", rl(),
+     ("algorithm=ppo_kl_penalty", "algorithm.divergence.adaptive.horizon=50.0")),
+    ("algorithm.value.clip", rl(), ("algorithm=ppo", "epochs=1", "algorithm.value.clip=0.5")),
+    ("algorithm.correction.floor", rl(),
+     ("algorithm.correction.kind=truncate", "algorithm.correction.floor=0.1")),
+    ("rollout.dtype", rl(), ("algorithm.correction.kind=truncate", "model.dtype=bfloat16",
+                             "rollout.dtype=bfloat16")),
+    ("value.kind", rl(), ("value.kind=head",)),
+    ("value.optimizer.learning_rate", rl(), ("value.optimizer.learning_rate=1e-4",)),
+    ("reference.reset_every", rl(), ("algorithm=dapo", "reference.reset_every=5")),
+    ("reference.reset_every", rl(), ("reference.reset_every=100", "steps=100")),
+    ("reference.measured", rl(), ("algorithm=ppo", "reference.measured=true")),
+    ("evaluation.every", rl(), ("evaluation.every=200",)),
+    ("rl.evaluation.samples", before(rl()), ("rl.evaluation.prompts=0", "rl.evaluation.samples=4")),
+    ("rl.evaluation.temperature", before(rl()), ("rl.evaluation.temperature=0.5",)),
+    ("rollouts_every", rl(), ("rollouts_every=500",)),
+    ("evaluation.every", judging("dpo", evaluation={"rows": 0, "every": 5}), ()),
+    ("threshold", judging("process_reward_model", threshold=0.3, evaluation={"rows": 0}), ()),
+    ("chat_template.thinking", judging("dpo", chat_template={"thinking": True}), ()),
+    ("sampled.pairs",
+     judging("reward_model", learns="labels", sampled={**SAMPLED, "pairs": 3}), ()),
+    ("sampled.heldout",
+     judging("dpo", sampled={**SAMPLED, "heldout": 9}, evaluation={"rows": 0}), ()),
+    ("sampled.tasks.0.weight",
+     judging("dpo", sampled={"tasks": [{**TASK, "weight": 3.0}]}), ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "recipe", "overrides"), IN_VAIN, ids=[c[0] for c in IN_VAIN])
+def test_a_key_in_vain_is_found_alone(
+    key: str, recipe: dict[str, Any], overrides: tuple[str, ...]
+) -> None:
+    assert found(recipe, *overrides) == [key]
+
+
+NOT_IN_VAIN: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    (rl(model={**BUILD, "autocast": False, "chat_template": "{{ messages }}"}), ()),
+    (rl(model={"name": "a/b", "revision": "main", "trust_remote_code": True}), ()),
+    (rl(), ("optimizer.schedule=linear", "optimizer.final_share=0.5")),
+    (rl(), ("trackers.wandb=true", "trackers.project=mine")),
+    (rl(tasks=[{**TASK, "weight": 2.0}, TASK]), ()),
+    (rl(tasks=[{**FILE, "heldout_share": 0.2, "bad_rows": "quarantine"}]), ()),
+    (rl(), ("rollout.max_turns=3", "algorithm=dapo", "rollout.max_refills=3")),
+    (rl(), ("algorithm.surrogate.high=0.28", "minibatches=2")),
+    (rl(), ("algorithm.surrogate.high=0.28", "rollout.old_log_probs=engine")),
+    (rl(), ("algorithm=cispo", "algorithm.surrogate.cap=3.0")),
+    (rl(), ("algorithm=ppo", "value.warmup_steps=2")),
+    (rl(), ("algorithm=dr_grpo", "algorithm.weights.constant=99")),
+    (rl(), ("algorithm=ppo", "algorithm.value.clip=0.5", "value.optimizer.learning_rate=1e-4")),
+    (rl(), ("algorithm=ppo", "algorithm.divergence.beta=0.0", "reference.measured=true")),
+    (rl(), ("reference.measured=true",)),
+    (rl(), ("reference.reset_every=10",)),
+    (rl(), ("evaluation.samples=4", "evaluation.temperature=0.5", "evaluation.every=100")),
+    # `keel eval` of the run reads them.
+    (rl(), ("evaluation.prompts=0", "evaluation.samples=4", "evaluation.threshold=0.5")),
+    (rl(), ("evaluation.temperature=0.5",)),
+    (judging("dpo", sampled={**SAMPLED, "pairs": 3, "heldout": 9}), ()),
+]
+
+
+@pytest.mark.parametrize(("recipe", "overrides"), NOT_IN_VAIN)
+def test_a_key_that_does_something_is_not(
+    recipe: dict[str, Any], overrides: tuple[str, ...]
+) -> None:
+    assert found(recipe, *overrides, facts=CHAT) == []
+
+
+@pytest.mark.parametrize("facts", [HERE, CHAT])
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_shipped_recipes_set_nothing_in_vain(name: str, facts: Facts, tmp_path: Path) -> None:
+    """Neither as they are shipped, nor written out with every default, as a run folder has them.
+
+    (Written out, what one recipe takes over from another looks as though it had set it itself.)
+    """
+    recipe = load_recipe(name)
+    assert idle_keys(given(name, (), recipe), recipe, facts) == []
+    if "extends" in own(name):
+        return
+    whole = tmp_path / "recipe.toml"
+    whole.write_text(to_toml(recipe), encoding="utf-8")
+    assert idle_keys(given(str(whole), (), recipe), recipe, facts) == []
+
+
+def test_only_what_stands_and_differs_from_its_default_was_given(tmp_path: Path) -> None:
+    below = tmp_path / "below.toml"
+    below.write_text('extends = "tiny"\nrollout.max_refills = 3\nsteps = 7\n', encoding="utf-8")
+    above = tmp_path / "above.toml"
+    above.write_text(
+        'extends = "below.toml"\nsteps = 9\nepochs = 1\n'
+        "algorithm.surrogate = { low = 0.1, high = 0.2 }\n[optimizer]\nlearning_rate = 1\n",
+        encoding="utf-8",
+    )
+    recipe = load_recipe(str(above), ["steps=11", "algorithm.surrogate.low=0.3"])
+    keys = given(str(above), ["steps=11", "algorithm.surrogate.low=0.3"], recipe)
+    assert {(".".join(map(str, key.path)), key.value) for key in keys} == {
+        ("steps", 11),
+        ("algorithm.surrogate.low", 0.3),
+        ("optimizer.learning_rate", 1.0),
+    }
+
+
+def test_a_preset_that_replaces_the_row_takes_its_figures_along() -> None:
+    changes = {"divergence": {"beta": 0.1}, "surrogate": {"low": 0.1}}
+    recipe = rl(algorithm={"preset": "grpo", **changes})
+    loaded = load_recipe(recipe, ["algorithm=rloo"])
+    assert [key.path for key in given(recipe, ["algorithm=rloo"], loaded)] == [
+        ("model", "build", "hidden_size"),
+        ("tasks", 0, "name"),
+        ("algorithm", "preset"),
+    ]
+
+
+def test_keys_are_shown_with_their_stage() -> None:
+    recipe = {
+        "model": BUILD,
+        "stages": [
+            {"stage": "sft", "tasks": [TASK], "optimizer": {"final_share": 0.3}},
+            {"stage": "rl", "name": "second", "tasks": [TASK]},
+        ],
+    }
+    assert found(recipe, "second.rollout.max_refills=2", "rollouts_every=400") == [
+        "sft.optimizer.final_share",
+        "second.rollout.max_refills",
+        "second.rollouts_every",
+    ]
+
+
+def test_a_keyword_that_the_template_does_not_read() -> None:
+    recipe = rl(prompts={"chat_template": {"thinks": True, "dates": True}})
+    facts = replace(HERE, conversations=True, unread={"rl": frozenset({"thinks"})})
+    assert found(recipe, facts=facts) == ["prompts.chat_template.thinks"]
