@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from keel.engines import multi_step as steps
 from keel.engines import native
-from keel.engines.cpu import multi_step as steps
 from keel.engines.multi_step import Steps
 from keel.engines.native import NativeEngine
 from keel.models.families import head_of

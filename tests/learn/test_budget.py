@@ -17,8 +17,8 @@ from keel.learn.token_budget import Budget, needing_memory, out_of_memory
 from keel.models.packed import Sizes
 from keel.runs.reader import load
 from keel.training.run import train
+from keel.training.setup import token_budget
 from keel.training.state import Progress
-from keel.training.work import budget_of
 from keel.types import KeelError
 from tests.shared import ROOT
 from tests.training.small import small
@@ -171,7 +171,7 @@ def test_what_there_was_room_for_counts_where_it_is_less(
 ) -> None:
     stage = small(f"token_budget={asked}").stages[0]
     session = SimpleNamespace(note=lambda text: None)
-    budget = budget_of(stage, Progress(0, token_budget=found), session)  # type: ignore[arg-type]
+    budget = token_budget(stage, Progress(0, token_budget=found), session)  # type: ignore[arg-type]
     assert budget.tokens == used
     assert budget.found == (used if used < asked else None)
 

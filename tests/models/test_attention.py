@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
-from keel.models.attention.functions import Rules, install, layout
-from keel.models.attention.functions import shared_prefix as branching
+from keel.models.attention import layout
+from keel.models.attention import shared_prefix as branching
+from keel.models.attention.functions import Rules, install
 from keel.models.attention.layout import PackedLayout
 from keel.models.attention.segments import Pieces, alike
 from keel.types import KeelError

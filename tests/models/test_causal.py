@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from keel.models.attention import compiled as causal
 from keel.models.attention.functions import Rules
-from keel.models.attention.functions import compiled as causal
 from keel.models.attention.layout import PackedLayout
 from keel.models.kernels import causal as kernel
 from tests.engines.test_decoding import poison

@@ -22,7 +22,7 @@ from keel.preflight.check import Report
 from keel.preflight.check import check as whole_check
 from keel.preflight.gold_answers import shapes
 from keel.preflight.memory.machine import Machine
-from keel.preflight.prompt_stats import asked, prompted
+from keel.preflight.prompt_stats import prompted, sampling_plan
 from keel.preflight.trial_batch import (
     GROUPS,
     LONGER,
@@ -92,23 +92,23 @@ def test_the_batch_is_the_first_steps(made: dict[str, Case]) -> None:
     recipe = load_recipe(made["half-trained"].recipe, ["rollout.prompts_per_step=4"])
     policy, stage = load_policy(recipe.model, recipe.seed), recipe.stages[0]
     assert isinstance(stage, RLStage)
-    ask = asked(recipe, stage)
-    assert ask is not None
+    plan = sampling_plan(recipe, stage)
+    assert plan is not None
     source = prompted(
-        ask.tasks, ask.prompts, policy, recipe.seed, ask.seed, room=10, take=4, held=0
+        stage.tasks, stage.prompts, policy, recipe.seed, plan.seed, room=10, take=4, held=0
     )
     scorer = Scorer((), source.tasks, max_tokens=10)
-    seen = sample(policy, ask, source, scorer, trial=False)
+    seen = sample(policy, plan, source, scorer, trial=False)
 
     from keel.config.seeds import derive
     from keel.data.tasks import PromptStream
     from keel.models.chat import Encoder
 
     tasks = list(source.tasks.values())
-    stream = PromptStream(tasks, [1.0], derive(ask.seed, "prompts"), Encoder(policy.tokenizer, 30))
+    stream = PromptStream(tasks, [1.0], derive(plan.seed, "prompts"), Encoder(policy.tokenizer, 30))
     engine = NativeEngine(policy.model, policy.tokenizer)
     sampler = Sampler(
-        engine, policy.tokenizer, dict(source.tasks), stream, scorer, stage.rollout, ask.seed
+        engine, policy.tokenizer, dict(source.tasks), stream, scorer, stage.rollout, plan.seed
     )
     step = collect(sampler, stage.algorithm, 1)
     for mine, theirs in zip(seen.groups, step.groups, strict=True):

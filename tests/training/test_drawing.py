@@ -17,11 +17,12 @@ import torch
 
 from keel.engines import native
 from keel.engines.native import NativeEngine
+from keel.engines.registry import ENGINES
 from keel.runs import cancel as giving_up
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.signals import Interrupted
-from keel.training import rl, stages
+from keel.training import rl
 from keel.training.prefetch import (
     PENDING,
     Drawing,
@@ -76,7 +77,7 @@ def test_a_step_learns_from_rollouts_of_the_weights_before_the_last(
     """The weights that each of five steps was drawn with, against those that the run went through:
     its first, and what each step left."""
     Weighed.calls = []
-    monkeypatch.setattr(stages, "NativeEngine", Weighed)
+    monkeypatch.setitem(ENGINES, "native", Weighed)
     left: list[float] = []
     real = rl.sync
 

@@ -17,9 +17,9 @@ import torch
 
 from keel.config.load import to_toml
 from keel.engines.native import NativeEngine
+from keel.engines.registry import ENGINES
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.training import stages
 from keel.training.run import train
 from keel.types import Engine, Group, KeelError, OnGroup, Prompt, Sampling, StreamingEngine
 from tests.engines.tiny import TOKENIZER, ragged_prompts, tiny
@@ -134,7 +134,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
             STATE["drawn"].set()
             return groups
 
-    monkeypatch.setattr(stages, "NativeEngine", Watched)
+    monkeypatch.setitem(ENGINES, "native", Watched)
 
 
 def test_a_slow_reward_is_asked_while_generation_goes_on(
@@ -163,7 +163,7 @@ def test_an_engine_that_keeps_its_groups_is_asked_afterwards(
             self.inner.sync(weights)
 
     off = train(small(DENSE, "steps=2"), tmp_path / "off")
-    monkeypatch.setattr(stages, "NativeEngine", Plain)
+    monkeypatch.setitem(ENGINES, "native", Plain)
     on = train(small(DENSE, "steps=2", ON), tmp_path / "on")
     assert on.metrics.read_bytes() == off.metrics.read_bytes()
 
@@ -207,7 +207,7 @@ def test_an_engine_that_fails_leaves_no_reward_behind(
             super().stream(*given, **keys)
             raise KeelError("the engine fell over")
 
-    monkeypatch.setattr(stages, "NativeEngine", Falls)
+    monkeypatch.setitem(ENGINES, "native", Falls)
     hangs = "rewards.functions=[{function='tests.training.rewards:hangs'}]"
     assert end(tmp_path / "on", hangs, "rewards.timeout=500", ON) == "the engine fell over"
 

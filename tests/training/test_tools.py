@@ -10,7 +10,7 @@ import torch
 
 from keel.algorithms.spec import GAE, Algorithm, Clip, GroupRelative, ValueLoss, Weights
 from keel.config.model import BuildModel, Model
-from keel.config.schema import Rollout
+from keel.config.sampling import Rollout
 from keel.data.tasks import PromptStream
 from keel.data.tasks.base import BaseTask
 from keel.engines.scripted import ScriptedEngine

@@ -13,7 +13,8 @@ from keel.algorithms.spec import Positive, Row, Unit
 from keel.config.fields import AsTuple, Count, Index, Seed, Threads, Width
 from keel.config.optimisation import Checkpoints, Optimizer
 from keel.config.presets import resolve_algorithm
-from keel.config.schema import NamedAlgorithm, Reference
+from keel.config.sampling import NamedAlgorithm
+from keel.config.schema import Reference
 
 
 class Environment(Row):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,7 +11,12 @@ from keel.config.fields import Answers, AsTuple, Count, Index, Temperature, Toke
 from keel.config.model import Lora
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
 from keel.config.preference_data import PreferenceData
+from keel.config.sampling import Rollout, Sampling
 from keel.config.sources import Prompts, Rewards, TaskSource
+from keel.config.stage import StageConfig
+
+PROMPTS_AT_ONCE = 128
+"""Of a `Sampled` table: how many are answered in one call of the engine."""
 
 
 class Sampled(Row):
@@ -34,6 +39,25 @@ class Sampled(Row):
     noise: Unit = 0.0
     """Share of the train labels that are turned round, as careless people would. The labels to
     evaluate on stay right."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """The same, as other code reads it."""
+        return Sampling(
+            key="sampled.",
+            tasks=self.tasks,
+            prompts=self.prompts,
+            rewards=self.rewards,
+            rollout=Rollout(
+                prompts_per_step=min(self.train, PROMPTS_AT_ONCE),
+                group_size=self.group_size,
+                max_tokens=self.max_tokens,
+                temperature=self.temperature,
+            ),
+            validation_prompts=self.heldout,
+            seed_name=("sampled",),
+            first_draw=("answers", "train", 0),
+        )
 
 
 class BaseModelChoice(Row):
@@ -63,7 +87,7 @@ class JudgedEvaluation(Row):
     """How many held-out rows at the most; 0 evaluates never."""
 
 
-class JudgingStage(Row):
+class JudgingStage(StageConfig):
     """What these stages have in common: rows, how often they are gone through, and how."""
 
     name: str = "judging"
@@ -90,6 +114,19 @@ class JudgingStage(Row):
         return self
 
     @property
+    def sampling(self) -> Sampling | None:
+        return None if self.sampled is None else self.sampled.sampling
+
+    @property
+    def preference_data(self) -> PreferenceData | None:
+        return self.data
+
+    @property
+    def template_keywords(self) -> dict[str, Any]:
+        """Keyword arguments of the chat template for the prompts of `data`."""
+        return {}
+
+    @property
     def raw(self) -> bool:
         """Whether plain prompts of the rows go without the chat template.
 
@@ -103,6 +140,8 @@ class JudgingStage(Row):
 class RewardModelStage(JudgingStage):
     """An outcome reward model: one score for a whole answer."""
 
+    reward_model: ClassVar[Literal["outcome"]] = "outcome"
+    trains_policy: ClassVar[bool] = False
     stage: Literal["reward_model"] = "reward_model"
     name: str = "reward_model"
     learns: Literal["pairs", "labels"] = "pairs"
@@ -110,6 +149,14 @@ class RewardModelStage(JudgingStage):
     centering: Coefficient = 0.0
     """Of the squared sum of a pair's scores, which holds them around 0."""
     base: BaseModelChoice = BaseModelChoice()
+
+    @property
+    def records(self) -> Literal["pairs", "labels"]:
+        return self.learns
+
+    @property
+    def base_model(self) -> BaseModelChoice:
+        return self.base
 
     @model_validator(mode="after")
     def _comparisons(self) -> RewardModelStage:
@@ -128,6 +175,8 @@ class RewardModelStage(JudgingStage):
 class ProcessRewardModelStage(JudgingStage):
     """A process reward model: a judgement at the last token of each step."""
 
+    reward_model: ClassVar[Literal["process"]] = "process"
+    trains_policy: ClassVar[bool] = False
     stage: Literal["process_reward_model"] = "process_reward_model"
     name: str = "process_reward_model"
     separator: str = "\n"
@@ -135,6 +184,14 @@ class ProcessRewardModelStage(JudgingStage):
     threshold: Unit = 0.5
     """The first step whose probability of being right is under it is the predicted mistake."""
     base: BaseModelChoice = BaseModelChoice()
+
+    @property
+    def records(self) -> Literal["steps"]:
+        return "steps"
+
+    @property
+    def base_model(self) -> BaseModelChoice:
+        return self.base
 
 
 class DPOStage(JudgingStage):
@@ -151,6 +208,14 @@ class DPOStage(JudgingStage):
     """Keyword arguments of the chat template for the prompts of `data`, as in a stage's
     prompts.chat_template."""
     optimizer: Optimizer = Optimizer(learning_rate=1e-6)
+
+    @property
+    def records(self) -> Literal["pairs"]:
+        return "pairs"
+
+    @property
+    def template_keywords(self) -> dict[str, Any]:
+        return self.chat_template
 
     @model_validator(mode="after")
     def _smooths(self) -> DPOStage:

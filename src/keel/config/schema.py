@@ -10,42 +10,22 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import Field, model_validator
 
 from keel.algorithms.presets import PRESETS
-from keel.algorithms.spec import Algorithm, EntryPoint, Row, Unit
-from keel.config.fields import (
-    Answers,
-    AsTuple,
-    Count,
-    Ids,
-    Index,
-    Real,
-    Seed,
-    Temperature,
-    Threads,
-    Tokens,
-    Words,
-)
-from keel.config.judging import (
-    DPOStage,
-    JudgingStage,
-    ProcessRewardModelStage,
-    RewardModelStage,
-)
+from keel.algorithms.spec import EntryPoint, Row
+from keel.config.fields import AsTuple, Count, Index, Seed, Threads, Tokens
+from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelStage
 from keel.config.model import Model
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
-from keel.config.presets import (
-    DEFAULT_PRESET,
-    GROUP_SIZE,
-    PROMPTS_PER_STEP,
-    resolve_algorithm,
-)
-from keel.config.sources import Prompts, Rewards, RewardSource, Seconds, TaskSource
+from keel.config.presets import resolve_algorithm
+from keel.config.sampling import Evaluation, NamedAlgorithm, Rollout, Sampling
+from keel.config.sources import Prompts, Rewards, TaskSource
+from keel.config.stage import StageConfig
 
 VALUE_LEARNING_RATE = 1e-5
 MAX_COMPLETIONS = 2**24
 """Of one step: beyond, the step's records alone fill a machine's memory."""
 
 
-class SFTStage(Row):
+class SFTStage(StageConfig):
     """Supervised fine-tuning on the task's demonstrations."""
 
     stage: Literal["sft"] = "sft"
@@ -62,56 +42,17 @@ class SFTStage(Row):
     checkpoints: Checkpoints = Checkpoints()
     trackers: Trackers = Trackers()
 
+    @property
+    def trained_tasks(self) -> tuple[TaskSource, ...]:
+        return self.tasks
 
-class Rollout(Row):
-    """How each step's completions are drawn."""
+    @property
+    def demonstrated(self) -> bool:
+        return True
 
-    prompts_per_step: Count = PROMPTS_PER_STEP
-    group_size: Answers = GROUP_SIZE
-    max_tokens: Tokens = 256
-    temperature: Temperature = 1.0
-    top_k: Index = 0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    min_p: Unit = 0.0
-    stop: Words = ()
-    stop_ids: Ids = ()
-    max_turns: Answers = 1
-    """How often the policy may speak in one completion, where the task answers."""
-    dynamic_sampling: bool = False
-    """Drop groups whose rewards, before length is punished, are all equal, and refill; the preset's
-    unless set."""
-    max_refills: Count = 10
-    mask_truncated: bool = False
-    """Leave completions that hit the budget out of the loss; they still count in its weights, so
-    that the others weigh what they would."""
-    soft_overlong: Index = 0
-    """Punish length over the last so many tokens of the budget (DAPO); the preset's unless set."""
-    old_log_probs: Literal["trainer", "engine"] = "trainer"
-    """Who computes log π_old: the trainer's own forward, or the engine as it sampled."""
-    dtype: Literal["model", "bfloat16"] = "model"
-    """Of the weights, keys and values that the native engine samples with: the model's own, or
-    bfloat16, a copy made for each call. Its log-probs are then not the trainer's: it takes
-    algorithm.correction. Evaluation is of the model's own."""
-    timeout: Seconds = 1800.0
-    """Seconds that the engine may be silent: between two tokens of a batch (native)."""
-    max_rows: Answers = 256
-    """How many sequences the native engine decodes at once."""
-    overlap_rewards: bool = False
-    """Ask the rewards about the first groups while the last are still being drawn."""
-    ahead: Literal[0, 1] = 0
-    """Steps that rollouts may be ahead of the weights: with 1 the next step's are drawn, by a copy
-    of the model, while this one is learned from. Takes algorithm.correction."""
-
-    @model_validator(mode="after")
-    def _on_policy(self) -> Rollout:
-        for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-            if getattr(self, key) != off:
-                raise ValueError(
-                    f"rollout.{key} = {getattr(self, key)} samples from a truncated distribution, "
-                    "but the loss scores the full softmax, which is off policy: "
-                    f"set rollout.{key} = {off} (evaluation may truncate)"
-                )
-        return self
+    @property
+    def prompts_in_step(self) -> int:
+        return self.batch_size
 
 
 class Value(Row):
@@ -142,34 +83,7 @@ class MeasuredReference(Reference):
     """Measure the divergence to the reference also where nothing holds the policy to it (β = 0)."""
 
 
-class Evaluation(Row):
-    """Greedy pass@1 and sampled pass@k on the held-out side; where no reward is declared as
-    correctness, the mean reward."""
-
-    every: Index = 50
-    """In steps; 0 evaluates before and after only."""
-    prompts: Index = 200
-    """How many held-out prompts; 0 evaluates never."""
-    samples: Annotated[int, Field(ge=0, le=65_536)] = 0
-    """k of pass@k; 0 leaves sampling out."""
-    temperature: Temperature = 1.0
-    top_k: Index = 0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    min_p: Unit = 0.0
-    component: str | None = None
-    """Name of the reward that is evaluated; None: the first that is declared as correctness, else
-    the whole reward."""
-    threshold: Real = 1.0
-    """A completion passes from this value of it on, where it is declared as correctness."""
-
-
-class NamedAlgorithm(Algorithm):
-    """A row and the preset that its defaults came from."""
-
-    preset: str = DEFAULT_PRESET
-
-
-class RLStage(Row):
+class RLStage(StageConfig):
     """Reinforcement learning."""
 
     stage: Literal["rl"] = "rl"
@@ -259,6 +173,29 @@ class RLStage(Row):
         return self
 
     @property
+    def sampling(self) -> Sampling:
+        return Sampling(
+            key="",
+            tasks=self.tasks,
+            prompts=self.prompts,
+            rewards=self.rewards,
+            rollout=self.rollout,
+            validation_prompts=self.evaluation.prompts,
+            seed_name=(),
+            first_draw=("rollout", 1, 0),
+            algorithm=self.algorithm,
+            evaluation=self.evaluation,
+        )
+
+    @property
+    def prompts_in_step(self) -> int:
+        return self.rollout.prompts_per_step
+
+    @property
+    def compares(self) -> bool:
+        return self.algorithm.needs_groups
+
+    @property
     def keeps_reference(self) -> bool:
         """Whether a frozen reference policy is in memory."""
         return self.algorithm.needs_reference or self.reference.measured
@@ -312,29 +249,28 @@ class Recipe(Row):
     def _bases_exist(self) -> Recipe:
         """A reward model learns on only where a stage before has made one of its kind."""
         for at, stage in enumerate(self.stages):
-            if isinstance(stage, RewardModelStage | ProcessRewardModelStage) and stage.base.stage:
-                before = [other.name for other in self.stages[:at] if type(other) is type(stage)]
-                if stage.base.stage not in before:
-                    raise ValueError(
-                        f'{stage.name}.base.stage = "{stage.base.stage}" is no {stage.stage} stage '
-                        f"before this one ({', '.join(before) or 'there is none'})"
-                    )
-                base = next(other for other in self.stages if other.name == stage.base.stage)
-                assert isinstance(base, RewardModelStage | ProcessRewardModelStage)
-                _one_split(base, stage)
+            base = None if stage.base_model is None else stage.base_model.stage
+            if base is None:
+                continue
+            before = {s.name: s for s in self.stages[:at] if s.reward_model == stage.reward_model}
+            if base not in before:
+                raise ValueError(
+                    f'{stage.name}.base.stage = "{base}" is no {stage.stage} stage '
+                    f"before this one ({', '.join(before) or 'there is none'})"
+                )
+            _one_split(before[base], stage)
         return self
 
     @model_validator(mode="after")
     def _learned_rewards_exist(self) -> Recipe:
         """A learned reward by its stage is made by one before, before anything is paid for."""
-        kinds = {"outcome": RewardModelStage, "process": ProcessRewardModelStage}
         for at, stage in enumerate(self.stages):
-            for function in _rewards_of(stage):
-                name = function.options.get("stage")
-                kind = kinds.get(function.function)
-                if kind is None or name is None:
+            functions = () if stage.sampling is None else stage.sampling.rewards.functions
+            for function in functions:
+                name, kind = function.options.get("stage"), function.function
+                if kind not in ("outcome", "process") or name is None:
                     continue
-                before = [other.name for other in self.stages[:at] if isinstance(other, kind)]
+                before = [other.name for other in self.stages[:at] if other.reward_model == kind]
                 if name not in before:
                     raise ValueError(
                         f'{stage.name}: the reward "{function.function}" is of stage = "{name}", '
@@ -360,16 +296,9 @@ def _with_value_rate(stage: dict[str, Any]) -> dict[str, Any]:
     return {**stage, "value": {**value, "optimizer": {**own, "learning_rate": rate}}}
 
 
-def _rewards_of(stage: Stage) -> tuple[RewardSource, ...]:
-    if isinstance(stage, RLStage):
-        return stage.rewards.functions
-    sampled = None if isinstance(stage, SFTStage) else stage.sampled
-    return () if sampled is None else sampled.rewards.functions
-
-
-def _one_split(base: JudgingStage, stage: JudgingStage) -> None:
-    """Rows that a base has learned from must not be held out by the stage that learns on."""
-    one, other = base.data, stage.data
+def _one_split(base: StageConfig, stage: StageConfig) -> None:
+    """Records that a base was trained on must not be in the validation split of the next stage."""
+    one, other = base.preference_data, stage.preference_data
     if one is None or other is None or other.heldout_path is not None:
         return
     if (one.name, one.path, one.options) != (other.name, other.path, other.options):

@@ -32,6 +32,7 @@ from types import CodeType
 from typing import Any, Literal
 
 from keel.graders.stepwise import SETTLE, stepwise
+from keel.sandbox import inside
 from keel.sandbox.bubblewrap import Ran, Sandbox
 from keel.sandbox.inside import CODE
 from keel.types import KeelError
@@ -400,7 +401,7 @@ def _run_apart(
 
 @cache
 def _boundary() -> CodeType:
-    path = Path(__file__).with_name("boundary.py")
+    path = Path(inside.__file__).with_name("boundary.py")
     return compile(path.read_text(encoding="utf-8"), path.name, "exec", dont_inherit=True)
 
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from keel.config.judging import DPOStage, JudgingStage
+from keel.config.judging import JudgingStage
 from keel.config.load import Source, load_recipe
 from keel.config.schema import Recipe, RLStage, SFTStage, Stage
 from keel.config.seeds import derive
@@ -37,7 +37,7 @@ from keel.preflight.findings import tokens as token_findings
 from keel.preflight.judge_cost import over_budget
 from keel.preflight.memory.machine import machine, resident
 from keel.preflight.prediction import predict, totals, with_judges
-from keel.preflight.prompt_stats import asked
+from keel.preflight.prompt_stats import SamplingPlan, sampling_plan
 from keel.preflight.sampling_stage import look
 from keel.preflight.unused_keys import Facts, idle_keys
 from keel.runs.malloc import keep_freed
@@ -135,34 +135,34 @@ def _stage(recipe: Recipe, number: int, policy: Policy) -> Seen:
         check_trackers(stage.trackers)
     except KeelError as error:
         seen.stops("before its first step", error, f"{key}trackers")
-    if isinstance(stage, SFTStage):
-        look_at_demonstrations(seen, recipe, stage, policy)
-        _epochs(seen, stage.steps * stage.batch_size)
-        return seen
-    if isinstance(stage, JudgingStage):
-        look_at_rows(seen, recipe, stage, policy)
-    else:
-        _models(seen, recipe, stage, policy, key)
-        _epochs(seen, stage.steps * stage.rollout.prompts_per_step)
-    ask = asked(recipe, stage)
-    if ask is not None:
-        before = [s.name for s in recipe.stages[:number] if _trains_policy(s)]
+    if stage.demonstrated:
+        look_at_demonstrations(seen, recipe, cast(SFTStage, stage), policy)
+    if stage.records is not None:
+        look_at_rows(seen, recipe, cast(JudgingStage, stage), policy)
+    if stage.sampling is not None and stage.sampling.algorithm is not None:
+        _inspect_rl(seen, recipe, cast(RLStage, stage), policy)
+    if stage.prompts_in_step is not None:
+        _epochs(seen, stage.steps * stage.prompts_in_step)
+    plan = sampling_plan(recipe, stage)
+    if plan is not None:
+        before = [s.name for s in recipe.stages[:number] if s.trains_policy]
         own = Trained(before[-1] if before else None, recipe.model.build is not None)
-        look(seen, recipe, stage, ask, policy, own)
-        if isinstance(stage, RLStage):
-            _epochs(seen, stage.steps * stage.rollout.prompts_per_step)
-            if seen.source is not None and seen.source.conversations:
-                _end_of_turn(seen, stage, policy, f"{key}rollout")
+        look(seen, recipe, stage, plan, policy, own)
+        if stage.prompts_in_step is not None:
+            _epochs(seen, stage.steps * stage.prompts_in_step)
+        talks = seen.source is not None and seen.source.conversations
+        if plan.sampling.algorithm is not None and talks:
+            _end_of_turn(seen, plan, policy, f"{key}rollout")
     return seen
 
 
-def _end_of_turn(seen: Seen, stage: RLStage, policy: Policy, key: str) -> None:
+def _end_of_turn(seen: Seen, plan: SamplingPlan, policy: Policy, key: str) -> None:
     """Whether what closes a turn ends a completion. `key` is that of the rollout table."""
     tokenizer = policy.tokenizer
     with suppress(KeelError):  # as the batch is sampled, it is a finding
-        texts, ids = split_stops(stage.rollout.stop, tokenizer)
-        stops = (*eos_ids(policy.model, tokenizer), *stage.rollout.stop_ids, *ids)
-        closed = token_findings.closing(tokenizer, stage.prompts.chat_template)
+        texts, ids = split_stops(plan.rollout.stop, tokenizer)
+        stops = (*eos_ids(policy.model, tokenizer), *plan.rollout.stop_ids, *ids)
+        closed = token_findings.closing(tokenizer, plan.sampling.prompts.chat_template)
         seen.add(token_findings.end_of_turn(closed, stops, texts, key))
 
 
@@ -172,28 +172,28 @@ def _settings(seen: Seen, recipe: Recipe, stage: Stage, key: str) -> None:
     seen.add(
         setting_findings.warm_up(stage.optimizer, stage.steps, optimizer),
         setting_findings.adapter_rate(recipe.model, stage.optimizer, optimizer)
-        if _trains_policy(stage)
+        if stage.trains_policy
         else None,
     )
-    if isinstance(stage, RLStage):
-        critic = stage.value.optimizer
-        seen.add(
-            setting_findings.overlong(stage, f"{key}rollout"),
-            setting_findings.reuse(stage, f"{key}epochs"),
-            setting_findings.still_ratio(stage, f"{key}minibatches"),
-            None
-            if critic is None or stage.algorithm.value is None
-            else setting_findings.warm_up(critic, stage.steps, f"{key}value.optimizer"),
-        )
-    ask = asked(recipe, stage)
-    if ask is not None:
-        seen.add(*setting_findings.timeouts(ask.rewards, f"{ask.key}rewards"))
-        seen.add(*setting_findings.shared_interpreters(ask.rewards, f"{ask.key}rewards"))
-        seen.add(*setting_findings.closed_gates(ask.rewards, f"{ask.key}rewards"))
+    plan = sampling_plan(recipe, stage)
+    if plan is not None:
+        seen.add(*setting_findings.timeouts(plan.rewards, f"{plan.key}rewards"))
+        seen.add(*setting_findings.shared_interpreters(plan.rewards, f"{plan.key}rewards"))
+        seen.add(*setting_findings.closed_gates(plan.rewards, f"{plan.key}rewards"))
 
 
-def _models(seen: Seen, recipe: Recipe, stage: RLStage, policy: Policy, key: str) -> None:
-    """The other models and functions that the stage's objective names."""
+def _inspect_rl(seen: Seen, recipe: Recipe, stage: RLStage, policy: Policy) -> None:
+    """Its settings, and the other models and functions that its objective names."""
+    key = f"{stage.name}." if len(recipe.stages) > 1 else ""
+    critic = stage.value.optimizer
+    seen.add(
+        setting_findings.overlong(stage, f"{key}rollout"),
+        setting_findings.reuse(stage, f"{key}epochs"),
+        setting_findings.still_ratio(stage, f"{key}minibatches"),
+        None
+        if critic is None or stage.algorithm.value is None
+        else setting_findings.warm_up(critic, stage.steps, f"{key}value.optimizer"),
+    )
     try:
         check_entries(stage.algorithm)
     except KeelError as error:
@@ -228,7 +228,7 @@ def _of_model(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
         if slow is not None:
             yield slow
     for stage in recipe.stages:
-        if not _trains_policy(stage) or recipe.model.dtype != "bfloat16":
+        if not stage.trains_policy or recipe.model.dtype != "bfloat16":
             continue
         rate = stage.optimizer.learning_rate
         frozen = setting_findings.frozen_weights(
@@ -284,7 +284,7 @@ def _across(recipe: Recipe, seen: Sequence[Seen]) -> Iterator[Finding]:
 def _facts(recipe: Recipe, policy: Policy, seen: Sequence[Seen]) -> Facts:
     """What the loaded parts say of keys."""
     sources = [stage.source for stage in seen if stage.source is not None and stage.source.first]
-    rows = any(isinstance(s, JudgingStage) and s.data is not None for s in recipe.stages)
+    rows = any(stage.preference_data is not None for stage in recipe.stages)
     whole = len(sources) == len(seen)
     talks = any(source.conversations for source in sources)
     name = recipe.model.name
@@ -297,10 +297,6 @@ def _facts(recipe: Recipe, policy: Policy, seen: Sequence[Seen]) -> Facts:
         unread={s.name: s.unread for s in seen},
         replies={s.name: s.source.replies for s in seen if s.source is not None},
     )
-
-
-def _trains_policy(stage: Stage) -> bool:
-    return isinstance(stage, SFTStage | DPOStage | RLStage)
 
 
 @contextmanager

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from keel.config.entry import load_entry
-from keel.config.judging import DPOStage, JudgingStage, ProcessRewardModelStage, RewardModelStage
-from keel.config.schema import Recipe, Rollout, SFTStage
+from keel.config.judging import JudgingStage, ProcessRewardModelStage
+from keel.config.sampling import Rollout, Sampling
+from keel.config.schema import Recipe, SFTStage
 from keel.config.seeds import derive
 from keel.config.sources import Rewards
 from keel.data.preferences import dataset as preferences
+from keel.data.preferences.dataset import READERS
 from keel.data.preferences.schema import Preference, Stepwise
 from keel.data.preferences.split import Sieve
 from keel.data.tasks.base import places
 from keel.models.chat import Encoder, encode_text
 from keel.models.policy import Policy, load_policy
-from keel.models.reward import Kind, check_classifier
+from keel.models.reward import check_classifier
 from keel.models.reward_inputs import Reader
 from keel.preflight.context import Seen
 from keel.preflight.findings import prompts as prompt_findings
 from keel.preflight.findings import tokens as token_findings
 from keel.preflight.lengths import quantile
 from keel.preflight.memory.passes import Extent, Row
-from keel.preflight.prompt_stats import Asked, Prompted, first_of, how_read, places_of
+from keel.preflight.prompt_stats import Prompted, SamplingPlan, first_of, how_read, places_of
 from keel.preflight.sampling_stage import tell_left_out, tell_prompts, tell_tokens
 from keel.training.judged_data import (
     Marked,
@@ -35,8 +37,7 @@ from keel.training.judged_data import (
     pair_encoder,
     step_encoder,
 )
-from keel.training.later_stages import reader_of
-from keel.training.work import longest_prompt, raw_tasks
+from keel.training.setup import longest_prompt, raw_tasks
 from keel.types import KeelError, Prompt
 
 ENCODED = 2_000
@@ -52,11 +53,12 @@ def look_at_demonstrations(seen: Seen, recipe: Recipe, stage: SFTStage, policy: 
         seen.stops("as its tasks are read", error, f"{prefix}tasks")
         return
     seen.source = source
-    ask = Asked(
-        stage.name, prefix, stage.tasks, stage.prompts, Rewards(), Rollout(), heldout=0, seed=0,
-        draw=0,
+    sampling = Sampling(
+        "", stage.tasks, stage.prompts, Rewards(), Rollout(),
+        validation_prompts=0, seed_name=(), first_draw=(),
     )  # fmt: skip
-    tell_prompts(seen, source, ask, 1, f"{prefix}prompts.max_tokens")
+    plan = SamplingPlan(stage.name, prefix, sampling, seed=0, first_seed=0)
+    tell_prompts(seen, source, plan, 1, f"{prefix}prompts.max_tokens")
     if not source.first:
         return
     key = f"{prefix}tasks.{{}}.prompt"
@@ -111,7 +113,7 @@ def look_at_rows(seen: Seen, recipe: Recipe, stage: JudgingStage, policy: Policy
         return
     key = f"{prefix}data"
     try:
-        sides = reader_of(stage)(stage.data, recipe.seed)
+        sides = READERS[stage.records or "pairs"](stage.data, recipe.seed)
         encode = _encoder(stage, base)
         sieve: Any = Sieve(encode, None)
         if stage.data.bad_rows == "quarantine":
@@ -170,7 +172,7 @@ def _held_out(seen: Seen, held: Sequence[int], limit: int | None, prefix: str) -
 
 def _tokens(seen: Seen, base: Policy, stage: JudgingStage, rows: Sequence[Any], key: str) -> None:
     """Findings of the first rows' prompts, and of the answers of all, as tokens."""
-    template = stage.chat_template if isinstance(stage, DPOStage) else {}
+    template = stage.template_keywords
     reader = Reader(base.tokenizer, None, template, raw=stage.raw)
     prompts = [_read(reader, row) for row in rows[:32]]
     tell_tokens(seen, base.tokenizer, prompts, template, key)
@@ -239,29 +241,27 @@ def _spelled(
 
 def _base(recipe: Recipe, stage: JudgingStage, policy: Policy) -> Policy:
     """The language model that the stage's own starts from. Raises KeelError where none can."""
-    if not isinstance(stage, RewardModelStage | ProcessRewardModelStage):
+    choice, kind = stage.base_model, stage.reward_model
+    if choice is None or kind is None:
         return policy
     base = policy
-    if stage.base.name is not None:
-        own = {"name": stage.base.name, "build": None, "revision": None, "lora": None}
+    if choice.name is not None:
+        own = {"name": choice.name, "build": None, "revision": None, "lora": None}
         base = load_policy(
             recipe.model.model_copy(update={**own, "chat_template": None}), recipe.seed
         )
         if base.tokenizer.chat_template is None:
             base.tokenizer.chat_template = recipe.model.chat_template
-    if stage.base.stage is None:
-        kind: Kind = "outcome" if isinstance(stage, RewardModelStage) else "process"
+    if choice.stage is None:
         check_classifier(base.model.config, kind)
     return base
 
 
 def _encoder(stage: JudgingStage, base: Policy) -> Callable[[Any], Any]:
     """What makes tokens of the stage's rows."""
-    template = stage.chat_template if isinstance(stage, DPOStage) else None
-    closing = isinstance(stage, RewardModelStage)
+    closing = stage.reward_model == "outcome"
+    template = None if stage.reward_model else stage.template_keywords
     reader = Reader(base.tokenizer, base.context, template, raw=stage.raw, closing=closing)
-    if isinstance(stage, ProcessRewardModelStage):
-        return step_encoder(reader, stage.separator)
-    if isinstance(stage, RewardModelStage) and stage.learns == "labels":
-        return label_encoder(reader)
-    return pair_encoder(reader)
+    if stage.records == "steps":
+        return step_encoder(reader, cast(ProcessRewardModelStage, stage).separator)
+    return label_encoder(reader) if stage.records == "labels" else pair_encoder(reader)

@@ -24,7 +24,7 @@ from keel.preflight.memory.machine import Machine
 from keel.preflight.memory.passes import Row, fed, micro_batches, packed_of, tokens_of
 from keel.preflight.memory.prediction import Footprint, Held, stage_footprint
 from keel.preflight.throughput import seconds_of
-from keel.training.build import build_learner
+from keel.training.setup import build_learner
 from keel.types import KeelError
 
 TIMED = 4_096

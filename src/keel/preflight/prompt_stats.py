@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keel.config.judging import JudgingStage
-from keel.config.schema import Recipe, RLStage, Rollout, SFTStage, Stage
+from keel.config.sampling import Rollout, Sampling
+from keel.config.schema import Recipe, SFTStage
 from keel.config.seeds import derive
 from keel.config.sources import Prompts, Rewards, TaskSource
+from keel.config.stage import StageConfig
 from keel.data.tasks import PromptStream, build_tasks, heldout, stored
 from keel.data.tasks.base import BaseTask, position
 from keel.data.tasks.build import Renamed
@@ -18,8 +19,7 @@ from keel.data.tasks.user import UserTask
 from keel.models.chat import Encoder
 from keel.models.policy import Policy
 from keel.runs.quarantine import LeftOut
-from keel.training.sampled_data import CHUNK
-from keel.training.work import longest_prompt, raw_tasks
+from keel.training.setup import longest_prompt, raw_tasks
 from keel.types import KeelError, Prompt, Task
 
 STORED, DRAWN = 1_000, 128
@@ -28,44 +28,42 @@ is then known to within 1.4 % (95 %); reasoning-gym draws take milliseconds each
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a stage samples: its tasks, rewards and rollouts. `draw` seeds the first draw; `key`
-    begins its keys, with a dot where it is not empty."""
+class SamplingPlan:
+    """What a stage samples, with its seeds.
+
+    `key` begins the names of its keys in the recipe, with a dot where it is not empty; `seed` is
+    that of the stage's prompts, `first_seed` that of the first step's rollouts.
+    """
 
     stage: str
     key: str
-    tasks: tuple[TaskSource, ...]
-    prompts: Prompts
-    rewards: Rewards
-    rollout: Rollout
-    heldout: int
+    sampling: Sampling
     seed: int
-    draw: int
+    first_seed: int
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.sampling.rollout
+
+    @property
+    def rewards(self) -> Rewards:
+        return self.sampling.rewards
+
+    def setting(self, name: str) -> str:
+        """The key of a setting of the rollouts."""
+        prefix = self.key.removesuffix(self.sampling.key)
+        return f"{prefix}{self.sampling.setting(name)}"
 
 
-def asked(recipe: Recipe, stage: Stage) -> Asked | None:
+def sampling_plan(recipe: Recipe, stage: StageConfig) -> SamplingPlan | None:
     """What a stage samples; None where it samples nothing."""
+    sampling = stage.sampling
+    if sampling is None:
+        return None
     prefix = f"{stage.name}." if len(recipe.stages) > 1 else ""
-    if isinstance(stage, RLStage):
-        seed = derive(recipe.seed, stage.name)
-        return Asked(
-            stage.name, prefix, stage.tasks, stage.prompts, stage.rewards, stage.rollout,
-            stage.evaluation.prompts, seed, derive(seed, "rollout", 1, 0),
-        )  # fmt: skip
-    if isinstance(stage, JudgingStage) and stage.sampled is not None:
-        choice = stage.sampled
-        seed = derive(recipe.seed, stage.name, "sampled")
-        rollout = Rollout(
-            prompts_per_step=min(choice.train, CHUNK),
-            group_size=choice.group_size,
-            max_tokens=choice.max_tokens,
-            temperature=choice.temperature,
-        )
-        return Asked(
-            stage.name, f"{prefix}sampled.", choice.tasks, choice.prompts, choice.rewards, rollout,
-            choice.heldout, seed, derive(seed, "answers", "train", 0),
-        )  # fmt: skip
-    return None
+    seed = derive(recipe.seed, stage.name, *sampling.seed_name)
+    first = derive(seed, *sampling.first_draw)
+    return SamplingPlan(stage.name, f"{prefix}{sampling.key}", sampling, seed, first)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from keel.config.judging import JudgingStage
 from keel.config.schema import Recipe, RLStage, Stage
@@ -21,106 +21,110 @@ from keel.preflight.findings import prompts as prompt_findings
 from keel.preflight.findings import samples as sample_findings
 from keel.preflight.findings import tokens as token_findings
 from keel.preflight.findings.replies import reply_holds_answer
-from keel.preflight.findings.rewards import Judged, compares, tell_gold, tell_rewards
+from keel.preflight.findings.rewards import Judged, tell_gold, tell_rewards
 from keel.preflight.gold_answers import Gold, gold_of, unreadable_gold
 from keel.preflight.judge_cost import forecast_judge
 from keel.preflight.lengths import holding, quantile
 from keel.preflight.memory.passes import Extent
 from keel.preflight.memory.prediction import rows_of, to_budget
-from keel.preflight.prompt_stats import Asked, Prompted, prompted
+from keel.preflight.prompt_stats import Prompted, SamplingPlan, prompted
 from keel.preflight.trial_batch import Sampled, sample
 from keel.rewards.model_scorer import Here
 from keel.rewards.registry import TASK, NamedReward
 from keel.rewards.scorer import Scorer
 from keel.runs.quarantine import WORDS, LeftOut
 from keel.training.later_stages import check_component, check_rewards, check_rewards_of_steps
-from keel.training.rewarding import load_rewards, scorer, surroundings
+from keel.training.setup import load_rewards, reward_context, scorer
 from keel.types import KeelError, Prompt, Verdict
 
 
 def look(
-    seen: Seen, recipe: Recipe, stage: Stage, ask: Asked, policy: Policy, own: Trained
+    seen: Seen, recipe: Recipe, stage: Stage, plan: SamplingPlan, policy: Policy, own: Trained
 ) -> None:
     """Prompts, batch, rewards and gold answers of what a stage samples."""
-    source = read_prompts(seen, recipe, ask, policy)
+    source = read_prompts(seen, recipe, plan, policy)
     if source is None or not source.first:
         return
     seen.source = source
-    _tokens(seen, ask, policy, source)
-    if not _check(seen, stage, ask):
+    _tokens(seen, plan, policy, source)
+    if not _check(seen, plan):
         return
-    rewards, waiting = _ready(ask.rewards.functions)
+    rewards, waiting = _ready(plan.rewards.functions)
     for reward, why in waiting:
         seen.unseen.append(f"reward {reward.name or reward.function!r}: {why}")
-    choice = ask.rewards.model_copy(update={"functions": rewards})
+    choice = plan.rewards.model_copy(update={"functions": rewards})
     try:
-        functions = load_rewards(choice, surroundings(recipe, None, policy))
-        judge = _scorer(ask, functions, source, bool(waiting))
+        functions = load_rewards(choice, reward_context(recipe, None, policy))
+        judge = _scorer(plan, functions, source, bool(waiting))
     except KeelError as error:
-        seen.stops("as its rewards are made", error, f"{ask.key}rewards.functions")
+        seen.stops("as its rewards are made", error, f"{plan.key}rewards.functions")
         return
     pairs = list(zip(rewards or (RewardSource(function=TASK),), judge.functions, strict=True))
     with closing(judge):
         try:
-            batch = sample(policy, ask, source, judge, trial=own.by is not None)
+            batch = sample(policy, plan, source, judge, trial=own.by is not None)
         except KeelError as error:
-            seen.stops("as its first batch is sampled", error, f"{ask.key}rollout")
+            seen.stops("as its first batch is sampled", error, f"{plan.key}rollout")
             return
-        _completions(seen, ask, batch, own)
+        _completions(seen, plan, batch, own)
         verdicts: tuple[tuple[Verdict, ...], ...] = ()
         gold: Gold | None = None
         try:
             gold = gold_of(
                 source.first, source.tasks, pairs if _any(rewards, waiting) else [],
-                policy.tokenizer, ask.rewards,
+                policy.tokenizer, plan.rewards,
             )  # fmt: skip
             if _any(rewards, waiting):
                 start = time.perf_counter()
                 verdicts = judge(batch.groups, 1).verdicts
                 seen.work.scoring = time.perf_counter() - start
-                _steps(seen, stage, ask, verdicts, bool(waiting))
-            if ask.rewards.on_error == "stop":
+                _steps(seen, plan, verdicts, bool(waiting))
+            if plan.rewards.on_error == "stop":
                 unreadable_gold(source.tasks, pairs)
         except KeelError as error:
-            seen.stops("as its rewards are asked", error, f"{ask.key}rewards.functions")
-    _costs(seen, stage, ask, waiting, batch)
-    if isinstance(stage, RLStage):
-        _work(seen, stage, ask, batch, policy.context, own)
+            seen.stops("as its rewards are asked", error, f"{plan.key}rewards.functions")
+    _costs(seen, stage, plan, waiting, batch)
+    evaluation = plan.sampling.evaluation
+    if plan.sampling.algorithm is not None:
+        _work(seen, cast(RLStage, stage), plan, batch, policy.context, own)
         seen.work.judges += judges_in(functions)
-    elif isinstance(stage, JudgingStage):
-        budget, twice = ask.rollout.max_tokens, 2 if compares(stage) else 1
+    else:
+        budget, twice = plan.rollout.max_tokens, 2 if stage.compares else 1
         rows = [(Extent(row[0].before, budget),) * twice for row in rows_of(batch.groups)]
-        seen.work.rows = [rows[at % len(rows)] for at in range(stage.batch_size)]
-    judging = judge.judging(stage.evaluation.component) if isinstance(stage, RLStage) else None
-    if ask.rollout.max_turns > 1 and source.replies:
-        seen.add(reply_holds_answer(source, ask))
+        seen.work.rows = [
+            rows[at % len(rows)] for at in range(cast(JudgingStage, stage).batch_size)
+        ]
+    judging = None if evaluation is None else judge.judging(evaluation.component)
+    if plan.rollout.max_turns > 1 and source.replies:
+        seen.add(reply_holds_answer(source, plan))
     judged = Judged(batch, verdicts, gold, pairs, judging, partial=bool(waiting))
-    tell_gold(seen, stage, ask, judged, source)
+    tell_gold(seen, plan, judged, source)
     if verdicts and own.by is None:
-        tell_rewards(seen, stage, ask, judged)
+        tell_rewards(seen, stage, plan, judged)
 
 
-def read_prompts(seen: Seen, recipe: Recipe, ask: Asked, policy: Policy) -> Prompted | None:
+def read_prompts(seen: Seen, recipe: Recipe, plan: SamplingPlan, policy: Policy) -> Prompted | None:
     """The prompts of what a stage samples, and what is to be said of them."""
-    rollout = ask.rollout
-    key = f"{ask.key}tasks"
+    rollout, sampling = plan.rollout, plan.sampling
+    key = f"{plan.key}tasks"
     try:
         source = prompted(
-            ask.tasks, ask.prompts, policy, recipe.seed, ask.seed,
-            room=rollout.max_tokens, take=rollout.prompts_per_step, held=ask.heldout,
+            sampling.tasks, sampling.prompts, policy, recipe.seed, plan.seed,
+            room=rollout.max_tokens, take=rollout.prompts_per_step,
+            held=sampling.validation_prompts,
         )  # fmt: skip
     except KeelError as error:
         seen.stops("as its tasks are read", error, key)
         return None
-    budget = f"{ask.key}{'' if ask.key.endswith('sampled.') else 'rollout.'}max_tokens"
-    tell_prompts(seen, source, ask, rollout.max_tokens, budget)
+    budget = plan.setting("max_tokens")
+    tell_prompts(seen, source, plan, rollout.max_tokens, budget)
     return source
 
 
-def tell_prompts(seen: Seen, source: Prompted, ask: Asked, room: int, budget: str) -> None:
+def tell_prompts(seen: Seen, source: Prompted, plan: SamplingPlan, room: int, budget: str) -> None:
     """Figures and findings of prompts; `room` tokens are the answer's, which the key `budget`
     gives."""
-    key = f"{ask.key}tasks"
+    key = f"{plan.key}tasks"
     every = [n for lengths in source.lengths.values() for n in lengths]
     if source.rows is not None:
         seen.figures["train rows"] = source.rows
@@ -135,8 +139,8 @@ def tell_prompts(seen: Seen, source: Prompted, ask: Asked, room: int, budget: st
         seen.figures["tokenizer.json"] = (
             f"read otherwise by AutoTokenizer, whose class is used: {source.differs}"
         )
-    own = ask.prompts.max_tokens is not None
-    length_key = f"{ask.key}prompts.max_tokens" if own else budget
+    own = plan.sampling.prompts.max_tokens is not None
+    length_key = f"{plan.key}prompts.max_tokens" if own else budget
     said = length_key if own else f"what {room} tokens of answer leave of the context"
     before = len(seen.findings)
     limit = source.limit
@@ -149,7 +153,7 @@ def tell_prompts(seen: Seen, source: Prompted, ask: Asked, room: int, budget: st
     tell_left_out(seen, source.left_out)
     seen.add(
         prompt_findings.unreadable(
-            source.left_out, source.stored, f"{task_key(ask, source, source.left_out)}.bad_rows"
+            source.left_out, source.stored, f"{task_key(plan, source, source.left_out)}.bad_rows"
         ),
         prompt_findings.repeated(source.repeated, source.rows or 0, f"{key}.0.path"),
     )
@@ -190,73 +194,79 @@ def tell_left_out(seen: Seen, left: Sequence[LeftOut]) -> None:
     seen.figures["rows left out"] = f"{said}; the first: {left[0].reason}"
 
 
-def task_key(ask: Asked, source: Prompted, left: Sequence[LeftOut]) -> str:
+def task_key(plan: SamplingPlan, source: Prompted, left: Sequence[LeftOut]) -> str:
     """The key of the task that the first of these rows is of."""
     for number, task in enumerate(source.tasks.values()):
         data = stored(task)
         if data is not None and any(row is one for row in left[:1] for one in data.left_out):
-            return f"{ask.key}tasks.{number}"
-    return f"{ask.key}tasks.0"
+            return f"{plan.key}tasks.{number}"
+    return f"{plan.key}tasks.0"
 
 
 # ---------------------------------------------------------------- details
 
 
-def _tokens(seen: Seen, ask: Asked, policy: Policy, source: Prompted) -> None:
+def _tokens(seen: Seen, plan: SamplingPlan, policy: Policy, source: Prompted) -> None:
     tell_tokens(
-        seen, policy.tokenizer, source.first, ask.prompts.chat_template,
-        f"{ask.key}tasks.{{}}.prompt", list(source.tasks),
+        seen, policy.tokenizer, source.first, plan.sampling.prompts.chat_template,
+        f"{plan.key}tasks.{{}}.prompt", list(source.tasks),
     )  # fmt: skip
 
 
-def _check(seen: Seen, stage: Stage, ask: Asked) -> bool:
+def _check(seen: Seen, plan: SamplingPlan) -> bool:
     """Whether the rewards are named and set as they may be, those that cannot be made yet too."""
     try:
-        names = check_rewards(ask.rewards)
+        names = check_rewards(plan.rewards)
     except KeelError as error:
-        seen.stops("as its rewards are made", error, f"{ask.key}rewards.functions")
+        seen.stops("as its rewards are made", error, f"{plan.key}rewards.functions")
         return False
-    if isinstance(stage, RLStage):
+    try:
+        check_rewards_of_steps(plan.sampling)
+    except KeelError as error:
+        seen.stops("as its advantages are estimated", error, f"{plan.key}rewards.functions")
+        return False
+    evaluation = plan.sampling.evaluation
+    if evaluation is not None and evaluation.prompts:
         try:
-            check_rewards_of_steps(stage)
+            check_component(evaluation, names)
         except KeelError as error:
-            seen.stops("as its advantages are estimated", error, f"{ask.key}rewards.functions")
-            return False
-    if isinstance(stage, RLStage) and stage.evaluation.prompts:
-        try:
-            check_component(stage.evaluation, names)
-        except KeelError as error:
-            seen.stops("as it is evaluated", error, f"{ask.key}evaluation.component")
+            seen.stops("as it is evaluated", error, f"{plan.key}evaluation.component")
     return True
 
 
 def _steps(
-    seen: Seen, stage: Stage, ask: Asked, verdicts: Sequence[Sequence[Verdict]], partial: bool
+    seen: Seen, plan: SamplingPlan, verdicts: Sequence[Sequence[Verdict]], partial: bool
 ) -> None:
     """Whether the advantage can use what the rewards returned: steps, or whole answers."""
     spoken = [v for judged in verdicts for v in judged if v.reward is not None]
     there = any(verdict.steps for verdict in spoken)
-    if not isinstance(stage, RLStage) or not spoken or (partial and not there):
+    algorithm = plan.sampling.algorithm
+    if algorithm is None or not spoken or (partial and not there):
         return
     try:
-        check_steps(stage.algorithm, there)
+        check_steps(algorithm, there)
     except KeelError as error:
-        seen.stops("as its advantages are estimated", error, f"{ask.key}rewards.functions")
+        seen.stops("as its advantages are estimated", error, f"{plan.key}rewards.functions")
 
 
 def _work(
-    seen: Seen, stage: RLStage, ask: Asked, batch: Sampled, context: int | None, own: Trained
+    seen: Seen,
+    stage: RLStage,
+    plan: SamplingPlan,
+    batch: Sampled,
+    context: int | None,
+    own: Trained,
 ) -> None:
     """A whole step's rows, as the sampled ones go; as long as the budget where they do not say."""
     rows = rows_of(batch.groups)
     if own.by is not None or own.random or not batch.whole:
         rows = to_budget(stage, rows, context)
-    whole = ask.rollout.prompts_per_step * ask.rollout.group_size
+    whole = plan.rollout.prompts_per_step * plan.rollout.group_size
     seen.work.rows = [rows[at % len(rows)] for at in range(whole)]
     # As long as the longest of the batch, or as the budget where it does not say.
     steps = max(row[0].scored for row in seen.work.rows)
     seen.work.scoring *= whole / max(batch.completions, 1)
-    seen.work.sampling = steps * batch.pace.seconds(whole, ask.rollout.max_rows)
+    seen.work.sampling = steps * batch.pace.seconds(whole, plan.rollout.max_rows)
     seen.work.sequences = whole
     assert seen.source is not None
     seen.work.heldout = seen.source.heldout_tokens
@@ -290,19 +300,19 @@ def _any(rewards: Sequence[RewardSource], waiting: Sequence[object]) -> bool:
 
 
 def _scorer(
-    ask: Asked, functions: Sequence[NamedReward], source: Prompted, partial: bool
+    plan: SamplingPlan, functions: Sequence[NamedReward], source: Prompted, partial: bool
 ) -> Scorer:
     """The stage's scorer; where rewards are missing, of the others, whatever they weigh."""
     if partial and functions and not any(f.weight for f in functions):
         functions = [replace(f, weight=1.0) for f in functions]
-    soft = ask.rollout.soft_overlong
-    budget = ask.rollout.max_tokens
-    made = scorer(ask.rewards, functions, source.tasks, max_tokens=budget, soft_overlong=soft)
+    soft = plan.rollout.soft_overlong
+    budget = plan.rollout.max_tokens
+    made = scorer(plan.rewards, functions, source.tasks, max_tokens=budget, soft_overlong=soft)
     made.check(source.first)
     return made
 
 
-def _completions(seen: Seen, ask: Asked, batch: Sampled, own: Trained) -> None:
+def _completions(seen: Seen, plan: SamplingPlan, batch: Sampled, own: Trained) -> None:
     """How the batch's completions end."""
     size, budget = batch.size, batch.budget
     n = batch.completions
@@ -328,7 +338,7 @@ def _completions(seen: Seen, ask: Asked, batch: Sampled, own: Trained) -> None:
     }
     if own.random or not batch.whole:
         return
-    key = f"{ask.key}{'' if ask.key.endswith('sampled.') else 'rollout.'}max_tokens"
+    key = plan.setting("max_tokens")
     seen.add(
         sample_findings.truncated(batch.cut, n, budget, held, key),
         sample_findings.eos_never(batch.cut, n, budget, held, key),
@@ -338,17 +348,17 @@ def _completions(seen: Seen, ask: Asked, batch: Sampled, own: Trained) -> None:
 def _costs(
     seen: Seen,
     stage: Stage,
-    ask: Asked,
+    plan: SamplingPlan,
     waiting: Sequence[tuple[RewardSource, str]],
     batch: Sampled,
 ) -> None:
     """What the stage's judges will be paid."""
     assert seen.source is not None
-    validation = min(ask.heldout, len(seen.source.heldout_tokens))
-    for at, reward in enumerate(ask.rewards.functions):
+    validation = min(plan.sampling.validation_prompts, len(seen.source.heldout_tokens))
+    for at, reward in enumerate(plan.rewards.functions):
         if reward.function != "judge" or not any(reward is one for one, _ in waiting):
             continue
-        key = f"{ask.key}rewards.functions.{at}"
+        key = f"{plan.key}rewards.functions.{at}"
         forecast = forecast_judge(reward, batch.groups, stage, validation, key)
         if forecast is not None:
             seen.work.forecasts.append(forecast)

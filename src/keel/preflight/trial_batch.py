@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from keel.data.tasks import PromptStream
-from keel.engines.native import NativeEngine
+from keel.engines.registry import build_engine
 from keel.engines.stopping import context_length
-from keel.models.loading import DTYPES
 from keel.models.policy import Policy
-from keel.preflight.prompt_stats import Asked, Prompted
+from keel.preflight.prompt_stats import Prompted, SamplingPlan
 from keel.preflight.throughput import Pace, pace_of
 from keel.rewards.scorer import Scorer
 from keel.training.rollout import Sampler
@@ -119,21 +118,24 @@ def size_for(prompts: int, members: int, budget: int, load: Load) -> Size:
     return Size(prompts, members, length)
 
 
-def sample(policy: Policy, ask: Asked, source: Prompted, scorer: Scorer, *, trial: bool) -> Sampled:
+def sample(
+    policy: Policy, plan: SamplingPlan, source: Prompted, scorer: Scorer, *, trial: bool
+) -> Sampled:
     """Completions of the first prompts, the same as those of a run's first step.
 
     A `trial` is of a policy that is yet to be trained: a few short ones, to try the rewards on.
     """
-    rollout, load = ask.rollout, load_of(policy)
+    rollout, load = plan.rollout, load_of(policy)
     prompts = min(GROUPS, len(source.first)) if trial else len(source.first)
     budget = min(TRIED, rollout.max_tokens) if trial else rollout.max_tokens
     size = size_for(prompts, rollout.group_size, budget, load)
-    engine = NativeEngine(
-        policy.model,
-        policy.tokenizer,
+    engine = build_engine(
+        rollout.engine,
+        model=policy.model,
+        tokenizer=policy.tokenizer,
         max_rows=rollout.max_rows,
         autocast=policy.autocast,
-        dtype=DTYPES.get(rollout.dtype),
+        dtype=rollout.dtype,
     )
     sampler = Sampler(
         engine=engine,
@@ -142,12 +144,12 @@ def sample(policy: Policy, ask: Asked, source: Prompted, scorer: Scorer, *, tria
         stream=PromptStream(list(source.tasks.values()), [1.0] * len(source.tasks), 0),
         scorer=scorer,
         choice=rollout,
-        seed=ask.seed,
+        seed=plan.seed,
     )
     sampling = replace(sampler.sampling, max_tokens=size.tokens)
 
     def answer(prompts: int) -> list[Group]:
-        return sampler.sample(source.first[:prompts], size.members, sampling, ask.draw)
+        return sampler.sample(source.first[:prompts], size.members, sampling, plan.first_seed)
 
     start = time.perf_counter()
     groups = answer(size.prompts)
@@ -160,7 +162,7 @@ def sample(policy: Policy, ask: Asked, source: Prompted, scorer: Scorer, *, tria
     room = min(size.tokens * LONGER, load.steps)
     if not trial and size.tokens == rollout.max_tokens:
         context = context_length(policy.model)
-        _follow(sampler, groups, size, ask.draw, (room, context), (lengths, ended))
+        _follow(sampler, groups, size, plan.first_seed, (room, context), (lengths, ended))
     return Sampled(tuple(groups), size, rollout.max_tokens, tuple(lengths), tuple(ended), pace)
 
 

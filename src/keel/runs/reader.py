@@ -99,7 +99,9 @@ class Run:
                 path, use_threads=False, pre_buffer=False, page_checksum_verification=True
             ).to_pylist()
         except (OSError, pa.ArrowException) as error:
-            raise KeelError(f"cannot read {path}: {error}: leave this step out") from error
+            raise KeelError(
+                f"cannot read {path}: {' '.join(str(error).split())}: leave this step out"
+            ) from error
         for row in rows:
             if row.pop("prompt_format") == "messages":
                 row["prompt"] = json.loads(row["prompt"])

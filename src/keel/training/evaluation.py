@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from keel.config.load import load_recipe, load_run_recipe, parse_override
 from keel.config.model import Model
 from keel.config.presets import merge
 from keel.config.schema import Recipe, RLStage
 from keel.data.tasks import PromptStream, build_tasks, heldout, stored
-from keel.engines.native import NativeEngine
+from keel.engines.registry import build_engine
 from keel.models.chat import Encoder
 from keel.models.loading import ADAPTER
 from keel.models.policy import Policy, load_policy
@@ -21,9 +21,14 @@ from keel.runs.layout import RECIPE, RunFolder
 from keel.training.evaluate import Evaluator
 from keel.training.export import pick_checkpoint
 from keel.training.restore import checkpoint_policy
-from keel.training.rewarding import load_rewards, scorer, surroundings
 from keel.training.rollout import Sampler
-from keel.training.work import longest_prompt, raw_tasks
+from keel.training.setup import (
+    load_rewards,
+    longest_prompt,
+    raw_tasks,
+    reward_context,
+    scorer,
+)
 from keel.types import KeelError, Prompt, Task
 
 SPLITS = {"heldout_path", "heldout_share"}
@@ -70,8 +75,7 @@ def evaluate(
     before = [] if recipe is None else [stage.model_dump() for stage in recipe.stages[:-1]]
     made = {"model": {"name": str(model)}, "stages": [*before, data]}
     overrides = [f"{data['name']}.{word}" if before else word for word in overrides]
-    stage = load_recipe(made, overrides).stages[-1]
-    assert isinstance(stage, RLStage)
+    stage = cast(RLStage, load_recipe(made, overrides).stages[-1])
     own_seed = recipe.seed if recipe else 0
     if recipe is None or folder is None:
         policy = load_policy(Model(name=str(model)), own_seed)
@@ -82,7 +86,7 @@ def evaluate(
         budget = min(stage.rollout.max_tokens, policy.context // 2)
         rollout = stage.rollout.model_copy(update={"max_tokens": budget})
         stage = stage.model_copy(update={"rollout": rollout})
-    around = surroundings(recipe, folder, policy)
+    around = reward_context(recipe, folder, policy)
     seed = own_seed if seed is None else seed
     tasks = {one.name: one for one in build_tasks(stage.tasks, seed)}
     if whole_files:
@@ -169,8 +173,12 @@ def _run(
     chosen = heldout(ordered, weights, choice.prompts, prepare)
     judge.check(chosen)
     sampler = Sampler(
-        engine=NativeEngine(
-            policy.model, policy.tokenizer, max_rows=rollout.max_rows, autocast=policy.autocast
+        engine=build_engine(
+            rollout.engine,
+            model=policy.model,
+            tokenizer=policy.tokenizer,
+            max_rows=rollout.max_rows,
+            autocast=policy.autocast,
         ),
         tokenizer=policy.tokenizer,
         tasks=tasks,

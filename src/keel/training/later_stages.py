@@ -6,21 +6,21 @@ import inspect
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 
 from keel.config.entry import load_entry
 from keel.config.errors import explain_validation
-from keel.config.judging import DPOStage, JudgingStage, ProcessRewardModelStage, RewardModelStage
-from keel.config.preference_data import PreferenceData
-from keel.config.schema import Evaluation, Recipe, RLStage
+from keel.config.sampling import Evaluation, Sampling
+from keel.config.schema import Recipe
 from keel.config.sources import Rewards, RewardSource
 from keel.config.suggest import unknown
 from keel.data.preferences import dataset as preferences
+from keel.data.preferences.dataset import READERS
 from keel.learn.advantages import check_steps
 from keel.models.policy import Policy
-from keel.models.reward import Kind, check_classifier
+from keel.models.reward import check_classifier
 from keel.rewards.judge.reward import JudgeOptions
 from keel.rewards.process import HOW
 from keel.rewards.registry import MADE, NamedReward, load_reward
@@ -38,22 +38,17 @@ def look_ahead(recipe: Recipe, policy: Policy, begun: int) -> None:
     Raises KeelError as the stage itself would.
     """
     for stage in recipe.stages[begun:]:
-        if isinstance(stage, RLStage):
-            _told(stage.name, check_rewards_of_steps, stage)
+        if stage.sampling is not None:
+            _told(stage.name, check_rewards_of_steps, stage.sampling)
     for stage in recipe.stages[begun + 1 :]:
-        if isinstance(stage, RLStage):
-            _told(stage.name, check_rl, stage)
-        if not isinstance(stage, JudgingStage):
-            continue
-        if stage.sampled is not None:
-            _told(stage.name, check_rewards, stage.sampled.rewards)
-        # A function's rows may be dear to make, and are its own affair.
-        if stage.data is not None and stage.data.name in preferences.KINDS:
-            reader_of(stage)(stage.data, recipe.seed)
-        if not isinstance(stage, RewardModelStage | ProcessRewardModelStage):
-            continue
-        if stage.base.name is None and stage.base.stage is None:
-            kind: Kind = "outcome" if isinstance(stage, RewardModelStage) else "process"
+        if stage.sampling is not None:
+            _told(stage.name, check_evaluated, stage.sampling)
+        data, records = stage.preference_data, stage.records
+        # A function's records may be expensive to make, and are its own affair.
+        if data is not None and records is not None and data.name in preferences.KINDS:
+            READERS[records](data, recipe.seed)
+        base, kind = stage.base_model, stage.reward_model
+        if base is not None and kind is not None and base.name is None and base.stage is None:
             check_classifier(policy.model.config, kind)
 
 
@@ -68,22 +63,24 @@ def check_rewards(rewards: Rewards) -> list[str]:
         return [one.name for one in scorer.functions]
 
 
-def check_rl(stage: RLStage) -> None:
+def check_evaluated(sampling: Sampling) -> None:
     """The rewards of a stage, and which of them decides its evaluation. Raises KeelError."""
-    names = check_rewards(stage.rewards)
-    if stage.evaluation.prompts:
-        check_component(stage.evaluation, names)
+    names = check_rewards(sampling.rewards)
+    if sampling.evaluation is not None and sampling.evaluation.prompts:
+        check_component(sampling.evaluation, names)
 
 
-def check_rewards_of_steps(stage: RLStage) -> None:
+def check_rewards_of_steps(sampling: Sampling) -> None:
     """Raise KeelError where the rewards are known to be of steps and the advantage cannot use them,
     or the reverse. What a function of the user's returns shows when it is called."""
-    learned = [source for source in stage.rewards.functions if source.weight]
+    if sampling.algorithm is None:
+        return
+    learned = [source for source in sampling.rewards.functions if source.weight]
     there = [_of_steps(source) for source in learned]
     if True in there:
-        check_steps(stage.algorithm, True)
+        check_steps(sampling.algorithm, True)
     elif None not in there:
-        check_steps(stage.algorithm, False)
+        check_steps(sampling.algorithm, False)
 
 
 def _of_steps(source: RewardSource) -> bool | None:
@@ -128,14 +125,3 @@ def _named(source: RewardSource) -> NamedReward:
     if source.function == "process" and how not in HOW:
         raise KeelError(f"reward {name!r}: aggregate = {how!r}: give {', '.join(HOW)}")
     return NamedReward(name, None, source.weight)
-
-
-def reader_of(stage: JudgingStage) -> Callable[[PreferenceData, int], Any]:
-    """What reads the rows that a stage learns from."""
-    if isinstance(stage, ProcessRewardModelStage):
-        return preferences.read_steps
-    if isinstance(stage, DPOStage) or (
-        isinstance(stage, RewardModelStage) and stage.learns == "pairs"
-    ):
-        return preferences.read_pairs
-    return preferences.read_labelled

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from keel.config.judging import JudgingStage
-from keel.config.schema import Recipe, RLStage, SFTStage, Stage
+from keel.config.schema import Recipe, Stage
 from keel.config.sources import TaskSource
 from keel.data.preferences import dataset as preferences
+from keel.data.preferences.dataset import READERS
 from keel.data.tasks import build_task, stored
 from keel.data.tasks.base import places
 from keel.data.tasks.stored import KINDS
-from keel.training.later_stages import reader_of
 from keel.types import KeelError, Side
 
 
@@ -39,7 +38,8 @@ def leaks(recipe: Recipe) -> Iterator[str]:
         return
     sides = [(stage, list(_files(recipe, stage))) for stage in recipe.stages]
     for at, (stage, files) in enumerate(sides):
-        if not isinstance(stage, RLStage) or not stage.evaluation.prompts:
+        evaluation = None if stage.sampling is None else stage.sampling.evaluation
+        if evaluation is None or not evaluation.prompts:
             continue
         for held in (file for side, file in files if side == "heldout"):
             for before, others in sides[: at + 1]:
@@ -57,7 +57,7 @@ def leaks(recipe: Recipe) -> Iterator[str]:
 
 def _alike(recipe: Recipe) -> bool:
     """Whether all prompts come of one file split in one way, so that the sides are disjoint."""
-    judged = any(isinstance(s, JudgingStage) and s.data is not None for s in recipe.stages)
+    judged = any(stage.preference_data is not None for stage in recipe.stages)
     split = {
         (source.name, source.path, source.heldout_path, source.heldout_share, source.prompt,
          tuple(sorted((k, repr(v)) for k, v in source.options.items())))
@@ -68,12 +68,7 @@ def _alike(recipe: Recipe) -> bool:
 
 def _sources(stage: Stage) -> tuple[TaskSource, ...]:
     """The stage's tasks of stored rows."""
-    tasks: tuple[TaskSource, ...] = ()
-    if isinstance(stage, SFTStage | RLStage):
-        tasks = stage.tasks
-    elif isinstance(stage, JudgingStage) and stage.sampled is not None:
-        tasks = stage.sampled.tasks
-    return tuple(source for source in tasks if source.name in KINDS)
+    return tuple(source for source in stage.trained_tasks if source.name in KINDS)
 
 
 def _files(recipe: Recipe, stage: Stage) -> Iterator[tuple[Side, _File]]:
@@ -85,10 +80,9 @@ def _files(recipe: Recipe, stage: Stage) -> Iterator[tuple[Side, _File]]:
             for side, rows in data.sides.items():
                 prompts = frozenset(frozenset(places(entry.body)) for entry in rows.entries)
                 yield side, _File(rows.where.source, prompts)
-    if not isinstance(stage, JudgingStage) or stage.data is None:
-        return
-    if stage.data.name in preferences.KINDS:
+    pairs, records = stage.preference_data, stage.records
+    if pairs is not None and records is not None and pairs.name in preferences.KINDS:
         with suppress(KeelError):
-            rows = reader_of(stage)(stage.data, recipe.seed).train
-            prompts = frozenset(frozenset(places(row.prompt)) for row in rows)
-            yield "train", _File(str(stage.data.path), prompts)
+            examples = READERS[records](pairs, recipe.seed).train
+            prompts = frozenset(frozenset(places(one.prompt)) for one in examples)
+            yield "train", _File(str(pairs.path), prompts)

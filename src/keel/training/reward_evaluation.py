@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from keel.analysis.calibration import PairReport
 from keel.analysis.reward_plots import margin_picture, reliability_picture
-from keel.config.judging import JudgingStage, ProcessRewardModelStage
+from keel.config.judging import ProcessRewardModelStage
 from keel.config.load import load_run_recipe
 from keel.config.model import Model
 from keel.config.preference_data import PreferenceData
@@ -115,7 +115,7 @@ def _raw(run: Path | str, stage: str | None) -> bool:
         return False
     recipe = load_run_recipe(RunFolder.open(run).recipe)
     made = next(one for one in recipe.stages if one.name == stage)
-    return isinstance(made, JudgingStage) and made.raw
+    return bool(getattr(made, "raw", False))
 
 
 def _reading(run: Path | str, stage: str | None) -> tuple[str, float]:
@@ -123,8 +123,9 @@ def _reading(run: Path | str, stage: str | None) -> tuple[str, float]:
     if stage is not None:
         recipe = load_run_recipe(RunFolder.open(run).recipe)
         made = next(one for one in recipe.stages if one.name == stage)
-        if isinstance(made, ProcessRewardModelStage):
-            return made.separator, made.threshold
+        if made.records == "steps":
+            steps = cast(ProcessRewardModelStage, made)
+            return steps.separator, steps.threshold
     return SEPARATOR, THRESHOLD
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from keel.algorithms.spec import Algorithm
-from keel.config.schema import Rollout as RolloutChoice
+from keel.config.sampling import Rollout as RolloutChoice
 from keel.config.seeds import derive
 from keel.data.tasks.mixture import PromptStream
 from keel.engines.multi_turn import converse

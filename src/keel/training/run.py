@@ -24,9 +24,9 @@ from keel.training.later_stages import look_ahead
 from keel.training.leakage import leaks
 from keel.training.non_finite import keeping_stacks
 from keel.training.restore import check_base
-from keel.training.stages import run_stage
+from keel.training.setup import RunContext
+from keel.training.stage_kinds import STAGE_KINDS
 from keel.training.state import Progress, read_progress, restore_policy
-from keel.training.work import Work
 from keel.types import KeelError
 
 REPORTED = ("keel-rl", "torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -83,10 +83,10 @@ def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | Non
             name=session.folder.path.name,
             recipe=recipe.model_dump(mode="json"),
         )
-        work = Work(recipe, replace(session, trackers=trackers), policy, start)
+        context = RunContext(recipe, replace(session, trackers=trackers), policy, start)
         session.watcher.stage(stage.name, stage.stage, stage.steps, progress.step)
         try:
-            progress = run_stage(work, stage, progress)
+            progress = STAGE_KINDS[stage.stage](context, stage, progress)
         finally:
             for tracker in trackers:
                 tracker.close()

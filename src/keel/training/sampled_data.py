@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from keel.config.judging import Sampled
+from keel.config.judging import PROMPTS_AT_ONCE, Sampled
 from keel.config.seeds import derive
 from keel.data.tasks.mixture import PromptStream
 from keel.rewards.scorer import Scorer
@@ -22,9 +22,6 @@ from keel.types import Completion, Group, KeelError, Prompt, Side, Verdict
 Rows = list[dict[str, Any]]
 Make = Callable[[Group, Sequence[Verdict], Sampled, np.random.Generator], Rows]
 """The rows of one prompt's judged answers."""
-
-CHUNK = 128
-"""Prompts answered and judged at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,9 +124,9 @@ def _judged(judge: Judge, prompts: Sequence[Prompt], side: Side, make: Make) -> 
     choice, sampler = judge.choice, judge.sampler
     if side == "heldout":  # accuracy is measured against what the rewards say
         choice = choice.model_copy(update={"noise": 0.0})
-    for start in range(0, len(prompts), CHUNK):
+    for start in range(0, len(prompts), PROMPTS_AT_ONCE):
         seed = derive(judge.seed, "answers", side, start)
-        part = prompts[start : start + CHUNK]
+        part = prompts[start : start + PROMPTS_AT_ONCE]
         groups = sampler.sample(part, choice.group_size, sampler.sampling, seed)
         scored = judge.scorer(groups, 0)
         for number, (group, verdicts) in enumerate(zip(groups, scored.verdicts, strict=True)):

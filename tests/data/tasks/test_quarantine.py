@@ -305,7 +305,7 @@ def test_what_cannot_be_encoded_stops_before_the_first_step(tmp_path: Path) -> N
 def test_of_more_rows_than_are_looked_at_the_bad_are_left_out_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keel.training.work.ENCODED_BEFORE", 12)
+    monkeypatch.setattr("keel.training.setup.ENCODED_BEFORE", 12)
     path = jsonl(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "é>", "answer": "1"}])
     stage = {**SFT, "steps": 5}
     train(recipe({**stage, **tasks(path, heldout_share=0.01, **QUARANTINE)}), tmp_path / "run")
@@ -384,7 +384,7 @@ def test_a_prompt_that_is_too_long_stops_no_run(tmp_path: Path) -> None:
 def test_how_many_rows_are_looked_at_is_of_all_tasks_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keel.training.work.ENCODED_BEFORE", 20)
+    monkeypatch.setattr("keel.training.setup.ENCODED_BEFORE", 20)
     one = tasks(jsonl(tmp_path / "one.jsonl", ROWS))["tasks"]
     odd = [*ROWS, {"prompt": "é>", "answer": "1"}]
     two = tasks(jsonl(tmp_path / "two.jsonl", odd), weight=0.001, **QUARANTINE)["tasks"]

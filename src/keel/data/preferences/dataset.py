@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from keel.config.entry import load_entry
 from keel.config.preference_data import PreferenceData
+from keel.config.stage import Records
 from keel.config.suggest import unknown
 from keel.data.preferences import records as judged
 from keel.data.preferences.fields import Fields
@@ -52,6 +53,13 @@ def read_steps(source: PreferenceData, seed: int = 0) -> Sides[Stepwise]:
     blank, an answer not.
     """
     return _Reader(source, judged.stepwise, judged.STEPWISE).sides(seed)
+
+
+READERS: dict[Records, Callable[[PreferenceData, int], Sides[Any]]] = {
+    "pairs": read_pairs,
+    "labels": read_labelled,
+    "steps": read_steps,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ many enough that the parts are soon added."""
 
 def library() -> Any:
     """The compiled functions, or None."""
-    found = load("rows")
+    found = load("pointwise")
     if found is not None:
         for name, arguments in _ARGUMENTS.items():
             function = getattr(found, name)

@@ -36,7 +36,7 @@ class Work(ctypes.Structure):
 @cache
 def library() -> Any:
     """The compiled functions, or None."""
-    found = load("draw")
+    found = load("sample")
     if found is not None:
         found.keel_draw.argtypes, found.keel_draw.restype = (c_void_p,), None
     return found

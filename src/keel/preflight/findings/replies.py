@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from keel.analysis.statistics import wilson_interval
 from keel.preflight.finding import Finding
 from keel.preflight.finding_kinds import found
-from keel.preflight.prompt_stats import Asked, Prompted
+from keel.preflight.prompt_stats import Prompted, SamplingPlan
 from keel.types import KeelError, Prompt, Task
 
 PROBED = 32
@@ -18,7 +18,7 @@ SPELLED = 0.1
 gives answers away."""
 
 
-def reply_holds_answer(source: Prompted, ask: Asked) -> Finding | None:
+def reply_holds_answer(source: Prompted, plan: SamplingPlan) -> Finding | None:
     """An environment that spells the gold answer in reply to words that say nothing of it.
 
     It is asked with no words and with another prompt's gold answer, as many times as a completion
@@ -34,7 +34,7 @@ def reply_holds_answer(source: Prompted, ask: Asked) -> Finding | None:
         for at, (_, own) in enumerate(known)
     ]
     told = [
-        _replies(source.tasks[prompt.task], prompt, ("", other), ask.rollout.max_turns)
+        _replies(source.tasks[prompt.task], prompt, ("", other), plan.rollout.max_turns)
         for (prompt, _), other in zip(known, others, strict=True)
     ]
     hits = [at for at in range(len(known)) if _tells(at, known, told)]
@@ -49,7 +49,7 @@ def reply_holds_answer(source: Prompted, ask: Asked) -> Finding | None:
         "the environment's reply spells the right answer, which the policy need only repeat",
         f"{len(hits)} of {len(known)} prompts, in reply to words that do not hold it; "
         f"{prompt.id!r}: {gold[:40]!r} in {reply[:80]!r}",
-        f"{ask.key}tasks.{number}.name",
+        f"{plan.key}tasks.{number}.name",
         "say in `reply` whether an answer is right, not what the right one is",
     )
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from keel.analysis.statistics import wilson_interval
-from keel.config.schema import RLStage, Stage
+from keel.config.schema import Stage
 from keel.config.sources import RewardSource
 from keel.data.tasks.user import UserTask
 from keel.preflight.context import Seen
 from keel.preflight.finding import Finding
 from keel.preflight.findings import samples as sample_findings
 from keel.preflight.gold_answers import RIGHT, Gold
-from keel.preflight.prompt_stats import Asked, Prompted
+from keel.preflight.prompt_stats import Prompted, SamplingPlan
 from keel.preflight.trial_batch import Sampled
 from keel.rewards.registry import TASK, NamedReward
 from keel.training.rollout import all_alike
@@ -53,18 +53,18 @@ class Judged:
         return [function for _, function in self.pairs if function.weight]
 
 
-def tell_gold(seen: Seen, stage: Stage, ask: Asked, judged: Judged, source: Prompted) -> None:
+def tell_gold(seen: Seen, plan: SamplingPlan, judged: Judged, source: Prompted) -> None:
     """What the gold answers say: of the tokenizer, of the budget, of the rewards."""
     gold = judged.gold
     if gold is None:
         return
     n = len(gold.texts) + len(gold.unwritable)
     seen.figures["gold answers"] = n
-    key = f"{ask.key}{'' if ask.key.endswith('sampled.') else 'rollout.'}max_tokens"
+    key = plan.setting("max_tokens")
     alphabet = "model.build.alphabet"
     seen.add(
         sample_findings.gold_unwritable(gold.unwritable, n, alphabet),
-        sample_findings.gold_over_budget(gold.lengths, ask.rollout.max_tokens, key),
+        sample_findings.gold_over_budget(gold.lengths, plan.rollout.max_tokens, key),
     )
     users = any(isinstance(task, UserTask) for task in source.tasks.values())
     for reward, function in judged.pairs:
@@ -82,23 +82,23 @@ def tell_gold(seen: Seen, stage: Stage, ask: Asked, judged: Judged, source: Prom
             sample_findings.gold_refused(
                 function.name, gold.texts, best, 1.0 if full else 1e-9,
                 judged.values(function.name),
-                f"{ask.key}rewards.functions" if own else f"{ask.key}tasks.{first}.answer",
+                f"{plan.key}rewards.functions" if own else f"{plan.key}tasks.{first}.answer",
                 gold.wrong.get(function.name, ()),
-                sample_findings.mend_refused(own, source.conversations, f"{ask.key}tasks.{first}"),
+                sample_findings.mend_refused(own, source.conversations, f"{plan.key}tasks.{first}"),
             )
         )  # fmt: skip
     if not any(one.kind == "gold-refused" for one in seen.findings):
-        seen.add(*_worth(stage, ask, judged, gold))
+        seen.add(*_worth(plan, judged, gold))
 
 
-def tell_rewards(seen: Seen, stage: Stage, ask: Asked, judged: Judged) -> None:
+def tell_rewards(seen: Seen, stage: Stage, plan: SamplingPlan, judged: Judged) -> None:
     """What the batch's rewards say, as far as policy and rewards are those of the stage."""
     batch, verdicts, gold = judged.batch, judged.verdicts, judged.gold
     for _, function in judged.pairs:
         values = judged.values(function.name)
         if values:
             seen.figures[f"reward {function.name} (mean)"] = round(float(np.mean(values)), 4)
-    key = f"{ask.key}rewards.functions"
+    key = f"{plan.key}rewards.functions"
     totals = judged.totals
     if not totals and not judged.partial:
         seen.add(sample_findings.reward_none(batch.completions, key))
@@ -114,31 +114,29 @@ def tell_rewards(seen: Seen, stage: Stage, ask: Asked, judged: Judged) -> None:
         return
     texts = {c.text for group in batch.groups for c in group.completions}
     if len(seen.findings) == before:
-        seen.add(sample_findings.reward_constant(totals, len(texts), *_flattened(judged, ask, key)))
+        seen.add(
+            sample_findings.reward_constant(totals, len(texts), *_flattened(judged, plan, key))
+        )
     if len(seen.findings) > before or any(f.kind == "gold-refused" for f in seen.findings):
         return
-    of_groups = stage.algorithm.needs_groups if isinstance(stage, RLStage) else compares(stage)
-    of_steps = isinstance(stage, RLStage) and stage.algorithm.needs_steps
-    dynamic = ask.rollout.dynamic_sampling
+    algorithm = plan.sampling.algorithm
+    of_groups = stage.compares
+    of_steps = algorithm is not None and algorithm.needs_steps
+    dynamic = plan.rollout.dynamic_sampling
     flat = sum(all_alike(one, of_steps) if dynamic else _flat(one) for one in verdicts)
     seen.figures["groups with equal rewards"] = _share(flat, len(verdicts))
     if of_groups or dynamic:
-        refills = ask.rollout.max_refills if dynamic else None
-        size = f"{ask.key}{'' if ask.key.endswith('sampled.') else 'rollout.'}group_size"
+        refills = plan.rollout.max_refills if dynamic else None
+        size = plan.setting("group_size")
         seen.add(
             sample_findings.zero_variance(flat, len(verdicts), batch.size.members, refills, size)
         )
 
 
-def compares(stage: Stage) -> bool:
-    """Whether a stage that judges learns from differences between answers."""
-    return stage.stage == "dpo" or getattr(stage, "learns", None) == "pairs"
-
-
 # ---------------------------------------------------------------- details
 
 
-def _worth(stage: Stage, ask: Asked, judged: Judged, gold: Gold) -> list[Finding | None]:
+def _worth(plan: SamplingPlan, judged: Judged, gold: Gold) -> list[Finding | None]:
     """Gold answers whose whole reward is low, or that no evaluation counts as right."""
     said: list[Finding | None] = []
     own = [(f, gold.best.get(f.name, ())) for f in judged.weighed]
@@ -151,22 +149,23 @@ def _worth(stage: Stage, ask: Asked, judged: Judged, gold: Gold) -> list[Finding
             for at in range(len(gold.texts))
         ]  # fmt: skip
         low = next(f.name for f, _ in own if f.weight < 0)
-        key = f"{ask.key}rewards.functions"
+        key = f"{plan.key}rewards.functions"
         said.append(sample_findings.gold_worth_less(worth, judged.totals, low, key))
-    if isinstance(stage, RLStage) and stage.evaluation.prompts:
+    evaluation = plan.sampling.evaluation
+    if evaluation is not None and evaluation.prompts:
         name = None if judged.judging is None else judged.judging.name
         best = () if name is None else gold.best.get(name, ())
         said.append(
             sample_findings.threshold_unreached(
                 str(name), [value for value in best if value is not None],
-                judged.values(str(name)), stage.evaluation.threshold,
-                f"{ask.key}evaluation.threshold",
+                judged.values(str(name)), evaluation.threshold,
+                f"{plan.key}evaluation.threshold",
             )
         )  # fmt: skip
     return said
 
 
-def _flattened(judged: Judged, ask: Asked, key: str) -> tuple[str, str | None]:
+def _flattened(judged: Judged, plan: SamplingPlan, key: str) -> tuple[str, str | None]:
     """What makes one reward of all of them, a gate or a clip: its key, and what it does."""
     for at, (_, function) in enumerate(judged.pairs):
         values = judged.values(function.name)

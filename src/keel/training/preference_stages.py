@@ -1,4 +1,4 @@
-"""The stages that learn from preferences and labels, put together from the recipe."""
+"""Builds and runs the stages that learn from preference data: reward models and DPO."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from keel.config.judging import (
 )
 from keel.config.model import Model
 from keel.config.preference_data import PreferenceData
-from keel.config.schema import Rollout
 from keel.config.seeds import derive
 from keel.data.preferences import dataset as preferences
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
 from keel.data.preferences.split import Sides, Sieve
-from keel.engines.native import NativeEngine
+from keel.engines.registry import build_engine
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.chat import decode
 from keel.models.policy import Policy, load_policy
@@ -35,54 +34,62 @@ from keel.training import sampled_data as rows_sampled
 from keel.training.judged_data import Ready, label_encoder, pair_encoder, ready, step_encoder
 from keel.training.reward_evaluation import draw
 from keel.training.reward_metrics import Measured, measure_labels, measure_pairs, measure_steps
-from keel.training.rewarding import load_rewards, scorer, surroundings
 from keel.training.rollout import Sampler
+from keel.training.setup import (
+    RunContext,
+    load_rewards,
+    open_prompts,
+    reward_context,
+    scorer,
+    token_budget,
+)
 from keel.training.state import Progress, read_reference, restore_modules, restore_optimizers
-from keel.training.work import Work, budget_of, open_source
 from keel.types import KeelError
 
 R = TypeVar("R", Preference, Labelled, Stepwise)
 
 
-def judge_answers(work: Work, stage: RewardModelStage, progress: Progress) -> Progress:
+def train_reward_model(run: RunContext, stage: RewardModelStage, progress: Progress) -> Progress:
     """An outcome reward model, left in the run folder; the policy stays as it was."""
-    model = _new_model(work, stage.base, "outcome", stage.name)
+    model = _new_model(run, stage.base, "outcome", stage.name)
     reader = model.reader(stage.raw)
     rows: Ready[Any]
     learn: Callable[[Sequence[Any], int], Any]
     measure: Callable[[Sequence[Any]], Measured]
     judge = partial(model.judge, token_budget=stage.token_budget)
     if stage.learns == "pairs":
-        pairs = _rows(work, stage, preferences.read_pairs, rows_sampled.pairs)
-        rows = _ready(work, pairs, pair_encoder(reader), stage, model.context)
+        pairs = _rows(run, stage, preferences.read_pairs, rows_sampled.pairs)
+        rows = _ready(run, pairs, pair_encoder(reader), stage, model.context)
         learn = partial(reward_model.learn_pairs, model, stage)
         measure = partial(measure_pairs, judge=judge)
     else:
-        labelled = _rows(work, stage, preferences.read_labelled, rows_sampled.labels)
-        rows = _ready(work, labelled, label_encoder(reader), stage, model.context)
+        labelled = _rows(run, stage, preferences.read_labelled, rows_sampled.labels)
+        rows = _ready(run, labelled, label_encoder(reader), stage, model.context)
         learn = partial(reward_model.learn_marks, model)
         measure = partial(measure_labels, judge=judge)
-    return _judging(work, stage, model, rows, learn, measure, progress)
+    return _judging(run, stage, model, rows, learn, measure, progress)
 
 
-def judge_steps(work: Work, stage: ProcessRewardModelStage, progress: Progress) -> Progress:
+def train_process_reward_model(
+    run: RunContext, stage: ProcessRewardModelStage, progress: Progress
+) -> Progress:
     """A process reward model, left in the run folder; the policy stays as it was."""
-    model = _new_model(work, stage.base, "process", stage.name)
-    tokenizer = work.policy.tokenizer
+    model = _new_model(run, stage.base, "process", stage.name)
+    tokenizer = run.policy.tokenizer
     make = rows_sampled.steps(stage.separator, lambda ids: decode(tokenizer, [ids])[0])
-    stepwise = _rows(work, stage, preferences.read_steps, make)
+    stepwise = _rows(run, stage, preferences.read_steps, make)
     encode = step_encoder(model.reader(stage.raw), stage.separator)
-    rows = _ready(work, stepwise, encode, stage, model.context)
+    rows = _ready(run, stepwise, encode, stage, model.context)
     judge = partial(model.judge, token_budget=stage.token_budget)
     learn = partial(reward_model.learn_marks, model)
     measure = partial(measure_steps, judge=judge, threshold=stage.threshold)
-    return _judging(work, stage, model, rows, learn, measure, progress)
+    return _judging(run, stage, model, rows, learn, measure, progress)
 
 
-def prefer(work: Work, stage: DPOStage, progress: Progress) -> Progress:
+def train_dpo(run: RunContext, stage: DPOStage, progress: Progress) -> Progress:
     """DPO of the policy."""
-    policy, start = work.policy, work.resume_from
-    pairs = _rows(work, stage, preferences.read_pairs, rows_sampled.pairs)
+    policy, start = run.policy, run.resume_from
+    pairs = _rows(run, stage, preferences.read_pairs, rows_sampled.pairs)
     optimizer = AdamW(trainable(policy), stage.optimizer)
     reference = reference_for(policy, None if start is None else read_reference(start))
     sampled = stage.sampled
@@ -95,22 +102,22 @@ def prefer(work: Work, stage: DPOStage, progress: Progress) -> Progress:
         policy=policy,
         reference=reference,
         optimizer=optimizer,
-        budget=budget_of(stage, progress, work.session),
-        rows=_ready(work, pairs, pair_encoder(reader), stage, policy.context),
+        budget=token_budget(stage, progress, run.session),
+        rows=_ready(run, pairs, pair_encoder(reader), stage, policy.context),
         show=partial(
             draw,
-            folder=work.session.folder.pictures,
+            folder=run.session.folder.pictures,
             name=stage.name,
-            title=f"{work.recipe.name}: {stage.name}",
+            title=f"{run.recipe.name}: {stage.name}",
         ),
-        session=work.session,
-        seed=derive(work.recipe.seed, stage.name, "rows"),
+        session=run.session,
+        seed=derive(run.recipe.seed, stage.name, "rows"),
     )
     return dpo.run(parts, progress)
 
 
 def _judging(
-    work: Work,
+    run: RunContext,
     stage: JudgingStage,
     model: RewardModel,
     rows: Ready[Any],
@@ -119,44 +126,44 @@ def _judging(
     progress: Progress,
 ) -> Progress:
     optimizer = AdamW(trainable(model), stage.optimizer)
-    if work.resume_from is not None:
-        restore_modules(work.resume_from, {"reward_model": model})
-        restore_optimizers(work.resume_from, {"optimizer": optimizer})
+    if run.resume_from is not None:
+        restore_modules(run.resume_from, {"reward_model": model})
+        restore_optimizers(run.resume_from, {"optimizer": optimizer})
     parts = reward_model.Judging(
         stage=stage,
-        policy=work.policy,
+        policy=run.policy,
         model=model,
         optimizer=optimizer,
-        budget=budget_of(stage, progress, work.session),
+        budget=token_budget(stage, progress, run.session),
         rows=rows,
         learn=learn,
         measure=measure,
         show=partial(
             draw,
-            folder=work.session.folder.pictures,
+            folder=run.session.folder.pictures,
             name=stage.name,
-            title=f"{work.recipe.name}: {stage.name}",
+            title=f"{run.recipe.name}: {stage.name}",
         ),
-        session=work.session,
-        seed=derive(work.recipe.seed, stage.name, "rows"),
+        session=run.session,
+        seed=derive(run.recipe.seed, stage.name, "rows"),
     )
     progress = reward_model.run(parts, progress)
-    target = work.session.folder.model(stage.name)
+    target = run.session.folder.model(stage.name)
     if progress.step == stage.steps and not target.exists():
         with checkpoint.writing(target) as aside:
             model.save(aside)
     return progress
 
 
-def _new_model(work: Work, base: BaseModelChoice, kind: Kind, stage: str) -> RewardModel:
-    seed = derive(work.recipe.seed, stage, "model")
+def _new_model(run: RunContext, base: BaseModelChoice, kind: Kind, stage: str) -> RewardModel:
+    seed = derive(run.recipe.seed, stage, "model")
     with _keys_of(f"{stage}.base"):
         if base.stage is None:
-            return reward_model_from(_base(work, base), kind, seed, base.lora)
-        made = work.session.folder.model(base.stage)
+            return reward_model_from(_base(run, base), kind, seed, base.lora)
+        made = run.session.folder.model(base.stage)
         checkpoint.check_model(made)
-        before = _named(work, str(made))
-        return continued_reward_model(before, kind, work.policy, seed, base.lora)
+        before = _named(run, str(made))
+        return continued_reward_model(before, kind, run.policy, seed, base.lora)
 
 
 @contextmanager
@@ -171,64 +178,65 @@ def _keys_of(base: str) -> Iterator[None]:
         raise KeelError(said) from error
 
 
-def _base(work: Work, base: BaseModelChoice) -> Policy:
+def _base(run: RunContext, base: BaseModelChoice) -> Policy:
     """The language model that a reward model starts from."""
     if base.name is None:
-        return work.policy
-    policy = load_policy(_named(work, base.name), work.recipe.seed)
+        return run.policy
+    policy = load_policy(_named(run, base.name), run.recipe.seed)
     if policy.tokenizer.chat_template is None:
-        policy.tokenizer.chat_template = work.recipe.model.chat_template
+        policy.tokenizer.chat_template = run.recipe.model.chat_template
     return policy
 
 
-def _named(work: Work, name: str) -> Model:
+def _named(run: RunContext, name: str) -> Model:
     """The recipe's model settings with another model in them, which has a chat template itself."""
     own = {"name": name, "build": None, "revision": None, "lora": None, "chat_template": None}
-    return work.recipe.model.model_copy(update=own)
+    return run.recipe.model.model_copy(update=own)
 
 
 def _rows(
-    work: Work,
+    run: RunContext,
     stage: JudgingStage,
     read: Callable[[PreferenceData, int], Sides[R]],
     make: rows_sampled.Make,
 ) -> Sides[R]:
     """The stage's rows: from its data, or sampled into the run folder and read from there."""
     if stage.data is not None:
-        return read(stage.data, work.recipe.seed)
-    folder = work.session.folder
-    said = _sample(work, stage, make)
+        return read(stage.data, run.recipe.seed)
+    folder = run.session.folder
+    said = _sample(run, stage, make)
     if said:
-        work.session.note(f"{stage.name}: {said}")
+        run.session.note(f"{stage.name}: {said}")
     train, held = folder.rows(stage.name, "train"), folder.rows(stage.name, "heldout")
     made = PreferenceData(name="jsonl", path=str(train), heldout_path=str(held), empty="keep")
-    return read(made, work.recipe.seed)
+    return read(made, run.recipe.seed)
 
 
-def _sample(work: Work, stage: JudgingStage, make: rows_sampled.Make) -> str:
-    choice, policy = stage.sampled, work.policy
+def _sample(run: RunContext, stage: JudgingStage, make: rows_sampled.Make) -> str:
+    choice, policy = stage.sampled, run.policy
     assert choice is not None
-    folder = work.session.folder
+    folder = run.session.folder
     if folder.rows(stage.name, "train").exists() and folder.rows(stage.name, "heldout").exists():
         return ""
-    seed = derive(work.recipe.seed, stage.name, "sampled")
-    source = open_source(
-        work, stage.name, choice.tasks, choice.prompts, seed, room=choice.max_tokens
+    seed = derive(run.recipe.seed, stage.name, "sampled")
+    source = open_prompts(
+        run, stage.name, choice.tasks, choice.prompts, seed, max_tokens=choice.max_tokens
     )
-    functions = load_rewards(choice.rewards, surroundings(work.recipe, folder, policy))
+    functions = load_rewards(choice.rewards, reward_context(run.recipe, folder, policy))
     judge = scorer(choice.rewards, functions, source.tasks, max_tokens=choice.max_tokens)
     with closing(judge):
         sampler = Sampler(
-            engine=NativeEngine(policy.model, policy.tokenizer, autocast=policy.autocast),
+            engine=build_engine(
+                "native",
+                model=policy.model,
+                tokenizer=policy.tokenizer,
+                autocast=policy.autocast,
+            ),
             tokenizer=policy.tokenizer,
             tasks=source.tasks,
             stream=source.stream,
             scorer=judge,
-            choice=Rollout(
-                group_size=choice.group_size,
-                max_tokens=choice.max_tokens,
-                temperature=choice.temperature,
-            ),
+            choice=choice.sampling.rollout,
             seed=seed,
             less=f"lower {stage.name}.sampled.max_tokens or {stage.name}.sampled.group_size",
         )
@@ -239,7 +247,7 @@ def _sample(work: Work, stage: JudgingStage, make: rows_sampled.Make) -> str:
 
 
 def _ready(
-    work: Work,
+    run: RunContext,
     sides: Sides[R],
     encode: Callable[[R], Any],
     stage: JudgingStage,
@@ -252,7 +260,7 @@ def _ready(
     if stage.data is not None and stage.data.bad_rows == "quarantine":
         sides = sieve.without_bad(sides)
     rows = ready(sides, sieve, limit, stage.evaluation.rows, stage.name)
-    kept = _quarantined(work, stage, (*sides.left_out, *sieve.left_out))
+    kept = _quarantined(run, stage, (*sides.left_out, *sieve.left_out))
     left = (
         (rows.long, f"longer than {limit} tokens"),
         (rows.long_heldout, f"held out and longer than {limit} tokens"),
@@ -261,14 +269,14 @@ def _ready(
         (sum(row.why == "bad" for row in sides.left_out), "that cannot be read"),
     )
     said = [f"{n} {why}" for n, why in left if n]
-    if said and work.resume_from is None:
-        work.session.note(f"{stage.name}: rows left out: {', '.join(said)} ({kept})")
+    if said and run.resume_from is None:
+        run.session.note(f"{stage.name}: rows left out: {', '.join(said)} ({kept})")
     return rows
 
 
-def _quarantined(work: Work, stage: JudgingStage, left: Sequence[LeftOut]) -> str:
+def _quarantined(run: RunContext, stage: JudgingStage, left: Sequence[LeftOut]) -> str:
     """Put the rows left out into the quarantine; the file, as a note names it."""
-    folder = work.session.folder
+    folder = run.session.folder
     target = folder.quarantine / f"{stage.name}-rows.jsonl"
     # Rows sampled into the run folder are named from there, wherever it lies.
     write_quarantine(target, left if stage.data is not None else named_from(folder.path, left))

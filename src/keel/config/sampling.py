@@ -1,0 +1,119 @@
+"""How completions are sampled, scored and evaluated: keys that several kinds of stages share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from keel.algorithms.spec import Algorithm, Row, Unit
+from keel.config.fields import Answers, Count, Ids, Index, Real, Temperature, Tokens, Words
+from keel.config.presets import DEFAULT_PRESET, GROUP_SIZE, PROMPTS_PER_STEP
+from keel.config.sources import Prompts, Rewards, Seconds, TaskSource
+
+
+class Rollout(Row):
+    """How each step's completions are drawn."""
+
+    prompts_per_step: Count = PROMPTS_PER_STEP
+    group_size: Answers = GROUP_SIZE
+    max_tokens: Tokens = 256
+    temperature: Temperature = 1.0
+    top_k: Index = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Unit = 0.0
+    stop: Words = ()
+    stop_ids: Ids = ()
+    max_turns: Answers = 1
+    """How often the policy may speak in one completion, where the task answers."""
+    dynamic_sampling: bool = False
+    """Drop groups whose rewards, before length is punished, are all equal, and refill; the preset's
+    unless set."""
+    max_refills: Count = 10
+    mask_truncated: bool = False
+    """Leave completions that hit the budget out of the loss; they still count in its weights, so
+    that the others weigh what they would."""
+    soft_overlong: Index = 0
+    """Punish length over the last so many tokens of the budget (DAPO); the preset's unless set."""
+    old_log_probs: Literal["trainer", "engine"] = "trainer"
+    """Who computes log π_old: the trainer's own forward, or the engine as it sampled."""
+    engine: str = "native"
+    """What samples: "native", or `module:function` of a function that makes an engine
+    (`keel.engines.registry.build_engine`)."""
+    dtype: Literal["model", "bfloat16"] = "model"
+    """Of the weights, keys and values that the native engine samples with: the model's own, or
+    bfloat16, a copy made for each call. Its log-probs are then not the trainer's: it takes
+    algorithm.correction. Evaluation is of the model's own."""
+    timeout: Seconds = 1800.0
+    """Seconds that the engine may be silent: between two tokens of a batch (native)."""
+    max_rows: Answers = 256
+    """How many sequences the native engine decodes at once."""
+    overlap_rewards: bool = False
+    """Ask the rewards about the first groups while the last are still being drawn."""
+    ahead: Literal[0, 1] = 0
+    """Steps that rollouts may be ahead of the weights: with 1 the next step's are drawn, by a copy
+    of the model, while this one is learned from. Takes algorithm.correction."""
+
+    @model_validator(mode="after")
+    def _on_policy(self) -> Rollout:
+        for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+            if getattr(self, key) != off:
+                raise ValueError(
+                    f"rollout.{key} = {getattr(self, key)} samples from a truncated distribution, "
+                    "but the loss scores the full softmax, which is off policy: "
+                    f"set rollout.{key} = {off} (evaluation may truncate)"
+                )
+        return self
+
+
+class Evaluation(Row):
+    """Greedy pass@1 and sampled pass@k on the held-out side; where no reward is declared as
+    correctness, the mean reward."""
+
+    every: Index = 50
+    """In steps; 0 evaluates before and after only."""
+    prompts: Index = 200
+    """How many held-out prompts; 0 evaluates never."""
+    samples: Annotated[int, Field(ge=0, le=65_536)] = 0
+    """k of pass@k; 0 leaves sampling out."""
+    temperature: Temperature = 1.0
+    top_k: Index = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Unit = 0.0
+    component: str | None = None
+    """Name of the reward that is evaluated; None: the first that is declared as correctness, else
+    the whole reward."""
+    threshold: Real = 1.0
+    """A completion passes from this value of it on, where it is declared as correctness."""
+
+
+class NamedAlgorithm(Algorithm):
+    """A row and the preset that its defaults came from."""
+
+    preset: str = DEFAULT_PRESET
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """What a stage samples and scores.
+
+    `key` is the table of these settings within the stage ("" or "sampled."), `seed_name` the stream
+    that their seeds come from, `first_draw` the name of the first step's draw in that stream.
+    `algorithm` and `evaluation` are those of a stage that trains on what it samples, else None.
+    """
+
+    key: str
+    tasks: tuple[TaskSource, ...]
+    prompts: Prompts
+    rewards: Rewards
+    rollout: Rollout
+    validation_prompts: int
+    seed_name: tuple[str, ...]
+    first_draw: tuple[str | int, ...]
+    algorithm: NamedAlgorithm | None = None
+    evaluation: Evaluation | None = None
+
+    def setting(self, name: str) -> str:
+        """The key of a setting of the rollouts, within the stage."""
+        return f"{self.key}{name}" if self.key else f"rollout.{name}"

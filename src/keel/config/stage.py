@@ -1,0 +1,78 @@
+"""What every kind of stage says of itself. Torch-free.
+
+Other code reads these properties; it does not ask which kind a stage is. A new kind is a subclass
+in the union `keel.config.schema.Stage`, and an entry of `keel.training.stage_kinds`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from keel.algorithms.spec import Row
+
+if TYPE_CHECKING:
+    from keel.config.judging import BaseModelChoice
+    from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
+    from keel.config.preference_data import PreferenceData
+    from keel.config.sampling import Sampling
+    from keel.config.sources import TaskSource
+
+Records = Literal["pairs", "labels", "steps"]
+
+
+class StageConfig(Row):
+    """A stage of a recipe."""
+
+    trains_policy: ClassVar[bool] = True
+    reward_model: ClassVar[Literal["outcome", "process"] | None] = None
+    """The kind of reward model that the stage trains."""
+
+    if TYPE_CHECKING:  # fields of every kind, each with its own default
+        stage: str
+        name: str
+        steps: int
+        token_budget: int
+        optimizer: Optimizer
+        on_nonfinite: OnNonfinite
+        checkpoints: Checkpoints
+        trackers: Trackers
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """What the stage samples; None where it samples nothing."""
+        return None
+
+    @property
+    def trained_tasks(self) -> tuple[TaskSource, ...]:
+        """The tasks whose train prompts the stage learns from."""
+        return () if self.sampling is None else self.sampling.tasks
+
+    @property
+    def demonstrated(self) -> bool:
+        """Whether the policy imitates demonstrations of answers to the prompts of its tasks."""
+        return False
+
+    @property
+    def compares(self) -> bool:
+        """Whether the stage learns from differences between answers to one prompt."""
+        return self.records == "pairs"
+
+    @property
+    def prompts_in_step(self) -> int | None:
+        """How many prompts of its tasks a step takes; None where steps take no prompts."""
+        return None
+
+    @property
+    def preference_data(self) -> PreferenceData | None:
+        """The preference data that the stage reads."""
+        return None
+
+    @property
+    def records(self) -> Records | None:
+        """What the stage learns from: preference pairs, labelled answers, labelled steps."""
+        return None
+
+    @property
+    def base_model(self) -> BaseModelChoice | None:
+        """What the stage's own reward model starts from."""
+        return None

@@ -1,0 +1,240 @@
+"""Builds what a stage works with, from its recipe: prompts, rewards, engine, models, optimizers.
+
+Loops and parts take what is built here; they read no recipe of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.config.model import Model
+from keel.config.schema import Recipe, RLStage
+from keel.config.seeds import derive
+from keel.config.sources import Prompts, Rewards, TaskSource
+from keel.config.stage import StageConfig
+from keel.data.tasks import PromptStream, build_tasks, heldout, stored
+from keel.learn.learner import Learner
+from keel.learn.loss import check_entries
+from keel.learn.optimizer import AdamW, trainable
+from keel.learn.token_budget import Budget
+from keel.models.chat import Encoder
+from keel.models.policy import Policy
+from keel.models.reference import reference_for
+from keel.models.value import Critic, ValueHead, critic_from_policy, load_critic, value_head_for
+from keel.rewards import load_reward
+from keel.rewards.context import Surroundings
+from keel.rewards.registry import NamedReward
+from keel.rewards.scorer import Scorer
+from keel.runs.layout import RunFolder
+from keel.runs.quarantine import LeftOut, counted, write_quarantine
+from keel.runs.writer import Session
+from keel.training.state import (
+    Progress,
+    read_reference,
+    restore_modules,
+    restore_optimizers,
+)
+from keel.types import KeelError, Prompt, Task
+
+ENCODED_BEFORE = 10_000
+"""Stored examples of a stage that are encoded before the first step, to find the bad ones."""
+
+
+@dataclass(frozen=True, eq=False)
+class RunContext:
+    """What a stage is given: the recipe, the run's writer, the policy, and where to resume from."""
+
+    recipe: Recipe
+    session: Session
+    policy: Policy
+    resume_from: Path | None
+
+    @property
+    def folder(self) -> RunFolder:
+        return self.session.folder
+
+
+@dataclass(frozen=True, eq=False)
+class PromptSource:
+    """A stage's tasks, and the stream of encoded prompts over them."""
+
+    tasks: dict[str, Task]
+    weights: list[float]
+    encoder: Encoder
+    stream: PromptStream
+
+    def heldout(self, n: int) -> list[Prompt]:
+        """The first prompts of the validation split."""
+        return heldout(list(self.tasks.values()), self.weights, n, self.encoder)
+
+
+def open_prompts(
+    run: RunContext,
+    stage: str,
+    sources: Sequence[TaskSource],
+    prompts: Prompts,
+    seed: int,
+    *,
+    max_tokens: int,
+    state: Mapping[str, Any] | None = None,
+) -> PromptSource:
+    """The prompts of tasks, encoded, without those that leave no room for `max_tokens` of answer.
+
+    `state` is that of the stream to resume. Stored examples that give no prompt are in the run
+    folder's quarantine when this returns.
+    """
+    tasks = {task.name: task for task in build_tasks(sources, run.recipe.seed)}
+    lenient = {name for name, s in zip(tasks, sources, strict=True) if s.bad_rows == "quarantine"}
+    weights = [source.weight for source in sources]
+    encoder = Encoder(
+        run.policy.tokenizer,
+        longest_prompt(prompts.max_tokens, run.policy.context, max_tokens),
+        prompts.chat_template,
+        forgiven=lenient,
+        note=run.session.note,
+        raw=raw_tasks(tasks, sources),
+        served=run.policy.served,
+    )
+    _quarantine_prompts(run, stage, tasks, encoder)
+    stream = PromptStream(list(tasks.values()), weights, derive(seed, "prompts"), encoder)
+    if state:
+        stream.restore(state)
+    return PromptSource(tasks, weights, encoder, stream)
+
+
+def raw_tasks(tasks: Mapping[str, Task], sources: Sequence[TaskSource]) -> set[str]:
+    """The names of the tasks whose plain prompts are not put through the chat template."""
+    return {name for name, source in zip(tasks, sources, strict=True) if source.raw}
+
+
+def _quarantine_prompts(
+    run: RunContext, stage: str, tasks: Mapping[str, Task], encoder: Encoder
+) -> None:
+    """Write the stored examples that give no prompt to the quarantine, and note how many.
+
+    As many as take seconds are encoded for that, in the order of the tasks; of the others, those
+    that cannot be encoded are found when they are reached.
+    """
+    left: list[LeftOut] = []
+    room = ENCODED_BEFORE
+    for name, task in tasks.items():
+        data = stored(task)
+        if data is None:
+            continue
+        left += data.left_out
+        examples = data.size("train") + data.size("heldout")
+        if examples <= room:
+            room -= examples
+            left += data.refused(encoder.wrong, forgiven=name in encoder.forgiven)
+            encoder.known.add(name)
+    target = run.folder.quarantine / f"{stage}-prompts.jsonl"
+    write_quarantine(target, left)
+    if left and run.resume_from is None:
+        run.session.note(f"{stage}: rows left out: {counted(left)} (quarantine/{target.name})")
+
+
+def token_budget(stage: StageConfig, progress: Progress, session: Session) -> Budget:
+    """The stage's token budget, or what has fitted into memory since, where that is less."""
+    budget = Budget(stage.token_budget, session.note)
+    budget.tokens = min(progress.token_budget or budget.asked, budget.asked)
+    return budget
+
+
+def longest_prompt(wanted: int | None, context: int | None, max_tokens: int) -> int | None:
+    """How long a prompt may be, so that an answer of `max_tokens` tokens still fits the context."""
+    if context is None:
+        return wanted
+    if context <= max_tokens:
+        raise KeelError(
+            f"rollout.max_tokens = {max_tokens} leaves no room for a prompt in the model's "
+            f"context of {context} tokens: lower it"
+        )
+    if wanted is not None and wanted + max_tokens > context:
+        raise KeelError(
+            f"prompts.max_tokens = {wanted} and rollout.max_tokens = {max_tokens} are more than "
+            f"the model's context of {context} tokens: lower one of them"
+        )
+    return context - max_tokens if wanted is None else wanted
+
+
+def reward_context(recipe: Recipe | None, folder: RunFolder | None, policy: Policy) -> Surroundings:
+    """What rewards may use of a run; without a folder they keep nothing."""
+    stages = () if recipe is None else recipe.stages
+    names = [stage.name for stage in stages if stage.reward_model is not None]
+    return Surroundings(
+        tokenizer=policy.tokenizer,
+        models={} if folder is None else {name: folder.model(name) for name in names},
+        folder=None if folder is None else folder.rewards,
+        device=str(policy.device),
+        seed=0 if recipe is None else recipe.seed,
+    )
+
+
+def load_rewards(rewards: Rewards, around: Surroundings) -> list[NamedReward]:
+    """The reward functions, in order."""
+    return [load_reward(source, around) for source in rewards.functions]
+
+
+def scorer(
+    rewards: Rewards,
+    functions: Sequence[NamedReward],
+    tasks: Mapping[str, Task],
+    *,
+    max_tokens: int,
+    soft_overlong: int = 0,
+) -> Scorer:
+    """A scorer that calls the functions as the recipe says."""
+    return Scorer(
+        functions,
+        tasks,
+        timeout=rewards.timeout,
+        on_error=rewards.on_error,
+        max_tokens=max_tokens,
+        soft_overlong=soft_overlong,
+    )
+
+
+def build_learner(
+    stage: RLStage,
+    model: Model,
+    policy: Policy,
+    seed: int,
+    budget: Budget,
+    resume_from: Path | None = None,
+) -> Learner:
+    """The policy and the models that the algorithm needs, each with its optimizer.
+
+    New ones, or as the checkpoint `resume_from` of this stage holds them.
+    """
+    algorithm = stage.algorithm
+    check_entries(algorithm)
+    value_head: ValueHead | None = None
+    critic: Critic | None = None
+    if algorithm.value is not None and stage.value.kind == "head":
+        value_head = value_head_for(policy)
+    elif algorithm.value is not None and stage.value.name is not None:
+        critic = load_critic(stage.value.name, policy, model, seed)
+    elif algorithm.value is not None:
+        critic = critic_from_policy(policy)
+    value_model: ValueHead | Critic | None = critic if value_head is None else value_head
+    state = None if resume_from is None else read_reference(resume_from)
+    reference = reference_for(policy, state) if stage.keeps_reference else None
+    learner = Learner(
+        policy=policy,
+        optimizer=AdamW(trainable(policy), stage.optimizer),
+        budget=budget,
+        reference=reference,
+        value_head=value_head,
+        critic=critic,
+        value_optimizer=None
+        if value_model is None
+        else AdamW(trainable(value_model), stage.value.optimizer or stage.optimizer),
+        temperature=stage.rollout.temperature,
+    )
+    if resume_from is not None:
+        restore_modules(resume_from, learner.modules)
+        restore_optimizers(resume_from, learner.optimizers)
+    return learner
