@@ -35,7 +35,7 @@ from keel.config.model import BuildModel, Model
 from keel.config.sources import RewardSource, TaskSource
 from keel.data.tasks.build import build_task
 from keel.rewards import Scorer, load_reward
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.types import Completion, Group, Prompt, Task
 
 SERVER = Path(__file__).with_name("judge_server.py")
@@ -114,7 +114,7 @@ class Bench:
             return Scorer((), self.tasks)
         folder = folder or self.new_folder()
         source = RewardSource(function=case.function, options=case.options)
-        around = Surroundings(tokenizer=self.tokenizer, folder=folder, device=self.device)
+        around = RewardContext(tokenizer=self.tokenizer, folder=folder, device=self.device)
         return Scorer([load_reward(source, around)], self.tasks, timeout=3600.0)
 
     def new_folder(self) -> Path:

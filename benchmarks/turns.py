@@ -31,7 +31,7 @@ from benchmarks.loop_keel import chance, end
 from benchmarks.update import FIRST, MODEL, SEED, SMALL
 from keel.config.model import BuildModel
 from keel.engines.cpu.backbone import CompiledPass
-from keel.engines.multi_step import Steps
+from keel.engines.multi_step import MultiStep
 from keel.engines.multi_turn import converse
 from keel.engines.native import NativeEngine
 from keel.models.build import build_model, build_tokenizer
@@ -113,7 +113,7 @@ class Talk:
 def tokens_fed() -> Iterator[list[int]]:
     """How many tokens each call of compiled code was given."""
     counts: list[int] = []
-    one, some = CompiledPass.__call__, Steps.__call__
+    one, some = CompiledPass.__call__, MultiStep.__call__
 
     def one_step(own: Any, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
         counts.append(len(tokens))
@@ -125,7 +125,7 @@ def tokens_fed() -> Iterator[list[int]]:
         return tokens, log_probs
 
     one_by_one = patch.object(CompiledPass, "__call__", one_step)
-    with one_by_one, patch.object(Steps, "__call__", some_steps):
+    with one_by_one, patch.object(MultiStep, "__call__", some_steps):
         yield counts
 
 

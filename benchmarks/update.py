@@ -48,7 +48,7 @@ from keel.learn.batch import Batch, from_groups
 from keel.learn.learner import Learner, backward
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable
-from keel.learn.token_budget import Budget
+from keel.learn.token_budget import TokenBudget
 from keel.models.build import build_model
 from keel.models.policy import Policy, load_policy
 from keel.types import Completion, Group, Prompt
@@ -151,7 +151,7 @@ def prepared(row: Algorithm, made: Rollouts, shared: bool) -> Batch:
 
 def learner_of(policy: Policy) -> Learner:
     """All that an update needs; nothing is stepped here."""
-    return Learner(policy, AdamW(trainable(policy.model), Optimizer()), Budget(BUDGET))
+    return Learner(policy, AdamW(trainable(policy.model), Optimizer()), TokenBudget(BUDGET))
 
 
 def built(spec: BuildModel) -> Policy:

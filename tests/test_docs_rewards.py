@@ -16,7 +16,7 @@ from keel.config.load import load_recipe
 from keel.config.schema import RLStage
 from keel.graders.unit_tests import Status
 from keel.models.reward import reward_model_from
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.rewards.registry import BUILT_IN, MADE, RESERVED, TASK, load_reward
 from keel.rewards.scorer import Scorer
 from keel.types import Prompt
@@ -87,7 +87,7 @@ def test_a_recipe_of_the_page_loads_and_so_do_its_rewards(
     assert isinstance(stage, RLStage)
     assert stage.rewards.functions
     monkeypatch.chdir(models)
-    around = Surroundings(
+    around = RewardContext(
         tokenizer=policy().tokenizer,
         models={"reward_model": models / "reward_model"},
         folder=tmp_path,

@@ -1,4 +1,4 @@
-"""Laws of the house: sizes, names, imports, and what the README says of it."""
+"""The structure of the package: sizes, names, imports."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import resource
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -30,6 +31,16 @@ def test_files_and_functions_are_small() -> None:
         long += [f"{source.name}: {count} lines"] * (count > limit)
         long += [f"{source.name}:{f} {n} lines" for f, n in functions(source.tree) if n > FUNCTION]
     assert long == []
+
+
+def test_class_names_are_unique() -> None:
+    places = Counter(
+        node.name
+        for source in sources()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in places.items() if count > 1] == []
 
 
 def test_every_file_says_what_it_is() -> None:

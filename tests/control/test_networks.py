@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from keel.config.control import Network
-from keel.control.networks import Perceptron, Trained, perceptron
+from keel.control.networks import Perceptron, TrainedNetwork, perceptron
 
 
 def linear(network: Perceptron) -> list[nn.Linear]:
@@ -51,13 +51,15 @@ def test_the_seed_alone_decides() -> None:
 
 
 @pytest.fixture
-def pair() -> tuple[Perceptron, Perceptron, Trained]:
+def pair() -> tuple[Perceptron, Perceptron, TrainedNetwork]:
     first = perceptron(3, 2, Network(hidden=(4,)), 1.0, seed=1)
     second = perceptron(3, 1, Network(hidden=(4,)), 1.0, seed=2)
-    return first, second, Trained({"actor": first, "critic": second})
+    return first, second, TrainedNetwork({"actor": first, "critic": second})
 
 
-def test_one_vector_holds_every_parameter(pair: tuple[Perceptron, Perceptron, Trained]) -> None:
+def test_one_vector_holds_every_parameter(
+    pair: tuple[Perceptron, Perceptron, TrainedNetwork],
+) -> None:
     first, second, trained = pair
     every = [*first.parameters(), *second.parameters()]
     assert trained.vector.numel() == sum(p.numel() for p in every)
@@ -68,7 +70,7 @@ def test_one_vector_holds_every_parameter(pair: tuple[Perceptron, Perceptron, Tr
 
 
 def test_the_vectors_gradient_is_the_parameters(
-    pair: tuple[Perceptron, Perceptron, Trained],
+    pair: tuple[Perceptron, Perceptron, TrainedNetwork],
 ) -> None:
     first, second, trained = pair
     twins = deepcopy(first), deepcopy(second)
@@ -81,7 +83,7 @@ def test_the_vectors_gradient_is_the_parameters(
 
 
 def test_a_quick_pass_sees_what_is_done_in_place(
-    pair: tuple[Perceptron, Perceptron, Trained],
+    pair: tuple[Perceptron, Perceptron, TrainedNetwork],
 ) -> None:
     first, _, trained = pair
     forward, x = first.quick(), torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
@@ -98,7 +100,7 @@ def test_a_quick_pass_sees_what_is_done_in_place(
 
 
 def test_a_copy_stands_apart_and_the_state_comes_back(
-    pair: tuple[Perceptron, Perceptron, Trained],
+    pair: tuple[Perceptron, Perceptron, TrainedNetwork],
 ) -> None:
     first, _, trained = pair
     copied = deepcopy(first)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from keel.config.load import load_recipe
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.rewards.model_scorer import which_model
 from keel.runs.fingerprints import fingerprints
 from keel.runs.reader import load
@@ -210,7 +210,7 @@ def test_a_damaged_reward_model_is_refused_wherever_it_is_loaded(tmp_path: Path)
     content = bytearray(weights.read_bytes())
     content[-5] ^= 4
     weights.write_bytes(content)
-    around = Surroundings(models={"judge": made})
+    around = RewardContext(models={"judge": made})
     rows = run / "rows" / "judge-heldout.jsonl"
     for load_it in (
         lambda: which_model(around, None, "judge"),

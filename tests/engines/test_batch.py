@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.engines.scheduler import Batch
+from keel.engines.scheduler import DecodeBatch
 
 
 @settings(max_examples=150, deadline=None)
@@ -22,7 +22,7 @@ def test_every_sequence_enters_once_and_every_prompt_is_computed_once(
 ) -> None:
     rng = np.random.default_rng(seed)
     plen = np.array(lengths)
-    batch = Batch(plen, np.full(len(lengths), 5), n, max_rows, budget)
+    batch = DecodeBatch(plen, np.full(len(lengths), 5), n, max_rows, budget)
     entered: list[int] = []
     computed: list[int] = []
     finished: list[int] = []

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from keel.config.model import Lora
 from keel.engines.cpu import backbone as compiled
-from keel.engines.kv_cache import Entering, Live
+from keel.engines.kv_cache import DecodeRows, Prefill
 from keel.engines.native import NativeEngine
 from keel.models import llama
 from keel.models.attention.functions import install
@@ -171,13 +171,13 @@ def compare(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, rounding: f
 
 def states_of(found: compiled.CompiledPass, tokens: Tensor, prompt: int) -> Tensor:
     """A prompt at once, then token by token."""
-    none = Entering(np.zeros(0, dtype=np.int64), 0)
-    enters = Entering(np.array([prompt]), 0)
+    none = Prefill(np.zeros(0, dtype=np.int64), 0)
+    enters = Prefill(np.array([prompt]), 0)
     found.admit(enters, 1)
     states = [found(tokens[:prompt], torch.arange(prompt), enters, None)[-1:]]
     for place, token in enumerate(tokens[prompt:]):
         found.reserve(np.array([place + 1]), 1)
-        live = Live(np.array([0]), np.array([place]), np.array([prompt]), torch.device("cpu"))
+        live = DecodeRows(np.array([0]), np.array([place]), np.array([prompt]), torch.device("cpu"))
         states.append(found(token[None], torch.tensor([prompt + place]), none, live))
     return torch.cat(states)
 
@@ -196,14 +196,14 @@ def test_neither_company_nor_threads_change_a_bit_of_a_row(family: str, dtype: t
         torch.set_num_threads(threads)
         found = compiled.compiled(model, 100, dtype)
         assert found is not None
-        enters, none = Entering(lengths, 0), Entering(lengths[:0], 0)
+        enters, none = Prefill(lengths, 0), Prefill(lengths[:0], 0)
         found.admit(enters, 3)
         found(tokens, torch.from_numpy(enters.places()[1]), enters, None)
         out = None
         for place in range(37):
             end = np.minimum(ends[rows], place)
             found.reserve(end + 1, len(rows))
-            live = Live(slots[rows], end, lengths, torch.device("cpu"))
+            live = DecodeRows(slots[rows], end, lengths, torch.device("cpu"))
             ids = torch.from_numpy((end * 7 + rows) % 40)
             out = found(ids, torch.from_numpy(lengths[slots[rows]] + end), none, live)
         assert out is not None

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from benchmarks.turns import tokens_fed
 from keel.config.model import Lora
 from keel.engines.cpu import backbone as compiled
-from keel.engines.kv_cache import Entering
+from keel.engines.kv_cache import Prefill
 from keel.engines.multi_turn import converse
 from keel.engines.native import NativeEngine
-from keel.engines.prefix_cache import Beginnings
-from keel.engines.scheduler import Batch
-from keel.engines.slots import Pool
+from keel.engines.prefix_cache import PrefixCache
+from keel.engines.scheduler import DecodeBatch
+from keel.engines.slots import PagePool
 from keel.models.lora import add_lora, lora_layers
 from keel.types import Completion, Group, KeelError, Prompt, Sampling, Side
 from tests.engines.test_compiled import model_of, prompts
@@ -230,12 +230,12 @@ def test_other_passes_remember_nothing(monkeypatch: pytest.MonkeyPatch, fed: lis
 # ---------------------------------------------------------------- pages
 
 
-def pool_of(beginnings: Beginnings) -> Pool:
+def pool_of(beginnings: PrefixCache) -> PagePool:
     assert beginnings._pool is not None
     return beginnings._pool
 
 
-def held(beginnings: Beginnings) -> list[int]:
+def held(beginnings: PrefixCache) -> list[int]:
     """The pages of what is remembered."""
     entries = [pages for same in beginnings._named.values() for pages in same]
     return [page for pages in entries for page in pages]
@@ -361,7 +361,7 @@ def test_a_prompt_finds_its_longest_beginning() -> None:
         ]
         return Group(Prompt("p", "", tokens=prompt), tuple(said))
 
-    beginnings = Beginnings(4)
+    beginnings = PrefixCache(4)
     pool = beginnings.pool(4, torch.empty(0))
     assert beginnings.pool(4, torch.empty(0)) is pool
     assert not beginnings.full
@@ -388,7 +388,7 @@ def test_a_prompt_finds_its_longest_beginning() -> None:
 
 def test_where_tokens_go_that_enter_behind_others() -> None:
     lengths, known = np.array([3, 5, 2, 4, 6]), np.array([0, 3, 0, 3, 1])
-    entering = Entering(lengths, 7, known)
+    entering = Prefill(lengths, 7, known)
     expected = [(7 + e, p) for e in (0, 2) for p in range(lengths[e])]
     expected += [(7 + e, p) for e in (1, 3, 4) for p in range(known[e], lengths[e])]
     slots, places = entering.places()
@@ -399,14 +399,14 @@ def test_where_tokens_go_that_enter_behind_others() -> None:
         (7 + e, length - 1) for e, length in enumerate(lengths)
     ]
     assert entering.order().tolist() == [0, 2, 1, 3, 4]
-    new = Entering(lengths, 7)
+    new = Prefill(lengths, 7)
     assert new.whole.tolist() == lengths.tolist()
     assert new.last().tolist() == (lengths.cumsum() - 1).tolist()
 
 
 def test_the_prefill_budget_counts_what_enters() -> None:
     lengths, limits = np.full(8, 20), np.full(8, 9)
-    batch = Batch(lengths, limits, 1, 8, 43, known_P=np.array([0, 19, 18, 0, 19, 19, 19, 19]))
+    batch = DecodeBatch(lengths, limits, 1, 8, 43, known_P=np.array([0, 19, 18, 0, 19, 19, 19, 19]))
     entry = batch.waiting()
     assert entry.prompts == range(4)
     batch.add(entry)

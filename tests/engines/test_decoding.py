@@ -12,7 +12,7 @@ from torch import Tensor
 
 from keel.engines import decode_attention as decoding
 from keel.engines.decode_attention import StepLayout
-from keel.engines.kv_cache import Live, Places, Shelf, Store
+from keel.engines.kv_cache import DecodeRows, KVCache, Places, Shelf
 from keel.engines.native import NativeEngine
 from keel.models.attention.functions import Rules
 from keel.models.attention.layout import PackedLayout
@@ -47,7 +47,7 @@ def test_rows_see_their_prompt_and_their_own(
         monkeypatch.setattr(decoding, "_ROUNDED", (torch.float64,))
     lengths, slots, ends = step
     rule, generator = Rules(scaling=0.3, **rules), torch.Generator().manual_seed(0)
-    store = Store(max(lengths), 9)
+    store = KVCache(max(lengths), 9)
     store.prompts.reserve(len(lengths), max(lengths), 0)
     store.answers.reserve(len(slots), 9, 0)
     first = [heads(KV_HEADS, sum(lengths), generator) for _ in range(2)]
@@ -61,7 +61,7 @@ def test_rows_see_their_prompt_and_their_own(
         rows = torch.tensor([r for r, end in enumerate(ends) if at < end])
         places = Places(rows, torch.full_like(rows, at))
         store.answers.write(0, places, *(x[:, rows, at].transpose(0, 1) for x in own))
-    live = Live(np.array(slots), np.array(ends), np.array(lengths), CPU)
+    live = DecodeRows(np.array(slots), np.array(ends), np.array(lengths), CPU)
     entering, late = PackedLayout([3, 2]), [heads(KV_HEADS, 5, generator) for _ in range(2)]
     store.prompts.reserve(len(lengths) + 2, 3, len(lengths))
     extra = torch.tensor([0, 0, 0, 1, 1]) + len(lengths)
@@ -121,8 +121,8 @@ def test_memory_that_nothing_was_written_to_is_not_read(
 
 
 def test_layers_may_differ_in_their_heads() -> None:
-    live = Live(np.array([0, 0, 1]), np.array([0, 0, 0]), np.array([2, 1]), CPU)
-    store = Store(2, 4)
+    live = DecodeRows(np.array([0, 0, 1]), np.array([0, 0, 0]), np.array([2, 1]), CPU)
+    store = KVCache(2, 4)
     store.prompts.reserve(2, 2, 0)
     store.answers.reserve(3, 4, 0)
     generator = torch.Generator().manual_seed(0)

@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from keel.engines.scheduler import Batch
-from keel.engines.slots import Pool, Table, page_numbers
+from keel.engines.scheduler import DecodeBatch
+from keel.engines.slots import PagePool, PageTable, page_numbers
 from keel.models.kernels.decode import PAGE
 
 LIKE = torch.empty(0)
@@ -25,7 +25,7 @@ def places(*counts: int) -> np.ndarray:
 def test_pages_lie_apart_and_are_given_out_again() -> None:
     numbers = page_numbers(3, 2, 8)
     assert numbers == 3 * 2 * 2 * PAGE * 8
-    pool = Pool(numbers, LIKE)
+    pool = PagePool(numbers, LIKE)
     first = pool.take(5)
     more = pool.take(40)
     ends = sorted([*first, *more])
@@ -36,7 +36,7 @@ def test_pages_lie_apart_and_are_given_out_again() -> None:
 
 
 def test_an_entry_keeps_its_pages_as_it_grows_and_moves() -> None:
-    table = Table(Pool(4, LIKE))
+    table = PageTable(PagePool(4, LIKE))
     table.reserve(places(1, PAGE, PAGE + 1))
     one, two, three = (table.pages[e, :n].tolist() for e, n in enumerate((1, 1, 2)))
     table.reserve(places(1, PAGE + 1, 5 * PAGE))
@@ -55,7 +55,7 @@ def test_an_entry_keeps_its_pages_as_it_grows_and_moves() -> None:
 
 
 def test_a_row_that_ends_at_its_first_token_never_had_a_page() -> None:
-    table = Table(Pool(4, LIKE))
+    table = PageTable(PagePool(4, LIKE))
     table.reserve(places(1, 1))
     kept = table.pages[1, 0]
     # Four rows, of which the last two never came to be decoded; the second stays, and the fourth.
@@ -66,7 +66,7 @@ def test_a_row_that_ends_at_its_first_token_never_had_a_page() -> None:
 
 
 def test_entries_from_some_slot_on() -> None:
-    table = Table(Pool(4, LIKE))
+    table = PageTable(PagePool(4, LIKE))
     table.reserve(places(3 * PAGE))
     table.reserve(places(PAGE, 2 * PAGE + 1), first=1)
     assert len(set(table.pages[:3].flatten().tolist()) - {0}) == 3 + 1 + 3
@@ -79,9 +79,9 @@ def test_no_page_is_held_twice_in_a_long_life() -> None:
     """Rows and prompts as a batch moves them, with lengths and ends at random."""
     generator = np.random.default_rng(0)
     lengths = generator.integers(1, 50, size=12)
-    batch = Batch(lengths, np.full(12, 70), 3, 7, 120)
-    pool = Pool(4, LIKE)
-    prompts, answers = Table(pool), Table(pool)
+    batch = DecodeBatch(lengths, np.full(12, 70), 3, 7, 120)
+    pool = PagePool(4, LIKE)
+    prompts, answers = PageTable(pool), PageTable(pool)
     held: dict[int, int] = {}
     while batch.live:
         entry = batch.waiting()

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from keel.engines import multi_step as steps
 from keel.engines import native
-from keel.engines.multi_step import Steps
+from keel.engines.multi_step import MultiStep
 from keel.engines.native import NativeEngine
 from keel.models.families import head_of
 from keel.models.kernels import steps as compiled
@@ -37,14 +37,14 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many steps each call did."""
     found: list[int] = []
-    real = Steps.__call__
+    real = MultiStep.__call__
 
-    def counting(self: Steps, *given: Any) -> Any:
+    def counting(self: MultiStep, *given: Any) -> Any:
         tokens, log_probs = real(self, *given)
         found.append(len(tokens))
         return tokens, log_probs
 
-    monkeypatch.setattr(Steps, "__call__", counting)
+    monkeypatch.setattr(MultiStep, "__call__", counting)
     # A slow machine cuts no call short.
     monkeypatch.setattr(steps, "SLICE", 3600.0)
     return found
@@ -173,15 +173,15 @@ def test_weights_that_break_are_told(calls: list[int]) -> None:
 def test_tokens_are_those_of_their_steps(calls: list[int]) -> None:
     """A later call must not change what an earlier one gave."""
     kept: list[tuple[np.ndarray, np.ndarray]] = []
-    counting = Steps.__call__
+    counting = MultiStep.__call__
 
-    def keeping(self: Steps, *given: Any) -> Any:
+    def keeping(self: MultiStep, *given: Any) -> Any:
         tokens, log_probs = counting(self, *given)
         kept.append((tokens, tokens.copy()))
         return tokens, log_probs
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Steps, "__call__", keeping)
+        patched.setattr(MultiStep, "__call__", keeping)
         NativeEngine(model_of("llama"), TOKENIZER).sample(
             prompts(4, 7), 3, Sampling(max_tokens=50), 0
         )

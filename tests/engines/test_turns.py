@@ -199,7 +199,7 @@ def test_a_conversation_that_nobody_wants_ends_at_the_next_reply() -> None:
             return super().reply(prompt, text)
 
     engine, task = ScriptedEngine(lambda prompt, index: "go", TOKENIZER), Tells()
-    with pytest.raises(giving_up.GivenUp), giving_up.until(told):
+    with pytest.raises(giving_up.Cancelled), giving_up.until(told):
         talk(engine, [Prompt("p", "3+4", tokens=(5,))], 3, Sampling(90), task, max_turns=2)
     assert len(task.asked) == 1
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from keel.cli.main import main
-from keel.learn.token_budget import Budget, needing_memory, out_of_memory
-from keel.models.packed import Sizes
+from keel.learn.token_budget import TokenBudget, needing_memory, out_of_memory
+from keel.models.packed import PackedSizes
 from keel.runs.reader import load
 from keel.training.run import train
 from keel.training.setup import token_budget
@@ -72,10 +72,10 @@ def test_torch_refuses_with_an_error_that_is_known() -> None:
 
 def test_halved_until_there_is_room_and_kept() -> None:
     told: list[str] = []
-    budget = Budget(1000, told.append)
+    budget = TokenBudget(1000, told.append)
     work = Narrow(12, [10, 10, 10, 10], cpu_refusal())
     assert budget.found is None
-    assert budget.fitting(work.attempt, Sizes(work.lengths), work.undo) == "done"
+    assert budget.fitting(work.attempt, PackedSizes(work.lengths), work.undo) == "done"
     # 40 tokens are all there is, so that halving 1000 would ask for the same again.
     assert work.asked == [1000, 20, 10]
     assert work.undone == 2
@@ -86,23 +86,23 @@ def test_halved_until_there_is_room_and_kept() -> None:
     ]
     assert "set token_budget = 10" in told[1]
     again = Narrow(12, [10, 10], cpu_refusal())
-    budget.fitting(again.attempt, Sizes(again.lengths))
+    budget.fitting(again.attempt, PackedSizes(again.lengths))
     assert again.asked == [10]
 
 
 def test_a_sequence_alone_that_has_no_room_ends_it() -> None:
-    budget = Budget(64)
+    budget = TokenBudget(64)
     work = Narrow(12, [10, 30, 10], cpu_refusal())
     with pytest.raises(KeelError, match="one sequence of 30 tokens alone"):
-        budget.fitting(work.attempt, Sizes(work.lengths), work.undo)
+        budget.fitting(work.attempt, PackedSizes(work.lengths), work.undo)
     assert work.undone == len(work.asked)
 
 
 def test_another_error_is_not_taken_for_it() -> None:
-    budget = Budget(64)
+    budget = TokenBudget(64)
     work = Narrow(0, [10, 10], RuntimeError("shapes do not fit"))
     with pytest.raises(RuntimeError, match="shapes"):
-        budget.fitting(work.attempt, Sizes(work.lengths), work.undo)
+        budget.fitting(work.attempt, PackedSizes(work.lengths), work.undo)
     assert work.undone == 0
     assert budget.tokens == 64
 

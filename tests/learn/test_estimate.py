@@ -8,7 +8,7 @@ import torch
 
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm, GroupRelative
-from keel.learn.advantages import Outcome, estimate, outcome
+from keel.learn.advantages import RolloutRewards, estimate, outcome
 from keel.learn.batch import from_groups
 from keel.learn.loss import prepare
 from keel.types import Completion, Group, Prompt, Step, Verdict
@@ -18,8 +18,8 @@ LENGTHS, GROUPS = (2, 3, 1, 1, 2), (0, 0, 1, 1, 1)
 NAN = float("nan")
 
 
-def judged(*rewards: float) -> Outcome:
-    return Outcome(torch.tensor(rewards, dtype=torch.float64))
+def judged(*rewards: float) -> RolloutRewards:
+    return RolloutRewards(torch.tensor(rewards, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline", "grpo"])

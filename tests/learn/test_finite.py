@@ -15,7 +15,7 @@ from keel.learn.finite import Cause, NotFinite, alone, first_bad, place_of, stop
 from keel.learn.learner import Learner, cause_of, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, bad_weight, step_all, trainable
-from keel.learn.token_budget import Budget
+from keel.learn.token_budget import TokenBudget
 from keel.types import KeelError
 from tests.models import tiny
 
@@ -45,7 +45,9 @@ def batch_of(*lengths: int, prompt: int = 2) -> Batch:
 
 def learner_of() -> Learner:
     policy = tiny.policy()
-    return Learner(policy, AdamW(trainable(policy), Optimizer(learning_rate=1e-2)), Budget(10_000))
+    return Learner(
+        policy, AdamW(trainable(policy), Optimizer(learning_rate=1e-2)), TokenBudget(10_000)
+    )
 
 
 def weights(learner: Learner) -> list[torch.Tensor]:

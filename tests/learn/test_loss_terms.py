@@ -20,7 +20,7 @@ from keel.algorithms.spec import (
     MonteCarlo,
     Weights,
 )
-from keel.learn.advantages import Outcome, estimate
+from keel.learn.advantages import RolloutRewards, estimate
 from keel.learn.batch import Batch
 from keel.learn.loss import loss, prepare
 from keel.models.scores import Scores
@@ -120,7 +120,7 @@ def test_a_users_surrogate_and_advantage_stand_in_for_ours() -> None:
         grad(row(surrogate=own), batch, made.log_prob_N),
         grad(row(surrogate=ours), batch, made.log_prob_N),
     )
-    judged = Outcome(torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64))
+    judged = RolloutRewards(torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64))
     expected = estimate(row(), blank(LENGTHS, GROUPS), judged, 0.0).advantage_N
     custom = CustomAdvantage(function=f"{__name__}:doubled", options={"factor": 3.0})
     found = estimate(row(advantage=custom), blank(LENGTHS, GROUPS), judged, 0.0).advantage_N
@@ -135,7 +135,7 @@ def test_a_users_surrogate_and_advantage_stand_in_for_ours() -> None:
 )
 def test_a_users_mistake_is_named(function: str, reason: str) -> None:
     custom = CustomAdvantage(function=f"{__name__}:{function}")
-    judged = Outcome(torch.zeros(4, dtype=torch.float64))
+    judged = RolloutRewards(torch.zeros(4, dtype=torch.float64))
     with pytest.raises(KeelError, match=reason):
         estimate(row(advantage=custom), blank(LENGTHS, GROUPS), judged, 0.0)
 
@@ -146,7 +146,7 @@ def test_a_kl_in_the_reward_reaches_each_token_to_go() -> None:
         advantage=MonteCarlo(baseline="none"),
         divergence=Divergence(where="reward", estimator="k1", beta=0.5),
     )
-    judged = Outcome(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64))
+    judged = RolloutRewards(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64))
     found = estimate(chosen, made.batch, judged, 0.5).advantage_N
     assert found is not None
     assert made.batch.old_log_prob_N is not None

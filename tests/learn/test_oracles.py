@@ -29,7 +29,7 @@ from keel.algorithms.spec import (
     ValueLoss,
     Weights,
 )
-from keel.learn.advantages import Outcome, estimate
+from keel.learn.advantages import RolloutRewards, estimate
 from keel.learn.batch import Batch
 from keel.learn.loss import DIVERGENCES, loss, prepare
 from keel.models.scores import Scores
@@ -140,7 +140,7 @@ def verl_row(case: dict[str, Any]) -> tuple[Algorithm, int]:
 
 def check_group_relative(case: dict[str, Any], group: Group) -> None:
     chosen = row(advantage=GroupRelative(epsilon=case["eps"]))
-    made = estimate(chosen, group.batch, Outcome(group.rewards(case["rewards"])), 0.0)
+    made = estimate(chosen, group.batch, RolloutRewards(group.rewards(case["rewards"])), 0.0)
     expected = group.flat(case["advantages"])
     torch.testing.assert_close(made.advantage_N, expected, rtol=0, atol=TOLERANCE)
 
@@ -157,7 +157,7 @@ def check_advantage(case: dict[str, Any], group: Group) -> None:
     baseline = None
     if case["name"] == "remax":
         baseline = torch.full((group.batch.sequences,), case["baseline"], dtype=torch.float64)
-    judged = Outcome(group.rewards(case["rewards"]), baseline)
+    judged = RolloutRewards(group.rewards(case["rewards"]), baseline)
     chosen = row(advantage=choice)
     made = prepare(chosen, estimate(chosen, group.batch, judged, 0.0), 1)
     expected = group.flat(case["advantages"])
@@ -180,7 +180,7 @@ def check_gae(case: dict[str, Any], group: Group) -> None:
         reference_log_prob_N=zeros,
         value_N=group.flat(case["values"]),
     )
-    silent = Outcome(torch.zeros(batch.sequences, dtype=torch.float64))
+    silent = RolloutRewards(torch.zeros(batch.sequences, dtype=torch.float64))
     made = prepare(chosen, estimate(chosen, batch, silent, 1.0), 1)
     pairs = ((made.advantage_N, case["advantages"]), (made.return_N, case["returns"]))
     for found, expected in pairs:

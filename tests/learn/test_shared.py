@@ -18,7 +18,7 @@ from keel.learn.batch import Batch, from_groups
 from keel.learn.learner import Learner, backward, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable
-from keel.learn.token_budget import Budget
+from keel.learn.token_budget import TokenBudget
 from keel.models.attention.functions import install
 from keel.models.packed import Packed
 from keel.models.policy import Policy
@@ -71,7 +71,7 @@ def learner(family: str = "llama", tokens: int = 1000, *, value: bool = False) -
     made = policy(family)
     head = value_head_for(made) if value else None
     named = trainable(made) + ([] if head is None else trainable(head, "value_head."))
-    return Learner(made, AdamW(named, Optimizer()), Budget(tokens), value_head=head)
+    return Learner(made, AdamW(named, Optimizer()), TokenBudget(tokens), value_head=head)
 
 
 def gradients(found: Learner) -> dict[str, Tensor | None]:

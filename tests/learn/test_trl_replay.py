@@ -18,7 +18,7 @@ from keel.learn.batch import Batch, from_groups
 from keel.learn.learner import Learner, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable
-from keel.learn.token_budget import Budget
+from keel.learn.token_budget import TokenBudget
 from keel.models.attention.functions import install
 from keel.models.policy import Policy
 from keel.models.tokenizers import byte_tokenizer
@@ -69,7 +69,7 @@ def test_trl_oracle_replay_lands_on_trls_weights(token_budget: int) -> None:
         weight_decay=optimizer["weight_decay"],
         max_grad_norm=None,
     )
-    learner = Learner(policy, AdamW(trainable(policy), choice), Budget(token_budget))
+    learner = Learner(policy, AdamW(trainable(policy), choice), TokenBudget(token_budget))
     row = Algorithm(
         advantage=GroupRelative(),
         ratio="token",

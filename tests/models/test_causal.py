@@ -120,7 +120,7 @@ def test_one_pass_backward_gives_the_bits_of_two(
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     found = []
     for one in (True, False):
-        monkeypatch.setattr(kernel.Plan, "in_one_pass", lambda *_, one=one: one)
+        monkeypatch.setattr(kernel.CausalPlan, "in_one_pass", lambda *_, one=one: one)
         found.append(torch.autograd.grad((out * weight).sum(), given, retain_graph=True))
     assert all(x.isfinite().all() for x in found[0])
     assert all(map(torch.equal, *found))
@@ -150,7 +150,7 @@ def test_families_are_taken_where_they_keep_the_threads_busy(
     one: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plan, ran = kernel.Plan(lengths, follows), []
+    plan, ran = kernel.CausalPlan(lengths, follows), []
     monkeypatch.setattr(kernel, "_run", lambda name, *_: ran.append(name))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     query = torch.zeros(sum(lengths), shared, 32)
@@ -162,10 +162,10 @@ def test_families_are_taken_where_they_keep_the_threads_busy(
 
 def test_the_longest_work_comes_first() -> None:
     """By what queries see: a piece behind a prompt sees more than one of its length that is not."""
-    plan = kernel.Plan([30, 50, 10, 40, 10, 10], [-1, -1, 0, -1, 3, 3])
+    plan = kernel.CausalPlan([30, 50, 10, 40, 10, 10], [-1, -1, 0, -1, 3, 3])
     assert plan.families.piece.tolist() == [3, 1, 0]
     assert plan.families.count.tolist() == [40, 50, 30]
-    plan = kernel.Plan([30, 300, 10, 20], [-1, -1, 0, 0])
+    plan = kernel.CausalPlan([30, 300, 10, 20], [-1, -1, 0, 0])
     assert list(zip(plan.keys.piece, plan.keys.first, strict=True)) == [
         (1, 0),  # 256 keys, of which 300 queries see more than half
         (0, 0),
@@ -220,14 +220,14 @@ def test_queries_keys_and_values_may_be_parts_of_one_tensor(view: str) -> None:
 def test_no_more_room_is_used_than_was_made(one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     behind: list[Tensor] = []
 
-    def guarded(query: Tensor, plan: kernel.Plan) -> Tensor:
+    def guarded(query: Tensor, plan: kernel.CausalPlan) -> Tensor:
         size = plan.room(query.shape[-1])
         whole = torch.full((size + 4096,), 7.5)
         behind.append(whole[size:])
         return whole[:size].view(1, size)
 
     monkeypatch.setattr(kernel, "_room", guarded)
-    monkeypatch.setattr(kernel.Plan, "in_one_pass", lambda *_: one)
+    monkeypatch.setattr(kernel.CausalPlan, "in_one_pass", lambda *_: one)
     given = leaves(2 * 577, (1, 1, 32))
     out = PackedLayout([577, 577], [-1, 0]).attend_tokens(*given, Rules(0.3))
     torch.autograd.grad(out.sum(), given)

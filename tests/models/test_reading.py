@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from keel.graders.steps import split_steps
 from keel.models.chat import decode, token_ends
-from keel.models.packed import Sizes
+from keel.models.packed import PackedSizes
 from keel.models.reward_inputs import Answered, Reader, joined, lay
 from keel.models.tokenizers import byte_tokenizer, character_tokenizer
 from keel.types import KeelError
@@ -223,7 +223,7 @@ def test_answers_lie_end_to_end() -> None:
 @same
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 20))
 def test_runs_of_neighbours_keep_to_the_budget(lengths: list[int], budget: int) -> None:
-    spans = Sizes(lengths).spans(budget)
+    spans = PackedSizes(lengths).spans(budget)
     assert [n for span in spans for n in lengths[span]] == lengths
     for number, span in enumerate(spans):
         assert len(lengths[span]) >= 1
@@ -233,16 +233,16 @@ def test_runs_of_neighbours_keep_to_the_budget(lengths: list[int], budget: int) 
 
 
 def test_runs_of_neighbours_by_hand() -> None:
-    assert Sizes([3, 2, 1]).spans(5) == [slice(0, 2), slice(2, 3)]
-    assert Sizes([9, 1, 9]).spans(5) == [slice(0, 1), slice(1, 2), slice(2, 3)]
+    assert PackedSizes([3, 2, 1]).spans(5) == [slice(0, 2), slice(2, 3)]
+    assert PackedSizes([9, 1, 9]).spans(5) == [slice(0, 1), slice(1, 2), slice(2, 3)]
 
 
 def test_what_neighbours_share_enters_once_and_holds_them_together() -> None:
-    sizes = Sizes([5, 6, 5, 4, 4], [0, 3, 3, 0, 2])
+    sizes = PackedSizes([5, 6, 5, 4, 4], [0, 3, 3, 0, 2])
     assert sizes.spans(9) == [slice(0, 2), slice(2, 4), slice(4, 5)]
     assert [sizes.entering(span) for span in sizes.spans(9)] == [8, 9, 4]
     # Enough is enough only where the next one shares nothing.
-    enough = Sizes([5, 6, 5, 4, 4], [0, 3, 3, 0, 2], enough=6)
+    enough = PackedSizes([5, 6, 5, 4, 4], [0, 3, 3, 0, 2], enough=6)
     assert enough.spans(100) == [slice(0, 3), slice(3, 5)]
     assert enough.spans(9) == [slice(0, 2), slice(2, 3), slice(3, 5)]
 

@@ -20,11 +20,11 @@ from keel.preflight.finding_kinds import KINDS, Kind, percent
 from keel.preflight.findings import prompts as p
 from keel.preflight.findings import samples as s
 from keel.preflight.findings import settings as c
-from keel.preflight.lengths import Held, holding, quantile
+from keel.preflight.lengths import BudgetShare, holding, quantile
 from keel.runs.quarantine import LeftOut
 from tests.source_tree import ROOT
 
-HELD = Held(40, True)
+HELD = BudgetShare(40, True)
 
 
 def kind(finding: Finding | None) -> str | None:
@@ -36,7 +36,7 @@ def kind(finding: Finding | None) -> str | None:
 
 def test_a_budget_that_holds_95_percent_of_what_all_ended() -> None:
     lengths = list(range(1, 101))
-    assert holding(lengths, [True] * 100) == Held(95, True)
+    assert holding(lengths, [True] * 100) == BudgetShare(95, True)
     assert quantile([3, 1, 2], 0.5) == 2
     assert quantile([7], 0.95) == 7
 
@@ -48,15 +48,15 @@ def test_cut_completions_are_known_to_be_longer_only() -> None:
     """
     lengths = [5, 5, 5, 5, 5, 5, 5, 8, 8, 9]
     ended = [True] * 4 + [False] * 3 + [True] * 3
-    assert holding(lengths, ended, 0.4) == Held(5, True)
-    assert holding(lengths, ended, 0.41) == Held(8, True)
-    assert holding(lengths, ended, 0.8) == Held(8, True)
-    assert holding(lengths, ended, 0.81) == Held(9, True)
+    assert holding(lengths, ended, 0.4) == BudgetShare(5, True)
+    assert holding(lengths, ended, 0.41) == BudgetShare(8, True)
+    assert holding(lengths, ended, 0.8) == BudgetShare(8, True)
+    assert holding(lengths, ended, 0.81) == BudgetShare(9, True)
 
 
 def test_where_too_few_end_there_is_a_lower_bound() -> None:
-    assert holding([4, 8, 8, 8], [True, False, False, False]) == Held(8, False)
-    assert str(Held(8, False)) == "more than 8"
+    assert holding([4, 8, 8, 8], [True, False, False, False]) == BudgetShare(8, False)
+    assert str(BudgetShare(8, False)) == "more than 8"
     with pytest.raises(ValueError, match="no lengths"):
         holding([], [])
 
@@ -81,15 +81,15 @@ def test_truncated_where_surely_more_than_one_in_twenty_is_cut(
 
 
 def test_all_cut_is_another_finding() -> None:
-    assert s.truncated(32, 32, 10, Held(40, False), "k") is None
+    assert s.truncated(32, 32, 10, BudgetShare(40, False), "k") is None
     assert s.eos_never(31, 32, 10, HELD, "k") is None
     assert s.eos_never(31, 31, 10, HELD, "k") is None  # too few to say
-    found = s.eos_never(32, 32, 10, Held(40, False), "k")
+    found = s.eos_never(32, 32, 10, BudgetShare(40, False), "k")
     assert found is not None
     assert found.severity == "error"
     assert "nor do they within 40" in found.evidence
     assert "sft" in found.mend
-    few = s.truncated(16, 16, 10, Held(40, False), "k")
+    few = s.truncated(16, 16, 10, BudgetShare(40, False), "k")
     assert few is not None
     assert few.mend == "raise it to 40 or more"
     later = s.eos_never(32, 32, 10, HELD, "k")

@@ -12,7 +12,7 @@ from keel.preflight.duration import (
     DISK_BYTES,
     OPTIMIZER_SECONDS,
     Duration,
-    Sizes,
+    StageSizes,
     Timed,
     checkpoints_of,
     evaluations_of,
@@ -20,7 +20,7 @@ from keel.preflight.duration import (
 )
 
 TIMED = Timed(tokens=100, forward=2.0, sequences=4, sampling=6.0, scoring=1.0)
-SIZES = Sizes(step_tokens=200, step_sequences=8)
+SIZES = StageSizes(step_tokens=200, step_sequences=8)
 
 
 def rl(*overrides: str) -> Stage:
@@ -47,7 +47,7 @@ def test_learning_is_three_forward_passes_for_each_epoch() -> None:
     stage = rl("algorithm=grpo", "epochs=2")
 
     def learning(**keys: Any) -> float:
-        sizes = Sizes(step_tokens=200, step_sequences=8, **keys)
+        sizes = StageSizes(step_tokens=200, step_sequences=8, **keys)
         return parts(stage_duration(stage, TIMED, sizes))["learning"]
 
     # 200 tokens go forward in 4 seconds.
@@ -71,7 +71,7 @@ def test_learning_is_three_forward_passes_for_each_epoch() -> None:
 def test_what_is_measured_before_an_update(
     overrides: tuple[str, ...], critic: bool, passes: int
 ) -> None:
-    sizes = Sizes(step_tokens=200, step_sequences=8, critic=critic)
+    sizes = StageSizes(step_tokens=200, step_sequences=8, critic=critic)
     stage = rl(*overrides)
     measuring = parts(stage_duration(stage, TIMED, sizes)).get("measuring", 0.0)
     assert measuring == pytest.approx(4.0 * passes * 10)
@@ -81,7 +81,7 @@ def test_evaluations_before_during_and_after() -> None:
     assert evaluations_of(rl("evaluation.every=0")) == 2
     assert evaluations_of(rl("evaluation.every=3")) == 2 + 3
     assert evaluations_of(rl("evaluation.every=5")) == 2 + 1  # the tenth is the last
-    sizes = Sizes(step_tokens=200, step_sequences=8, evaluation_sequences=16)
+    sizes = StageSizes(step_tokens=200, step_sequences=8, evaluation_sequences=16)
     once = parts(stage_duration(rl("evaluation.every=0"), TIMED, sizes))["evaluation"]
     assert once == pytest.approx(7.0 / 4 * 16 * 2)
     sampled = rl("evaluation.every=0", "evaluation.samples=3")
@@ -92,12 +92,12 @@ def test_checkpoints_and_what_they_take() -> None:
     assert checkpoints_of(rl()) == 3  # after 4, 8 and 10
     assert checkpoints_of(rl("checkpoints.every=5")) == 2
     assert checkpoints_of(rl("checkpoints.every=100")) == 1
-    sizes = Sizes(step_tokens=200, checkpoint_bytes=int(DISK_BYTES))
+    sizes = StageSizes(step_tokens=200, checkpoint_bytes=int(DISK_BYTES))
     assert parts(stage_duration(rl(), TIMED, sizes))["checkpoints"] == pytest.approx(3.0)
 
 
 def test_stages_on_rows() -> None:
-    sizes = Sizes(step_tokens=200, evaluation_tokens=50)
+    sizes = StageSizes(step_tokens=200, evaluation_tokens=50)
     reward = parts(stage_duration(rows("reward_model"), TIMED, sizes))
     assert reward == pytest.approx({"learning": 4.0 * 3 * 10, "evaluation": 1.0 * 2})
     # DPO's reference reads every row too.

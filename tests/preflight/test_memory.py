@@ -9,7 +9,7 @@ import torch
 
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe, RLStage
-from keel.engines.slots import Pool
+from keel.engines.slots import PagePool
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.kernels.decode import library
 from keel.models.policy import Policy, load_policy
@@ -21,7 +21,7 @@ from keel.preflight.memory.ledger import DryRun
 from keel.preflight.memory.passes import (
     Extent,
     Row,
-    Sampled,
+    SampledPass,
     Twins,
     learn,
     measure,
@@ -33,8 +33,8 @@ from keel.preflight.memory.passes import (
 from keel.preflight.memory.prediction import (
     LIBRARIES,
     Footprint,
-    Held,
-    Part,
+    HeldModels,
+    MemoryPart,
     Phase,
     rows_of,
     stage_footprint,
@@ -65,10 +65,10 @@ def stage_of(found: Recipe) -> RLStage:
     return stage
 
 
-def held_of(found: Recipe) -> Held:
+def held_of(found: Recipe) -> HeldModels:
     stage, policy = stage_of(found), load_policy(found.model, 0)
     row = stage.algorithm
-    return Held(
+    return HeldModels(
         policy,
         reference=reference_for(policy) if stage.keeps_reference else None,
         value_head=value_head_for(policy) if row.value and stage.value.kind == "head" else None,
@@ -76,7 +76,7 @@ def held_of(found: Recipe) -> Held:
     )
 
 
-def footprint(found: Recipe, held: Held, rows: list[Row] = ROWS, **keys: Any) -> Footprint:
+def footprint(found: Recipe, held: HeldModels, rows: list[Row] = ROWS, **keys: Any) -> Footprint:
     return stage_footprint(found.model, stage_of(found), held, [rows], **keys)
 
 
@@ -134,7 +134,7 @@ def test_the_store_is_as_large_as_the_engine_makes_it() -> None:
     policy = load_policy(recipe().model, 0)
     dry = DryRun()
     twin = dry.twin(policy)
-    call = Sampled(prompts=(6, 8), budget=40, answers=4, max_rows=256)
+    call = SampledPass(prompts=(6, 8), budget=40, answers=4, max_rows=256)
     with dry.running() as ledger:
         before = ledger.now
         sample(twin, call, Sampling(max_tokens=40))
@@ -156,18 +156,18 @@ def test_the_store_is_as_large_as_the_engine_makes_it() -> None:
 def test_what_was_said_stays_for_the_next_turn(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside rows that are decoded, or in their place as they end."""
     policy, made = load_policy(recipe().model, 0), []
-    grow = Pool._grow
+    grow = PagePool._grow
 
-    def seen(pool: Pool, count: int) -> None:
+    def seen(pool: PagePool, count: int) -> None:
         grow(pool, count)
         made[-1] = pool._pages
 
-    monkeypatch.setattr(Pool, "_grow", seen)
+    monkeypatch.setattr(PagePool, "_grow", seen)
     for turns in (1, 2):
         made.append(0)
         dry = DryRun()
         twin = dry.twin(policy)
-        call = Sampled((200, 200), 40, answers=4, max_rows=rows, turns=turns)
+        call = SampledPass((200, 200), 40, answers=4, max_rows=rows, turns=turns)
         with dry.running() as ledger:
             before = ledger.now
             sample(twin, call, Sampling(max_tokens=40))
@@ -338,12 +338,12 @@ def test_a_reward_model_beside_the_policy() -> None:
     policy = load_policy(found.model, 0)
     model = reward_model_from(policy, "outcome", 0)
     pairs: list[Row] = [(Extent(6, 10), Extent(6, 12))] * 4
-    held = Held(policy, reward_model=model)
+    held = HeldModels(policy, reward_model=model)
     said = stage_footprint(found.model, found.stages[0], held, [pairs])
     trained = sum(p.nbytes for p in model.parameters())
     assert bytes_in(named(said, "update"), "optimizer moments") == 2 * trained
     assert bytes_in(named(said, "update"), "reward model weights") >= trained
-    judged = Held(policy, judges=(("outcome", model.requires_grad_(False)),))
+    judged = HeldModels(policy, judges=(("outcome", model.requires_grad_(False)),))
     beside = footprint(recipe("algorithm=grpo", "algorithm.divergence=none"), judged)
     assert bytes_in(named(beside, "rewards"), "reward outcome weights") >= trained
     assert bytes_in(named(beside, "rewards"), "activations") > 0
@@ -383,25 +383,36 @@ def test_parts_are_the_most_of_each_phase() -> None:
     said = Footprint(
         "cpu",
         (
-            Phase("rollout", (Part("weights", 5), Part("store", 9))),
-            Phase("update", (Part("weights", 5), Part("store", 1), Part("activations", 7))),
+            Phase("rollout", (MemoryPart("weights", 5), MemoryPart("store", 9))),
+            Phase(
+                "update",
+                (MemoryPart("weights", 5), MemoryPart("store", 1), MemoryPart("activations", 7)),
+            ),
         ),
     )
-    assert said.parts == (Part("weights", 5), Part("store", 9), Part("activations", 7))
+    assert said.parts == (
+        MemoryPart("weights", 5),
+        MemoryPart("store", 9),
+        MemoryPart("activations", 7),
+    )
     assert (said.peak, said.highest.name) == (14, "rollout")
 
 
 def test_holes_that_stay_count_to_the_phase_that_made_them() -> None:
-    update = Phase("update", (Part("weights", 50), Part("activations", 40), Part("heap", 10)))
-    after = Phase("evaluation", (Part("weights", 50), Part("heap", 52)))
+    update = Phase(
+        "update", (MemoryPart("weights", 50), MemoryPart("activations", 40), MemoryPart("heap", 10))
+    )
+    after = Phase("evaluation", (MemoryPart("weights", 50), MemoryPart("heap", 52)))
     said = Footprint("cpu", (update, after))
     assert said.peak == 102
     assert said.highest == Phase(
-        "update", (Part("weights", 50), Part("activations", 40), Part("heap", 12))
+        "update", (MemoryPart("weights", 50), MemoryPart("activations", 40), MemoryPart("heap", 12))
     )
-    alone = Footprint("cpu", (Phase("a", (Part("x", 95),)), Phase("b", (Part("y", 100),))))
+    alone = Footprint(
+        "cpu", (Phase("a", (MemoryPart("x", 95),)), Phase("b", (MemoryPart("y", 100),)))
+    )
     assert (alone.peak, alone.highest.name) == (100, "b")
-    far = Footprint("cpu", (update, Phase("evaluation", (Part("heap", 200),))))
+    far = Footprint("cpu", (update, Phase("evaluation", (MemoryPart("heap", 200),))))
     assert far.highest.name == "evaluation"
 
 

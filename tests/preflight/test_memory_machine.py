@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from keel.preflight.memory.machine import Machine, machine, resident
-from keel.preflight.memory.prediction import Footprint, Part, Phase
+from keel.preflight.memory.prediction import Footprint, MemoryPart, Phase
 
 CPU = torch.device("cpu")
 KB = 1024
@@ -61,12 +61,12 @@ def test_a_system_that_says_nothing(tmp_path: Path) -> None:
 
 
 def test_a_footprint_against_the_room() -> None:
-    small = Footprint("cpu", (Phase("update", (Part("weights", 30),)),))
-    large = Footprint("cpu", (Phase("update", (Part("weights", 41),)),))
+    small = Footprint("cpu", (Phase("update", (MemoryPart("weights", 30),)),))
+    large = Footprint("cpu", (Phase("update", (MemoryPart("weights", 41),)),))
     here = Machine("cpu", 100, 40)
     assert here.fits(small)
     assert not here.fits(large)
-    assert here.fits(Footprint("cpu", (Phase("update", (Part("weights", 40),)),)))
+    assert here.fits(Footprint("cpu", (Phase("update", (MemoryPart("weights", 40),)),)))
     assert here.share(small) == 0.75
     assert Machine("cpu", 100, 0).share(small) == float("inf")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from keel.config.sources import RewardSource
 from keel.rewards import Scored, Scorer, load_reward
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.rewards.judge.reward import Judge, judge
 from keel.types import Group, Prompt
 from tests.data.tasks.made import completion
@@ -20,7 +20,7 @@ from tests.data.tasks.made import completion
 def made(url: str, folder: Path | None = None, **options: Any) -> Judge:
     """A judge that does not wait between attempts."""
     keys = {"model": "judge-1", "url": url, "backoff": 0.0, "timeout": 30.0, **options}
-    return judge(Surroundings(folder=folder), **keys)
+    return judge(RewardContext(folder=folder), **keys)
 
 
 def group(answers: Sequence[str], at: int = 0, **columns: Any) -> Group:
@@ -35,7 +35,7 @@ def scored(url: str, folder: Path | None, groups: Sequence[Group], **options: An
     limits["on_error"] = options.pop("on_error", "stop")
     keys = {"model": "judge-1", "url": url, "backoff": 0.0, "timeout": 30.0, **options}
     source = RewardSource(function="judge", options=keys)
-    reward = load_reward(source, Surroundings(folder=folder))
+    reward = load_reward(source, RewardContext(folder=folder))
     scorer = Scorer([reward], **limits)
     try:
         return scorer(groups, 1)

@@ -14,7 +14,7 @@ from keel.config.sources import RewardSource
 from keel.models.policy import Policy, load_policy
 from keel.models.reward import RewardModel, reward_model_from
 from keel.rewards import load_reward
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.rewards.registry import NamedReward
 from keel.types import Completion, Content, Group, Prompt
 from tests.models.tiny import build, stir
@@ -63,7 +63,9 @@ def group(
     return Group(Prompt(name, prompt, columns, "t"), made)
 
 
-def reward(function: str, around: Surroundings, *, options: Any = None, **keys: Any) -> NamedReward:
+def reward(
+    function: str, around: RewardContext, *, options: Any = None, **keys: Any
+) -> NamedReward:
     """A reward of a recipe."""
     source = RewardSource.model_validate({"function": function, "options": options or {}, **keys})
     return load_reward(source, around)

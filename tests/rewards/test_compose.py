@@ -268,10 +268,10 @@ def test_normalisation_by_group_follows_the_prompts() -> None:
 def test_a_recipes_keys_reach_the_reward() -> None:
     keys = {"clip": [-1.0, 2.0], "normalise": "batch", "gate": 0.5, "closed": -1.0, "weight": 3.0}
     for function in ("exact_match", "tests.rewards.functions:by_length", "step_match", "task"):
-        from keel.rewards.context import Surroundings
+        from keel.rewards.context import RewardContext
 
         source = RewardSource.model_validate({"function": function, **keys})
-        made = load_reward(source, Surroundings(tokenizer=object()))
+        made = load_reward(source, RewardContext(tokenizer=object()))
         assert (made.clip, made.normalise, made.gate, made.closed, made.weight) == (
             (-1.0, 2.0), "batch", 0.5, -1.0, 3.0,
         )  # fmt: skip

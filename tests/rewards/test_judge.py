@@ -19,7 +19,7 @@ from keel.rewards.judge.pairs import (
     position_bias,
     verdict,
 )
-from keel.rewards.judge.parsing import Parsed
+from keel.rewards.judge.parsing import ParsedReply
 from keel.rewards.judge.prompts import pair_question, score_question
 from keel.rewards.judge.requests import Judgement
 from keel.types import Group, KeelError, Prompt
@@ -163,7 +163,7 @@ def test_an_order_that_says_nothing_leaves_the_pair_out() -> None:
 
 
 def said(value: str | None) -> Judgement:
-    return Judgement(Parsed(value, "", "" if value else "nothing"), {})
+    return Judgement(ParsedReply(value, "", "" if value else "nothing"), {})
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from keel.rewards.judge.spending import Budget, Cost
-from keel.rewards.judge.store import Answer, Store, Ticket
+from keel.rewards.judge.spending import Cost, SpendLimit
+from keel.rewards.judge.store import JudgeStore, StoredAnswer, Ticket
 from keel.rewards.judge.writer import Disk
 from tests.rewards.judge_server import WAIT
 
@@ -20,14 +20,14 @@ WORST = Cost(100, 10, 1.0)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    found = Store(tmp_path / "a.db")
+def store(tmp_path: Path) -> Iterator[JudgeStore]:
+    found = JudgeStore(tmp_path / "a.db")
     yield found
     found.close()
 
 
 def at_once(
-    store: Store,
+    store: JudgeStore,
     works: Callable[[], list[Callable[[], Any]]],
     meanwhile: Callable[[list[asyncio.Task[Any]]], None] = lambda tasks: None,
 ) -> list[Any]:
@@ -57,16 +57,16 @@ def at_once(
     return asyncio.run(run())
 
 
-def reserve(store: Store, key: str) -> Callable[[], Any]:
-    return lambda: store.reserve(key, WORST, Budget())
+def reserve(store: JudgeStore, key: str) -> Callable[[], Any]:
+    return lambda: store.reserve(key, WORST, SpendLimit())
 
 
-def commits(store: Store, into: list[str]) -> None:
+def commits(store: JudgeStore, into: list[str]) -> None:
     """Note each commit from now on."""
     store._db.set_trace_callback(lambda said: into.append(said) if said == "COMMIT" else None)
 
 
-def test_what_waits_at_the_same_time_is_one_commit(store: Store) -> None:
+def test_what_waits_at_the_same_time_is_one_commit(store: JudgeStore) -> None:
     seen: list[str] = []
 
     def works() -> list[Callable[[], Any]]:
@@ -78,7 +78,7 @@ def test_what_waits_at_the_same_time_is_one_commit(store: Store) -> None:
     assert store.account().open == 5
 
 
-def test_one_after_the_other_are_commits_of_their_own(store: Store) -> None:
+def test_one_after_the_other_are_commits_of_their_own(store: JudgeStore) -> None:
     seen: list[str] = []
     commits(store, seen)
 
@@ -97,11 +97,11 @@ def test_one_after_the_other_are_commits_of_their_own(store: Store) -> None:
     assert len(seen) == 3
 
 
-def test_one_that_raises_leaves_the_others(store: Store) -> None:
+def test_one_that_raises_leaves_the_others(store: JudgeStore) -> None:
     def works() -> list[Callable[[], Any]]:
         def half() -> None:
             with store._transaction():
-                store.reserve("half", WORST, Budget())
+                store.reserve("half", WORST, SpendLimit())
                 raise ValueError("boom")
 
         return [reserve(store, "a"), half, reserve(store, "b")]
@@ -110,10 +110,10 @@ def test_one_that_raises_leaves_the_others(store: Store) -> None:
     assert isinstance(second, ValueError)
     assert (first.key, third.key) == ("a", "b")
     assert store.account().open == 2
-    assert isinstance(store.reserve("half", WORST, Budget()), Ticket)
+    assert isinstance(store.reserve("half", WORST, SpendLimit()), Ticket)
 
 
-def test_what_is_cancelled_before_it_began_is_left_undone(store: Store) -> None:
+def test_what_is_cancelled_before_it_began_is_left_undone(store: JudgeStore) -> None:
     def works() -> list[Callable[[], Any]]:
         return [reserve(store, key) for key in "abc"]
 
@@ -123,7 +123,7 @@ def test_what_is_cancelled_before_it_began_is_left_undone(store: Store) -> None:
     assert store.account().open == 2
 
 
-def test_where_all_are_cancelled_nothing_is_done(store: Store) -> None:
+def test_where_all_are_cancelled_nothing_is_done(store: JudgeStore) -> None:
     seen: list[str] = []
 
     def cancel(tasks: list[asyncio.Task[Any]]) -> None:
@@ -148,9 +148,9 @@ def full(path: Path) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_commit_that_fails_fails_all_and_leaves_nothing_open(store: Store) -> None:
-    big = Answer("x" * 300_000, "stop", "", Cost(1, 1, 0.0))
-    ticket = store.reserve("k", WORST, Budget())
+def test_a_commit_that_fails_fails_all_and_leaves_nothing_open(store: JudgeStore) -> None:
+    big = StoredAnswer("x" * 300_000, "stop", "", Cost(1, 1, 0.0))
+    ticket = store.reserve("k", WORST, SpendLimit())
     assert isinstance(ticket, Ticket)
     before = store.account()
     assert store.path is not None
@@ -171,7 +171,7 @@ def test_a_commit_that_fails_fails_all_and_leaves_nothing_open(store: Store) -> 
     assert (store.account().answers, store.account().open) == (1, 0)
 
 
-def test_a_commit_that_is_refused_fails_all_and_is_undone(store: Store) -> None:
+def test_a_commit_that_is_refused_fails_all_and_is_undone(store: JudgeStore) -> None:
     """Here the transaction is still there when COMMIT raises."""
     store._db.execute("PRAGMA foreign_keys = ON")
     store._db.execute("CREATE TABLE top (a PRIMARY KEY)")
@@ -184,10 +184,10 @@ def test_a_commit_that_is_refused_fails_all_and_is_undone(store: Store) -> None:
     assert [type(end) for end in ends] == [sqlite3.IntegrityError] * 2
     assert not store._db.in_transaction
     assert store.account().open == 0
-    assert isinstance(store.reserve("a", WORST, Budget()), Ticket)
+    assert isinstance(store.reserve("a", WORST, SpendLimit()), Ticket)
 
 
-def test_one_that_ends_the_transaction_fails_all(store: Store) -> None:
+def test_one_that_ends_the_transaction_fails_all(store: JudgeStore) -> None:
     """As SQLite may by itself when something is badly wrong."""
 
     def undo() -> None:
@@ -199,7 +199,7 @@ def test_one_that_ends_the_transaction_fails_all(store: Store) -> None:
     assert store.account().open == 0
 
 
-def test_closed_it_takes_nothing(store: Store) -> None:
+def test_closed_it_takes_nothing(store: JudgeStore) -> None:
     async def run() -> None:
         disk = Disk(store)
         await disk.run(reserve(store, "a"))

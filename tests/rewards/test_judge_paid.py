@@ -17,10 +17,10 @@ import pytest
 
 from keel.config.sources import RewardSource
 from keel.rewards import Scorer, load_reward
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.rewards.judge.reward import Judge
-from keel.rewards.judge.spending import Budget, Cost, Prices
-from keel.rewards.judge.store import Account, Answer, Store, Ticket
+from keel.rewards.judge.spending import Cost, Prices, SpendLimit
+from keel.rewards.judge.store import Account, JudgeStore, StoredAnswer, Ticket
 from keel.rewards.registry import named_reward
 from keel.types import KeelError
 from tests.rewards.judge_made import call, group, made, rewards, scored
@@ -32,7 +32,7 @@ WORST = Cost(100, 10, 1.0)
 
 
 def account_of(folder: Path) -> Account:
-    store = Store(folder / "judge.sqlite")
+    store = JudgeStore(folder / "judge.sqlite")
     found = store.account()
     store.close()
     return found
@@ -142,7 +142,7 @@ def test_two_processes_share_a_file_and_ask_nothing_twice(tmp_path: Path) -> Non
 def side_by_side(url: str, folder: Path, timeout: float, *others: Any) -> tuple[Scorer, Judge]:
     """A scorer with a judge whose twenty answers are all different, after other rewards."""
     keys = {"model": "judge-1", "url": url, "backoff": 0.0, "low": 0, "high": 20}
-    reward = load_reward(RewardSource(function="judge", options=keys), Surroundings(folder=folder))
+    reward = load_reward(RewardSource(function="judge", options=keys), RewardContext(folder=folder))
     assert isinstance(reward.function, Judge)
     scorer = Scorer([*map(named_reward, others), reward], timeout=timeout)
     return scorer, reward.function
@@ -233,14 +233,14 @@ def test_a_loop_that_something_blocks_does_not_block_the_end(
 
 
 def test_a_store_that_closes_loses_its_own_open_requests(tmp_path: Path) -> None:
-    one, other = Store(tmp_path / "judge.sqlite"), Store(tmp_path / "judge.sqlite")
-    first = one.reserve("k", WORST, Budget())
+    one, other = JudgeStore(tmp_path / "judge.sqlite"), JudgeStore(tmp_path / "judge.sqlite")
+    first = one.reserve("k", WORST, SpendLimit())
     assert isinstance(first, Ticket)
-    assert isinstance(other.reserve("l", WORST, Budget()), Ticket)
+    assert isinstance(other.reserve("l", WORST, SpendLimit()), Ticket)
     one.close()
     one.close()
     assert (other.account().lost, other.account().open) == (1, 1)
-    again = other.reserve("k", WORST, Budget())
+    again = other.reserve("k", WORST, SpendLimit())
     assert isinstance(again, Ticket)
     assert again.name == first.name
     other.close()
@@ -335,7 +335,7 @@ def test_files_of_other_programs_with_a_version(version: int, tmp_path: Path) ->
 
 
 def test_files_of_another_version(tmp_path: Path) -> None:
-    Store(tmp_path / "other.db").close()
+    JudgeStore(tmp_path / "other.db").close()
     with sqlite3.connect(tmp_path / "other.db") as db:
         db.execute("PRAGMA user_version = 2")
         db.execute("PRAGMA journal_mode = DELETE")
@@ -453,35 +453,35 @@ def test_the_worst_case_is_one() -> None:
 # ---------------------------------------------------------------- the file
 
 
-def answer(text: str = "said") -> Answer:
-    return Answer(text, "stop", "", Cost(7, 3, 0.25))
+def answer(text: str = "said") -> StoredAnswer:
+    return StoredAnswer(text, "stop", "", Cost(7, 3, 0.25))
 
 
 def test_a_question_is_open_lost_or_answered(tmp_path: Path) -> None:
-    store = Store(tmp_path / "a.db")
-    first = store.reserve("k", WORST, Budget())
+    store = JudgeStore(tmp_path / "a.db")
+    first = store.reserve("k", WORST, SpendLimit())
     assert isinstance(first, Ticket)
-    assert store.reserve("k", WORST, Budget()) is None  # somebody asks it
+    assert store.reserve("k", WORST, SpendLimit()) is None  # somebody asks it
     store.lose(first, answered=False)
-    second = store.reserve("k", WORST, Budget())
+    second = store.reserve("k", WORST, SpendLimit())
     assert isinstance(second, Ticket)
     assert second.name == first.name
     store.lose(second, answered=True)
-    third = store.reserve("k", WORST, Budget())
+    third = store.reserve("k", WORST, SpendLimit())
     assert isinstance(third, Ticket)
     assert third.name == "k-1"
     store.settle(third, answer(), "m")
-    assert store.reserve("k", WORST, Budget()) == store.find("k") == answer()
+    assert store.reserve("k", WORST, SpendLimit()) == store.find("k") == answer()
     assert store.account() == Account(1, Cost(7, 3, 0.25), 2, Cost(200, 20, 2.0), 0)
     store.close()
 
 
 def test_the_first_of_two_answers_stays_and_both_are_paid(tmp_path: Path) -> None:
-    store = Store(tmp_path / "a.db")
-    first = store.reserve("k", WORST, Budget())
+    store = JudgeStore(tmp_path / "a.db")
+    first = store.reserve("k", WORST, SpendLimit())
     assert isinstance(first, Ticket)
     store.lose(first, answered=False)
-    second = store.reserve("k", WORST, Budget())
+    second = store.reserve("k", WORST, SpendLimit())
     assert isinstance(second, Ticket)
     assert store.settle(second, answer("one"), "m").text == "one"
     assert store.settle(first, answer("other"), "m").text == "one"
@@ -491,8 +491,8 @@ def test_the_first_of_two_answers_stays_and_both_are_paid(tmp_path: Path) -> Non
 
 
 def test_reservations_of_all_who_share_a_file_count(tmp_path: Path) -> None:
-    one, other = Store(tmp_path / "a.db"), Store(tmp_path / "a.db")
-    budget = Budget(dollars=1.5)
+    one, other = JudgeStore(tmp_path / "a.db"), JudgeStore(tmp_path / "a.db")
+    budget = SpendLimit(dollars=1.5)
     ticket = one.reserve("k", WORST, budget)
     assert isinstance(ticket, Ticket)
     assert other.reserve("l", WORST, budget) is None  # it may yet do
@@ -502,7 +502,7 @@ def test_reservations_of_all_who_share_a_file_count(tmp_path: Path) -> None:
     other.lose(taken, answered=False)
     with pytest.raises(KeelError, match=r"\$0.25 \(10 tokens\) spent, \$1 \(110 tokens\) on req"):
         one.reserve("m", WORST, budget)
-    assert Budget(dollars=2.25).covers(Cost(0, 0, 2.25))
+    assert SpendLimit(dollars=2.25).covers(Cost(0, 0, 2.25))
     one.close()
     other.close()
 
@@ -510,13 +510,13 @@ def test_reservations_of_all_who_share_a_file_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize("owner", ["1:0:x", "999999999:5:x"])
 def test_requests_of_processes_that_are_no_more_are_lost(owner: str, tmp_path: Path) -> None:
     """Also where another process has the number by now."""
-    store = Store(tmp_path / "a.db")
-    store.reserve("k", WORST, Budget())
+    store = JudgeStore(tmp_path / "a.db")
+    store.reserve("k", WORST, SpendLimit())
     store.close()
     with sqlite3.connect(tmp_path / "a.db") as db:
         db.execute("UPDATE requests SET owner = ?", (owner,))
     db.close()
-    store = Store(tmp_path / "a.db")
-    assert isinstance(store.reserve("k", WORST, Budget()), Ticket)
+    store = JudgeStore(tmp_path / "a.db")
+    assert isinstance(store.reserve("k", WORST, SpendLimit()), Ticket)
     assert (store.account().lost, store.account().open) == (1, 1)
     store.close()

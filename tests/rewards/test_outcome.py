@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification
 from keel.models.loading import quiet
 from keel.models.reward_inputs import Answered
 from keel.rewards import Scorer
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.rewards.registry import NamedReward
 from keel.types import Group, KeelError
 from tests.rewards.learned import group, policy, reward, save_model, values
@@ -38,19 +38,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def around() -> Surroundings:
-    return Surroundings(tokenizer=policy().tokenizer)
+def around() -> RewardContext:
+    return RewardContext(tokenizer=policy().tokenizer)
 
 
 @pytest.fixture
-def two_groups(around: Surroundings) -> list[Group]:
+def two_groups(around: RewardContext) -> list[Group]:
     return [
         group(around.tokenizer, "1+1=", TEXTS),
         group(around.tokenizer, "a:", ["2", "b"], "t/train/1"),
     ]
 
 
-def outcome(folder: Path, around: Surroundings, **options: Any) -> NamedReward:
+def outcome(folder: Path, around: RewardContext, **options: Any) -> NamedReward:
     return reward("outcome", around, options={"model": str(folder), **options})
 
 
@@ -81,7 +81,7 @@ def spied(named: NamedReward) -> list[list[Answered]]:
 
 
 def test_scores_are_those_of_plain_transformers_in_order(
-    folder: Path, around: Surroundings, two_groups: list[Group]
+    folder: Path, around: RewardContext, two_groups: list[Group]
 ) -> None:
     expected = plain_scores(folder, [*(("1+1=", t) for t in TEXTS), ("a:", "2"), ("a:", "b")])
     scored = Scorer([outcome(folder, around)])(two_groups, 0)
@@ -92,7 +92,7 @@ def test_scores_are_those_of_plain_transformers_in_order(
 
 
 def test_equal_answers_to_equal_prompts_are_judged_once(
-    folder: Path, around: Surroundings, two_groups: list[Group]
+    folder: Path, around: RewardContext, two_groups: list[Group]
 ) -> None:
     named = outcome(folder, around)
     seen = spied(named)
@@ -106,7 +106,7 @@ def test_equal_answers_to_equal_prompts_are_judged_once(
 
 @pytest.mark.parametrize("budget", [1, 16, 40])
 def test_the_token_budget_bounds_a_pass_and_changes_nothing(
-    budget: int, folder: Path, around: Surroundings, two_groups: list[Group]
+    budget: int, folder: Path, around: RewardContext, two_groups: list[Group]
 ) -> None:
     named = outcome(folder, around, token_budget=budget)
     model = named.function.judging.model.model  # type: ignore[union-attr]
@@ -123,7 +123,7 @@ def test_the_token_budget_bounds_a_pass_and_changes_nothing(
     assert all(n <= budget for n in passes) or budget == 1
 
 
-def test_the_model_reads_with_its_own_tokenizer(folder: Path, around: Surroundings) -> None:
+def test_the_model_reads_with_its_own_tokenizer(folder: Path, around: RewardContext) -> None:
     """A policy of bytes writes other tokens of the same text."""
     bytewise = policy(tokenizer="bytes").tokenizer
     found = values(Scorer([outcome(folder, around)])([group(bytewise, "1+1=", TEXTS)], 0))
@@ -132,7 +132,7 @@ def test_the_model_reads_with_its_own_tokenizer(folder: Path, around: Surroundin
 
 def test_a_text_that_its_tokenizer_does_not_know_is_named(folder: Path) -> None:
     bytewise = policy(tokenizer="bytes").tokenizer
-    named = outcome(folder, Surroundings(tokenizer=bytewise))
+    named = outcome(folder, RewardContext(tokenizer=bytewise))
     with pytest.raises(
         KeelError, match=r"reward 'outcome' at step 3 .*answer of completion 1 holds 'ß'"
     ):
@@ -140,7 +140,7 @@ def test_a_text_that_its_tokenizer_does_not_know_is_named(folder: Path) -> None:
 
 
 def test_conversations_are_read_through_the_models_template(
-    tmp_path: Path, around: Surroundings
+    tmp_path: Path, around: RewardContext
 ) -> None:
     model = save_model(tmp_path, "outcome")
     model.tokenizer.chat_template = "{{ messages[0]['content'] }}="
@@ -152,7 +152,7 @@ def test_conversations_are_read_through_the_models_template(
 
 
 def test_an_answer_beyond_the_models_context_is_refused(
-    tmp_path: Path, around: Surroundings
+    tmp_path: Path, around: RewardContext
 ) -> None:
     save_model(tmp_path, "outcome", context=16)
     scorer = Scorer([outcome(tmp_path, around)])
@@ -166,7 +166,7 @@ def test_an_answer_beyond_the_models_context_is_refused(
 # ---------------------------------------------------------------- beside other rewards
 
 
-def test_a_gate_spares_the_model(folder: Path, around: Surroundings) -> None:
+def test_a_gate_spares_the_model(folder: Path, around: RewardContext) -> None:
     gate = reward(
         "format_match", around, options={"regex": "^[0-9]+$"}, gate=1.0, closed=-7.0, weight=0.0
     )
@@ -182,7 +182,7 @@ def test_a_gate_spares_the_model(folder: Path, around: Surroundings) -> None:
     assert len(seen) == 1  # nothing open, nothing asked
 
 
-def test_normalised_scores_beside_a_rule(folder: Path, around: Surroundings) -> None:
+def test_normalised_scores_beside_a_rule(folder: Path, around: RewardContext) -> None:
     named = reward("outcome", around, options={"model": str(folder)}, normalise="group", weight=0.5)
     rule = reward("exact_match", around)
     groups = [
@@ -204,7 +204,7 @@ def test_normalised_scores_beside_a_rule(folder: Path, around: Surroundings) -> 
 
 
 def test_the_model_of_a_stage_before(folder: Path, two_groups: list[Group]) -> None:
-    around = Surroundings(tokenizer=policy().tokenizer, models={"judge": folder})
+    around = RewardContext(tokenizer=policy().tokenizer, models={"judge": folder})
     named = reward("outcome", around, options={"stage": "judge"})
     expected = values(Scorer([outcome(folder, around)])(two_groups, 0))
     assert values(Scorer([named])(two_groups, 0)) == expected
@@ -222,17 +222,17 @@ def test_the_model_of_a_stage_before(folder: Path, two_groups: list[Group]) -> N
     ],
 )
 def test_wrong_models_are_named(options: dict[str, Any], says: str, tmp_path: Path) -> None:
-    around = Surroundings(tokenizer=policy().tokenizer, models={"judge": tmp_path / "later"})
+    around = RewardContext(tokenizer=policy().tokenizer, models={"judge": tmp_path / "later"})
     with pytest.raises(KeelError, match=f"reward 'outcome': .*{says}"):
         reward("outcome", around, options=options)
 
 
 def test_a_stage_without_models_to_choose_from_says_so() -> None:
     with pytest.raises(KeelError, match=r"\(those that do: none\)"):
-        reward("outcome", Surroundings(), options={"stage": "judge"})
+        reward("outcome", RewardContext(), options={"stage": "judge"})
 
 
-def test_a_process_model_is_no_outcome_model(tmp_path: Path, around: Surroundings) -> None:
+def test_a_process_model_is_no_outcome_model(tmp_path: Path, around: RewardContext) -> None:
     save_model(tmp_path, "process")
     with pytest.raises(KeelError, match="2 labels, so it is not an outcome reward model"):
         outcome(tmp_path, around)
@@ -242,7 +242,7 @@ def test_a_process_model_is_no_outcome_model(tmp_path: Path, around: Surrounding
 
 
 @pytest.fixture
-def elsewhere(folder: Path, around: Surroundings) -> Iterator[NamedReward]:
+def elsewhere(folder: Path, around: RewardContext) -> Iterator[NamedReward]:
     named = outcome(folder, around, process=True)
     yield named
     named.function.close()  # type: ignore[union-attr]
@@ -273,7 +273,7 @@ def address_space(pid: int) -> str:
 
 @pytest.mark.slow
 def test_a_process_of_its_own_says_the_same_and_ends(
-    folder: Path, around: Surroundings, two_groups: list[Group], elsewhere: NamedReward
+    folder: Path, around: RewardContext, two_groups: list[Group], elsewhere: NamedReward
 ) -> None:
     assert not elsewhere.function.judging.pool._workers  # type: ignore[union-attr]
     scorer = Scorer([elsewhere], timeout=600.0)
@@ -292,7 +292,7 @@ def test_a_process_of_its_own_says_the_same_and_ends(
 
 
 @pytest.mark.slow
-def test_what_goes_wrong_there_is_told_here(tmp_path: Path, around: Surroundings) -> None:
+def test_what_goes_wrong_there_is_told_here(tmp_path: Path, around: RewardContext) -> None:
     save_model(tmp_path, "process")
     named = outcome(tmp_path, around, process=True, memory_mb=20_000)
     scorer = Scorer([named], timeout=600.0)
@@ -316,7 +316,7 @@ def test_what_goes_wrong_there_is_told_here(tmp_path: Path, around: Surroundings
 
 
 def test_one_that_takes_too_long_is_ended(
-    folder: Path, around: Surroundings, two_groups: list[Group]
+    folder: Path, around: RewardContext, two_groups: list[Group]
 ) -> None:
     """Loading alone takes longer than a hundredth of a second."""
     named = outcome(folder, around, process=True, timeout=0.01)

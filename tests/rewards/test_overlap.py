@@ -14,7 +14,7 @@ import pytest
 
 from keel.config.sources import RewardSource
 from keel.rewards import Scored, Scorer, load_reward
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.rewards.overlap import PARTS
 from keel.rewards.registry import NamedReward, named_reward
 from keel.runs.watchdog import Hung
@@ -179,7 +179,7 @@ def test_numbers_of_several_calls_weigh_by_their_completions() -> None:
 def test_a_judge_says_the_same_and_costs_the_same(mode: str) -> None:
     def made(url: str) -> NamedReward:
         keys = {"model": "m", "url": url, "mode": mode, "price_in": 0.3, "price_out": 0.7}
-        return load_reward(RewardSource(function="judge", options=keys), Surroundings())
+        return load_reward(RewardSource(function="judge", options=keys), RewardContext())
 
     found = []
     for order in (None, SHUFFLED):

@@ -17,7 +17,7 @@ from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import from_groups
 from keel.models.loading import quiet
 from keel.rewards import Scorer
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.rewards.process import _sigmoid
 from keel.rewards.registry import NamedReward
 from keel.rewards.step_texts import on_tokens
@@ -39,11 +39,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def around() -> Surroundings:
-    return Surroundings(tokenizer=policy().tokenizer)
+def around() -> RewardContext:
+    return RewardContext(tokenizer=policy().tokenizer)
 
 
-def process(folder: Path, around: Surroundings, **options: Any) -> NamedReward:
+def process(folder: Path, around: RewardContext, **options: Any) -> NamedReward:
     return reward("process", around, options={"model": str(folder), **options})
 
 
@@ -64,7 +64,7 @@ def plain_steps(folder: Path, prompt: str, steps: list[str]) -> list[float]:
     return [float(right[end]) for end in ends]
 
 
-def test_each_step_gets_its_probability_where_it_ends(folder: Path, around: Surroundings) -> None:
+def test_each_step_gets_its_probability_where_it_ends(folder: Path, around: RewardContext) -> None:
     scored = Scorer([process(folder, around)])([group(around.tokenizer, "1+1=", TEXTS)], 0)
     # Of letters, and an end of sequence: "1+1\n=2\n2" is nine tokens.
     ends = [[3, 6, 8], [0], [5], [2, 5], [4, 7]]
@@ -78,8 +78,8 @@ def test_each_step_gets_its_probability_where_it_ends(folder: Path, around: Surr
 
 
 @pytest.mark.parametrize("how", ["min", "last", "product", "mean"])
-def test_an_aggregate_is_one_number(how: Any, folder: Path, around: Surroundings) -> None:
-    named = process(folder, Surroundings(), aggregate=how)  # no tokens of a policy needed
+def test_an_aggregate_is_one_number(how: Any, folder: Path, around: RewardContext) -> None:
+    named = process(folder, RewardContext(), aggregate=how)  # no tokens of a policy needed
     scored = Scorer([named])([group(around.tokenizer, "1+1=", TEXTS)], 0)
     expected = [aggregate(plain_steps(folder, "1+1=", s), how) if s else 0.0 for s in STEPS]
     assert values(scored) == pytest.approx(expected, abs=SAME)
@@ -89,7 +89,7 @@ def test_an_aggregate_is_one_number(how: Any, folder: Path, around: Surroundings
 def test_the_policys_tokens_need_not_be_the_models(folder: Path) -> None:
     """Steps end where the policy's tokens do: here bytes, with no end of sequence behind."""
     bytewise = policy(tokenizer="bytes").tokenizer
-    named = process(folder, Surroundings(tokenizer=bytewise))
+    named = process(folder, RewardContext(tokenizer=bytewise))
     made = Group(Prompt("p", "1+1="), (completion(bytewise, "1+1\n=2\n2", end=False),))
     (verdict,) = Scorer([named])([made], 0).verdicts[0]
     assert [step.end for step in verdict.steps] == [3, 6, 7]
@@ -98,7 +98,7 @@ def test_the_policys_tokens_need_not_be_the_models(folder: Path) -> None:
     )
 
 
-def test_another_separator(folder: Path, around: Surroundings) -> None:
+def test_another_separator(folder: Path, around: RewardContext) -> None:
     named = process(folder, around, separator=";")
     (verdict,) = Scorer([named])([group(around.tokenizer, "1+1=", ["1\n;2;3"])], 0).verdicts[0]
     assert [step.end for step in verdict.steps] == [2, 4, 6]
@@ -107,7 +107,7 @@ def test_another_separator(folder: Path, around: Surroundings) -> None:
     )
 
 
-def test_equal_answers_are_judged_once(folder: Path, around: Surroundings) -> None:
+def test_equal_answers_are_judged_once(folder: Path, around: RewardContext) -> None:
     named = process(folder, around)
     judging: Any = named.function.judging  # type: ignore[union-attr]
     real, sizes = judging.model.judge, []
@@ -121,7 +121,7 @@ def test_equal_answers_are_judged_once(folder: Path, around: Surroundings) -> No
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own_says_the_same(folder: Path, around: Surroundings) -> None:
+def test_a_process_of_its_own_says_the_same(folder: Path, around: RewardContext) -> None:
     groups = [group(around.tokenizer, "1+1=", TEXTS)]
     here = Scorer([process(folder, around)])(groups, 0)
     scorer = Scorer([process(folder, around, process=True)], timeout=600.0)
@@ -137,17 +137,17 @@ def test_a_process_of_its_own_says_the_same(folder: Path, around: Surroundings) 
 # ---------------------------------------------------------------- refusals
 
 
-def test_an_unknown_aggregate_and_a_missing_policy(folder: Path, around: Surroundings) -> None:
+def test_an_unknown_aggregate_and_a_missing_policy(folder: Path, around: RewardContext) -> None:
     says = "reward 'process': aggregate = 'max': give steps, min, last, product, mean"
     with pytest.raises(KeelError, match=says):
         process(folder, around, aggregate="max")
     with pytest.raises(KeelError, match="no policy whose tokens these would be"):
-        process(folder, Surroundings())
+        process(folder, RewardContext())
     with pytest.raises(KeelError, match='separator = "" divides nothing'):
         Scorer([process(folder, around, separator="")])([group(around.tokenizer, "1+1=", ["2"])], 0)
 
 
-def test_steps_are_not_normalised_here(folder: Path, around: Surroundings) -> None:
+def test_steps_are_not_normalised_here(folder: Path, around: RewardContext) -> None:
     named = reward("process", around, options={"model": str(folder)}, normalise="group")
     with pytest.raises(KeelError, match="process_group_relative normalises steps itself"):
         Scorer([named])([group(around.tokenizer, "1+1=", TEXTS)], 0)
@@ -158,7 +158,7 @@ def test_steps_are_not_normalised_here(folder: Path, around: Surroundings) -> No
     assert sum(x for x in scored if x is not None) == pytest.approx(0.0, abs=1e-9)
 
 
-def test_an_outcome_model_is_no_process_model(tmp_path: Path, around: Surroundings) -> None:
+def test_an_outcome_model_is_no_process_model(tmp_path: Path, around: RewardContext) -> None:
     save_model(tmp_path, "outcome")
     with pytest.raises(KeelError, match=r"reward 'process': .*a process reward model"):
         process(tmp_path, around)
@@ -209,7 +209,7 @@ def with_tool_output(tokenizer: Any, before: str, tool: str, after: str) -> Comp
 
 
 def test_verdicts_become_the_advantages_of_process_supervision(
-    folder: Path, around: Surroundings
+    folder: Path, around: RewardContext
 ) -> None:
     """arXiv:2402.03300 §4.1.3 by hand: steps normalised in their group, summed to go."""
     letters = around.tokenizer
@@ -250,7 +250,7 @@ def test_verdicts_become_the_advantages_of_process_supervision(
 
 
 def test_an_outcome_beside_the_steps_ends_with_the_answer(
-    folder: Path, around: Surroundings
+    folder: Path, around: RewardContext
 ) -> None:
     letters = around.tokenizer
     groups = [group(letters, "1+1=", ["1\n2", "a\nb"], answer="1\n2")]
@@ -279,7 +279,7 @@ def test_an_outcome_beside_the_steps_ends_with_the_answer(
 
 
 def test_steps_of_a_text_and_steps_of_its_tokens_are_the_same_steps(
-    folder: Path, around: Surroundings
+    folder: Path, around: RewardContext
 ) -> None:
     made = [group(around.tokenizer, "1+1=", ["a\n\n\nb\n12\n", "\n\n", " \n1", "2\n \n"])]
     for verdict, one in zip(

@@ -8,7 +8,7 @@ import pytest
 
 from keel.models.tokenizers import byte_tokenizer
 from keel.rewards import Scorer
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.rewards.step_texts import on_tokens
 from keel.types import KeelError
 from tests.rewards.learned import group, policy, reward, values
@@ -19,7 +19,7 @@ GOLD = "1+1\n=2\n2"
 
 def marks(text: str, gold: str | None = GOLD, **options: Any) -> Any:
     """Each step's (index of its last token, reward); None where nothing is said."""
-    named = reward("step_match", Surroundings(tokenizer=LETTERS), options=options)
+    named = reward("step_match", RewardContext(tokenizer=LETTERS), options=options)
     (verdict,) = Scorer([named])([group(LETTERS, "a:", [text], answer=gold)], 0).verdicts[0]
     if verdict.reward is None:
         return None
@@ -81,13 +81,13 @@ def test_an_empty_gold_answer_has_no_right_step() -> None:
 
 
 def test_a_gold_answer_may_be_a_number() -> None:
-    named = reward("step_match", Surroundings(tokenizer=LETTERS))
+    named = reward("step_match", RewardContext(tokenizer=LETTERS))
     made = group(LETTERS, "a:", ["12", "1", ""], answer=12)
     assert values(Scorer([named])([made], 0)) == [1.0, 0.0, 0.0]
 
 
 def test_answers_of_several_prompts_keep_their_order() -> None:
-    named = reward("step_match", Surroundings(tokenizer=LETTERS), weight=2.0)
+    named = reward("step_match", RewardContext(tokenizer=LETTERS), weight=2.0)
     groups = [
         group(LETTERS, "a:", ["1\n2", "1\n3"], answer="1\n2"),
         group(LETTERS, "b:", ["1\n3"], "t/train/1", answer="1\n3"),
@@ -98,10 +98,10 @@ def test_answers_of_several_prompts_keep_their_order() -> None:
 
 
 def test_it_needs_a_column_and_a_policy() -> None:
-    named = reward("step_match", Surroundings(tokenizer=LETTERS))
+    named = reward("step_match", RewardContext(tokenizer=LETTERS))
     with pytest.raises(KeelError, match="reward 'step_match' needs the column 'answer'"):
         Scorer([named])([group(LETTERS, "a:", ["1"])], 0)
     with pytest.raises(KeelError, match="no policy whose tokens these would be"):
-        reward("step_match", Surroundings())
+        reward("step_match", RewardContext())
     with pytest.raises(KeelError, match=r"reward 'step_match': separator = \"\" divides nothing"):
-        reward("step_match", Surroundings(tokenizer=LETTERS), options={"separator": ""})
+        reward("step_match", RewardContext(tokenizer=LETTERS), options={"separator": ""})

@@ -27,7 +27,7 @@ from keel.graders.numbers import read_number
 from keel.rewards.judge.parsing import parse
 from keel.rewards.judge.prompts import Question
 from keel.rewards.judge.spending import Cost
-from keel.rewards.judge.store import Answer
+from keel.rewards.judge.store import StoredAnswer
 from keel.sandbox.resident import Resident
 from keel.types import KeelError, Prompt
 from tests.data.tasks.made import completion
@@ -253,7 +253,7 @@ def test_replies_of_a_judge_are_read_whatever_their_depth_and_numbers() -> None:
     question = Question((), "score", (0, 1, 10))
 
     def read(text: str) -> int | str | None:
-        return parse(Answer(text, "stop", "", Cost(0, 0, 0.0)), question).value
+        return parse(StoredAnswer(text, "stop", "", Cost(0, 0, 0.0)), question).value
 
     for depth in (*range(100, 1100, 7), 100_000):
         for opening, closing in (("[", "]"), ('{"a":', "}")):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.config.load import load_recipe
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.rewards.judge.reward import judge
 from keel.runs import checkpoint
 from keel.runs.layout import RunFolder, next_free
@@ -141,7 +141,7 @@ def test_names_of_what_is_recorded_are_no_paths(
 
 @pytest.mark.parametrize("label", [name for name in NASTY if name not in ("-a", "é")])
 def test_a_judges_label_is_no_path(label: str, tmp_path: Path) -> None:
-    around = Surroundings(folder=tmp_path / "run" / "rewards")
+    around = RewardContext(folder=tmp_path / "run" / "rewards")
     with pytest.raises(KeelError, match="label") as error:
         judge(around, model="m", url="http://127.0.0.1:9/v1", label=label)
     assert "\n" not in str(error.value)
@@ -157,7 +157,7 @@ def test_the_judges_cache_stays_where_keel_runs_or_beside_the_run(
     (here / "link").symlink_to(other)
     monkeypatch.chdir(here)
     monkeypatch.setenv("HOME", str(other))
-    around = Surroundings(folder=runs / "run-1" / "rewards")
+    around = RewardContext(folder=runs / "run-1" / "rewards")
 
     def asked(cache: str) -> None:
         judge(around, model="m", url="http://127.0.0.1:9/v1", cache=cache).close()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.sandbox.boundary import DEPTH, NotPlain, _exception, dump, load, receive, send
+from keel.sandbox.boundary import DEPTH, NotPlainData, _exception, dump, load, receive, send
 
 Pair = collections.namedtuple("Pair", "a b")
 
@@ -102,7 +102,7 @@ def test_a_subclass_is_written_as_its_base_or_not_at_all(value: Any, plain: Any)
     again = load(dump(value, lenient=True))
     assert type(again) is type(plain)
     assert repr(again) == repr(plain)
-    with pytest.raises(NotPlain, match="which is not plain data"):
+    with pytest.raises(NotPlainData, match="which is not plain data"):
         dump(value)
 
 
@@ -112,9 +112,9 @@ def test_a_subclass_is_written_as_its_base_or_not_at_all(value: Any, plain: Any)
 )
 def test_what_is_not_plain(value: Any) -> None:
     for held in (value, [value], {1: (value,)}):
-        with pytest.raises(NotPlain, match=f"holds a {type(value).__qualname__}"):
+        with pytest.raises(NotPlainData, match=f"holds a {type(value).__qualname__}"):
             dump(held, lenient=True)
-    with pytest.raises(NotPlain, match="nested more than 200 deep"):
+    with pytest.raises(NotPlainData, match="nested more than 200 deep"):
         dump(nested(DEPTH + 1))
 
 

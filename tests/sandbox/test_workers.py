@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.sandbox.worker_pool import Judged, Pool
+from keel.sandbox.worker_pool import WorkerPool, WorkerResult
 from keel.types import KeelError
 from tests.sandbox.processes import children, eventually, processes_with
 from tests.source_tree import ROOT
@@ -27,20 +27,20 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def pool() -> Iterator[Pool]:
-    made = Pool(MODULE, workers=2, memory_mb=512)
+def pool() -> Iterator[WorkerPool]:
+    made = WorkerPool(MODULE, workers=2, memory_mb=512)
     yield made
     made.close()
 
 
-def test_answers_come_in_order(pool: Pool) -> None:
+def test_answers_come_in_order(pool: WorkerPool) -> None:
     assert children() == set() or not pool._workers  # nothing starts before it is needed
     items = [["echo", "x" * 200_000], ["echo", {"a": [1, None]}], *(["echo", n] for n in range(9))]
     assert [one.value for one in pool.map(items, LONG)] == [value for _, value in items]
     assert pool.map([], LONG) == []
 
 
-def test_workers_stay_and_there_are_no_more_than_asked(pool: Pool) -> None:
+def test_workers_stay_and_there_are_no_more_than_asked(pool: WorkerPool) -> None:
     said = [pool.map([["print", "noise\n[true, 1]"]] * 6, LONG) for _ in range(2)]
     pids = {one.value for answers in said for one in answers}
     assert len(pool._workers) == 2
@@ -48,7 +48,7 @@ def test_workers_stay_and_there_are_no_more_than_asked(pool: Pool) -> None:
     assert pids <= children()
 
 
-def test_one_that_hangs_is_killed_and_the_next_is_still_judged(pool: Pool) -> None:
+def test_one_that_hangs_is_killed_and_the_next_is_still_judged(pool: WorkerPool) -> None:
     before = children()  # of other tests in this process
     # The last items wait until a new worker has started.
     items = [["sleep", LONG], ["hold", 10**9], ["echo", 1], ["echo", 2]]
@@ -58,7 +58,7 @@ def test_one_that_hangs_is_killed_and_the_next_is_still_judged(pool: Pool) -> No
     assert len(children() - before) <= 2
 
 
-def test_one_that_dies_raises_or_eats_memory(pool: Pool) -> None:
+def test_one_that_dies_raises_or_eats_memory(pool: WorkerPool) -> None:
     items = [["exit", 0], ["raise", "no"], ["take", 10**10], ["echo", 3], ["exit", 1], ["echo", 4]]
     said = pool.map(items, LONG)
     assert [one.wrong for one in said] == ["died", "raised", "raised", None, "died", None]
@@ -67,8 +67,8 @@ def test_one_that_dies_raises_or_eats_memory(pool: Pool) -> None:
     assert [said[3].value, said[5].value] == [3, 4]
 
 
-def test_from_threads_at_the_same_time(pool: Pool) -> None:
-    said: dict[int, list[Judged]] = {}
+def test_from_threads_at_the_same_time(pool: WorkerPool) -> None:
+    said: dict[int, list[WorkerResult]] = {}
 
     def work(n: int) -> None:
         said[n] = pool.map([["sleep", n / 100]] * 20, LONG)
@@ -84,7 +84,7 @@ def test_from_threads_at_the_same_time(pool: Pool) -> None:
 
 
 def test_close_ends_the_workers_and_a_call_under_way() -> None:
-    pool = Pool(MODULE, workers=1)
+    pool = WorkerPool(MODULE, workers=1)
     before = children()
     errors: list[BaseException] = []
 
@@ -108,7 +108,7 @@ def test_close_ends_the_workers_and_a_call_under_way() -> None:
 
 def test_a_pool_that_is_let_go_of_leaves_nothing() -> None:
     before = children()
-    pool = Pool(MODULE, workers=1)
+    pool = WorkerPool(MODULE, workers=1)
     pool.map([["echo", 1]], LONG)
     assert children() != before
     del pool
@@ -116,7 +116,7 @@ def test_a_pool_that_is_let_go_of_leaves_nothing() -> None:
 
 
 def test_a_worker_that_does_not_start_says_why() -> None:
-    pool = Pool("tests.graders.no_such_worker")
+    pool = WorkerPool("tests.graders.no_such_worker")
     with pytest.raises(KeelError, match=r"no_such_worker does not start \(died\): .*No module"):
         pool.map([["echo", 1]], LONG)
     assert pool._workers == []
@@ -125,7 +125,7 @@ def test_a_worker_that_does_not_start_says_why() -> None:
 def test_after_a_call_that_fails_no_answer_of_its_items_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = Pool(MODULE, workers=2)
+    pool = WorkerPool(MODULE, workers=2)
     pool.map([["echo", 0]], LONG)
     module = pool.module
     pool.module = "tests.graders.no_such_worker"  # a second one does not start
@@ -148,7 +148,7 @@ def test_workers_do_not_shadow_modules_with_files_of_the_folder(
     monkeypatch.chdir(str(tmp_path))
     with open("json.py", "w") as file:
         file.write("raise SystemExit")
-    pool = Pool(MODULE, workers=1)
+    pool = WorkerPool(MODULE, workers=1)
     assert pool.map([["echo", 1]], LONG)[0].value == 1
     pool.close()
 
@@ -178,4 +178,4 @@ def test_no_worker_outlives_a_parent_that_is_killed() -> None:
 
 def test_workers_must_be_some() -> None:
     with pytest.raises(KeelError, match="workers = 0: give at least 1"):
-        Pool(MODULE, workers=0)
+        WorkerPool(MODULE, workers=0)

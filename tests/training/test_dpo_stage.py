@@ -17,7 +17,7 @@ from keel.config.judging import DPOStage
 from keel.config.preference_data import PreferenceData
 from keel.data.preferences.schema import Preference
 from keel.learn.optimizer import AdamW, trainable
-from keel.learn.token_budget import Budget
+from keel.learn.token_budget import TokenBudget
 from keel.models import lora
 from keel.models.policy import Policy, load_policy
 from keel.models.reference import reference_for
@@ -170,7 +170,7 @@ def work_of(policy: Policy, reference: Any, **keys: Any) -> Preferring:
         stage=stage,
         policy=policy,
         reference=reference,
-        budget=Budget(stage.token_budget),
+        budget=TokenBudget(stage.token_budget),
         optimizer=AdamW(trainable(policy), stage.optimizer),
         rows=Ready(pairs, pairs, 0, 0),
         show=lambda measured: None,

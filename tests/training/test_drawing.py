@@ -25,8 +25,8 @@ from keel.runs.signals import Interrupted
 from keel.training import rl
 from keel.training.prefetch import (
     PENDING,
-    Drawing,
     Pending,
+    RolloutPrefetcher,
     _Thread,
     as_kept,
     read_pending,
@@ -375,7 +375,7 @@ def test_a_drawing_is_ended_at_its_next_look() -> None:
             giving_up.look()
 
     def learn() -> None:
-        with Drawing(draw, ahead=True).beside(2, 9):
+        with RolloutPrefetcher(draw, ahead=True).beside(2, 9):
             assert began.wait(WAIT)
             raise KeyboardInterrupt
 
@@ -393,7 +393,7 @@ def test_a_drawing_that_never_looks_is_left_behind(monkeypatch: pytest.MonkeyPat
         raise AssertionError
 
     def learn() -> None:
-        with Drawing(draw, ahead=True).beside(2, 9):
+        with RolloutPrefetcher(draw, ahead=True).beside(2, 9):
             assert began.wait(WAIT)
             raise KeelError("the update fell over")
 
@@ -412,10 +412,10 @@ def test_the_last_step_has_none_beside_it() -> None:
     def draw(step: int) -> Rollouts:
         raise AssertionError
 
-    drawing = Drawing(draw, ahead=True)
+    drawing = RolloutPrefetcher(draw, ahead=True)
     with drawing.beside(10, 9):
         assert threads() == []
-    with Drawing(draw, ahead=False).beside(2, 9):
+    with RolloutPrefetcher(draw, ahead=False).beside(2, 9):
         assert threads() == []
     assert drawing.pending is None
 

@@ -23,8 +23,8 @@ from keel.learn.optimizer import AdamW, trainable
 from keel.models.reward import RewardModel, reward_model_from
 from keel.models.reward_inputs import Answered, Reader
 from keel.training.judged_data import (
+    EncodedPair,
     Marked,
-    Pair,
     label_encoder,
     of_step,
     pair_encoder,
@@ -73,7 +73,7 @@ def stage_of(**keys: Any) -> RewardModelStage:
     return RewardModelStage(data=PreferenceData(name="jsonl"), **keys)
 
 
-def encoded_pairs(model: RewardModel) -> list[Pair]:
+def encoded_pairs(model: RewardModel) -> list[EncodedPair]:
     return list(map(pair_encoder(Reader(model.tokenizer, model.context)), PAIRS))
 
 

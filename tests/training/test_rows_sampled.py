@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.config.judging import Sampled
+from keel.config.judging import SampledData
 from keel.config.sources import TaskSource
 from keel.graders.steps import split_steps
 from keel.models.chat import decode
@@ -216,7 +216,7 @@ def test_steps_joined_are_the_answer_that_was_written(text: str) -> None:
     group = Group(Prompt(id="p", content="12>", tokens=(3, 4)), (completion,))
     verdict = Verdict(reward=1.0, components={}, steps=tuple(Step(end, 1.0) for end in ends))
     make = rows_sampled.steps(" ", lambda tokens: decode(tokenizer, [tokens])[0])
-    choice = Sampled(tasks=(TaskSource(name="sort_digits"),))
+    choice = SampledData(tasks=(TaskSource(name="sort_digits"),))
     (row,) = make(group, [verdict], choice, np.random.default_rng(0))
     assert "".join(joined(row["completions"], " ")) == text
     assert row["labels"] == [1.0] * len(ends)

@@ -26,7 +26,7 @@ from keel.data.tasks.mixture import PromptStream
 from keel.engines.native import NativeEngine
 from keel.learn import token_budget as budget
 from keel.learn.optimizer import AdamW
-from keel.learn.token_budget import Budget
+from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
 from keel.runs.records import Recorder
 from keel.runs.signals import Interrupt, Interrupted
@@ -217,10 +217,10 @@ def test_a_smaller_token_budget_comes_back(
     tmp_path: Path, looking: list[Seen], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory runs out once, in the first pass over more than one sequence."""
-    real = budget.Budget.fitting
+    real = budget.TokenBudget.fitting
     failed: list[int] = []
 
-    def fitting(self: Budget, attempt: Callable[[int], Any], *rest: Any, **named: Any) -> Any:
+    def fitting(self: TokenBudget, attempt: Callable[[int], Any], *rest: Any, **named: Any) -> Any:
         def once(tokens: int) -> Any:
             if not failed:
                 failed.append(tokens)
@@ -229,7 +229,7 @@ def test_a_smaller_token_budget_comes_back(
 
         return real(self, once, *rest, **named)
 
-    monkeypatch.setattr(Budget, "fitting", fitting)
+    monkeypatch.setattr(TokenBudget, "fitting", fitting)
     stopped("ppo-critic-rate", tmp_path)
     (live,) = looking
     (name,) = [name for name in live.after if name.endswith(".budget.tokens")]
@@ -255,7 +255,7 @@ def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _closure(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable of a closure that the learner's budget holds."""
-    real = Budget.__init__
+    real = TokenBudget.__init__
 
     def begin(self: Any, tokens: int, told: Any) -> None:
         told_so_far: list[str] = []
@@ -266,14 +266,14 @@ def _closure(monkeypatch: pytest.MonkeyPatch) -> None:
         real(self, tokens, tell)
         self.remember = tell
 
-    fitting = Budget.fitting
+    fitting = TokenBudget.fitting
 
     def counted(self: Any, *arguments: Any, **named: Any) -> Any:
         self.remember("asked")
         return fitting(self, *arguments, **named)
 
-    monkeypatch.setattr(Budget, "__init__", begin)
-    monkeypatch.setattr(Budget, "fitting", counted)
+    monkeypatch.setattr(TokenBudget, "__init__", begin)
+    monkeypatch.setattr(TokenBudget, "fitting", counted)
 
 
 def _average(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ MARGIN_BINS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CalibrationReport:
     """What every report can do."""
 
     def as_dict(self) -> dict[str, Any]:
@@ -35,7 +35,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Bin(Report):
+class Bin(CalibrationReport):
     """Predictions in [low, high): how many, their mean, and how often it came true."""
 
     low: float
@@ -46,7 +46,7 @@ class Bin(Report):
 
 
 @dataclass(frozen=True, slots=True)
-class Margins(Report):
+class Margins(CalibrationReport):
     """By how much the better answer's score lies above the other's, over pairs that are no tie.
 
     `below` is the share under 0 (the model is wrong), `at_zero` that of equal scores. The first and
@@ -64,7 +64,7 @@ class Margins(Report):
 
 
 @dataclass(frozen=True, slots=True)
-class LengthBias(Report):
+class LengthBias(CalibrationReport):
     """How score differences go with length differences, whichever answer is named first.
 
     The correlations take each pair both ways round. `model_longer` is how often the model has the
@@ -78,7 +78,7 @@ class LengthBias(Report):
 
 
 @dataclass(frozen=True, slots=True)
-class PairReport(Report):
+class PairReport(CalibrationReport):
     """A reward model on pairs. `clusters` is their number where the intervals know of them."""
 
     n: int
@@ -94,7 +94,7 @@ class PairReport(Report):
 
 
 @dataclass(frozen=True, slots=True)
-class LabelReport(Report):
+class LabelReport(CalibrationReport):
     """A model of right and wrong on single answers, beside the best constant prediction."""
 
     n: int
@@ -112,7 +112,7 @@ class LabelReport(Report):
 
 
 @dataclass(frozen=True, slots=True)
-class LengthCorrelation(Report):
+class LengthCorrelation(CalibrationReport):
     """Of scores with lengths; None where either is constant."""
 
     n: int
@@ -121,7 +121,7 @@ class LengthCorrelation(Report):
 
 
 @dataclass(frozen=True, slots=True)
-class FirstErrorReport(Report):
+class FirstErrorReport(CalibrationReport):
     """How well the first wrong step is found, beside always giving the most frequent answer.
 
     `gain` is by how much `accuracy` lies above `constant_accuracy`, trace by trace.
@@ -389,7 +389,7 @@ def _length_bias(d: Array, p: Array, length: Array, names: Codes | None) -> Leng
 
 def _plain(value: Any) -> Any:
     """Numbers, lists and dictionaries that JSON has."""
-    if isinstance(value, Report):
+    if isinstance(value, CalibrationReport):
         return value.as_dict()
     if isinstance(value, Interval):
         return {name: _plain(number) for name, number in value.as_dict().items()}

@@ -14,7 +14,7 @@ from keel.config.fields import AsTuple, Count, Index, Seed, Threads, Width
 from keel.config.optimisation import Checkpoints, Optimizer
 from keel.config.presets import resolve_algorithm
 from keel.config.sampling import NamedAlgorithm
-from keel.config.schema import Reference
+from keel.config.schema import ReferenceConfig
 
 
 class Environment(Row):
@@ -75,7 +75,7 @@ class Exploration(Row):
         return self.initial + (self.final - self.initial) * done
 
 
-class Replay(Row):
+class ReplayConfig(Row):
     """The memory of transitions that Q-learning draws from, uniformly and with replacement."""
 
     capacity: Count = 50_000
@@ -108,7 +108,7 @@ class QLearningStage(Row):
     n_step: Count = 1
     loss: Literal["squared", "huber"] = "squared"
     network: Network = Network(activation="relu")
-    replay: Replay = Replay()
+    replay: ReplayConfig = ReplayConfig()
     exploration: Exploration = Exploration()
     update_every: Count = 4
     """Environment steps between rounds of updates."""
@@ -176,7 +176,7 @@ class PolicyGradientStage(Row):
         learning_rate=3e-4, final_share=0.0, epsilon=1e-5, max_grad_norm=0.5
     )
     """Warm-up and schedule count environment steps."""
-    reference: Reference = Reference()
+    reference: ReferenceConfig = ReferenceConfig()
     evaluation: ReturnEvaluation = ReturnEvaluation()
     checkpoints: Checkpoints = Checkpoints(every=20)
     watching: Watching = Watching()

@@ -11,15 +11,15 @@ from keel.config.fields import Answers, AsTuple, Count, Index, Temperature, Toke
 from keel.config.model import Lora
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
 from keel.config.preference_data import PreferenceData
-from keel.config.sampling import Rollout, Sampling
+from keel.config.sampling import Rollout, SamplingSource
 from keel.config.sources import Prompts, Rewards, TaskSource
 from keel.config.stage import StageConfig
 
 PROMPTS_AT_ONCE = 128
-"""Of a `Sampled` table: how many are answered in one call of the engine."""
+"""Of a `SampledData` table: how many are answered in one call of the engine."""
 
 
-class Sampled(Row):
+class SampledData(Row):
     """Rows made on the spot: answers of the policy before the stage, judged by rewards."""
 
     tasks: Annotated[tuple[TaskSource, ...], AsTuple, Field(min_length=1)]
@@ -41,9 +41,9 @@ class Sampled(Row):
     evaluate on stay right."""
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> SamplingSource:
         """The same, as other code reads it."""
-        return Sampling(
+        return SamplingSource(
             key="sampled.",
             tasks=self.tasks,
             prompts=self.prompts,
@@ -92,7 +92,7 @@ class JudgingStage(StageConfig):
 
     name: str = "judging"
     data: PreferenceData | None = None
-    sampled: Sampled | None = None
+    sampled: SampledData | None = None
     max_tokens: Tokens | None = None
     """Rows longer than this, prompt and answer, are left out and counted; None: the context."""
     steps: Count = 100
@@ -114,7 +114,7 @@ class JudgingStage(StageConfig):
         return self
 
     @property
-    def sampling(self) -> Sampling | None:
+    def sampling(self) -> SamplingSource | None:
         return None if self.sampled is None else self.sampled.sampling
 
     @property

@@ -95,7 +95,7 @@ class NamedAlgorithm(Algorithm):
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingSource:
     """What a stage samples and scores.
 
     `key` is the table of these settings within the stage ("" or "sampled."), `seed_name` the stream

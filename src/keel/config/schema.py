@@ -16,7 +16,7 @@ from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelSt
 from keel.config.model import Model
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
 from keel.config.presets import resolve_algorithm
-from keel.config.sampling import Evaluation, NamedAlgorithm, Rollout, Sampling
+from keel.config.sampling import Evaluation, NamedAlgorithm, Rollout, SamplingSource
 from keel.config.sources import Prompts, Rewards, TaskSource
 from keel.config.stage import StageConfig
 
@@ -73,12 +73,12 @@ class Value(Row):
     begins after them."""
 
 
-class Reference(Row):
+class ReferenceConfig(Row):
     reset_every: Count | None = None
     """Re-set the reference policy to the current one every so many steps; None never."""
 
 
-class MeasuredReference(Reference):
+class MeasuredReferenceConfig(ReferenceConfig):
     measured: bool = False
     """Measure the divergence to the reference also where nothing holds the policy to it (β = 0)."""
 
@@ -107,7 +107,7 @@ class RLStage(StageConfig):
     """What happens where a loss or gradient is NaN or infinite: the optimizer step is not taken in
     either case."""
     value: Value = Value()
-    reference: MeasuredReference = MeasuredReference()
+    reference: MeasuredReferenceConfig = MeasuredReferenceConfig()
     evaluation: Evaluation = Evaluation()
     checkpoints: Checkpoints = Checkpoints()
     trackers: Trackers = Trackers()
@@ -173,8 +173,8 @@ class RLStage(StageConfig):
         return self
 
     @property
-    def sampling(self) -> Sampling:
-        return Sampling(
+    def sampling(self) -> SamplingSource:
+        return SamplingSource(
             key="",
             tasks=self.tasks,
             prompts=self.prompts,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from keel.config.judging import BaseModelChoice
     from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
     from keel.config.preference_data import PreferenceData
-    from keel.config.sampling import Sampling
+    from keel.config.sampling import SamplingSource
     from keel.config.sources import TaskSource
 
 Records = Literal["pairs", "labels", "steps"]
@@ -38,7 +38,7 @@ class StageConfig(Row):
         trackers: Trackers
 
     @property
-    def sampling(self) -> Sampling | None:
+    def sampling(self) -> SamplingSource | None:
         """What the stage samples; None where it samples nothing."""
         return None
 

@@ -48,7 +48,7 @@ def make(choice: Environment, render: str | None = None) -> gym.Env:
 
 
 @dataclass(frozen=True, eq=False)
-class Shape:
+class EnvironmentShape:
     """What an environment takes and shows, and when it cuts an episode off."""
 
     actions: spaces.ActionSpace
@@ -56,12 +56,12 @@ class Shape:
     max_episode_steps: int | None
 
 
-def describe(choice: Environment) -> Shape:
+def describe(choice: Environment) -> EnvironmentShape:
     """The shape of an environment. Raises KeelError where there is no policy for it."""
     sample = make(choice)
     try:
         limit = None if sample.spec is None else sample.spec.max_episode_steps
-        return Shape(spaces.actions(sample), spaces.observation_size(sample), limit)
+        return EnvironmentShape(spaces.actions(sample), spaces.observation_size(sample), limit)
     finally:
         sample.close()
 

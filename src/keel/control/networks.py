@@ -81,7 +81,7 @@ def _linear(inputs: int, outputs: int, gain: float | None, generator: torch.Gene
     return layer
 
 
-class Trained:
+class TrainedNetwork:
     """Networks whose parameters lie in one vector, so that an optimizer step is a few operations
     and not a few for each of them."""
 

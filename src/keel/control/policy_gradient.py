@@ -27,7 +27,7 @@ from keel.control.collect import (
 from keel.control.environments import Environments
 from keel.control.experience import Experience
 from keel.control.named_tensors import prefixed, within
-from keel.control.networks import Trained, perceptron
+from keel.control.networks import TrainedNetwork, perceptron
 from keel.control.normalise import Moments
 from keel.learn.finite import stop_unless_finite
 from keel.learn.loss import Signals, advantages, loss, penalties, prepare, returns
@@ -57,7 +57,7 @@ class PolicyGradient:
             self.critic = perceptron(size, 1, stage.network, 1.0, derive(seed, "critic"))
         self.reference: Actor | None = deepcopy(self.actor) if row.needs_reference else None
         critic = {} if self.critic is None else {"critic": self.critic}
-        self.trained = Trained({"actor": self.actor, **critic})
+        self.trained = TrainedNetwork({"actor": self.actor, **critic})
         self.optimizer = AdamW([("weights", self.trained.vector)], stage.optimizer)
         self.seen, self.earned = Moments.of(size), Moments.of(1)
         self.earning: dict[int, float] = {}

@@ -19,7 +19,7 @@ from keel.config.seeds import derive
 from keel.control.collect import Draw
 from keel.control.environments import Environments, describe
 from keel.control.named_tensors import prefixed, within
-from keel.control.networks import Trained, perceptron
+from keel.control.networks import TrainedNetwork, perceptron
 from keel.control.replay import Replay, Transitions
 from keel.control.spaces import Discrete
 from keel.learn.finite import stop_unless_finite
@@ -53,7 +53,7 @@ class QLearning:
             ) from None
         self.online = perceptron(size, actions.n, stage.network, None, derive(seed, "network"))
         self.target = deepcopy(self.online)
-        self.trained = Trained({"online": self.online})
+        self.trained = TrainedNetwork({"online": self.online})
         self.quick = self.online.quick()
         self.optimizer = AdamW([("weights", self.trained.vector)], stage.optimizer)
         # Last: processes of their own would be left behind by what fails after them.

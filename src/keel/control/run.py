@@ -18,7 +18,7 @@ from keel.control.evaluate import evaluate
 from keel.control.gif import film
 from keel.control.policy_gradient import PolicyGradient
 from keel.control.q_learning import QLearning
-from keel.control.state import Learner, Progress
+from keel.control.state import ControlLearner, ControlProgress
 from keel.runs import checkpoint
 from keel.runs import lifecycle as opening
 from keel.runs.layout import RunFolder
@@ -33,11 +33,11 @@ REPORTED = ("keel-rl", "gymnasium", "torch", "numpy")
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class ControlRun:
     """What a run works with."""
 
     stage: ControlStage
-    learner: Learner
+    learner: ControlLearner
     session: Session
     seed: int
 
@@ -71,7 +71,7 @@ def control(
     return place
 
 
-def trained(folder: Path | str) -> Learner:
+def trained(folder: Path | str) -> ControlLearner:
     """What a run has learned, from its newest whole checkpoint: `greedy()` acts.
 
     Its environments are at their beginning. Raises KeelError where there is none.
@@ -85,7 +85,7 @@ def trained(folder: Path | str) -> Learner:
     return learner
 
 
-def build(recipe: ControlRecipe) -> Learner:
+def build(recipe: ControlRecipe) -> ControlLearner:
     """The learner that a recipe asks for, at its beginning."""
     stage, seed = recipe.stage, derive(recipe.seed, recipe.stage.name)
     return (
@@ -94,9 +94,13 @@ def build(recipe: ControlRecipe) -> Learner:
 
 
 def _run(
-    recipe: ControlRecipe, learner: Learner, session: Session, start: Path | None, resume: bool
+    recipe: ControlRecipe,
+    learner: ControlLearner,
+    session: Session,
+    start: Path | None,
+    resume: bool,
 ) -> None:
-    progress = Progress() if start is None else state.read(start)
+    progress = ControlProgress() if start is None else state.read(start)
     if start is not None and not state.restore(start, progress, learner):
         session.note(
             "the environment did not come back to where it was by its seed and actions: the run "
@@ -106,7 +110,7 @@ def _run(
     session.recorder.event("resumed" if resume else "started", step=progress.step)
     opening.declare(session, recipe.name, recipe.seed, torch.get_num_threads(), REPORTED)
     session.watcher.stage(stage.name, stage.environment.id, stage.steps, progress.steps)
-    work = Work(stage, learner, session, derive(recipe.seed, stage.name))
+    work = ControlRun(stage, learner, session, derive(recipe.seed, stage.name))
     progress = _loop(work, progress)
     _leave(recipe, work, progress)
     if progress.steps < stage.steps:
@@ -119,7 +123,7 @@ def _run(
         _film(work)
 
 
-def _loop(work: Work, progress: Progress) -> Progress:
+def _loop(work: ControlRun, progress: ControlProgress) -> ControlProgress:
     """Rows until the steps are taken, or until the run is asked to stop."""
     stage, learner, session = work.stage, work.learner, work.session
     while progress.steps < stage.steps and not session.interrupted:
@@ -139,7 +143,9 @@ def _loop(work: Work, progress: Progress) -> Progress:
     return progress
 
 
-def _evaluate(work: Work, progress: Progress, before: int, metrics: dict[str, float]) -> Progress:
+def _evaluate(
+    work: ControlRun, progress: ControlProgress, before: int, metrics: dict[str, float]
+) -> ControlProgress:
     choice, last = work.stage.evaluation, progress.steps >= work.stage.steps
     due = choice.every > 0 and progress.steps // choice.every > before // choice.every
     if not choice.episodes or not (due or last):
@@ -156,7 +162,7 @@ def _evaluate(work: Work, progress: Progress, before: int, metrics: dict[str, fl
     return progress
 
 
-def _save(work: Work, progress: Progress) -> None:
+def _save(work: ControlRun, progress: ControlProgress) -> None:
     learner = work.learner
     whole = replace(progress, learner=learner.facts(), environments=learner.environments.state())
     last = progress.step if progress.steps >= work.stage.steps else -1
@@ -165,7 +171,7 @@ def _save(work: Work, progress: Progress) -> None:
     )
 
 
-def _leave(recipe: ControlRecipe, work: Work, progress: Progress) -> None:
+def _leave(recipe: ControlRecipe, work: ControlRun, progress: ControlProgress) -> None:
     """The curve, and how many steps it took."""
     folder = work.session.folder
     rows = load(folder.path).metrics()
@@ -175,7 +181,7 @@ def _leave(recipe: ControlRecipe, work: Work, progress: Progress) -> None:
         update_run_json(folder, {"environment_steps": progress.steps})
 
 
-def _film(work: Work) -> None:
+def _film(work: ControlRun) -> None:
     path = work.session.folder.film
     try:
         seed, longest = derive(work.seed, "film"), work.stage.evaluation.longest

@@ -17,7 +17,7 @@ from keel.runs import checkpoint
 STATE, TENSORS = "state.json", "tensors.safetensors"
 
 
-class Learner(Protocol):
+class ControlLearner(Protocol):
     """What a run is of: Q-learning, or a policy gradient."""
 
     @property
@@ -45,7 +45,7 @@ class Learner(Protocol):
 
 
 @dataclass(frozen=True)
-class Progress:
+class ControlProgress:
     """How far a run has come, beside what its learner knows."""
 
     stage: int = 0
@@ -59,15 +59,15 @@ class Progress:
     environments: Mapping[str, Any] = field(default_factory=dict)
 
 
-def save(folder: Path, progress: Progress, learner: Learner) -> None:
+def save(folder: Path, progress: ControlProgress, learner: ControlLearner) -> None:
     """Fill a checkpoint folder."""
     checkpoint.save_tensors(folder / TENSORS, learner.tensors())
     checkpoint.save_json(folder / STATE, asdict(progress))
 
 
-def read(folder: Path) -> Progress:
+def read(folder: Path) -> ControlProgress:
     """The progress that a checkpoint holds."""
-    return checkpoint.load_record(folder / STATE, Progress)
+    return checkpoint.load_record(folder / STATE, ControlProgress)
 
 
 def learned(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
@@ -75,7 +75,7 @@ def learned(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
     return checkpoint.load_tensors(folder / TENSORS), read(folder).learner
 
 
-def restore(folder: Path, progress: Progress, learner: Learner) -> bool:
+def restore(folder: Path, progress: ControlProgress, learner: ControlLearner) -> bool:
     """Bring a learner and its environments to where they were; whether the latter got there."""
     try:
         learner.restore(*learned(folder))

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keel.engines.kv_cache import Live, Places, Store
+from keel.engines.kv_cache import DecodeRows, KVCache, Places
 from keel.models.attention import shared_prefix as branching
 from keel.models.attention.functions import Rules, attention_weights, in_one_dtype
 from keel.models.attention.layout import PackedLayout
@@ -30,10 +30,10 @@ class StepLayout:
     is decoded yet.
     """
 
-    store: Store
+    store: KVCache
     prompts: PackedLayout | None
     prompt_places: Places
-    live: Live | None
+    live: DecodeRows | None
     _made: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def attend(
@@ -152,7 +152,7 @@ class StepLayout:
         return own, first
 
     def _by_prompt(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """`Live.by_prompt`, head by head."""
+        """`DecodeRows.by_prompt`, head by head."""
         assert self.live is not None
         heads = len(query) // self.live.rows
         if heads not in self._made:
@@ -172,7 +172,7 @@ class StepLayout:
 
 
 def _beyond(
-    live: Live, lengths: np.ndarray, places: int, heads: int, dtype: torch.dtype
+    live: DecodeRows, lengths: np.ndarray, places: int, heads: int, dtype: torch.dtype
 ) -> Tensor | None:
     if bool((lengths == places).all()):
         return None
@@ -182,7 +182,7 @@ def _beyond(
     return bias.repeat_interleave(heads, dim=0).unsqueeze(1)
 
 
-def _seen(live: Live, window: int | None) -> Tensor:
+def _seen(live: DecodeRows, window: int | None) -> Tensor:
     before = live.tensor(live.length_G[live.slot_R])[:, None]
     end = live.tensor(live.end_R)[:, None]
     first = torch.arange(live.width, device=live.device)

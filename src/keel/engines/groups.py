@@ -44,7 +44,7 @@ class Trace:
         return taken
 
 
-class Cut:
+class GroupAssembler:
     """A trace cut into groups: those of some prompts at a time, or all at the end.
 
     `codes` says what ended each sequence (`engines.stopping`).

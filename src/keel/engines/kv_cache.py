@@ -133,7 +133,7 @@ def _first(stored: Tensor, entries: int, places: int) -> Float[Tensor, "EH P D"]
     return stored.flatten(0, 1).narrow(0, 0, entries * stored.shape[1])[:, :places]
 
 
-class Store:
+class KVCache:
     """Two shelves: prompts, of which each is one entry, and what was written in answer to them."""
 
     def __init__(self, longest_prompt: int, longest_answer: int) -> None:
@@ -142,7 +142,7 @@ class Store:
 
 
 @dataclass(frozen=True, eq=False)
-class Entering:
+class Prefill:
     """Prompts that enter at a step: their tokens each, and the slot of the first.
 
     Prompts of which nothing is `known` enter whole, end to end; behind them what is left of the
@@ -192,7 +192,7 @@ class Entering:
 
 
 @dataclass(frozen=True, eq=False)
-class Live:
+class DecodeRows:
     """The R rows that are decoded at a step, and the G prompts that they answer.
 
     Row r answers prompt `slot_R[r]` and has its new token at `end_R[r]` of its own; prompt g has

@@ -15,15 +15,15 @@ from transformers import PreTrainedModel
 
 from keel.engines.cpu.backbone import compiled
 from keel.engines.decode_attention import StepLayout
-from keel.engines.kv_cache import Entering, Live, Places, Store
-from keel.engines.prefix_cache import Beginnings
+from keel.engines.kv_cache import DecodeRows, KVCache, Places, Prefill
+from keel.engines.prefix_cache import PrefixCache
 from keel.engines.scheduler import Ended, Moves
 from keel.models.attention.layout import PackedLayout
 
 Ints = npt.NDArray[np.int64]
 
 
-class Pass(Protocol):
+class ModelRunner(Protocol):
     """A backbone with the keys and values of what is being decoded.
 
     Entries are as in `Batch`: rows with an answer under way, and slots with their prompts.
@@ -34,7 +34,7 @@ class Pass(Protocol):
         are the prompts that `admit` makes room for, in this order."""
         ...
 
-    def admit(self, entering: Entering, ahead: int) -> None:
+    def admit(self, entering: Prefill, ahead: int) -> None:
         """Make room for prompts; there will never be more than `ahead` slots."""
         ...
 
@@ -46,8 +46,8 @@ class Pass(Protocol):
         self,
         tokens: Int[Tensor, "T"],
         positions: Int[Tensor, "T"],
-        entering: Entering,
-        live: Live | None,
+        entering: Prefill,
+        live: DecodeRows | None,
     ) -> Float[Tensor, "T H"]:
         """What enters of prompts, then one token of each live row: the states of each."""
         ...
@@ -66,8 +66,8 @@ def pass_of(
     longest_prompt: int,
     longest_answer: int,
     dtype: torch.dtype | None = None,
-    beginnings: Beginnings | None = None,
-) -> Pass:
+    beginnings: PrefixCache | None = None,
+) -> ModelRunner:
     """The quickest pass that says what the model's own modules say, with its weights of now.
 
     With a `dtype` it works on a copy of the weights in that one, which goes with the pass.
@@ -79,7 +79,7 @@ def pass_of(
 
 
 class ModulePass:
-    """`Pass` through the model's own modules, or a copy of them in `dtype`, on any device.
+    """`ModelRunner` through the model's own modules, or a copy of them in `dtype`, on any device.
 
     It leaves nothing to a later call.
     """
@@ -93,7 +93,7 @@ class ModulePass:
     ) -> None:
         self._backbone = model.base_model if dtype is None else cast_copy(model.base_model, dtype)
         self._device = model.device
-        self._store = Store(longest_prompt, longest_answer)
+        self._store = KVCache(longest_prompt, longest_answer)
 
     def recall(self, prompts: Sequence[Ints]) -> Ints:
         return np.zeros(len(prompts), dtype=np.int64)
@@ -101,7 +101,7 @@ class ModulePass:
     def keep(self, ended: Ended) -> None:
         pass
 
-    def admit(self, entering: Entering, ahead: int) -> None:
+    def admit(self, entering: Prefill, ahead: int) -> None:
         most = int(entering.lengths.max())
         self._store.prompts.reserve(ahead, most, entering.first)
 
@@ -109,7 +109,7 @@ class ModulePass:
         self._store.answers.reserve(ahead, int(places_R.max()), len(places_R))
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, entering: Entering, live: Live | None
+        self, tokens: Tensor, positions: Tensor, entering: Prefill, live: DecodeRows | None
     ) -> Tensor:
         slot, place = (torch.from_numpy(x).to(self._device) for x in entering.places())
         layout = StepLayout(

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from keel.engines.cpu.backbone import CompiledPass, Fixed
-from keel.engines.kv_cache import Live
-from keel.engines.model_runner import Pass
+from keel.engines.kv_cache import DecodeRows
+from keel.engines.model_runner import ModelRunner
 from keel.engines.random_streams import AHEAD, Uniforms
-from keel.engines.scheduler import Batch
+from keel.engines.scheduler import DecodeBatch
 from keel.engines.stopping import Stops
 from keel.models.head import Head, compiled_weight
 from keel.models.kernels import sample as drawing
 from keel.models.kernels import steps as compiled
 from keel.models.kernels.decode import PAGE, pointer
-from keel.models.kernels.head import Weight
+from keel.models.kernels.head import HeadWeight
 from keel.types import Sampling
 
 Ints = npt.NDArray[np.int64]
@@ -31,7 +31,9 @@ SLICE = 0.05
 """Seconds behind which a call begins no further step: its caller has clocks to look at."""
 
 
-def steps_of(forward: Pass, head: Head, sampling: Sampling, stops: Stops) -> Steps | None:
+def steps_of(
+    forward: ModelRunner, head: Head, sampling: Sampling, stops: Stops
+) -> MultiStep | None:
     """None where a step takes more than compiled code: another pass, a head with a scale or a soft
     cap, stop strings, a dry run; and where a token could be drawn that has no embedding."""
     fixed = forward.fixed if isinstance(forward, CompiledPass) else None
@@ -44,16 +46,16 @@ def steps_of(forward: Pass, head: Head, sampling: Sampling, stops: Stops) -> Ste
     known = fixed.embed.is_contiguous() and outputs <= min(len(fixed.embed), len(ends_V))
     if not (known and drawing.library() and compiled.library()):
         return None
-    return Steps(fixed, weight, sampling, ends_V)
+    return MultiStep(fixed, weight, sampling, ends_V)
 
 
-class Steps:
+class MultiStep:
     """Feeds each row's last token and draws its next one, some steps at a time."""
 
     def __init__(
         self,
         fixed: Fixed,
-        weight: Weight,
+        weight: HeadWeight,
         sampling: Sampling,
         ends_V: npt.NDArray[np.int8],
     ) -> None:
@@ -76,13 +78,13 @@ class Steps:
             "ends": ends_V.ctypes.data,
         }
 
-    def __call__(self, batch: Batch, uniforms: Uniforms) -> tuple[Ints, Tensor]:
+    def __call__(self, batch: DecodeBatch, uniforms: Uniforms) -> tuple[Ints, Tensor]:
         """Tokens and log-probabilities (steps, R) of the live rows: one step at least, and none
         behind one with which a row ends."""
         most, rows = _most(batch), len(batch.sequence)
         forward = self._fixed.forward
         forward.reserve(batch.made + most - 1, batch.ahead)
-        live = Live(batch.slot, batch.made - 1, batch.length, torch.device("cpu"))
+        live = DecodeRows(batch.slot, batch.made - 1, batch.length, torch.device("cpu"))
         laid = forward.lay(torch.from_numpy(batch.place), live, most)
         numbers = torch.from_numpy(uniforms.take(batch.sequence, batch.made, most))
         product = self._weight.of(laid.x)
@@ -93,7 +95,7 @@ class Steps:
         # Structures and arrays live as long as the call.
         head, chance = product.pointers(), draw.pointers()
         done = compiled.run(
-            compiled.Steps(
+            compiled.StepsArguments(
                 **self._calls,
                 head=addressof(head),
                 chance=addressof(chance),
@@ -118,7 +120,7 @@ class Steps:
         return tokens[:done].numpy(), log_probs[:done]
 
 
-def _most(batch: Batch) -> int:
+def _most(batch: DecodeBatch) -> int:
     """Steps until a row's budget is used up, or the longest row has filled its page: so nobody
     takes a page before it is within PAGE steps of it."""
     left = int((batch.limit - batch.made).min())

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keel.engines.groups import Cut, Trace
-from keel.engines.kv_cache import Entering, Live
+from keel.engines.groups import GroupAssembler, Trace
+from keel.engines.kv_cache import DecodeRows, Prefill
 from keel.engines.model_runner import pass_of
 from keel.engines.multi_step import steps_of
-from keel.engines.prefix_cache import Beginnings
+from keel.engines.prefix_cache import PrefixCache
 from keel.engines.random_streams import Uniforms
 from keel.engines.sampler import check, draw
-from keel.engines.scheduler import Batch, Entry
+from keel.engines.scheduler import DecodeBatch, DecodeEntry
 from keel.engines.stopping import LENGTH, Stops, budgets, context_length, eos_ids
 from keel.models.attention.functions import ATTENTION, install
 from keel.models.backbone import autocast_for
@@ -99,7 +99,7 @@ class NativeEngine:
         Raises KeelError for settings that cannot be drawn with, a prompt without tokens or too long
         for the context, and logits that are not finite.
         """
-        return self.sample_from(Beginnings(), prompts, n, sampling, seed, on_group)
+        return self.sample_from(PrefixCache(), prompts, n, sampling, seed, on_group)
 
     @contextmanager
     def conversation(self) -> Iterator[Conversation]:
@@ -110,7 +110,7 @@ class NativeEngine:
         is left then. Only the compiled pass remembers (`engines.cpu`), and of the sequences of
         a call no more than `max_rows`; the others enter whole, as all do elsewhere.
         """
-        beginnings = Beginnings(self.max_rows)
+        beginnings = PrefixCache(self.max_rows)
         try:
             yield Conversation(self, beginnings)
         finally:
@@ -118,7 +118,7 @@ class NativeEngine:
 
     def sample_from(
         self,
-        beginnings: Beginnings,
+        beginnings: PrefixCache,
         prompts: Sequence[Prompt],
         n: int,
         sampling: Sampling,
@@ -137,7 +137,7 @@ class NativeEngine:
             return []
         with torch.no_grad(), _evaluating(self.model), autocast_for(self.model, self.autocast):
             run = _Run(self.model, prompts, limits, n, sampling, seed, stops, self, beginnings)
-            cut = Cut(prompts, n, run.trace, run.codes, self.tokenizer)
+            cut = GroupAssembler(prompts, n, run.trace, run.codes, self.tokenizer)
             while run.batch.live:
                 over = run.step()
                 beat()
@@ -173,7 +173,7 @@ class NativeEngine:
 class Conversation:
     """See `NativeEngine.conversation`."""
 
-    def __init__(self, engine: NativeEngine, beginnings: Beginnings) -> None:
+    def __init__(self, engine: NativeEngine, beginnings: PrefixCache) -> None:
         self._engine = engine
         self._beginnings = beginnings
 
@@ -201,7 +201,7 @@ class _Run:
         seed: int,
         stops: Stops,
         engine: NativeEngine,
-        beginnings: Beginnings,
+        beginnings: PrefixCache,
     ) -> None:
         self.device = model.device
         # The trainer's own head: float32 logits, whatever the backbone computes in.
@@ -218,7 +218,7 @@ class _Run:
         self.known = self.forward.recall(self.prompts)
         total = n * len(prompts)
         rows = min(engine.max_rows, total)
-        self.batch = Batch(self.lengths, limits, n, rows, engine.prefill_tokens, self.known)
+        self.batch = DecodeBatch(self.lengths, limits, n, rows, engine.prefill_tokens, self.known)
         self.waiting_logits: Tensor | None = None
         """Those of the last prompt that was computed: its group may have entered only in part."""
         self.trace = Trace()
@@ -243,7 +243,7 @@ class _Run:
         self.trace.log_probs.append(log_probs.flatten())
         return self._ended()
 
-    def _one(self, entry: Entry) -> tuple[Ints, Tensor]:
+    def _one(self, entry: DecodeEntry) -> tuple[Ints, Tensor]:
         """Tokens and log-probabilities (1, R) of the live rows and of those that enter."""
         logits = self._logits(entry)
         self.batch.add(entry)
@@ -268,7 +268,7 @@ class _Run:
         over: Ints = touched[batch.left(touched) == 0]
         return over
 
-    def _logits(self, entry: Entry) -> Tensor:
+    def _logits(self, entry: DecodeEntry) -> Tensor:
         """The logits that the next token of each row is drawn from, live rows first. (R, V)"""
         batch = self.batch
         live = len(batch.sequence)
@@ -286,7 +286,7 @@ class _Run:
             self.waiting_logits = logits[-1:].clone()
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _forward(self, entry: Entry) -> Tensor:
+    def _forward(self, entry: DecodeEntry) -> Tensor:
         """One pass: what enters of prompts, then the last token of each live row.
 
         Returns the logits (live rows + prompts, V), each at the last token.
@@ -294,8 +294,8 @@ class _Run:
         batch = self.batch
         rows = len(batch.sequence)
         new = slice(entry.prompts.start, entry.prompts.stop)
-        entering = Entering(self.lengths[new], len(batch.prompt), self.known[new])
-        live = Live(batch.slot, batch.made - 1, batch.length, self.device) if rows else None
+        entering = Prefill(self.lengths[new], len(batch.prompt), self.known[new])
+        live = DecodeRows(batch.slot, batch.made - 1, batch.length, self.device) if rows else None
         if rows:
             self.forward.reserve(batch.made, batch.ahead)
         if not entry.prompts:

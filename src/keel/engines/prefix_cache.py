@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from keel.engines.slots import Pool
+from keel.engines.slots import PagePool
 from keel.types import Group
 
 Ints = npt.NDArray[np.int64]
 
 
-class Beginnings:
+class PrefixCache:
     """Sequences by their tokens, each with the pages of its keys and values.
 
     They are true of the weights that made them. A call of the engine `take`s those that its prompts
@@ -25,7 +25,7 @@ class Beginnings:
 
     def __init__(self, most: int = 0) -> None:
         self._most = most
-        self._pool: Pool | None = None
+        self._pool: PagePool | None = None
         self._held: dict[int, list[int]] = {}
         self._named: dict[bytes, list[list[int]]] = {}
         self._lengths: set[int] = set()
@@ -35,10 +35,10 @@ class Beginnings:
         """Whether no other sequence is held."""
         return len(self._held) >= self._most
 
-    def pool(self, numbers: int, like: Tensor) -> Pool:
+    def pool(self, numbers: int, like: Tensor) -> PagePool:
         """Where all pages are from; made when it is first asked for."""
         if self._pool is None:
-            self._pool = Pool(numbers, like)
+            self._pool = PagePool(numbers, like)
         return self._pool
 
     def take(self, prompts: Sequence[Ints]) -> tuple[Ints, list[list[int]]]:

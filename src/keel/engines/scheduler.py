@@ -11,7 +11,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class DecodeEntry:
     """What enters at a step: `sequences` in order, the first `held` of which belong to a prompt
     that was computed before; and `prompts`, to be computed now."""
 
@@ -38,7 +38,7 @@ Moves = tuple[Ints, Ints]
 """Which entries moved, and where they went."""
 
 
-class Batch:
+class DecodeBatch:
     """The live rows with their prompts, and the queue of sequences before them.
 
     Sequence s is completion s mod n of prompt s div n. Sequences enter in order, so at any time at
@@ -115,7 +115,7 @@ class Batch:
             alone=bool(self._left_P[prompt] == 1),
         )
 
-    def prompts_ahead(self, entry: Entry) -> int:
+    def prompts_ahead(self, entry: DecodeEntry) -> int:
         """The most prompts with an answer to come or under way, from this entry on."""
         now = len(self.prompt) + len(entry.prompts)
         return (
@@ -127,7 +127,7 @@ class Batch:
         left: Ints = self._left_P[prompts]
         return left
 
-    def waiting(self) -> Entry:
+    def waiting(self) -> DecodeEntry:
         """What enters now: as many sequences as rows are free and the token budget lets in."""
         first = self._next
         stop = min(first + self._max_rows - len(self.sequence), self._total)
@@ -141,9 +141,9 @@ class Batch:
                 break
             prompt += 1
         held = min(computed * self.n, stop) - first
-        return Entry(range(computed, prompt), range(first, stop), held)
+        return DecodeEntry(range(computed, prompt), range(first, stop), held)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: DecodeEntry) -> None:
         """The entry's sequences become the last rows, with nothing sampled yet."""
         if not entry.sequences:
             return

@@ -15,7 +15,7 @@ from keel.models.kernels.decode import PAGE
 Ints = npt.NDArray[np.int64]
 
 
-class Pool:
+class PagePool:
     """Pages of `numbers` numbers like those of `like`, by their addresses.
 
     Memory is taken in slabs that stay until the pool is gone; a page given back is the next taken.
@@ -51,28 +51,28 @@ class Pool:
 
 
 @dataclass(frozen=True, eq=False)
-class Homes:
+class SlotMapping:
     """Where tokens' keys and values are: pages, by their addresses, and places in these."""
 
     page: Ints
     place: Ints
 
 
-def joined(first: Homes, second: Homes) -> Homes:
+def joined(first: SlotMapping, second: SlotMapping) -> SlotMapping:
     """One behind the other."""
     page, place = (
         np.concatenate([getattr(first, name), getattr(second, name)]) for name in ("page", "place")
     )
-    return Homes(page, place)
+    return SlotMapping(page, place)
 
 
-class Table:
+class PageTable:
     """The pages of each entry, in the order of its places: entry e's first `PAGE` in `pages[e, 0]`.
 
     Entries are the first of the arrays, as in `Batch`.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self.pages: Ints = np.zeros((0, 1), dtype=np.int64)
         self._count: Ints = np.zeros(0, dtype=np.int64)
@@ -116,9 +116,9 @@ class Table:
         self.pages[holes], self._count[holes] = self.pages[movers], self._count[movers]
         self.pages, self._count = self.pages[:left].copy(), self._count[:left].copy()
 
-    def homes(self, entry_T: Ints, place_T: Ints) -> Homes:
+    def homes(self, entry_T: Ints, place_T: Ints) -> SlotMapping:
         """Where the entries' places are."""
-        return Homes(self.pages[entry_T, place_T // PAGE], place_T % PAGE)
+        return SlotMapping(self.pages[entry_T, place_T // PAGE], place_T % PAGE)
 
     def _widen(self, entries: int, most: int) -> None:
         old, wide = self.pages.shape

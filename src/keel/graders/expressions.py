@@ -93,12 +93,12 @@ class Unreadable(Exception):
     """A text that is no answer that can be compared."""
 
 
-class NotPlain(Exception):
+class NotPlainExpression(Exception):
     """More than a number or words: only a process that can be ended may parse it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParsedExpression:
     """An answer taken apart.
 
     `kind` is "number", "words", "base" (digits with a base), "expression", "relation" (sympy's),
@@ -167,20 +167,20 @@ def _text_of(gold: str) -> str | None:
 
 def parse(
     text: str, *, evaluated: bool = True, gold: bool = False, depth: int = 0, plain: bool = False
-) -> Parsed:
+) -> ParsedExpression:
     """Take an answer apart. Raises Unreadable, and with `plain` NotPlain (see `same_answer`)."""
     text = _REPEATING.sub(_as_repeating, bare(text)).replace("\\varnothing", "\\emptyset")
     if _TIME.fullmatch(text):
-        return Parsed("time", text.lstrip("0"), text)
+        return ParsedExpression("time", text.lstrip("0"), text)
     number = read_number(text, evaluated=evaluated and not gold, letters=not gold)
     if number is not None:
-        return Parsed("number", number, text, number.name)
+        return ParsedExpression("number", number, text, number.name)
     if not text or len(text) > LONGEST or depth > 4:
         raise Unreadable
     if _WORDS.fullmatch(text) and not _FUNCTIONS & set(text.lower().split()):
-        return Parsed("words", _letters(text), text)
+        return ParsedExpression("words", _letters(text), text)
     if plain:
-        raise NotPlain
+        raise NotPlainExpression
     text = text.replace("\\cup", "\\cup ").replace("\\dots", "\\ldots")
     name, text = _named(text)
     text = _trimmed(text)
@@ -188,7 +188,7 @@ def parse(
     if (matrix := _MATRIX.fullmatch(text)) is not None:
         rows = [row for row in re.split(r"\\\\", matrix[2]) if row.strip()]
         cells = [[parse(cell, **again) for cell in row.split("&")] for row in rows]
-        return Parsed("matrix", cells, text, name)
+        return ParsedExpression("matrix", cells, text, name)
     for kind, parts in (("list", _split(_CONNECTED.sub(",", text), ",;")), ("list", _cups(text))):
         if len(parts) > 1:
             items = [parse(part, **again) for part in parts if part.strip()]
@@ -202,21 +202,21 @@ def parse(
         parts = _split(text[1:-1], ",;")
         if len(parts) > 1:
             ends = text[0] + text[-1]
-            return Parsed(ends, [parse(part, **again) for part in parts], text, name)
+            return ParsedExpression(ends, [parse(part, **again) for part in parts], text, name)
     if "\\pm" in text or "\\mp" in text:
         both = text.replace("\\pm", "+").replace("\\mp", "-")
         other = text.replace("\\pm", "-").replace("\\mp", "+")
         return _listed("list", [parse(one, **again) for one in (both, other)], text, name)
     if (base := _BASE.fullmatch(text)) and base[1].isalnum() and base[1][0].isdigit():
-        return Parsed("base", (base[1].lower(), base[2] or base[3]), text, name)
+        return ParsedExpression("base", (base[1].lower(), base[2] or base[3]), text, name)
     interval = _interval(text)
     if interval is not None:
         variable, ends, low, high = interval
-        return Parsed(ends, [parse(low, **again), parse(high, **again)], text, variable)
-    return Parsed(*_expression(text), text, name)
+        return ParsedExpression(ends, [parse(low, **again), parse(high, **again)], text, variable)
+    return ParsedExpression(*_expression(text), text, name)
 
 
-def gold_answer(gold: str, *, plain: bool = False) -> Parsed:
+def gold_answer(gold: str, *, plain: bool = False) -> ParsedExpression:
     """The gold answer, or that of the solution. Raises Unreadable, and NotPlain as `parse`."""
     if "\\boxed" not in gold and "####" not in gold:
         try:
@@ -232,10 +232,10 @@ def gold_answer(gold: str, *, plain: bool = False) -> Parsed:
         number = stated_number(gold, evaluated=False)
         if number is None:
             raise
-        return Parsed("number", number, answer.text, number.name)
+        return ParsedExpression("number", number, answer.text, number.name)
 
 
-def _candidates(answer: Answer, wanted: Parsed) -> list[str]:
+def _candidates(answer: Answer, wanted: ParsedExpression) -> list[str]:
     """What the answer may be in a text, the likeliest first."""
     if answer.how == "marked":
         return [answer.text]
@@ -245,7 +245,7 @@ def _candidates(answer: Answer, wanted: Parsed) -> list[str]:
     return [] if formula is None else [formula]
 
 
-def _same(gold: Parsed, said: Parsed, text: str, evaluated: bool) -> bool:
+def _same(gold: ParsedExpression, said: ParsedExpression, text: str, evaluated: bool) -> bool:
     if not same_name(gold.name, said.name):
         return False
     if gold.kind == "words":
@@ -280,7 +280,7 @@ def _same(gold: Parsed, said: Parsed, text: str, evaluated: bool) -> bool:
     return _equal(_symbolic(gold.value), _symbolic(said.value))
 
 
-def _evaluated(gold: Parsed, said: Parsed) -> bool:
+def _evaluated(gold: ParsedExpression, said: ParsedExpression) -> bool:
     """Whether nothing is left to do of which the gold answer has nothing."""
     if gold.kind == "number":
         return said.kind == "number"
@@ -289,13 +289,17 @@ def _evaluated(gold: Parsed, said: Parsed) -> bool:
     )
 
 
-def _in_order(gold: Sequence[Parsed], said: Sequence[Parsed], evaluated: bool) -> bool:
+def _in_order(
+    gold: Sequence[ParsedExpression], said: Sequence[ParsedExpression], evaluated: bool
+) -> bool:
     return len(gold) == len(said) and all(
         _same(g, s, s.text, evaluated) for g, s in zip(gold, said, strict=True)
     )
 
 
-def _matched(gold: Sequence[Parsed], said: Sequence[Parsed], evaluated: bool) -> bool:
+def _matched(
+    gold: Sequence[ParsedExpression], said: Sequence[ParsedExpression], evaluated: bool
+) -> bool:
     """Whether each part has one that is the same, in whatever order."""
     if len(gold) != len(said):
         return False
@@ -308,12 +312,12 @@ def _matched(gold: Sequence[Parsed], said: Sequence[Parsed], evaluated: bool) ->
     return True
 
 
-def _listed(kind: str, items: Sequence[Parsed], text: str, name: str) -> Parsed:
+def _listed(kind: str, items: Sequence[ParsedExpression], text: str, name: str) -> ParsedExpression:
     """A list; one that names the same thing again and again is that thing."""
     if not items or len(items) > PARTS:
         raise Unreadable
     distinct = {i.value.value if i.kind == "number" else i.text.replace(" ", "") for i in items}
-    return items[0] if len(distinct) == 1 else Parsed(kind, list(items), text, name)
+    return items[0] if len(distinct) == 1 else ParsedExpression(kind, list(items), text, name)
 
 
 def _letters(text: str) -> str:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
-from keel.graders.expressions import NotPlain, same_answer
+from keel.graders.expressions import NotPlainExpression, same_answer
 from keel.sandbox.bubblewrap import bubblewrap
 from keel.sandbox.resident import Resident, Restarting
 from keel.types import KeelError
@@ -96,7 +96,7 @@ class Mathematics:
         """What is found by comparing numbers or words; None where there is more to read."""
         try:
             same = same_answer(*pair, evaluated=self.evaluated, plain=True)
-        except NotPlain:
+        except NotPlainExpression:
             return None
         if same is None:
             return "unreadable gold"

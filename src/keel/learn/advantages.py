@@ -21,7 +21,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class RolloutRewards:
     """Rewards as tensors, for the sequences of a batch in their order; NaN where none spoke.
 
     `baseline_S` is the reward of the greedy completion of each sequence's prompt. Steps (K) are
@@ -41,7 +41,7 @@ def outcome(
     verdicts: Sequence[Sequence[Verdict]],
     greedy: Sequence[float] | None,
     dtype: torch.dtype = torch.float64,
-) -> Outcome:
+) -> RolloutRewards:
     """The groups' verdicts, flat. Step ends are moved from completion tokens to written
     ones; a completion without written tokens has no place for any.
 
@@ -72,9 +72,9 @@ def outcome(
         baseline = torch.tensor(list(greedy), dtype=dtype).repeat_interleave(sizes)
     reward_S = torch.tensor(rewards, dtype=dtype)
     if not steps:
-        return Outcome(reward_S, baseline)
+        return RolloutRewards(reward_S, baseline)
     values, places, sequences = zip(*steps, *outcomes, strict=True)
-    return Outcome(
+    return RolloutRewards(
         reward_S,
         baseline,
         step_reward_K=torch.tensor(values, dtype=dtype),
@@ -112,7 +112,7 @@ def check_steps(row: Algorithm, there: bool) -> None:
         )
 
 
-def estimate(row: Algorithm, batch: Batch, judged: Outcome, beta: float) -> Batch:
+def estimate(row: Algorithm, batch: Batch, judged: RolloutRewards, beta: float) -> Batch:
     """The measured batch with advantages (before whitening) and returns, in float64.
 
     Raises KeelError where there are rewards of steps that the advantage cannot use.
@@ -162,7 +162,7 @@ def estimate(row: Algorithm, batch: Batch, judged: Outcome, beta: float) -> Batc
     )
 
 
-def _as_steps(judged: Outcome, lengths_S: Tensor) -> Outcome:
+def _as_steps(judged: RolloutRewards, lengths_S: Tensor) -> RolloutRewards:
     """Each completion's reward as its one step: no reward of the batch has given any, as where a
     gate has shut all of them out."""
     lengths_S = lengths_S.cpu()

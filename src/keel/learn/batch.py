@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keel.learn.actions import Actions
-from keel.models.packed import Packed, Sizes, sizes_on
+from keel.models.packed import Packed, PackedSizes, sizes_on
 from keel.types import Group
 
 
@@ -59,7 +59,7 @@ class Batch(Actions):
         )
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> PackedSizes:
         """What micro-batches are cut by."""
         return sizes_on(self.target_N.device, self.input_lengths, self.shared)
 
@@ -96,7 +96,7 @@ class Batch(Actions):
         )
 
     def micro_batches(self, token_budget: int) -> list[Batch]:
-        """The batch in order, cut as `Sizes` does."""
+        """The batch in order, cut as `PackedSizes` does."""
         spans = self.sizes.spans(token_budget)
         every = range(len(self.input_lengths))
         return [self] if len(spans) == 1 else [self.select(every[span]) for span in spans]

@@ -14,7 +14,7 @@ from keel.learn.batch import Batch
 from keel.learn.finite import Cause, alone, in_tensors, in_weights, stop_unless_finite
 from keel.learn.loss import Loss, loss
 from keel.learn.optimizer import AdamW, step_all
-from keel.learn.token_budget import Budget
+from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
 from keel.models.reference import Reference
 from keel.models.scores import Scores
@@ -28,7 +28,7 @@ class Learner:
 
     policy: Policy
     optimizer: AdamW
-    budget: Budget
+    budget: TokenBudget
     reference: Reference | None = None
     value_head: ValueHead | None = None
     critic: Critic | None = None

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from keel.models.packed import Sizes
+from keel.models.packed import PackedSizes
 from keel.types import KeelError
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ LESS = (
 """What lowers the memory that a smaller micro-batch does not."""
 
 
-class Budget:
+class TokenBudget:
     """Model-input tokens of a micro-batch, of which a longer sequence goes alone.
 
     Halved where memory runs out, for good: so it is part of what a checkpoint holds. Weights are
@@ -48,7 +48,7 @@ class Budget:
     def fitting(
         self,
         attempt: Callable[[int], T],
-        sizes: Sizes,
+        sizes: PackedSizes,
         undo: Callable[[], None] = lambda: None,
     ) -> T:
         """What `attempt(tokens)` gives, with fewer tokens at a time until there is memory for it.
@@ -72,7 +72,7 @@ class Budget:
                 torch.cuda.empty_cache()
             self._halve(sizes)
 
-    def _halve(self, sizes: Sizes) -> None:
+    def _halve(self, sizes: PackedSizes) -> None:
         tokens, count = max(
             (sizes.entering(span), span.stop - span.start) for span in sizes.spans(self.tokens)
         )

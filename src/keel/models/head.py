@@ -78,14 +78,14 @@ def steady_logits(head: Head) -> Callable[[Float[Tensor, "R H"]], Float[Tensor, 
     return lambda states: _shaped(product(states.float().contiguous()), head)
 
 
-def compiled_weight(head: Head) -> compiled.Weight | None:
+def compiled_weight(head: Head) -> compiled.HeadWeight | None:
     """What compiled code multiplies states with, scale and soft cap left out; None where the head
     is not float32 on a CPU, or there is no compiler."""
     weight, bias = head.weight, head.bias
     given = [x for x in (weight, bias) if x is not None]
     fits = all(x.dtype == torch.float32 and x.is_contiguous() for x in given)
     if fits and weight.device.type == "cpu" and compiled.library() is not None:
-        return compiled.Weight(weight, bias)
+        return compiled.HeadWeight(weight, bias)
     return None
 
 

@@ -113,7 +113,7 @@ ENOUGH_ON_CPU = 640
 
 
 @dataclass(frozen=True)
-class Sizes:
+class PackedSizes:
     """Model-input tokens of sequences (or of rows of them) in the order in which they are cut.
 
     `shared` are the tokens that each has in common with the one before, which enter once; () where
@@ -142,9 +142,11 @@ class Sizes:
         return sum(self.lengths[span]) - sum(self.shared[span][1:])
 
 
-def sizes_on(device: torch.device, lengths: Sequence[int], shared: Sequence[int] = ()) -> Sizes:
+def sizes_on(
+    device: torch.device, lengths: Sequence[int], shared: Sequence[int] = ()
+) -> PackedSizes:
     """What is cut for this device."""
-    return Sizes(lengths, shared, ENOUGH_ON_CPU if device.type == "cpu" else None)
+    return PackedSizes(lengths, shared, ENOUGH_ON_CPU if device.type == "cpu" else None)
 
 
 def _indices(target: Tensor, length: int, number: int) -> Tensor:

@@ -27,7 +27,7 @@ from keel.models.kernels.build import fingerprint
 from keel.models.llama import is_alike
 from keel.models.policy import Policy, load_policy
 from keel.models.value import load_critic
-from keel.preflight.context import Figure, Seen, Trained
+from keel.preflight.context import Figure, PolicyOrigin, StageContext
 from keel.preflight.data_stage import look_at_demonstrations, look_at_rows
 from keel.preflight.explicit_keys import given
 from keel.preflight.finding import Finding
@@ -125,10 +125,10 @@ def check(
     return Report(recipe.name, stages, tuple(findings), seconds, totals(predicted))
 
 
-def _stage(recipe: Recipe, number: int, policy: Policy) -> Seen:
+def _stage(recipe: Recipe, number: int, policy: Policy) -> StageContext:
     """A stage looked at, on its own."""
     stage = recipe.stages[number]
-    seen = Seen(stage.name, stage.stage, {"steps": stage.steps})
+    seen = StageContext(stage.name, stage.stage, {"steps": stage.steps})
     key = f"{stage.name}." if len(recipe.stages) > 1 else ""
     _settings(seen, recipe, stage, key)
     try:
@@ -146,7 +146,7 @@ def _stage(recipe: Recipe, number: int, policy: Policy) -> Seen:
     plan = sampling_plan(recipe, stage)
     if plan is not None:
         before = [s.name for s in recipe.stages[:number] if s.trains_policy]
-        own = Trained(before[-1] if before else None, recipe.model.build is not None)
+        own = PolicyOrigin(before[-1] if before else None, recipe.model.build is not None)
         look(seen, recipe, stage, plan, policy, own)
         if stage.prompts_in_step is not None:
             _epochs(seen, stage.steps * stage.prompts_in_step)
@@ -156,7 +156,7 @@ def _stage(recipe: Recipe, number: int, policy: Policy) -> Seen:
     return seen
 
 
-def _end_of_turn(seen: Seen, plan: SamplingPlan, policy: Policy, key: str) -> None:
+def _end_of_turn(seen: StageContext, plan: SamplingPlan, policy: Policy, key: str) -> None:
     """Whether what closes a turn ends a completion. `key` is that of the rollout table."""
     tokenizer = policy.tokenizer
     with suppress(KeelError):  # as the batch is sampled, it is a finding
@@ -166,7 +166,7 @@ def _end_of_turn(seen: Seen, plan: SamplingPlan, policy: Policy, key: str) -> No
         seen.add(token_findings.end_of_turn(closed, stops, texts, key))
 
 
-def _settings(seen: Seen, recipe: Recipe, stage: Stage, key: str) -> None:
+def _settings(seen: StageContext, recipe: Recipe, stage: Stage, key: str) -> None:
     """Findings from the stage's values alone."""
     optimizer = f"{key}optimizer"
     seen.add(
@@ -182,7 +182,7 @@ def _settings(seen: Seen, recipe: Recipe, stage: Stage, key: str) -> None:
         seen.add(*setting_findings.closed_gates(plan.rewards, f"{plan.key}rewards"))
 
 
-def _inspect_rl(seen: Seen, recipe: Recipe, stage: RLStage, policy: Policy) -> None:
+def _inspect_rl(seen: StageContext, recipe: Recipe, stage: RLStage, policy: Policy) -> None:
     """Its settings, and the other models and functions that its objective names."""
     key = f"{stage.name}." if len(recipe.stages) > 1 else ""
     critic = stage.value.optimizer
@@ -206,7 +206,7 @@ def _inspect_rl(seen: Seen, recipe: Recipe, stage: RLStage, policy: Policy) -> N
         seen.stops("as its value model is made", error, f"{key}value.name")
 
 
-def _epochs(seen: Seen, prompts: int) -> None:
+def _epochs(seen: StageContext, prompts: int) -> None:
     """How often the stored rows are gone through."""
     rows = None if seen.source is None else seen.source.rows
     if rows:
@@ -257,7 +257,7 @@ def _unmoved(policy: Policy, rate: float) -> float:
     return still / count if count else 0.0
 
 
-def _across(recipe: Recipe, seen: Sequence[Seen]) -> Iterator[Finding]:
+def _across(recipe: Recipe, seen: Sequence[StageContext]) -> Iterator[Finding]:
     """Held-out prompts that a stage before, or another task of the stage, learns from."""
     for at, stage in enumerate(seen):
         if stage.source is None or not stage.source.heldout:
@@ -281,7 +281,7 @@ def _across(recipe: Recipe, seen: Sequence[Seen]) -> Iterator[Finding]:
                 yield finding
 
 
-def _facts(recipe: Recipe, policy: Policy, seen: Sequence[Seen]) -> Facts:
+def _facts(recipe: Recipe, policy: Policy, seen: Sequence[StageContext]) -> Facts:
     """What the loaded parts say of keys."""
     sources = [stage.source for stage in seen if stage.source is not None and stage.source.first]
     rows = any(stage.preference_data is not None for stage in recipe.stages)

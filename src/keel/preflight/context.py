@@ -10,14 +10,14 @@ from keel.preflight.finding_kinds import found
 from keel.preflight.judge_cost import Forecast
 from keel.preflight.key_names import named
 from keel.preflight.memory.passes import Row
-from keel.preflight.prompt_stats import Prompted
+from keel.preflight.prompt_stats import PromptStats
 from keel.types import KeelError
 
 Figure = str | int | float
 
 
 @dataclass(eq=False)
-class Work:
+class StageWork:
     """What a step of the stage works on: its rows, and what was timed of a part of them.
 
     `heldout` are the tokens of the prompts that it evaluates on, `judges` the learned rewards that
@@ -34,7 +34,7 @@ class Work:
 
 
 @dataclass(eq=False)
-class Seen:
+class StageContext:
     """What was seen of a stage: figures in order, findings, and what could not be looked at.
 
     `learned` are the places of the prompts of judged rows (`tasks.base.position`), `unread` the
@@ -46,8 +46,8 @@ class Seen:
     figures: dict[str, Figure] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
-    source: Prompted | None = None
-    work: Work = field(default_factory=Work)
+    source: PromptStats | None = None
+    work: StageWork = field(default_factory=StageWork)
     learned: frozenset[float] = frozenset()
     unread: frozenset[str] = frozenset()
 
@@ -65,7 +65,7 @@ class Seen:
 
 
 @dataclass(frozen=True, eq=False)
-class Trained:
+class PolicyOrigin:
     """How a stage's policy will differ from the one that is looked at.
 
     `by`: the name of a stage before that trains it; `random`: its weights are still random.

@@ -9,7 +9,7 @@ import numpy as np
 
 from keel.config.entry import load_entry
 from keel.config.judging import JudgingStage, ProcessRewardModelStage
-from keel.config.sampling import Rollout, Sampling
+from keel.config.sampling import Rollout, SamplingSource
 from keel.config.schema import Recipe, SFTStage
 from keel.config.seeds import derive
 from keel.config.sources import Rewards
@@ -22,16 +22,16 @@ from keel.models.chat import Encoder, encode_text
 from keel.models.policy import Policy, load_policy
 from keel.models.reward import check_classifier
 from keel.models.reward_inputs import Reader
-from keel.preflight.context import Seen
+from keel.preflight.context import StageContext
 from keel.preflight.findings import prompts as prompt_findings
 from keel.preflight.findings import tokens as token_findings
 from keel.preflight.lengths import quantile
 from keel.preflight.memory.passes import Extent, Row
-from keel.preflight.prompt_stats import Prompted, SamplingPlan, first_of, how_read, places_of
+from keel.preflight.prompt_stats import PromptStats, SamplingPlan, first_of, how_read, places_of
 from keel.preflight.sampling_stage import tell_left_out, tell_prompts, tell_tokens
 from keel.training.judged_data import (
+    EncodedPair,
     Marked,
-    Pair,
     label_encoder,
     of_step,
     pair_encoder,
@@ -44,7 +44,9 @@ ENCODED = 2_000
 """Rows whose length is measured, evenly spread."""
 
 
-def look_at_demonstrations(seen: Seen, recipe: Recipe, stage: SFTStage, policy: Policy) -> None:
+def look_at_demonstrations(
+    seen: StageContext, recipe: Recipe, stage: SFTStage, policy: Policy
+) -> None:
     """The first step's prompts, and the demonstrations made of them."""
     prefix = f"{stage.name}." if len(recipe.stages) > 1 else ""
     try:
@@ -53,7 +55,7 @@ def look_at_demonstrations(seen: Seen, recipe: Recipe, stage: SFTStage, policy: 
         seen.stops("as its tasks are read", error, f"{prefix}tasks")
         return
     seen.source = source
-    sampling = Sampling(
+    sampling = SamplingSource(
         "", stage.tasks, stage.prompts, Rewards(), Rollout(),
         validation_prompts=0, seed_name=(), first_draw=(),
     )  # fmt: skip
@@ -98,7 +100,7 @@ def look_at_demonstrations(seen: Seen, recipe: Recipe, stage: SFTStage, policy: 
     }
 
 
-def look_at_rows(seen: Seen, recipe: Recipe, stage: JudgingStage, policy: Policy) -> None:
+def look_at_rows(seen: StageContext, recipe: Recipe, stage: JudgingStage, policy: Policy) -> None:
     """The judged rows of a stage, encoded, and the model that it starts from."""
     prefix = f"{stage.name}." if len(recipe.stages) > 1 else ""
     try:
@@ -159,7 +161,7 @@ def look_at_rows(seen: Seen, recipe: Recipe, stage: JudgingStage, policy: Policy
     )  # fmt: skip
 
 
-def _held_out(seen: Seen, held: Sequence[int], limit: int | None, prefix: str) -> None:
+def _held_out(seen: StageContext, held: Sequence[int], limit: int | None, prefix: str) -> None:
     """Whether any held-out row fits; `held` are their tokens."""
     if not held or limit is None or min(held) <= limit:
         return
@@ -170,7 +172,9 @@ def _held_out(seen: Seen, held: Sequence[int], limit: int | None, prefix: str) -
     seen.stops("as its rows are read", error, f"{prefix}max_tokens")
 
 
-def _tokens(seen: Seen, base: Policy, stage: JudgingStage, rows: Sequence[Any], key: str) -> None:
+def _tokens(
+    seen: StageContext, base: Policy, stage: JudgingStage, rows: Sequence[Any], key: str
+) -> None:
     """Findings of the first rows' prompts, and of the answers of all, as tokens."""
     template = stage.template_keywords
     reader = Reader(base.tokenizer, None, template, raw=stage.raw)
@@ -193,16 +197,16 @@ def _answers(row: Any) -> tuple[str, ...]:
     return row.steps if isinstance(row, Stepwise) else (row.completion,)
 
 
-def _extents(row: Pair | Marked) -> Row:
+def _extents(row: EncodedPair | Marked) -> Row:
     """A row's sequences, as a pass of the stage has them."""
-    answers = [row.chosen, row.rejected] if isinstance(row, Pair) else [row.answer]
+    answers = [row.chosen, row.rejected] if isinstance(row, EncodedPair) else [row.answer]
     return tuple(Extent(one.begins, len(one.tokens) - one.begins) for one in answers)
 
 
 def _demonstrated(
     demonstrate: Callable[..., Any],
     prompt: Prompt,
-    source: Prompted,
+    source: PromptStats,
     rng: Any,
     policy: Policy,
     prefix: str,

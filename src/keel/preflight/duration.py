@@ -32,7 +32,7 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class StageSizes:
     """What the stage works with: model-input tokens and sequences of a step and of an evaluation,
     parameters that learn, and bytes of a checkpoint."""
 
@@ -65,7 +65,7 @@ class Duration:
         return self.seconds / 3600 * price
 
 
-def stage_duration(stage: Stage, timed: Timed, sizes: Sizes) -> Duration:
+def stage_duration(stage: Stage, timed: Timed, sizes: StageSizes) -> Duration:
     """The seconds of a whole stage whose steps are as the one that was timed.
 
     Loading is left out, and so is what a longer answer would take.
@@ -120,7 +120,7 @@ def _measured(stage: RLStage, critic: bool) -> int:
     return int((needed and not on_engine) or head) + stage.keeps_reference + critic
 
 
-def _evaluation(stage: Stage, token: float, answered: float, sizes: Sizes) -> float:
+def _evaluation(stage: Stage, token: float, answered: float, sizes: StageSizes) -> float:
     times = evaluations_of(stage)
     if isinstance(stage, RLStage):
         each = 1 + stage.evaluation.samples

@@ -24,7 +24,7 @@ MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ExplicitKey:
     """A key that the user set: the number of its stage (None: shared by all), its place, its value.
 
     `holder` is the table that it stands in, `beside` how many tables of a list stand there.
@@ -50,7 +50,7 @@ class Given:
         return str(self.path[-1])
 
 
-def given(source: Source, overrides: Sequence[str], recipe: Recipe) -> list[Given]:
+def given(source: Source, overrides: Sequence[str], recipe: Recipe) -> list[ExplicitKey]:
     """The keys that the user set to something else than their default, and that still stand."""
     names = [stage.name for stage in recipe.stages]
     found: dict[tuple[int | None, Path_], Any] = {}
@@ -63,7 +63,7 @@ def given(source: Source, overrides: Sequence[str], recipe: Recipe) -> list[Give
         walked = _walk(root, path)
         if walked is None or not _same(value, walked.value) or _same(value, walked.default):
             continue
-        out.append(Given(stage, path, walked.value, walked.holder, walked.beside))
+        out.append(ExplicitKey(stage, path, walked.value, walked.holder, walked.beside))
     return out
 
 

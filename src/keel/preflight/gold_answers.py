@@ -154,7 +154,7 @@ def unreadable_gold(
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AnswerShape:
     """What stands round an answer."""
 
     before: str
@@ -164,18 +164,21 @@ class Shape:
         return f"{self.before}{text}{self.behind}"
 
 
-def shapes(sources: Sequence[RewardSource]) -> list[Shape]:
+def shapes(sources: Sequence[RewardSource]) -> list[AnswerShape]:
     """The shapes in which these rewards may want an answer, the bare one first."""
     tags = [str(s.options["tag"]) for s in sources if s.options.get("tag")]
     own = any(":" in s.function or s.function == TASK for s in sources)
     tags += ["answer"] if own else []
-    found = [Shape("", ""), *(Shape(f"<{tag}>", f"</{tag}>") for tag in dict.fromkeys(tags))]
+    found = [
+        AnswerShape("", ""),
+        *(AnswerShape(f"<{tag}>", f"</{tag}>") for tag in dict.fromkeys(tags)),
+    ]
     if own:
-        found.append(Shape("<think>\n\n</think>\n<answer>", "</answer>"))
+        found.append(AnswerShape("<think>\n\n</think>\n<answer>", "</answer>"))
     if own or any(s.function in ("math", "numeric_match") for s in sources):
-        found += [Shape("\\boxed{", "}"), Shape("#### ", "")]
+        found += [AnswerShape("\\boxed{", "}"), AnswerShape("#### ", "")]
     if own or any(s.function == "code" for s in sources):
-        found.append(Shape("```python\n", "\n```"))
+        found.append(AnswerShape("```python\n", "\n```"))
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class BudgetShare:
     """A budget that holds a share of all completions; not `known`: at least so much."""
 
     tokens: int
@@ -17,7 +17,7 @@ class Held:
         return f"{self.tokens}" if self.known else f"more than {self.tokens}"
 
 
-def holding(lengths: Sequence[int], ended: Sequence[bool], share: float = 0.95) -> Held:
+def holding(lengths: Sequence[int], ended: Sequence[bool], share: float = 0.95) -> BudgetShare:
     """The smallest budget that holds `share` of the completions, by Kaplan and Meier's estimate.
 
         S(t) = Π_{t_i ≤ t} (1 − d_i / n_i),   budget = min {t : 1 − S(t) ≥ share}
@@ -37,8 +37,8 @@ def holding(lengths: Sequence[int], ended: Sequence[bool], share: float = 0.95) 
         left *= 1 - ends / at_risk
         # A product of fractions misses the share by rounding alone.
         if 1 - left >= share - 1e-12:
-            return Held(t, True)
-    return Held(max(lengths), False)
+            return BudgetShare(t, True)
+    return BudgetShare(max(lengths), False)
 
 
 def quantile(lengths: Sequence[int], share: float) -> int:

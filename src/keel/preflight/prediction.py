@@ -11,18 +11,18 @@ from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelSt
 from keel.config.schema import Recipe, RLStage, Stage
 from keel.config.seeds import derive
 from keel.learn.optimizer import trainable
-from keel.learn.token_budget import Budget
+from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
 from keel.models.reference import reference_for
 from keel.models.reward import Kind, reward_model_from
-from keel.preflight.context import Seen
-from keel.preflight.duration import Duration, Sizes, Timed, stage_duration
+from keel.preflight.context import StageContext
+from keel.preflight.duration import Duration, StageSizes, Timed, stage_duration
 from keel.preflight.finding import Finding
 from keel.preflight.finding_kinds import found
 from keel.preflight.memory.ledger import bytes_of
 from keel.preflight.memory.machine import Machine
 from keel.preflight.memory.passes import Row, fed, micro_batches, packed_of, tokens_of
-from keel.preflight.memory.prediction import Footprint, Held, stage_footprint
+from keel.preflight.memory.prediction import Footprint, HeldModels, stage_footprint
 from keel.preflight.throughput import seconds_of
 from keel.training.setup import build_learner
 from keel.types import KeelError
@@ -33,7 +33,7 @@ GIB = 2**30
 
 
 def predict(
-    seen: Seen,
+    seen: StageContext,
     recipe: Recipe,
     number: int,
     policy: Policy,
@@ -61,8 +61,8 @@ def predict(
 
 
 def held_for(
-    seen: Seen, recipe: Recipe, stage: Stage, policy: Policy, there: Machine | None
-) -> Held:
+    seen: StageContext, recipe: Recipe, stage: Stage, policy: Policy, there: Machine | None
+) -> HeldModels:
     """The stage's models, made as it makes them. Raises KeelError where they alone are too much."""
     own = bytes_of(policy)
     copies = _copies(recipe, stage)
@@ -72,27 +72,31 @@ def held_for(
         )
     seed = derive(recipe.seed, stage.name)
     if isinstance(stage, RLStage):
-        budget = Budget(stage.token_budget, lambda text: None)
+        budget = TokenBudget(stage.token_budget, lambda text: None)
         learner = build_learner(stage, recipe.model, policy, seed, budget)
         judges = list(seen.work.judges)
         for source in stage.rewards.functions:
             kind: Kind = "outcome" if source.function == "outcome" else "process"
             if source.function == kind and source.options.get("stage") is not None:
                 judges.append((source.name or kind, reward_model_from(policy, kind, 0)))
-        return Held(
+        return HeldModels(
             policy, learner.reference, learner.value_head, learner.critic, judges=tuple(judges)
         )
     if isinstance(stage, DPOStage):
-        return Held(policy, reference_for(policy))
+        return HeldModels(policy, reference_for(policy))
     if isinstance(stage, RewardModelStage):
-        return Held(policy, reward_model=reward_model_from(policy, "outcome", 0, stage.base.lora))
+        return HeldModels(
+            policy, reward_model=reward_model_from(policy, "outcome", 0, stage.base.lora)
+        )
     if isinstance(stage, ProcessRewardModelStage):
-        return Held(policy, reward_model=reward_model_from(policy, "process", 0, stage.base.lora))
-    return Held(policy)
+        return HeldModels(
+            policy, reward_model=reward_model_from(policy, "process", 0, stage.base.lora)
+        )
+    return HeldModels(policy)
 
 
 @torch.no_grad()
-def timed(policy: Policy, stage: Stage, seen: Seen) -> Timed:
+def timed(policy: Policy, stage: Stage, seen: StageContext) -> Timed:
     """A forward pass over some of a step's rows, beside what the batch took."""
     rows: list[Row] = []
     for row in seen.work.rows:
@@ -111,7 +115,7 @@ def timed(policy: Policy, stage: Stage, seen: Seen) -> Timed:
     return Timed(fed(rows), forward, work.sequences, work.sampling, work.scoring)
 
 
-def sizes(policy: Policy, stage: Stage, seen: Seen, held: Held) -> Sizes:
+def sizes(policy: Policy, stage: Stage, seen: StageContext, held: HeldModels) -> StageSizes:
     """What a step of the stage works with."""
     learns = policy if held.reward_model is None else held.reward_model
     modules = [learns, held.value_head, held.critic]
@@ -119,7 +123,7 @@ def sizes(policy: Policy, stage: Stage, seen: Seen, held: Held) -> Sizes:
     rows = seen.work.rows
     tokens = fed(rows) if held.reward_model is None else tokens_of(rows)
     heldout = len(seen.work.heldout)
-    return Sizes(
+    return StageSizes(
         step_tokens=tokens,
         step_sequences=len(rows),
         evaluation_tokens=heldout * tokens // len(rows),
@@ -183,7 +187,7 @@ def _key(recipe: Recipe, stage: Stage) -> str:
     return f"{stage.name}.token_budget" if len(recipe.stages) > 1 else "token_budget"
 
 
-def with_judges(predicted: dict[str, Any], seen: Seen) -> dict[str, Any]:
+def with_judges(predicted: dict[str, Any], seen: StageContext) -> dict[str, Any]:
     """The stage's prediction with what its judges will be paid; their dollars join its cost."""
     judges = [one for one in seen.work.forecasts if one.bound.dollars]
     if not judges:

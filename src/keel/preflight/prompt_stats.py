@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keel.config.sampling import Rollout, Sampling
+from keel.config.sampling import Rollout, SamplingSource
 from keel.config.schema import Recipe, SFTStage
 from keel.config.seeds import derive
 from keel.config.sources import Prompts, Rewards, TaskSource
@@ -37,7 +37,7 @@ class SamplingPlan:
 
     stage: str
     key: str
-    sampling: Sampling
+    sampling: SamplingSource
     seed: int
     first_seed: int
 
@@ -67,7 +67,7 @@ def sampling_plan(recipe: Recipe, stage: StageConfig) -> SamplingPlan | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Prompted:
+class PromptStats:
     """A stage's tasks and prompts.
 
     `lengths` are in tokens, by task; `limit` is the longest allowed; `first` are the first step's
@@ -121,7 +121,7 @@ def prompted(
     room: int,
     take: int,
     held: int,
-) -> Prompted:
+) -> PromptStats:
     """The prompts of a stage; `room` is for the answer, `take` how many the first step has, `held`
     how many are held out. Raises KeelError where a task cannot be made or nothing fits at all."""
     tasks = {task.name: task for task in build_tasks(sources, recipe_seed)}
@@ -153,7 +153,7 @@ def prompted(
     kept = [data for task in tasks.values() if (data := stored(task)) is not None]
     places = [position(entry.body) for data in kept for entry in data.sides["train"].entries]
     sizes = [task.size("train") for task in tasks.values()]
-    return Prompted(
+    return PromptStats(
         tasks=tasks,
         limit=limit,
         lengths=lengths,
@@ -227,7 +227,7 @@ def _replies(task: Task) -> bool:
     return type(task).reply is not BaseTask.reply
 
 
-def first_of(recipe: Recipe, stage: SFTStage, policy: Policy) -> Prompted:
+def first_of(recipe: Recipe, stage: SFTStage, policy: Policy) -> PromptStats:
     """The prompts of a stage that imitates."""
     return prompted(
         stage.tasks,

@@ -16,19 +16,19 @@ from keel.data.tasks import stored
 from keel.learn.advantages import check_steps
 from keel.models.policy import Policy
 from keel.models.reward import RewardModel
-from keel.preflight.context import Seen, Trained
+from keel.preflight.context import PolicyOrigin, StageContext
 from keel.preflight.findings import prompts as prompt_findings
 from keel.preflight.findings import samples as sample_findings
 from keel.preflight.findings import tokens as token_findings
 from keel.preflight.findings.replies import reply_holds_answer
-from keel.preflight.findings.rewards import Judged, tell_gold, tell_rewards
+from keel.preflight.findings.rewards import ScoredBatch, tell_gold, tell_rewards
 from keel.preflight.gold_answers import Gold, gold_of, unreadable_gold
 from keel.preflight.judge_cost import forecast_judge
 from keel.preflight.lengths import holding, quantile
 from keel.preflight.memory.passes import Extent
 from keel.preflight.memory.prediction import rows_of, to_budget
-from keel.preflight.prompt_stats import Prompted, SamplingPlan, prompted
-from keel.preflight.trial_batch import Sampled, sample
+from keel.preflight.prompt_stats import PromptStats, SamplingPlan, prompted
+from keel.preflight.trial_batch import TrialBatch, sample
 from keel.rewards.model_scorer import Here
 from keel.rewards.registry import TASK, NamedReward
 from keel.rewards.scorer import Scorer
@@ -39,7 +39,12 @@ from keel.types import KeelError, Prompt, Verdict
 
 
 def look(
-    seen: Seen, recipe: Recipe, stage: Stage, plan: SamplingPlan, policy: Policy, own: Trained
+    seen: StageContext,
+    recipe: Recipe,
+    stage: Stage,
+    plan: SamplingPlan,
+    policy: Policy,
+    own: PolicyOrigin,
 ) -> None:
     """Prompts, batch, rewards and gold answers of what a stage samples."""
     source = read_prompts(seen, recipe, plan, policy)
@@ -97,13 +102,15 @@ def look(
     judging = None if evaluation is None else judge.judging(evaluation.component)
     if plan.rollout.max_turns > 1 and source.replies:
         seen.add(reply_holds_answer(source, plan))
-    judged = Judged(batch, verdicts, gold, pairs, judging, partial=bool(waiting))
+    judged = ScoredBatch(batch, verdicts, gold, pairs, judging, partial=bool(waiting))
     tell_gold(seen, plan, judged, source)
     if verdicts and own.by is None:
         tell_rewards(seen, stage, plan, judged)
 
 
-def read_prompts(seen: Seen, recipe: Recipe, plan: SamplingPlan, policy: Policy) -> Prompted | None:
+def read_prompts(
+    seen: StageContext, recipe: Recipe, plan: SamplingPlan, policy: Policy
+) -> PromptStats | None:
     """The prompts of what a stage samples, and what is to be said of them."""
     rollout, sampling = plan.rollout, plan.sampling
     key = f"{plan.key}tasks"
@@ -121,7 +128,9 @@ def read_prompts(seen: Seen, recipe: Recipe, plan: SamplingPlan, policy: Policy)
     return source
 
 
-def tell_prompts(seen: Seen, source: Prompted, plan: SamplingPlan, room: int, budget: str) -> None:
+def tell_prompts(
+    seen: StageContext, source: PromptStats, plan: SamplingPlan, room: int, budget: str
+) -> None:
     """Figures and findings of prompts; `room` tokens are the answer's, which the key `budget`
     gives."""
     key = f"{plan.key}tasks"
@@ -160,7 +169,7 @@ def tell_prompts(seen: Seen, source: Prompted, plan: SamplingPlan, room: int, bu
 
 
 def tell_tokens(
-    seen: Seen,
+    seen: StageContext,
     tokenizer: Any,
     prompts: Sequence[Prompt],
     template: Mapping[str, Any],
@@ -185,7 +194,7 @@ def tell_tokens(
     seen.unread |= token_findings.unread(tokenizer, shown, template)
 
 
-def tell_left_out(seen: Seen, left: Sequence[LeftOut]) -> None:
+def tell_left_out(seen: StageContext, left: Sequence[LeftOut]) -> None:
     """How many rows are left out, by why, and the first of them."""
     if not left:
         return
@@ -194,7 +203,7 @@ def tell_left_out(seen: Seen, left: Sequence[LeftOut]) -> None:
     seen.figures["rows left out"] = f"{said}; the first: {left[0].reason}"
 
 
-def task_key(plan: SamplingPlan, source: Prompted, left: Sequence[LeftOut]) -> str:
+def task_key(plan: SamplingPlan, source: PromptStats, left: Sequence[LeftOut]) -> str:
     """The key of the task that the first of these rows is of."""
     for number, task in enumerate(source.tasks.values()):
         data = stored(task)
@@ -206,14 +215,14 @@ def task_key(plan: SamplingPlan, source: Prompted, left: Sequence[LeftOut]) -> s
 # ---------------------------------------------------------------- details
 
 
-def _tokens(seen: Seen, plan: SamplingPlan, policy: Policy, source: Prompted) -> None:
+def _tokens(seen: StageContext, plan: SamplingPlan, policy: Policy, source: PromptStats) -> None:
     tell_tokens(
         seen, policy.tokenizer, source.first, plan.sampling.prompts.chat_template,
         f"{plan.key}tasks.{{}}.prompt", list(source.tasks),
     )  # fmt: skip
 
 
-def _check(seen: Seen, plan: SamplingPlan) -> bool:
+def _check(seen: StageContext, plan: SamplingPlan) -> bool:
     """Whether the rewards are named and set as they may be, those that cannot be made yet too."""
     try:
         names = check_rewards(plan.rewards)
@@ -235,7 +244,7 @@ def _check(seen: Seen, plan: SamplingPlan) -> bool:
 
 
 def _steps(
-    seen: Seen, plan: SamplingPlan, verdicts: Sequence[Sequence[Verdict]], partial: bool
+    seen: StageContext, plan: SamplingPlan, verdicts: Sequence[Sequence[Verdict]], partial: bool
 ) -> None:
     """Whether the advantage can use what the rewards returned: steps, or whole answers."""
     spoken = [v for judged in verdicts for v in judged if v.reward is not None]
@@ -250,12 +259,12 @@ def _steps(
 
 
 def _work(
-    seen: Seen,
+    seen: StageContext,
     stage: RLStage,
     plan: SamplingPlan,
-    batch: Sampled,
+    batch: TrialBatch,
     context: int | None,
-    own: Trained,
+    own: PolicyOrigin,
 ) -> None:
     """A whole step's rows, as the sampled ones go; as long as the budget where they do not say."""
     rows = rows_of(batch.groups)
@@ -300,7 +309,7 @@ def _any(rewards: Sequence[RewardSource], waiting: Sequence[object]) -> bool:
 
 
 def _scorer(
-    plan: SamplingPlan, functions: Sequence[NamedReward], source: Prompted, partial: bool
+    plan: SamplingPlan, functions: Sequence[NamedReward], source: PromptStats, partial: bool
 ) -> Scorer:
     """The stage's scorer; where rewards are missing, of the others, whatever they weigh."""
     if partial and functions and not any(f.weight for f in functions):
@@ -312,7 +321,9 @@ def _scorer(
     return made
 
 
-def _completions(seen: Seen, plan: SamplingPlan, batch: Sampled, own: Trained) -> None:
+def _completions(
+    seen: StageContext, plan: SamplingPlan, batch: TrialBatch, own: PolicyOrigin
+) -> None:
     """How the batch's completions end."""
     size, budget = batch.size, batch.budget
     n = batch.completions
@@ -346,11 +357,11 @@ def _completions(seen: Seen, plan: SamplingPlan, batch: Sampled, own: Trained) -
 
 
 def _costs(
-    seen: Seen,
+    seen: StageContext,
     stage: Stage,
     plan: SamplingPlan,
     waiting: Sequence[tuple[RewardSource, str]],
-    batch: Sampled,
+    batch: TrialBatch,
 ) -> None:
     """What the stage's judges will be paid."""
     assert seen.source is not None

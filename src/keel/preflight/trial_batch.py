@@ -12,7 +12,7 @@ from keel.data.tasks import PromptStream
 from keel.engines.registry import build_engine
 from keel.engines.stopping import context_length
 from keel.models.policy import Policy
-from keel.preflight.prompt_stats import Prompted, SamplingPlan
+from keel.preflight.prompt_stats import PromptStats, SamplingPlan
 from keel.preflight.throughput import Pace, pace_of
 from keel.rewards.scorer import Scorer
 from keel.training.rollout import Sampler
@@ -46,7 +46,7 @@ class Size:
 
 
 @dataclass(frozen=True, eq=False)
-class Sampled:
+class TrialBatch:
     """Groups of the first step's prompts, and how long those came to be that were cut.
 
     `lengths` and `ended` are of each completion in order, after some of the cut ones were followed
@@ -119,8 +119,8 @@ def size_for(prompts: int, members: int, budget: int, load: Load) -> Size:
 
 
 def sample(
-    policy: Policy, plan: SamplingPlan, source: Prompted, scorer: Scorer, *, trial: bool
-) -> Sampled:
+    policy: Policy, plan: SamplingPlan, source: PromptStats, scorer: Scorer, *, trial: bool
+) -> TrialBatch:
     """Completions of the first prompts, the same as those of a run's first step.
 
     A `trial` is of a policy that is yet to be trained: a few short ones, to try the rewards on.
@@ -163,7 +163,7 @@ def sample(
     if not trial and size.tokens == rollout.max_tokens:
         context = context_length(policy.model)
         _follow(sampler, groups, size, plan.first_seed, (room, context), (lengths, ended))
-    return Sampled(tuple(groups), size, rollout.max_tokens, tuple(lengths), tuple(ended), pace)
+    return TrialBatch(tuple(groups), size, rollout.max_tokens, tuple(lengths), tuple(ended), pace)
 
 
 def _follow(

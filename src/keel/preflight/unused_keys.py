@@ -15,7 +15,7 @@ from keel.config.judging import JudgingStage, RewardModelStage
 from keel.config.schema import Recipe
 from keel.data.tasks.build import GENERATORS
 from keel.data.tasks.gym import PREFIX
-from keel.preflight.explicit_keys import Given, shown
+from keel.preflight.explicit_keys import ExplicitKey, shown
 from keel.preflight.finding import Finding
 from keel.preflight.finding_kinds import found
 
@@ -41,10 +41,10 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class KeyContext:
     """A key that was set, with the stage (or recipe) around it."""
 
-    given: Given
+    given: ExplicitKey
     recipe: Recipe
     facts: Facts
 
@@ -54,16 +54,16 @@ class Where:
         return self.recipe.stages[self.given.stage]
 
 
-Rule = Callable[[Where], str | None]
+Rule = Callable[[KeyContext], str | None]
 """Why a key does nothing here; None where it does something."""
 
 
-def idle_keys(keys: Sequence[Given], recipe: Recipe, facts: Facts) -> list[Finding]:
+def idle_keys(keys: Sequence[ExplicitKey], recipe: Recipe, facts: Facts) -> list[Finding]:
     """A finding for each key that was set in vain."""
     out = []
     for key in keys:
         rule = rule_of(key.pattern)
-        why = None if rule is None else rule(Where(key, recipe, facts))
+        why = None if rule is None else rule(KeyContext(key, recipe, facts))
         if why is None:
             continue
         name = shown(recipe, key.stage, key.path)
@@ -94,17 +94,17 @@ def _said(value: Any) -> str:
 # ---------------------------------------------------------------- when and why
 
 
-def _model_is_built(w: Where) -> str | None:
+def _model_is_built(w: KeyContext) -> str | None:
     return "the model is built on the spot" if w.recipe.model.build is not None else None
 
 
-def _revision(w: Where) -> str | None:
+def _revision(w: KeyContext) -> str | None:
     if w.facts.local:
         return "model.name is a folder, and revisions are of the hub"
     return _model_is_built(w)
 
 
-def _autocast(w: Where) -> str | None:
+def _autocast(w: KeyContext) -> str | None:
     if w.facts.cpu:
         return "on a CPU nothing is autocast"
     if w.recipe.model.dtype != "float32":
@@ -112,47 +112,47 @@ def _autocast(w: Where) -> str | None:
     return None
 
 
-def _rollout_dtype(w: Where) -> str | None:
+def _rollout_dtype(w: KeyContext) -> str | None:
     return "it is the model's own" if w.given.value == w.recipe.model.dtype else None
 
 
-def _alphabet(w: Where) -> str | None:
+def _alphabet(w: KeyContext) -> str | None:
     build = w.recipe.model.build
     bytes_ = build is not None and build.tokenizer == "bytes"
     return 'model.build.tokenizer = "bytes" knows every byte' if bytes_ else None
 
 
-def _kv_heads(w: Where) -> str | None:
+def _kv_heads(w: KeyContext) -> str | None:
     build = w.recipe.model.build
     if w.facts.kv_heads or build is None:
         return None
     return f'the family "{build.family}" has no key-value heads of their own'
 
 
-def _no_conversation(w: Where) -> str | None:
+def _no_conversation(w: KeyContext) -> str | None:
     if w.facts.conversations is not False:
         return None
     return "no prompt is a conversation, so no chat template is used"
 
 
-def _raw(w: Where) -> str | None:
+def _raw(w: KeyContext) -> str | None:
     if w.facts.template is not False:
         return None
     return "the tokenizer has no chat template, so plain prompts are read as they stand anyway"
 
 
-def _keyword(w: Where) -> str | None:
+def _keyword(w: KeyContext) -> str | None:
     unread = w.given.leaf in w.facts.unread.get(w.stage.name, ())
     return "the chat template writes the same without it" if unread else _no_conversation(w)
 
 
-def _constant(w: Where) -> str | None:
+def _constant(w: KeyContext) -> str | None:
     constant = w.given.holder.schedule == "constant"
     return 'optimizer.schedule = "constant" keeps all of the rate' if constant else None
 
 
 def _of_critic(rule: Rule | None = None) -> Rule:
-    def why(w: Where) -> str | None:
+    def why(w: KeyContext) -> str | None:
         if w.stage.algorithm.value is None:
             kind = w.stage.algorithm.advantage.kind
             return f'advantage "{kind}" has no value model'
@@ -161,32 +161,32 @@ def _of_critic(rule: Rule | None = None) -> Rule:
     return why
 
 
-def _project(w: Where) -> str | None:
+def _project(w: KeyContext) -> str | None:
     return None if w.given.holder.wandb else "trackers.wandb is off"
 
 
-def _weight(w: Where) -> str | None:
+def _weight(w: KeyContext) -> str | None:
     return "there is one task, which is drawn every time" if w.given.beside == 1 else None
 
 
-def _drawn(w: Where) -> str | None:
+def _drawn(w: KeyContext) -> str | None:
     name = w.given.holder.name
     if name in GENERATORS or name.startswith(PREFIX):
         return f'the prompts of "{name}" are drawn, not stored'
     return None
 
 
-def _heldout_share(w: Where) -> str | None:
+def _heldout_share(w: KeyContext) -> str | None:
     if w.given.holder.heldout_path is not None:
         return "heldout_path is the held-out side, so none is split off"
     return _drawn(w)
 
 
-def _watched(w: Where) -> str | None:
+def _watched(w: KeyContext) -> str | None:
     return None if w.given.holder.weight else "weight = 0 watches the value as it was said"
 
 
-def _option(w: Where) -> str | None:
+def _option(w: KeyContext) -> str | None:
     """An option of a built-in reward."""
     source, leaf = w.given.holder, w.given.leaf
     options = source.options
@@ -203,22 +203,22 @@ def _option(w: Where) -> str | None:
     return "each answer is compared with a fixed one" if fixed else None
 
 
-def _max_turns(w: Where) -> str | None:
+def _max_turns(w: KeyContext) -> str | None:
     replies = (w.facts.replies or {}).get(w.stage.name)
     return "the task never replies, so there is one turn" if replies is False else None
 
 
-def _max_refills(w: Where) -> str | None:
+def _max_refills(w: KeyContext) -> str | None:
     on = w.stage.rollout.dynamic_sampling
     return None if on else "rollout.dynamic_sampling is off: no step is refilled"
 
 
-def _overlap(w: Where) -> str | None:
+def _overlap(w: KeyContext) -> str | None:
     turns = w.stage.rollout.max_turns
     return f"with rollout.max_turns = {turns} rewards come after it" if turns > 1 else None
 
 
-def _one_update(w: Where) -> str | None:
+def _one_update(w: KeyContext) -> str | None:
     s = w.stage
     if s.epochs * s.minibatches > 1 or s.rollout.old_log_probs == "engine":
         return None
@@ -228,46 +228,46 @@ def _one_update(w: Where) -> str | None:
     )
 
 
-def _no_divergence(w: Where) -> str | None:
+def _no_divergence(w: KeyContext) -> str | None:
     d = w.stage.algorithm.divergence
     off = d is not None and d.beta == 0 and d.adaptive is None
     return "algorithm.divergence.beta = 0 switches the divergence off" if off else None
 
 
-def _horizon(w: Where) -> str | None:
+def _horizon(w: KeyContext) -> str | None:
     rule = w.given.holder.rule
     return None if rule == "ziegler" else f'rule = "{rule}" has no horizon'
 
 
-def _floor(w: Where) -> str | None:
+def _floor(w: KeyContext) -> str | None:
     if w.stage.algorithm.correction.kind == "mask":
         return None
     return 'correction.kind = "truncate" has a cap only'
 
 
-def _weights_constant(w: Where) -> str | None:
+def _weights_constant(w: KeyContext) -> str | None:
     kind = w.given.holder.kind
     return None if kind == "constant" else f'weights.kind = "{kind}" has no constant'
 
 
-def _lam(w: Where) -> str | None:
+def _lam(w: KeyContext) -> str | None:
     adaptive = w.given.holder.adaptive_alpha is not None
     return "adaptive_alpha gives the actor's λ, critic_lam the critic's" if adaptive else None
 
 
-def _unscaled(w: Where) -> str | None:
+def _unscaled(w: KeyContext) -> str | None:
     plain = getattr(w.given.holder, "scale", None) == "none"
     return 'advantage.scale = "none" divides by nothing' if plain else None
 
 
-def _reset_every(w: Where) -> str | None:
+def _reset_every(w: KeyContext) -> str | None:
     stage, every = w.stage, w.given.value
     if not stage.keeps_reference:
         return "no reference policy is kept"
     return f"the stage ends after {stage.steps} steps" if every >= stage.steps else None
 
 
-def _measured(w: Where) -> str | None:
+def _measured(w: KeyContext) -> str | None:
     """It makes a reference, and the policy's own log-probabilities, be there: if they are not."""
     s = w.stage
     d = s.algorithm.divergence
@@ -279,41 +279,41 @@ def _measured(w: Where) -> str | None:
     return None
 
 
-def _by_eval(w: Where) -> bool:
+def _by_eval(w: KeyContext) -> bool:
     """Whether `keel eval` of the run reads the key, which is of its last stage."""
     return w.stage is w.recipe.stages[-1] and w.stage.stage == "rl" and w.given.leaf != "every"
 
 
-def _evaluated(w: Where) -> str | None:
+def _evaluated(w: KeyContext) -> str | None:
     choice = w.stage.evaluation
     key = "rows" if isinstance(w.stage, JudgingStage) else "prompts"
     none = getattr(choice, key) == 0 and not _by_eval(w)
     return f"evaluation.{key} = 0 evaluates never" if none else None
 
 
-def _correctness(w: Where) -> str | None:
+def _correctness(w: KeyContext) -> str | None:
     judging = isinstance(w.stage, JudgingStage)
     return "no evaluation of this stage goes by it" if judging else _evaluated(w)
 
 
-def _sampled_evaluation(w: Where) -> str | None:
+def _sampled_evaluation(w: KeyContext) -> str | None:
     none = w.stage.evaluation.samples == 0 and not _by_eval(w)
     return _evaluated(w) or ("evaluation.samples = 0 leaves sampling out" if none else None)
 
 
-def _evaluation_every(w: Where) -> str | None:
+def _evaluation_every(w: KeyContext) -> str | None:
     if (why := _evaluated(w)) is not None:
         return why
     late = w.given.value > w.stage.steps
     return f"the stage ends after {w.stage.steps} steps, and is evaluated then" if late else None
 
 
-def _rollouts_every(w: Where) -> str | None:
+def _rollouts_every(w: KeyContext) -> str | None:
     late = w.given.value > w.stage.steps
     return f"the stage ends after {w.stage.steps} steps: no rollouts are written" if late else None
 
 
-def _pairs(w: Where) -> str | None:
+def _pairs(w: KeyContext) -> str | None:
     pairs = isinstance(w.stage, RewardModelStage) and w.stage.learns == "pairs"
     if pairs or w.stage.stage == "dpo":
         return None

@@ -15,7 +15,7 @@ from keel.types import Completion, Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RewardBatch:
     """The completions of a step one after the other, with the prompt of each."""
 
     prompts: tuple[Prompt, ...]
@@ -25,9 +25,9 @@ class Batch:
     def __len__(self) -> int:
         return len(self.completions)
 
-    def select(self, places: Sequence[int]) -> Batch:
+    def select(self, places: Sequence[int]) -> RewardBatch:
         """Some of them, in this order."""
-        return Batch(
+        return RewardBatch(
             tuple(self.prompts[at] for at in places),
             tuple(self.completions[at] for at in places),
             self.step,
@@ -138,7 +138,7 @@ def _free(logged: str, function: str, taken: Collection[str]) -> str:
     return f"{function}/{logged}" if logged in taken else logged
 
 
-def columns(batch: Batch, names: Iterable[str] | None = None) -> dict[str, list[Any]]:
+def columns(batch: RewardBatch, names: Iterable[str] | None = None) -> dict[str, list[Any]]:
     """Every column that some prompt has, a value for each completion; None where there is none.
 
     `names` are those of the step, where the batch is a part of it.
@@ -155,7 +155,7 @@ def column_names(prompts: Iterable[Prompt]) -> tuple[str, ...]:
 
 
 def arguments(
-    function: NamedReward, batch: Batch, found: Mapping[str, list[Any]], log: Log
+    function: NamedReward, batch: RewardBatch, found: Mapping[str, list[Any]], log: Log
 ) -> dict[str, Any]:
     """The keyword arguments of a call: what is bound, and what the function wants."""
     there: dict[str, Any] = {

@@ -11,24 +11,24 @@ import numpy as np
 
 from keel.config.secrets import without_secrets
 from keel.config.suggest import unknown
-from keel.rewards.batch import Batch, Log, arguments, columns
+from keel.rewards.batch import Log, RewardBatch, arguments, columns
 from keel.rewards.compose import shut
 from keel.rewards.executor import (
     AsyncCalls,
+    CallOutcome,
     LoopThread,
-    Outcome,
     call,
     call_each,
 )
 from keel.rewards.registry import NamedReward
 from keel.rewards.validation import BadReturn, Said, read_rewards
-from keel.runs.cancel import GivenUp, GivesUp
+from keel.runs.cancel import Cancelled, GivesUp
 from keel.runs.watchdog import Hung, place
 from keel.types import Completion, KeelError, Task
 
 
 @dataclass(frozen=True, eq=False)
-class Manner:
+class CallConfig:
     """How functions are called; see `Scorer`."""
 
     functions: Sequence[NamedReward]
@@ -47,18 +47,18 @@ class Manner:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class BatchSlice:
     """Completions of a step that stand behind each other, `first` of the step the first of them.
 
     `names` are the columns of the step's prompts, which the functions are handed.
     """
 
-    batch: Batch
+    batch: RewardBatch
     first: int
     names: Sequence[str]
 
 
-class Asking:
+class RewardCall:
     """The functions being asked of one part.
 
     `begin` calls the gates and then, of what they let through, the others; it returns once the last
@@ -67,14 +67,16 @@ class Asking:
     `given_up` says so.
     """
 
-    def __init__(self, manner: Manner, part: Part, given_up: GivesUp | None = None) -> None:
+    def __init__(
+        self, manner: CallConfig, part: BatchSlice, given_up: GivesUp | None = None
+    ) -> None:
         self.part = part
         self.said = {f.name: [Said()] * len(part.batch) for f in manner.functions}
         self.logs: dict[str, tuple[Log, list[int]]] = {}
         """What each function logged, and of which completions of the step."""
         self._manner = manner
         self._given_up = given_up
-        self._turn: _Turn | None = None
+        self._turn: _CallTurn | None = None
 
     def begin(self) -> None:
         """Ask, until nothing is left to wait for but coroutines."""
@@ -120,7 +122,7 @@ class Asking:
         }
         waiting = {f.name: calls[f.name] for f in functions if f.is_async}
         running = AsyncCalls(waiting, manner.timeout, manner.loop)
-        turn = self._turn = _Turn(
+        turn = self._turn = _CallTurn(
             batch, within, [self.part.first + at for at in within], logs, running, {}
         )
         for function in functions:
@@ -130,19 +132,19 @@ class Asking:
                 outcome = self._call(function, calls[function.name])
                 turn.said[function.name] = self._read(function.name, outcome, turn)
 
-    def _call(self, function: NamedReward, bound: functools.partial[Any]) -> Outcome:
+    def _call(self, function: NamedReward, bound: functools.partial[Any]) -> CallOutcome:
         # What it started outside of this process would go on.
         abandon = getattr(function.function, "abandon", lambda: None)
         try:
             outcome = call(bound, self._manner.timeout, self._given_up)
-        except GivenUp:
+        except Cancelled:
             abandon()
             raise
         if outcome.timed_out:
             abandon()
         return outcome
 
-    def _read(self, name: str, outcome: Outcome, turn: _Turn) -> list[Said]:
+    def _read(self, name: str, outcome: CallOutcome, turn: _CallTurn) -> list[Said]:
         """The values of one call; a failure stops, or marks the completions and drops the log."""
         batch = turn.batch
         where = f"reward {name!r} at step {batch.step}"
@@ -162,7 +164,7 @@ class Asking:
         del turn.logs[name]
         return [Said(wrong=wrong)] * len(batch)
 
-    def _task_verdicts(self, name: str, turn: _Turn) -> list[Said]:
+    def _task_verdicts(self, name: str, turn: _CallTurn) -> list[Said]:
         """The tasks' own verdicts; each is a call with its own timeout."""
         calls, tasks, batch = [], self._manner.tasks, turn.batch
         for prompt, completion in zip(batch.prompts, batch.completions, strict=True):
@@ -183,7 +185,7 @@ class Asking:
             said.append(one)
         return said
 
-    def _failure(self, outcome: Outcome) -> str | None:
+    def _failure(self, outcome: CallOutcome) -> str | None:
         if outcome.timed_out:
             where = f" ({place(outcome.stack)})" if outcome.stack else ""
             return (
@@ -199,11 +201,11 @@ class Asking:
 
 
 @dataclass(frozen=True, eq=False)
-class _Turn:
+class _CallTurn:
     """Gates, or the others, being asked: of `batch`, which stands `within` the part and at `places`
     of the step; and what they have said so far."""
 
-    batch: Batch
+    batch: RewardBatch
     within: list[int]
     places: list[int]
     logs: dict[str, Log]
@@ -229,13 +231,13 @@ def _said(returned: Any, completions: Sequence[Completion]) -> list[Said]:
     ]
 
 
-def _error(line: str, outcome: Outcome) -> KeelError:
+def _error(line: str, outcome: CallOutcome) -> KeelError:
     """What a function of the user's says in it may hold a key of its own."""
     line = without_secrets(line)
     return Hung(line, outcome.stack) if outcome.timed_out else KeelError(line)
 
 
-def _range(batch: Batch) -> str:
+def _range(batch: RewardBatch) -> str:
     first, last = batch.prompts[0].id, batch.prompts[-1].id
     return f"{len(batch)} completions, prompts {first!r} to {last!r}"
 

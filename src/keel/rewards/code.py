@@ -18,7 +18,7 @@ from keel.graders.unit_tests import (
     run_tests,
 )
 from keel.rewards.batch import log_summary
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.rewards.registry import check_column
 from keel.rewards.rules import texts
 from keel.sandbox.bubblewrap import Limits, Sandbox
@@ -29,7 +29,7 @@ Out = TypeVar("Out")
 
 
 def code(
-    around: Surroundings,
+    around: RewardContext,
     *,
     tests: str = "tests",
     entry_point: str | None = None,

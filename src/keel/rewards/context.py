@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Surroundings:
+class RewardContext:
     """Handed to the maker of a built-in reward, beside its options.
 
     `tokenizer` is the policy's (None where there is no policy). `models` are the folders of the

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keel.runs.cancel import GivenUp, GivesUp, look
+from keel.runs.cancel import Cancelled, GivesUp, look
 from keel.runs.watchdog import Ending, Patience, stack_of, stack_of_task
 
 NOTICE = 5.0
@@ -28,7 +28,7 @@ LOOK = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallOutcome:
     """How a call ended: with a value, an error, or not within its time (and where it is then)."""
 
     value: Any = None
@@ -37,7 +37,9 @@ class Outcome:
     stack: str = ""
 
 
-def call(function: Callable[[], Any], timeout: float, given_up: GivesUp | None = None) -> Outcome:
+def call(
+    function: Callable[[], Any], timeout: float, given_up: GivesUp | None = None
+) -> CallOutcome:
     """Call a function in a thread and wait at most `timeout` seconds.
 
     Raises GivenUp once `given_up` says so.
@@ -47,7 +49,7 @@ def call(function: Callable[[], Any], timeout: float, given_up: GivesUp | None =
 
 def call_each(
     functions: Sequence[Callable[[], Any]], timeout: float, given_up: GivesUp | None = None
-) -> Iterator[Outcome]:
+) -> Iterator[CallOutcome]:
     """Call functions one after the other in one thread, each with a timeout of its own.
 
     After one that hangs, the rest go on in a new thread. Raises GivenUp as `call`.
@@ -62,9 +64,9 @@ def call_each(
 
 def _in_one_thread(
     functions: Sequence[Callable[[], Any]], timeout: float, end: Ending, given_up: GivesUp | None
-) -> Iterator[Outcome]:
+) -> Iterator[CallOutcome]:
     """The outcomes up to the first that hangs."""
-    outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    outcomes: queue.SimpleQueue[CallOutcome] = queue.SimpleQueue()
     stop = threading.Event()
     thread = threading.Thread(
         target=_run, args=(functions, outcomes, stop), name="keel-reward", daemon=True
@@ -75,7 +77,7 @@ def _in_one_thread(
         for _ in functions:
             outcome = _wait(outcomes, timeout, end, given_up)
             if outcome is None:
-                outcome = Outcome(timed_out=True, stack=stack_of(thread.ident))
+                outcome = CallOutcome(timed_out=True, stack=stack_of(thread.ident))
             yield outcome
             if outcome.timed_out:
                 return
@@ -84,8 +86,8 @@ def _in_one_thread(
 
 
 def _wait(
-    outcomes: queue.SimpleQueue[Outcome], timeout: float, end: Ending, given_up: GivesUp | None
-) -> Outcome | None:
+    outcomes: queue.SimpleQueue[CallOutcome], timeout: float, end: Ending, given_up: GivesUp | None
+) -> CallOutcome | None:
     """The next outcome; None where there is none in time."""
     patience = Patience(timeout)
     for wait in patience:
@@ -94,22 +96,22 @@ def _wait(
             return outcomes.get(timeout=min(wait, LOOK))
         look()
         if given_up is not None and given_up():
-            raise GivenUp
+            raise Cancelled
     return None
 
 
 def _run(
     functions: Sequence[Callable[[], Any]],
-    outcomes: queue.SimpleQueue[Outcome],
+    outcomes: queue.SimpleQueue[CallOutcome],
     stop: threading.Event,
 ) -> None:
     for function in functions:
         if stop.is_set():
             return
         try:
-            outcomes.put(Outcome(value=function()))
+            outcomes.put(CallOutcome(value=function()))
         except BaseException as error:
-            outcomes.put(Outcome(error=error))
+            outcomes.put(CallOutcome(error=error))
 
 
 class LoopThread:
@@ -180,7 +182,7 @@ class AsyncCalls:
         self.timeout = timeout
         self._loop = loop
         self._functions = dict(functions)
-        self._outcomes: dict[str, Outcome] = {}
+        self._outcomes: dict[str, CallOutcome] = {}
         self._stacks: dict[str, str] = {}
         self._ended = threading.Event()
         self._gone = threading.Event()
@@ -196,7 +198,7 @@ class AsyncCalls:
         else:
             self._ended.set()
 
-    def outcomes(self, given_up: GivesUp | None = None) -> dict[str, Outcome]:
+    def outcomes(self, given_up: GivesUp | None = None) -> dict[str, CallOutcome]:
         """Wait for the calls, each at most its timeout from the start; then how each ended.
 
         Raises GivenUp once `given_up` says so; `cancel` is then still to be called.
@@ -211,7 +213,7 @@ class AsyncCalls:
         ended = dict(self._outcomes)
         return {
             name: ended.get(
-                name, Outcome(timed_out=True, stack=self._stacks.get(name, "") or blocked)
+                name, CallOutcome(timed_out=True, stack=self._stacks.get(name, "") or blocked)
             )
             for name in self._functions
         }
@@ -225,7 +227,7 @@ class AsyncCalls:
                 return True
             look()
             if given_up is not None and given_up():
-                raise GivenUp
+                raise Cancelled
             if time.monotonic() >= until:
                 return False
 
@@ -270,9 +272,9 @@ class AsyncCalls:
 
     async def _one(self, name: str, function: Callable[[], Any]) -> None:
         try:
-            self._outcomes[name] = Outcome(value=await function())
+            self._outcomes[name] = CallOutcome(value=await function())
         except BaseException as error:
             if self._over and isinstance(error, asyncio.CancelledError):
                 raise
             # A CancelledError before that the function raised itself.
-            self._outcomes[name] = Outcome(error=error)
+            self._outcomes[name] = CallOutcome(error=error)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keel.graders.languages import check_language, language_of, language_share
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.rewards.registry import check_column
 from keel.rewards.rules import texts
 from keel.rewards.validation import Wrong
@@ -15,7 +15,7 @@ from keel.types import KeelError
 
 
 def language(
-    around: Surroundings,
+    around: RewardContext,
     *,
     wanted: str | None = None,
     column: str | None = None,

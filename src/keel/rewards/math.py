@@ -7,13 +7,13 @@ from typing import Any
 
 from keel.graders.mathematics import Mathematics
 from keel.rewards.batch import log_summary
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.rewards.rules import said_of
 from keel.rewards.validation import Wrong
 
 
 def math(
-    around: Surroundings,
+    around: RewardContext,
     *,
     timeout: float = 5.0,
     workers: int = 2,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.runs.checkpoint import check_model
-from keel.sandbox.worker_pool import Pool
+from keel.sandbox.worker_pool import WorkerPool
 from keel.types import Content, KeelError
 
 
@@ -31,7 +31,7 @@ class Spec:
     raw: bool = False
 
 
-class Judging(Protocol):
+class ModelScorer(Protocol):
     """Says what a reward model thinks of answers, at each place that it judges."""
 
     def judge(
@@ -96,7 +96,7 @@ class Elsewhere:
 
     def __init__(self, spec: Spec, timeout: float, memory_mb: int) -> None:
         self.spec, self.timeout = spec, timeout
-        self.pool = Pool("keel.rewards.model_process", workers=1, memory_mb=memory_mb)
+        self.pool = WorkerPool("keel.rewards.model_process", workers=1, memory_mb=memory_mb)
 
     def judge(self, prompts: Sequence[Content], completions: Sequence[str]) -> list[list[float]]:
         """What the model says of each answer, in order. Raises KeelError where it fails."""
@@ -117,7 +117,7 @@ class Elsewhere:
         self.pool.close()
 
 
-def which_model(around: Surroundings, model: str | None, stage: str | None) -> str:
+def which_model(around: RewardContext, model: str | None, stage: str | None) -> str:
     """The folder or hub name that the options name. Raises KeelError unless there is one."""
     if (model is None) == (stage is None):
         raise KeelError(

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from keel.rewards.context import Surroundings
-from keel.rewards.model_scorer import Elsewhere, Here, Judging, Spec, which_model
+from keel.rewards.context import RewardContext
+from keel.rewards.model_scorer import Elsewhere, Here, ModelScorer, Spec, which_model
 from keel.rewards.rules import texts
 
 
-class Outcome:
+class OutcomeReward:
     """The score of each completion, as one forward pass over packed answers gives it."""
 
-    def __init__(self, judging: Judging) -> None:
+    def __init__(self, judging: ModelScorer) -> None:
         self.judging = judging
 
     def __call__(self, *, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
@@ -26,7 +26,7 @@ class Outcome:
 
 
 def outcome(
-    around: Surroundings,
+    around: RewardContext,
     *,
     model: str | None = None,
     stage: str | None = None,
@@ -38,7 +38,7 @@ def outcome(
     memory_mb: int = 0,
     trust_remote_code: bool = False,
     raw: bool = False,
-) -> Outcome:
+) -> OutcomeReward:
     """The score of an outcome reward model: a folder or hub name, or what a stage before trained.
 
     `device` is the policy's unless given; at most `token_budget` tokens are in one forward pass.
@@ -50,4 +50,4 @@ def outcome(
     spec = Spec(
         name, "outcome", where, dtype, token_budget, trust_remote_code=trust_remote_code, raw=raw
     )
-    return Outcome(Elsewhere(spec, timeout, memory_mb) if process else Here(spec))
+    return OutcomeReward(Elsewhere(spec, timeout, memory_mb) if process else Here(spec))

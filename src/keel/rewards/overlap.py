@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from keel.rewards.batch import Batch, column_names
-from keel.rewards.calls import Asking, Part
+from keel.rewards.batch import RewardBatch, column_names
+from keel.rewards.calls import BatchSlice, RewardCall
 from keel.rewards.executor import LOOK
-from keel.runs.cancel import GivenUp, GivesUp, look
+from keel.runs.cancel import Cancelled, GivesUp, look
 from keel.types import Group, Prompt
 
 PARTS = 8
@@ -36,7 +36,7 @@ class Overlap:
     """
 
     def __init__(
-        self, ask: Callable[[Part, GivesUp], Asking], prompts: Sequence[Prompt], step: int
+        self, ask: Callable[[BatchSlice, GivesUp], RewardCall], prompts: Sequence[Prompt], step: int
     ) -> None:
         self._ask = ask
         self._step = step
@@ -62,7 +62,7 @@ class Overlap:
                 return
             self._begin(ready)
 
-    def asked(self) -> list[Asking]:
+    def asked(self) -> list[RewardCall]:
         """What was said of each part, once all groups are in.
 
         Raises what the first part raised that could not be judged.
@@ -92,7 +92,7 @@ class Overlap:
     def _begin(self, groups: Sequence[Group]) -> None:
         """Ask about a part in a thread of its own, when the one before has been begun."""
         number = len(self._parts)
-        batch = Batch(
+        batch = RewardBatch(
             tuple(group.prompt for group in groups for _ in group.completions),
             tuple(completion for group in groups for completion in group.completions),
             self._step,
@@ -101,7 +101,7 @@ class Overlap:
         def given_up() -> bool:
             return self._given_up or self._failed_before(number)
 
-        asking = self._ask(Part(batch, self._before, self._names), given_up)
+        asking = self._ask(BatchSlice(batch, self._before, self._names), given_up)
         turn = self._parts[-1].begun if self._parts else None
         self._first += len(groups)
         self._before += len(batch)
@@ -129,7 +129,7 @@ class Overlap:
 class _Judged:
     """A part, and the thread that asks about it."""
 
-    def __init__(self, asking: Asking, turn: threading.Event | None, given_up: GivesUp) -> None:
+    def __init__(self, asking: RewardCall, turn: threading.Event | None, given_up: GivesUp) -> None:
         self.asking = asking
         self.error: BaseException | None = None
         self.begun = threading.Event()
@@ -146,7 +146,7 @@ class _Judged:
             self.asking.begin()
             self.begun.set()
             self.asking.end()
-        except GivenUp:
+        except Cancelled:
             self.asking.cancel()
         except BaseException as error:
             self.error = error

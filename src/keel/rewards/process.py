@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from keel.graders.steps import Aggregate, aggregate
-from keel.rewards.context import Surroundings
-from keel.rewards.model_scorer import Elsewhere, Here, Judging, Spec, which_model
+from keel.rewards.context import RewardContext
+from keel.rewards.model_scorer import Elsewhere, Here, ModelScorer, Spec, which_model
 from keel.rewards.rules import texts
 from keel.rewards.step_texts import needs_tokenizer, on_tokens
 from keel.types import KeelError
@@ -20,7 +20,11 @@ class Process:
     """The probability that each step is right, at the token that closes it; or one for all."""
 
     def __init__(
-        self, judging: Judging, separator: str, how: Literal["steps"] | Aggregate, tokenizer: Any
+        self,
+        judging: ModelScorer,
+        separator: str,
+        how: Literal["steps"] | Aggregate,
+        tokenizer: Any,
     ) -> None:
         self.judging, self.separator, self.how, self.tokenizer = judging, separator, how, tokenizer
 
@@ -50,7 +54,7 @@ class Process:
 
 
 def process(
-    around: Surroundings,
+    around: RewardContext,
     *,
     model: str | None = None,
     stage: str | None = None,
@@ -75,7 +79,7 @@ def process(
     name = which_model(around, model, stage)
     where = around.device.split(":")[0] if device is None else device
     spec = Spec(name, "process", where, dtype, token_budget, separator, trust_remote_code, raw)
-    judging: Judging = Elsewhere(spec, timeout, memory_mb) if process else Here(spec)
+    judging: ModelScorer = Elsewhere(spec, timeout, memory_mb) if process else Here(spec)
     tokenizer = needs_tokenizer(around.tokenizer) if aggregate == "steps" else around.tokenizer
     return Process(judging, separator, aggregate, tokenizer)
 

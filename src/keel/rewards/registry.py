@@ -14,7 +14,7 @@ from typing import Any, Literal
 from keel.config.entry import load_entry
 from keel.config.sources import RewardSource
 from keel.config.suggest import unknown
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.rewards.rules import BUILT_IN as RULES
 from keel.rewards.texture import repetition
 from keel.types import KeelError
@@ -36,7 +36,7 @@ MADE: Mapping[str, str] = {
 }
 """Built-ins that hold something (a model, processes, a connection), by what makes them.
 
-A maker takes the run's `Surroundings`, and the recipe's options as keyword-only arguments; it
+A maker takes the run's `RewardContext`, and the recipe's options as keyword-only arguments; it
 returns a function with TRL's signature, which may have a `close`.
 """
 RESERVED = (
@@ -113,13 +113,13 @@ def check_column(option: str, column: str) -> None:
         )
 
 
-def load_reward(source: RewardSource, around: Surroundings | None = None) -> NamedReward:
+def load_reward(source: RewardSource, around: RewardContext | None = None) -> NamedReward:
     """The reward of a recipe: a built-in, `module:function`, or `path/to/file.py:function`.
 
     Raises KeelError where there is none of that name, or its options do not fit.
     """
     return replace(
-        _load(source, around or Surroundings()),
+        _load(source, around or RewardContext()),
         clip=source.clip,
         normalise=source.normalise,
         gate=source.gate,
@@ -130,7 +130,7 @@ def load_reward(source: RewardSource, around: Surroundings | None = None) -> Nam
     )
 
 
-def _load(source: RewardSource, around: Surroundings) -> NamedReward:
+def _load(source: RewardSource, around: RewardContext) -> NamedReward:
     if source.function == TASK:
         if source.options:
             raise KeelError(f"reward {TASK!r}: unknown option {next(iter(source.options))!r}")
@@ -205,7 +205,7 @@ def _built_in(source: RewardSource) -> NamedReward:
     return reward
 
 
-def _made(source: RewardSource, around: Surroundings) -> NamedReward:
+def _made(source: RewardSource, around: RewardContext) -> NamedReward:
     """A built-in that is made from its options; it keeps them to itself."""
     maker: Callable[..., Any] = load_entry(MADE[source.function], "reward")
     name = source.name or source.function

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from keel.config.suggest import unknown
-from keel.rewards.batch import Batch, Logged, column_names, columns
-from keel.rewards.calls import Asking, Manner, Part
+from keel.rewards.batch import Logged, RewardBatch, column_names, columns
+from keel.rewards.calls import BatchSlice, CallConfig, RewardCall
 from keel.rewards.compose import Composed, compose, shut
 from keel.rewards.executor import LoopThread
 from keel.rewards.overlap import Overlap
@@ -68,7 +68,7 @@ class Scorer:
         self.soft_overlong = soft_overlong
         self.max_tokens = max_tokens
         self._loop = LoopThread()
-        self._manner = Manner(self.functions, self.tasks, timeout, on_error, self._loop)
+        self._manner = CallConfig(self.functions, self.tasks, timeout, on_error, self._loop)
         names = [f.name for f in self.functions]
         for name in names:
             if names.count(name) > 1 or name == OVERLONG:
@@ -83,7 +83,7 @@ class Scorer:
         """Score the groups of a step."""
         batch = _flat(groups, step)
         self._check(batch)
-        asking = Asking(self._manner, Part(batch, 0, column_names(batch.prompts)))
+        asking = RewardCall(self._manner, BatchSlice(batch, 0, column_names(batch.prompts)))
         try:
             asking.begin()
             asking.end()
@@ -94,10 +94,10 @@ class Scorer:
 
     def overlapping(self, prompts: Sequence[Prompt], step: int) -> Overlap:
         """The groups of a step, of these prompts, scored as they come; `concluded` has the rest."""
-        self._check(Batch(tuple(prompts), (), step))
-        return Overlap(functools.partial(Asking, self._manner), prompts, step)
+        self._check(RewardBatch(tuple(prompts), (), step))
+        return Overlap(functools.partial(RewardCall, self._manner), prompts, step)
 
-    def concluded(self, groups: Sequence[Group], step: int, asked: Sequence[Asking]) -> Scored:
+    def concluded(self, groups: Sequence[Group], step: int, asked: Sequence[RewardCall]) -> Scored:
         """The verdicts of a step from what was said of its parts, in their order."""
         batch = _flat(groups, step)
         names = [f.name for f in self.functions]
@@ -163,15 +163,15 @@ class Scorer:
 
         Worth calling before the first step, with the first prompts.
         """
-        self._check(Batch(tuple(prompts), (), 0))
+        self._check(RewardBatch(tuple(prompts), (), 0))
 
-    def _check(self, batch: Batch) -> None:
+    def _check(self, batch: RewardBatch) -> None:
         found = columns(batch)
         for function in self.functions:
             self._check_columns(function, found, batch)
 
     def _check_columns(
-        self, function: NamedReward, found: Mapping[str, list[Any]], batch: Batch
+        self, function: NamedReward, found: Mapping[str, list[Any]], batch: RewardBatch
     ) -> None:
         if len({p.task for p in batch.prompts}) < len(self.tasks):
             return  # the column may be that of a task that this step did not draw from
@@ -210,15 +210,15 @@ class Scorer:
         )
 
 
-def _flat(groups: Sequence[Group], step: int) -> Batch:
-    return Batch(
+def _flat(groups: Sequence[Group], step: int) -> RewardBatch:
+    return RewardBatch(
         tuple(group.prompt for group in groups for _ in group.completions),
         tuple(completion for group in groups for completion in group.completions),
         step,
     )
 
 
-def _someone_spoke(batch: Batch, said: Sequence[Said]) -> None:
+def _someone_spoke(batch: RewardBatch, said: Sequence[Said]) -> None:
     """Raise KeelError where a task is asked for the reward and told nothing of any answer."""
     spoke = {p.task: False for p in batch.prompts}
     for prompt, one in zip(batch.prompts, said, strict=True):

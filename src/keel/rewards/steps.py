@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keel.graders.steps import split_steps
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.rewards.rules import texts
 from keel.rewards.step_texts import Judged, needs_tokenizer, on_tokens
 
 
 def step_match(
-    around: Surroundings, *, separator: str = "\n", strict: bool = True
+    around: RewardContext, *, separator: str = "\n", strict: bool = True
 ) -> Callable[..., Any]:
     """1 for each step that is the `answer` column's, in its place, and 0 for the others.
 

@@ -15,7 +15,7 @@ GivesUp = Callable[[], bool]
 """Whether nobody wants the outcome any longer."""
 
 
-class GivenUp(BaseException):
+class Cancelled(BaseException):
     """Nobody wants the outcome of a call any longer; what hangs in it is left behind."""
 
 
@@ -40,4 +40,4 @@ def look() -> None:
     """
     told = _TOLD.get()
     if told is not None and told.is_set():
-        raise GivenUp
+        raise Cancelled

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from keel.runs import encoding, files
-from keel.runs.layout import Entry, RunFolder
+from keel.runs.layout import FolderEntry, RunFolder
 from keel.types import KeelError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def damage(path: Path) -> str | None:
 
 def newest_whole(
     folder: RunFolder, on_damaged: Callable[[Path, str], None] | None = None
-) -> Entry | None:
+) -> FolderEntry | None:
     """The newest checkpoint that is whole; the damaged ones passed over are reported with why."""
     for entry in reversed(folder.list_checkpoints()):
         wrong = damage(entry.path)

@@ -19,7 +19,7 @@ from typing import Any
 
 from keel.runs import files
 from keel.runs.diff.values import changes
-from keel.runs.layout import Entry, Place, RunFolder
+from keel.runs.layout import FolderEntry, Place, RunFolder
 from keel.types import KeelError
 
 RECORD = "record.json"
@@ -97,7 +97,7 @@ def rows_until(folder: RunFolder, last: Place) -> list[tuple[Place, bytes]]:
     return found
 
 
-def check(folder: RunFolder, newest: Entry, known: Recorded) -> list[str]:
+def check(folder: RunFolder, newest: FolderEntry, known: Recorded) -> list[str]:
     """Compares the run folder with its newest checkpoint's record; returns the rollouts lost since.
 
     Nothing that follows depends on the rollouts before a checkpoint: those that are missing or
@@ -123,7 +123,7 @@ def check(folder: RunFolder, newest: Entry, known: Recorded) -> list[str]:
     return lost
 
 
-def odd_row(folder: RunFolder, newest: Entry) -> str | None:
+def odd_row(folder: RunFolder, newest: FolderEntry) -> str | None:
     """The first step up to a checkpoint whose row is missing or there twice, in words.
 
     Nothing else can be compared with a checkpoint that has no record.
@@ -132,7 +132,9 @@ def odd_row(folder: RunFolder, newest: Entry) -> str | None:
     return None if odd is None else f"{folder.metrics.name} {what}"
 
 
-def _odd(folder: RunFolder, newest: Entry, places: Sequence[Place]) -> tuple[Place | None, str]:
+def _odd(
+    folder: RunFolder, newest: FolderEntry, places: Sequence[Place]
+) -> tuple[Place | None, str]:
     """The first step whose row is missing or there twice, and which of these it is."""
     for stage, name in enumerate(folder.stages[: newest.place.stage + 1]):
         steps = [place.step for place in places if place.stage == stage]

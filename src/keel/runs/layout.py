@@ -42,7 +42,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FolderEntry:
     """A rollout file or a checkpoint folder, and the point of the run that it belongs to."""
 
     place: Place
@@ -202,11 +202,11 @@ class RunFolder:
         """The checkpoint taken after a step (counted within its stage)."""
         return self.checkpoints_folder / self._name(stage, step)
 
-    def list_rollouts(self) -> list[Entry]:
+    def list_rollouts(self) -> list[FolderEntry]:
         """The rollout files there are, in the order of the run."""
         return self._entries(self.rollouts_folder, ".parquet")
 
-    def list_checkpoints(self) -> list[Entry]:
+    def list_checkpoints(self) -> list[FolderEntry]:
         """The checkpoints there are, damaged ones too, in the order of the run."""
         return self._entries(self.checkpoints_folder, "")
 
@@ -214,7 +214,7 @@ class RunFolder:
         prefix = f"{self.stages[stage]}-" if len(self.stages) > 1 else ""
         return f"{prefix}step-{step:0{STEP_DIGITS}d}"
 
-    def _entries(self, folder: Path, suffix: str) -> list[Entry]:
+    def _entries(self, folder: Path, suffix: str) -> list[FolderEntry]:
         if not folder.is_dir():
             return []
         found = []
@@ -224,7 +224,9 @@ class RunFolder:
                 continue
             names = self.stages if len(self.stages) > 1 else (None,)
             if match["stage"] in names:
-                found.append(Entry(Place(names.index(match["stage"]), int(match["step"])), path))
+                found.append(
+                    FolderEntry(Place(names.index(match["stage"]), int(match["step"])), path)
+                )
         return sorted(found, key=lambda entry: entry.place)
 
 

@@ -18,7 +18,7 @@ from keel.runs import checkpoint_record as recorded
 from keel.runs import stdio as streams
 from keel.runs.checkpoint_record import Recorded
 from keel.runs.fingerprints import fingerprints
-from keel.runs.layout import Entry, RunFolder, make_free, make_next, stages_of
+from keel.runs.layout import FolderEntry, RunFolder, make_free, make_next, stages_of
 from keel.runs.lock import locked, refuse_if_taken
 from keel.runs.records import Recorder, truncate_after, update_run_json
 from keel.runs.signals import catching
@@ -167,7 +167,7 @@ def _changed(begun: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     )
 
 
-def _where_to_begin(place: RunFolder) -> tuple[Entry | None, Damage]:
+def _where_to_begin(place: RunFolder) -> tuple[FolderEntry | None, Damage]:
     """The newest whole checkpoint, and the damaged ones passed over; replaced ones are back.
 
     Raises KeelError where none is whole: to begin anew would throw away what they cost.
@@ -192,7 +192,7 @@ def _where_to_begin(place: RunFolder) -> tuple[Entry | None, Damage]:
 
 
 def _compare(
-    place: RunFolder, start: Entry | None, known: Recorded | None
+    place: RunFolder, start: FolderEntry | None, known: Recorded | None
 ) -> tuple[dict[str, str], list[str]]:
     """The hashes of what was recorded before a checkpoint, and the rollouts that are lost since.
 
@@ -207,7 +207,7 @@ def _compare(
     return {f"rollouts/{path.name}": recorded.sha256(path) for path in before}, []
 
 
-def _without_record(place: RunFolder, start: Entry) -> str:
+def _without_record(place: RunFolder, start: FolderEntry) -> str:
     """The note for a checkpoint without record.json, and the first row of metrics that is wrong."""
     odd = recorded.odd_row(place, start)
     return (

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keel.runs.layout import Entry, Place, RunFolder
+from keel.runs.layout import FolderEntry, Place, RunFolder
 from keel.runs.run_json import read_run_json
 from keel.types import KeelError
 
@@ -107,7 +107,7 @@ class Run:
                 row["prompt"] = json.loads(row["prompt"])
         return rows
 
-    def checkpoints(self) -> list[Entry]:
+    def checkpoints(self) -> list[FolderEntry]:
         """The checkpoints there are, in the order of the run, unverified."""
         return self.folder.list_checkpoints()
 

@@ -20,7 +20,7 @@ from keel.runs.trackers import Tracker
 from keel.runs.watcher import Watcher
 
 
-class Progress(Protocol):
+class RunProgress(Protocol):
     """How far a stage (by number, from 0) has come, and at which step it was best so far."""
 
     @property
@@ -38,7 +38,7 @@ def due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _scheduled(progress: Progress, steps: int, choice: Checkpoints) -> bool:
+def _scheduled(progress: RunProgress, steps: int, choice: Checkpoints) -> bool:
     """Whether a run that nobody stops leaves a checkpoint here."""
     step = progress.step
     return step > 0 and (due(choice.every, step) or step in (steps, progress.best_step))
@@ -111,7 +111,7 @@ class Session:
 
     def evaluated(
         self,
-        progress: Progress,
+        progress: RunProgress,
         result: Mapping[str, Any],
         when: Literal["before", "during", "after"],
     ) -> None:
@@ -134,7 +134,7 @@ class Session:
 
     def measured(
         self,
-        progress: Progress,
+        progress: RunProgress,
         result: Mapping[str, Any],
         when: Literal["before", "during", "after"],
     ) -> None:
@@ -150,7 +150,7 @@ class Session:
 
     def recorded(
         self,
-        progress: Progress,
+        progress: RunProgress,
         metrics: Mapping[str, float],
         rows: Sequence[RolloutRow],
         seconds: float,
@@ -167,13 +167,13 @@ class Session:
         self.recorder.timings(stage, step, {"total": seconds, **self.clock.take()})
         self.watcher.step(name, step, metrics, seconds)
 
-    def checkpoint_due(self, progress: Progress, steps: int, choice: Checkpoints) -> bool:
+    def checkpoint_due(self, progress: RunProgress, steps: int, choice: Checkpoints) -> bool:
         """Every so many steps, at the end, at the best, and when asked to stop."""
         return _scheduled(progress, steps, choice) or self.interrupted
 
     def checkpoint(
         self,
-        progress: Progress,
+        progress: RunProgress,
         fill: Callable[[Path], None],
         choice: Checkpoints,
         steps: int | None = None,
@@ -205,7 +205,7 @@ class Session:
             seconds=round(time.perf_counter() - start, 6),
         )
 
-    def _best(self, progress: Progress) -> list[Path]:
+    def _best(self, progress: RunProgress) -> list[Path]:
         """The checkpoint of each stage that did best; run.json knows those of earlier stages."""
         stages = self.folder.stages
         known = update_run_json(self.folder, {}).get("best", {})

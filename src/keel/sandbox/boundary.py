@@ -47,7 +47,7 @@ _ENDING = ("StopIteration", "StopAsyncIteration", "GeneratorExit")
 """Exceptions that end a loop silently: `all(map(test, cases))` would pass at the first of them."""
 
 
-class NotPlain(TypeError):
+class NotPlainData(TypeError):
     """A value that cannot cross the boundary."""
 
 
@@ -87,7 +87,7 @@ def dump(value: Any, *, lenient: bool = False, shared: Shared | None = None) -> 
 def _write(value: Any, parts: list[bytes], lenient: bool, depth: int, shared: Shared) -> None:
     kind = type(value)
     if depth > DEPTH:
-        raise NotPlain(f"is nested more than {DEPTH} deep")
+        raise NotPlainData(f"is nested more than {DEPTH} deep")
     if value is None or kind is bool:
         parts.append(b"N" if value is None else b"T" if value else b"F")
     elif kind is int:
@@ -124,7 +124,7 @@ def _write(value: Any, parts: list[bytes], lenient: bool, depth: int, shared: Sh
             shared.originals.append(value)
         _write(base, parts, lenient, depth + 1, shared)
     else:
-        raise NotPlain(f"is or holds a {kind.__qualname__}, which is not plain data")
+        raise NotPlainData(f"is or holds a {kind.__qualname__}, which is not plain data")
 
 
 def _contents(value: Any) -> Any:
@@ -156,7 +156,7 @@ def _base(value: Any) -> Any:
     for base in bases:
         if isinstance(value, base):
             return plain.get(base, base)(value)
-    raise NotPlain(f"is or holds a {type(value).__qualname__}, which is not plain data")
+    raise NotPlainData(f"is or holds a {type(value).__qualname__}, which is not plain data")
 
 
 def load(data: bytes, objects: list[Any] | None = None) -> Any:
@@ -164,14 +164,14 @@ def load(data: bytes, objects: list[Any] | None = None) -> Any:
 
     `objects` are the mutable ones that both sides know; those of the data are added to them.
     """
-    reader = _Reader(data, [] if objects is None else objects)
+    reader = _FrameReader(data, [] if objects is None else objects)
     value = reader.value(0)
     if reader.at != len(data):
         raise ValueError("more than one value")
     return value
 
 
-class _Reader:
+class _FrameReader:
     def __init__(self, data: bytes, objects: list[Any]) -> None:
         self.data, self.at, self.objects = data, 0, objects
 
@@ -312,7 +312,7 @@ def _line(error: BaseException) -> str:
 
 def _refusal(error: Exception, reply: tuple[Any, ...]) -> str:
     """What cannot cross, the value itself or what an argument holds now, and why."""
-    said = str(error) if isinstance(error, NotPlain) else "cannot be written as plain data"
+    said = str(error) if isinstance(error, NotPlainData) else "cannot be written as plain data"
     try:
         dump(reply, lenient=True)
     except Exception:
@@ -420,7 +420,7 @@ class Code:
         self.settle()
         try:
             request = dump((number, what, *rest), shared=Shared(passed))
-        except NotPlain as error:
+        except NotPlainData as error:
             self.fault = f"TypeError: an argument of {rest[0]} {error}"
             raise
         with self.lock:
@@ -476,7 +476,7 @@ class Code:
             raise _exception(value, more)
         if kind == "refused":
             self.fault = f"TypeError: what {name} returns {value}; see the option isolation"
-            raise NotPlain(self.fault)
+            raise NotPlainData(self.fault)
         self.lost = "garbled"
         raise Lost(self.lost)
 

@@ -29,7 +29,7 @@ START_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class WorkerResult:
     """What became of an item: a value, or how it went wrong and what was said of it."""
 
     value: Any = None
@@ -110,7 +110,7 @@ class Worker:
             self._lifeline = -1
 
 
-class Pool:
+class WorkerPool:
     """Up to `workers` processes `python -m module`, started when first needed.
 
     The module calls `keel.sandbox.worker.serve`. A worker whose item takes too long, or that dies,
@@ -127,12 +127,12 @@ class Pool:
         self._closed = False
         self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid())
 
-    def map(self, items: Sequence[Any], timeout: float) -> list[Judged]:
+    def map(self, items: Sequence[Any], timeout: float) -> list[WorkerResult]:
         """Each item's answer, in order; an item has `timeout` seconds once a worker takes it.
 
         Raises KeelError where a worker does not start, or the pool is closed.
         """
-        judged: dict[int, Judged] = {}
+        judged: dict[int, WorkerResult] = {}
         with self._lock:
             try:
                 self._judge(items, timeout, judged)
@@ -151,7 +151,7 @@ class Pool:
         with self._lock:
             self._finalizer()
 
-    def _judge(self, items: Sequence[Any], timeout: float, judged: dict[int, Judged]) -> None:
+    def _judge(self, items: Sequence[Any], timeout: float, judged: dict[int, WorkerResult]) -> None:
         """Hand the items out, and hear until each is judged."""
         waiting = list(range(len(items)))[::-1]
         while len(judged) < len(items):
@@ -172,7 +172,7 @@ class Pool:
                 starting += 1
             self._listen(busy, judged)
 
-    def _listen(self, busy: Sequence[Worker], judged: dict[int, Judged]) -> None:
+    def _listen(self, busy: Sequence[Worker], judged: dict[int, WorkerResult]) -> None:
         """Wait until some worker says something, dies, or is out of time."""
         with selectors.DefaultSelector() as selector:
             for worker in busy:
@@ -186,7 +186,7 @@ class Pool:
             if worker not in heard and late and (worker.item is not None or not worker.ready):
                 self._lose(worker, "timed out", judged)
 
-    def _hear(self, worker: Worker, judged: dict[int, Judged]) -> None:
+    def _hear(self, worker: Worker, judged: dict[int, WorkerResult]) -> None:
         try:
             reply = worker.receive()
         except (EOFError, OSError, ValueError):
@@ -199,12 +199,12 @@ class Pool:
         elif worker.item is not None:
             fine, value = reply
             judged[worker.item] = (
-                Judged(value=value) if fine else Judged(wrong="raised", said=str(value))
+                WorkerResult(value=value) if fine else WorkerResult(wrong="raised", said=str(value))
             )
             worker.item = None
 
     def _lose(
-        self, worker: Worker, wrong: Literal["timed out", "died"], judged: dict[int, Judged]
+        self, worker: Worker, wrong: Literal["timed out", "died"], judged: dict[int, WorkerResult]
     ) -> None:
         """Kill a worker; its item is judged so."""
         if self._closed:
@@ -215,7 +215,7 @@ class Pool:
         if not worker.ready:
             raise KeelError(f"a worker of {self.module} does not start ({wrong}): {words}")
         assert worker.item is not None
-        judged[worker.item] = Judged(wrong=wrong, said=words)
+        judged[worker.item] = WorkerResult(wrong=wrong, said=words)
 
 
 def _kill_all(workers: list[Worker], owner: int) -> None:

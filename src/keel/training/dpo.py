@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keel.config.judging import DPOStage
 from keel.learn.optimizer import AdamW
-from keel.learn.token_budget import Budget
+from keel.learn.token_budget import TokenBudget
 from keel.models.packed import Packed, pack, sizes_on
 from keel.models.policy import Policy
 from keel.models.reference import Reference
@@ -20,7 +20,7 @@ from keel.objective import preference
 from keel.objective.segments import segment_mean, segment_sum
 from keel.runs.writer import Session
 from keel.training import supervised as fit
-from keel.training.judged_data import Pair, Ready
+from keel.training.judged_data import EncodedPair, Ready
 from keel.training.judged_steps import judged_rows, sizes_of
 from keel.training.reward_metrics import Measured, measure_pairs
 from keel.training.state import Progress
@@ -34,8 +34,8 @@ class Preferring:
     policy: Policy
     reference: Reference
     optimizer: AdamW
-    budget: Budget
-    rows: Ready[Pair]
+    budget: TokenBudget
+    rows: Ready[EncodedPair]
     show: Callable[[Measured], None]
     session: Session
     seed: int
@@ -71,7 +71,7 @@ def run(work: Preferring, progress: Progress) -> Progress:
     )
 
 
-def learn(work: Preferring, rows: Sequence[Pair], token_budget: int) -> fit.Learned:
+def learn(work: Preferring, rows: Sequence[EncodedPair], token_budget: int) -> fit.Learned:
     """The gradient of the mean loss over the pairs."""
     stage = work.stage
     sums: dict[str, float] = {}

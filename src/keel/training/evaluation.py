@@ -16,7 +16,7 @@ from keel.engines.registry import build_engine
 from keel.models.chat import Encoder
 from keel.models.loading import ADAPTER
 from keel.models.policy import Policy, load_policy
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.runs.layout import RECIPE, RunFolder
 from keel.training.evaluate import Evaluator
 from keel.training.export import pick_checkpoint
@@ -144,7 +144,7 @@ def _stage_data(
 
 
 def _run(
-    stage: RLStage, tasks: dict[str, Task], policy: Policy, seed: int, around: Surroundings
+    stage: RLStage, tasks: dict[str, Task], policy: Policy, seed: int, around: RewardContext
 ) -> dict[str, Any]:
     rollout, choice, prompts = stage.rollout, stage.evaluation, stage.prompts
     weights = [source.weight for source in stage.tasks]

@@ -26,7 +26,7 @@ from keel.models.tokenizer_round_trip import (
 )
 from keel.runs import checkpoint, files
 from keel.runs.checkpoint import MANIFEST
-from keel.runs.layout import Entry, RunFolder
+from keel.runs.layout import FolderEntry, RunFolder
 from keel.runs.lock import is_taken
 from keel.runs.reader import load
 from keel.training.restore import checkpoint_policy, holds_adapter
@@ -204,7 +204,7 @@ def _warn(path: Path, wrong: str) -> None:
     print(f"keel: checkpoint {path} is damaged ({wrong}): using one before", file=sys.stderr)
 
 
-def _best(folder: RunFolder, newest: Entry) -> Path:
+def _best(folder: RunFolder, newest: FolderEntry) -> Path:
     best = read_progress(newest.path).best_step
     if best is None:
         raise KeelError(f"run {folder.path} was never evaluated in its last stage: use last")

@@ -16,7 +16,7 @@ from keel.types import KeelError
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class EncodedPair:
     """Two answers to one prompt, in tokens. `cluster` is the same for rows that hang together."""
 
     chosen: Answered
@@ -52,7 +52,7 @@ class Marked:
 
 
 R = TypeVar("R", Preference, Labelled, Stepwise)
-E = TypeVar("E", Pair, Marked)
+E = TypeVar("E", EncodedPair, Marked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +92,11 @@ def ready(
     return Ready(train, held, long, long_heldout)
 
 
-def pair_encoder(reader: Reader) -> Callable[[Preference], Pair]:
+def pair_encoder(reader: Reader) -> Callable[[Preference], EncodedPair]:
     """Preferences as pairs of answers."""
 
-    def encode(row: Preference) -> Pair:
-        return Pair(
+    def encode(row: Preference) -> EncodedPair:
+        return EncodedPair(
             reader.answer(row.prompt, row.chosen, row.id),
             reader.answer(row.prompt, row.rejected, row.id),
             row.probability,

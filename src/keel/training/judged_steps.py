@@ -7,15 +7,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from keel.models.packed import Sizes, sizes_on
+from keel.models.packed import PackedSizes, sizes_on
 from keel.training import non_finite as faults
 from keel.training import supervised as fit
-from keel.training.judged_data import Marked, Pair, Ready, of_step
+from keel.training.judged_data import EncodedPair, Marked, Ready, of_step
 
-E = TypeVar("E", Pair, Marked)
+E = TypeVar("E", EncodedPair, Marked)
 
 
-def sizes_of(rows: Sequence[Pair] | Sequence[Marked], device: torch.device) -> Sizes:
+def sizes_of(rows: Sequence[EncodedPair] | Sequence[Marked], device: torch.device) -> PackedSizes:
     """What rows are cut by."""
     return sizes_on(device, [row.length for row in rows])
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from keel.config.entry import load_entry
 from keel.config.errors import explain_validation
-from keel.config.sampling import Evaluation, Sampling
+from keel.config.sampling import Evaluation, SamplingSource
 from keel.config.schema import Recipe
 from keel.config.sources import Rewards, RewardSource
 from keel.config.suggest import unknown
@@ -63,14 +63,14 @@ def check_rewards(rewards: Rewards) -> list[str]:
         return [one.name for one in scorer.functions]
 
 
-def check_evaluated(sampling: Sampling) -> None:
+def check_evaluated(sampling: SamplingSource) -> None:
     """The rewards of a stage, and which of them decides its evaluation. Raises KeelError."""
     names = check_rewards(sampling.rewards)
     if sampling.evaluation is not None and sampling.evaluation.prompts:
         check_component(sampling.evaluation, names)
 
 
-def check_rewards_of_steps(sampling: Sampling) -> None:
+def check_rewards_of_steps(sampling: SamplingSource) -> None:
     """Raise KeelError where the rewards are known to be of steps and the advantage cannot use them,
     or the reverse. What a function of the user's returns shows when it is called."""
     if sampling.algorithm is None:

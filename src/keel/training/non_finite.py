@@ -55,7 +55,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class NonFiniteStep:
     """Where a step could not be taken, and what was before.
 
     `skipped` counts the steps of the stage that were not taken before; `began` says whether one
@@ -73,7 +73,7 @@ class Met:
         return Fault(self.stage, self.step, self.number, self.names, cause, sequence)
 
 
-def searched(session: Session, met: Met, choice: OnNonfinite, parameters: Named) -> bool:
+def searched(session: Session, met: NonFiniteStep, choice: OnNonfinite, parameters: Named) -> bool:
     """Whether the cause is to be searched for; where not, the fault is noted here.
 
     The first of a stage are, and whatever ends the run.

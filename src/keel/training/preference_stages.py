@@ -129,7 +129,7 @@ def _judging(
     if run.resume_from is not None:
         restore_modules(run.resume_from, {"reward_model": model})
         restore_optimizers(run.resume_from, {"optimizer": optimizer})
-    parts = reward_model.Judging(
+    parts = reward_model.RewardModelTrainer(
         stage=stage,
         policy=run.policy,
         model=model,
@@ -242,7 +242,7 @@ def _sample(run: RunContext, stage: JudgingStage, make: rows_sampled.Make) -> st
         )
         held = source.heldout(choice.heldout)
         judge.check(held)
-        parts = rows_sampled.Judge(sampler, judge, held, choice, seed)
+        parts = rows_sampled.SampledDataSource(sampler, judge, held, choice, seed)
         return rows_sampled.write_rows(parts, folder, stage.name, make)
 
 

@@ -35,7 +35,7 @@ class Pending:
     rollouts: Rollouts
 
 
-class Drawing:
+class RolloutPrefetcher:
     """Draws the rollouts of steps, where `ahead` one step before they are wanted.
 
     `draw` gives those of a step, with the weights that the engine has. `pending` are those of the

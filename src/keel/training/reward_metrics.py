@@ -19,7 +19,7 @@ from keel.analysis.calibration import (
 )
 from keel.data.preferences.schema import first_wrong
 from keel.models.reward_inputs import Answered
-from keel.training.judged_data import Marked, Pair
+from keel.training.judged_data import EncodedPair, Marked
 from keel.types import KeelError
 
 HEADLINE = ("accuracy", "auc", "log_loss", "brier", "ece", "f1")
@@ -50,7 +50,7 @@ class Measured:
         return found
 
 
-def measure_pairs(rows: Sequence[Pair], judge: Judge) -> Measured:
+def measure_pairs(rows: Sequence[EncodedPair], judge: Judge) -> Measured:
     """Of pairs: accuracy, log loss, Brier, calibration, margins, and scores against lengths."""
     answers = [answer for row in rows for answer in (row.chosen, row.rejected)]
     score_S = np.array([said[0] for said in _finite(judge(answers))])

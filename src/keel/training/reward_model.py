@@ -11,28 +11,28 @@ from torch import Tensor
 
 from keel.config.judging import JudgingStage, RewardModelStage
 from keel.learn.optimizer import AdamW
-from keel.learn.token_budget import Budget
+from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
 from keel.models.reward import RewardModel
 from keel.models.reward_inputs import lay
 from keel.objective.preference import bradley_terry, centering, label_cross_entropy
 from keel.runs.writer import Session
 from keel.training import supervised as fit
-from keel.training.judged_data import Marked, Pair, Ready
+from keel.training.judged_data import EncodedPair, Marked, Ready
 from keel.training.judged_steps import judged_rows, sizes_of
 from keel.training.reward_metrics import Measured
 from keel.training.state import Progress
 
 
 @dataclass(frozen=True, eq=False)
-class Judging:
+class RewardModelTrainer:
     """What a reward model's stage works with. The policy is kept for the stages behind it."""
 
     stage: JudgingStage
     policy: Policy
     model: RewardModel
     optimizer: AdamW
-    budget: Budget
+    budget: TokenBudget
     rows: Ready[Any]
     learn: Callable[[Sequence[Any], int], fit.Learned]
     measure: Callable[[Sequence[Any]], Measured]
@@ -41,7 +41,7 @@ class Judging:
     seed: int
 
 
-def run(work: Judging, progress: Progress) -> Progress:
+def run(work: RewardModelTrainer, progress: Progress) -> Progress:
     """From `progress` to the last step of the stage, or until the run is asked to stop."""
     stage = work.stage
     return fit.run(
@@ -65,7 +65,7 @@ def run(work: Judging, progress: Progress) -> Progress:
 
 
 def learn_pairs(
-    model: RewardModel, stage: RewardModelStage, rows: Sequence[Pair], token_budget: int
+    model: RewardModel, stage: RewardModelStage, rows: Sequence[EncodedPair], token_budget: int
 ) -> fit.Learned:
     """The gradient of the mean Bradley–Terry loss over pairs, and of the centring."""
     sums: dict[str, float] = {}

@@ -28,7 +28,7 @@ from keel.runs.writer import Session, due
 from keel.training import non_finite as faults
 from keel.training.evaluate import Evaluator
 from keel.training.evaluate import metrics as evaluation_metrics
-from keel.training.prefetch import Drawing
+from keel.training.prefetch import RolloutPrefetcher
 from keel.training.rollout import Rollouts, Sampler
 from keel.training.rollout_records import rollout_rows
 from keel.training.state import Progress, State
@@ -41,14 +41,14 @@ class Loop:
     stage: RLStage
     learner: Learner
     sampler: Sampler
-    drawing: Drawing
+    drawing: RolloutPrefetcher
     evaluator: Evaluator | None
     session: Session
     seed: int
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class StepResult:
     """What one step made: its rollouts, the batch it learned from and its metrics."""
 
     rollouts: Rollouts
@@ -106,7 +106,7 @@ def run(loop: Loop, progress: Progress) -> Progress:
     return progress
 
 
-def take_step(loop: Loop, progress: Progress, number: int) -> Step:
+def take_step(loop: Loop, progress: Progress, number: int) -> StepResult:
     """One step: rollouts, judgement, learning, and the engine brought up to date."""
     stage, clock = loop.stage, loop.session.clock
     with clock("rollout"):
@@ -119,13 +119,13 @@ def take_step(loop: Loop, progress: Progress, number: int) -> Step:
     return made
 
 
-def learn(loop: Loop, rollouts: Rollouts, progress: Progress, number: int) -> Step:
+def learn(loop: Loop, rollouts: Rollouts, progress: Progress, number: int) -> StepResult:
     """The optimizer steps on a step's rollouts, and what they say of it."""
     stage, learner, clock = loop.stage, loop.learner, loop.session.clock
     metrics = {**rollouts.metrics, "step/tokens": 0.0}
     if not rollouts.groups:
         loop.session.note(f"step {number}: no group had anything to learn from")
-        return Step(rollouts, None, metrics, progress.beta)
+        return StepResult(rollouts, None, metrics, progress.beta)
     with clock("measure"):
         batch = measure(loop, rollouts, progress.beta)
     with clock("update"):
@@ -138,7 +138,7 @@ def learn(loop: Loop, rollouts: Rollouts, progress: Progress, number: int) -> St
     every = stage.reference.reset_every
     if learner.reference is not None and every is not None and number % every == 0:
         learner.reference.refresh(learner.policy)
-    return Step(rollouts, _recorded(batch, learned.parts), metrics, beta, learned.skipped)
+    return StepResult(rollouts, _recorded(batch, learned.parts), metrics, beta, learned.skipped)
 
 
 @needing_memory("the engine took the weights over", LESS)
@@ -198,7 +198,7 @@ def improve(
         try:
             taken.append(update(loop.learner, row, part, progress.beta, rates))
         except NotFinite as error:
-            met = faults.Met(
+            met = faults.NonFiniteStep(
                 loop.session.folder.stages[progress.stage],
                 number,
                 at,
@@ -280,7 +280,7 @@ def _not_taken(
     rollouts: Rollouts,
     part: Batch,
     places: Sequence[int],
-    met: faults.Met,
+    met: faults.NonFiniteStep,
     beta: float,
     error: NotFinite,
 ) -> None:
@@ -382,7 +382,7 @@ def _recorded(batch: Batch, parts: Sequence[tuple[Sequence[int], Batch]]) -> Bat
     return replace(batch, advantage_N=advantage_N)
 
 
-def _evaluate(loop: Loop, progress: Progress, made: Step) -> Progress:
+def _evaluate(loop: Loop, progress: Progress, made: StepResult) -> Progress:
     every, last = loop.stage.evaluation.every, progress.step == loop.stage.steps
     if loop.evaluator is None or not (last or due(every, progress.step)):
         return progress

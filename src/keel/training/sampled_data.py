@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from keel.config.judging import PROMPTS_AT_ONCE, Sampled
+from keel.config.judging import PROMPTS_AT_ONCE, SampledData
 from keel.config.seeds import derive
 from keel.data.tasks.mixture import PromptStream
 from keel.rewards.scorer import Scorer
@@ -20,22 +20,22 @@ from keel.training.rollout import Sampler
 from keel.types import Completion, Group, KeelError, Prompt, Side, Verdict
 
 Rows = list[dict[str, Any]]
-Make = Callable[[Group, Sequence[Verdict], Sampled, np.random.Generator], Rows]
+Make = Callable[[Group, Sequence[Verdict], SampledData, np.random.Generator], Rows]
 """The rows of one prompt's judged answers."""
 
 
 @dataclass(frozen=True, eq=False)
-class Judge:
+class SampledDataSource:
     """The policy that answers and the rewards that judge, before a stage."""
 
     sampler: Sampler
     scorer: Scorer
     heldout: Sequence[Prompt]
-    choice: Sampled
+    choice: SampledData
     seed: int
 
 
-def write_rows(judge: Judge, folder: RunFolder, stage: str, make: Make) -> str:
+def write_rows(judge: SampledDataSource, folder: RunFolder, stage: str, make: Make) -> str:
     """Both sides' rows as files of the run folder; a side that is there is left as it is.
 
     Returns one line that says how many rows came of how many prompts. Raises KeelError where
@@ -63,7 +63,7 @@ def write_rows(judge: Judge, folder: RunFolder, stage: str, make: Make) -> str:
 
 
 def pairs(
-    group: Group, verdicts: Sequence[Verdict], choice: Sampled, rng: np.random.Generator
+    group: Group, verdicts: Sequence[Verdict], choice: SampledData, rng: np.random.Generator
 ) -> Rows:
     """Pairs of different answers that the rewards tell apart, at most `choice.pairs` of them."""
     judged = _spoken_of(group, verdicts)
@@ -84,7 +84,7 @@ def pairs(
 
 
 def labels(
-    group: Group, verdicts: Sequence[Verdict], choice: Sampled, rng: np.random.Generator
+    group: Group, verdicts: Sequence[Verdict], choice: SampledData, rng: np.random.Generator
 ) -> Rows:
     """Each different answer with its reward, which must lie between 0 and 1, as its label."""
     rows = []
@@ -102,7 +102,7 @@ def steps(separator: str, decode: Callable[[Sequence[int]], str]) -> Make:
     """
 
     def make(
-        group: Group, verdicts: Sequence[Verdict], choice: Sampled, rng: np.random.Generator
+        group: Group, verdicts: Sequence[Verdict], choice: SampledData, rng: np.random.Generator
     ) -> Rows:
         rows = {}
         for completion, verdict in zip(group.completions, verdicts, strict=True):
@@ -120,7 +120,7 @@ def steps(separator: str, decode: Callable[[Sequence[int]], str]) -> Make:
     return make
 
 
-def _judged(judge: Judge, prompts: Sequence[Prompt], side: Side, make: Make) -> Any:
+def _judged(judge: SampledDataSource, prompts: Sequence[Prompt], side: Side, make: Make) -> Any:
     choice, sampler = judge.choice, judge.sampler
     if side == "heldout":  # accuracy is measured against what the rewards say
         choice = choice.model_copy(update={"noise": 0.0})
@@ -135,7 +135,7 @@ def _judged(judge: Judge, prompts: Sequence[Prompt], side: Side, make: Make) -> 
 
 
 def _prompts(
-    stream: PromptStream, choice: Sampled, heldout: Sequence[Prompt], side: Side
+    stream: PromptStream, choice: SampledData, heldout: Sequence[Prompt], side: Side
 ) -> Sequence[Prompt]:
     return stream.take(choice.train) if side == "train" else heldout[: choice.heldout]
 

@@ -19,13 +19,13 @@ from keel.data.tasks import PromptStream, build_tasks, heldout, stored
 from keel.learn.learner import Learner
 from keel.learn.loss import check_entries
 from keel.learn.optimizer import AdamW, trainable
-from keel.learn.token_budget import Budget
+from keel.learn.token_budget import TokenBudget
 from keel.models.chat import Encoder
 from keel.models.policy import Policy
 from keel.models.reference import reference_for
 from keel.models.value import Critic, ValueHead, critic_from_policy, load_critic, value_head_for
 from keel.rewards import load_reward
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.rewards.registry import NamedReward
 from keel.rewards.scorer import Scorer
 from keel.runs.layout import RunFolder
@@ -136,9 +136,9 @@ def _quarantine_prompts(
         run.session.note(f"{stage}: rows left out: {counted(left)} (quarantine/{target.name})")
 
 
-def token_budget(stage: StageConfig, progress: Progress, session: Session) -> Budget:
+def token_budget(stage: StageConfig, progress: Progress, session: Session) -> TokenBudget:
     """The stage's token budget, or what has fitted into memory since, where that is less."""
-    budget = Budget(stage.token_budget, session.note)
+    budget = TokenBudget(stage.token_budget, session.note)
     budget.tokens = min(progress.token_budget or budget.asked, budget.asked)
     return budget
 
@@ -160,11 +160,13 @@ def longest_prompt(wanted: int | None, context: int | None, max_tokens: int) -> 
     return context - max_tokens if wanted is None else wanted
 
 
-def reward_context(recipe: Recipe | None, folder: RunFolder | None, policy: Policy) -> Surroundings:
+def reward_context(
+    recipe: Recipe | None, folder: RunFolder | None, policy: Policy
+) -> RewardContext:
     """What rewards may use of a run; without a folder they keep nothing."""
     stages = () if recipe is None else recipe.stages
     names = [stage.name for stage in stages if stage.reward_model is not None]
-    return Surroundings(
+    return RewardContext(
         tokenizer=policy.tokenizer,
         models={} if folder is None else {name: folder.model(name) for name in names},
         folder=None if folder is None else folder.rewards,
@@ -173,7 +175,7 @@ def reward_context(recipe: Recipe | None, folder: RunFolder | None, policy: Poli
     )
 
 
-def load_rewards(rewards: Rewards, around: Surroundings) -> list[NamedReward]:
+def load_rewards(rewards: Rewards, around: RewardContext) -> list[NamedReward]:
     """The reward functions, in order."""
     return [load_reward(source, around) for source in rewards.functions]
 
@@ -202,7 +204,7 @@ def build_learner(
     model: Model,
     policy: Policy,
     seed: int,
-    budget: Budget,
+    budget: TokenBudget,
     resume_from: Path | None = None,
 ) -> Learner:
     """The policy and the models that the algorithm needs, each with its optimizer.

@@ -13,7 +13,7 @@ from keel.config.seeds import derive
 from keel.data.tasks.mixture import PromptStream
 from keel.learn.batch import Batch, from_groups
 from keel.learn.optimizer import AdamW
-from keel.learn.token_budget import Budget
+from keel.learn.token_budget import TokenBudget
 from keel.models.chat import encode_text
 from keel.models.policy import Policy
 from keel.objective import weights
@@ -34,7 +34,7 @@ class Imitation:
     stage: SFTStage
     policy: Policy
     optimizer: AdamW
-    budget: Budget
+    budget: TokenBudget
     stream: PromptStream
     tasks: dict[str, Task]
     demonstrate: Demonstrate

@@ -31,7 +31,7 @@ from keel.training.preference_stages import (
     train_process_reward_model,
     train_reward_model,
 )
-from keel.training.prefetch import Drawing, read_pending
+from keel.training.prefetch import RolloutPrefetcher, read_pending
 from keel.training.rollout import Sampler, collect
 from keel.training.setup import (
     RunContext,
@@ -156,7 +156,7 @@ def build_loop(
     # Evaluation is of the policy itself, not of a rounded or an earlier copy.
     exact = replace(sampler, engine=engine(model=policy.model))
     evaluator = Evaluator(exact, judge, prompts, stage.evaluation) if prompts else None
-    drawing = Drawing(
+    drawing = RolloutPrefetcher(
         partial(collect, sampler, stage.algorithm),
         ahead=rollout.ahead > 0,
         pending=read_pending(run.resume_from),

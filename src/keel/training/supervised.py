@@ -13,8 +13,8 @@ from torch import nn
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer
 from keel.learn.finite import NotFinite, alone, in_weights, stop_unless_finite
 from keel.learn.optimizer import AdamW, learning_rate
-from keel.learn.token_budget import LESS, Budget, needing_memory
-from keel.models.packed import Sizes
+from keel.learn.token_budget import LESS, TokenBudget, needing_memory
+from keel.models.packed import PackedSizes
 from keel.models.policy import Policy
 from keel.models.reference import Reference
 from keel.runs.writer import Session, due
@@ -44,7 +44,7 @@ class Rows(Generic[B]):
 
     draw: Callable[[int], B]
     learn: Callable[[B, int], Learned]
-    sizes: Callable[[B], Sizes]
+    sizes: Callable[[B], PackedSizes]
     alone: Callable[[B], Sequence[B]]
     keep: Callable[[Path, B], None]
     stream: Callable[[], Mapping[str, Any]] = dict
@@ -63,7 +63,7 @@ class Fit(Generic[B]):
     policy: Policy
     optimizer: AdamW
     choice: Optimizer
-    budget: Budget
+    budget: TokenBudget
     on_nonfinite: OnNonfinite
     checkpoints: Checkpoints
     session: Session
@@ -166,7 +166,7 @@ def _tell(fit: Fit[Any], rows: Any, progress: Progress, number: int, error: NotF
     """Name the cause, keep the rows; stop, where the recipe does not say to go on."""
     parameters = fit.optimizer.parameters
     stage = fit.session.folder.stages[progress.stage]
-    met = faults.Met(stage, number, 0, error.names, progress.skipped, fit.optimizer.began)
+    met = faults.NonFiniteStep(stage, number, 0, error.names, progress.skipped, fit.optimizer.began)
     if not faults.searched(fit.session, met, fit.on_nonfinite, parameters):
         return
     ones = fit.rows.alone(rows)

@@ -13,7 +13,7 @@ import pytest
 from keel.data.preferences.agreement import cohen_kappa, count_votes, fleiss_kappa
 from keel.data.preferences.annotated import FIRST, SECOND, TIE, Annotated
 from keel.data.preferences.llmbar import SETS, is_llmbar, read_llmbar
-from keel.data.preferences.pandalm import TEST_SET, Judge, compare, read_judges, read_pandalm
+from keel.data.preferences.pandalm import TEST_SET, PandaLMJudge, compare, read_judges, read_pandalm
 from keel.data.preferences.schema import Preference
 from keel.types import KeelError
 from tests.shared import shared_path
@@ -109,7 +109,7 @@ def test_the_verdicts_of_models(tmp_path: Path) -> None:
 def test_a_judge_beside_the_majority() -> None:
     votes = [(1, 1, 2), (2, 2, 2), (0, 0, 1), (0, 1, 2), (1, 1, 1)]
     rows = [Annotated(str(n), f"p{n}", ("a", "b"), vote) for n, vote in enumerate(votes)]
-    found = compare(Judge("j", (1, 1, 0, 2, None)), rows)
+    found = compare(PandaLMJudge("j", (1, 1, 0, 2, None)), rows)
     assert found.split == 1
     assert found.unusable == 1
     assert (found.accuracy.value, found.accuracy.n) == (2 / 3, 3)
@@ -119,7 +119,7 @@ def test_a_judge_beside_the_majority() -> None:
     assert found.kappa.n == 3
     # Intervals are drawn over prompts: one prompt alone tells nothing.
     rows = [Annotated(row.id, "p", row.answers, row.votes) for row in rows]
-    found = compare(Judge("j", (1, 1, 0, 2, None)), rows)
+    found = compare(PandaLMJudge("j", (1, 1, 0, 2, None)), rows)
     for one in (found.accuracy, found.accuracy_of_all):
         assert (one.low, one.high) == (0, 1)
     assert found.kappa.value == pytest.approx(0.5, abs=1e-12)

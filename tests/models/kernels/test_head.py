@@ -41,7 +41,7 @@ def test_logits_are_those_of_float64(
     states, weight, bias = made(*shape)
     want = states.double() @ weight.double().T + (bias.double() if biased else 0)
     poison(monkeypatch)
-    said = compiled.Weight(weight, bias if biased else None)(states)
+    said = compiled.HeadWeight(weight, bias if biased else None)(states)
     assert said.shape == want.shape
     # One rounding a term, of at most the sum of their sizes.
     most = (states.abs() @ weight.abs().T + bias.abs()).max().item()
@@ -50,19 +50,19 @@ def test_logits_are_those_of_float64(
 
 def test_a_row_does_not_depend_on_the_others_or_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     states, weight, bias = made(61, 96, 1000)
-    whole = compiled.Weight(weight, bias)(states)
+    whole = compiled.HeadWeight(weight, bias)(states)
     for rows in (slice(0, 1), slice(7, 20), slice(40, 61)):
-        assert torch.equal(compiled.Weight(weight, bias)(states[rows]), whole[rows])
+        assert torch.equal(compiled.HeadWeight(weight, bias)(states[rows]), whole[rows])
     monkeypatch.setattr(compiled, "SHARE", 1)
     for threads in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert torch.equal(compiled.Weight(weight, bias)(states), whole)
+        assert torch.equal(compiled.HeadWeight(weight, bias)(states), whole)
 
 
 def test_what_is_no_number_stays_in_its_row_and_column() -> None:
     states, weight, bias = made(20, 48, 70)
     states[3, 5], weight[40, 2] = torch.nan, torch.inf
-    said = compiled.Weight(weight, bias)(states).isfinite()
+    said = compiled.HeadWeight(weight, bias)(states).isfinite()
     said[3], said[:, 40] = ~said[3], ~said[:, 40]
     said[3, 40] = True
     assert said.all()
@@ -71,13 +71,13 @@ def test_what_is_no_number_stays_in_its_row_and_column() -> None:
 def test_a_steady_head_takes_compiled_code_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     states, weight, bias = made(6, 32, 50)
     calls: list[int] = []
-    real = compiled.Weight.__call__
+    real = compiled.HeadWeight.__call__
 
-    def counted(own: compiled.Weight, x: Tensor) -> Tensor:
+    def counted(own: compiled.HeadWeight, x: Tensor) -> Tensor:
         calls.append(len(x))
         return real(own, x)
 
-    monkeypatch.setattr(compiled.Weight, "__call__", counted)
+    monkeypatch.setattr(compiled.HeadWeight, "__call__", counted)
     wide = torch.cat([states, states], dim=1)[:, :32]
     halves = states.to(torch.bfloat16)
     for given in (states, wide, halves):
@@ -106,4 +106,4 @@ def test_scale_and_cap_are_taken_behind_it() -> None:
 def test_a_dry_run_is_given_the_shape() -> None:
     with FakeTensorMode():
         states, weight = torch.empty(4, 16), torch.empty(30, 16)
-        assert compiled.Weight(weight, None)(states).shape == (4, 30)
+        assert compiled.HeadWeight(weight, None)(states).shape == (4, 30)

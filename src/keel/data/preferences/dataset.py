@@ -36,12 +36,12 @@ def read_pairs(source: PreferenceData, seed: int = 0) -> Sides[Preference]:
     whole conversations. `seed` goes to a Python entry that has a parameter of that name. Raises
     KeelError for a row that is none of these, naming file, line, column and mend.
     """
-    return _Reader(source, judged.pair, judged.PAIR).sides(seed)
+    return _DatasetReader(source, judged.pair, judged.PAIR).sides(seed)
 
 
 def read_labelled(source: PreferenceData, seed: int = 0) -> Sides[Labelled]:
     """Rows of `prompt/completion/label`; a label is a boolean or a number from 0 to 1."""
-    return _Reader(source, judged.labelled, judged.LABELLED).sides(seed)
+    return _DatasetReader(source, judged.labelled, judged.LABELLED).sides(seed)
 
 
 def read_steps(source: PreferenceData, seed: int = 0) -> Sides[Stepwise]:
@@ -52,7 +52,7 @@ def read_steps(source: PreferenceData, seed: int = 0) -> Sides[Stepwise]:
     Mistake's `input` and `mistake_index` are taken for `prompt` and `first_error`. A step may be
     blank, an answer not.
     """
-    return _Reader(source, judged.stepwise, judged.STEPWISE).sides(seed)
+    return _DatasetReader(source, judged.stepwise, judged.STEPWISE).sides(seed)
 
 
 READERS: dict[Records, Callable[[PreferenceData, int], Sides[Any]]] = {
@@ -78,7 +78,7 @@ class _Placed(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader(Generic[T]):
+class _DatasetReader(Generic[T]):
     """From a source to two sides: `make` builds a row of the kind, `known` are its columns."""
 
     source: PreferenceData

@@ -27,7 +27,7 @@ VERDICTS = {"0": TIE, "tie": TIE, "1": FIRST, "2": SECOND}
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class PandaLMJudge:
     """A model's verdict of each row, in the rows' order; None where it gave none to be used."""
 
     name: str
@@ -76,7 +76,7 @@ def read_pandalm(path: Path) -> Imported:
     return Imported(tuple(rows), mended)
 
 
-def read_judges(folder: Path, rows: Sequence[Annotated]) -> list[Judge]:
+def read_judges(folder: Path, rows: Sequence[Annotated]) -> list[PandaLMJudge]:
     """The models' verdict files beside the test set (`NAME-testset-v1.json`), by name.
 
     Their verdicts are numbers, or texts such as "1", "Tie" and "garbage"; the last is unusable.
@@ -84,7 +84,7 @@ def read_judges(folder: Path, rows: Sequence[Annotated]) -> list[Judge]:
     return [_judge(path, rows) for path in sorted(folder.glob(f"*-{TEST_SET}"))]
 
 
-def compare(judge: Judge, rows: Sequence[Annotated]) -> Against:
+def compare(judge: PandaLMJudge, rows: Sequence[Annotated]) -> Against:
     """How far a judge agrees with the people's majority; intervals are drawn over prompts."""
     usable, every = [], []
     for row, verdict in zip(rows, judge.verdicts, strict=True):
@@ -108,7 +108,7 @@ def compare(judge: Judge, rows: Sequence[Annotated]) -> Against:
     )
 
 
-def _judge(path: Path, rows: Sequence[Annotated]) -> Judge:
+def _judge(path: Path, rows: Sequence[Annotated]) -> PandaLMJudge:
     name = path.name.removesuffix(f"-{TEST_SET}")
     found: dict[str, int | None] = {}
     for cell in read_cells(path, "a model's verdicts"):
@@ -119,7 +119,7 @@ def _judge(path: Path, rows: Sequence[Annotated]) -> Judge:
             f"{path}: {len(missing)} rows have no verdict, {missing[0]} the first: "
             "move the file away, or fetch it anew"
         )
-    return Judge(name, tuple(found[row.id] for row in rows))
+    return PandaLMJudge(name, tuple(found[row.id] for row in rows))
 
 
 def _verdict(cell: Cell) -> int | None:

@@ -27,7 +27,7 @@ KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredExample:
     """One row, ready: its number in its file (from 0), its line (from 1), and its prompt."""
 
     number: int
@@ -40,7 +40,7 @@ class Entry:
 class Stored:
     """One side of a task: its rows, and where they stand."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[StoredExample]
     where: Where
 
 
@@ -221,7 +221,7 @@ def _presentation(source: TaskSource) -> Presentation:
     return Presentation(source.prompt, source.system)
 
 
-def _entries(table: Table, source: TaskSource) -> tuple[list[Entry], list[LeftOut]]:
+def _entries(table: Table, source: TaskSource) -> tuple[list[StoredExample], list[LeftOut]]:
     """The table's rows as prompts, and its bad rows, in the order of their lines."""
     presentation = _presentation(source)
     entries, bad = [], Gathered(source.bad_rows)
@@ -235,7 +235,7 @@ def _entries(table: Table, source: TaskSource) -> tuple[list[Entry], list[LeftOu
         except KeelError as error:
             bad.take(error, table.where, line, row)
             continue
-        entries.append(Entry(number, line, body, row))
+        entries.append(StoredExample(number, line, body, row))
     every = sorted([*table.bad, *bad.rows], key=lambda left: left.line)
     if not entries:
         raise all_bad(table.where.source, every)

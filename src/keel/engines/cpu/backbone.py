@@ -25,24 +25,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from keel.engines.cpu.weights import block_of, heads_of, numbers_of
-from keel.engines.kv_cache import Entering, Live
-from keel.engines.prefix_cache import Beginnings
+from keel.engines.kv_cache import DecodeRows, Prefill
+from keel.engines.prefix_cache import PrefixCache
 from keel.engines.scheduler import Ended, Moves
-from keel.engines.slots import Homes, Table, joined, page_numbers
+from keel.engines.slots import PageTable, SlotMapping, joined, page_numbers
 from keel.models.attention.layout import PackedLayout
-from keel.models.kernels.decode import PAGE, Arena, Layer, Step, filled, library, pointer
+from keel.models.kernels.decode import PAGE, Arena, DecodeArguments, Layer, filled, library, pointer
 from keel.models.llama import angles, is_alike, is_listened_to
 from keel.models.lora import is_affine
 
 Ints = npt.NDArray[np.int64]
-_NOBODY = Entering(np.zeros(0, dtype=np.int64), 0)
+_NOBODY = Prefill(np.zeros(0, dtype=np.int64), 0)
 
 
 def compiled(
     model: PreTrainedModel,
     longest: int,
     dtype: torch.dtype = torch.float32,
-    beginnings: Beginnings | None = None,
+    beginnings: PrefixCache | None = None,
 ) -> CompiledPass | None:
     """The pass with the model's weights of now, for positions below `longest`, weights, keys and
     values stored as `dtype`; None where the model is built otherwise, does not work in float32 on a
@@ -55,7 +55,7 @@ def compiled(
     functions = library(dtype)
     if functions is None:
         return None
-    return CompiledPass(backbone, longest, functions, dtype, beginnings or Beginnings())
+    return CompiledPass(backbone, longest, functions, dtype, beginnings or PrefixCache())
 
 
 def _plain(backbone: Any) -> bool:
@@ -81,7 +81,7 @@ class CompiledPass:
         longest: int,
         functions: Any,
         dtype: torch.dtype,
-        beginnings: Beginnings,
+        beginnings: PrefixCache,
     ) -> None:
         self._functions = functions
         self._embed: Tensor = backbone.embed_tokens.weight.detach()
@@ -99,8 +99,8 @@ class CompiledPass:
         self._recalled: deque[list[int]] = deque()
         numbers = page_numbers(len(self._blocks), *self._heads[1:])
         self._pool = beginnings.pool(numbers, self._like)
-        self._prompts, self._answers = Table(self._pool), Table(self._pool)
-        self._work: _Work | None = None
+        self._prompts, self._answers = PageTable(self._pool), PageTable(self._pool)
+        self._work: _Scratch | None = None
         self._step = self._fixed()
         self._arrays: dict[str, Ints] = {}
         self._order = _Order()
@@ -110,7 +110,7 @@ class CompiledPass:
         self._recalled.extend(pages)
         return known
 
-    def admit(self, entering: Entering, ahead: int) -> None:
+    def admit(self, entering: Prefill, ahead: int) -> None:
         for number in np.flatnonzero(entering.before).tolist():
             self._prompts.adopt(entering.first + number, self._recalled.popleft())
         self._prompts.reserve(entering.lengths, entering.first)
@@ -122,7 +122,7 @@ class CompiledPass:
         """The prompt's places with the row's own behind them, in pages of their own."""
         if self._beginnings.full:
             return
-        kept, places = Table(self._pool), np.arange(ended.prompt + ended.own)
+        kept, places = PageTable(self._pool), np.arange(ended.prompt + ended.own)
         behind = places[ended.prompt :]
         source = self._answers.homes(np.full(ended.own, ended.row), behind - ended.prompt)
         if ended.alone:  # nobody else will read the prompt's
@@ -136,7 +136,7 @@ class CompiledPass:
         self._copy(source, kept.homes(np.zeros_like(places), places))
         self._beginnings.hold(ended.sequence, kept.release(0))
 
-    def _copy(self, source: Homes, target: Homes) -> None:
+    def _copy(self, source: SlotMapping, target: SlotMapping) -> None:
         if self._dry:
             return
         arrays = (source.page, source.place, target.page, target.place)
@@ -148,7 +148,7 @@ class CompiledPass:
         self._prompts.close(slots, slots_left)
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, entering: Entering, live: Live | None
+        self, tokens: Tensor, positions: Tensor, entering: Prefill, live: DecodeRows | None
     ) -> Tensor:
         x = self._embed.index_select(0, tokens)
         rows = _Rows(entering, live, self._order)
@@ -168,13 +168,13 @@ class CompiledPass:
         self._functions.keel_norm(pointer(weight), epsilon, step)
         return x
 
-    def lay(self, positions: Tensor, live: Live, steps: int) -> Laid:
+    def lay(self, positions: Tensor, live: DecodeRows, steps: int) -> Laid:
         """The step set to one token of each live row, to be done so many times in a row."""
         rows = _Rows(_NOBODY, live, self._order)
         rows.places += steps - 1
         self._room(len(positions), rows)
         x = self._embed.new_empty(len(positions), self._embed.shape[1])
-        homes = Homes(np.empty_like(rows.end), np.empty_like(rows.end))
+        homes = SlotMapping(np.empty_like(rows.end), np.empty_like(rows.end))
         self._set(x, positions, homes, self._answers.pages, rows)
         return Laid(x, positions, rows.end, homes, self._answers.pages)
 
@@ -185,7 +185,7 @@ class CompiledPass:
             return None
         return Fixed(self, self._functions, self._layers, self._step, self._embed, self._norm)
 
-    def _layer_by_layer(self, work: _Work, entering: Entering) -> None:
+    def _layer_by_layer(self, work: _Scratch, entering: Prefill) -> None:
         """What enters whole attends among itself as in training."""
         layout = PackedLayout(entering.whole.tolist())
         split = layout.tokens
@@ -200,7 +200,7 @@ class CompiledPass:
             if not self._dry:
                 self._functions.keel_leave(layer, step)
 
-    def _room(self, tokens: int, rows: _Rows) -> _Work:
+    def _room(self, tokens: int, rows: _Rows) -> _Scratch:
         """What the step works on: the last one's, unless that is too small or much too large."""
         room = PAGE * (-(-rows.width // PAGE) + -(-rows.places // PAGE))
         work = self._work
@@ -211,10 +211,10 @@ class CompiledPass:
             self._step.threads, self._step.score_room = work.scores.shape
         return work
 
-    def _new_room(self, tokens: int, room: int) -> _Work:
+    def _new_room(self, tokens: int, room: int) -> _Scratch:
         queries, keys, width = self._heads
         new = self._embed.new_empty
-        return _Work(
+        return _Scratch(
             qkv=new(tokens, queries + 2 * keys, width),
             seen=new(tokens, queries, width),
             mid=new(tokens, self._blocks[0].down.shape[1]),
@@ -230,7 +230,7 @@ class CompiledPass:
         most = max(part.shape[1] for part in (block.qkv, block.out, block.down))
         return self._like.new_empty(tokens, filled(most, self._like.dtype))
 
-    def _homes(self, entering: Entering, rows: _Rows) -> Homes:
+    def _homes(self, entering: Prefill, rows: _Rows) -> SlotMapping:
         """Where each token's keys and values go."""
         end = rows.end[len(rows.behind) :]
         own = self._answers.homes(np.arange(len(end)), end)
@@ -249,16 +249,18 @@ class CompiledPass:
         pages[len(first) :, : rest.shape[1]] = rest
         return pages
 
-    def _fixed(self) -> Step:
+    def _fixed(self) -> DecodeArguments:
         """What is the same for every step."""
         queries, keys, width = self._heads
         sizes = {"heads": queries, "shared_heads": keys, "width": width}
         if self._dry:
-            return Step(**sizes)
+            return DecodeArguments(**sizes)
         tables = {"cos": pointer(self._cos), "sin": pointer(self._sin)}
-        return Step(hidden=self._embed.shape[1], **sizes, **tables)
+        return DecodeArguments(hidden=self._embed.shape[1], **sizes, **tables)
 
-    def _set(self, x: Tensor, positions: Tensor, homes: Homes, own: Ints, rows: _Rows) -> None:
+    def _set(
+        self, x: Tensor, positions: Tensor, homes: SlotMapping, own: Ints, rows: _Rows
+    ) -> None:
         """What is this step's own."""
         step, prompts = self._step, self._prompts.pages
         step.tokens = len(positions)
@@ -283,7 +285,7 @@ class Laid:
     x: Float[Tensor, "R H"]
     positions: Int[Tensor, "R"]
     end: Ints
-    homes: Homes
+    homes: SlotMapping
     pages: Ints
 
 
@@ -294,13 +296,13 @@ class Fixed:
     forward: CompiledPass
     functions: Any
     layers: Any
-    step: Step
+    step: DecodeArguments
     embed: Float[Tensor, "V H"]
     norm: tuple[Float[Tensor, "H"], float]
 
 
 @dataclass(frozen=True, eq=False)
-class _Work:
+class _Scratch:
     """What a step works on."""
 
     qkv: Float[Tensor, "T A D"]
@@ -327,12 +329,12 @@ class _Order:
 
 
 class _Rows:
-    """What enters behind a known beginning, and then `Live`, as the compiled code reads them.
+    """What enters behind a known beginning, and then `DecodeRows`, as the compiled code reads them.
 
     A token of the former is a row whose own places are its prompt's, behind a prompt without any.
     """
 
-    def __init__(self, entering: Entering, live: Live | None, order: _Order) -> None:
+    def __init__(self, entering: Prefill, live: DecodeRows | None, order: _Order) -> None:
         none = np.zeros(0, dtype=np.int64)
         self.slot, self.end, self.length = (
             (none, none, none) if live is None else (live.slot_R, live.end_R, live.length_G)

@@ -31,7 +31,7 @@ def attend(
     query: Float[Tensor, "T H D"],
     key: Float[Tensor, "T Hkv D"],
     value: Float[Tensor, "T Hkv D"],
-    plan: causal.Plan,
+    plan: causal.CausalPlan,
     rules: Rules,
 ) -> Float[Tensor, "T H D"]:
     """softmax(scaling · q·k) v over each token's own earlier tokens, as far as the window goes."""
@@ -48,7 +48,7 @@ def _side_by_side(x: Tensor) -> Tensor:
 class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: causal.Plan, rules: Rules
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: causal.CausalPlan, rules: Rules
     ) -> Tensor:
         out, norm = causal.forward(query, key, value, plan, rules.scaling, rules.window)
         ctx.save_for_backward(query, key, value, out, norm)

@@ -15,7 +15,7 @@ from keel.models.attention import compiled as causal
 from keel.models.attention import shared_prefix as branching
 from keel.models.attention.functions import Rules, explicit, in_one_dtype
 from keel.models.attention.segments import Pieces, alike
-from keel.models.kernels.causal import Plan
+from keel.models.kernels.causal import CausalPlan
 
 try:
     from torch.nn.attention import varlen
@@ -86,8 +86,8 @@ class PackedLayout:
             return branching.attend(query, key, value, plan, rules.scaling)
         return self._in_runs(query, key, value, rules)
 
-    def _causal(self) -> Plan:
-        return Plan(self.pieces.lengths, self.pieces.follows)
+    def _causal(self) -> CausalPlan:
+        return CausalPlan(self.pieces.lengths, self.pieces.follows)
 
     def _plain(self, rules: Rules) -> bool:
         """Whether the rules say no more than causality does."""

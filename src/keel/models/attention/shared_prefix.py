@@ -28,7 +28,7 @@ _BACKWARD = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class PrefixPlan:
     """Which tokens attend together.
 
     Each piece attends to itself, pieces of one length in one call: `runs` are (count, length), for
@@ -53,7 +53,7 @@ def applies(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def plan(pieces: Pieces) -> Plan:
+def plan(pieces: Pieces) -> PrefixPlan:
     """The plan for a layout; it serves all layers."""
     order, counts = alike(pieces.lengths)
     runs, first = [], 0
@@ -62,17 +62,17 @@ def plan(pieces: Pieces) -> Plan:
         first += count
     families = tuple(pieces.families())
     if order == tuple(range(len(order))):
-        return Plan(tuple(runs), None, None, families)
+        return PrefixPlan(tuple(runs), None, None, families)
     spans = [range(pieces.starts[p], pieces.starts[p] + pieces.lengths[p]) for p in order]
     index = torch.tensor([token for span in spans for token in span])
-    return Plan(tuple(runs), index, index.argsort(), families)
+    return PrefixPlan(tuple(runs), index, index.argsort(), families)
 
 
 def attend(
     query: Float[Tensor, "T H D"],
     key: Float[Tensor, "T Hkv D"],
     value: Float[Tensor, "T Hkv D"],
-    made: Plan,
+    made: PrefixPlan,
     scaling: float,
 ) -> Float[Tensor, "T H D"]:
     """softmax(scaling · q·k) v over each token's own earlier tokens."""
@@ -100,7 +100,7 @@ def part(
 class _Branching(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, made: Plan, scaling: float
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, made: PrefixPlan, scaling: float
     ) -> Tensor:
         outs, norms = [], []
         for q, k, v in _runs(made, query, key, value):
@@ -138,7 +138,7 @@ class _Branching(torch.autograd.Function):
         return d_query, d_key, d_value, None, None
 
 
-def _runs(made: Plan, *tensors: Tensor) -> Iterator[list[Tensor]]:
+def _runs(made: PrefixPlan, *tensors: Tensor) -> Iterator[list[Tensor]]:
     """Of tensors (T, heads, …) the tokens of each run, as (count, heads, length, …)."""
     if made.order is not None:
         tensors = tuple(tensor.index_select(0, made.order) for tensor in tensors)
@@ -152,7 +152,7 @@ def _runs(made: Plan, *tensors: Tensor) -> Iterator[list[Tensor]]:
         start = stop
 
 
-def _restored(made: Plan, parts: Sequence[Tensor]) -> Tensor:
+def _restored(made: PrefixPlan, parts: Sequence[Tensor]) -> Tensor:
     """The runs' results in the order of the tokens, in memory of its own."""
     whole = torch.cat(list(parts)) if len(parts) > 1 else parts[0].contiguous()
     return whole if made.inverse is None else whole.index_select(0, made.inverse)

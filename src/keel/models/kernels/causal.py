@@ -35,7 +35,7 @@ class _Pieces(ctypes.Structure):
     )
 
 
-class _Work(ctypes.Structure):
+class _CausalScratch(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("heads", "shared", "width", "window", "threads", "room")),
         ("scaling", c_float),
@@ -58,7 +58,7 @@ class Items:
     count: Ints
 
 
-class Plan:
+class CausalPlan:
     """Pieces of these lengths, each behind the piece that `follows` names or behind none (-1)."""
 
     def __init__(self, lengths: Sequence[int], follows: Sequence[int] = ()) -> None:
@@ -140,7 +140,7 @@ def library() -> Any:
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, plan: Plan, scaling: float, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, plan: CausalPlan, scaling: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """The output (T, H, D), and the logarithms of the softmax's denominators (T, H)."""
     out, norm = query.new_empty(query.shape), query.new_empty(query.shape[:2])
@@ -155,7 +155,7 @@ def forward(
 def backward(
     grad: Tensor,
     saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    plan: Plan,
+    plan: CausalPlan,
     scaling: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,7 +181,7 @@ def backward(
     return made[0], made[1], made[2]
 
 
-def _room(query: Tensor, plan: Plan) -> Tensor:
+def _room(query: Tensor, plan: CausalPlan) -> Tensor:
     return query.new_empty(torch.get_num_threads(), plan.room(query.shape[-1]))
 
 
@@ -189,14 +189,14 @@ def _work(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    plan: Plan,
+    plan: CausalPlan,
     scaling: float,
     window: int | None,
     room: Tensor,
-) -> _Work:
+) -> _CausalScratch:
     names = ("start", "length", "follows", "follower", "followers")
     pieces = {name: getattr(plan, name).ctypes.data for name in names}
-    return _Work(
+    return _CausalScratch(
         heads=query.shape[1],
         shared=key.shape[1],
         width=query.shape[2],
@@ -215,7 +215,7 @@ def _work(
     )
 
 
-def _run(name: str, work: _Work, items: Items) -> None:
+def _run(name: str, work: _CausalScratch, items: Items) -> None:
     work.items = len(items.piece)
     for field in ("piece", "first", "count"):
         setattr(work, field, getattr(items, field).ctypes.data)

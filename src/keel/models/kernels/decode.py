@@ -49,7 +49,7 @@ class Layer(ctypes.Structure):
     )
 
 
-class Step(ctypes.Structure):
+class DecodeArguments(ctypes.Structure):
     """struct step."""
 
     _fields_ = (

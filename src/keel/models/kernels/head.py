@@ -66,7 +66,7 @@ class Product:
         )
 
 
-class Weight:
+class HeadWeight:
     """A contiguous weight (V, H), with a bias or None: what states are multiplied with."""
 
     def __init__(self, weight_VH: Float[Tensor, "V H"], bias_V: Float[Tensor, "V"] | None) -> None:

@@ -21,7 +21,7 @@ SHARE = 1 << 14
 """Logits that are worth a thread: some 20 µs."""
 
 
-class Work(ctypes.Structure):
+class SampleArguments(ctypes.Structure):
     """struct draw."""
 
     _fields_ = (
@@ -54,7 +54,7 @@ class Draw:
     tokens: Tensor
     log_probs: Tensor
 
-    def pointers(self) -> Work:
+    def pointers(self) -> SampleArguments:
         """Valid as long as this is."""
         logits, uniform, sampling, rooms = self.logits, self.uniform, self.sampling, self.rooms
         rows, vocabulary = logits.shape
@@ -62,7 +62,7 @@ class Draw:
         assert vocabulary == 1 or logits.stride(1) == 1
         assert uniform.dtype == torch.float64
         assert uniform.is_contiguous()
-        return Work(
+        return SampleArguments(
             logits=logits.data_ptr(),
             numbers=uniform.data_ptr(),
             step=logits.stride(0),

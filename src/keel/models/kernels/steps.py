@@ -10,7 +10,7 @@ from typing import Any
 from keel.models.kernels.build import load
 
 
-class Steps(ctypes.Structure):
+class StepsArguments(ctypes.Structure):
     """struct steps."""
 
     _fields_ = (
@@ -43,7 +43,7 @@ def address(function: Any) -> int:
     return found
 
 
-def run(work: Steps) -> int:
+def run(work: StepsArguments) -> int:
     """Do the steps; how many were done."""
     done: int = library().keel_steps(byref(work))
     return done

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from keel.analysis.statistics import wilson_interval
 from keel.preflight.finding import Finding
 from keel.preflight.finding_kinds import found
-from keel.preflight.prompt_stats import Prompted, SamplingPlan
+from keel.preflight.prompt_stats import PromptStats, SamplingPlan
 from keel.types import KeelError, Prompt, Task
 
 PROBED = 32
@@ -18,7 +18,7 @@ SPELLED = 0.1
 gives answers away."""
 
 
-def reply_holds_answer(source: Prompted, plan: SamplingPlan) -> Finding | None:
+def reply_holds_answer(source: PromptStats, plan: SamplingPlan) -> Finding | None:
     """An environment that spells the gold answer in reply to words that say nothing of it.
 
     It is asked with no words and with another prompt's gold answer, as many times as a completion

@@ -12,26 +12,26 @@ from keel.analysis.statistics import wilson_interval
 from keel.config.schema import Stage
 from keel.config.sources import RewardSource
 from keel.data.tasks.user import UserTask
-from keel.preflight.context import Seen
+from keel.preflight.context import StageContext
 from keel.preflight.finding import Finding
 from keel.preflight.findings import samples as sample_findings
 from keel.preflight.gold_answers import RIGHT, Gold
-from keel.preflight.prompt_stats import Prompted, SamplingPlan
-from keel.preflight.trial_batch import Sampled
+from keel.preflight.prompt_stats import PromptStats, SamplingPlan
+from keel.preflight.trial_batch import TrialBatch
 from keel.rewards.registry import TASK, NamedReward
 from keel.training.rollout import all_alike
 from keel.types import Verdict
 
 
 @dataclass(frozen=True, eq=False)
-class Judged:
+class ScoredBatch:
     """A batch, what its rewards said, and what they say of the gold answers.
 
     `verdicts` are empty where nothing was asked; `judging` is the reward that evaluation counts
     right answers by; `partial`: some rewards could not be asked.
     """
 
-    batch: Sampled
+    batch: TrialBatch
     verdicts: Sequence[Sequence[Verdict]]
     gold: Gold | None
     pairs: Sequence[tuple[RewardSource, NamedReward]]
@@ -53,7 +53,9 @@ class Judged:
         return [function for _, function in self.pairs if function.weight]
 
 
-def tell_gold(seen: Seen, plan: SamplingPlan, judged: Judged, source: Prompted) -> None:
+def tell_gold(
+    seen: StageContext, plan: SamplingPlan, judged: ScoredBatch, source: PromptStats
+) -> None:
     """What the gold answers say: of the tokenizer, of the budget, of the rewards."""
     gold = judged.gold
     if gold is None:
@@ -91,7 +93,7 @@ def tell_gold(seen: Seen, plan: SamplingPlan, judged: Judged, source: Prompted) 
         seen.add(*_worth(plan, judged, gold))
 
 
-def tell_rewards(seen: Seen, stage: Stage, plan: SamplingPlan, judged: Judged) -> None:
+def tell_rewards(seen: StageContext, stage: Stage, plan: SamplingPlan, judged: ScoredBatch) -> None:
     """What the batch's rewards say, as far as policy and rewards are those of the stage."""
     batch, verdicts, gold = judged.batch, judged.verdicts, judged.gold
     for _, function in judged.pairs:
@@ -136,7 +138,7 @@ def tell_rewards(seen: Seen, stage: Stage, plan: SamplingPlan, judged: Judged) -
 # ---------------------------------------------------------------- details
 
 
-def _worth(plan: SamplingPlan, judged: Judged, gold: Gold) -> list[Finding | None]:
+def _worth(plan: SamplingPlan, judged: ScoredBatch, gold: Gold) -> list[Finding | None]:
     """Gold answers whose whole reward is low, or that no evaluation counts as right."""
     said: list[Finding | None] = []
     own = [(f, gold.best.get(f.name, ())) for f in judged.weighed]
@@ -165,7 +167,7 @@ def _worth(plan: SamplingPlan, judged: Judged, gold: Gold) -> list[Finding | Non
     return said
 
 
-def _flattened(judged: Judged, plan: SamplingPlan, key: str) -> tuple[str, str | None]:
+def _flattened(judged: ScoredBatch, plan: SamplingPlan, key: str) -> tuple[str, str | None]:
     """What makes one reward of all of them, a gate or a clip: its key, and what it does."""
     for at, (_, function) in enumerate(judged.pairs):
         values = judged.values(function.name)

@@ -9,7 +9,7 @@ from statistics import median
 from keel.analysis.statistics import wilson_interval
 from keel.preflight.finding import Finding
 from keel.preflight.finding_kinds import found, percent
-from keel.preflight.lengths import Held, quantile
+from keel.preflight.lengths import BudgetShare, quantile
 
 CUT = 0.05
 """The budget should hold 95 %: more than this share cut, for sure (the interval's lower end)."""
@@ -26,7 +26,7 @@ REFUSED = 0.1
 interval's lower end), the reward reads them otherwise than they are written."""
 
 
-def truncated(cut: int, n: int, budget: int, held: Held, key: str) -> Finding | None:
+def truncated(cut: int, n: int, budget: int, held: BudgetShare, key: str) -> Finding | None:
     """Completions cut at the budget; `held` is the budget that would hold 95 %."""
     share = wilson_interval(cut, n)
     if n == 0 or share.low <= CUT or (cut == n and n >= SAMPLES):  # then `eos_never` speaks
@@ -41,7 +41,7 @@ def truncated(cut: int, n: int, budget: int, held: Held, key: str) -> Finding | 
     )
 
 
-def eos_never(cut: int, n: int, budget: int, held: Held, key: str) -> Finding | None:
+def eos_never(cut: int, n: int, budget: int, held: BudgetShare, key: str) -> Finding | None:
     """Not one completion ends by itself within the budget."""
     if n < SAMPLES or cut < n:
         return None

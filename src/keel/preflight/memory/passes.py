@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from keel.engines.kv_cache import Entering, Live
-from keel.engines.model_runner import Pass, pass_of
-from keel.engines.prefix_cache import Beginnings
+from keel.engines.kv_cache import DecodeRows, Prefill
+from keel.engines.model_runner import ModelRunner, pass_of
+from keel.engines.prefix_cache import PrefixCache
 from keel.engines.sampler import draw
-from keel.engines.scheduler import Batch
+from keel.engines.scheduler import DecodeBatch
 from keel.models.backbone import autocast_for
 from keel.models.families import head_of
 from keel.models.head import steady_logits
-from keel.models.packed import Packed, Sizes, sizes_on
+from keel.models.packed import Packed, PackedSizes, sizes_on
 from keel.models.policy import Policy
 from keel.models.reference import Reference
 from keel.models.reward import RewardModel
@@ -77,7 +77,7 @@ class Twins:
 
 def tokens_of(rows: Sequence[Row]) -> int:
     """Tokens of rows that lie in one pass: what a reward model reads."""
-    return Sizes(_lengths(rows), _shared(rows)).entering(slice(0, len(rows)))
+    return PackedSizes(_lengths(rows), _shared(rows)).entering(slice(0, len(rows)))
 
 
 def fed(rows: Sequence[Row]) -> int:
@@ -86,7 +86,7 @@ def fed(rows: Sequence[Row]) -> int:
 
 
 def micro_batches(rows: Sequence[Row], token_budget: int, device: torch.device) -> list[list[Row]]:
-    """The rows in order, cut as `Sizes` does."""
+    """The rows in order, cut as `PackedSizes` does."""
     sizes = sizes_on(device, _lengths(rows), _shared(rows))
     return [list(rows[span]) for span in sizes.spans(token_budget)]
 
@@ -155,7 +155,7 @@ def judge(model: RewardModel, rows: Sequence[Row], token_budget: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledPass:
     """One call of the engine: a prompt's tokens and budget each, and answers to each.
 
     With a `dtype` on a copy of the weights. `turns`: of more than one, what was said stays for the
@@ -171,7 +171,7 @@ class Sampled:
 
 
 @torch.no_grad()
-def sample(policy: Policy, call: Sampled, sampling: Sampling) -> None:
+def sample(policy: Policy, call: SampledPass, sampling: Sampling) -> None:
     """The engine's first step, and its last with all rows at their budget: store, logits, draw;
     and what these leave to a next turn."""
     model, device = policy.model, policy.device
@@ -179,8 +179,8 @@ def sample(policy: Policy, call: Sampled, sampling: Sampling) -> None:
     rows = min(call.max_rows, total)
     lengths = np.array(call.prompts, dtype=np.int64)
     limits = np.full(len(lengths), call.budget)
-    batch = Batch(lengths, limits, call.answers, rows, PREFILL_TOKENS)
-    beginnings = Beginnings(call.max_rows if call.turns > 1 else 0)
+    batch = DecodeBatch(lengths, limits, call.answers, rows, PREFILL_TOKENS)
+    beginnings = PrefixCache(call.max_rows if call.turns > 1 else 0)
     forward = pass_of(model, int(lengths.max()), call.budget, call.dtype, beginnings)
     said = steady_logits(head_of(model))
     with autocast_for(model, policy.autocast):
@@ -188,7 +188,7 @@ def sample(policy: Policy, call: Sampled, sampling: Sampling) -> None:
         while (entry := batch.waiting()).sequences:
             new = np.sort(lengths[entry.prompts.start : entry.prompts.stop])
             if len(new):
-                entering = Entering(new, len(batch.prompt))
+                entering = Prefill(new, len(batch.prompt))
                 forward.admit(entering, batch.prompts_ahead(entry))
                 _draw(said(_enter(forward, entering, device)), sampling)
             batch.add(entry)
@@ -200,15 +200,15 @@ def sample(policy: Policy, call: Sampled, sampling: Sampling) -> None:
             forward.keep(replace(batch.ended(0), sequence=total + waiting, alone=False))
         end = np.full(live, call.budget - 1)
         row = torch.zeros(live, dtype=torch.long, device=device)
-        decoded = Live(batch.slot, end, batch.length, device)
-        _draw(said(forward(row, row, Entering(lengths[:0], 0), decoded)), sampling)
+        decoded = DecodeRows(batch.slot, end, batch.length, device)
+        _draw(said(forward(row, row, Prefill(lengths[:0], 0), decoded)), sampling)
         for last in reversed(range(live if call.turns > 1 else 0)):
             forward.keep(batch.ended(last))
             rows_moved, slots_moved = batch.drop(np.arange(last + 1) == last)
             forward.drop(rows_moved, last, slots_moved, len(batch.prompt))
 
 
-def _enter(forward: Pass, entering: Entering, device: torch.device) -> Tensor:
+def _enter(forward: ModelRunner, entering: Prefill, device: torch.device) -> Tensor:
     """Prompts through the model; the states behind each."""
     tokens = torch.zeros(entering.tokens, dtype=torch.long, device=device)
     last = torch.zeros(len(entering.lengths), dtype=torch.long, device=device)

@@ -26,7 +26,7 @@ from keel.models.value import Critic, ValueHead
 from keel.preflight.memory import passes
 from keel.preflight.memory.heap import heap
 from keel.preflight.memory.ledger import DryRun, Ledger, bytes_of
-from keel.preflight.memory.passes import Extent, Row, Sampled, Twins
+from keel.preflight.memory.passes import Extent, Row, SampledPass, Twins
 from keel.types import Group, Sampling
 
 MIB = 2**20
@@ -40,7 +40,7 @@ PASSES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemoryPart:
     """What takes memory, and how much."""
 
     name: str
@@ -52,7 +52,7 @@ class Phase:
     """What is there at one time of the stage, all of it."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
 
     @property
     def bytes(self) -> int:
@@ -88,24 +88,24 @@ class Footprint:
         if phase.bytes == self.peak:
             return phase
         others = tuple(part for part in phase.parts if part.name != HEAP)
-        return Phase(phase.name, (*others, Part(HEAP, self.peak - phase.bytes + phase.holes)))
+        return Phase(phase.name, (*others, MemoryPart(HEAP, self.peak - phase.bytes + phase.holes)))
 
     @property
     def peak(self) -> int:
         return max(phase.bytes for phase in self.phases)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[MemoryPart, ...]:
         """The most that each part ever takes; they need not meet."""
         most: dict[str, int] = {}
         for phase in self.phases:
             for part in phase.parts:
                 most[part.name] = max(most.get(part.name, 0), part.bytes)
-        return tuple(Part(name, size) for name, size in most.items())
+        return tuple(MemoryPart(name, size) for name, size in most.items())
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class HeldModels:
     """The models of a stage as they are loaded, each on its device.
 
     `reward_model` is what a reward model's stage trains; `judges` are learned rewards that live in
@@ -139,7 +139,7 @@ def to_budget(stage: RLStage, rows: Sequence[Row], context: int | None) -> list[
 def stage_footprint(
     spec: Model,
     stage: Stage,
-    held: Held,
+    held: HeldModels,
     batches: Sequence[Sequence[Row]],
     heldout: Sequence[int] = (),
 ) -> Footprint:
@@ -160,7 +160,7 @@ class _Stage:
         self,
         spec: Model,
         stage: Stage,
-        held: Held,
+        held: HeldModels,
         batches: Sequence[Sequence[Row]],
         heldout: Sequence[int],
     ) -> None:
@@ -174,7 +174,7 @@ class _Stage:
         if self.ahead:
             learning = [p for p in held.policy.parameters() if p.requires_grad]
             size = sum(p.numel() * p.element_size() for p in learning)
-            self.weights.append(Part("engine weights", size))
+            self.weights.append(MemoryPart("engine weights", size))
         self.beside = 0
         """What the next step's rollouts take while this one is learned from."""
         self.moments = 0
@@ -185,7 +185,7 @@ class _Stage:
 
     def footprint(self) -> Footprint:
         """Every phase, in the stage's order."""
-        self._note("load", [Part("loading", loading(self.spec, self.held.policy))])
+        self._note("load", [MemoryPart("loading", loading(self.spec, self.held.policy))])
         trained = self.twins.trained()
         with self.dry.running(self.heap) as ledger:
             for again in (False, True)[: 1 + (updates_of(self.stage) > 1)]:
@@ -195,7 +195,7 @@ class _Stage:
                 if not again:
                     kept = [torch.zeros_like(p) for p in trained for _ in range(2)]
                     self.moments = sum(t.numel() * t.element_size() for t in kept)
-                    gradients = Part("gradients", ledger.now - self.base - self.moments)
+                    gradients = MemoryPart("gradients", ledger.now - self.base - self.moments)
                     self._note("optimizer step", [gradients])
                 for parameter in trained:
                     parameter.grad = None
@@ -215,7 +215,7 @@ class _Stage:
         prompts = tuple(row[0].before for row in firsts)
         budget = max(row[0].scored for row in rows)
         dtype, turns = DTYPES.get(choice.dtype), choice.max_turns
-        call = Sampled(prompts, budget, choice.group_size, choice.max_rows, dtype, turns)
+        call = SampledPass(prompts, budget, choice.group_size, choice.max_rows, dtype, turns)
         sampling = Sampling(max_tokens=budget, temperature=choice.temperature)
         passes.sample(self.twins.policy, call, sampling)
         self._passing("rollout", STORE, ledger)
@@ -230,7 +230,7 @@ class _Stage:
 
     def _evaluation(self, stage: RLStage, ledger: Ledger) -> None:
         budget = max(row[0].scored for row in self.batches[0])
-        call = Sampled(
+        call = SampledPass(
             tuple(self.heldout),
             budget,
             max(1, stage.evaluation.samples),
@@ -269,7 +269,10 @@ class _Stage:
             del said
         both = ledger.peak - start
         activations = min(activations, both)
-        parts = [Part("activations", activations), Part("gradients", both - activations)]
+        parts = [
+            MemoryPart("activations", activations),
+            MemoryPart("gradients", both - activations),
+        ]
         self._note("update", parts)
 
     def _checkpoint(self, ledger: Ledger) -> None:
@@ -283,30 +286,30 @@ class _Stage:
 
     def _passing(self, phase: str, what: str, ledger: Ledger) -> None:
         size = ledger.peak - self.base - self.moments
-        self._note(phase, [Part(what, size)])
+        self._note(phase, [MemoryPart(what, size)])
 
-    def _note(self, name: str, passing: list[Part]) -> None:
+    def _note(self, name: str, passing: list[MemoryPart]) -> None:
         """Keep a phase, unless it took more when it was gone through before."""
         top = self.dry.ledger.top
         self.dry.ledger.restart()
         parts = [*self.weights]
         if self.moments:
-            parts.append(Part("optimizer moments", self.moments))
+            parts.append(MemoryPart("optimizer moments", self.moments))
         parts += passing
         if self.heap is not None and name != "load":
             moving = self.moments + sum(part.bytes for part in passing)
-            parts.append(Part(HEAP, max(top - self.used - moving, 0)))
+            parts.append(MemoryPart(HEAP, max(top - self.used - moving, 0)))
         if name in ("measure", "update", "optimizer step"):
-            parts.append(Part(STORE, self.beside))
+            parts.append(MemoryPart(STORE, self.beside))
         if self.on_cpu:
             libraries = LIBRARIES + (LORA_LIBRARIES if self.held.policy.has_lora else 0)
-            parts.append(Part("libraries", libraries))
+            parts.append(MemoryPart("libraries", libraries))
         phase = Phase(name, tuple(part for part in parts if part.bytes))
         if name not in self.phases or self.phases[name].bytes < phase.bytes:
             self.phases[name] = phase
 
 
-def twins_of(dry: DryRun, held: Held) -> Twins:
+def twins_of(dry: DryRun, held: HeldModels) -> Twins:
     """The models on fake tensors."""
     policy = dry.twin(held.policy)
     reference = None if held.reference is None else copy.copy(held.reference)
@@ -324,11 +327,11 @@ def twins_of(dry: DryRun, held: Held) -> Twins:
     )
 
 
-def weights_of(held: Held) -> list[Part]:
+def weights_of(held: HeldModels) -> list[MemoryPart]:
     """The weights of each model, those that two share counted once."""
-    parts = [Part("policy weights", bytes_of(held.policy))]
+    parts = [MemoryPart("policy weights", bytes_of(held.policy))]
     if isinstance(held.reference, FrozenCopy):
-        parts.append(Part("reference weights", bytes_of(held.reference.model)))
+        parts.append(MemoryPart("reference weights", bytes_of(held.reference.model)))
     for name, module in (
         ("value head", held.value_head),
         ("critic weights", held.critic),
@@ -336,7 +339,7 @@ def weights_of(held: Held) -> list[Part]:
         *((f"reward {name} weights", model) for name, model in held.judges),
     ):
         if module is not None:
-            parts.append(Part(name, bytes_of(module)))
+            parts.append(MemoryPart(name, bytes_of(module)))
     return parts
 
 

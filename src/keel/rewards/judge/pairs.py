@@ -20,7 +20,7 @@ WORTH = {"first": 1.0, "second": 0.0, "tie": 0.5}
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ComparedPair:
     """Two answers `a` and `b` to a prompt."""
 
     prompt: Content
@@ -57,7 +57,7 @@ class PairVerdict:
 
 
 async def judge_pairs(
-    asker: Asker, pairs: Sequence[Pair], *, rubric: str = RUBRIC, both_orders: bool = True
+    asker: Asker, pairs: Sequence[ComparedPair], *, rubric: str = RUBRIC, both_orders: bool = True
 ) -> list[PairVerdict]:
     """The verdict on each pair.
 
@@ -148,7 +148,7 @@ def compare_pairs(
     """
 
     async def run() -> list[PairVerdict]:
-        pairs = [Pair(row.prompt, row.chosen, row.rejected) for row in preferences]
+        pairs = [ComparedPair(row.prompt, row.chosen, row.rejected) for row in preferences]
         try:
             return await judge_pairs(asker, pairs, rubric=rubric, both_orders=both_orders)
         finally:
@@ -171,7 +171,7 @@ def labels(
     for found, row in zip(verdicts, preferences, strict=True):
         if found.value is None:
             continue
-        chosen_is_a = _coin(Pair(row.prompt, row.chosen, row.rejected))[0]
+        chosen_is_a = _coin(ComparedPair(row.prompt, row.chosen, row.rejected))[0]
         people.append(_label(row.probability, chosen_is_a))
         judge.append(_label(found.value, chosen_is_a))
     return people, judge
@@ -198,7 +198,7 @@ def _place(judgement: Judgement | None) -> Place | None:
     return judgement.parsed.value if judgement else None  # type: ignore[return-value]
 
 
-def _coin(pair: Pair) -> tuple[bool, bool]:
+def _coin(pair: ComparedPair) -> tuple[bool, bool]:
     """(True, False) or (False, True), by the content of the two answers, whichever is a."""
     digests = [hashlib.sha256(x.encode("utf-8", "replace")).digest() for x in (pair.a, pair.b)]
     flip = hashlib.sha256(min(digests) + max(digests)).digest()[0] % 2 == 0

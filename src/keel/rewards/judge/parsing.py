@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.rewards.judge.prompts import Question
-from keel.rewards.judge.store import Answer
+from keel.rewards.judge.store import StoredAnswer
 
 FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*)\n[ \t]*```", re.DOTALL)
 THOUGHT = "</think>"
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParsedReply:
     """The `value` that was asked for and the `reason` given; or None, and what is `wrong`."""
 
     value: int | str | None = None
@@ -24,15 +24,15 @@ class Parsed:
     wrong: str = ""
 
 
-def parse(answer: Answer, question: Question) -> Parsed:
+def parse(answer: StoredAnswer, question: Question) -> ParsedReply:
     """Read an answer: one JSON object that has the key with one of its values.
 
     The object may stand in a code fence, and thoughts that end on `</think>` before it.
     """
     if answer.refusal:
-        return Parsed(wrong=f"refused: {answer.refusal}")
+        return ParsedReply(wrong=f"refused: {answer.refusal}")
     if answer.finish == "length":
-        return Parsed(wrong="cut off at max_tokens")
+        return ParsedReply(wrong="cut off at max_tokens")
     text = answer.text.strip()
     if not text.startswith(("{", "```")):  # or the mark may stand in the reason
         text = text.rpartition(THOUGHT)[2].strip()
@@ -44,14 +44,16 @@ def parse(answer: Answer, question: Question) -> Parsed:
             parse_constant=_no_constant,
         )
     except (ValueError, RecursionError):
-        return Parsed(wrong=f"not one JSON object: {text!r:.80}")
+        return ParsedReply(wrong=f"not one JSON object: {text!r:.80}")
     if not isinstance(found, dict) or question.key not in found:
-        return Parsed(wrong=f"no {question.key!r} in {text!r:.80}")
+        return ParsedReply(wrong=f"no {question.key!r} in {text!r:.80}")
     value = _known(found[question.key], question.values)
     if value is None:
-        return Parsed(wrong=f"{question.key} = {found[question.key]!r:.60} is none of the choices")
+        return ParsedReply(
+            wrong=f"{question.key} = {found[question.key]!r:.60} is none of the choices"
+        )
     reason = found.get("reason")
-    return Parsed(value, reason if isinstance(reason, str) else "")
+    return ParsedReply(value, reason if isinstance(reason, str) else "")
 
 
 def _known(value: Any, values: Sequence[int | str]) -> int | str | None:

@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from keel.rewards.judge.client import Client, Failure, Refused, Reply, Unstructured
-from keel.rewards.judge.parsing import Parsed, parse
+from keel.rewards.judge.parsing import ParsedReply, parse
 from keel.rewards.judge.prompts import Question, Structured
-from keel.rewards.judge.spending import Budget, Cost, Prices
-from keel.rewards.judge.store import Answer, Store, Ticket
+from keel.rewards.judge.spending import Cost, Prices, SpendLimit
+from keel.rewards.judge.store import JudgeStore, StoredAnswer, Ticket
 from keel.rewards.judge.writer import Disk
 from keel.types import KeelError
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RequestPlan:
     """How questions are asked.
 
     `sampling` are the keys of a request beside messages, format and seed. `retries` follow a first
@@ -51,7 +51,7 @@ class Plan:
     backoff: float = 1.0
     attempts: int = 2
     prices: Prices = field(default_factory=Prices)
-    budget: Budget = field(default_factory=Budget)
+    budget: SpendLimit = field(default_factory=SpendLimit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Judgement:
     The costs are those of when they were paid for, be that now or in an earlier run.
     """
 
-    parsed: Parsed
+    parsed: ParsedReply
     costs: Mapping[str, Cost]
 
 
@@ -70,7 +70,7 @@ class _Pending:
     """A question under way, and how many wait for it."""
 
     waiters: int = 0
-    task: asyncio.Task[Answer] | None = None
+    task: asyncio.Task[StoredAnswer] | None = None
 
 
 class _Loop:
@@ -79,7 +79,7 @@ class _Loop:
     def __init__(self, concurrency: int) -> None:
         self.slots = asyncio.Semaphore(concurrency)
         self.pending: dict[str, _Pending] = {}
-        self.sends: set[asyncio.Task[Answer | None]] = set()
+        self.sends: set[asyncio.Task[StoredAnswer | None]] = set()
 
 
 class Asker:
@@ -88,7 +88,7 @@ class Asker:
     `sleep` is what it waits with.
     """
 
-    def __init__(self, client: Client, store: Store, plan: Plan) -> None:
+    def __init__(self, client: Client, store: JudgeStore, plan: RequestPlan) -> None:
         self.client = client
         self.store = store
         self.plan = plan
@@ -106,7 +106,7 @@ class Asker:
         Raises KeelError where the server gives none at all, or the budget ends.
         """
         costs: dict[str, Cost] = {}
-        parsed = Parsed()
+        parsed = ParsedReply()
         for draw in range(self.plan.attempts):
             key, answer = await self.ask(question, draw)
             costs[key] = answer.cost
@@ -116,7 +116,7 @@ class Asker:
                 break
         return Judgement(parsed, costs)
 
-    async def ask(self, question: Question, draw: int = 0) -> tuple[str, Answer]:
+    async def ask(self, question: Question, draw: int = 0) -> tuple[str, StoredAnswer]:
         """The answer of one draw, from the cache or the server, and its key."""
         forms: list[Structured] = ["text"]
         if self.plan.structured != "text":
@@ -164,7 +164,7 @@ class Asker:
                 entry.task.cancel()
         await self.drain()
 
-    async def _shared(self, key: str, body: Mapping[str, Any]) -> Answer:
+    async def _shared(self, key: str, body: Mapping[str, Any]) -> StoredAnswer:
         """Ask once, however many in this event loop ask the same."""
         if self._ending:
             raise asyncio.CancelledError
@@ -184,12 +184,12 @@ class Asker:
                 del pending[key]
                 entry.task.cancel()
 
-    async def _fetch(self, key: str, body: Mapping[str, Any], entry: _Pending) -> Answer:
+    async def _fetch(self, key: str, body: Mapping[str, Any], entry: _Pending) -> StoredAnswer:
         """Attempts until one brings an answer. Cancelled, it lets the one on its way go on."""
         mine = self._mine()
         jitter = random.Random(key)
         failed = 0
-        sending: asyncio.Task[Answer | None] | None = None
+        sending: asyncio.Task[StoredAnswer | None] | None = None
         await mine.slots.acquire()
         try:
             while True:
@@ -221,7 +221,9 @@ class Asker:
             else:
                 sending.add_done_callback(lambda _: mine.slots.release())
 
-    async def _attempt(self, key: str, body: Mapping[str, Any], entry: _Pending) -> Answer | None:
+    async def _attempt(
+        self, key: str, body: Mapping[str, Any], entry: _Pending
+    ) -> StoredAnswer | None:
         """Reserve and send; None where it has to wait, or nobody waits for it any longer."""
         if "response_format" in body and self._structured == "text":
             raise Unstructured  # the server has said so meanwhile
@@ -234,7 +236,7 @@ class Asker:
             return None
         return await self._send(got, body, worst)
 
-    async def _send(self, ticket: Ticket, body: Mapping[str, Any], worst: Cost) -> Answer:
+    async def _send(self, ticket: Ticket, body: Mapping[str, Any], worst: Cost) -> StoredAnswer:
         """One request, and its end on record."""
         try:
             reply = await self.client.post(body, ticket.name)
@@ -245,7 +247,7 @@ class Asker:
                 await self._run(self.store.release, ticket)
             raise
         except Refused as refusal:
-            answer = Answer("", "", str(refusal), Cost())
+            answer = StoredAnswer("", "", str(refusal), Cost())
         except (Unstructured, KeelError) as error:
             if isinstance(error, Unstructured):
                 self._structured = "text"  # for all that follow
@@ -256,10 +258,10 @@ class Asker:
             self.store.lose(ticket, answered=False)
             raise
         else:
-            answer = Answer(reply.text, reply.finish, reply.refusal, self._cost(reply, worst))
+            answer = StoredAnswer(reply.text, reply.finish, reply.refusal, self._cost(reply, worst))
         return await self._settle(ticket, answer)
 
-    async def _settle(self, ticket: Ticket, answer: Answer) -> Answer:
+    async def _settle(self, ticket: Ticket, answer: StoredAnswer) -> StoredAnswer:
         """Put an answer on record; where that fails, that it was paid for and is lost."""
         try:
             return await self._run(self.store.settle, ticket, answer, self.plan.model)

@@ -17,10 +17,10 @@ from keel.algorithms.spec import Coefficient, Positive, Row
 from keel.config.errors import explain_validation
 from keel.config.fields import Count, Index, Words
 from keel.rewards.batch import Summary, log_summary
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 from keel.rewards.judge.client import Client
 from keel.rewards.judge.pairs import (
-    Pair,
+    ComparedPair,
     PairVerdict,
     choose_pairs,
     judge_pairs,
@@ -28,9 +28,9 @@ from keel.rewards.judge.pairs import (
     together,
 )
 from keel.rewards.judge.prompts import RUBRIC, Structured, score_question
-from keel.rewards.judge.requests import Asker, Judgement, Plan
-from keel.rewards.judge.spending import Budget, Cost, Prices
-from keel.rewards.judge.store import Account, Store
+from keel.rewards.judge.requests import Asker, Judgement, RequestPlan
+from keel.rewards.judge.spending import Cost, Prices, SpendLimit
+from keel.rewards.judge.store import Account, JudgeStore
 from keel.rewards.registry import NamedReward
 from keel.rewards.rules import texts
 from keel.types import KeelError
@@ -108,10 +108,10 @@ class JudgeOptions(Row):
             raise ValueError(f"budget = {self.budget:g}: set price_in and price_out, or drop it")
         return self
 
-    def plan(self) -> Plan:
+    def plan(self) -> RequestPlan:
         """How questions are asked."""
         sampling = {"temperature": self.temperature, self.limit_name: self.max_tokens, **self.extra}
-        return Plan(
+        return RequestPlan(
             model=self.model,
             sampling={k: v for k, v in sampling.items() if k not in self.without},
             max_tokens=self.max_tokens,
@@ -122,7 +122,7 @@ class JudgeOptions(Row):
             backoff=self.backoff,
             attempts=self.attempts,
             prices=Prices(self.price_in, self.price_out),
-            budget=Budget(self.budget, self.budget_tokens),
+            budget=SpendLimit(self.budget, self.budget_tokens),
         )
 
 
@@ -220,7 +220,7 @@ class Judge:
             members = list(group)
             chosen = choose_pairs(len(members), self.options.rivals)
             meet += [(members[a], members[b]) for a, b in chosen]
-        pairs = [Pair(prompts[a], answers[a], answers[b], references[a]) for a, b in meet]
+        pairs = [ComparedPair(prompts[a], answers[a], answers[b], references[a]) for a, b in meet]
         return await self._compared(pairs, meet, len(answers))
 
     async def _against(
@@ -233,14 +233,14 @@ class Judge:
         """Each answer against a fixed one; rows without one get None."""
         there = [at for at, text in enumerate(baseline) if text is not None]
         pairs = [
-            Pair(prompts[at], answers[at], text, references[at])
+            ComparedPair(prompts[at], answers[at], text, references[at])
             for at, text in enumerate(baseline)
             if text is not None
         ]
         return await self._compared(pairs, [(at, None) for at in there], len(answers))
 
     async def _compared(
-        self, pairs: Sequence[Pair], meet: Sequence[tuple[int, int | None]], n: int
+        self, pairs: Sequence[ComparedPair], meet: Sequence[tuple[int, int | None]], n: int
     ) -> _Said:
         """The mean worth of each answer over its pairs; `meet` says whose they are."""
         found = await judge_pairs(
@@ -264,7 +264,7 @@ _Said = tuple[list[float | None], list[str], list[str], Sequence[Any], Summary]
 """Rewards, reasons, what was wrong, what was found, and the metrics that come of that."""
 
 
-def judge(around: Surroundings, **options: Any) -> Judge:
+def judge(around: RewardContext, **options: Any) -> Judge:
     """The judge of a recipe; its options are those of `JudgeOptions`. Raises KeelError."""
     try:
         chosen = JudgeOptions.model_validate(options)
@@ -274,7 +274,7 @@ def judge(around: Surroundings, **options: Any) -> Judge:
     path = _cache(chosen.cache, around.folder) if chosen.cache else None
     if path is None and around.folder is not None:
         path = around.folder / f"{chosen.label}.sqlite"
-    return Judge(Asker(client, Store(path), chosen.plan()), chosen)
+    return Judge(Asker(client, JudgeStore(path), chosen.plan()), chosen)
 
 
 # The loader reads a maker's options off its signature.

@@ -66,7 +66,7 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class SpendLimit:
     """The most that may be spent, over all runs that share a cache; None is no bound."""
 
     dollars: float | None = None
@@ -82,7 +82,7 @@ class Budget:
         """Raise KeelError where what is gone leaves too little for a request's worst case."""
         if self.covers(spent + lost + worst):
             return
-        in_dollars = self.dollars is not None and not Budget(self.dollars).covers(
+        in_dollars = self.dollars is not None and not SpendLimit(self.dollars).covers(
             spent + lost + worst
         )
         option, value = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.rewards.judge.spending import Budget, Cost
+from keel.rewards.judge.spending import Cost, SpendLimit
 from keel.types import KeelError
 
 VERSION = 1
@@ -38,7 +38,7 @@ SUM = "COALESCE(SUM(tokens_in), 0), COALESCE(SUM(tokens_out), 0), COALESCE(SUM(d
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class StoredAnswer:
     """What a judge wrote. `refusal` says why it wrote nothing, where it or its server told."""
 
     text: str
@@ -77,7 +77,7 @@ class Account:
     open: int
 
 
-class Store:
+class JudgeStore:
     """Answers by key, and requests under way; several threads and processes may share a file.
 
     A request is on record before it is sent, an answer before it is used. `path` None keeps all in
@@ -126,12 +126,12 @@ class Store:
                     ends.append(error)
         return ends
 
-    def find(self, key: str) -> Answer | None:
+    def find(self, key: str) -> StoredAnswer | None:
         """The answer to a question, if there is one."""
         with self._lock:
             return self._find(key)
 
-    def reserve(self, key: str, worst: Cost, budget: Budget) -> Answer | Ticket | None:
+    def reserve(self, key: str, worst: Cost, budget: SpendLimit) -> StoredAnswer | Ticket | None:
         """Leave to ask; or the answer, where there is one by now; or None: wait, and try again.
 
         None where another process is asking the same, or where the budget may yet do once requests
@@ -161,7 +161,7 @@ class Store:
             assert cursor.lastrowid is not None
             return Ticket(cursor.lastrowid, key, attempt)
 
-    def settle(self, ticket: Ticket, answer: Answer, model: str) -> Answer:
+    def settle(self, ticket: Ticket, answer: StoredAnswer, model: str) -> StoredAnswer:
         """Keep an answer and what it cost. The answer that was first, where there are two."""
         cost = answer.cost
         with self._transaction():
@@ -259,13 +259,13 @@ class Store:
                         self._db.execute(statement)
                 raise
 
-    def _find(self, key: str) -> Answer | None:
+    def _find(self, key: str) -> StoredAnswer | None:
         row = self._db.execute(
             "SELECT text, finish, refusal, tokens_in, tokens_out, dollars FROM answers"
             " WHERE key = ?",
             (key,),
         ).fetchone()
-        return None if row is None else Answer(row[0], row[1], row[2], Cost(*row[3:]))
+        return None if row is None else StoredAnswer(row[0], row[1], row[2], Cost(*row[3:]))
 
     def _spent(self) -> Cost:
         return Cost(

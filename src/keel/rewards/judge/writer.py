@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from keel.rewards.judge.store import Store
+from keel.rewards.judge.store import JudgeStore
 
 T = TypeVar("T")
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 class Disk:
     """A commit waits for the disk, and the event loop must not wait with it."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: JudgeStore) -> None:
         self.store = store
         self._thread = ThreadPoolExecutor(1, "keel-judge-store")
         self._lock = threading.Lock()

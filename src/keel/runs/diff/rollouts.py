@@ -94,7 +94,7 @@ class RolloutsDifference:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
+class RolloutTable:
     """A rollouts file: each column as values, or as arrays where it has a value a token."""
 
     rows: int
@@ -131,7 +131,7 @@ def compare(a: Path, b: Path, stage: str, step: int) -> RolloutsDifference | Non
     return _told(first, _PHASES[rank], left, right, stage, step, tuple(found))
 
 
-def read(path: Path) -> Table:
+def read(path: Path) -> RolloutTable:
     """A rollouts file.
 
     Raises:
@@ -161,7 +161,7 @@ def read(path: Path) -> Table:
         raise KeelError(f"{path} holds no rollouts ({error}): mend or delete it") from None
     kinds = {name: _kind(table.column(name).type) for name in names}
     single = frozenset(name for name, kind in kinds.items() if pa.types.is_float32(kind))
-    return Table(table.num_rows, columns, single)
+    return RolloutTable(table.num_rows, columns, single)
 
 
 _PHASES: tuple[Phase, ...] = ("sampling", "scoring", "learning", "scoring")
@@ -210,7 +210,7 @@ def _key(column: Column, order: Sequence[str]) -> tuple[int, int, int, int, int]
     return rank, column.sequence, 0, at, column.token or 0
 
 
-def _column(name: str, left: Table, right: Table) -> Column | None:
+def _column(name: str, left: RolloutTable, right: RolloutTable) -> Column | None:
     """How a column differs in the sequences that both have; None: not at all."""
     pairs = zip(left.column(name), right.column(name), strict=False)
     sequences = tokens = 0
@@ -252,8 +252,8 @@ def _arrays(a: Any, b: Any) -> tuple[int, int, float | None]:
 def _told(
     first: Column,
     phase: Phase,
-    left: Table,
-    right: Table,
+    left: RolloutTable,
+    right: RolloutTable,
     stage: str,
     step: int,
     columns: tuple[Column, ...],
@@ -290,7 +290,7 @@ def _told(
     )
 
 
-def _token(column: Column, left: Table, right: Table) -> Token:
+def _token(column: Column, left: RolloutTable, right: RolloutTable) -> Token:
     at, token = column.sequence, column.token or 0
     a, b = (_value(table.column("tokens")[at], token) for table in (left, right))
     text = around(*(str(table.column("completion")[at]) for table in (left, right)))
