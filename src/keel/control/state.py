@@ -13,6 +13,7 @@ from keel.config.control import ControlStage
 from keel.control.collect import Draw
 from keel.control.environments import Environments
 from keel.runs import checkpoint
+from keel.types import KeelError
 
 STATE, TENSORS = "state.json", "tensors.safetensors"
 

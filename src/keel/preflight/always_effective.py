@@ -36,6 +36,6 @@ _ALWAYS: Final = """
     rollout.prompts_per_step rollout.group_size rollout.max_tokens rollout.temperature
     rollout.top_k rollout.top_p rollout.min_p rollout.stop rollout.stop_ids
     rollout.dynamic_sampling rollout.mask_truncated rollout.soft_overlong rollout.old_log_probs
-    rollout.max_rows rollout.timeout rollout.ahead value.optimizer
+    rollout.engine rollout.max_rows rollout.timeout rollout.ahead value.optimizer
 """
 ALWAYS: Final = frozenset(_ALWAYS.split())

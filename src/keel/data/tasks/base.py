@@ -185,7 +185,7 @@ def _messages(value: Any, column: str, where: str) -> tuple[Message, ...]:
             f"{where}: column {column!r} holds a list that is not of messages "
             '([{"role": …, "content": …}, …]): name another column in `prompt`'
         )
-    if not all(encodable(turn["role"]) and whole(turn["content"]) for turn in turns):
+    if not all(encodable(turn["role"]) and encodable(turn["content"]) for turn in turns):
         raise KeelError(
             f"{where}: column {column!r} holds half of a character, which is no text: mend it"
         )

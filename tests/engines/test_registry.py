@@ -1,0 +1,52 @@
+"""Engines by the name in `rollout.engine`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.config.load import load_recipe
+from keel.engines.native import NativeEngine
+from keel.engines.registry import build_engine
+from keel.engines.scripted import ScriptedEngine
+from keel.runs.reader import load
+from keel.training.run import train
+from keel.types import KeelError
+from tests.engines import tiny
+
+
+def answers_one(**parts: Any) -> ScriptedEngine:
+    """An engine of a user's own."""
+    return ScriptedEngine(lambda prompt, index: ("1", [-1.0, -1.0]), parts["tokenizer"])
+
+
+def no_engine(**parts: Any) -> str:
+    return "none"
+
+
+def test_a_function_may_be_the_engine_of_a_run(tmp_path: Path) -> None:
+    engine = f"{__file__}:answers_one"
+    overrides = [f'rollout.engine="{engine}"', "steps=1", "evaluation.prompts=0"]
+    run = train(load_recipe("tiny", [f"rl.{key}" for key in overrides]), tmp_path / "run")
+    rows = load(run.path).rollouts(1)
+    assert {row["completion"] for row in rows} == {"1"}
+
+
+def test_the_native_engine_is_built_by_its_name() -> None:
+    model = tiny.tiny("llama")
+    engine = build_engine("native", model=model, tokenizer=tiny.TOKENIZER, max_rows=4)
+    assert isinstance(engine, NativeEngine)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("natve", "rollout.engine: .*natve.*did you mean.*native"),
+        (f"{__file__}:no_engine", "returned no engine"),
+    ],
+)
+def test_what_is_no_engine_is_refused(name: str, error: str) -> None:
+    with pytest.raises(KeelError, match=error):
+        build_engine(name, model=tiny.tiny("llama"), tokenizer=tiny.TOKENIZER)
