@@ -140,6 +140,19 @@ def test_killed_at_any_instant_it_ends_as_if_it_had_not_been(tmp_path: Path) -> 
     same(whole, RunFolder.open(folder))
 
 
+def test_a_checkpoint_of_other_networks_is_refused_on_resume(tmp_path: Path) -> None:
+    folder = control(small("ppo"), tmp_path / "run")
+    tear(folder)  # so that there is something left to do
+    text = folder.recipe.read_text(encoding="utf-8")
+    assert "hidden = [\n    8,\n]" in text or "hidden = [8]" in text
+    wider = text.replace("hidden = [\n    8,\n]", "hidden = [9]").replace(
+        "hidden = [8]", "hidden = [9]"
+    )
+    folder.recipe.write_text(wider, encoding="utf-8")
+    with pytest.raises(KeelError, match=r"does not fit the recipe's networks .*put the keys"):
+        control(None, folder.path, resume=True)
+
+
 def _rows(folder: Path) -> int:
     path = folder / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
