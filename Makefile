@@ -1,10 +1,10 @@
-# The whole vocabulary: install, demo, test (before each commit), check (all), bench, soak.
+# Targets: install, demo, test (before each commit), check (everything), docs, bench, soak.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: install demo test check bench soak clean
+.PHONY: install demo test check docs bench soak clean
 
 install: $(VENV)/.dev
 
@@ -20,6 +20,10 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n auto
+
+# The documentation as a site in site/; a broken link fails.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/quickstart.py
@@ -53,5 +57,9 @@ $(VENV)/.dev: $(VENV)/.core
 	$(PIP) -e '.[dev]'
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.core
+	$(PIP) -e '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
