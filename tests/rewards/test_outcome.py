@@ -332,10 +332,10 @@ import sys, time
 from keel.rewards import Scorer
 from tests.rewards.learned import group, policy, reward, values
 from tests.rewards.test_outcome import worker_of
-from keel.rewards.context import Surroundings
+from keel.rewards.context import RewardContext
 
 if __name__ == "__main__":
-    around = Surroundings(tokenizer=policy().tokenizer)
+    around = RewardContext(tokenizer=policy().tokenizer)
     named = reward("outcome", around, options={"model": sys.argv[1], "process": True})
     Scorer([named], timeout=600.0)([group(around.tokenizer, "1+1=", ["2"])], 0)
     print(worker_of(named), flush=True)

@@ -157,8 +157,8 @@ def test_no_worker_outlives_a_parent_that_is_killed() -> None:
     """Not even one that is deep in C code, with Python's lock held."""
     code = (
         "import json, threading, time\n"
-        "from keel.sandbox.worker_pool import Pool\n"
-        f"pool = Pool({MODULE!r}, workers=2)\n"
+        "from keel.sandbox.worker_pool import WorkerPool\n"
+        f"pool = WorkerPool({MODULE!r}, workers=2)\n"
         "said = pool.map([['print', '']] * 2, 600)\n"
         "items = [['hold', 10**9], ['sleep', 600]]\n"
         "threading.Thread(target=pool.map, args=(items, 600)).start()\n"
