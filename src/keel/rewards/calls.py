@@ -63,7 +63,7 @@ class RewardCall:
 
     `begin` calls the gates and then, of what they let through, the others; it returns once the last
     function that is not async has answered. `end` waits for the async ones. Where either raises,
-    `cancel`. Both raise KeelError for a failure that is to stop the run, and GivenUp once
+    `cancel`. Both raise KeelError for a failure that is to stop the run, and Cancelled once
     `given_up` says so.
     """
 

@@ -42,7 +42,7 @@ def call(
 ) -> CallOutcome:
     """Call a function in a thread and wait at most `timeout` seconds.
 
-    Raises GivenUp once `given_up` says so.
+    Raises Cancelled once `given_up` says so.
     """
     return next(call_each([function], timeout, given_up))
 
@@ -52,7 +52,7 @@ def call_each(
 ) -> Iterator[CallOutcome]:
     """Call functions one after the other in one thread, each with a timeout of its own.
 
-    After one that hangs, the rest go on in a new thread. Raises GivenUp as `call`.
+    After one that hangs, the rest go on in a new thread. Raises Cancelled as `call`.
     """
     done = 0
     with Ending() as end:
@@ -201,7 +201,7 @@ class AsyncCalls:
     def outcomes(self, given_up: GivesUp | None = None) -> dict[str, CallOutcome]:
         """Wait for the calls, each at most its timeout from the start; then how each ended.
 
-        Raises GivenUp once `given_up` says so; `cancel` is then still to be called.
+        Raises Cancelled once `given_up` says so; `cancel` is then still to be called.
         """
         blocked = ""
         if not self._wait(given_up):

@@ -25,7 +25,7 @@ _TOLD: ContextVar[threading.Event | None] = ContextVar("_TOLD", default=None)
 
 @contextmanager
 def until(told: threading.Event) -> Iterator[None]:
-    """Within the block `look` raises GivenUp once the event is set."""
+    """Within the block `look` raises Cancelled once the event is set."""
     before = _TOLD.set(told)
     try:
         yield
@@ -36,7 +36,7 @@ def until(told: threading.Event) -> Iterator[None]:
 def look() -> None:
     """To be called at every step of long work, and between the slices of a wait.
 
-    Raises GivenUp where the thread was told that nobody wants the outcome.
+    Raises Cancelled where the thread was told that nobody wants the outcome.
     """
     told = _TOLD.get()
     if told is not None and told.is_set():
