@@ -9,12 +9,14 @@ import pytest
 
 from keel.config.load import load_recipe
 from keel.engines.native import NativeEngine
-from keel.engines.registry import build_engine
+from keel.engines.registry import ENGINES, build_engine
 from keel.engines.scripted import ScriptedEngine
 from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import KeelError
 from tests.engines import tiny
+
+ALPHABET = "no function"
 
 
 def answers_one(**parts: Any) -> ScriptedEngine:
@@ -34,6 +36,32 @@ def test_a_function_may_be_the_engine_of_a_run(tmp_path: Path) -> None:
     assert {row["completion"] for row in rows} == {"1"}
 
 
+def wrong_arguments(model: Any) -> None:
+    """Takes none of the other arguments."""
+
+
+def test_rollouts_and_evaluation_get_the_weights_of_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[ScriptedEngine] = []
+
+    def scripted(model: Any, tokenizer: Any, **_: Any) -> ScriptedEngine:
+        made.append(ScriptedEngine(lambda prompt, index: ("1", [-1.0, -1.0]), tokenizer))
+        return made[-1]
+
+    monkeypatch.setitem(ENGINES, "native", scripted)
+    train(load_recipe("tiny", ["rl.steps=2", "rl.evaluation.prompts=4"]), tmp_path / "run")
+    assert [engine.syncs for engine in made] == [2, 2]
+
+
+def test_an_unknown_engine_of_a_later_stage_stops_the_run_before_its_first(tmp_path: Path) -> None:
+    recipe = load_recipe("quickstart", ["rl.rollout.engine=natve"])
+    assert [stage.name for stage in recipe.stages] == ["sft", "rl"]
+    with pytest.raises(KeelError, match=r"stage 'rl': rollout.engine: .*'native'"):
+        train(recipe, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_native_engine_is_built_by_its_name() -> None:
     model = tiny.tiny("llama")
     engine = build_engine("native", model=model, tokenizer=tiny.TOKENIZER, max_rows=4)
@@ -44,7 +72,9 @@ def test_the_native_engine_is_built_by_its_name() -> None:
     ("name", "error"),
     [
         ("natve", "rollout.engine: .*natve.*did you mean.*native"),
-        (f"{__file__}:no_engine", "returned no engine"),
+        (f"{__file__}:no_engine", "returned a str: return an object"),
+        (f"{__file__}:wrong_arguments", "raised TypeError: .*unexpected keyword"),
+        (f"{__file__}:ALPHABET", "is a str: name a function"),
     ],
 )
 def test_what_is_no_engine_is_refused(name: str, error: str) -> None:

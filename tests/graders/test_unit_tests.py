@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +19,7 @@ from keel.graders.unit_tests import (
     run_tests,
 )
 from keel.rewards.code import in_threads
-from keel.sandbox.bubblewrap import Limits, Sandbox
+from keel.sandbox.bubblewrap import Limits, Sandbox, environment
 from keel.types import KeelError
 from tests.graders.mutants import mutants
 from tests.sandbox.processes import needs_bubblewrap
@@ -617,3 +619,14 @@ def test_what_is_read_of_tests() -> None:
         assert not read_tests(tests, "sum").shadow
     # Deep nesting is no error of its own.
     assert read_tests("assert f() == " + "+".join("1" * 1500), None).checks == (False,)
+
+
+@needs_bubblewrap
+def test_code_imports_what_this_interpreter_does(run: Run) -> None:
+    """The sandbox's interpreter starts without the module `site`, and is given its results."""
+    command = [sys.executable, "-P", "-s", "-c", "import sys; print(sys.path, sys.prefix)"]
+    plain = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment("/tmp")
+    ).stdout.strip()
+    code = "import sys, numpy\ndef seen(): return f'{sys.path} {sys.prefix}'"
+    assert run(code, [f"assert seen() == {plain!r}", "assert callable(exit)"]).cause == ""

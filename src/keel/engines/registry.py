@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 from transformers import PreTrainedModel
 
@@ -24,22 +25,49 @@ def build_engine(
     autocast: bool = True,
     dtype: str = "model",
 ) -> Engine:
-    """An engine that samples with the weights of `model`.
+    """An engine that samples with the weights of `model`, or with those of the last `sync`.
 
     `name` is one of `ENGINES`, or `module:function` of a function that takes the same keyword
     arguments and returns a `keel.types.Engine`. `max_rows` is how many sequences are decoded at
     once, `dtype` that of the weights, keys and values ("model": the model's own). Raises KeelError
-    for a name that is neither.
+    for a name that is neither, and where the function raises or returns something else.
     """
     if name in ENGINES:
         return ENGINES[name](
             model, tokenizer, max_rows=max_rows, autocast=autocast, dtype=DTYPES.get(dtype)
         )
-    if ":" not in name:
-        raise KeelError(f"rollout.engine: {unknown('engine', name, ENGINES)}")
-    engine = load_entry(name, "engine")(
-        model=model, tokenizer=tokenizer, max_rows=max_rows, autocast=autocast, dtype=dtype
-    )
+    function = _function(name)
+    try:
+        engine = function(
+            model=model, tokenizer=tokenizer, max_rows=max_rows, autocast=autocast, dtype=dtype
+        )
+    except KeelError:
+        raise
+    except Exception as error:
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise KeelError(f"rollout.engine = {name!r} raised {message}") from error
     if not isinstance(engine, Engine):
-        raise KeelError(f"rollout.engine = {name!r} returned no engine: see keel.types.Engine")
+        raise KeelError(
+            f"rollout.engine = {name!r} returned a {type(engine).__name__}: return an object with "
+            "the methods of keel.types.Engine"
+        )
     return engine
+
+
+def check_engine(name: str) -> None:
+    """Raise KeelError where `rollout.engine` names no engine and no function."""
+    if name not in ENGINES:
+        _function(name)
+
+
+def _function(name: str) -> Callable[..., Any]:
+    if ":" not in name:
+        raise KeelError(
+            f"rollout.engine: {unknown('engine', name, ENGINES)}, or give module:function"
+        )
+    function = load_entry(name, "engine")
+    if not callable(function):
+        raise KeelError(
+            f"rollout.engine = {name!r} is a {type(function).__name__}: name a function"
+        )
+    return cast("Callable[..., Any]", function)

@@ -141,18 +141,16 @@ def _stage(recipe: Recipe, number: int, policy: Policy) -> StageContext:
         look_at_rows(seen, recipe, cast(JudgingStage, stage), policy)
     if stage.sampling is not None and stage.sampling.algorithm is not None:
         _inspect_rl(seen, recipe, cast(RLStage, stage), policy)
-    if stage.prompts_in_step is not None:
-        _epochs(seen, stage.steps * stage.prompts_in_step)
     plan = sampling_plan(recipe, stage)
     if plan is not None:
         before = [s.name for s in recipe.stages[:number] if s.trains_policy]
         own = PolicyOrigin(before[-1] if before else None, recipe.model.build is not None)
         look(seen, recipe, stage, plan, policy, own)
-        if stage.prompts_in_step is not None:
-            _epochs(seen, stage.steps * stage.prompts_in_step)
         talks = seen.source is not None and seen.source.conversations
         if plan.sampling.algorithm is not None and talks:
             _end_of_turn(seen, plan, policy, f"{key}rollout")
+    if stage.prompts_in_step is not None:
+        _epochs(seen, stage.steps * stage.prompts_in_step)
     return seen
 
 

@@ -18,6 +18,7 @@ from keel.config.sources import Rewards, RewardSource
 from keel.config.suggest import unknown
 from keel.data.preferences import dataset as preferences
 from keel.data.preferences.dataset import READERS
+from keel.engines.registry import check_engine
 from keel.learn.advantages import check_steps
 from keel.models.policy import Policy
 from keel.models.reward import check_classifier
@@ -33,13 +34,14 @@ T = TypeVar("T")
 def look_ahead(recipe: Recipe, policy: Policy, begun: int) -> None:
     """Read the data of stages behind stage number `begun`, and see that their models can be made
     and that their rewards are named and set as they may be; of that stage too, that its advantage
-    and the rewards of steps go together.
+    and the rewards of steps go together, and that its engine can be found.
 
     Raises KeelError as the stage itself would.
     """
     for stage in recipe.stages[begun:]:
         if stage.sampling is not None:
             _told(stage.name, check_rewards_of_steps, stage.sampling)
+            _told(stage.name, check_engine, stage.sampling.rollout.engine)
     for stage in recipe.stages[begun + 1 :]:
         if stage.sampling is not None:
             _told(stage.name, check_evaluated, stage.sampling)

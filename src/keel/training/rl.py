@@ -143,9 +143,12 @@ def learn(loop: Loop, rollouts: Rollouts, progress: Progress, number: int) -> St
 
 @needing_memory("the engine took the weights over", LESS)
 def sync(loop: Loop) -> None:
-    """Give the engine the weights as they are now."""
+    """Give the engines of rollouts and of evaluation the weights as they are now."""
     named = loop.learner.policy.model.named_parameters()
-    loop.sampler.engine.sync({name: weight for name, weight in named if weight.requires_grad})
+    weights = {name: weight for name, weight in named if weight.requires_grad}
+    loop.sampler.engine.sync(weights)
+    if loop.evaluator is not None:
+        loop.evaluator.sampler.engine.sync(weights)
 
 
 def measure(loop: Loop, rollouts: Rollouts, beta: float) -> Batch:
