@@ -181,33 +181,42 @@ def _preset(name: str) -> Preset:
 def _terms(row: Algorithm, setting: Setting, sources: Mapping[str, str]) -> Iterator[Term]:
     """The algorithm's terms, described, in the order in which they are printed."""
 
-    def term(key: TermKey, symbol: str, title: str, kind: str, said: Description) -> Term:
+    def term(
+        key: TermKey, symbol: str, title: str, kind: str, said: Description, paper: str = ""
+    ) -> Term:
+        source = sources.get(key, RECIPE)
+        if source == RECIPE and paper:
+            source = f"{RECIPE}; the equation: {paper}"
         return Term(
             said.equations, said.text, said.expression,
-            key=key, symbol=symbol, title=title, kind=kind, source=sources.get(key, RECIPE),
+            key=key, symbol=symbol, title=title, kind=kind, source=source,
         )  # fmt: skip
 
-    a, s, d, c = row.advantage, row.surrogate, row.divergence, row.correction
-    yield term("advantage", "A_n", "Advantage", a.kind, _advantage(row, setting))
-    yield term("ratio", r"\rho_n", "Ratio", row.ratio, row.ratio_kind.describe(setting))
-    yield term("surrogate", "s", "Surrogate", s.kind, s.describe())
-    yield term("weights", "w_n", "Weights", row.weights.kind, row.weights.describe(setting))
+    a, rho, s, w = row.advantage, row.ratio_kind, row.surrogate, row.weights
+    d, c = row.divergence, row.correction
+    yield term("advantage", "A_n", "Advantage", a.kind, _advantage(row, setting), a.source)
+    yield term("ratio", r"\rho_n", "Ratio", row.ratio, rho.describe(setting), rho.source)
+    yield term("surrogate", "s", "Surrogate", s.kind, s.describe(), s.source)
+    yield term("weights", "w_n", "Weights", w.kind, w.describe(setting), w.source)
     if d is None:
         said = Description((), "No divergence: nothing but the surrogate holds the policy.")
     else:
         said = d.describe(row, setting)
-    kind = "none"
+    kind, paper = "none", ""
     if d is not None and d.active:
         kind = f"{d.estimator} to the {d.to} policy, in the {d.where}"
-    yield term("divergence", "D_n", "Divergence", kind, said)
+        paper = d.source
+    yield term("divergence", "D_n", "Divergence", kind, said, paper)
     if row.value is not None:
         kind = "squared error" if row.value.clip is None else "clipped"
-        yield term("value", "L_V", "Value loss", kind, row.value.describe(a, setting))
+        yield term(
+            "value", "L_V", "Value loss", kind, row.value.describe(a, setting), row.value.source
+        )
     if row.entropy > 0:
         yield term("entropy", "H_n", "Entropy bonus", "exact", describe_entropy(row.entropy))
     if c is not None:
         kind = f"{c.kind}, per {c.level}"
-        yield term("correction", "c_n", "Off-policy correction", kind, c.describe())
+        yield term("correction", "c_n", "Off-policy correction", kind, c.describe(), c.source)
     if "epochs" in sources:
         parts = setting.minibatches
         kind = f"{setting.epochs}" + ("" if parts in (None, 1) else f", in {parts} mini-batches")
