@@ -64,6 +64,15 @@ def test_an_edge_has_no_binary_noise() -> None:
     assert symbols.offset(0.28, 1.0) == "1.28"
 
 
+@pytest.mark.parametrize(
+    ("formula", "text"),
+    [("a b", "a b"), ("a - b", "(a - b)"), ("f(a - b)", "f(a - b)"), ("-a", "-a"),
+     (r"\frac{a + b}{c} + [d]", r"(\frac{a + b}{c} + [d])")],
+)  # fmt: skip
+def test_a_sum_as_a_factor_is_in_brackets(formula: str, text: str) -> None:
+    assert symbols.factor(formula) == text
+
+
 def test_a_users_text_cannot_break_the_prose() -> None:
     text = "with $x_1$ and " + symbols.quote("'50% of $5_000 & #1 {~^\\\\}'")
     assert symbols.prose_to_unicode(text) == "with x_1 and '50% of $5_000 & #1 {~^\\\\}'"

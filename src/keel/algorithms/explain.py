@@ -16,7 +16,7 @@ from keel.algorithms import render
 from keel.algorithms.losses import describe_entropy
 from keel.algorithms.presets import PRESETS, Preset
 from keel.algorithms.spec import Algorithm
-from keel.algorithms.symbols import number
+from keel.algorithms.symbols import factor, number
 from keel.algorithms.terms import (
     RECIPE,
     Description,
@@ -245,7 +245,7 @@ def _advantage(row: Algorithm, setting: Setting) -> Description:
 def _objective(row: Algorithm, setting: Setting) -> tuple[Equation, ...]:
     surrogate, *details = row.surrogate.describe().equations
     weight = "w_n c_n" if row.correction is not None else "w_n"
-    parts = [rf"\sum_n {weight} \cdot {' '.join(surrogate.parts)}"]
+    parts = [rf"\sum_n {weight} \cdot {factor(' '.join(surrogate.parts))}"]
     d = row.divergence if row.divergence is not None and row.divergence.active else None
     if d is not None and d.where == "loss":
         parts.append(rf"- {d.symbol} \sum_n w_n \cdot {d.summand}")
