@@ -1,4 +1,5 @@
-"""Rows for every kind of every choice; a kind that `spec.py` gains must gain a row here."""
+"""Rows for every kind of every choice; a kind that is added and needs
+more than its defaults gains a row here."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Annotated, Any, get_args, get_origin
 from keel.algorithms import spec
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm
+from keel.algorithms.surrogates import SurrogateTerm
 
 BASE: dict[str, Any] = {
     "advantage": {"kind": "group_relative"},
@@ -23,7 +25,7 @@ def row(**changes: Any) -> Algorithm:
 
 
 def kinds(union: Any) -> set[str]:
-    """The kinds of a discriminated union of rows, or the values of a Literal."""
+    """The kinds of a discriminated union of terms, or the values of a Literal."""
     if get_origin(union) is not Annotated:
         return set(get_args(union))
     arms = get_args(get_args(union)[0])
@@ -56,9 +58,14 @@ RATIOS: dict[str, Algorithm] = {
     "sequence_product": row(ratio="sequence_product", surrogate={"kind": "unclipped"}),
 }
 SURROGATES: dict[str, Algorithm] = {
-    **{kind: row(surrogate={"kind": kind}) for kind in ("unclipped", "cispo", "sapo", "geometric")},
+    **{
+        (kind := term.model_fields["kind"].default): row(
+            surrogate={"kind": kind}, ratio="token" if term.needs_ratio else "none"
+        )
+        for term in SurrogateTerm.__subclasses__()
+        if term is not spec.CustomSurrogate
+    },
     "clip": row(surrogate={"kind": "clip", "dual": 3.0}),
-    "log_prob": row(ratio="none", surrogate={"kind": "log_prob"}),
     "custom": row(surrogate={**CUSTOM, "function": "my_lab/new {$5_%}.py:half_ok"}),
 }
 WEIGHTS: dict[str, Algorithm] = {

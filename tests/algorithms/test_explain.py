@@ -217,19 +217,27 @@ def test_what_the_recipe_sets_is_said_choice_by_choice() -> None:
     assert stated == {
         "advantage": sources["advantage"],
         "ratio": sources["ratio"],
-        "surrogate": "set in the recipe",
+        "surrogate": "set in the recipe; the equation: arXiv:2511.20347",
         "weights": sources["weights"],
         "divergence": "set in the recipe (beta = 0.5, not 0.04); the rest: "
         + sources["divergence"],
         "entropy": "set in the recipe",
-        "correction": "set in the recipe",
+        "correction": "set in the recipe; the equation: Ionides 2008; masked: arXiv:2510.18855",
         "epochs": "set in the recipe (μ = 2, not 1)",
     }
 
 
-def test_a_row_of_ones_own_has_no_papers_behind_it() -> None:
+def test_a_row_without_a_preset_names_the_papers_of_its_equations_alone() -> None:
     found = explain(rows.row(), name="mine", title="a trial", sources={})
-    assert {term.source for term in found.terms} == {"set in the recipe"}
+    assert {term.key: term.source for term in found.terms} == {
+        "advantage": "set in the recipe; the equation: arXiv:2402.03300 §4.1.2",
+        "ratio": "set in the recipe; the equation: arXiv:1707.06347 §3",
+        "surrogate": "set in the recipe; the equation: arXiv:1707.06347 eq. 7",
+        "weights": "set in the recipe; the equation: arXiv:2402.03300 eq. 3",
+        "divergence": "set in the recipe",
+    }
+    custom = explain(rows.SURROGATES["custom"], name="mine", title="a trial", sources={})
+    assert custom.terms[2].source == "set in the recipe"
 
 
 def test_an_unknown_preset_is_named_with_the_nearest() -> None:

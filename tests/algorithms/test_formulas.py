@@ -17,7 +17,6 @@ from keel.algorithms.explain import Explanation, explain_preset, explain_row
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.terms import Setting
-from keel.objective import correction, divergences, surrogates, value, weights
 from tests.algorithms import rows
 from tests.algorithms.test_explain import FULL
 
@@ -63,6 +62,15 @@ def test_a_figure_is_written_as_a_person_would(figure: float, text: str) -> None
 def test_an_edge_has_no_binary_noise() -> None:
     assert symbols.offset(-0.0003, 1.0) == "0.9997"
     assert symbols.offset(0.28, 1.0) == "1.28"
+
+
+@pytest.mark.parametrize(
+    ("formula", "text"),
+    [("a b", "a b"), ("a - b", "(a - b)"), ("f(a - b)", "f(a - b)"), ("-a", "-a"),
+     (r"\frac{a + b}{c} + [d]", r"(\frac{a + b}{c} + [d])")],
+)  # fmt: skip
+def test_a_sum_as_a_factor_is_in_brackets(formula: str, text: str) -> None:
+    assert symbols.factor(formula) == text
 
 
 def test_a_users_text_cannot_break_the_prose() -> None:
@@ -180,11 +188,8 @@ SURROGATES = {
 @pytest.mark.parametrize("name", [n for n in SURROGATES if n != "custom"])
 def test_the_surrogate_is_what_the_loss_computes(name: str) -> None:
     row, x = SURROGATES[name], draws()
-    choice = row.surrogate.model_dump()
-    function = getattr(surrogates, choice.pop("kind"))
     log_ratio = x["new"] if row.ratio == "none" else x["new"] - x["old"]
-    more = {"log_prob_N": x["new"]} if function is surrogates.cispo else {}
-    wanted = function(log_ratio, x["advantage"], LENGTHS, **choice, **more)
+    wanted = row.surrogate.value(log_ratio, x["advantage"], LENGTHS, x["new"])
     found = evaluate(
         expression(row, "surrogate"),
         rho=np.exp(log_ratio.numpy()),
@@ -200,15 +205,11 @@ def test_the_divergence_is_what_the_loss_computes(name: str) -> None:
     row, x = rows.DIVERGENCES[name], draws(1)
     d = row.divergence
     assert d is not None
-    functions = {"abs": divergences.absolute}
-    function = functions.get(d.estimator) or getattr(divergences, d.estimator)
     other = x["old"] if d.to == "old" else x["ref"]
-    if d.to == "old" and not d.unbiased:
-        wanted = function(other, x["new"])
+    if d.where == "reward":
+        wanted = d.estimate(x["new"], other)
     else:
-        wanted = function(x["new"], other)
-    if d.unbiased:
-        wanted = divergences.weighted(wanted, x["new"], x["old"])
+        wanted = d.value(x["new"], x["old"], x["ref"], None)
     found = evaluate(
         expression(row, "divergence"),
         d=(x["new"] - other).numpy(),
@@ -220,8 +221,7 @@ def test_the_divergence_is_what_the_loss_computes(name: str) -> None:
 
 @pytest.mark.parametrize("kind", rows.WEIGHTS)
 def test_the_weights_are_what_the_loss_computes(kind: str) -> None:
-    options = {"constant": 512} if kind == "constant" else {}
-    wanted = getattr(weights, kind)(LENGTHS, **options)
+    wanted = rows.WEIGHTS[kind].weights.value(LENGTHS, 99)
     text = expression(rows.WEIGHTS[kind], "weights")
     lengths = LENGTHS.numpy()[INDEX]
     found = evaluate(text, S=3, N=13, L=lengths) * np.ones(13)
@@ -232,7 +232,8 @@ def test_the_weights_are_what_the_loss_computes(kind: str) -> None:
 def test_the_value_loss_is_what_the_loss_computes(clip: float | None) -> None:
     x = draws(2)
     row = rows.row(advantage={"kind": "gae"}, value={"coefficient": 0.3, "clip": clip})
-    wanted, _ = value.value_loss(x["new"], x["old"], x["ref"], clip=clip)
+    assert row.value is not None
+    wanted, _ = row.value.value(x["new"], x["old"], x["ref"])
     found = evaluate(
         expression(row, "value"), V=x["new"].numpy(), V_old=x["old"].numpy(), R=x["ref"].numpy()
     )
@@ -244,10 +245,7 @@ def test_the_correction_is_what_the_loss_computes(kind: str) -> None:
     x = draws(3)
     row = rows.row(correction={"kind": kind, "cap": 1.5})
     assert row.correction is not None
-    more = {"floor": row.correction.floor} if kind == "mask" else {}
-    wanted = getattr(correction, kind)(
-        x["engine"], x["old"], LENGTHS, level="token", cap=1.5, **more
-    )
+    wanted = row.correction.value(x["engine"], x["old"], LENGTHS)
     found = evaluate(expression(row, "correction"), omega=np.exp((x["old"] - x["engine"]).numpy()))
     np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-13)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,13 @@ from torch import Tensor
 
 from keel.algorithms.spec import (
     Algorithm,
+    Cispo,
     Clip,
     Correction,
     CustomAdvantage,
     CustomSurrogate,
     Divergence,
+    Geometric,
     GroupRelative,
     MonteCarlo,
     Weights,
@@ -157,3 +160,25 @@ def test_a_kl_in_the_reward_reaches_each_token_to_go() -> None:
     torch.testing.assert_close(
         found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12
     )
+
+
+@pytest.mark.parametrize(
+    "surrogate",
+    [Clip(low=0.1, high=0.3), Cispo(floor=0.9, cap=1.3), Geometric(low=0.1, high=0.3)],
+    ids=lambda s: s.kind,
+)
+def test_the_clip_fractions_count_past_the_surrogates_edges(surrogate: Any) -> None:
+    batch = per_sequence(sample(LENGTHS, GROUPS, 0, shift=0.0).batch)
+    whole = prepare(row(surrogate=surrogate), batch, 16)
+    assert whole.advantage_N is not None
+    assert whole.old_log_prob_N is not None
+    ratio_N = torch.tensor([0.8, 0.95, 1.4], dtype=torch.float64).repeat(6)
+    scores = Scores(whole.old_log_prob_N + ratio_N.log(), None, None, None)
+    metrics = loss(row(surrogate=surrogate), whole, scores, 0.0).metrics
+    low, high = (0.9, 1.3) if surrogate.kind != "geometric" else (math.exp(-0.1), math.exp(0.3))
+    below = ((ratio_N < low) & (whole.advantage_N < 0)).double().mean()
+    above = ((ratio_N > high) & (whole.advantage_N > 0)).double().mean()
+    assert below > 0
+    assert above > 0
+    assert float(metrics["clip_ratio/low_mean"]) == pytest.approx(float(below), rel=1e-12)
+    assert float(metrics["clip_ratio/high_mean"]) == pytest.approx(float(above), rel=1e-12)

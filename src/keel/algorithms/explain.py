@@ -6,41 +6,29 @@ J(θ) = Σ_n w_n · s(ρ_n, A_n)  −  β Σ_n w_n · D_n
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from pydantic import BaseModel
 
 from keel.algorithms import render
-from keel.algorithms.explain_advantage import advantage
-from keel.algorithms.explain_divergence import (
-    active,
-    beta,
-    divergence,
-    reward_equation,
-    rule_equation,
-    summand,
-)
-from keel.algorithms.explain_models import models, notes, updates
-from keel.algorithms.explain_terms import (
-    correction,
-    entropy,
-    ratio,
-    surrogate,
-    surrogate_details,
-    surrogate_formula,
-    value,
-    value_equation,
-    weights,
-)
+from keel.algorithms.losses import describe_entropy
 from keel.algorithms.presets import PRESETS, Preset
 from keel.algorithms.spec import Algorithm
-from keel.algorithms.symbols import number
-from keel.algorithms.terms import Equation, Setting, Term, equation
+from keel.algorithms.symbols import factor, number
+from keel.algorithms.terms import (
+    RECIPE,
+    Description,
+    Equation,
+    ModelUse,
+    Setting,
+    Term,
+    TermKey,
+    equation,
+)
 from keel.types import KeelError
 
-RECIPE: Final = "set in the recipe"
 _CHOICES: Final = (
     "advantage", "ratio", "surrogate", "weights", "divergence", "value", "entropy", "correction",
 )  # fmt: skip
@@ -81,24 +69,7 @@ def explain(
     """
     setting = Setting() if context is None else context
 
-    def source(choice: str) -> str:
-        return sources.get(choice, RECIPE)
-
-    terms: list[Term] = [
-        advantage(row, setting, source("advantage")),
-        ratio(row, setting, source("ratio")),
-        surrogate(row, source("surrogate")),
-        weights(row, setting, source("weights")),
-        divergence(row, setting, source("divergence")),
-    ]
-    if row.value is not None:
-        terms.append(value(row, setting, source("value")))
-    if row.entropy > 0:
-        terms.append(entropy(row, source("entropy")))
-    if row.correction is not None:
-        terms.append(correction(row, source("correction")))
-    if "epochs" in sources:
-        terms.append(_epochs(row, setting, source("epochs")))
+    terms = list(_terms(row, setting, sources))
     remarks = notes(row, setting)
     return Explanation(
         name=name,
@@ -207,22 +178,87 @@ def _preset(name: str) -> Preset:
     raise KeelError(f"unknown algorithm {name!r}: {mend}")
 
 
+def _terms(row: Algorithm, setting: Setting, sources: Mapping[str, str]) -> Iterator[Term]:
+    """The algorithm's terms, described, in the order in which they are printed."""
+
+    def term(
+        key: TermKey, symbol: str, title: str, kind: str, said: Description, paper: str = ""
+    ) -> Term:
+        source = sources.get(key, RECIPE)
+        if source == RECIPE and paper:
+            source = f"{RECIPE}; the equation: {paper}"
+        return Term(
+            said.equations, said.text, said.expression,
+            key=key, symbol=symbol, title=title, kind=kind, source=source,
+        )  # fmt: skip
+
+    a, rho, s, w = row.advantage, row.ratio_kind, row.surrogate, row.weights
+    d, c = row.divergence, row.correction
+    yield term("advantage", "A_n", "Advantage", a.kind, _advantage(row, setting), a.source)
+    yield term("ratio", r"\rho_n", "Ratio", row.ratio, rho.describe(setting), rho.source)
+    yield term("surrogate", "s", "Surrogate", s.kind, s.describe(), s.source)
+    yield term("weights", "w_n", "Weights", w.kind, w.describe(setting), w.source)
+    if d is None:
+        said = Description((), "No divergence: nothing but the surrogate holds the policy.")
+    else:
+        said = d.describe(row, setting)
+    kind, paper = "none", ""
+    if d is not None and d.active:
+        kind = f"{d.estimator} to the {d.to} policy, in the {d.where}"
+        paper = d.source
+    yield term("divergence", "D_n", "Divergence", kind, said, paper)
+    if row.value is not None:
+        kind = "squared error" if row.value.clip is None else "clipped"
+        yield term(
+            "value", "L_V", "Value loss", kind, row.value.describe(a, setting), row.value.source
+        )
+    if row.entropy > 0:
+        yield term("entropy", "H_n", "Entropy bonus", "exact", describe_entropy(row.entropy))
+    if c is not None:
+        kind = f"{c.kind}, per {c.level}"
+        yield term("correction", "c_n", "Off-policy correction", kind, c.describe(), c.source)
+    if "epochs" in sources:
+        parts = setting.minibatches
+        kind = f"{setting.epochs}" + ("" if parts in (None, 1) else f", in {parts} mini-batches")
+        said = Description((), updates(row, setting))
+        yield term("epochs", r"\mu", "Passes over each batch", kind, said)
+
+
+def _advantage(row: Algorithm, setting: Setting) -> Description:
+    """The advantage with its whitening."""
+    said = row.advantage.describe(row, setting)
+    if not row.advantage.whitens:
+        return said
+    whitened = equation(
+        "A_n",
+        r"\frac{A_n - \mathrm{mean}(A)}{\sqrt{\mathrm{var}(A) + 10^{-8}}}",
+        relation=r"\leftarrow",
+    )
+    text = (
+        f"{said.text} Whitened over all $N$ tokens of the optimizer batch, on all ranks, with the "
+        "unbiased variance"
+        + (", after the returns of the value model are taken." if row.value else ".")
+    )
+    return Description((*said.equations, whitened), text)
+
+
 def _objective(row: Algorithm, setting: Setting) -> tuple[Equation, ...]:
-    formula, _ = surrogate_formula(row.surrogate)
+    surrogate, *details = row.surrogate.describe().equations
     weight = "w_n c_n" if row.correction is not None else "w_n"
-    parts = [rf"\sum_n {weight} \cdot {formula}"]
-    d = row.divergence
-    if d is not None and active(d) and d.where == "loss":
-        parts.append(rf"- {beta(d)} \sum_n w_n \cdot {summand(d)}")
+    parts = [rf"\sum_n {weight} \cdot {factor(' '.join(surrogate.parts))}"]
+    d = row.divergence if row.divergence is not None and row.divergence.active else None
+    if d is not None and d.where == "loss":
+        parts.append(rf"- {d.symbol} \sum_n w_n \cdot {d.summand}")
     if row.entropy > 0:
         parts.append(rf"+ {number(row.entropy)} \cdot \frac{{1}}{{N}} \cdot \sum_n H_n")
-    lines = [Equation(r"J(\theta)", tuple(parts)), *surrogate_details(row.surrogate)]
-    lines += reward_equation(row)
-    if d is not None and active(d) and d.adaptive is not None:
+    lines = [Equation(r"J(\theta)", tuple(parts)), *details]
+    if d is not None:
+        lines += d.in_reward(row)
+    if d is not None and d.adaptive is not None:
         lines += [equation(r"\beta", number(d.beta), r"\text{ at first}")]
-        lines += [rule_equation(d.adaptive, setting)]
+        lines += d.adaptive.describe(setting).equations
     if row.value is not None:
-        lines.append(value_equation(row.value))
+        lines.append(row.value.describe(row.advantage, setting).equations[0])
     return tuple(lines)
 
 
@@ -259,14 +295,100 @@ def _batch(setting: Setting) -> str:
     return f"{text}, in {setting.minibatches} mini-batches: $S {about} {size}$."
 
 
-def _epochs(row: Algorithm, setting: Setting, source: str) -> Term:
-    parts = setting.minibatches
-    cut = "" if parts in (None, 1) else f", in {parts} mini-batches"
-    return Term(
-        key="epochs",
-        symbol=r"\mu",
-        title="Passes over each batch",
-        kind=f"{setting.epochs}{cut}",
-        text=updates(row, setting),
-        source=source,
+# ---------------------------------------------------------------- models and the loop
+
+
+def models(row: Algorithm, setting: Setting) -> tuple[ModelUse, ...]:
+    """Policy, reference, reward, value: those that the row has a part for."""
+    trained = "trained; adapters on a frozen base (LoRA)" if setting.lora else "trained"
+    uses = [ModelUse("policy", trained, loaded=True)]
+    if row.needs_reference or setting.reference_measured:
+        uses.append(_reference(row, setting))
+    if setting.reward == "model":
+        uses.append(ModelUse("reward", "a reward model, frozen", loaded=True))
+    else:
+        uses.append(ModelUse("reward", "a rule: no model", loaded=False))
+    if row.needs_value:
+        uses.append(
+            ModelUse("value", "a critic, trained", loaded=True)
+            if setting.value == "critic"
+            else ModelUse("value", "a head on the policy's backbone: only a head", loaded=False)
+        )
+    return tuple(uses)
+
+
+def _reference(row: Algorithm, setting: Setting) -> ModelUse:
+    every = setting.reference_reset_every
+    reset = "" if every is None else f", re-set to the policy every {every} steps"
+    if not row.needs_reference:
+        reset += ", to measure by"
+    if not setting.lora:
+        return ModelUse("reference", f"a frozen copy of the policy{reset}", loaded=True)
+    if every is None:
+        return ModelUse("reference", "the base with the adapter off: no memory", loaded=False)
+    return ModelUse("reference", f"the base with a second, frozen adapter{reset}", loaded=False)
+
+
+def notes(row: Algorithm, setting: Setting) -> tuple[str, ...]:
+    """What the loop adds that no term shows, one sentence or two each."""
+    found: list[str] = []
+    if row.needs_greedy:
+        found.append("One more completion of each prompt is sampled, greedily, for the baseline.")
+    if row.needs_steps:
+        found.append("The reward must speak of every reasoning step, not of the answer alone.")
+    if setting.dynamic_sampling:
+        found.append(
+            "Dynamic sampling: a group whose rewards are all equal is dropped and replaced by "
+            "another prompt's."
+        )
+    overlong = _overlong(setting)
+    if overlong:
+        found.append(overlong)
+    if setting.mask_truncated:
+        found.append("Completions cut at the budget are left out of the loss.")
+    d = row.loss_divergence
+    if d is not None and d.estimator == "full":
+        found.append("The full divergence runs both policies' heads over the whole vocabulary.")
+    return tuple(found)
+
+
+def updates(row: Algorithm, setting: Setting) -> str:
+    """How often a batch is used."""
+    epochs, parts = setting.epochs, setting.minibatches
+    passes = "one pass" if epochs == 1 else f"{epochs} passes"
+    cut = (
+        ""
+        if parts is None
+        else ", in one mini-batch"
+        if parts == 1
+        else f", {parts} mini-batches each"
     )
+    text = rf"Each step's batch is used for {passes} ($\mu = {epochs}$){cut}."
+    if row.ratio == "none" and not setting.one_update:
+        return f"{text} After the first update it is off policy, and no ratio corrects for that."
+    return text
+
+
+def _overlong(setting: Setting) -> str:
+    tokens, budget = setting.soft_overlong, setting.max_tokens
+    if tokens == 0 and setting.overlong_share > 0:
+        if budget is None:
+            share = number(setting.overlong_share)
+            return (
+                f"Soft overlong punishment: over the last ${share} C$ tokens of the budget the "
+                "reward falls linearly, by 1 in all: "
+                f"$\\min(0, ({_rest(share)} C - L_i) / ({share} C))$."
+            )
+        tokens = int(setting.overlong_share * budget)
+    if tokens == 0:
+        return ""
+    start = "C" if budget is None else str(budget)
+    free = f"{start} - {tokens}" if budget is None else str(budget - tokens)
+    return (
+        f"Soft overlong punishment: over the last {tokens} tokens of the budget {start} the reward "
+        f"falls linearly, by 1 in all: $\\min(0, ({free} - L_i) / {tokens})$."
+    )
+
+
+def _rest(share: str) -> str:
+    return number(round(1 - float(share), 12))

@@ -34,8 +34,8 @@ from keel.algorithms.spec import (
     ValueLoss,
     Weights,
 )
+from keel.algorithms.terms import CHOICE
 
-CHOICE: Final = "Keel's choice"
 Choice = Literal[
     "advantage", "ratio", "surrogate", "weights", "divergence", "value", "entropy", "epochs"
 ]

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from keel.algorithms.presets import CHOICE
 from keel.algorithms.symbols import (
     prose_to_latex,
     prose_to_unicode,
@@ -15,7 +14,7 @@ from keel.algorithms.symbols import (
     to_unicode,
     width,
 )
-from keel.algorithms.terms import Equation, ModelUse, Term
+from keel.algorithms.terms import CHOICE, Equation, ModelUse, Term
 
 _MARGIN = 5
 """Columns of the symbols on a terminal."""

@@ -56,6 +56,16 @@ def function(entry: str) -> str:
     return r"\mathrm{" + entry.rpartition(":")[2].replace("_", r"\_") + "}"
 
 
+def factor(formula: str) -> str:
+    """The formula as a factor of a product: in brackets where it is a sum."""
+    depth = 0
+    for i, character in enumerate(formula):
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
+        if depth == 0 and i > 0 and formula[i : i + 2] in ("+ ", "- "):
+            return f"({formula})"
+    return formula
+
+
 def to_unicode(formula: str) -> str:
     """The formula in Unicode, on one line.
 

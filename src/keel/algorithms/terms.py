@@ -1,24 +1,105 @@
-"""What an explanation is made of: plain frozen values. Formulas are in the subset of `symbols`."""
+"""What every term of an algorithm is made of: parameters, equations and what explains them.
+
+A term class (a surrogate, an advantage, ...) is a frozen pydantic model: its fields are the keys of
+the recipe, its methods compute it (by tensor methods, or by `keel.objective`, imported at the first
+call so that this package loads without torch) and write its equation with the fields' values.
+Equations are in the subset of LaTeX that `symbols` reads.
+"""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args
 
-from keel.algorithms.presets import CHOICE
-from keel.algorithms.symbols import prose_to_unicode, to_unicode
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from keel.algorithms.symbols import function, prose_to_unicode, quote, to_unicode
+
+CHOICE = "Keel's choice"
+"""Marks in a source what no paper fixes."""
+RECIPE = "set in the recipe"
+
+
+class Row(BaseModel):
+    """Frozen, closed to unknown keys, strict about types, never infinite."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        strict=True,
+        use_attribute_docstrings=True,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_tables(cls, data: Any) -> Any:
+        """TOML has no null: `"none"` unsets any field that may be absent. A table that sets
+        some keys keeps the others of the field's default."""
+        if not isinstance(data, dict):
+            return data
+        return {
+            k: None if v == "none" and _optional(cls, k) else _filled(cls, k, v)
+            for k, v in data.items()
+        }
+
+
+def _filled(cls: type[BaseModel], key: str, value: Any) -> Any:
+    info = cls.model_fields.get(key)
+    if info is None or not isinstance(info.default, BaseModel) or not isinstance(value, dict):
+        return value
+    return {**info.default.model_dump(exclude_unset=True), **value}
+
+
+def _optional(cls: type[BaseModel], key: str) -> bool:
+    info = cls.model_fields.get(key)
+    return info is not None and type(None) in get_args(info.annotation)
+
+
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+Coefficient = Annotated[float, Field(ge=0, le=1e9)]
+"""At most 1e9, as the square of that is finite in float32."""
+Unit = Annotated[float, Field(ge=0, le=1)]
+EntryPoint = Annotated[str, Field(pattern=r"^[^:]+:[\w.]+$")]
+"""A Python object, as `module:name` or `path/to/file.py:name`."""
+
+
+class TermChoice(Row):
+    """A term that the recipe chooses by `kind`; each subclass is one kind."""
+
+    kind: str
+    source: ClassVar[str] = ""
+    """The paper, and the equation in it."""
+
+
+def one_of(base: type[TermChoice]) -> Any:
+    """The annotation of a field that takes any kind of term that is defined below `base`."""
+    return Annotated[Union[tuple(base.__subclasses__())], Field(discriminator="kind")]
+
+
+class Lazy:
+    """The functions of a module of `keel.objective`, which is imported at the first use."""
+
+    def __init__(self, name: str) -> None:
+        self._name = f"keel.objective.{name}"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
+
+
+def user_function(entry: str, options: dict[str, Any], arguments: str) -> tuple[str, str]:
+    """A user's `module:function` in a formula, and its options in a sentence."""
+    given = quote(", ".join(f"{key} = {value!r}" for key, value in options.items()))
+    return f"{function(entry)}({arguments})_n", f" With {given}." if options else ""
+
+
+# ---------------------------------------------------------------- explanations
 
 TermKey = Literal[
-    "advantage",
-    "ratio",
-    "surrogate",
-    "weights",
-    "divergence",
-    "value",
-    "entropy",
-    "correction",
+    "advantage", "ratio", "surrogate", "weights", "divergence", "value", "entropy", "correction",
     "epochs",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,22 +165,27 @@ def equation(left: str, *parts: str, relation: str = "=") -> Equation:
     return Equation(left, parts, relation)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Term:
-    """One choice of the row: its symbol, its equations, what they mean here, and the source.
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A term's equations with their figures, what they mean, and the first one in Python.
 
-    `expression` is the term in Python's syntax, over the names that `docs/algorithms` lists, for
-    those terms that one line of arithmetic can say.
+    `expression` is over the names that `docs/algorithms` lists; None where no one line states it.
     """
+
+    equations: tuple[Equation, ...]
+    text: str
+    expression: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term(Description):
+    """One choice of the algorithm, described, with its symbol and its source."""
 
     key: TermKey
     symbol: str
     title: str
     kind: str
-    equations: tuple[Equation, ...] = ()
-    text: str = ""
-    source: str = ""
-    expression: str | None = None
+    source: str
 
     @property
     def keels_choice(self) -> bool:

@@ -30,10 +30,11 @@ from keel.control.named_tensors import prefixed, within
 from keel.control.networks import TrainedNetwork, perceptron
 from keel.control.normalise import Moments
 from keel.learn.finite import stop_unless_finite
-from keel.learn.loss import Signals, advantages, loss, penalties, prepare, returns
+from keel.learn.loss import advantages, loss, penalties, prepare, returns
 from keel.learn.optimizer import AdamW, learning_rate
 from keel.models.scores import Scores
 from keel.objective import divergences, gae, segments
+from keel.objective.signals import Signals
 
 FALLBACK_BUDGET = 1_000
 """C of `constant` weights, where neither the row nor the environment gives a length."""

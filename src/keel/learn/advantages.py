@@ -12,8 +12,9 @@ from torch import Tensor
 
 from keel.algorithms.spec import Algorithm
 from keel.learn.batch import Batch
-from keel.learn.loss import Signals, advantages, penalties, reads_steps, returns
+from keel.learn.loss import advantages, penalties, reads_steps, returns
 from keel.objective import segments
+from keel.objective.signals import Signals
 from keel.types import Group, KeelError, Verdict
 
 ROUNDING = 1e-9

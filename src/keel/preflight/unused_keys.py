@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from keel.algorithms.surrogates import CustomSurrogate, SurrogateTerm
 from keel.config.judging import JudgingStage, RewardModelStage
 from keel.config.schema import Recipe
 from keel.data.tasks.build import GENERATORS
@@ -351,10 +352,9 @@ IDLE: Final[Mapping[str, Rule]] = {
     "algorithm.advantage.ddof": _unscaled,
     **{
         f"algorithm.surrogate.{key}": _one_update
-        for key in (
-            *("low", "high", "dual", "cap", "floor"),
-            *("temperature_positive", "temperature_negative"),
-        )
+        for term in SurrogateTerm.__subclasses__()
+        if term is not CustomSurrogate
+        for key in term.model_fields.keys() - {"kind"}
     },
     "algorithm.weights.constant": _weights_constant,
     **{f"algorithm.divergence.{k}": _no_divergence for k in ("to", "where", "estimator")},

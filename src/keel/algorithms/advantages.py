@@ -1,0 +1,541 @@
+"""The advantages A_n: one class for each kind. Add one as a subclass of `AdvantageTerm`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from keel.algorithms.symbols import number, quote
+from keel.algorithms.terms import (
+    Coefficient,
+    Description,
+    EntryPoint,
+    Equation,
+    Lazy,
+    Positive,
+    Setting,
+    TermChoice,
+    Unit,
+    equation,
+    one_of,
+    user_function,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from keel.algorithms.spec import Algorithm
+    from keel.objective import gae, group, process, segments
+    from keel.objective.signals import Signals
+else:
+    gae, group = Lazy("gae"), Lazy("group")
+    process, segments = Lazy("process"), Lazy("segments")
+
+A = "A_n"
+_TIES = "A group whose rewards are all equal gives exactly 0."
+
+
+class AdvantageTerm(TermChoice):
+    """An advantage; the defaults are those of one number for a completion, without a group."""
+
+    reads_value: ClassVar[bool] = False
+    """Whether it reads a value model (the default of `uses_value`)."""
+    reads_groups: ClassVar[bool] = False
+    """Whether it compares completions of one prompt."""
+    reads_steps: ClassVar[bool] = False
+    """Whether rewards must come per step."""
+    reads_greedy: ClassVar[bool] = False
+    """Whether a greedy completion of each prompt must be sampled and scored too."""
+    bootstraps: ClassVar[bool] = False
+    """Whether V of the next state stands for what comes after it."""
+    places_steps: ClassVar[bool] = False
+    """Whether a reward counts from the token that it is given at."""
+
+    def value(self, signals: Signals) -> Tensor:
+        """A before whitening, of shape (N,) or (S,)."""
+        raise NotImplementedError
+
+    def returns(self, signals: Signals, advantage_N: Tensor) -> Tensor:
+        """What the value model is regressed on, of shape (N,): A + V."""
+        return gae.returns(advantage_N, signals.need("value_N"))
+
+    def describe(self, row: Algorithm, setting: Setting) -> Description:
+        """The equations of A, without the whitening."""
+        raise NotImplementedError
+
+    def describe_returns(self) -> tuple[Equation, str]:
+        """The equation of R̂, and what the value model is regressed on in words."""
+        text = r"The value model is regressed on $\hat{R}_n$, taken before any whitening"
+        return equation(r"\hat{R}_n", r"A_n + V_{\mathrm{old},n}"), text
+
+    @property
+    def whitens(self) -> bool:
+        """Whether A is whitened over the optimizer batch."""
+        return bool(getattr(self, "whiten", True))
+
+    @property
+    def uses_value(self) -> bool:
+        """Whether it reads a value model, with these parameters."""
+        return self.reads_value
+
+    @property
+    def uses_groups(self) -> bool:
+        """Whether it compares completions of one prompt, with these parameters."""
+        return self.reads_groups
+
+    def varies(self, row: Algorithm) -> bool:
+        """Whether it may differ between the tokens of one sequence."""
+        return self.bootstraps or self.reads_steps
+
+
+def return_symbol(row: Algorithm) -> str:
+    """The reward of a whole completion: with a tilde where the divergence was taken from it."""
+    return r"\tilde{R}" if _penalised(row) else "R"
+
+
+def _penalised(row: Algorithm) -> bool:
+    return row.reward_divergence is not None and row.reward_divergence.active
+
+
+def _less(row: Algorithm) -> str:
+    return ", less the divergence on every token" if _penalised(row) else ""
+
+
+def _rewards(row: Algorithm) -> str:
+    return f"$r_n$ is the completion's reward on its last token and 0 before{_less(row)}"
+
+
+def _state(row: Algorithm) -> str:
+    return (
+        f"{_rewards(row)}; $V_n$ is the value model's estimate before token $n$ is written, 0 "
+        "after the last: a completion cut at the budget ends like any other. The recursion skips "
+        "tool output, it does not decay through it."
+    )
+
+
+def _td(left: str, gamma: float) -> Equation:
+    return equation(left, "r_n", rf"+ {number(gamma)} \cdot V_{{n+1}}", "- V_n")
+
+
+def _to_go(gamma: float) -> str:
+    return rf"\sum_{{k\geq0}} {number(gamma)}^k \, r_{{n+k}}"
+
+
+def _over(setting: Setting) -> str:
+    size = "" if setting.group_size is None else f"{setting.group_size} "
+    return f"the {size}completions of one prompt"
+
+
+def _temporal(signals: Signals, gamma: float) -> tuple[Tensor, Tensor]:
+    value_N, next_N = signals.need("value_N"), signals.need("next_value_N")
+    delta_N = gae.td_error(signals.reward_N, value_N, next_N, gamma=gamma)
+    return delta_N, segments.continues(signals.lengths_S)
+
+
+class GAE(AdvantageTerm):
+    """Generalised advantage estimation.
+
+    `critic_lam` None means the actor's λ, or 1 beside an adaptive one (VAPO).
+    """
+
+    kind: Literal["gae"] = "gae"
+    gamma: Unit = 1.0
+    lam: Unit = 0.95
+    critic_lam: Unit | None = None
+    adaptive_alpha: Positive | None = None
+    """VAPO's α: λ = max(0, 1 − 1/(α l)) for the actor, by completion length l."""
+    whiten: bool = False
+    source: ClassVar[str] = "arXiv:1506.02438 eq. 16"
+    reads_value: ClassVar[bool] = True
+    bootstraps: ClassVar[bool] = True
+    places_steps: ClassVar[bool] = True
+
+    @property
+    def _returns_lam(self) -> float | None:
+        """λ of the returns where it is not the actor's; 1 beside a length-adaptive actor."""
+        if self.critic_lam is None and self.adaptive_alpha is not None:
+            return 1.0
+        return self.critic_lam
+
+    def value(self, signals: Signals) -> Tensor:
+        delta_N, continues_N = _temporal(signals, self.gamma)
+        lam: float | Tensor = self.lam
+        if self.adaptive_alpha is not None:
+            lam_S = gae.adaptive_lambda(signals.lengths_S, alpha=self.adaptive_alpha)
+            lam = segments.spread(lam_S.to(delta_N), signals.lengths_S)
+        return gae.gae(delta_N, continues_N, gamma=self.gamma, lam=lam)
+
+    def returns(self, signals: Signals, advantage_N: Tensor) -> Tensor:
+        if self._returns_lam is not None:
+            delta_N, continues_N = _temporal(signals, self.gamma)
+            advantage_N = gae.gae(delta_N, continues_N, gamma=self.gamma, lam=self._returns_lam)
+        return super().returns(signals, advantage_N)
+
+    def describe(self, row: Algorithm, setting: Setting) -> Description:
+        gamma, lam = number(self.gamma), number(self.lam)
+        equations = [_td(r"\delta_n", self.gamma)]
+        figures = rf"$\gamma = {gamma}$, $\lambda = {lam}$."
+        if self.adaptive_alpha is not None:
+            lam, alpha = r"\lambda_i", number(self.adaptive_alpha)
+            equations.append(equation(lam, rf"\max(0, 1 - \frac{{1}}{{{alpha} \cdot L_i}})"))
+            figures = (
+                rf"$\gamma = {gamma}$; $\lambda_i$ grows with the length $L_i$ of the completion "
+                rf"(VAPO's rule, $\alpha = {alpha}$)."
+            )
+        total = equation(A, rf"\sum_{{k\geq0}} ({gamma} \cdot {lam})^k \, \delta_{{n+k}}")
+        text = f"Generalised advantage estimation, {figures} {_state(row)}"
+        return Description((total, *equations), text)
+
+    def describe_returns(self) -> tuple[Equation, str]:
+        returns, text = super().describe_returns()
+        if self._returns_lam is None:
+            return returns, rf"{text}, $\lambda = {number(self.lam)}$ as the actor's"
+        lam = number(self._returns_lam)
+        decay = rf"({number(self.gamma)} \cdot {lam})^k"
+        traces = rf"\sum_{{k\geq0}} {decay} \, \delta_{{n+k}}"
+        returns = equation(r"\hat{R}_n", rf"{traces} + V_{{\mathrm{{old}},n}}")
+        return returns, rf"{text}, under the critic's own $\lambda = {lam}$"
+
+
+class MonteCarlo(AdvantageTerm):
+    """Return to go less a baseline: the value model's, the batch's mean return, or none."""
+
+    kind: Literal["monte_carlo"] = "monte_carlo"
+    gamma: Unit = 1.0
+    baseline: Literal["value", "batch_mean", "none"] = "value"
+    whiten: bool = False
+    source: ClassVar[str] = "Williams 1992"
+    places_steps: ClassVar[bool] = True
+
+    @property
+    def uses_value(self) -> bool:
+        return self.baseline == "value"
+
+    def varies(self, row: Algorithm) -> bool:
+        return self.uses_value or self.gamma < 1 or row.reward_divergence is not None
+
+    def value(self, signals: Signals) -> Tensor:
+        return gae.monte_carlo(
+            signals.reward_N,
+            signals.lengths_S,
+            signals.value_N,
+            signals.next_value_N,
+            gamma=self.gamma,
+            baseline=self.baseline,
+        )
+
+    def describe(self, row: Algorithm, setting: Setting) -> Description:
+        parts, words = {
+            "value": (
+                ("- V_n",),
+                f"The return to go less the value model's estimate. {_state(row)}",
+            ),
+            "batch_mean": (
+                (rf"- \mathrm{{mean}}_S({return_symbol(row)})",),
+                "The return to go less the mean reward of all completions of the step. "
+                f"{_rewards(row)}.",
+            ),
+            "none": ((), f"The return to go, with no baseline. {_rewards(row)}."),
+        }[self.baseline]
+        return Description(
+            (equation(A, _to_go(self.gamma), *parts),), f"{words} $\\gamma = {number(self.gamma)}$."
+        )
+
+
+class TD(AdvantageTerm):
+    kind: Literal["td"] = "td"
+    gamma: Unit = 1.0
+    whiten: bool = False
+    source: ClassVar[str] = "Sutton and Barto 2018 eq. 6.5"
+    reads_value: ClassVar[bool] = True
+    bootstraps: ClassVar[bool] = True
+    places_steps: ClassVar[bool] = True
+
+    def value(self, signals: Signals) -> Tensor:
+        return _temporal(signals, self.gamma)[0]
+
+    def describe(self, row: Algorithm, setting: Setting) -> Description:
+        text = f"The one-step temporal difference: least variance, most bias. {_state(row)}"
+        return Description((_td(A, self.gamma),), text)
+
+
+class NStep(AdvantageTerm):
+    kind: Literal["n_step"] = "n_step"
+    gamma: Unit = 1.0
+    steps: int = Field(default=5, ge=1, le=1_000_000_000)
+    whiten: bool = False
+    source: ClassVar[str] = "Sutton and Barto 2018 eq. 7.1"
+    reads_value: ClassVar[bool] = True
+    bootstraps: ClassVar[bool] = True
+    places_steps: ClassVar[bool] = True
+
+    def value(self, signals: Signals) -> Tensor:
+        delta_N, continues_N = _temporal(signals, self.gamma)
+        return gae.n_step(delta_N, continues_N, gamma=self.gamma, steps=self.steps)
+
+    def describe(self, row: Algorithm, setting: Setting) -> Description:
+        gamma = number(self.gamma)
+        total = equation(A, rf"\sum_{{0\leq k<{self.steps}}} {gamma}^k \, \delta_{{n+k}}")
+        text = (
+            f"The temporal differences of the next {self.steps} tokens: rewards so far, then the "
+            f"value model's estimate. {_state(row)}"
+        )
+        return Description((total, _td(r"\delta_n", self.gamma)), text)
+
+
+class GroupRelative(AdvantageTerm):
+    kind: Literal["group_relative"] = "group_relative"
+    scale: Literal["std", "batch", "none"] = "std"
+    epsilon: Coefficient = 1e-4
+    ddof: int = Field(default=1, ge=0, le=1)
+    """What is subtracted from the count in the standard deviation: 1 (of a sample, as in TRL and
+    verl) or 0 (of a population)."""
+    whiten: bool = False
+    source: ClassVar[str] = "arXiv:2402.03300 §4.1.2"
+    reads_groups: ClassVar[bool] = True
+
+    def value(self, signals: Signals) -> Tensor:
+        return group.group_relative(
+            signals.reward_S,
+            signals.groups_S,
+            scale=self.scale,
+            epsilon=self.epsilon,
+            ddof=self.ddof,
+        )
+
+    def describe(self, row: Algorithm, setting: Setting) -> Description:
+        reward = return_symbol(row)
+        centred = rf"{reward}_i - \mathrm{{mean}}_g({reward})"
+        mean = rf"$\mathrm{{mean}}_g$ is over {_over(setting)}"
+        if self.scale == "none":
+            text = (
+                f"{mean}; not divided by a standard deviation, so that a prompt nearly always "
+                f"solved or nearly always failed is not weighed up. {_TIES}"
+            )
+            return Description((equation(A, centred),), text)
+        where, count, spread = (
+            ("g", "G", r"so is $\mathrm{std}_g$")
+            if self.scale == "std"
+            else ("S", "S", r"$\mathrm{std}_S$ over the batch")
+        )
+        below = rf"\mathrm{{std}}_{where}({reward})"
+        deviation = equation(
+            rf"{below}^2",
+            rf"\frac{{1}}{{{f'{count} - 1' if self.ddof else count}}} \cdot \sum_{{j\in {where}}}",
+            rf"({reward}_j - \mathrm{{mean}}_{where}({reward}))^2",
+        )
+        if self.epsilon > 0:
+            below += f" + {number(self.epsilon)}"
+        kind = "unbiased one" if self.ddof else "population's, not the unbiased one"
+        text = (
+            f"{mean}, {spread}; the standard deviation is the {kind}. One number for all tokens "
+            f"of a completion. {_TIES}"
+        )
+        return Description((equation(A, rf"\frac{{{centred}}}{{{below}}}"), deviation), text)
+
+
+class LeaveOneOut(AdvantageTerm):
+    kind: Literal["leave_one_out"] = "leave_one_out"
+    whiten: bool = False
+    source: ClassVar[str] = "arXiv:2402.14740 §2.2"
+    reads_groups: ClassVar[bool] = True
+
+    def value(self, signals: Signals) -> Tensor:
+        return group.leave_one_out(signals.reward_S, signals.groups_S)
+
+    def describe(self, row: Algorithm, setting: Setting) -> Description:
+        reward, size = return_symbol(row), setting.group_size
+        others, count = ("G-1", "$G$") if size is None else (str(size - 1), str(size))
+        text = (
+            "The reward less the mean reward of the other completions of the prompt, of "
+            f"{count} in all: an unbiased baseline. {_TIES}"
+        )
+        mean = rf"- \frac{{1}}{{{others}}} \sum_{{j\neq i}} {reward}_j"
+        return Description((equation(A, f"{reward}_i", mean),), text)
+
+
+class Optimal(AdvantageTerm):
+    """Length-weighted optimal baseline (OPO)."""
+
+    kind: Literal["optimal"] = "optimal"
+    whiten: bool = False
+    source: ClassVar[str] = "arXiv:2505.23585 §3"
+    reads_groups: ClassVar[bool] = True
+
+    def value(self, signals: Signals) -> Tensor:
+        return group.optimal(signals.reward_S, signals.groups_S, signals.lengths_S)
+
+    def describe(self, row: Algorithm, setting: Setting) -> Description:
+        reward = return_symbol(row)
+        mean = rf"- \frac{{\sum_{{j\in g}} L_j {reward}_j}}{{\sum_{{j\in g}} L_j}}"
+        text = (
+            f"The baseline weighs {_over(setting)} by their length $L_j$ in tokens: the one of "
+            f"least variance where a gradient's size grows with the length. {_TIES}"
+        )
+        return Description((equation(A, f"{reward}_i", mean),), text)
+
+
+class BatchNormalised(AdvantageTerm):
+    """REINFORCE++: token returns (KL to go subtracted), whitened over the batch."""
+
+    kind: Literal["batch_normalised"] = "batch_normalised"
+    gamma: Unit = 1.0
+    group_baseline: bool = False
+    source: ClassVar[str] = "arXiv:2501.03262"
+
+    @property
+    def uses_groups(self) -> bool:
+        return self.group_baseline
+
+    def varies(self, row: Algorithm) -> bool:
+        return self.gamma < 1 or row.reward_divergence is not None
+
+    def value(self, signals: Signals) -> Tensor:
+        # The group's baseline is of the outcome alone; the penalty is subtracted token by token.
+        return group.baselined_returns(
+            signals.outcome_S,
+            signals.penalty_N,
+            signals.groups_S,
+            signals.lengths_S,
+            gamma=self.gamma,
+            group_baseline=self.group_baseline,
+        )
+
+    def describe(self, row: Algorithm, setting: Setting) -> Description:
+        reward = (
+            r"the completion's reward less the mean reward of its group, "
+            r"$R_i - \mathrm{mean}_g(R)$,"
+            if self.group_baseline
+            else "the completion's reward $R_i$"
+        )
+        text = (
+            rf"The return to go, $\gamma = {number(self.gamma)}$; $r_n$ is {reward} on the last "
+            f"token and 0 before{_less(row)}."
+        )
+        return Description((equation(A, _to_go(self.gamma)),), text)
+
+
+class GreedyBaseline(AdvantageTerm):
+    """ReMax: the reward of the greedy completion of the same prompt is the baseline."""
+
+    kind: Literal["greedy_baseline"] = "greedy_baseline"
+    whiten: bool = False
+    source: ClassVar[str] = "arXiv:2310.10505 §4"
+    reads_greedy: ClassVar[bool] = True
+
+    def value(self, signals: Signals) -> Tensor:
+        return group.greedy_baseline(signals.reward_S, signals.need("baseline_S"))
+
+    def describe(self, row: Algorithm, setting: Setting) -> Description:
+        text = (
+            r"$R_\mathrm{greedy}$ is the reward of the greedy completion of the same prompt, "
+            "sampled and scored beside the others and never trained on. It needs no group."
+        )
+        total = equation(A, f"{return_symbol(row)}_i", r"- R_\mathrm{greedy}")
+        return Description((total,), text)
+
+
+class ProcessGroupRelative(AdvantageTerm):
+    kind: Literal["process_group_relative"] = "process_group_relative"
+    epsilon: Coefficient = 1e-4
+    whiten: bool = False
+    source: ClassVar[str] = "arXiv:2402.03300 §4.1.3"
+    reads_groups: ClassVar[bool] = True
+    reads_steps: ClassVar[bool] = True
+
+    def value(self, signals: Signals) -> Tensor:
+        return process.process_group_relative(
+            signals.need("step_reward_K"),
+            signals.need("step_end_K"),
+            signals.need("step_sequence_K"),
+            signals.groups_S,
+            signals.lengths_S,
+            epsilon=self.epsilon,
+        )
+
+    def describe(self, row: Algorithm, setting: Setting) -> Description:
+        below = r"\mathrm{std}_g(r)"
+        if self.epsilon > 0:
+            below += f" + {number(self.epsilon)}"
+        steps = equation(r"\tilde{r}_k", rf"\frac{{r_k - \mathrm{{mean}}_g(r)}}{{{below}}}")
+        total = equation(A, r"\sum_{k: \mathrm{end}(k) \geq n} \tilde{r}_k")
+        text = (
+            "$r_k$ is the reward of reasoning step $k$; mean and unbiased standard deviation are "
+            f"over all steps of {_over(setting)}. A token gets the sum of the normalised rewards "
+            "of its completion's steps that end at it or after it; tokens behind the last step "
+            "get 0."
+        )
+        return Description((total, steps), text)
+
+
+class ValueBaseline(AdvantageTerm):
+    """The completion's reward less the value model's estimate for its prompt: one number for each
+    completion, so that it goes with a ratio of the whole completion (GSPO with a critic)."""
+
+    kind: Literal["value_baseline"] = "value_baseline"
+    whiten: bool = False
+    source: ClassVar[str] = "Williams 1992; Sutton and Barto 2018 §13.4"
+    reads_value: ClassVar[bool] = True
+
+    def value(self, signals: Signals) -> Tensor:
+        return gae.value_baseline(signals.reward_S, signals.need("value_N"), signals.lengths_S)
+
+    def returns(self, signals: Signals, advantage_N: Tensor) -> Tensor:
+        # The return to go (λ = 1), whose first one is the sequence's reward. A sequence without
+        # reward keeps its values.
+        return_N = gae.returns_to_go(signals.reward_N, signals.lengths_S, gamma=1.0)
+        return signals.need("value_N").where(return_N.isnan(), return_N)
+
+    def describe(self, row: Algorithm, setting: Setting) -> Description:
+        text = (
+            "The completion as one action: its reward less the value model's estimate $V_{q_i}$ "
+            "for its prompt, read at the prompt's last token, before anything is written. One "
+            "number for all tokens of a completion, so that one ratio for each completion goes "
+            "with it."
+        )
+        return Description((equation(A, f"{return_symbol(row)}_i", "- V_{q_i}"),), text)
+
+    def describe_returns(self) -> tuple[Equation, str]:
+        text = (
+            r"The value model is regressed on the return to go at every token of a completion; "
+            r"$r_n$ is the completion's reward on its last token and 0 before, less the divergence "
+            "on every token where that is part of the reward"
+        )
+        return equation(r"\hat{R}_n", r"\sum_{k\geq0} r_{n+k}"), text
+
+
+class CustomAdvantage(AdvantageTerm):
+    """The user's own, of the signature of those in `keel.objective`: what it names, it gets.
+
+    `needs_value` and `per_token` say what the checks cannot read off a function.
+    """
+
+    kind: Literal["custom"] = "custom"
+    function: EntryPoint
+    options: dict[str, Any] = Field(default_factory=dict)
+    needs_value: bool = False
+    per_token: bool = False
+    whiten: bool = False
+
+    @property
+    def uses_value(self) -> bool:
+        return self.needs_value
+
+    def varies(self, row: Algorithm) -> bool:
+        return self.per_token
+
+    def describe(self, row: Algorithm, setting: Setting) -> Description:
+        formula, given = user_function(self.function, self.options, r"\mathrm{batch}")
+        per = "token" if self.per_token else "completion"
+        text = (
+            f"Your own {quote(self.function)}; it is handed those of the batch's rewards, lengths, "
+            f"groups and values that it names, and gives one number a {per}.{given}"
+        )
+        return Description((equation(A, formula),), text)
+
+
+if TYPE_CHECKING:
+    Advantage = AdvantageTerm
+else:
+    Advantage = one_of(AdvantageTerm)

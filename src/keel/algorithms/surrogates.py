@@ -1,0 +1,296 @@
+"""The surrogates s(ρ_n, A_n): one class for each kind.
+
+To add one, define a subclass of `SurrogateTerm` here, with the fields that the recipe may set. The
+recipe's schema, `keel explain`, `keel check` and the loss read the subclasses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from keel.algorithms.symbols import number, offset, quote
+from keel.algorithms.terms import (
+    Coefficient,
+    Description,
+    EntryPoint,
+    Lazy,
+    Positive,
+    TermChoice,
+    Unit,
+    equation,
+    one_of,
+    user_function,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from keel.algorithms.spec import Algorithm
+    from keel.objective import surrogates
+else:
+    surrogates = Lazy("surrogates")
+
+
+class SurrogateTerm(TermChoice):
+    """A surrogate; the defaults are those of one that bounds nothing, token by token."""
+
+    needs_ratio: ClassVar[bool] = True
+    """Whether ratio = "none" leaves it nothing to compute."""
+    per_sequence: ClassVar[bool] = False
+    """Whether it is one number for a whole sequence."""
+    bounds_ratio: ClassVar[bool] = False
+    """Whether it keeps the ratio near 1, by a clip or a gate."""
+
+    def value(
+        self, log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor, log_prob_N: Tensor
+    ) -> Tensor:
+        """s_n; every argument but `lengths_S` is of shape (N,)."""
+        raise NotImplementedError
+
+    def describe(self) -> Description:
+        """First the equation of s, then those of symbols that only s has."""
+        raise NotImplementedError
+
+    @property
+    def edges(self) -> tuple[float, float]:
+        """The ratios outside which it clips: what the clip fractions count by."""
+        return 0.0, math.inf
+
+    def refusals(self, row: Algorithm) -> Iterator[str]:
+        """Why it does not go with the algorithm's other choices."""
+        yield from ()
+
+
+class Unclipped(SurrogateTerm):
+    kind: Literal["unclipped"] = "unclipped"
+    source: ClassVar[str] = "arXiv:1707.06347 eq. 6, 8"
+
+    def value(
+        self, log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor, log_prob_N: Tensor
+    ) -> Tensor:
+        return surrogates.unclipped(log_ratio_N, advantage_N, lengths_S)
+
+    def describe(self) -> Description:
+        text = "The importance-weighted advantage, unclipped: a divergence must hold it."
+        return Description((equation("s", r"\rho_n A_n"),), text, "rho*A")
+
+
+class Clip(SurrogateTerm):
+    """min(ρA, clip(ρ, 1−low, 1+high)A); `dual` is the factor c > 1 that bounds A < 0 from below."""
+
+    kind: Literal["clip"] = "clip"
+    low: Unit = 0.2
+    high: Coefficient = 0.2
+    dual: float | None = Field(default=None, gt=1, le=1e9)
+    source: ClassVar[str] = "arXiv:1707.06347 eq. 7"
+    bounds_ratio: ClassVar[bool] = True
+
+    def value(
+        self, log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor, log_prob_N: Tensor
+    ) -> Tensor:
+        return surrogates.clip(
+            log_ratio_N, advantage_N, lengths_S, low=self.low, high=self.high, dual=self.dual
+        )
+
+    @property
+    def edges(self) -> tuple[float, float]:
+        return 1 - self.low, 1 + self.high
+
+    def describe(self) -> Description:
+        low, high = offset(-self.low, 1.0), offset(self.high, 1.0)
+        formula = rf"\min(\rho_n A_n, \, \mathrm{{clip}}(\rho_n, {low}, {high}) \, A_n)"
+        python = f"min(rho*A, clip(rho, {self.edges[0]!r}, {self.edges[1]!r})*A)"
+        text = (
+            rf"$\epsilon_\mathrm{{low}} = {number(self.low)}$, $\epsilon_\mathrm{{high}} = "
+            rf"{number(self.high)}$. The gradient stops where $\rho_n$ has passed the edge towards "
+            "which $A_n$ pushes it; on the other side it stays."
+        )
+        if self.dual is not None:
+            dual = number(self.dual)
+            formula = rf"\max({formula}, \, {dual} \min(A_n, 0))"
+            python = f"max({python}, {self.dual!r}*min(A, 0))"
+            text += rf" Where $A_n < 0$, $s$ is at least ${dual} A_n$ (dual clip)."
+        return Description((equation("s", formula),), text, python)
+
+
+class Cispo(SurrogateTerm):
+    """sg[clip(ρ, floor, cap)]·A·log π, cap and floor absolute."""
+
+    kind: Literal["cispo"] = "cispo"
+    cap: Positive = 5.0
+    floor: Coefficient = 0.0
+    source: ClassVar[str] = "arXiv:2506.13585 eq. 4-5"
+    bounds_ratio: ClassVar[bool] = True
+
+    def value(
+        self, log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor, log_prob_N: Tensor
+    ) -> Tensor:
+        return surrogates.cispo(
+            log_ratio_N,
+            advantage_N,
+            lengths_S,
+            log_prob_N=log_prob_N,
+            cap=self.cap,
+            floor=self.floor,
+        )
+
+    @property
+    def edges(self) -> tuple[float, float]:
+        return self.floor, self.cap
+
+    def describe(self) -> Description:
+        floor, cap = number(self.floor), number(self.cap)
+        formula = rf"\mathrm{{sg}}[\mathrm{{clip}}(\rho_n, {floor}, {cap})] \, A_n \ell_n"
+        text = (
+            rf"The ratio only weighs the gradient of $\ell_n$, cut to [{floor}, {cap}] as an "
+            r"absolute ratio ($\mathrm{sg}$: no gradient through it). No token loses its gradient."
+        )
+        python = f"clip(rho, {self.floor!r}, {self.cap!r})*A*log_prob"
+        return Description((equation("s", formula),), text, python)
+
+    def refusals(self, row: Algorithm) -> Iterator[str]:
+        if row.ratio_kind.per_sequence:
+            yield (
+                'surrogate "cispo" weighs each token\'s log-probability by its own ratio: '
+                f'set ratio = "token" (or "sequence_token"), not "{row.ratio}"'
+            )
+        if not self.floor <= 1 <= self.cap:
+            yield (
+                f"surrogate.floor = {self.floor:g} and surrogate.cap = {self.cap:g} leave out 1, "
+                "the ratio on policy: every token would get the same weight, set "
+                "floor <= 1 <= cap"
+            )
+
+
+class Sapo(SurrogateTerm):
+    kind: Literal["sapo"] = "sapo"
+    temperature_positive: Positive = 1.0
+    temperature_negative: Positive = 1.05
+    source: ClassVar[str] = "arXiv:2511.20347"
+    bounds_ratio: ClassVar[bool] = True
+
+    def value(
+        self, log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor, log_prob_N: Tensor
+    ) -> Tensor:
+        return surrogates.sapo(
+            log_ratio_N,
+            advantage_N,
+            lengths_S,
+            temperature_positive=self.temperature_positive,
+            temperature_negative=self.temperature_negative,
+        )
+
+    def describe(self) -> Description:
+        positive, negative = self.temperature_positive, self.temperature_negative
+        tau = f"where(A > 0, {positive!r}, {negative!r})"
+        equations = (
+            equation("s", r"\frac{4}{\tau_n} \cdot \sigma(\tau_n (\rho_n - 1)) \, A_n"),
+            equation(
+                r"\tau_n",
+                rf"{number(positive)} \text{{ if }} A_n > 0, \quad {number(negative)} "
+                r"\text{ otherwise}",
+            ),
+        )
+        text = (
+            r"A soft gate in place of the clip ($\sigma$ the logistic function): slope 1 at "
+            r"$\rho_n = 1$, fading on both sides, faster where $\tau_n$ is larger."
+        )
+        return Description(equations, text, f"4/{tau}*sigmoid({tau}*(rho - 1))*A")
+
+
+class Geometric(SurrogateTerm):
+    """GMPO: clipped per token in log space, then the geometric mean over the sequence."""
+
+    kind: Literal["geometric"] = "geometric"
+    low: Coefficient = 0.4
+    high: Coefficient = 0.4
+    source: ClassVar[str] = "arXiv:2507.20673 eq. 4"
+    per_sequence: ClassVar[bool] = True
+    bounds_ratio: ClassVar[bool] = True
+
+    def value(
+        self, log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor, log_prob_N: Tensor
+    ) -> Tensor:
+        return surrogates.geometric(
+            log_ratio_N, advantage_N, lengths_S, low=self.low, high=self.high
+        )
+
+    @property
+    def edges(self) -> tuple[float, float]:
+        return math.exp(-self.low), math.exp(self.high)
+
+    def describe(self) -> Description:
+        low, high = number(self.low), number(self.high)
+        clipped = rf"g_i \, \mathrm{{clip}}(\log \rho_t, -{low}, {high})"
+        mean = r"\frac{1}{L_i} \cdot \sum_{t\in i}"
+        equations = (
+            equation("s", rf"A_n \exp({mean} g_i \min(g_i \log \rho_t, \, {clipped}))"),
+            equation("g_i", r"\mathrm{sign}(A_n)"),
+        )
+        text = (
+            rf"The token log-ratios are clipped to [−{low}, {high}] before the mean, only in the "
+            "direction in which $A_n$ pushes; every token of the completion holds the same $s$."
+        )
+        python = (
+            "A*exp(mean(sign(A)*min(sign(A)*log(rho), "
+            f"sign(A)*clip(log(rho), {-self.low!r}, {self.high!r}))))"
+        )
+        return Description(equations, text, python)
+
+    def refusals(self, row: Algorithm) -> Iterator[str]:
+        if row.ratio != "token":
+            yield (
+                'surrogate "geometric" takes the mean over a sequence itself, of token ratios: '
+                f'set ratio = "token", not "{row.ratio}"'
+            )
+        if row.per_token_advantage:
+            yield (
+                'surrogate "geometric" is one number a sequence: advantage '
+                f'"{row.advantage.kind}" differs from token to token'
+            )
+
+
+class LogProb(SurrogateTerm):
+    kind: Literal["log_prob"] = "log_prob"
+    source: ClassVar[str] = "Williams 1992"
+    needs_ratio: ClassVar[bool] = False
+
+    def value(
+        self, log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor, log_prob_N: Tensor
+    ) -> Tensor:
+        return surrogates.log_prob(log_ratio_N, advantage_N, lengths_S)
+
+    def describe(self) -> Description:
+        text = r"REINFORCE: the gradient of $\ell_n$, times the advantage. Exact on policy only."
+        return Description((equation("s", r"A_n \ell_n"),), text, "A*log_prob")
+
+    def refusals(self, row: Algorithm) -> Iterator[str]:
+        if row.ratio != "none":
+            yield f'surrogate "log_prob" has no ratio in it: set ratio = "none", not "{row.ratio}"'
+
+
+class CustomSurrogate(SurrogateTerm):
+    """The user's own: `(log_ratio_N, advantage_N, lengths_S, **options) -> value_N`."""
+
+    kind: Literal["custom"] = "custom"
+    function: EntryPoint
+    options: dict[str, Any] = Field(default_factory=dict)
+    needs_ratio: ClassVar[bool] = False
+
+    def describe(self) -> Description:
+        formula, given = user_function(self.function, self.options, r"\log \rho, A, L")
+        text = (
+            f"Your own {quote(self.function)}, of log-ratios, advantages and lengths, one "
+            f"number a token.{given}"
+        )
+        return Description((equation("s", formula),), text)
+
+
+if TYPE_CHECKING:
+    Surrogate = SurrogateTerm
+else:
+    Surrogate = one_of(SurrogateTerm)

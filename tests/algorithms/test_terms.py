@@ -1,0 +1,60 @@
+"""What holds of every term class: its parameters reach its function, and its edges its metrics."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from keel.algorithms.spec import Algorithm, Cispo, Clip, CustomSurrogate, Geometric, Unclipped
+from keel.algorithms.surrogates import SurrogateTerm
+from tests.algorithms import rows
+
+OTHER = {"low": 0.1, "high": 0.3, "dual": 1.5, "cap": 1.2, "floor": 0.9}
+"""Values other than the defaults; 2.0 for any other parameter."""
+PARAMETERS = [
+    (term, name)
+    for term in SurrogateTerm.__subclasses__()
+    if term is not CustomSurrogate
+    for name in term.model_fields.keys() - {"kind"}
+]
+
+
+def values(term: SurrogateTerm) -> torch.Tensor:
+    """s for log-ratios on both sides of every edge, under advantages of either sign."""
+    log_ratio_N = torch.linspace(-2, 2, 41, dtype=torch.float64).repeat(2)
+    advantage_N = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat_interleave(41)
+    lengths_S = torch.ones(82, dtype=torch.int64)
+    return term.value(log_ratio_N, advantage_N, lengths_S, log_ratio_N - 1)
+
+
+@pytest.mark.parametrize(("term", "name"), PARAMETERS, ids=lambda x: getattr(x, "__name__", x))
+def test_every_parameter_of_a_surrogate_reaches_its_function(
+    term: type[SurrogateTerm], name: str
+) -> None:
+    changed: dict[str, Any] = {name: OTHER.get(name, 2.0)}
+    assert not torch.equal(values(term(**changed)), values(term()))
+
+
+@pytest.mark.parametrize(
+    ("term", "edges"),
+    [
+        (Clip(low=0.1, high=0.3), (0.9, 1.3)),
+        (Cispo(cap=3.0, floor=0.5), (0.5, 3.0)),
+        (Geometric(low=0.2, high=0.5), (math.exp(-0.2), math.exp(0.5))),
+        (Unclipped(), (0.0, math.inf)),
+    ],
+    ids=lambda x: getattr(x, "kind", None),
+)
+def test_the_edges_of_a_surrogate_are_where_it_turns(
+    term: SurrogateTerm, edges: tuple[float, float]
+) -> None:
+    assert term.edges == edges
+
+
+def test_every_kind_of_surrogate_is_in_the_schema() -> None:
+    schema = Algorithm.model_json_schema()["properties"]["surrogate"]
+    kinds = {term.model_fields["kind"].default for term in SurrogateTerm.__subclasses__()}
+    assert set(schema["discriminator"]["mapping"]) == kinds == rows.kinds(rows.spec.Surrogate)
