@@ -18,7 +18,8 @@ PARAMETERS = [
     (term, name)
     for term in SurrogateTerm.__subclasses__()
     if term is not CustomSurrogate
-    for name in term.model_fields.keys() - {"kind"}
+    for name in term.model_fields
+    if name != "kind"
 ]
 
 
