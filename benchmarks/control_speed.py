@@ -156,7 +156,7 @@ def keel(setting: Mapping[str, Any], seed: int) -> dict[str, float]:
         place.write_text(_toml(setting), encoding="utf-8")
         recipe = load_control(place, None, text)
         clock = _Clock()
-        run = control(recipe, Path(folder) / "run", watcher=clock)
+        run = control(recipe, Path(folder) / "run", callbacks=[clock])
         seconds = clock.end - clock.start
         learner = trained(run.path)
         steps = learner.steps
@@ -170,15 +170,15 @@ class _Clock:
 
     start = end = 0.0
 
-    def stage(self, *_: object) -> None:
+    def on_stage(self, *_: object) -> None:
         self.start = time.perf_counter()
 
-    def step(self, *_: object) -> None:
+    def on_step(self, *_: object) -> None:
         self.end = time.perf_counter()
 
-    def evaluation(self, *_: object) -> None: ...
+    def on_evaluation(self, *_: object) -> None: ...
 
-    def note(self, text: str) -> None: ...
+    def on_note(self, text: str) -> None: ...
 
 
 def _toml(setting: Mapping[str, Any]) -> str:

@@ -54,15 +54,15 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     from benchmarks.loop_trl import differences, resident
     from keel.config.load import load_recipe
     from keel.runs.reader import load
-    from keel.runs.watcher import Silent
+    from keel.runs.callbacks import Callback
     from keel.training.run import train as run
 
     clock, cpu = [0.0], [0.0]
 
-    class Steps(Silent):
+    class Steps(Callback):
         """Notes when each step ends."""
 
-        def step(self, *_: Any) -> None:
+        def on_step(self, *_: Any) -> None:
             clock.append(time.perf_counter())
             cpu.append(time.process_time())
 
@@ -70,7 +70,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     read = load_recipe(recipe(job), job["keel"])
     imported = resident(peak=False)
     clock[0], cpu[0] = time.perf_counter(), time.process_time()
-    done = load(run(read, Path(job["folder"]), watcher=Steps()).path)
+    done = load(run(read, Path(job["folder"]), callbacks=[Steps()]).path)
     phases = ("rollout", "measure", "update", "sync", "record")
     return {
         "tokens": [row["rollout/tokens"] for row in done.metrics()],

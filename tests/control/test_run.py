@@ -162,7 +162,7 @@ def test_asked_to_stop_it_leaves_a_checkpoint(tmp_path: Path) -> None:
     recipe = small("ppo", "checkpoints.every=999")
     whole = control(recipe, tmp_path / "whole")
     with pytest.raises(Interrupted):
-        control(recipe, tmp_path / "stopped", watcher=_Stopper())
+        control(recipe, tmp_path / "stopped", callbacks=[_Stopper()])
     stopped = RunFolder.open(tmp_path / "stopped")
     assert len(load(stopped.path).checkpoints()) == 1
     assert json.loads(stopped.run_json.read_text())["finished"] is False
@@ -173,15 +173,15 @@ def test_asked_to_stop_it_leaves_a_checkpoint(tmp_path: Path) -> None:
 class _Stopper:
     """Asks the run to stop after its third row."""
 
-    def stage(self, *_: object) -> None: ...
+    def on_stage(self, *_: object) -> None: ...
 
     def step(self, stage: str, step: int, *_: object) -> None:
         if step == 3:
             signal.raise_signal(signal.SIGINT)
 
-    def evaluation(self, *_: object) -> None: ...
+    def on_evaluation(self, *_: object) -> None: ...
 
-    def note(self, text: str) -> None: ...
+    def on_note(self, text: str) -> None: ...
 
 
 def test_what_a_run_leaves(tmp_path: Path) -> None:

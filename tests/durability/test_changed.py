@@ -15,7 +15,7 @@ from keel.rewards.context import RewardContext
 from keel.rewards.model_scorer import which_model
 from keel.runs.fingerprints import fingerprints
 from keel.runs.reader import load
-from keel.runs.watcher import Silent
+from keel.runs.callbacks import Callback
 from keel.training.export import export
 from keel.training.reward_evaluation import evaluate_reward_model
 from keel.training.run import train
@@ -29,11 +29,11 @@ def digits(*, completions, **_):
 """
 
 
-class Notes(Silent):
+class Notes(Callback):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def note(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.notes.append(text)
 
 
@@ -73,7 +73,7 @@ class Place:
         """From step 2; what it notes."""
         shutil.rmtree(self.run / "checkpoints" / "step-000004", ignore_errors=True)
         watcher = Notes()
-        train(None, self.run, resume=True, watcher=watcher)
+        train(None, self.run, resume=True, callbacks=[watcher])
         told = [row["text"] for row in load(self.run).events() if row["event"] == "note"]
         assert told[-len(watcher.notes) :] == watcher.notes or not watcher.notes
         return watcher.notes

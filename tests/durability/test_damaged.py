@@ -11,7 +11,7 @@ import pytest
 
 from keel.runs import lifecycle as opening
 from keel.runs.reader import load
-from keel.runs.watcher import Silent
+from keel.runs.callbacks import Callback
 from keel.types import KeelError
 from tests.durability.processes import keel
 from tests.durability.same import TINY, contents, one_line, same, whole
@@ -185,7 +185,7 @@ def test_a_record_that_is_damaged_before_the_checkpoint_is_refused(
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     with (
         pytest.raises(KeelError) as error,
-        opening.running(opening.resumed(run), True, Silent()),
+        opening.running(opening.resumed(run), True),
     ):
         pass
     assert why in str(error.value)

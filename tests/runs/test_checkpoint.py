@@ -21,7 +21,7 @@ from keel.runs import lifecycle as opening
 from keel.runs.checkpoint import damage, newest_whole, prune, writing
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.runs.watcher import Silent
+from keel.runs.callbacks import Callback
 from keel.types import KeelError
 from tests.runs.example import ONE, Progress, one_stage, two_stages
 
@@ -357,7 +357,7 @@ def fill(aside: Path) -> None:
 
 def test_the_newest_of_the_run_stay_and_the_best_of_each_stage(tmp_path: Path) -> None:
     folder = two_stages(tmp_path)
-    with opening.running(folder, False, Silent()) as (session, _):
+    with opening.running(folder, False) as (session, _):
         best = {(0, 1): None, (0, 2): 2, (0, 3): 2, (0, 4): 2, (1, 1): 1, (1, 2): 1, (1, 3): 1}
         kept = []
         for (stage, step), at in best.items():
@@ -382,7 +382,7 @@ def test_what_a_stop_left_goes_with_the_next(tmp_path: Path) -> None:
     """Every two steps of six, with a stop wherever one may come: as if there had been none."""
     folder = one_stage(tmp_path)
     choice, kept = Checkpoints(every=2, keep=2), []
-    with opening.running(folder, False, Silent()) as (session, _):
+    with opening.running(folder, False) as (session, _):
         for step in range(6):
             session.checkpoint(Progress(0, step, 1 if step else None), fill, choice, 5)
             kept.append([entry.place.step for entry in folder.list_checkpoints()])
@@ -408,7 +408,7 @@ def test_a_stop_outlived_by_its_mark_is_still_known(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_there_is_not_written_again(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
     for resume in (False, True):
-        with opening.running(folder, resume, Silent()) as (session, _):
+        with opening.running(folder, resume) as (session, _):
             session.checkpoint(Progress(0, 2, None), fill, Checkpoints())
             before = folder.checkpoint(0, 2).stat().st_ino
             session.checkpoint(Progress(0, 2, None), lambda aside: 1 / 0, Checkpoints())
@@ -434,7 +434,7 @@ def test_one_that_died_while_replaced_is_where_a_run_goes_on(tmp_path: Path) -> 
             os._exit(1)
     assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
     assert folder.list_checkpoints() == []
-    with opening.running(folder, True, Silent()) as (_, start):
+    with opening.running(folder, True) as (_, start):
         assert start == target
     assert (target / "state.json").read_text() == "old"
     assert list(folder.checkpoints_folder.iterdir()) == [target]
@@ -444,7 +444,7 @@ def test_going_back_forgets_the_best_that_is_gone(tmp_path: Path) -> None:
     """run.json may know a best that lies past the checkpoint gone back to."""
     folder = two_stages(tmp_path)
     (folder.run_json).write_text('{"best": {"warmup": 2, "rl": 7}}')
-    with opening.running(folder, False, Silent()) as (session, _):
+    with opening.running(folder, False) as (session, _):
         session.checkpoint(Progress(1, 1, None), fill, Checkpoints(keep=1))
     assert json.loads(folder.run_json.read_text())["best"] == {"warmup": 2}
 

@@ -17,7 +17,7 @@ from keel.runs.layout import RunFolder
 from keel.runs.lifecycle import declare, running
 from keel.runs.lock import locked
 from keel.runs.reader import load
-from keel.runs.watcher import Silent
+from keel.runs.callbacks import Callback, RunState
 from keel.runs.writer import Session
 from keel.types import KeelError
 from tests.runs.example import ONE, Progress, one_stage, row, two_stages
@@ -29,11 +29,11 @@ def fill(aside: Path) -> None:
     (aside / "state.json").write_text("{}")
 
 
-class Notes(Silent):
+class Notes(Callback):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def note(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.notes.append(text)
 
 
@@ -41,7 +41,7 @@ def go(
     folder: RunFolder, act: Callable[[Session], object], resume: bool, verb: Any = "train"
 ) -> None:
     """A run that does something and then meets what a user can mend."""
-    with running(folder, resume, Silent(), verb) as (session, _):
+    with running(folder, resume, verb=verb) as (session, _):
         act(session)
         raise KeelError("reward 'x' raised ValueError")
 
@@ -85,7 +85,7 @@ def test_a_checkpoint_before_the_first_step_is_no_step(tmp_path: Path) -> None:
 
 def test_what_fails_before_there_is_anything_to_keep_leaves_nothing(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
-    with pytest.raises(KeelError) as caught, running(folder, False, Silent()):
+    with pytest.raises(KeelError) as caught, running(folder, False):
         raise KeelError("no such model")
     assert str(caught.value) == "no such model"
     assert not folder.path.exists()
@@ -97,7 +97,7 @@ def test_a_folder_that_was_there_before_stays(tmp_path: Path) -> None:
         if name == "there":
             path.mkdir()
         folder = opening.created(ONE, "x", path)
-        with pytest.raises(KeelError, match="no such model"), running(folder, False, Silent()):
+        with pytest.raises(KeelError, match="no such model"), running(folder, False):
             raise KeelError("no such model")
         assert path.exists() == (name == "there")
     assert list(path.iterdir()) == []
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_emptied_can_be_gone_on_with_or_begun(
     monkeypatch.undo()
     assert told.endswith(f"{HOW}{folder.path}") == left
     if left:
-        with running(opening.resumed(folder.path), True, Silent()) as (session, _):
+        with running(opening.resumed(folder.path), True) as (session, _):
             session.recorded(Progress(0, 1), {"loss": 1.0}, [row()], 0.25)
     else:
         assert opening.created(ONE, "x", folder.path) == folder
@@ -145,11 +145,11 @@ def test_errors_of_the_disk_that_nobody_named_are_one_line_too(tmp_path: Path) -
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     missing = FileNotFoundError(errno.ENOENT, "No such file", str(folder.path / "x" / "y.png"))
     for error, path in ((full, folder.path), (missing, folder.path / "x" / "y.png")):
-        with pytest.raises(KeelError) as caught, running(folder, True, Silent()):
+        with pytest.raises(KeelError) as caught, running(folder, True):
             raise error
         assert f"cannot write {path}: {error.strerror}: mend" in str(caught.value)
     strange = ConnectionResetError(errno.ECONNRESET, "reset")
-    with pytest.raises(ConnectionResetError), running(folder, True, Silent()):
+    with pytest.raises(ConnectionResetError), running(folder, True):
         raise strange
 
 
@@ -164,7 +164,7 @@ def test_an_error_of_the_disk_in_the_words_of_a_library(tmp_path: Path) -> None:
 
 def test_a_step_on_record_holds_what_recording_took(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
-    with running(folder, False, Silent()) as (session, _):
+    with running(folder, False) as (session, _):
         with session.clock("rollout"):
             pass
         session.recorded(Progress(0, 1), {"loss": 1.0}, [row()], 0.25)
@@ -202,22 +202,22 @@ class Gone:
         self.asked += 1
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def stage(self, name: str, kind: str, steps: int, done: int) -> None:
+    def on_stage(self, state: RunState) -> None:
         self.fail()
 
-    def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+    def on_step(self, state: RunState) -> None:
         self.fail()
 
-    def evaluation(self, stage: str, step: int, result: Mapping[str, Any]) -> None:
+    def on_evaluation(self, state: RunState, result: Mapping[str, Any]) -> None:
         self.fail()
 
-    def note(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.fail()
 
 
 def test_a_run_outlives_whoever_watches(tmp_path: Path) -> None:
     folder, gone = one_stage(tmp_path), Gone()
-    with running(folder, False, gone) as (session, _):
+    with running(folder, False, [gone]) as (session, _):
         session.watcher.stage("rl", "rl", 3, 0)
         session.watcher.evaluation("rl", 0, {})
         session.recorded(Progress(0, 1), {"loss": 1.0}, [], 0.5)
@@ -228,7 +228,7 @@ def test_a_run_outlives_whoever_watches(tmp_path: Path) -> None:
 
 def declared(folder: RunFolder, resume: bool, threads: int, packages: list[str]) -> list[str]:
     notes = Notes()
-    with running(folder, resume, notes) as (session, _):
+    with running(folder, resume, [notes]) as (session, _):
         declare(session, "sort", 3, threads, packages)
         if not resume:
             session.checkpoint(Progress(0, 5), fill, Checkpoints())
@@ -336,7 +336,7 @@ def test_what_a_run_calls_may_change_the_working_directory(
     for resume in (False, True):
         monkeypatch.chdir(tmp_path)
         folder = opening.resumed("run") if resume else opening.created(ONE, "x", "run")
-        with running(folder, resume, Silent()) as (session, _):
+        with running(folder, resume) as (session, _):
             monkeypatch.chdir(tmp_path / "other")
             session.recorded(Progress(0, 1 + resume), {"loss": 1.0}, [row()], 0.25)
             session.checkpoint(Progress(0, 1 + resume), fill, Checkpoints())

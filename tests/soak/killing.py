@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from keel.config.load import to_toml
 from keel.config.schema import Recipe
-from keel.runs.watcher import Silent
+from keel.runs.callbacks import Callback, RunState
 
 Kind = Literal["row", "operation", "second", "byte"]
 
@@ -200,14 +200,14 @@ def _next(connection: Connection) -> dict[str, Any]:
 # ---------------------------------------------------------------- in the process
 
 
-class Rows(Silent):
+class Rows(Callback):
     """Counts rows; after one of them the process dies."""
 
     def __init__(self, fatal: float) -> None:
         self.fatal = fatal
         self.rows = 0
 
-    def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+    def on_step(self, state: RunState) -> None:
         self.rows += 1
         if self.rows == self.fatal:
             _die()
@@ -290,7 +290,7 @@ def _run(recipe: str, folder: str, instant: Instant | None, out: Connection) -> 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(instant.at), int(instant.at)))
     try:
-        train(parsed, place, resume=resume, watcher=rows)
+        train(parsed, place, resume=resume, callbacks=[rows])
     except BaseException as error:
         said = traceback.format_exception(error)
         out.send({"wrong": f"{type(error).__name__}: {error}\n{''.join(said)}"})

@@ -174,7 +174,7 @@ def test_asked_to_stop_it_ends_the_same(tmp_path: Path) -> None:
     train(recipe, whole)
     for at, stop in enumerate((_Stop(evaluation=0), _Stop(1))):
         with pytest.raises(Interrupted):
-            train(recipe if at == 0 else None, again, resume=at > 0, watcher=stop)
+            train(recipe if at == 0 else None, again, resume=at > 0, callbacks=[stop])
     train(None, again, resume=True)
     assert differences(whole, again) == []
 
@@ -186,7 +186,7 @@ def test_a_judge_is_asked_of_nothing_twice(tmp_path: Path) -> None:
         keys = (*AHEAD, FAST_RATE, f"rewards.functions=[{judge}]", "evaluation.prompts=0")
         recipe = small(*keys, "checkpoints.every=1", "steps=3")
         with pytest.raises(Interrupted):
-            train(recipe, tmp_path / "run", watcher=_Stop(1))
+            train(recipe, tmp_path / "run", callbacks=[_Stop(1)])
         for path in (tmp_path / "run").glob("rewards/*"):
             path.unlink()
         asked = len(server.log)

@@ -13,7 +13,7 @@ import tomli_w
 from keel.cli.main import main
 from keel.config.load import load_recipe, load_run_recipe
 from keel.runs.reader import load
-from keel.runs.watcher import Silent
+from keel.runs.callbacks import Callback
 from keel.training.evaluation import evaluate
 from keel.training.run import train
 from tests.durability.same import same
@@ -25,11 +25,11 @@ TEMPLATE = (
 )
 
 
-class Notes(Silent):
+class Notes(Callback):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def note(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.notes.append(text)
 
 
@@ -62,7 +62,7 @@ def test_a_recipe_without_raw_reads_plain_prompts_as_they_stand(
     run = shutil.copytree(chat_run, tmp_path / "run")
     as_earlier(run)
     watcher = Notes()
-    train(None, run, resume=True, watcher=watcher)
+    train(None, run, resume=True, callbacks=[watcher])
     # The prompts of the steps that were repeated, and all that follows from them.
     for name in ("metrics.jsonl", "rollouts/step-000004.parquet"):
         assert (run / name).read_bytes() == (chat_run / name).read_bytes()
@@ -83,7 +83,7 @@ def test_a_run_of_this_version_is_resumed_without_these_notes(
     run = shutil.copytree(chat_run, tmp_path / "run")
     shutil.rmtree(run / "checkpoints" / "step-000004")
     watcher = Notes()
-    train(None, run, resume=True, watcher=watcher)
+    train(None, run, resume=True, callbacks=[watcher])
     assert watcher.notes == []
     same(run, chat_run)
 
@@ -106,7 +106,7 @@ def test_a_checkpoint_without_record_is_noted_with_the_row_that_is_missing(
     metrics = run / "metrics.jsonl"
     metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[1:]))
     watcher = Notes()
-    train(None, run, resume=True, watcher=watcher)
+    train(None, run, resume=True, callbacks=[watcher])
     said = [note for note in watcher.notes if "has no record.json" in note]
     assert len(said) == 1
     assert said[0].endswith("; metrics.jsonl lacks the row of rl step 1")

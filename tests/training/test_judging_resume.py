@@ -16,7 +16,7 @@ from keel.runs.checkpoint import damage as wrong_with
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.signals import Interrupted
-from keel.runs.watcher import Silent
+from keel.runs.callbacks import Callback, RunState
 from keel.training.run import train
 from tests.training.judged import data, labelled, ones, recipe, traces
 from tests.training.test_resume import damage, same
@@ -95,16 +95,16 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-class Stopping(Silent):
+class Stopping(Callback):
     """Asks the run to stop, as Ctrl-C does, once a stage has come so far."""
 
     def __init__(self, stage: str, step: int, at: str = "step") -> None:
         self.stage_name, self.number, self.at = stage, step, at
 
-    def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+    def on_step(self, state: RunState) -> None:
         self._stop("step", stage, step)
 
-    def evaluation(self, stage: str, step: int, result: Mapping[str, Any]) -> None:
+    def on_evaluation(self, state: RunState, result: Mapping[str, Any]) -> None:
         self._stop("evaluation", stage, step)
 
     def _stop(self, at: str, stage: str, step: int) -> None:
@@ -148,10 +148,10 @@ def test_a_stage_that_was_interrupted_goes_on(case: str, step: int, tmp_path: Pa
     again = RunFolder(tmp_path / "again", whole.stages)
     if step == 4:
         # Nothing is left to do, so the run ends as if nobody had asked.
-        train(made, again.path, watcher=Stopping(stage, step))
+        train(made, again.path, callbacks=[Stopping(stage, step)])
     else:
         with pytest.raises(Interrupted):
-            train(made, again.path, watcher=Stopping(stage, step))
+            train(made, again.path, callbacks=[Stopping(stage, step)])
         assert [e.place.step for e in load(again.path).checkpoints()] == [step]
         assert not (again.path / "models").exists()
         train(None, again.path, resume=True)  # the checkpoint that the stop left goes with the next
@@ -162,7 +162,7 @@ def test_interrupted_while_it_was_first_measured(tmp_path: Path) -> None:
     made = one_stage("reward-model", tmp_path)
     whole = train(made, tmp_path / "whole")
     with pytest.raises(Interrupted):
-        train(made, tmp_path / "again", watcher=Stopping("reward_model", 0, "evaluation"))
+        train(made, tmp_path / "again", callbacks=[Stopping("reward_model", 0, "evaluation")])
     again = train(None, tmp_path / "again", resume=True)
     steps = [event for event in load(again.path).events() if event["event"] == "evaluation"]
     assert [event["step"] for event in steps if event["step"]] == [3, 4]
@@ -271,6 +271,6 @@ def test_from_within_the_imitation(whole: RunFolder, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("stage", "step"), [("sft", 2), ("reward_model", 3), ("rl", 1)])
 def test_interrupted_in_each_stage(whole: RunFolder, stage: str, step: int, tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
-        train(three_stages(), tmp_path / "again", watcher=Stopping(stage, step))
+        train(three_stages(), tmp_path / "again", callbacks=[Stopping(stage, step)])
     again = train(None, tmp_path / "again", resume=True)
     alike(whole, again)

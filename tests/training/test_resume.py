@@ -19,7 +19,7 @@ from keel.config.load import to_toml
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.signals import Interrupted
-from keel.runs.watcher import Silent
+from keel.runs.callbacks import Callback, RunState
 from keel.training.run import train
 from keel.types import KeelError
 from tests.shared import ROOT
@@ -93,7 +93,7 @@ def test_resumed_ends_as_the_uninterrupted(case: str, tmp_path: Path) -> None:
     damage(again, 0, 4)
     notes: list[str] = []
     watcher = _Notes(notes)
-    train(None, again.path, resume=True, watcher=watcher)
+    train(None, again.path, resume=True, callbacks=[watcher])
     assert "is damaged" in notes[0]
     same(whole, again)
     assert json.loads(again.run_json.read_text())["finished"] is True
@@ -110,17 +110,17 @@ def test_resume_from_within_the_first_of_two_stages(tmp_path: Path) -> None:
     same(whole, again)
 
 
-class _Stop(Silent):
+class _Stop(Callback):
     """Asks the run to stop after a step, or at the end of the n-th evaluation."""
 
     def __init__(self, step: int | None = None, evaluation: int | None = None) -> None:
         self.at, self.left = step, evaluation
 
-    def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+    def on_step(self, state: RunState) -> None:
         if step == self.at:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def evaluation(self, stage: str, step: int, result: Mapping[str, Any]) -> None:
+    def on_evaluation(self, state: RunState, result: Mapping[str, Any]) -> None:
         if step == self.left:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -134,7 +134,7 @@ def test_a_stopped_run_leaves_no_trace(tmp_path: Path) -> None:
     train(recipe, whole)
     for at, stop in enumerate((_Stop(evaluation=0), _Stop(1), _Stop(3))):
         with pytest.raises(Interrupted):
-            train(recipe if at == 0 else None, again, resume=at > 0, watcher=stop)
+            train(recipe if at == 0 else None, again, resume=at > 0, callbacks=[stop])
     assert [entry.place.step for entry in load(again).checkpoints()][-1] == 3
     train(None, again, resume=True)
     assert differences(whole, again) == []
@@ -146,7 +146,7 @@ def test_a_stop_amid_the_measurement_before_the_first_step_is_saved(tmp_path: Pa
     whole, again = tmp_path / "whole", tmp_path / "again"
     train(judged.recipe(stage), whole)
     with pytest.raises(Interrupted):
-        train(judged.recipe(stage), again, watcher=_Stop(evaluation=0))
+        train(judged.recipe(stage), again, callbacks=[_Stop(evaluation=0)])
     assert [entry.place.step for entry in load(again).checkpoints()] == [0]
     measured = json.loads((again / "run.json").read_text())["measured"]
     train(None, again, resume=True)
@@ -158,13 +158,13 @@ class _Notes:
     def __init__(self, notes: list[str]) -> None:
         self.notes = notes
 
-    def stage(self, *_: object) -> None: ...
+    def on_stage(self, *_: object) -> None: ...
 
-    def step(self, *_: object) -> None: ...
+    def on_step(self, *_: object) -> None: ...
 
-    def evaluation(self, *_: object) -> None: ...
+    def on_evaluation(self, *_: object) -> None: ...
 
-    def note(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.notes.append(text)
 
 

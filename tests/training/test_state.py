@@ -30,7 +30,7 @@ from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
 from keel.runs.records import Recorder
 from keel.runs.signals import Interrupt, Interrupted
-from keel.runs.watcher import Silent
+from keel.runs.callbacks import Callback, RunState
 from keel.runs.writer import Clock, Reached
 from keel.training import judged_data as rows_judged
 from keel.training import rl
@@ -41,7 +41,7 @@ from tests.soak.cases import CASES
 from tests.training.leaves import Leaf, Walk, of_chance, of_process
 
 Leaves = Mapping[str, Leaf]
-WITHOUT = (Recorder, Clock, Reached, Interrupt, Silent)
+WITHOUT = (Recorder, Clock, Reached, Interrupt, Callbacks)
 """The hand that writes, the watch, whoever looks on, the wish to stop: of this process alone."""
 
 SAVED: dict[str, str] = {
@@ -98,13 +98,13 @@ class Seen:
     opaque: Mapping[str, str]
 
 
-class Stop(Silent):
+class Stop(Callback):
     """Asks the run to stop, as Ctrl-C does, behind a step."""
 
     def __init__(self, step: int) -> None:
         self.fatal = step
 
-    def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+    def on_step(self, state: RunState) -> None:
         if step == self.fatal:
             signal.raise_signal(signal.SIGINT)
 
@@ -179,7 +179,7 @@ def _named(name: str, table: Mapping[str, str]) -> bool:
 def stopped(case: str, folder: Path) -> None:
     """The case up to the step of the table, with a checkpoint behind it."""
     with pytest.raises(Interrupted):
-        train(_read(CASES[case].make(folder)), folder / "run", watcher=Stop(STOPPED[case]))
+        train(_read(CASES[case].make(folder)), folder / "run", callbacks=[Stop(STOPPED[case])])
 
 
 def _read(recipe: Recipe) -> Recipe:

@@ -11,9 +11,9 @@ from keel.analysis.terminal import curve
 from keel.cli.train import carry
 from keel.config.control import ControlRecipe
 from keel.config.control_load import load_control
+from keel.runs.callbacks import Callback
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.runs.watcher import Watcher
 from keel.types import KeelError
 
 
@@ -27,8 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         raise KeelError("keel control needs gymnasium: pip install 'keel-rl[control]'") from error
 
-    def start(watcher: Watcher) -> RunFolder:
-        return control(recipe, arguments.run, resume=arguments.resume, watcher=watcher)
+    def start(progress: Callback) -> RunFolder:
+        return control(recipe, arguments.run, resume=arguments.resume, callbacks=[progress])
 
     return carry(arguments, "control", start, show)
 

@@ -12,11 +12,11 @@ from typing import Any
 from rich.console import Console
 
 from keel.analysis.terminal import curve
-from keel.cli.progress import figure, watching
+from keel.analysis.progress import figure, watching
 from keel.config.load import load_recipe
+from keel.runs.callbacks import Callback
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.runs.watcher import Watcher
 from keel.types import KeelError
 
 
@@ -25,8 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = _recipe(arguments)
     from keel.training.run import train
 
-    def start(watcher: Watcher) -> RunFolder:
-        return train(recipe, arguments.run, resume=arguments.resume, watcher=watcher)
+    def start(progress: Callback) -> RunFolder:
+        return train(recipe, arguments.run, resume=arguments.resume, callbacks=[progress])
 
     return carry(arguments, "train", start, show)
 
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 def carry(
     arguments: argparse.Namespace,
     verb: str,
-    start: Callable[[Watcher], RunFolder],
+    start: Callable[[Callback], RunFolder],
     show: Callable[[Console, RunFolder], None],
 ) -> int:
     """Watch a run to its end and show it, or say how to go on with it; the exit code.
@@ -46,9 +46,9 @@ def carry(
     console = Console(stderr=arguments.json, quiet=arguments.quiet)
     code: int | None = None
     try:
-        with watching(console) as watcher:
+        with watching(console) as progress:
             try:
-                folder, code = start(watcher), 0
+                folder, code = start(progress), 0
             except Interrupted as caught:
                 interrupted, code = caught, 128 + caught.signum
         if code:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,8 +25,6 @@ from keel.runs import lifecycle as opening
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.records import update_run_json
-from keel.runs.signals import Interrupted
-from keel.runs.watcher import Silent, Watcher
 from keel.runs.writer import Session
 from keel.types import KeelError
 
@@ -47,7 +46,7 @@ def control(
     folder: Path | str | None = None,
     *,
     resume: bool = False,
-    watcher: Watcher | None = None,
+    callbacks: Sequence[object] = (),
 ) -> RunFolder:
     """Run a recipe into a run folder (the next free one under runs/ unless named).
 
@@ -60,7 +59,7 @@ def control(
     text, name = ("", "") if recipe is None else (to_toml(recipe), recipe.name)
     place = opening.resumed(folder) if resume else opening.created(text, name, folder)
     recipe = load_control(place.recipe) if resume or recipe is None else recipe
-    with opening.running(place, resume, watcher or Silent(), "control") as (session, start):
+    with opening.running(place, resume, callbacks, "control") as (session, start):
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
         learner = build(recipe)
@@ -109,14 +108,12 @@ def _run(
     stage = recipe.stage
     session.recorder.event("resumed" if resume else "started", step=progress.step)
     opening.declare(session, recipe.name, recipe.seed, torch.get_num_threads(), REPORTED)
-    session.watcher.stage(stage.name, stage.environment.id, stage.steps, progress.steps)
+    session.callbacks.stage(stage.name, stage.environment.id, stage.steps, progress.steps)
     work = ControlRun(stage, learner, session, derive(recipe.seed, stage.name))
     progress = _loop(work, progress)
     _leave(recipe, work, progress)
-    if progress.steps < stage.steps:
-        assert session.interrupt.signum is not None
-        session.recorder.event("interrupted", signal=session.interrupt.signum)
-        raise Interrupted(session.interrupt.signum, session.folder.path)
+    if progress.steps < stage.steps and session.stopped():
+        return
     update_run_json(session.folder, {"finished": True})
     session.recorder.event("finished")
     if stage.watching.film:

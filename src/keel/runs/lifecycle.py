@@ -15,14 +15,13 @@ from typing import Any, Literal
 from keel.config.load import predates_raw
 from keel.runs import checkpoint, files
 from keel.runs import checkpoint_record as recorded
-from keel.runs import stdio as streams
+from keel.runs.callbacks import Callbacks
 from keel.runs.checkpoint_record import Recorded
 from keel.runs.fingerprints import fingerprints
 from keel.runs.layout import FolderEntry, RunFolder, make_free, make_next, stages_of
 from keel.runs.lock import locked, refuse_if_taken
 from keel.runs.records import Recorder, truncate_after, update_run_json
 from keel.runs.signals import catching
-from keel.runs.watcher import Silent, Watcher
 from keel.runs.writer import Reached, Session
 from keel.types import KeelError
 
@@ -63,7 +62,7 @@ def resumed(path: Path | str | None) -> RunFolder:
 def running(
     place: RunFolder,
     resume: bool,
-    watcher: Watcher,
+    callbacks: Sequence[object] = (),
     verb: Literal["train", "control"] = "train",
 ) -> Iterator[tuple[Session, Path | None]]:
     """The one hand that writes the folder while the block lasts, and the checkpoint to go on from.
@@ -91,10 +90,11 @@ def running(
             stage, step = (0, -1) if start is None else (start.place.stage, start.place.step)
             truncate_after(place, stage, step)
         recorder = stack.enter_context(Recorder(place, inputs=inputs, known=files_known))
-        session = Session(place, recorder, _Steady(watcher, recorder), interrupt, reached=reached)
+        called = Callbacks(place.path, callbacks, interrupt.stop, recorder.event)
+        session = Session(place, recorder, called, interrupt, reached=reached)
         for path, wrong in damaged:
             recorder.event("damaged", checkpoint=path.name, why=wrong)
-            session.watcher.note(
+            session.callbacks.note(
                 f"checkpoint {path} is damaged ({wrong}): going on from the one before"
             )
         changed = "" if known is None else recorded.changed(known, recipe, inputs)
@@ -279,37 +279,3 @@ def _leaves_nothing(place: RunFolder) -> bool:
         if place.made:
             place.path.rmdir()
     return not place.recipe.exists()
-
-
-class _Steady:
-    """A watcher that may fail: the run goes on without it, and an event says since when."""
-
-    def __init__(self, watcher: Watcher, recorder: Recorder) -> None:
-        self.watcher = watcher
-        self.recorder = recorder
-
-    def stage(self, name: str, kind: str, steps: int, done: int) -> None:
-        with self._while_told():
-            self.watcher.stage(name, kind, steps, done)
-
-    def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        with self._while_told():
-            self.watcher.step(stage, step, metrics, seconds)
-
-    def evaluation(self, stage: str, step: int, result: Mapping[str, Any]) -> None:
-        with self._while_told():
-            self.watcher.evaluation(stage, step, result)
-
-    def note(self, text: str) -> None:
-        with self._while_told():
-            self.watcher.note(text)
-
-    @contextmanager
-    def _while_told(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.watcher = Silent()
-            self.recorder.event("output_lost", why=error.strerror or str(error))
-        for stream, why in streams.lost().items():
-            self.recorder.event("output_lost", stream=stream, why=why)

@@ -31,15 +31,20 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """Which signal, if any, has asked the run to stop."""
+    """Whether the run was asked to stop: by a signal, or by a callback with a reason."""
 
     def __init__(self, terminal: int | None = None) -> None:
         self.signum: int | None = None
+        self.reason: str | None = None
         self._since = 0.0
         self._terminal = terminal
 
     def __bool__(self) -> bool:
-        return self.signum is not None
+        return self.signum is not None or self.reason is not None
+
+    def stop(self, reason: str) -> None:
+        """Ask the run to stop, for a reason that its events name."""
+        self.reason = reason
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGHUP and self._terminal is not None and not os.isatty(self._terminal):

@@ -1,4 +1,4 @@
-"""A run while it is written: rows, rollouts, checkpoints, trackers, and the one who watches."""
+"""A run while it is written: metrics, rollouts, checkpoints, trackers and callbacks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, Literal, Protocol
 from keel.config.optimisation import Checkpoints
 from keel.config.secrets import without_secrets
 from keel.runs import checkpoint
+from keel.runs.callbacks import Callbacks
 from keel.runs.layout import Place, RunFolder
 from keel.runs.records import Recorder, update_run_json
 from keel.runs.rollouts import RolloutRow
-from keel.runs.signals import Interrupt
+from keel.runs.signals import Interrupt, Interrupted
 from keel.runs.trackers import Tracker
-from keel.runs.watcher import Watcher
 
 
 class RunProgress(Protocol):
@@ -93,7 +93,7 @@ class Session:
 
     folder: RunFolder
     recorder: Recorder
-    watcher: Watcher
+    callbacks: Callbacks
     interrupt: Interrupt
     trackers: Sequence[Tracker] = ()
     clock: Clock = field(default_factory=Clock)
@@ -103,10 +103,19 @@ class Session:
     def interrupted(self) -> bool:
         return bool(self.interrupt)
 
+    def stopped(self) -> bool:
+        """Whether a callback has ended the run. Raises Interrupted where a signal has."""
+        if self.interrupt.signum is not None:
+            self.recorder.event("interrupted", signal=self.interrupt.signum)
+            raise Interrupted(self.interrupt.signum, self.folder.path)
+        if self.interrupt.reason is not None:
+            self.recorder.event("stopped_by_callback", text=self.interrupt.reason)
+        return self.interrupted
+
     def note(self, text: str) -> None:
         """Something worth knowing, for whoever watches now or reads later."""
         text = without_secrets(text)
-        self.watcher.note(text)
+        self.callbacks.note(text)
         self.recorder.event("note", text=text)
 
     def evaluated(
@@ -117,7 +126,7 @@ class Session:
     ) -> None:
         """Tell of an evaluation; the first and the last of each stage go into run.json."""
         name = self.folder.stages[progress.stage]
-        self.watcher.evaluation(name, progress.step, result)
+        self.callbacks.evaluation(progress.step, result)
         self.recorder.event(
             "evaluation", stage=name, step=progress.step, mean=result["mean"], n=result["n"]
         )
@@ -140,7 +149,7 @@ class Session:
     ) -> None:
         """Tell of what held-out rows say of a model; the first and the last go into run.json."""
         name = self.folder.stages[progress.stage]
-        self.watcher.evaluation(name, progress.step, result)
+        self.callbacks.evaluation(progress.step, result)
         self.recorder.event("evaluation", stage=name, step=progress.step, n=result["n"])
         if when == "during":
             return
@@ -165,7 +174,7 @@ class Session:
                 tracker.log(name, step, metrics)
         self.reached.step = Place(stage, step)
         self.recorder.timings(stage, step, {"total": seconds, **self.clock.take()})
-        self.watcher.step(name, step, metrics, seconds)
+        self.callbacks.step(step, metrics, seconds)
 
     def checkpoint_due(self, progress: RunProgress, steps: int, choice: Checkpoints) -> bool:
         """Every so many steps, at the end, at the best, and when asked to stop."""
@@ -204,6 +213,7 @@ class Session:
             bytes=checkpoint.size(target),
             seconds=round(time.perf_counter() - start, 6),
         )
+        self.callbacks.checkpoint(step, target)
 
     def _best(self, progress: RunProgress) -> list[Path]:
         """The checkpoint of each stage that did best; run.json knows those of earlier stages."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +17,7 @@ from keel.runs import lifecycle as opening
 from keel.runs.layout import RunFolder
 from keel.runs.malloc import keep_freed
 from keel.runs.records import update_run_json
-from keel.runs.signals import Interrupt, Interrupted
 from keel.runs.trackers import open_trackers
-from keel.runs.watcher import Silent, Watcher
 from keel.runs.writer import Session
 from keel.training.later_stages import look_ahead
 from keel.training.leakage import leaks
@@ -37,7 +36,7 @@ def train(
     folder: Path | str | None = None,
     *,
     resume: bool = False,
-    watcher: Watcher | None = None,
+    callbacks: Sequence[object] = (),
 ) -> RunFolder:
     """Run a recipe into a run folder (the next free one under runs/ unless named).
 
@@ -50,7 +49,7 @@ def train(
     text, name = ("", "") if recipe is None else (to_toml(recipe), recipe.name)
     place = opening.resumed(folder) if resume else opening.created(text, name, folder)
     recipe = load_run_recipe(place.recipe) if resume or recipe is None else recipe
-    with opening.running(place, resume, watcher or Silent()) as (session, start):
+    with opening.running(place, resume, callbacks) as (session, start):
         progress = Progress(stage=0) if start is None else _begun(start, recipe)
         session.recorder.event("resumed" if resume else "started", step=progress.step)
         with keeping_stacks(session):
@@ -84,7 +83,7 @@ def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | Non
             recipe=recipe.model_dump(mode="json"),
         )
         context = RunContext(recipe, replace(session, trackers=trackers), policy, start)
-        session.watcher.stage(stage.name, stage.stage, stage.steps, progress.step)
+        session.callbacks.stage(stage.name, stage.stage, stage.steps, progress.step)
         try:
             progress = STAGE_KINDS[stage.stage](context, stage, progress)
         finally:
@@ -93,8 +92,8 @@ def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | Non
         done = progress.step == stage.steps
         if done:  # a stage that a stop cut short says so at its end, as if it had never stopped
             update_run_json(session.folder, {"tokens": progress.tokens})
-        if not done or number + 1 < len(recipe.stages):
-            _stop_if_asked(session.interrupt, session)
+        if (not done or number + 1 < len(recipe.stages)) and session.stopped():
+            return
     _let_go(recipe, session.folder)
     update_run_json(session.folder, {"finished": True})
     session.recorder.event("finished")
@@ -120,9 +119,3 @@ def _let_go(recipe: Recipe, folder: RunFolder) -> None:
     }
     kept = [folder.checkpoint(stage, step) for stage, step in known.items()]
     checkpoint.prune(folder, recipe.stages[-1].checkpoints.keep, kept)
-
-
-def _stop_if_asked(interrupt: Interrupt, session: Session) -> None:
-    if interrupt.signum is not None:
-        session.recorder.event("interrupted", signal=interrupt.signum)
-        raise Interrupted(interrupt.signum, session.folder.path)

@@ -1,9 +1,10 @@
-"""A run on the terminal: a live bar where there is one, else a line a step."""
+"""Progress of a run: a live bar on a terminal or in a notebook, else one line per step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from rich.progress import (
 )
 
 from keel.analysis.terminal import sparkline
+from keel.runs.callbacks import Callback, RunState
 
 SHOWN = {
     "loss": "loss",
@@ -34,8 +36,9 @@ SHOWN = {
 
 @contextmanager
 def watching(console: Console) -> Iterator[Bar | Lines]:
-    """A bar where there is a terminal, else lines."""
-    if console.is_terminal and not console.quiet:
+    """A bar on a terminal, and in a notebook that has ipywidgets; else lines."""
+    live = find_spec("ipywidgets") is not None if console.is_jupyter else console.is_terminal
+    if live and not console.quiet:
         with Bar(console) as bar:
             yield bar
     else:
@@ -51,30 +54,28 @@ def summary(metrics: Mapping[str, float]) -> str:
     )
 
 
-class Lines:
-    """One line a step, for logs."""
+class Lines(Callback):
+    """One line per step, for logs."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.steps = 0
 
-    def stage(self, name: str, kind: str, steps: int, done: int) -> None:
-        self.steps = steps
-        self.console.print(f"stage {name} ({kind}): {steps} steps, {done} done", highlight=False)
+    def on_stage(self, state: RunState) -> None:
+        self.on_note(f"stage {state.stage} ({state.kind}): {state.steps} steps, {state.step} done")
 
-    def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        line = f"{stage} {_done(step, metrics)}/{self.steps}  {summary(metrics)}  {seconds:.2f}s"
-        self.console.print(line, highlight=False, soft_wrap=True)
+    def on_step(self, state: RunState) -> None:
+        of = f"{state.stage} {_done(state)}/{state.steps}"
+        self.on_note(f"{of}  {summary(state.metrics)}  {state.seconds:.2f}s")
 
-    def evaluation(self, stage: str, step: int, result: Mapping[str, Any]) -> None:
-        self.console.print(_evaluation(stage, step, result), highlight=False, soft_wrap=True)
+    def on_evaluation(self, state: RunState, result: Mapping[str, Any]) -> None:
+        self.on_note(_evaluation(state.stage, state.step, result))
 
-    def note(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)
 
 
-class Bar:
-    """A live bar a stage, with the reward so far as a sparkline."""
+class Bar(Callback):
+    """A live bar per stage, with the reward so far as a sparkline."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -99,31 +100,33 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
-    def stage(self, name: str, kind: str, steps: int, done: int) -> None:
+    def on_stage(self, state: RunState) -> None:
         self.curve = []
-        self.task = self.bar.add_task(name, total=steps, completed=done, curve="", line="")
-
-    def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        assert self.task is not None
-        names = ("reward", "episode/return", "loss")
-        self.curve += [metrics[name] for name in names if name in metrics][:1]
-        self.bar.update(
-            self.task,
-            completed=_done(step, metrics),
-            curve=sparkline(self.curve, width=16) if self.drawn else "",
-            line=summary(metrics),
+        self.task = self.bar.add_task(
+            state.stage, total=state.steps, completed=state.step, curve="", line=""
         )
 
-    def evaluation(self, stage: str, step: int, result: Mapping[str, Any]) -> None:
-        self.console.print(_evaluation(stage, step, result), highlight=False)
+    def on_step(self, state: RunState) -> None:
+        assert self.task is not None
+        names = ("reward", "episode/return", "loss")
+        self.curve += [state.metrics[name] for name in names if name in state.metrics][:1]
+        self.bar.update(
+            self.task,
+            completed=_done(state),
+            curve=sparkline(self.curve, width=16) if self.drawn else "",
+            line=summary(state.metrics),
+        )
 
-    def note(self, text: str) -> None:
+    def on_evaluation(self, state: RunState, result: Mapping[str, Any]) -> None:
+        self.on_note(_evaluation(state.stage, state.step, result))
+
+    def on_note(self, text: str) -> None:
         self.console.print(text, highlight=False)
 
 
-def _done(step: int, metrics: Mapping[str, float]) -> int:
-    """How far a stage has come: in steps, or in those of its environments."""
-    return int(metrics.get("environment_steps", step))
+def _done(state: RunState) -> int:
+    """How far a stage has come: in steps, or in steps of its environments."""
+    return int(state.metrics.get("environment_steps", state.step))
 
 
 def _evaluation(stage: str, step: int, result: Mapping[str, Any]) -> str:
