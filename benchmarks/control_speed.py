@@ -176,10 +176,6 @@ class _Clock:
     def on_step(self, *_: object) -> None:
         self.end = time.perf_counter()
 
-    def on_evaluation(self, *_: object) -> None: ...
-
-    def on_note(self, text: str) -> None: ...
-
 
 def _toml(setting: Mapping[str, Any]) -> str:
     stage = "policy_gradient" if setting["algorithm"] == "ppo" else "q_learning"

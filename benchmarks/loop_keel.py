@@ -53,8 +53,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
     from benchmarks.loop_trl import differences, resident
     from keel.config.load import load_recipe
-    from keel.runs.reader import load
     from keel.runs.callbacks import Callback
+    from keel.runs.reader import load
     from keel.training.run import train as run
 
     clock, cpu = [0.0], [0.0]

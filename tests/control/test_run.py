@@ -22,6 +22,7 @@ from keel.config.load import load_recipe, to_toml
 from keel.config.seeds import derive
 from keel.control.evaluate import evaluate
 from keel.control.run import control, trained
+from keel.runs.callbacks import RunState
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.signals import Interrupted
@@ -173,15 +174,9 @@ def test_asked_to_stop_it_leaves_a_checkpoint(tmp_path: Path) -> None:
 class _Stopper:
     """Asks the run to stop after its third row."""
 
-    def on_stage(self, *_: object) -> None: ...
-
-    def step(self, stage: str, step: int, *_: object) -> None:
-        if step == 3:
+    def on_step(self, state: RunState) -> None:
+        if state.step == 3:
             signal.raise_signal(signal.SIGINT)
-
-    def on_evaluation(self, *_: object) -> None: ...
-
-    def on_note(self, text: str) -> None: ...
 
 
 def test_what_a_run_leaves(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import pytest
 from keel.config.load import load_recipe
 from keel.rewards.context import RewardContext
 from keel.rewards.model_scorer import which_model
+from keel.runs.callbacks import Callback
 from keel.runs.fingerprints import fingerprints
 from keel.runs.reader import load
-from keel.runs.callbacks import Callback
 from keel.training.export import export
 from keel.training.reward_evaluation import evaluate_reward_model
 from keel.training.run import train
@@ -72,11 +72,11 @@ class Place:
     def resume(self) -> list[str]:
         """From step 2; what it notes."""
         shutil.rmtree(self.run / "checkpoints" / "step-000004", ignore_errors=True)
-        watcher = Notes()
-        train(None, self.run, resume=True, callbacks=[watcher])
+        callback = Notes()
+        train(None, self.run, resume=True, callbacks=[callback])
         told = [row["text"] for row in load(self.run).events() if row["event"] == "note"]
-        assert told[-len(watcher.notes) :] == watcher.notes or not watcher.notes
-        return watcher.notes
+        assert told[-len(callback.notes) :] == callback.notes or not callback.notes
+        return callback.notes
 
 
 @pytest.fixture(scope="module")

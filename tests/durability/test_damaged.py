@@ -11,7 +11,6 @@ import pytest
 
 from keel.runs import lifecycle as opening
 from keel.runs.reader import load
-from keel.runs.callbacks import Callback
 from keel.types import KeelError
 from tests.durability.processes import keel
 from tests.durability.same import TINY, contents, one_line, same, whole

@@ -13,11 +13,11 @@ import pytest
 from keel.config.optimisation import Checkpoints
 from keel.runs import files
 from keel.runs import lifecycle as opening
+from keel.runs.callbacks import Callback, RunState
 from keel.runs.layout import RunFolder
 from keel.runs.lifecycle import declare, running
 from keel.runs.lock import locked
 from keel.runs.reader import load
-from keel.runs.callbacks import Callback, RunState
 from keel.runs.writer import Session
 from keel.types import KeelError
 from tests.runs.example import ONE, Progress, one_stage, row, two_stages
@@ -218,8 +218,8 @@ class Gone:
 def test_a_run_outlives_whoever_watches(tmp_path: Path) -> None:
     folder, gone = one_stage(tmp_path), Gone()
     with running(folder, False, [gone]) as (session, _):
-        session.watcher.stage("rl", "rl", 3, 0)
-        session.watcher.evaluation("rl", 0, {})
+        session.callbacks.stage("rl", "rl", 3, 0)
+        session.callbacks.evaluation(0, {})
         session.recorded(Progress(0, 1), {"loss": 1.0}, [], 0.5)
         session.note("still here")
     assert gone.asked == 1

@@ -12,8 +12,8 @@ import tomli_w
 
 from keel.cli.main import main
 from keel.config.load import load_recipe, load_run_recipe
-from keel.runs.reader import load
 from keel.runs.callbacks import Callback
+from keel.runs.reader import load
 from keel.training.evaluation import evaluate
 from keel.training.run import train
 from tests.durability.same import same
@@ -61,17 +61,17 @@ def test_a_recipe_without_raw_reads_plain_prompts_as_they_stand(
 ) -> None:
     run = shutil.copytree(chat_run, tmp_path / "run")
     as_earlier(run)
-    watcher = Notes()
-    train(None, run, resume=True, callbacks=[watcher])
+    callback = Notes()
+    train(None, run, resume=True, callbacks=[callback])
     # The prompts of the steps that were repeated, and all that follows from them.
     for name in ("metrics.jsonl", "rollouts/step-000004.parquet"):
         assert (run / name).read_bytes() == (chat_run / name).read_bytes()
     assert load(run).rollouts(4)[0]["prompt"] == load(chat_run).rollouts(4)[0]["prompt"]
     assert isinstance(load(run).rollouts(4)[0]["prompt"], str)
-    said = [note for note in watcher.notes if "has no key raw" in note]
+    said = [note for note in callback.notes if "has no key raw" in note]
     assert len(said) == 1
     assert "plain prompts go without the chat template" in said[0]
-    without = [note for note in watcher.notes if "has no record.json" in note]
+    without = [note for note in callback.notes if "has no record.json" in note]
     assert len(without) == 1
     assert "checkpoint step-000002" in without[0]
     assert "lacks" not in without[0]
@@ -82,9 +82,9 @@ def test_a_run_of_this_version_is_resumed_without_these_notes(
 ) -> None:
     run = shutil.copytree(chat_run, tmp_path / "run")
     shutil.rmtree(run / "checkpoints" / "step-000004")
-    watcher = Notes()
-    train(None, run, resume=True, callbacks=[watcher])
-    assert watcher.notes == []
+    callback = Notes()
+    train(None, run, resume=True, callbacks=[callback])
+    assert callback.notes == []
     same(run, chat_run)
 
 
@@ -105,9 +105,9 @@ def test_a_checkpoint_without_record_is_noted_with_the_row_that_is_missing(
     as_earlier(run)
     metrics = run / "metrics.jsonl"
     metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[1:]))
-    watcher = Notes()
-    train(None, run, resume=True, callbacks=[watcher])
-    said = [note for note in watcher.notes if "has no record.json" in note]
+    callback = Notes()
+    train(None, run, resume=True, callbacks=[callback])
+    said = [note for note in callback.notes if "has no record.json" in note]
     assert len(said) == 1
     assert said[0].endswith("; metrics.jsonl lacks the row of rl step 1")
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from keel.config.schema import Recipe
+from keel.runs.callbacks import Callback, RunState
 from keel.runs.checkpoint import damage as wrong_with
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.signals import Interrupted
-from keel.runs.callbacks import Callback, RunState
 from keel.training.run import train
 from tests.training.judged import data, labelled, ones, recipe, traces
 from tests.training.test_resume import damage, same
@@ -102,13 +102,13 @@ class Stopping(Callback):
         self.stage_name, self.number, self.at = stage, step, at
 
     def on_step(self, state: RunState) -> None:
-        self._stop("step", stage, step)
+        self._stop("step", state)
 
     def on_evaluation(self, state: RunState, result: Mapping[str, Any]) -> None:
-        self._stop("evaluation", stage, step)
+        self._stop("evaluation", state)
 
-    def _stop(self, at: str, stage: str, step: int) -> None:
-        if (at, stage, step) == (self.at, self.stage_name, self.number):
+    def _stop(self, at: str, state: RunState) -> None:
+        if (at, state.stage, state.step) == (self.at, self.stage_name, self.number):
             signal.raise_signal(signal.SIGINT)
 
 

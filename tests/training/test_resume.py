@@ -16,10 +16,10 @@ import pytest
 from safetensors.torch import load_file
 
 from keel.config.load import to_toml
+from keel.runs.callbacks import Callback, RunState
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.signals import Interrupted
-from keel.runs.callbacks import Callback, RunState
 from keel.training.run import train
 from keel.types import KeelError
 from tests.shared import ROOT
@@ -92,8 +92,8 @@ def test_resumed_ends_as_the_uninterrupted(case: str, tmp_path: Path) -> None:
     same(whole, again)
     damage(again, 0, 4)
     notes: list[str] = []
-    watcher = _Notes(notes)
-    train(None, again.path, resume=True, callbacks=[watcher])
+    callback = _Notes(notes)
+    train(None, again.path, resume=True, callbacks=[callback])
     assert "is damaged" in notes[0]
     same(whole, again)
     assert json.loads(again.run_json.read_text())["finished"] is True
@@ -117,11 +117,11 @@ class _Stop(Callback):
         self.at, self.left = step, evaluation
 
     def on_step(self, state: RunState) -> None:
-        if step == self.at:
+        if state.step == self.at:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_evaluation(self, state: RunState, result: Mapping[str, Any]) -> None:
-        if step == self.left:
+        if state.step == self.left:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -157,12 +157,6 @@ def test_a_stop_amid_the_measurement_before_the_first_step_is_saved(tmp_path: Pa
 class _Notes:
     def __init__(self, notes: list[str]) -> None:
         self.notes = notes
-
-    def on_stage(self, *_: object) -> None: ...
-
-    def on_step(self, *_: object) -> None: ...
-
-    def on_evaluation(self, *_: object) -> None: ...
 
     def on_note(self, text: str) -> None:
         self.notes.append(text)

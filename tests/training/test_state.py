@@ -28,9 +28,9 @@ from keel.learn import token_budget as budget
 from keel.learn.optimizer import AdamW
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
+from keel.runs.callbacks import Callback, Callbacks, RunState
 from keel.runs.records import Recorder
 from keel.runs.signals import Interrupt, Interrupted
-from keel.runs.callbacks import Callback, RunState
 from keel.runs.writer import Clock, Reached
 from keel.training import judged_data as rows_judged
 from keel.training import rl
@@ -105,7 +105,7 @@ class Stop(Callback):
         self.fatal = step
 
     def on_step(self, state: RunState) -> None:
-        if step == self.fatal:
+        if state.step == self.fatal:
             signal.raise_signal(signal.SIGINT)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
-from keel.analysis.terminal import curve
 from keel.analysis.progress import figure, watching
+from keel.analysis.terminal import curve
 from keel.config.load import load_recipe
 from keel.runs.callbacks import Callback
 from keel.runs.layout import RunFolder
