@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.preflight import Case, cases, half_trained, look
 from keel.config.load import load_recipe, shipped
 from keel.config.schema import RLStage
 from keel.engines.native import NativeEngine
@@ -37,6 +36,7 @@ from keel.rewards.scorer import Scorer
 from keel.training.rollout import Sampler, collect
 from keel.training.run import train
 from keel.types import KeelError
+from studies.preflight import Case, cases, half_trained, look
 from tests.shared import shared_path
 
 CASES = ("gold-format", "budget", "end-of-turn", "idle-keys", "long-prompts", "cold",

@@ -1,6 +1,6 @@
 """Tokens in training, in evaluation and through AutoTokenizer of the saved folder, by family.
 
-    python benchmarks/tokenisation.py [--prompts 1000]
+    python studies/tokenisation.py [--prompts 1000]
 
 Of each supported family a tiny random model with a byte-level tokenizer of its own is saved; the
 prompts are read by the policy's encoder, by the saved folder loaded again, and by plain

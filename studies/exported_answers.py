@@ -1,6 +1,6 @@
 """Greedy answers of an exported model in plain transformers, against what `keel eval` says of it.
 
-    python benchmarks/exported_answers.py [--families llama qwen2 ...] [--prompts 100]
+    python studies/exported_answers.py [--families llama qwen2 ...] [--prompts 100]
 
 Of each supported family a small model with a byte-level tokenizer learns two-digit sums for some
 steps, is exported, and answers held-out prompts twice: in `keel eval`, and by `generate` of the
@@ -20,10 +20,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keel
-from benchmarks.tokenisation import ONE_KV_HEAD_EACH
 from keel.models.families import FAMILIES
 from keel.models.tokenizer_round_trip import quiet
 from keel.rewards.rules import place_match
+from studies.tokenisation import ONE_KV_HEAD_EACH
 
 MAX_TOKENS = 6
 

@@ -3,7 +3,7 @@
 The package is copied to a temporary folder, one passage of one file replaced, and the tests named
 beside it run on the copy. A mutant that no test notices has survived, and the command ends with 1.
 
-    python benchmarks/mutations.py [--only TEXT] [--json FILE] [--jobs N]
+    python studies/mutations.py [--only TEXT] [--json FILE] [--jobs N]
 """
 
 from __future__ import annotations

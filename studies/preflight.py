@@ -1,6 +1,6 @@
 """The preflight's table: thirteen recipes with one planted fault each, and three that are sound.
 
-    python benchmarks/preflight.py
+    python studies/preflight.py
 
 A small policy is trained first, half-way: it ends its answers, and a third of them are right. Most
 recipes learn on from it, so that a batch says something. What a fault has as its consequence (a

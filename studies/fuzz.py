@@ -1,7 +1,7 @@
 """Bad input: recipes, rows of tasks and preferences, Parquet, tokenizers, command lines.
 
-    python benchmarks/fuzz.py --inputs 10000 --seed 0        # prints a Markdown table
-    python benchmarks/fuzz.py --inputs 500 --kinds preferences parquet
+    python studies/fuzz.py --inputs 10000 --seed 0        # prints a Markdown table
+    python studies/fuzz.py --inputs 500 --kinds preferences parquet
 
 Each input ends well, or with exit code 2 and one line, or with rows in the quarantine; a Python
 exception, a line too many, a file left behind or a row that is neither used nor left out with a

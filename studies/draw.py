@@ -1,7 +1,7 @@
 """Time of drawing a token for each of 64 rows: through torch against compiled code.
 
-    python benchmarks/draw.py [--json FILE] [--rows R] [--vocabulary V ...] [--threads N ...]
-    python benchmarks/draw.py --smoke         # tiny, in seconds
+    python studies/draw.py [--json FILE] [--rows R] [--vocabulary V ...] [--threads N ...]
+    python studies/draw.py --smoke         # tiny, in seconds
 
 Logits are normal, of standard deviation 3: top-p of 0.95 keeps some 1,400 of 32,000 tokens. The
 sides take turns; each figure is the least of several passes. Both draw the same tokens.

@@ -1,7 +1,7 @@
 """Code apart from its tests: what cheats, solutions and wrong variants get, and what it costs.
 
-    OMP_NUM_THREADS=1 python benchmarks/code_isolation.py HumanEval.jsonl.gz    # prints Markdown
-    python benchmarks/code_isolation.py HumanEval.jsonl.gz --mutants 1 --repeats 1 --problems 20
+    OMP_NUM_THREADS=1 python studies/code_isolation.py HumanEval.jsonl.gz    # prints Markdown
+    python studies/code_isolation.py HumanEval.jsonl.gz --mutants 1 --repeats 1 --problems 20
 
 Cheats (`tests/graders/cheats.py`) are judged in both isolations. Every solution of HumanEval has to
 pass. Variants of the solutions, changed in one place each (`tests/graders/mutants.py`), are first

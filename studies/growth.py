@@ -1,8 +1,8 @@
 """How time grows: against tokens, rows, group size, prompt length and model width.
 
-    python -m benchmarks.growth                      # prints a Markdown table
-    python -m benchmarks.growth --series rows group --repeats 9 --json growth.json
-    python -m benchmarks.growth --smoke              # tiny, in seconds
+    python -m studies.growth                      # prints a Markdown table
+    python -m studies.growth --series rows group --repeats 9 --json growth.json
+    python -m studies.growth --smoke              # tiny, in seconds
 
 The model is the fp32 Llama that `loop.py` has (256 wide, 6 layers), with random weights and an end
 that is never drawn. Generation is `NativeEngine.sample`, an update forward and backward

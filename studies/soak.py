@@ -5,7 +5,7 @@ each of its rows, and at instants drawn by chance: before any operation on the r
 middle of a write, after so many seconds; up to three times before it may end. What it leaves is
 compared with the whole run byte for byte: all but timings.jsonl, events.jsonl, trackers/, .lock.
 
-    python -m benchmarks.soak [--kills 300] [--seed 0] [--jobs 2] [--minutes N] [--case NAME]
+    python -m studies.soak [--kills 300] [--seed 0] [--jobs 2] [--minutes N] [--case NAME]
 
 Ends with 1 where a run differs, and keeps both folders, for `keel runs diff`.
 """

@@ -1,6 +1,6 @@
 """An outcome reward model, from scratch, on solutions of word problems that models wrote (GSM8K).
 
-    python benchmarks/reward_model_gsm8k.py --data ../shared/data/gsm8k --seeds 0 1 2
+    python studies/reward_model_gsm8k.py --data ../shared/data/gsm8k --seeds 0 1 2
 
 A Llama of 0.7 M random weights goes through one `keel train` a seed: language modelling on the
 problems and gold solutions of train.jsonl; Bradley–Terry there, gold against the same solution with
@@ -38,7 +38,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from benchmarks.gsm8k_pairs import (  # noqa: E402
+from keel.analysis.proportions import share_interval  # noqa: E402
+from keel.config.model import Model  # noqa: E402
+from keel.models.reward import load_reward_model  # noqa: E402
+from keel.models.reward_inputs import Reader  # noqa: E402
+from studies.gsm8k_pairs import (  # noqa: E402
     Array,
     Pair,
     bag_of_words,
@@ -49,10 +53,6 @@ from benchmarks.gsm8k_pairs import (  # noqa: E402
     real_pairs,
     share_of,
 )
-from keel.analysis.proportions import share_interval  # noqa: E402
-from keel.config.model import Model  # noqa: E402
-from keel.models.reward import load_reward_model  # noqa: E402
-from keel.models.reward_inputs import Reader  # noqa: E402
 
 CONTEXT = 1024
 BROKEN_HELDOUT = 300

@@ -1,7 +1,7 @@
 """TRL's own losses of comparisons, written down for the tests to be held against.
 
     pip install trl==1.16.0
-    python benchmarks/trl_preferences.py    # writes tests/objective/trl_preferences.json
+    python studies/trl_preferences.py    # writes tests/objective/trl_preferences.json
 
 Runs `RewardTrainer.compute_loss` and `DPOTrainer.compute_loss` on batches that TRL's own collators
 pad, with tiny models of random weights, and writes what went into the loss (scores, or summed
@@ -68,7 +68,7 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as folder:
         found = {
-            "made_by": f"benchmarks/trl_preferences.py with trl {VERSION}",
+            "made_by": f"studies/trl_preferences.py with trl {VERSION}",
             "reward": [reward_case(case, rows, tokenizer, folder) for case in REWARD_CASES],
             "dpo": [
                 dpo_case(case, part, tokenizer, folder)

@@ -1,6 +1,6 @@
 """A learned reward over-optimised, and held back by KL in the reward: the picture and its figures.
 
-    python benchmarks/over_optimisation.py --seeds 0 1 2 --picture docs/images/over-optimisation.png
+    python studies/over_optimisation.py --seeds 0 1 2 --picture docs/images/over-optimisation.png
 
 Each β is a whole `keel train over-optimisation` in a process of its own. The picture has the first
 seed's runs; the table has all of them, the gold reward as its mean over ten steps.

@@ -1,10 +1,10 @@
 """Process reward models, trained from nothing, on BIG-Bench Mistake: the first wrong step.
 
-    python benchmarks/reward_model_mistake.py --data ../shared/data/bigbench-mistake --seeds 0 1
+    python studies/reward_model_mistake.py --data ../shared/data/bigbench-mistake --seeds 0 1
 
 For each task, seed and fold `keel train` runs two stages of a Llama of 0.2 M random weights: `sft`
 on the right beginnings of the train traces, then `process_reward_model` on the train traces and on
-copies with a mistake that a program put in. `benchmarks/mistake_traces.py` says how they are
+copies with a mistake that a program put in. `studies/mistake_traces.py` says how they are
 written. Folds are by input and differ from seed to seed; inputs that are the same
 but for names are on one side. What is counted is how often the first step whose probability of
 being right is under 1/2 is the first wrong one (none under it: all are right), over the held-out
@@ -37,7 +37,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from benchmarks.mistake_traces import (  # noqa: E402
+from keel.analysis.proportions import share_interval  # noqa: E402
+from keel.models.loading import quiet  # noqa: E402
+from studies.mistake_traces import (  # noqa: E402
     TASKS,
     UNKNOWN,
     Trace,
@@ -46,8 +48,6 @@ from benchmarks.mistake_traces import (  # noqa: E402
     renamed,
     with_mistake,
 )
-from keel.analysis.proportions import share_interval  # noqa: E402
-from keel.models.loading import quiet  # noqa: E402
 
 TRAIN = (sys.executable, "-m", "keel", "train", "--quiet")
 SPECIAL = ("<pad>", UNKNOWN, "<end>")

@@ -1,7 +1,7 @@
 """Graders on real answers: right ones in many dressings, wrong ones in as many ways.
 
-    python benchmarks/graders.py DATA          # the folder of gsm8k/test.jsonl, math/math500.jsonl
-    python benchmarks/graders.py DATA --rows 50
+    python studies/graders.py DATA          # the folder of gsm8k/test.jsonl, math/math500.jsonl
+    python studies/graders.py DATA --rows 50
 
 `numeric_match` on GSM8K's test set and `math` on MATH-500, by the functions they go by. A false
 refusal is a gold answer in a dressing that gets 0; a false accept a wrong answer that gets 1:

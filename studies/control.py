@@ -1,7 +1,7 @@
 """Returns on classic control over seeds: a CSV a seed and evaluation, IQM and interval, the curve.
 
-    python benchmarks/control.py ppo CartPole-v1 [key=value ...] [--seeds 10] [--out DIR]
-    python benchmarks/control.py --table docs/algorithms/control
+    python studies/control.py ppo CartPole-v1 [key=value ...] [--seeds 10] [--out DIR]
+    python studies/control.py --table docs/algorithms/control
 
 Every seed is a run of `keel control` in a process of its own, on one thread. Returns are those of
 the greedy policy over `evaluation.episodes` episodes that training never sees.

@@ -1,8 +1,8 @@
 """The quickstart over seeds: what it lifts held-out accuracy by, and how long it takes.
 
-    python benchmarks/quickstart.py                          # GRPO, PPO, GSPO, wrong-sign twin
-    python benchmarks/quickstart.py --preset dapo --seeds 0  # any preset on the same task
-    python benchmarks/quickstart.py --preset rm-ppo --preset rm-grpo --preset rm-process
+    python studies/quickstart.py                          # GRPO, PPO, GSPO, wrong-sign twin
+    python studies/quickstart.py --preset dapo --seeds 0  # any preset on the same task
+    python studies/quickstart.py --preset rm-ppo --preset rm-grpo --preset rm-process
 
 Each run is a whole `keel train` in a process of its own, one after the other.
 """
@@ -33,7 +33,7 @@ CASES: dict[str, list[str]] = {
     TWIN: [
         "quickstart",
         "algorithm.advantage.kind=custom",
-        "algorithm.advantage.function=benchmarks.twin:turned",
+        "algorithm.advantage.function=studies.twin:turned",
     ],
 }
 
