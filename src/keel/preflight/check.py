@@ -21,7 +21,7 @@ from keel.config.load import Source, load_recipe
 from keel.config.schema import Recipe, RLStage, SFTStage, Stage
 from keel.config.seeds import derive
 from keel.engines.stopping import eos_ids, split_stops
-from keel.learn.loss import check_entries
+from keel.learn.custom import check_entries
 from keel.learn.optimizer import trainable
 from keel.models.kernels.build import fingerprint
 from keel.models.llama import is_alike

@@ -125,13 +125,14 @@ def test_drawing_goes_on_while_a_step_is_learned_from(
     """The update of each step but the last waits until the next one's drawing has begun, and the
     drawing until the update has."""
     drawing, learning = threading.Semaphore(0), threading.Semaphore(0)
-    real, stream = rl.improve, NativeEngine.stream
+    real, stream = rl.update_models, NativeEngine.stream
 
-    def improve(loop: Any, batch: Any, rollouts: Any, progress: Any, number: int) -> Any:
+    def update(*given: Any) -> Any:
+        loop, number = given[0], given[-1]
         if number < loop.stage.steps:
             learning.release()
             assert drawing.acquire(timeout=WAIT)
-        return real(loop, batch, rollouts, progress, number)
+        return real(*given)
 
     def streamed(self: Any, *given: Any, **keys: Any) -> Any:
         if threading.current_thread().name == "keel-ahead":
@@ -139,7 +140,7 @@ def test_drawing_goes_on_while_a_step_is_learned_from(
             assert learning.acquire(timeout=WAIT)
         return stream(self, *given, **keys)
 
-    monkeypatch.setattr(rl, "improve", improve)
+    monkeypatch.setattr(rl, "update_models", update)
     monkeypatch.setattr(NativeEngine, "stream", streamed)
     assert len(load(train(small(*KEYS, "steps=3"), tmp_path / "run").path).metrics()) == 3
 
@@ -282,7 +283,7 @@ def falls_later(completions: list[str], trainer_state: Any) -> list[float]:
 
 
 def test_a_failure_ahead_stops_the_run_before_the_step_is_saved(tmp_path: Path) -> None:
-    keys = (*AHEAD, "rewards.functions=[{function='tests.training.test_drawing:falls_later'}]")
+    keys = (*AHEAD, "rewards.functions=[{function='tests.training.test_prefetch:falls_later'}]")
     recipe = small(*keys, "checkpoints.every=1", "evaluation.prompts=0")
     with pytest.raises(KeelError, match=r"'falls_later' at step 3 .*the grader fell over"):
         train(recipe, tmp_path / "run")
@@ -312,7 +313,7 @@ def test_a_failure_of_the_update_ends_the_drawing(
             over.wait(600)
         return [1.0 / (1 + len(text)) for text in completions]
 
-    def improve(*given: Any) -> Any:
+    def update(*given: Any) -> Any:
         assert began.wait(WAIT)
         raise KeelError("the update fell over")
 
@@ -324,9 +325,9 @@ def test_a_failure_of_the_update_ends_the_drawing(
         left.append(thread.is_alive())
 
     monkeypatch.setattr(_Thread, "give_up", give_up)
-    monkeypatch.setattr(rl, "improve", improve)
-    monkeypatch.setattr("tests.training.test_drawing.falls_later", awaits if awaited else waits)
-    keys = (*AHEAD, "rewards.functions=[{function='tests.training.test_drawing:falls_later'}]")
+    monkeypatch.setattr(rl, "update_models", update)
+    monkeypatch.setattr("tests.training.test_prefetch.falls_later", awaits if awaited else waits)
+    keys = (*AHEAD, "rewards.functions=[{function='tests.training.test_prefetch:falls_later'}]")
     keys += (f"rollout.overlap_rewards={overlap}", "rewards.timeout=500", "evaluation.prompts=0")
     with pytest.raises(KeelError, match="the update fell over"):
         train(small(*keys), tmp_path / "run")
@@ -353,11 +354,11 @@ def test_a_failure_of_the_update_ends_an_answer_under_way(
         time.sleep(0.01)
         return np.empty(0, dtype=np.int64)
 
-    def improve(*given: Any) -> Any:
+    def update(*given: Any) -> Any:
         assert began.wait(WAIT)
         raise KeelError("the update fell over")
 
-    monkeypatch.setattr(rl, "improve", improve)
+    monkeypatch.setattr(rl, "update_models", update)
     monkeypatch.setattr(native._Run, "step", step)
     with pytest.raises(KeelError, match="the update fell over"):
         train(small(*KEYS, "steps=3"), tmp_path / "run")
@@ -375,7 +376,7 @@ def test_a_drawing_is_ended_at_its_next_look() -> None:
             giving_up.look()
 
     def learn() -> None:
-        with RolloutPrefetcher(draw, ahead=True).beside(2, 9):
+        with RolloutPrefetcher(draw, ahead=True).prefetch(2, 9):
             assert began.wait(WAIT)
             raise KeyboardInterrupt
 
@@ -393,7 +394,7 @@ def test_a_drawing_that_never_looks_is_left_behind(monkeypatch: pytest.MonkeyPat
         raise AssertionError
 
     def learn() -> None:
-        with RolloutPrefetcher(draw, ahead=True).beside(2, 9):
+        with RolloutPrefetcher(draw, ahead=True).prefetch(2, 9):
             assert began.wait(WAIT)
             raise KeelError("the update fell over")
 
@@ -413,9 +414,9 @@ def test_the_last_step_has_none_beside_it() -> None:
         raise AssertionError
 
     drawing = RolloutPrefetcher(draw, ahead=True)
-    with drawing.beside(10, 9):
+    with drawing.prefetch(10, 9):
         assert threads() == []
-    with RolloutPrefetcher(draw, ahead=False).beside(2, 9):
+    with RolloutPrefetcher(draw, ahead=False).prefetch(2, 9):
         assert threads() == []
     assert drawing.pending is None
 
