@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from keel.config.sampling import Rollout, SamplingSource
@@ -68,10 +68,12 @@ def sampling_plan(recipe: Recipe, stage: StageConfig) -> SamplingPlan | None:
 
 @dataclass(frozen=True, slots=True)
 class LongestPrompt:
-    """An encoded prompt; `raw` where it goes without the chat template."""
+    """An encoded prompt; `raw` where it goes without the chat template. `other` is a prompt with
+    another content, where one is known."""
 
     prompt: Prompt
     raw: bool
+    other: Prompt | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +169,10 @@ def prompted(
         away = heldout(list(tasks.values()), weights, held, encoder) if held else []
     except KeelError as error:
         stopped = str(error)
+    if longest is not None:
+        content = longest.prompt.content
+        other = next((p for p in (*away, *first) if p.content != content), None)
+        longest = replace(longest, other=other)
     kept = [data for task in tasks.values() if (data := stored(task)) is not None]
     places = [position(entry.body) for data in kept for entry in data.sides["train"].entries]
     sizes = [task.size("train") for task in tasks.values()]

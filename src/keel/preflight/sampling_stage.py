@@ -259,8 +259,11 @@ def _work(
     work, rollout = seen.work, plan.rollout
     assert seen.source is not None
     if seen.source.longest is not None:
-        prompt = seen.source.longest.prompt
+        prompt, other = seen.source.longest.prompt, seen.source.longest.other
         data = {"prompt": plain_content(prompt.content)}
+        if plan.sampling.algorithm is None and other is not None:
+            # Rows of one prompt are all on one side.
+            data["heldout"] = plain_content(other.content)
         work.longest = LongestExample(len(prompt.tokens), data, seen.source.longest.raw)
     full = own.by is not None or own.random or not batch.whole
     answers = [

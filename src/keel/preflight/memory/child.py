@@ -150,7 +150,9 @@ def run_trial(job: TrialJob) -> None:
             run_stages(recipe, replace(session, clock=monitor), Progress(stage=0), None)
         monitor.end_phase(OUTSIDE)
         monitor.emit(finished=True)
-    except Exception as error:
+    except Exception as caught:
+        # The cause is without the advice on how to resume.
+        error = caught.__cause__ if isinstance(caught.__cause__, KeelError) else caught
         line = " ".join(str(error).split())
         full = out_of_memory(error) or line.startswith("out of memory")
         kind = "" if isinstance(error, KeelError) else f"{type(error).__name__}: "

@@ -28,14 +28,17 @@ REWARD, STEP_REWARD = f"{HERE}:alternating_reward", f"{HERE}:alternating_step_re
 
 
 class LongestPrompt(BaseTask):
-    """One prompt, again and again, with its answer."""
+    """One prompt, again and again, with its answer; validation may have another prompt."""
 
     def __init__(self, name: str, example: dict[str, Any]) -> None:
         self.name = name
         self.example = example
 
     def prompt(self, side: Side, index: int) -> Prompt:
-        return Prompt(f"{self.name}/{side}/{index}", self.example["prompt"], {}, self.name)
+        content = self.example["prompt"]
+        if side == "heldout":
+            content = self.example.get("heldout", content)
+        return Prompt(f"{self.name}/{side}/{index}", content, {}, self.name)
 
     def gold(self, prompt: Prompt) -> str | None:
         answer: str | None = self.example.get("answer")
