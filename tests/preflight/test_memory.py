@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -72,6 +73,46 @@ def test_a_recipe_that_does_not_fit_is_a_finding(
     assert f"and {room / 2**30:.2f} GiB are free [out-of-memory]" in out
     assert "token_budget: lower token_budget" in out
     assert ("memory and time: 'rl' ran out of memory" in out) == (limit == 450)
+
+
+@linux
+def test_every_kind_of_stage_is_measured_with_the_models_of_earlier_ones(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    rows = [
+        {"prompt": f"{at}>", "chosen": str(at), "rejected": "1" * (at % 7 + 1)}
+        for at in range(20, 60)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"name": "sort_digits", "options": {"min_digits": 2, "max_digits": 4}}
+    sampled = {"tasks": [task], "max_tokens": 10, "train": 20, "heldout": 5}
+    place = {"functions": [{"function": "place_match"}]}
+    steps = {"functions": [{"function": "step_match"}]}
+    data = {"name": "jsonl", "path": str(path)}
+    process = {"stage": "process_reward_model"}
+    learned = [
+        {"function": "outcome", "options": {"stage": "reward_model"}},
+        {"function": "process", "options": {"stage": "process_reward_model"}},
+    ]
+    stages = [
+        {"stage": "sft", "tasks": [task]},
+        {"stage": "reward_model", "sampled": {**sampled, "rewards": place}},
+        {"stage": "reward_model", "name": "again", "base": {"stage": "reward_model"}, "data": data},
+        {**process, "sampled": {**sampled, "rewards": steps}},
+        {"stage": "dpo", "data": data},
+        {
+            "stage": "rl",
+            "algorithm": "grpo_process",
+            "tasks": [task],
+            "rollout": {"max_tokens": 10, "prompts_per_step": 4, "group_size": 3},
+            "rewards": {"functions": learned},
+        },
+    ]
+    build = load_recipe("tiny").model.model_dump()["build"]
+    report = check({"threads": 1, "model": {"build": build}, "stages": stages})
+    assert [stage.name for stage in report.stages if not stage.predicted] == []
+    assert [what for stage in report.stages for what in stage.unseen if "memory" in what] == []
+    peaks = [stage.predicted["memory"]["peak"] for stage in report.stages]
+    assert peaks == sorted(peaks)  # one process, which keeps what it has freed
 
 
 # ---------------------------------------------------------------- what the trial writes down

@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def lines(report: Report) -> Iterator[str]:
     """The report as text: what was looked at, what was found, what is predicted."""
-    yield f"{report.recipe}: looked at in {report.seconds:.1f} s, nothing trained"
+    yield f"{report.recipe}: checked in {report.seconds:.1f} s, nothing is kept"
     for stage in report.stages:
         yield ""
         yield f"{stage.name} ({stage.kind})" if stage.name != stage.kind else stage.name
@@ -67,7 +67,7 @@ def _predicted(said: Mapping[str, Any]) -> Iterator[str]:
         return
     memory = said["memory"]
     room = "" if memory["room"] is None else f" of {_size(memory['room'])} free"
-    yield f"  peak memory of a step on {memory['device']}: {_size(memory['peak'])}{room}"
+    yield f"  predicted peak memory on {memory['device']}: {_size(memory['peak'])}{room}"
     width = max(map(len, memory["phases"]), default=0)
     for name, size in memory["phases"].items():
         yield f"    {name:<{width}}  {_size(size):>9}"
