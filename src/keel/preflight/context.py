@@ -33,14 +33,15 @@ class LongestExample:
 class StageWork:
     """What a step of the stage works on, and what was timed of a part of it.
 
-    `tokens` are those of a step's sequences, `evaluated` counts the prompts of an evaluation,
-    `forecasts` are what judges elsewhere will be paid.
+    `tokens` are those of a step's `sequences`, `decoded` those of the longest completion, `scoring`
+    the seconds of its rewards; `evaluated` counts the prompts of an evaluation, `forecasts` are
+    what judges elsewhere will be paid.
     """
 
     longest: LongestExample | None = None
     tokens: int = 0
     sequences: int = 0
-    sampling: float = 0.0
+    decoded: int = 0
     scoring: float = 0.0
     evaluated: int = 0
     forecasts: list[Forecast] = field(default_factory=list)

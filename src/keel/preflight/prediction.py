@@ -19,7 +19,7 @@ from keel.preflight.memory.child import EXAMPLES
 from keel.preflight.memory.machine import available_memory
 from keel.preflight.memory.measure import StageMemory, TrialResult, out_of_memory, run_trial
 from keel.preflight.memory.process import TrialProcess
-from keel.preflight.memory.trial import trial_of
+from keel.preflight.memory.trial import Trial, trial_of
 from keel.preflight.trial_batch import Load, load_of
 
 
@@ -67,7 +67,7 @@ def predict(
                 context.unseen.append(f"memory and time: {_why_unknown(result)}")
             predicted.append({})
             continue
-        timed = _timed(context, memory, policy.checkpoint_bytes)
+        timed = _timed(context, memory, trial, policy)
         predicted.append(_as_dict(stage, memory, str(policy.device), room, timed, price))
     return predicted
 
@@ -89,16 +89,17 @@ def _why_unknown(result: TrialResult) -> str:
     return f"{stopped!r} ran out of memory" if result.full else f"{stopped!r}: {result.why}"
 
 
-def _timed(context: StageContext, memory: StageMemory, checkpoint_bytes: int) -> Timed:
-    """The trial's seconds for the tokens of a step, and those of the sampled batch."""
-    work = context.work
-    share = work.tokens / max(memory.tokens, 1.0)
+def _timed(context: StageContext, memory: StageMemory, trial: Trial, policy: PolicyFacts) -> Timed:
+    """The trial's seconds, for the tokens of a step."""
+    work, seconds = context.work, memory.seconds
+    learned = work.tokens / max(memory.tokens, 1.0)
+    sampled = work.sequences * work.decoded / max(trial.sampled_tokens(context.name), 1)
     return Timed(
-        measuring=memory.seconds.get("measure", 0.0) * share,
-        learning=memory.seconds.get("update", 0.0) * share,
-        checkpoint=checkpoint_bytes / DISK_BYTES,
+        measuring=seconds.get("measure", 0.0) * learned,
+        learning=seconds.get("update", 0.0) * learned,
+        checkpoint=policy.checkpoint_bytes / DISK_BYTES,
         sequences=work.sequences,
-        sampling=work.sampling,
+        sampling=seconds.get("rollout", 0.0) * sampled,
         scoring=work.scoring,
         evaluated=work.evaluated,
     )

@@ -280,9 +280,7 @@ def _work(
     whole = rollout.prompts_per_step * rollout.group_size
     work.tokens, work.sequences = round(mean * whole), whole
     work.scoring *= whole / max(batch.completions, 1)
-    # As long as the longest of the batch.
-    steps = max((length for _, length in answers), default=0)
-    work.sampling = steps * batch.pace.seconds(whole, rollout.max_rows)
+    work.decoded = max((length for _, length in answers), default=0)
     work.evaluated = len(seen.source.heldout_tokens)
 
 

@@ -43,6 +43,14 @@ class Trial:
     sampled: Mapping[str, int] = field(default_factory=dict)
     omitted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    def sampled_tokens(self, name: str) -> int:
+        """Tokens of all completions that a step of the stage samples; 0 where it samples none."""
+        (stage,) = (stage for stage in self.recipe.stages if stage.name == name)
+        if stage.sampling is None:
+            return 0
+        rollout = stage.sampling.rollout
+        return rollout.prompts_per_step * rollout.group_size * self.sampled[name]
+
 
 def trial_of(
     recipe: Recipe, contexts: Sequence[StageContext], load: Load, path: Path
