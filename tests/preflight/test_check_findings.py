@@ -296,21 +296,6 @@ def test_code_that_shares_its_tests_interpreter() -> None:
     assert finding.key == "rewards.functions.2.options.isolation"
 
 
-def test_a_gate_that_does_not_punish() -> None:
-    gate = RewardSource(function="format_match", gate=1.0)
-    rest = RewardSource(function="task", normalise="group")
-    assert [f.key for f in c.closed_gates(rewards(rest, gate), "rewards")] == [
-        "rewards.functions.1.closed"
-    ]
-    low = RewardSource(function="format_match", gate=1.0, closed=-2.0)
-    plain = RewardSource(function="task")
-    watching = RewardSource(function="length", weight=0.0)
-    assert list(c.closed_gates(rewards(rest, low), "rewards")) == []
-    assert list(c.closed_gates(rewards(plain, gate), "rewards")) == []
-    assert list(c.closed_gates(rewards(gate), "rewards")) == []
-    assert len(list(c.closed_gates(rewards(rest, watching, gate), "rewards"))) == 1
-
-
 def stage(**keys: object) -> RLStage:
     return RLStage.model_validate({"tasks": [{"name": "addition"}], **keys})
 

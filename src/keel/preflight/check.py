@@ -28,7 +28,7 @@ from keel.models.llama import is_alike
 from keel.models.policy import Policy, load_policy
 from keel.models.value import load_critic
 from keel.preflight.context import Figure, PolicyOrigin, StageContext
-from keel.preflight.data_stage import look_at_demonstrations, look_at_rows
+from keel.preflight.data_stage import inspect_demonstrations, inspect_preference_data
 from keel.preflight.explicit_keys import given
 from keel.preflight.finding import Finding
 from keel.preflight.findings import prompts as prompt_findings
@@ -38,7 +38,7 @@ from keel.preflight.judge_cost import over_budget
 from keel.preflight.memory.process import TrialProcess
 from keel.preflight.prediction import facts_of, predict, totals, with_judges
 from keel.preflight.prompt_stats import SamplingPlan, sampling_plan
-from keel.preflight.sampling_stage import look
+from keel.preflight.sampling_stage import inspect_sampling_stage
 from keel.preflight.unused_keys import Facts, idle_keys
 from keel.runs.trackers import check_trackers
 from keel.types import KeelError
@@ -135,16 +135,16 @@ def _stage(recipe: Recipe, number: int, policy: Policy) -> StageContext:
     except KeelError as error:
         seen.stops("before its first step", error, f"{key}trackers")
     if stage.demonstrated:
-        look_at_demonstrations(seen, recipe, cast(SFTStage, stage), policy)
+        inspect_demonstrations(seen, recipe, cast(SFTStage, stage), policy)
     if stage.records is not None:
-        look_at_rows(seen, recipe, cast(JudgingStage, stage), policy)
+        inspect_preference_data(seen, recipe, cast(JudgingStage, stage), policy)
     if stage.sampling is not None and stage.sampling.algorithm is not None:
         _inspect_rl(seen, recipe, cast(RLStage, stage), policy)
     plan = sampling_plan(recipe, stage)
     if plan is not None:
         before = [s.name for s in recipe.stages[:number] if s.trains_policy]
         own = PolicyOrigin(before[-1] if before else None, recipe.model.build is not None)
-        look(seen, recipe, stage, plan, policy, own)
+        inspect_sampling_stage(seen, recipe, stage, plan, policy, own)
         talks = seen.source is not None and seen.source.conversations
         if plan.sampling.algorithm is not None and talks:
             _end_of_turn(seen, plan, policy, f"{key}rollout")
@@ -176,7 +176,6 @@ def _settings(seen: StageContext, recipe: Recipe, stage: Stage, key: str) -> Non
     if plan is not None:
         seen.add(*setting_findings.timeouts(plan.rewards, f"{plan.key}rewards"))
         seen.add(*setting_findings.shared_interpreters(plan.rewards, f"{plan.key}rewards"))
-        seen.add(*setting_findings.closed_gates(plan.rewards, f"{plan.key}rewards"))
 
 
 def _inspect_rl(seen: StageContext, recipe: Recipe, stage: RLStage, policy: Policy) -> None:

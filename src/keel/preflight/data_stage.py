@@ -34,7 +34,7 @@ from keel.preflight.prompt_stats import (
     places_of,
     plain_content,
 )
-from keel.preflight.sampling_stage import tell_left_out, tell_prompts, tell_tokens
+from keel.preflight.sampling_stage import check_prompts, check_tokens, report_left_out
 from keel.training.judged_data import (
     label_encoder,
     of_step,
@@ -48,7 +48,7 @@ ENCODED = 2_000
 """Rows whose length is measured, evenly spread."""
 
 
-def look_at_demonstrations(
+def inspect_demonstrations(
     seen: StageContext, recipe: Recipe, stage: SFTStage, policy: Policy
 ) -> None:
     """The first step's prompts, and the demonstrations made of them."""
@@ -64,12 +64,12 @@ def look_at_demonstrations(
         validation_prompts=0, seed_name=(), first_draw=(),
     )  # fmt: skip
     plan = SamplingPlan(stage.name, prefix, sampling, seed=0, first_seed=0)
-    tell_prompts(seen, source, plan, 1, f"{prefix}prompts.max_tokens")
+    check_prompts(seen, source, plan, 1, f"{prefix}prompts.max_tokens")
     if not source.first:
         return
     key = f"{prefix}tasks.{{}}.prompt"
     words = stage.prompts.chat_template
-    tell_tokens(seen, policy.tokenizer, source.first, words, key, list(source.tasks))
+    check_tokens(seen, policy.tokenizer, source.first, words, key, list(source.tasks))
     lengths: list[int] = []
     texts: list[tuple[str, str]] = []
     raw = raw_tasks(source.tasks, stage.tasks)
@@ -106,7 +106,9 @@ def look_at_demonstrations(
     }
 
 
-def look_at_rows(seen: StageContext, recipe: Recipe, stage: JudgingStage, policy: Policy) -> None:
+def inspect_preference_data(
+    seen: StageContext, recipe: Recipe, stage: JudgingStage, policy: Policy
+) -> None:
     """The judged rows of a stage, encoded, and the model that it starts from."""
     prefix = f"{stage.name}." if len(recipe.stages) > 1 else ""
     try:
@@ -151,7 +153,7 @@ def look_at_rows(seen: StageContext, recipe: Recipe, stage: JudgingStage, policy
     _tokens(seen, base, stage, chosen, key)
     seen.learned = frozenset(place for row in sides.train for place in places(row.prompt))
     rows = len(sides.train)
-    tell_left_out(seen, sides.left_out)
+    report_left_out(seen, sides.left_out)
     seen.figures |= {
         "train rows": rows,
         "held-out rows": len(sides.heldout),
@@ -192,7 +194,7 @@ def _tokens(
     template = stage.template_keywords
     reader = Reader(base.tokenizer, None, template, raw=stage.raw)
     prompts = [_read(reader, row) for row in rows[:32]]
-    tell_tokens(seen, base.tokenizer, prompts, template, key)
+    check_tokens(seen, base.tokenizer, prompts, template, key)
     specials = [str(token) for token in base.tokenizer.all_special_tokens]
     answers = [(row.id, text) for row in rows[:ENCODED] for text in _answers(row)]
     seen.add(token_findings.special_in_answers(answers, specials, key, letters=True))

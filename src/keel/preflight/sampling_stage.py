@@ -20,7 +20,7 @@ from keel.preflight.findings import prompts as prompt_findings
 from keel.preflight.findings import samples as sample_findings
 from keel.preflight.findings import tokens as token_findings
 from keel.preflight.findings.replies import reply_holds_answer
-from keel.preflight.findings.rewards import ScoredBatch, tell_gold, tell_rewards
+from keel.preflight.findings.rewards import ScoredBatch, check_gold, check_sampled_rewards
 from keel.preflight.gold_answers import Gold, gold_of, unreadable_gold
 from keel.preflight.judge_cost import forecast_judge
 from keel.preflight.lengths import holding, quantile
@@ -34,7 +34,7 @@ from keel.training.setup import load_rewards, reward_context, scorer
 from keel.types import KeelError, Prompt, Verdict
 
 
-def look(
+def inspect_sampling_stage(
     seen: StageContext,
     recipe: Recipe,
     stage: Stage,
@@ -91,9 +91,9 @@ def look(
     if plan.rollout.max_turns > 1 and source.replies:
         seen.add(reply_holds_answer(source, plan))
     judged = ScoredBatch(batch, verdicts, gold, pairs, judging, partial=bool(waiting))
-    tell_gold(seen, plan, judged, source)
+    check_gold(seen, plan, judged, source)
     if verdicts and own.by is None:
-        tell_rewards(seen, stage, plan, judged)
+        check_sampled_rewards(seen, stage, plan, judged)
 
 
 def read_prompts(
@@ -112,11 +112,11 @@ def read_prompts(
         seen.stops("as its tasks are read", error, key)
         return None
     budget = plan.setting("max_tokens")
-    tell_prompts(seen, source, plan, rollout.max_tokens, budget)
+    check_prompts(seen, source, plan, rollout.max_tokens, budget)
     return source
 
 
-def tell_prompts(
+def check_prompts(
     seen: StageContext, source: PromptStats, plan: SamplingPlan, room: int, budget: str
 ) -> None:
     """Figures and findings of prompts; `room` tokens are the answer's, which the key `budget`
@@ -147,7 +147,7 @@ def tell_prompts(
         one.severity == "error" for one in seen.findings[before:]
     ):
         seen.stops("as its prompts are read", KeelError(source.stopped), key)
-    tell_left_out(seen, source.left_out)
+    report_left_out(seen, source.left_out)
     seen.add(
         prompt_findings.unreadable(
             source.left_out, source.stored, f"{task_key(plan, source, source.left_out)}.bad_rows"
@@ -156,7 +156,7 @@ def tell_prompts(
     )
 
 
-def tell_tokens(
+def check_tokens(
     seen: StageContext,
     tokenizer: Any,
     prompts: Sequence[Prompt],
@@ -182,7 +182,7 @@ def tell_tokens(
     seen.unread |= token_findings.unread(tokenizer, shown, template)
 
 
-def tell_left_out(seen: StageContext, left: Sequence[LeftOut]) -> None:
+def report_left_out(seen: StageContext, left: Sequence[LeftOut]) -> None:
     """How many rows are left out, by why, and the first of them."""
     if not left:
         return
@@ -204,7 +204,7 @@ def task_key(plan: SamplingPlan, source: PromptStats, left: Sequence[LeftOut]) -
 
 
 def _tokens(seen: StageContext, plan: SamplingPlan, policy: Policy, source: PromptStats) -> None:
-    tell_tokens(
+    check_tokens(
         seen, policy.tokenizer, source.first, plan.sampling.prompts.chat_template,
         f"{plan.key}tasks.{{}}.prompt", list(source.tasks),
     )  # fmt: skip

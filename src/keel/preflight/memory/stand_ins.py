@@ -27,7 +27,7 @@ TASK, ROWS = f"{HERE}:task", f"{HERE}:rows"
 REWARD, STEP_REWARD = f"{HERE}:alternating_reward", f"{HERE}:alternating_step_reward"
 
 
-class LongestPrompt(BaseTask):
+class RepeatedPrompt(BaseTask):
     """One prompt, again and again, with its answer; validation may have another prompt."""
 
     def __init__(self, name: str, example: dict[str, Any]) -> None:
@@ -45,9 +45,9 @@ class LongestPrompt(BaseTask):
         return answer
 
 
-def task(*, path: str, stage: str) -> LongestPrompt:
+def task(*, path: str, stage: str) -> RepeatedPrompt:
     """The task of a stage: its longest prompt."""
-    return LongestPrompt(stage, _example(path, stage))
+    return RepeatedPrompt(stage, _example(path, stage))
 
 
 def rows(*, path: str, stage: str, count: int) -> list[dict[str, Any]]:
