@@ -118,6 +118,10 @@ class JudgingStage(StageConfig):
         return None if self.sampled is None else self.sampled.sampling
 
     @property
+    def evaluation_interval(self) -> int:
+        return self.evaluation.every
+
+    @property
     def preference_data(self) -> PreferenceData | None:
         return self.data
 

@@ -192,6 +192,14 @@ class RLStage(StageConfig):
         return self.rollout.prompts_per_step
 
     @property
+    def passes(self) -> int:
+        return self.epochs
+
+    @property
+    def evaluation_interval(self) -> int:
+        return self.evaluation.every
+
+    @property
     def compares(self) -> bool:
         return self.algorithm.needs_groups
 

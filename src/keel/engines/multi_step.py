@@ -35,7 +35,7 @@ def steps_of(
     forward: ModelRunner, head: Head, sampling: Sampling, stops: Stops
 ) -> MultiStep | None:
     """None where a step takes more than compiled code: another pass, a head with a scale or a soft
-    cap, stop strings, a dry run; and where a token could be drawn that has no embedding."""
+    cap, stop strings; and where a token could be drawn that has no embedding."""
     fixed = forward.fixed if isinstance(forward, CompiledPass) else None
     plain = head.scale == 1.0 and head.softcap is None
     weight = compiled_weight(head) if plain else None

@@ -76,7 +76,7 @@ class NativeEngine:
         self.autocast = autocast
         self.dtype = dtype
         self.context = context_length(model)
-        self._eos = eos_ids(model, tokenizer)
+        self.eos = eos_ids(model, tokenizer)
         if model.config._attn_implementation != ATTENTION:
             install(model)
 
@@ -131,7 +131,7 @@ class NativeEngine:
             raise KeelError(f"{n} completions a prompt were asked for: ask for at least 1")
         check(sampling)
         vocabulary = int(self.model.config.get_text_config().vocab_size)
-        stops = Stops(self._eos, sampling, self.tokenizer, vocabulary)
+        stops = Stops(self.eos, sampling, self.tokenizer, vocabulary)
         limits = budgets(prompts, sampling, self.context)
         if not prompts:
             return []

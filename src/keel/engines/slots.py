@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from keel.engines.scheduler import Moves
 from keel.models.kernels.decode import PAGE
@@ -43,8 +42,7 @@ class PagePool:
         size = self._numbers * self._like.element_size()
         count = max(count, self._pages // 4)
         slab = self._like.new_empty(count, self._numbers)
-        # A dry run's tensors lie nowhere.
-        start, size = (0, 0) if isinstance(slab, FakeTensor) else (slab.data_ptr(), size)
+        start = slab.data_ptr()
         self._slabs.append(slab)
         self._pages += count
         self._free.extend(start + size * page for page in reversed(range(count)))

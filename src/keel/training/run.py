@@ -54,11 +54,11 @@ def train(
         progress = Progress(stage=0) if start is None else _begun(start, recipe)
         session.recorder.event("resumed" if resume else "started", step=progress.step)
         with keeping_stacks(session):
-            _run(recipe, session, progress, start)
+            run_stages(recipe, session, progress, start)
     return place
 
 
-def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | None) -> None:
+def run_stages(recipe: Recipe, session: Session, progress: Progress, start: Path | None) -> None:
     """Every stage from `progress` on, each from the model before it."""
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)

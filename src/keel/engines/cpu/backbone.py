@@ -21,7 +21,6 @@ import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from keel.engines.cpu.weights import block_of, heads_of, numbers_of
@@ -91,10 +90,7 @@ class CompiledPass:
         arena = Arena(sum(numbers_of(layer, dtype) for layer in backbone.layers), self._like)
         self._blocks = [block_of(n, layer, arena) for n, layer in enumerate(backbone.layers)]
         self._heads = heads_of(backbone.layers[0])
-        # A dry run has no memory to compute on: shapes alone.
-        self._dry = isinstance(self._embed, FakeTensor)
-        if not self._dry:
-            self._layers = (Layer * len(self._blocks))(*(b.pointers() for b in self._blocks))
+        self._layers = (Layer * len(self._blocks))(*(b.pointers() for b in self._blocks))
         self._beginnings = beginnings
         self._recalled: deque[list[int]] = deque()
         numbers = page_numbers(len(self._blocks), *self._heads[1:])
@@ -137,8 +133,6 @@ class CompiledPass:
         self._beginnings.hold(ended.sequence, kept.release(0))
 
     def _copy(self, source: SlotMapping, target: SlotMapping) -> None:
-        if self._dry:
-            return
         arrays = (source.page, source.place, target.page, target.place)
         shape = (len(self._blocks), *self._heads[1:], len(source.page))
         self._functions.keel_copy(*shape, *(values.ctypes.data for values in arrays))
@@ -153,9 +147,6 @@ class CompiledPass:
         x = self._embed.index_select(0, tokens)
         rows = _Rows(entering, live, self._order)
         work = self._room(len(tokens), rows)
-        if self._dry:
-            self._layer_by_layer(work, entering)
-            return x
         # The step is valid as long as what it is set to.
         homes, own = self._homes(entering, rows), self._own_pages(rows)
         self._set(x, positions, homes, own, rows)
@@ -179,10 +170,8 @@ class CompiledPass:
         return Laid(x, positions, rows.end, homes, self._answers.pages)
 
     @property
-    def fixed(self) -> Fixed | None:
-        """What is the same for every step; None in a dry run."""
-        if self._dry:
-            return None
+    def fixed(self) -> Fixed:
+        """What is the same for every step."""
         return Fixed(self, self._functions, self._layers, self._step, self._embed, self._norm)
 
     def _layer_by_layer(self, work: _Scratch, entering: Prefill) -> None:
@@ -191,14 +180,12 @@ class CompiledPass:
         split = layout.tokens
         queries, keys, _ = self._heads
         for block in self._blocks:
-            if not self._dry:
-                layer, step = addressof(self._layers[block.number]), addressof(self._step)
-                self._functions.keel_enter(layer, step)
+            layer, step = addressof(self._layers[block.number]), addressof(self._step)
+            self._functions.keel_enter(layer, step)
             if split:
                 query, key, value = work.qkv[:split].split_with_sizes((queries, keys, keys), dim=1)
                 work.seen[:split] = layout.attend_tokens(query, key, value, block.rules)
-            if not self._dry:
-                self._functions.keel_leave(layer, step)
+            self._functions.keel_leave(layer, step)
 
     def _room(self, tokens: int, rows: _Rows) -> _Scratch:
         """What the step works on: the last one's, unless that is too small or much too large."""
@@ -206,7 +193,7 @@ class CompiledPass:
         work = self._work
         if work is None or not tokens <= len(work.qkv) <= 2 * tokens or room > work.scores.shape[1]:
             self._work = work = self._new_room(tokens, 2 * room)
-            for name, tensor in vars(work).items() if not self._dry else ():
+            for name, tensor in vars(work).items():
                 setattr(self._step, name, pointer(tensor))
             self._step.threads, self._step.score_room = work.scores.shape
         return work
@@ -253,8 +240,6 @@ class CompiledPass:
         """What is the same for every step."""
         queries, keys, width = self._heads
         sizes = {"heads": queries, "shared_heads": keys, "width": width}
-        if self._dry:
-            return DecodeArguments(**sizes)
         tables = {"cos": pointer(self._cos), "sin": pointer(self._sin)}
         return DecodeArguments(hidden=self._embed.shape[1], **sizes, **tables)
 

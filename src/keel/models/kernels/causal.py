@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from keel.models.kernels.build import load
 
@@ -145,10 +144,9 @@ def forward(
     """The output (T, H, D), and the logarithms of the softmax's denominators (T, H)."""
     out, norm = query.new_empty(query.shape), query.new_empty(query.shape[:2])
     room = _room(query, plan)
-    if not isinstance(query, FakeTensor):
-        work = _work(query, key, value, plan, scaling, window, room)
-        work.out, work.norm = out.data_ptr(), norm.data_ptr()
-        _run("keel_causal", work, plan.forward)
+    work = _work(query, key, value, plan, scaling, window, room)
+    work.out, work.norm = out.data_ptr(), norm.data_ptr()
+    _run("keel_causal", work, plan.forward)
     return out, norm
 
 
@@ -164,20 +162,19 @@ def backward(
     query, key, value, out, norm = saved
     made = tuple(x.new_empty(x.shape) for x in (query, key, value))
     delta, room = torch.empty_like(norm), _room(query, plan)
-    if not isinstance(query, FakeTensor):
-        work = _work(query, key, value, plan, scaling, window, room)
-        for name, tensor in zip(
-            ("out", "norm", "grad", "delta", "d_query", "d_key", "d_value"),
-            (out, norm, grad, delta, *made),
-            strict=True,
-        ):
-            assert tensor.is_contiguous()
-            setattr(work, name, tensor.data_ptr())
-        if plan.in_one_pass(work.shared, work.threads):
-            _run("keel_causal_families", work, plan.families)
-        else:
-            _run("keel_causal_queries", work, plan.queries)
-            _run("keel_causal_keys", work, plan.keys)
+    work = _work(query, key, value, plan, scaling, window, room)
+    for name, tensor in zip(
+        ("out", "norm", "grad", "delta", "d_query", "d_key", "d_value"),
+        (out, norm, grad, delta, *made),
+        strict=True,
+    ):
+        assert tensor.is_contiguous()
+        setattr(work, name, tensor.data_ptr())
+    if plan.in_one_pass(work.shared, work.threads):
+        _run("keel_causal_families", work, plan.families)
+    else:
+        _run("keel_causal_queries", work, plan.queries)
+        _run("keel_causal_keys", work, plan.keys)
     return made[0], made[1], made[2]
 
 

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from keel.models.kernels.build import load
 
@@ -124,17 +123,16 @@ class Panels:
         self.panels = arena.take(*shape)
         self.bias = _bias(parts, places)
         self.shape = sum(outputs), inputs
-        if not isinstance(self.panels, FakeTensor):
-            rows = np.append(np.concatenate([_rows(weight) for weight in weights]), 0)[places]
-            scale = None if scale is None else scale.contiguous()
-            library(arena.dtype).keel_panels(
-                rows.ctypes.data,
-                pointer(scale),
-                len(places),
-                inputs,
-                torch.get_num_threads(),
-                pointer(self.panels),
-            )
+        rows = np.append(np.concatenate([_rows(weight) for weight in weights]), 0)[places]
+        scale = None if scale is None else scale.contiguous()
+        library(arena.dtype).keel_panels(
+            rows.ctypes.data,
+            pointer(scale),
+            len(places),
+            inputs,
+            torch.get_num_threads(),
+            pointer(self.panels),
+        )
 
     @staticmethod
     def numbers(*parts: nn.Linear, dtype: torch.dtype, gated: bool = False) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from keel.models.kernels.build import load
 
@@ -79,8 +78,7 @@ class HeadWeight:
         """W h + b of contiguous states, without gradients. A row's numbers do not depend on the
         rows beside it, nor on the number of threads."""
         product = self.of(states_RH)
-        if not isinstance(states_RH, FakeTensor):
-            self.function(byref(product.pointers()))
+        self.function(byref(product.pointers()))
         return product.out
 
     def of(self, states_RH: Float[Tensor, "R H"]) -> Product:

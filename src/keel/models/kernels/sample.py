@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from keel.models.kernels.build import load
 from keel.types import Sampling
@@ -102,6 +101,5 @@ def draw_of(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Draw:
 def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """`engines.sampler.draw` of what a `Draw` reads."""
     found = draw_of(logits, uniform, sampling)
-    if not isinstance(logits, FakeTensor):
-        library().keel_draw(byref(found.pointers()))
+    library().keel_draw(byref(found.pointers()))
     return found.tokens, found.log_probs
