@@ -29,7 +29,6 @@ from keel.models.policy import Policy, load_policy
 from keel.models.value import load_critic
 from keel.preflight.context import Figure, PolicyOrigin, StageContext
 from keel.preflight.data_stage import look_at_demonstrations, look_at_rows
-from keel.preflight.explicit_keys import given
 from keel.preflight.finding import Finding
 from keel.preflight.findings import prompts as prompt_findings
 from keel.preflight.findings import settings as setting_findings
@@ -39,7 +38,7 @@ from keel.preflight.memory.machine import machine, resident
 from keel.preflight.prediction import predict, totals, with_judges
 from keel.preflight.prompt_stats import SamplingPlan, sampling_plan
 from keel.preflight.sampling_stage import look
-from keel.preflight.unused_keys import Facts, idle_keys
+from keel.preflight.unused_keys import Facts, unused_keys
 from keel.runs.malloc import keep_freed
 from keel.runs.trackers import check_trackers
 from keel.types import KeelError
@@ -97,7 +96,6 @@ def check(
     """
     start, before = time.perf_counter(), resident() or 0
     recipe = load_recipe(source, overrides)
-    keys = given(source, overrides, recipe)
     keep_freed()
     with _threads(recipe.threads):
         policy = load_policy(recipe.model, recipe.seed)
@@ -107,9 +105,8 @@ def check(
             with_judges(predict(one, recipe, number, policy, there, price) if predicts else {}, one)
             for number, one in enumerate(seen)
         ]
-        idle = idle_keys(keys, recipe, _facts(recipe, policy, seen))
         findings = [
-            *idle,
+            *unused_keys(source, overrides, recipe, _facts(recipe, policy, seen)),
             *_of_model(recipe, policy),
             *_across(recipe, seen),
             *over_budget([forecast for stage in seen for forecast in stage.work.forecasts]),
