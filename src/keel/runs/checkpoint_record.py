@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from keel.runs import files
-from keel.runs.diff.values import changes
 from keel.runs.layout import FolderEntry, Place, RunFolder
+from keel.runs.values import changes
 from keel.types import KeelError
 
 RECORD = "record.json"
@@ -70,7 +70,7 @@ def changed(known: Recorded, recipe: Mapping[str, Any], inputs: Mapping[str, str
     return ", ".join(said[:SHOWN]) + more
 
 
-def rows_until(folder: RunFolder, last: Place) -> list[tuple[Place, bytes]]:
+def records_until(folder: RunFolder, last: Place) -> list[tuple[Place, bytes]]:
     """The whole rows of metrics.jsonl up to a place, in the order of the file.
 
     Raises:
@@ -90,7 +90,7 @@ def rows_until(folder: RunFolder, last: Place) -> list[tuple[Place, bytes]]:
             place = Place(folder.stages.index(record["stage"]), int(record["step"]))
         except (ValueError, KeyError, TypeError) as error:
             raise KeelError(
-                f"{path}:{number} is damaged ({error}): fix or delete the line, then --resume"
+                f"{path}:{number} is damaged ({error}): fix or delete the line"
             ) from error
         if place <= last:
             found.append((place, row))
@@ -107,7 +107,7 @@ def check(folder: RunFolder, newest: FolderEntry, known: Recorded) -> list[str]:
         KeelError: a row of metrics or sampled rows from before the checkpoint are missing or
             changed.
     """
-    rows = rows_until(folder, newest.place)
+    rows = records_until(folder, newest.place)
     if hashlib.sha256(b"".join(row for _, row in rows)).hexdigest() != known.metrics:
         odd, what = _odd(folder, newest, [place for place, _ in rows])
         raise KeelError(f"{folder.metrics} {what}: {_way_out(folder, odd)}")
@@ -128,7 +128,7 @@ def odd_row(folder: RunFolder, newest: FolderEntry) -> str | None:
 
     Nothing else can be compared with a checkpoint that has no record.
     """
-    odd, what = _odd(folder, newest, [place for place, _ in rows_until(folder, newest.place)])
+    odd, what = _odd(folder, newest, [place for place, _ in records_until(folder, newest.place)])
     return None if odd is None else f"{folder.metrics.name} {what}"
 
 

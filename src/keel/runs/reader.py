@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keel.runs.layout import FolderEntry, Place, RunFolder
+from keel.runs.rollouts import read_table
 from keel.runs.run_json import read_run_json
 from keel.types import KeelError
 
@@ -86,22 +87,12 @@ class Run:
         Raises:
             KeelError: the step has none, or the file is damaged.
         """
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         path = self.folder.rollouts(self._stage_of_rollouts(stage), step)
         if not path.is_file():
             raise KeelError(
                 f"no rollouts of step {step} in {self.folder.path}: {path} is not there"
             )
-        try:
-            rows: list[Record] = pq.read_table(
-                path, use_threads=False, pre_buffer=False, page_checksum_verification=True
-            ).to_pylist()
-        except (OSError, pa.ArrowException) as error:
-            raise KeelError(
-                f"cannot read {path}: {' '.join(str(error).split())}: leave this step out"
-            ) from error
+        rows: list[Record] = read_table(path).to_pylist()
         for row in rows:
             if row.pop("prompt_format") == "messages":
                 row["prompt"] = json.loads(row["prompt"])

@@ -170,7 +170,7 @@ def truncate_after(folder: RunFolder, stage: int, step: int) -> None:
 
 
 def _truncate_rows(folder: RunFolder, keep_to: Place) -> None:
-    kept = b"".join(row for _, row in recorded.rows_until(folder, keep_to))
+    kept = b"".join(row for _, row in recorded.records_until(folder, keep_to))
     if folder.metrics.exists() and len(kept) < folder.metrics.stat().st_size:
         files.write_bytes(folder.metrics, kept)
 

@@ -6,13 +6,14 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from keel.runs.encoding import clean_text, plain
-from keel.types import Content, FinishReason, Step
+from keel.types import Content, FinishReason, KeelError, Step
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -113,6 +114,30 @@ def encode(stage: str, step: int, rows: Sequence[RolloutRow]) -> bytes:
     made = table(stage, step, rows)
     pq.write_table(made, buffer, compression="zstd", write_page_checksum=True)
     return buffer.getvalue()
+
+
+def read_table(path: Path) -> pa.Table:
+    """The table of a rollouts file.
+
+    Raises:
+        KeelError: it is damaged or cannot be read.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        # In this thread only: an error in a thread of pyarrow can end the process.
+        found = pq.read_table(
+            pa.BufferReader(path.read_bytes()),
+            use_threads=False,
+            pre_buffer=False,
+            page_checksum_verification=True,
+        )
+        found.validate(full=True)
+    except (OSError, pa.ArrowException) as error:
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise KeelError(f"cannot read {path}: {why}: delete this file") from error
+    return found
 
 
 def _format(content: Content) -> str:
