@@ -13,7 +13,7 @@ CHILD = """
 import sys
 import numpy
 from keel.preflight.memory.heap import heap
-from keel.runs.malloc import keep_freed
+from keel.runs.process import keep_freed
 
 if "keep" in sys.argv:
     assert keep_freed()

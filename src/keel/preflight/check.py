@@ -39,7 +39,7 @@ from keel.preflight.prediction import predict, totals, with_judges
 from keel.preflight.prompt_stats import SamplingPlan, sampling_plan
 from keel.preflight.sampling_stage import look
 from keel.preflight.unused_keys import Facts, unused_keys
-from keel.runs.malloc import keep_freed
+from keel.runs.process import keep_freed
 from keel.runs.trackers import check_trackers
 from keel.types import KeelError
 

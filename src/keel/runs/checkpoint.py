@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -83,13 +82,13 @@ def damage(path: Path) -> str | None:
                 return f"{name} is missing"
             if file.stat().st_size != facts["bytes"]:
                 return f"{name} has {file.stat().st_size} bytes, not {facts['bytes']}"
-            if _sha256(file) != facts["sha256"]:
+            if files.sha256(file) != facts["sha256"]:
                 return f"{name} differs from its checksum"
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except OSError as error:
         if error.errno not in BROKEN:
-            raise KeelError(f"cannot read {path}: {error.strerror}: mend the folder") from error
+            raise KeelError(f"cannot read {path}: {error.strerror}: fix the folder") from error
         return f"cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is damaged"
@@ -180,7 +179,7 @@ def _finish(folder: Path, name: str, stop: bool) -> None:
     listed = {
         path.relative_to(folder).as_posix(): {
             "bytes": path.stat().st_size,
-            "sha256": _sha256(path),
+            "sha256": files.sha256(path),
         }
         for path in found
     }
@@ -204,11 +203,6 @@ def _put(aside: Path, target: Path) -> None:
     files.sync_folder(target.parent)
     if old.exists():
         files.remove(old)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---------------------------------------------------------------- state

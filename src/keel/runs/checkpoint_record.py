@@ -54,12 +54,6 @@ def read(checkpoint: Path) -> Recorded | None:
         ) from error
 
 
-def sha256(path: Path) -> str:
-    """Of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def changed(known: Recorded, recipe: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     """What of recipe and inputs differs from what a checkpoint was made with; empty: nothing."""
     said = [f"{c.name} = {c.b} (was {c.a})" for c in changes(known.recipe, recipe)]
@@ -76,24 +70,14 @@ def records_until(folder: RunFolder, last: Place) -> list[tuple[Place, bytes]]:
     Raises:
         KeelError: a row is not readable.
     """
-    path = folder.metrics
-    if not path.exists():
-        return []
-    with files.told(path, "read"):
-        lines = path.read_bytes().splitlines(keepends=True)
     found = []
-    for number, row in enumerate(lines, start=1):
-        if not row.endswith(b"\n"):  # torn by the end of the process that wrote it
-            continue
+    for number, line, record in files.read_jsonl(folder.metrics):
         try:
-            record = json.loads(row)
             place = Place(folder.stages.index(record["stage"]), int(record["step"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise KeelError(
-                f"{path}:{number} is damaged ({error}): fix or delete the line"
-            ) from error
+            raise files.damaged_line(folder.metrics, number, error) from error
         if place <= last:
-            found.append((place, row))
+            found.append((place, line))
     return found
 
 
@@ -114,7 +98,7 @@ def check(folder: RunFolder, newest: FolderEntry, known: Recorded) -> list[str]:
     lost = []
     for name, digest in known.files.items():
         path = folder.path / name
-        if path.is_file() and sha256(path) == digest:
+        if path.is_file() and files.sha256(path) == digest:
             continue
         what = "is damaged" if path.is_file() else "is missing"
         if path.parent != folder.rollouts_folder:

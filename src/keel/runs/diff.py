@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile, zip_longest
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from keel.runs import checkpoint
+from keel.runs import checkpoint, files
 from keel.runs.checkpoint_record import records_until
 from keel.runs.layout import Place, RunFolder
 from keel.runs.reader import Run
@@ -192,9 +192,10 @@ class _Comparison:
             a, b = (folder.rows(stage, side) for folder in self.folders)
             if a.exists() and b.exists() and not _same_bytes(a, b):
                 file = a.relative_to(self.folders[0].path).as_posix()
-                lines = zip_longest(_lines(a), _lines(b))
-                for number, (x, y) in enumerate(lines, start=1):
-                    found = tuple(changes(x or {}, y or {}, f"line {number}"))
+                lines = zip_longest(files.read_jsonl(a), files.read_jsonl(b))
+                for x, y in lines:
+                    number, left, right = (x or y)[0], x[2] if x else {}, y[2] if y else {}
+                    found = tuple(changes(left, right, f"line {number}"))
                     if found:
                         yield FirstDifference(stage, 0, "samples", file, found)
 
@@ -251,14 +252,6 @@ class _Comparison:
 
 def _same_bytes(a: Path, b: Path) -> bool:
     return a.is_file() and b.is_file() and filecmp.cmp(a, b, shallow=False)
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            yield dict(json.loads(line))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise KeelError(f"{path}:{number} is damaged ({error}): fix it") from error
 
 
 def _json_safe(value: Any) -> Any:
@@ -369,7 +362,8 @@ def _compare_state(a: Path, b: Path) -> Iterator[Change]:
     return changes(json.loads(a.read_bytes()), json.loads(b.read_bytes()))
 
 
-class _Tensor(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tensor:
     kind: str
     shape: tuple[int, ...]
     data: npt.NDArray[np.uint8]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from keel.types import KeelError
 
@@ -153,6 +156,36 @@ def remove(path: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    """Number (from 1), bytes and JSON object of each line of a file; none where there is no file.
+
+    A last line without its end, which is being written or whose process ended, is left out.
+
+    Raises:
+        KeelError: the file cannot be read, or a line is damaged.
+    """
+    with told(path, "read"):
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            record = dict(json.loads(line))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise damaged_line(path, number, error) from error
+        yield number, line, record
+
+
+def damaged_line(path: Path, number: int, error: Exception) -> KeelError:
+    return KeelError(f"{path}:{number} is damaged ({error}): fix or delete this line")
 
 
 def make_folder(path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.config.entry import source_of
-from keel.runs.checkpoint_record import sha256
+from keel.runs.files import sha256
 
 _ENTRY = re.compile(r"(?P<place>[\w./~-]+):[A-Za-z_][\w.]*")
 """`module:function`, or `path/to/file.py:function`."""

@@ -22,8 +22,7 @@ from keel.runs.layout import FolderEntry, RunFolder, make_free, make_next, stage
 from keel.runs.lock import locked, refuse_if_taken
 from keel.runs.records import Recorder, truncate_after, update_run_json
 from keel.runs.signals import catching
-from keel.runs.watcher import Silent, Watcher
-from keel.runs.writer import Reached, Session
+from keel.runs.writer import Reached, Session, Silent, Watcher
 from keel.types import KeelError
 
 RUNS = "runs"
@@ -204,7 +203,7 @@ def _compare(
     if known is not None:
         return dict(known.files), recorded.check(place, start, known)
     before = [entry.path for entry in place.list_rollouts() if entry.place <= start.place]
-    return {f"rollouts/{path.name}": recorded.sha256(path) for path in before}, []
+    return {f"rollouts/{path.name}": files.sha256(path) for path in before}, []
 
 
 def _without_record(place: RunFolder, start: FolderEntry) -> str:

@@ -126,7 +126,7 @@ class Recorder:
         for name in self.folder.stages[: stage + 1]:
             for path in (self.folder.rows(name, side) for side in sides):
                 if path.is_file() and self._name(path) not in self._known:
-                    self._known[self._name(path)] = recorded.sha256(path)
+                    self._known[self._name(path)] = files.sha256(path)
         digest = self._digest.hexdigest()
         with files.told(checkpoint):
             Recorded(self._recipe, self._inputs, digest, self._known).write(checkpoint)

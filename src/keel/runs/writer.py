@@ -1,4 +1,4 @@
-"""A run while it is written: rows, rollouts, checkpoints, trackers, and the one who watches."""
+"""Writes a run: records, rollouts, checkpoints, trackers, and what a watcher shows of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,38 @@ from keel.runs.records import Recorder, update_run_json
 from keel.runs.rollouts import RolloutRow
 from keel.runs.signals import Interrupt
 from keel.runs.trackers import Tracker
-from keel.runs.watcher import Watcher
+
+
+class Watcher(Protocol):
+    """Shows the progress of a run: a terminal, a log, or nothing."""
+
+    def stage(self, name: str, kind: str, steps: int, done: int) -> None:
+        """A stage begins, `done` of its steps already taken."""
+        ...
+
+    def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+        """A step is finished and recorded."""
+        ...
+
+    def evaluation(self, stage: str, step: int, result: Mapping[str, Any]) -> None:
+        """The validation split was evaluated after this step."""
+        ...
+
+    def note(self, text: str) -> None:
+        """One line worth knowing."""
+        ...
+
+
+class Silent:
+    """Shows nothing."""
+
+    def stage(self, name: str, kind: str, steps: int, done: int) -> None: ...
+
+    def step(self, stage: str, step: int, metrics: Mapping[str, float], seconds: float) -> None: ...
+
+    def evaluation(self, stage: str, step: int, result: Mapping[str, Any]) -> None: ...
+
+    def note(self, text: str) -> None: ...
 
 
 class RunProgress(Protocol):
