@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, and known to be whole. No pickle is ever read or written."""
+"""Checkpoints, written completely or not at all and verified by checksums. Without pickle."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def check_model(path: Path) -> None:
 
 
 def size(path: Path) -> int:
-    """The bytes that a checkpoint takes."""
+    """The size of a checkpoint in bytes."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
@@ -153,7 +153,7 @@ def prune(folder: RunFolder, keep: int, protect: Collection[Path] = ()) -> list[
 
 
 def bring_back(folder: RunFolder) -> None:
-    """Gives checkpoints their names back that a process died over while it replaced them.
+    """Restores checkpoints whose process died while it replaced them.
 
     Only the process that holds the run folder's lock may call this.
     """
@@ -166,7 +166,7 @@ def bring_back(folder: RunFolder) -> None:
 
 
 def _of_a_stop(path: Path) -> bool:
-    """Whether only a stop left this checkpoint."""
+    """Whether this checkpoint was written only because the run was stopped."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
     except (OSError, ValueError):
@@ -193,7 +193,7 @@ def _finish(folder: Path, name: str, stop: bool) -> None:
 
 
 def _put(aside: Path, target: Path) -> None:
-    """Renames; a checkpoint in the way steps aside first."""
+    """Renames; a checkpoint of that name is renamed first and then deleted."""
     old = target.with_name(_REPLACED + target.name)
     if old.exists():
         files.remove(old)

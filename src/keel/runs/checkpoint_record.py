@@ -1,4 +1,4 @@
-"""What a checkpoint knows of its run: its recipe and inputs, and the rows and rollouts before it.
+"""The record in a checkpoint: the run's recipe and inputs, and its metrics and rollouts so far.
 
 `record.json` in a checkpoint:
 
@@ -24,7 +24,7 @@ from keel.types import KeelError
 
 RECORD = "record.json"
 SHOWN = 3
-"""Differences that are named one by one."""
+"""Differences that a message lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Recorded:
     files: Mapping[str, str]
 
     def write(self, checkpoint: Path) -> None:
-        """Into a checkpoint that is being written."""
+        """Write record.json into a checkpoint that is being written."""
         text = json.dumps(asdict(self), ensure_ascii=False, indent=1, sort_keys=True)
         (checkpoint / RECORD).write_text(text + "\n", "utf-8")
 
@@ -55,7 +55,7 @@ def read(checkpoint: Path) -> Recorded | None:
 
 
 def changed(known: Recorded, recipe: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
-    """What of recipe and inputs differs from what a checkpoint was made with; empty: nothing."""
+    """How recipe and inputs differ from those of a checkpoint; empty if they do not."""
     said = [f"{c.name} = {c.b} (was {c.a})" for c in changes(known.recipe, recipe)]
     # A name that only one of them has is a change of the recipe.
     both = sorted(known.inputs.keys() & inputs.keys())
@@ -65,10 +65,10 @@ def changed(known: Recorded, recipe: Mapping[str, Any], inputs: Mapping[str, str
 
 
 def records_until(folder: RunFolder, last: Place) -> list[tuple[Place, bytes]]:
-    """The whole rows of metrics.jsonl up to a place, in the order of the file.
+    """The complete records of metrics.jsonl up to a place, in the order of the file.
 
     Raises:
-        KeelError: a row is not readable.
+        KeelError: a record is damaged.
     """
     found = []
     for number, line, record in files.read_jsonl(folder.metrics):
@@ -131,7 +131,7 @@ def _odd(
 
 
 def _way_out(folder: RunFolder, odd: Place | None) -> str:
-    """How to go on where what was recorded of a step is gone."""
+    """How to continue where the record of a step is lost."""
     later = [e for e in folder.list_checkpoints() if odd is None or e.place >= odd]
     which = later[0].path.name
     if len(later) > 1:

@@ -21,14 +21,14 @@ ASIDE = ".tmp-"
 _HELD: dict[Path, tuple[Path, int, int]] = {}
 """The folders that this process writes, and a file in each with its device and inode."""
 _IN_TEXT = re.compile(r"\(os error (\d+)\)")
-"""How libraries written in Rust (safetensors, tokenizers) tell of an operating system error."""
+"""How libraries written in Rust (safetensors, tokenizers) report an operating system error."""
 
 
 @contextmanager
 def told(path: Path, doing: str = "write") -> Iterator[None]:
-    """Turns an operating system error into one line that names the path and the mend.
+    """Turns an operating system error into one line that names the path and what to check.
 
-    Refuses to begin below a `held` folder that is gone.
+    Raises KeelError at once below a `held` folder that is gone.
     """
     present(path)
     try:
@@ -44,7 +44,7 @@ def told(path: Path, doing: str = "write") -> Iterator[None]:
 
 
 def os_error(error: BaseException) -> OSError | None:
-    """The operating system's error that an exception is, or tells of."""
+    """The operating system's error that an exception is, or reports in its text."""
     if isinstance(error, OSError):
         return error
     found = None if isinstance(error, KeelError) else _IN_TEXT.search(str(error))
@@ -145,7 +145,7 @@ def write_text(path: Path, content: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Deletes a file or folder; a folder leaves its name in one instant, then its content goes."""
+    """Deletes a file or folder; a folder is renamed first, so that no part of it is left there."""
     with told(path, "remove"):
         if path.is_dir() and not path.is_symlink():
             if not path.name.startswith(ASIDE):
@@ -195,7 +195,7 @@ def make_folder(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Deletes what interrupted writes left in a folder; returns what went.
+    """Deletes what interrupted writes left in a folder; returns the deleted paths.
 
     Only the process that holds the run folder's lock may call this.
     """

@@ -26,11 +26,11 @@ EXTRA = "extra/"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutRow:
-    """One completion and what became of it. All arrays have the completion's length in tokens.
+    """One completion with its results. All arrays have the completion's length in tokens.
 
     `group` counts the groups of the step from 0. `log_probs` are the engine's, `old_log_probs`
-    those that the ratio divides by; None where nobody computed them (a group that was dropped).
-    `advantages` is 0 where `written` is false. `reward` is None where no reward spoke. `steps` are
+    those that the ratio divides by; None where they were not computed (a dropped group).
+    `advantages` is 0 where `written` is false. `reward` is None without any reward. `steps` are
     the rewards of steps, `outcome` the part of the reward that is of the whole answer, where the
     advantage has one (None: it does not).
     """

@@ -1,4 +1,4 @@
-"""run.json: what a run says of itself, read with the shape that its readers need. Torch-free."""
+"""run.json: metadata and results of a run, validated when read. Torch-free."""
 
 from __future__ import annotations
 
