@@ -136,7 +136,8 @@ def read_table(path: Path) -> pa.Table:
         found.validate(full=True)
     except (OSError, pa.ArrowException) as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise KeelError(f"cannot read {path}: {why}: delete this file") from error
+        hint = "leave this step out, or delete the file"
+        raise KeelError(f"cannot read {path}: {why}: {hint}") from error
     return found
 
 
