@@ -46,7 +46,7 @@ def recipe(job: dict[str, Any]) -> dict[str, Any]:
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
     """Tokens, seconds (also of the CPU, and of each phase) of each step; the most memory."""
-    from keel.runs.openmp import sleep_soon
+    from keel.runs.process import sleep_soon
 
     sleep_soon()  # as `keel train`
     import torch
@@ -54,7 +54,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     from benchmarks.loop_trl import differences, resident
     from keel.config.load import load_recipe
     from keel.runs.reader import load
-    from keel.runs.watcher import Silent
+    from keel.runs.writer import Silent
     from keel.training.run import train as run
 
     clock, cpu = [0.0], [0.0]

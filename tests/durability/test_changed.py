@@ -15,7 +15,7 @@ from keel.rewards.context import RewardContext
 from keel.rewards.model_scorer import which_model
 from keel.runs.fingerprints import fingerprints
 from keel.runs.reader import load
-from keel.runs.watcher import Silent
+from keel.runs.writer import Silent
 from keel.training.export import export
 from keel.training.reward_evaluation import evaluate_reward_model
 from keel.training.run import train

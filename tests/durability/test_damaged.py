@@ -11,7 +11,7 @@ import pytest
 
 from keel.runs import lifecycle as opening
 from keel.runs.reader import load
-from keel.runs.watcher import Silent
+from keel.runs.writer import Silent
 from keel.types import KeelError
 from tests.durability.processes import keel
 from tests.durability.same import TINY, contents, one_line, same, whole

@@ -21,7 +21,7 @@ from keel.runs import lifecycle as opening
 from keel.runs.checkpoint import damage, newest_whole, prune, writing
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.runs.watcher import Silent
+from keel.runs.writer import Silent
 from keel.types import KeelError
 from tests.runs.example import ONE, Progress, one_stage, two_stages
 

@@ -14,7 +14,7 @@ import sys
 
 import numpy
 
-from keel.runs.malloc import keep_freed
+from keel.runs.process import keep_freed
 
 
 class Info(ctypes.Structure):  # glibc's struct mallinfo2

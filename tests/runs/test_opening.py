@@ -17,8 +17,7 @@ from keel.runs.layout import RunFolder
 from keel.runs.lifecycle import declare, running
 from keel.runs.lock import locked
 from keel.runs.reader import load
-from keel.runs.watcher import Silent
-from keel.runs.writer import Session
+from keel.runs.writer import Session, Silent
 from keel.types import KeelError
 from tests.runs.example import ONE, Progress, one_stage, row, two_stages
 

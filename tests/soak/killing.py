@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from keel.config.load import to_toml
 from keel.config.schema import Recipe
-from keel.runs.watcher import Silent
+from keel.runs.writer import Silent
 
 Kind = Literal["row", "operation", "second", "byte"]
 

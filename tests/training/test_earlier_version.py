@@ -13,7 +13,7 @@ import tomli_w
 from keel.cli.main import main
 from keel.config.load import load_recipe, load_run_recipe
 from keel.runs.reader import load
-from keel.runs.watcher import Silent
+from keel.runs.writer import Silent
 from keel.training.evaluation import evaluate
 from keel.training.run import train
 from tests.durability.same import same
@@ -110,20 +110,6 @@ def test_a_checkpoint_without_record_is_noted_with_the_row_that_is_missing(
     said = [note for note in watcher.notes if "has no record.json" in note]
     assert len(said) == 1
     assert said[0].endswith("; metrics.jsonl lacks the row of rl step 1")
-
-
-def test_evaluations_without_a_stage_are_converted_on_resume(
-    chat_run: Path, tmp_path: Path
-) -> None:
-    """An earlier version wrote {before, after}; the end is as if the run was of this version."""
-    run = shutil.copytree(chat_run, tmp_path / "run")
-    shutil.rmtree(run / "checkpoints" / "step-000004")
-    whole = json.loads((run / "run.json").read_text())
-    assert whole["evaluation"]["rl"].keys() == {"before", "after"}
-    whole |= {key: whole[key]["rl"] for key in ("evaluation", "examples")}
-    (run / "run.json").write_text(json.dumps(whole))
-    train(None, run, resume=True)
-    same(run, chat_run)
 
 
 def test_a_run_json_of_another_shape_stops_a_resume_in_one_line(

@@ -16,7 +16,7 @@ from keel.runs.checkpoint import damage as wrong_with
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.signals import Interrupted
-from keel.runs.watcher import Silent
+from keel.runs.writer import Silent
 from keel.training.run import train
 from tests.training.judged import data, labelled, ones, recipe, traces
 from tests.training.test_resume import damage, same

@@ -19,7 +19,7 @@ from keel.config.load import to_toml
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.signals import Interrupted
-from keel.runs.watcher import Silent
+from keel.runs.writer import Silent
 from keel.training.run import train
 from keel.types import KeelError
 from tests.shared import ROOT

@@ -30,8 +30,7 @@ from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
 from keel.runs.records import Recorder
 from keel.runs.signals import Interrupt, Interrupted
-from keel.runs.watcher import Silent
-from keel.runs.writer import Clock, Reached
+from keel.runs.writer import Clock, Reached, Silent
 from keel.training import judged_data as rows_judged
 from keel.training import rl
 from keel.training import supervised as fit

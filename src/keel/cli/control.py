@@ -13,7 +13,7 @@ from keel.config.control import ControlRecipe
 from keel.config.control_load import load_control
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.runs.watcher import Watcher
+from keel.runs.writer import Watcher
 from keel.types import KeelError
 
 

@@ -16,7 +16,7 @@ from keel.cli.progress import figure, watching
 from keel.config.load import load_recipe
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.runs.watcher import Watcher
+from keel.runs.writer import Watcher
 from keel.types import KeelError
 
 

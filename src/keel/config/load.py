@@ -15,9 +15,9 @@ from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Row
 from keel.config.address import gather, layer
 from keel.config.errors import explain_validation
-from keel.config.objective import LEARNED
 from keel.config.schema import Recipe
 from keel.config.secrets import wrong_secret
+from keel.config.sources import LEARNED
 from keel.config.suggest import nearest, unknown
 from keel.types import KeelError
 
@@ -125,12 +125,18 @@ def _folder() -> Any:
     return resources.files("keel.config") / "recipes"
 
 
-def _read(source: Source, seen: tuple[str, ...] = ()) -> dict[str, Any]:
+def read_own(source: Source) -> tuple[dict[str, Any], str]:
+    """The keys of a recipe itself, without those of the recipe that it extends; and its name in
+    errors."""
     if isinstance(source, Mapping):
-        data, label = dict(source), "recipe"
-    else:
-        label = str(source)
-        data = parse_toml(_text(label), label)
+        return dict(source), "recipe"
+    label = str(source)
+    return parse_toml(_text(label), label), label
+
+
+def _read(source: Source, seen: tuple[str, ...] = ()) -> dict[str, Any]:
+    data, label = read_own(source)
+    if not isinstance(source, Mapping):
         data.setdefault("name", Path(label).name.removesuffix(".toml"))
     base = data.pop("extends", None)
     if base is None:

@@ -25,8 +25,7 @@ from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.records import update_run_json
 from keel.runs.signals import Interrupted
-from keel.runs.watcher import Silent, Watcher
-from keel.runs.writer import Session
+from keel.runs.writer import Session, Silent, Watcher
 from keel.types import KeelError
 
 REPORTED = ("keel-rl", "gymnasium", "torch", "numpy")

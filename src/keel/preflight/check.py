@@ -29,7 +29,6 @@ from keel.models.policy import Policy, load_policy
 from keel.models.value import load_critic
 from keel.preflight.context import Figure, PolicyOrigin, StageContext
 from keel.preflight.data_stage import inspect_demonstrations, inspect_preference_data
-from keel.preflight.explicit_keys import given
 from keel.preflight.finding import Finding
 from keel.preflight.findings import prompts as prompt_findings
 from keel.preflight.findings import settings as setting_findings
@@ -39,7 +38,7 @@ from keel.preflight.memory.process import TrialProcess
 from keel.preflight.prediction import facts_of, predict, totals, with_judges
 from keel.preflight.prompt_stats import SamplingPlan, sampling_plan
 from keel.preflight.sampling_stage import inspect_sampling_stage
-from keel.preflight.unused_keys import Facts, idle_keys
+from keel.preflight.unused_keys import Facts, unused_keys
 from keel.runs.trackers import check_trackers
 from keel.types import KeelError
 
@@ -97,11 +96,10 @@ def check(
     """
     start = time.perf_counter()
     recipe = load_recipe(source, overrides)
-    keys = given(source, overrides, recipe)
     with _threads(recipe.threads):
         policy = load_policy(recipe.model, recipe.seed)
         seen = [_stage(recipe, number, policy) for number in range(len(recipe.stages))]
-        of_keys = idle_keys(keys, recipe, _facts(recipe, policy, seen))
+        of_keys = unused_keys(source, overrides, recipe, _facts(recipe, policy, seen))
         of_model = list(_of_model(recipe, policy))
         facts = facts_of(policy)
     del policy  # the trial has one of its own

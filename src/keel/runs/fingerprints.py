@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.config.entry import source_of
-from keel.runs.checkpoint_record import sha256
+from keel.runs.files import sha256
 
 _ENTRY = re.compile(r"(?P<place>[\w./~-]+):[A-Za-z_][\w.]*")
 """`module:function`, or `path/to/file.py:function`."""
@@ -27,7 +27,7 @@ def fingerprints(recipe: Mapping[str, Any]) -> dict[str, str]:
         try:
             digest = _fingerprint(key, value)
         except (Exception, SystemExit):  # of a user's package, which is imported here
-            continue  # whoever reads it says what is wrong with it
+            continue  # reading it reports what is wrong
         if digest is not None:
             found[f"{key} ({value})"] = digest
     return found
@@ -61,7 +61,7 @@ def _fingerprint(key: str, value: str) -> str | None:
 
 
 def _of_files(folder: Path, paths: Iterable[Path]) -> str:
-    """Of the names and contents of files of a folder."""
+    """The fingerprint of the names and contents of files of a folder."""
     digest = hashlib.sha256()
     for path in sorted(paths):
         if path.is_file():

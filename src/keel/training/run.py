@@ -14,12 +14,11 @@ from keel.models.policy import load_policy
 from keel.runs import checkpoint
 from keel.runs import lifecycle as opening
 from keel.runs.layout import RunFolder
-from keel.runs.malloc import keep_freed
+from keel.runs.process import keep_freed
 from keel.runs.records import update_run_json
 from keel.runs.signals import Interrupt, Interrupted
 from keel.runs.trackers import open_trackers
-from keel.runs.watcher import Silent, Watcher
-from keel.runs.writer import Session
+from keel.runs.writer import Session, Silent, Watcher
 from keel.training.later_stages import look_ahead
 from keel.training.leakage import leaks
 from keel.training.non_finite import keeping_stacks

@@ -25,8 +25,7 @@ from keel.learn.token_budget import out_of_memory
 from keel.preflight.memory.machine import PROC, resident_memory
 from keel.preflight.memory.stand_ins import full_length
 from keel.runs import lifecycle
-from keel.runs.watcher import Silent
-from keel.runs.writer import Clock, Session
+from keel.runs.writer import Clock, Session, Silent
 from keel.training.run import run_stages
 from keel.training.state import Progress
 from keel.types import KeelError
