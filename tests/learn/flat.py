@@ -11,7 +11,7 @@ from torch import Tensor
 from keel.algorithms.spec import Algorithm
 from keel.learn.batch import Batch
 from keel.learn.loss import loss, prepare
-from keel.models.scores import Scores
+from keel.models.head import Scores
 
 PROMPT = 2
 

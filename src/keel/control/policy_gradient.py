@@ -32,7 +32,7 @@ from keel.control.normalise import Moments
 from keel.learn.finite import stop_unless_finite
 from keel.learn.loss import advantages, loss, penalties, prepare, returns
 from keel.learn.optimizer import AdamW, learning_rate
-from keel.models.scores import Scores
+from keel.models.head import Scores
 from keel.objective import divergences, gae, segments
 from keel.objective.signals import Signals
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from keel.engines.random_streams import occurrences
+from keel.engines.sampler import occurrences
 from keel.models.chat import decode
 from keel.runs.cancel import look
 from keel.types import Completion, Engine, Group, KeelError, Message, Prompt, Sampling, Task

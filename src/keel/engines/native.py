@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,42 +13,40 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keel.engines.groups import GroupAssembler, Trace
 from keel.engines.kv_cache import DecodeRows, Prefill
 from keel.engines.model_runner import pass_of
 from keel.engines.multi_step import steps_of
 from keel.engines.prefix_cache import PrefixCache
-from keel.engines.random_streams import Uniforms
-from keel.engines.sampler import check, draw
+from keel.engines.sampler import Uniforms, check, draw
 from keel.engines.scheduler import DecodeBatch, DecodeEntry
-from keel.engines.stopping import LENGTH, Stops, budgets, context_length, eos_ids
-from keel.models.attention.functions import ATTENTION, install
+from keel.engines.stopping import LENGTH, REASONS, Stops, budgets, eos_ids
+from keel.models.attention import ATTENTION, install
 from keel.models.backbone import autocast_for
-from keel.models.families import head_of
+from keel.models.chat import decode
+from keel.models.families import context_length, head_of
 from keel.models.head import steady_logits
 from keel.runs.cancel import look
 from keel.runs.watchdog import beat
-from keel.types import Group, KeelError, OnGroup, Prompt, Sampling
+from keel.types import Completion, Group, KeelError, OnGroup, Prompt, Sampling
 
 Ints = npt.NDArray[np.int64]
 
 
 class NativeEngine:
-    """Draws completions with the trainer's model (see `keel.types.Engine`).
+    """Samples completions with the trainer's model (see `keel.types.Engine`).
 
     Each prompt goes through the model once for its whole group; then every step feeds one token of
-    each live row, rows that finish leave, and waiting sequences enter beside them in the same
-    forward pass. At most `max_rows` sequences are decoded at once, and at most `prefill_tokens`
-    prompt tokens enter in one step (one prompt at least).
+    each live row, finished rows leave, and waiting sequences enter in the same forward pass. At
+    most `max_rows` sequences are decoded at once, and at most `prefill_tokens` prompt tokens enter
+    in one step (but at least one prompt).
 
-    Each token is drawn from its sequence's own random stream, so with exact arithmetic a completion
-    does not depend on what shares its batch. Compiled code (`engines.cpu`) sums a row in an
-    order of its own; elsewhere the order of a float32 sum may still tip a near-tie.
+    Each sequence has its own random stream, so with exact arithmetic a completion does not depend
+    on the rest of its batch. Compiled code (`engines.compiled`) sums each row in an order of its
+    own; elsewhere the order of a float32 sum may still decide a near-tie.
 
-    The end-of-sequence token is part of the completion: choosing it is an act of the policy. The
-    text leaves special tokens out and is otherwise what the tokens say: a stop string stays in it,
-    with whatever else its last token holds. A completion that meets the end of the model's context
-    stops there with finish "length".
+    The end-of-sequence token is part of the completion, since the policy chose it. The text leaves
+    out special tokens; a stop string stays in it, with the rest of its last token. A completion
+    that reaches the end of the model's context stops with finish "length".
     """
 
     def __init__(
@@ -60,11 +59,11 @@ class NativeEngine:
         autocast: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Share `model`, turned to packed attention if it is not yet.
+        """Share `model`, with packed attention installed where it is not yet.
 
         `autocast` as in the policy: float32 weights on a GPU work in bfloat16. With a `dtype` each
-        call of `sample` works on a copy of the backbone's weights in it, beside the model's own
-        head: log-probabilities are then not the trainer's. Raises KeelError for a model without an
+        call of `sample` works on a copy of the backbone's weights in it, with the model's own head:
+        log-probabilities then differ from the trainer's. Raises KeelError for a model without an
         end-of-sequence token.
         """
         if max_rows < 1 or prefill_tokens < 1:
@@ -94,21 +93,21 @@ class NativeEngine:
         seed: int,
         on_group: OnGroup | None = None,
     ) -> list[Group]:
-        """`sample`, which hands each group over as it is done; see `keel.types.StreamingEngine`.
+        """`sample` with `on_group` called for each group; see `keel.types.StreamingEngine`.
 
-        Raises KeelError for settings that cannot be drawn with, a prompt without tokens or too long
-        for the context, and logits that are not finite.
+        Raises KeelError for invalid settings, a prompt without tokens or too long for the context,
+        and logits that are not finite.
         """
         return self.sample_from(PrefixCache(), prompts, n, sampling, seed, on_group)
 
     @contextmanager
     def conversation(self) -> Iterator[Conversation]:
-        """The engine with a memory, for calls of `sample` that go on from each other's sequences.
+        """The engine with a prefix cache, for calls of `sample` that continue earlier sequences.
 
-        In it a prompt that begins with one of the last call's sequences enters with its new tokens
-        alone. This is for one set of weights: do not change them before it ends, and nothing of it
-        is left then. Only the compiled pass remembers (`engines.cpu`), and of the sequences of
-        a call no more than `max_rows`; the others enter whole, as all do elsewhere.
+        A prompt that begins with a sequence of the last call enters with its new tokens only. Do
+        not change the weights before the block ends; the cache is freed then. Only the compiled
+        runner keeps sequences (`engines.compiled`), at most `max_rows` of a call; all other prompts
+        enter whole.
         """
         beginnings = PrefixCache(self.max_rows)
         try:
@@ -125,8 +124,7 @@ class NativeEngine:
         seed: int,
         on_group: OnGroup | None = None,
     ) -> list[Group]:
-        """`stream` behind what earlier calls left in `beginnings`, where this one leaves what a
-        later one may go on from."""
+        """`stream` that starts from the sequences in `beginnings` and adds its own to them."""
         if n < 1:
             raise KeelError(f"{n} completions a prompt were asked for: ask for at least 1")
         check(sampling)
@@ -180,7 +178,7 @@ class Conversation:
     def sample(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
     ) -> list[Group]:
-        """As `NativeEngine.sample`; after a call that raised, all is forgotten."""
+        """As `NativeEngine.sample`; a call that raises clears the cache."""
         try:
             return self._engine.sample_from(self._beginnings, prompts, n, sampling, seed)
         except BaseException:
@@ -188,8 +186,105 @@ class Conversation:
             raise
 
 
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """The sampled tokens, step by step; log-probabilities stay on the device until the end."""
+
+    sequences: list[Ints] = field(default_factory=list)
+    tokens: list[Ints] = field(default_factory=list)
+    log_probs: list[Tensor] = field(default_factory=list)
+
+    def take(self, places: Ints, n: int) -> Trace:
+        """Remove and return what was sampled for the prompts of these numbers."""
+        sequences, tokens = np.concatenate(self.sequences), np.concatenate(self.tokens)
+        log_probs = torch.cat(self.log_probs)
+        mine = np.isin(sequences // n, places)
+        taken, left = (
+            Trace(
+                [sequences[chosen]],
+                [tokens[chosen]],
+                [log_probs[torch.from_numpy(chosen).to(log_probs.device)]],
+            )
+            for chosen in (mine, ~mine)
+        )
+        for name in ("sequences", "tokens", "log_probs"):
+            getattr(self, name)[:] = getattr(left, name)
+        return taken
+
+
+class GroupAssembler:
+    """Turns a trace into groups: those of some prompts at a time, or all at the end.
+
+    `codes` says what ended each sequence (`engines.stopping`).
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        trace: Trace,
+        codes: npt.NDArray[np.int8],
+        tokenizer: Any,
+    ) -> None:
+        self._prompts, self._n, self._tokenizer = prompts, n, tokenizer
+        self._trace, self._codes = trace, codes
+        self._groups: dict[int, Group] = {}
+        self._broken: list[int] = []
+
+    def __call__(self, places: Ints) -> Iterator[tuple[int, Group]]:
+        """The groups of the prompts of these numbers (ascending), whose answers are done.
+
+        Groups with logits that are not finite are left out; `rest` raises for them.
+        """
+        trace = self._trace.take(places, self._n)
+        sequences = np.concatenate(trace.sequences)
+        order = np.argsort(sequences, kind="stable")
+        tokens = np.concatenate(trace.tokens)[order]
+        log_probs = torch.cat(trace.log_probs).float().cpu().numpy()[order]
+        chosen = (places[:, None] * self._n + np.arange(self._n)).ravel()
+        bounds = np.searchsorted(sequences[order], chosen, "right")[:-1]
+        answers, scores = np.split(tokens, bounds), np.split(log_probs, bounds)
+        texts = decode(self._tokenizer, [answer.tolist() for answer in answers])
+        completions = [
+            Completion(
+                tokens=answer,
+                log_probs=log_prob,
+                written=np.ones(len(answer), dtype=np.bool_),
+                finish=REASONS[code],
+                text=text,
+            )
+            for answer, log_prob, code, text in zip(
+                answers, scores, self._codes[chosen].tolist(), texts, strict=True
+            )
+        ]
+        for at, place in enumerate(places.tolist()):
+            group = tuple(completions[at * self._n : (at + 1) * self._n])
+            if not all(np.isfinite(completion.log_probs).all() for completion in group):
+                self._broken.append(place)
+                continue
+            self._groups[place] = Group(self._prompts[place], group)
+            yield place, self._groups[place]
+
+    def rest(self) -> list[Group]:
+        """All groups in the order of the prompts, at the end.
+
+        Raises KeelError for logits that are not finite.
+        """
+        done = [*self._groups, *self._broken]
+        left = np.setdiff1d(np.arange(len(self._prompts)), done)
+        if len(left):
+            list(self(left))
+        if self._broken:
+            raise KeelError(
+                f"the model's logits for prompt '{self._prompts[min(self._broken)].id}' are not "
+                "finite: its weights are broken or have diverged; use an earlier checkpoint or a "
+                "lower learning rate"
+            )
+        return [self._groups[place] for place in range(len(self._prompts))]
+
+
 class _Run:
-    """One call of `sample`: rows, their store, and what has been sampled so far."""
+    """One call of `sample`: rows, their keys and values, and what has been sampled so far."""
 
     def __init__(
         self,
@@ -220,13 +315,13 @@ class _Run:
         rows = min(engine.max_rows, total)
         self.batch = DecodeBatch(self.lengths, limits, n, rows, engine.prefill_tokens, self.known)
         self.waiting_logits: Tensor | None = None
-        """Those of the last prompt that was computed: its group may have entered only in part."""
+        """The logits of the last prompt, whose group may have entered only in part."""
         self.trace = Trace()
         self.codes = np.zeros(total, dtype=np.int8)
 
     def step(self) -> Ints:
-        """Let sequences enter, run the model, and draw a token for every row; or several where
-        nobody enters and compiled code does it all.
+        """Let sequences enter, run the model, and sample a token for every row; or several tokens
+        where no sequence enters and compiled code can do the whole step.
 
         Returns the prompts whose last answer is now done, in order.
         """
@@ -252,14 +347,14 @@ class _Run:
         return tokens.cpu().numpy()[None], log_probs[None]
 
     def _ended(self) -> Ints:
-        """Rows that ended with their last token leave; the prompts whose last answer is done."""
+        """Remove rows that ended; returns the prompts whose last answer is done."""
         batch = self.batch
         codes = self.stops.check(batch.sequence, batch.token, batch.made >= batch.limit)
         done = codes > 0
         if not done.any():
             return np.empty(0, dtype=np.int64)
         self.codes[batch.sequence[done]] = codes[done]
-        # Behind a budget that is used up nothing follows.
+        # Nothing continues a sequence whose budget is used up.
         for row in np.flatnonzero(done & (codes != LENGTH)).tolist():
             self.forward.keep(batch.ended(row))
         touched = np.unique(batch.sequence[done] // batch.n)
@@ -269,7 +364,7 @@ class _Run:
         return over
 
     def _logits(self, entry: DecodeEntry) -> Tensor:
-        """The logits that the next token of each row is drawn from, live rows first. (R, V)"""
+        """The logits for the next token of each row, live rows first. (R, V)"""
         batch = self.batch
         live = len(batch.sequence)
         parts = []
@@ -287,7 +382,7 @@ class _Run:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _forward(self, entry: DecodeEntry) -> Tensor:
-        """One pass: what enters of prompts, then the last token of each live row.
+        """One forward pass: prompts that enter, then the last token of each live row.
 
         Returns the logits (live rows + prompts, V), each at the last token.
         """
@@ -320,7 +415,7 @@ class _Run:
 
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode for a while; every module is left in the mode it was found in."""
+    """Evaluation mode within the block; afterwards every module has its mode again."""
     trained = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -20,7 +20,7 @@ from keel.algorithms.spec import Algorithm, CustomAdvantage, CustomSurrogate
 from keel.config.entry import load_entry
 from keel.learn.actions import Actions
 from keel.learn.token_budget import out_of_memory
-from keel.models.scores import Scores
+from keel.models.head import Scores
 from keel.objective import divergences, ratios, segments, whitening
 from keel.objective.signals import Signals
 from keel.types import KeelError

@@ -7,12 +7,24 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-from keel.models.templates import limited_template
 from keel.models.tokenizer_round_trip import Served, apart, differing
-from keel.runs.watchdog import Hung
+from keel.runs.watchdog import Hung, limited
 from keel.types import Content, KeelError, Message, Prompt
+
+TEMPLATE_SECONDS = 30.0
+"""Limit for one conversation, which usually takes less than a thousandth of a second.
+
+A chat template comes with a model. transformers renders it in a sandbox without files and
+attributes, but nested loops could still run for hours."""
+
+
+def limited_template(what: str) -> AbstractContextManager[None]:
+    """Raise `Hung`, which names `what`, where the block exceeds `TEMPLATE_SECONDS`."""
+    hint = "does it loop? Set model.chat_template to another"
+    return limited(f"the chat template of {what}", TEMPLATE_SECONDS, hint)
 
 
 def encode(

@@ -147,8 +147,14 @@ def _rope_types(config: PreTrainedConfig) -> list[str]:
     return [str(entry["rope_type"]) for entry in sets if "rope_type" in entry]
 
 
+def context_length(model: PreTrainedModel) -> int | None:
+    """How many tokens a sequence may have; None where the model has no limit."""
+    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return None if length is None else int(length)
+
+
 def head_of(model: PreTrainedModel) -> Head:
-    """How a model's logits come from the hidden states of its backbone.
+    """How a model's logits are made from the hidden states of its backbone.
 
     Scale and soft cap are read from the config: Gemma 2 and 3 `final_logit_softcapping`, Granite
     `1 / logits_scaling`, Cohere `logit_scale`. Raises KeelError for a model without an output

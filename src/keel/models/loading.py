@@ -31,7 +31,6 @@ from transformers.utils import cached_file
 from keel.config.model import Model
 from keel.models.build import build_model, build_tokenizer
 from keel.models.families import check_family
-from keel.models.templates import check_template_names
 from keel.models.tokenizer_round_trip import Served, quiet, served
 from keel.runs.layout import RECIPE
 from keel.types import KeelError
@@ -90,6 +89,17 @@ def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
         tokenizer.chat_template = spec.chat_template
     check_template_names(tokenizer, spec.name or "built")
     return tokenizer
+
+
+def check_template_names(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Refuse named chat templates that could not be saved as files. Raises KeelError."""
+    templates = tokenizer.chat_template
+    for template in templates if isinstance(templates, dict) else ():
+        if not str(template).replace("-", "_").isidentifier():
+            raise KeelError(
+                f"model {name!r} has a chat template named {template!r}, which is no file name: "
+                "rename it in tokenizer_config.json to letters, digits, - and _"
+            )
 
 
 def check_served(

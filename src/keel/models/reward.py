@@ -22,6 +22,7 @@ from transformers import (
 from keel.config.model import Lora, Model
 from keel.models import lora
 from keel.models.backbone import states_at
+from keel.models.families import context_length
 from keel.models.loading import (
     choose_device,
     load_pretrained,
@@ -80,9 +81,8 @@ class RewardModel(nn.Module):
 
     @property
     def context(self) -> int | None:
-        """Tokens that the model's positions reach; None where nothing bounds them."""
-        reach = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return None if reach is None else int(reach)
+        """The model's context length in tokens; None where it has no limit."""
+        return context_length(self.model)
 
     def reader(self, raw: bool = False) -> Reader:
         """What makes tokens of the answers that it judges, as the stock classes read them.

@@ -1,11 +1,10 @@
 """A Llama-like backbone for decoding on a CPU: one call of compiled code a step.
 
-A decode step has few rows, so what it costs is the number of operations and how its products read
-their weights. Here all layers are one call of `kernels/decode.c`, on a copy of the weights in
-panels that are read end to end: made at the start of a call of `sample` and gone at its end, when
-no gradients or activations are there. A row's numbers do not depend on what rows are beside it.
-Prompts attend among themselves as in training. Every other model, and every one where there is no
-compiler, goes through its own modules.
+A decode step has few rows, so its cost is the number of operations and how its products read their
+weights. Here all layers are one call of `kernels/decode.c`, on a copy of the weights in panels
+that are read sequentially; it exists during a call of `sample`, when there are no gradients or
+activations. The result of a row does not depend on the other rows. Prompts attend to themselves as
+in training. Other models, and all models without a compiler, go through their own modules.
 """
 
 from __future__ import annotations
@@ -23,19 +22,70 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaModel
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
-from keel.engines.cpu.weights import block_of, heads_of, numbers_of
 from keel.engines.kv_cache import DecodeRows, Prefill
 from keel.engines.prefix_cache import PrefixCache
 from keel.engines.scheduler import Ended, Moves
 from keel.engines.slots import PageTable, SlotMapping, joined, page_numbers
-from keel.models.attention.layout import PackedLayout
-from keel.models.kernels.decode import PAGE, Arena, DecodeArguments, Layer, filled, library, pointer
-from keel.models.llama import angles, is_alike, is_listened_to
-from keel.models.lora import is_affine
+from keel.models.attention import PackedLayout, Rules
+from keel.models.kernels.decode import (
+    PAGE,
+    Arena,
+    DecodeArguments,
+    Layer,
+    Panels,
+    filled,
+    library,
+    pointer,
+)
+from keel.models.lora import affine, is_affine
 
 Ints = npt.NDArray[np.int64]
-_NOBODY = Prefill(np.zeros(0, dtype=np.int64), 0)
+NO_PREFILL = Prefill(np.zeros(0, dtype=np.int64), 0)
+
+LLAMA_LIKE = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
+"""Backbones of one build: norm, attention with rotary embeddings, norm, gated SiLU, both added."""
+FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embeddings whose frequencies are fixed."""
+
+
+def is_llama_like(backbone: Any) -> bool:
+    """Whether a backbone is of this build, with its usual activation, rotations that do not depend
+    on the rest of the batch, and float32 weights on a CPU."""
+    return (
+        type(backbone) in LLAMA_LIKE
+        and getattr(backbone.rotary_emb, "rope_type", "") in FIXED_ROPE
+        and backbone.config.hidden_act == "silu"
+        and 2 * backbone.rotary_emb.inv_freq.numel() == backbone.layers[0].self_attn.head_dim
+        and {(p.device.type, p.dtype) for p in backbone.parameters()} == {("cpu", torch.float32)}
+    )
+
+
+def rules_of(layer: Any) -> Rules:
+    """How a layer attends."""
+    attention = layer.self_attn
+    # Mistral's layers read it from the config.
+    default = attention.config.sliding_window if type(attention) is MistralAttention else None
+    return Rules(attention.scaling, getattr(attention, "sliding_window", default))
+
+
+def angles(
+    backbone: Any, positions: Int[Tensor, "T"]
+) -> tuple[Float[Tensor, "T half"], Float[Tensor, "T half"]]:
+    """Cosines and sines of each position, as the rotary module computes them."""
+    cos, sin = (table[0] for table in backbone.rotary_emb(backbone.norm.weight, positions[None]))
+    half = cos.shape[-1] // 2
+    return cos[:, :half].contiguous(), sin[:, :half].contiguous()
+
+
+def _is_modified(module: nn.Module) -> bool:
+    """Whether a module has hooks, or a `forward` of its own that replaces its class's."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in hooks) or "forward" in vars(module)
 
 
 def compiled(
@@ -44,13 +94,16 @@ def compiled(
     dtype: torch.dtype = torch.float32,
     beginnings: PrefixCache | None = None,
 ) -> CompiledPass | None:
-    """The pass with the model's weights of now, for positions below `longest`, weights, keys and
-    values stored as `dtype`; None where the model is built otherwise, does not work in float32 on a
-    CPU, someone listens to one of its modules, or there is no compiler."""
+    """A runner with the model's current weights, for positions below `longest`; weights, keys and
+    values are stored as `dtype`.
+
+    None where the model is not like Llama, not float32 on a CPU, one of its modules has hooks, or
+    there is no compiler.
+    """
     backbone = model.base_model
-    if not is_alike(backbone) or not _plain(backbone):
+    if not is_llama_like(backbone) or not _plain(backbone):
         return None
-    if any(map(is_listened_to, backbone.modules())):
+    if any(map(_is_modified, backbone.modules())):
         return None
     functions = library(dtype)
     if functions is None:
@@ -59,8 +112,7 @@ def compiled(
 
 
 def _plain(backbone: Any) -> bool:
-    """Whether projections are linear layers, with adapters or without, and all layers have the same
-    heads."""
+    """Whether projections are linear layers, with or without adapters, and heads are alike."""
     same = len({heads_of(layer) for layer in backbone.layers}) == 1
     return same and all(
         is_affine(linear) for layer in backbone.layers for linear in _linears(layer)
@@ -72,8 +124,87 @@ def _linears(layer: Any) -> Iterator[nn.Module]:
     yield from (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
 
 
+def heads_of(layer: Any) -> tuple[int, int, int]:
+    """Query heads, key-value heads, and the width of one."""
+    attention = layer.self_attn
+    width = attention.head_dim
+    return (
+        attention.q_proj.out_features // width,
+        attention.k_proj.out_features // width,
+        width,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """The weights of a layer."""
+
+    number: int
+    epsilon: float
+    qkv: Panels
+    norms: tuple[Tensor | None, Tensor | None]
+    """Weights of the norms of each query head and each key head."""
+    out: Panels
+    gate_up: Panels
+    down: Panels
+    rules: Rules
+
+    def pointers(self) -> Layer:
+        """Valid as long as this is."""
+        return Layer(
+            qkv=self.qkv.pointers,
+            out=self.out.pointers,
+            gate_up=self.gate_up.pointers,
+            down=self.down.pointers,
+            query_norm=pointer(self.norms[0]),
+            key_norm=pointer(self.norms[1]),
+            number=self.number,
+            window=self.rules.window or 0,
+            epsilon=self.epsilon,
+            scaling=self.rules.scaling,
+        )
+
+
+def numbers_of(layer: Any, dtype: torch.dtype) -> int:
+    """Numbers of a layer's panels."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return (
+        Panels.numbers(attention.q_proj, attention.k_proj, attention.v_proj, dtype=dtype)
+        + Panels.numbers(attention.o_proj, dtype=dtype)
+        + Panels.numbers(mlp.gate_proj, mlp.up_proj, dtype=dtype, gated=True)
+        + Panels.numbers(mlp.down_proj, dtype=dtype)
+    )
+
+
+def block_of(number: int, layer: Any, arena: Arena) -> Block:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    first, second = layer.input_layernorm, layer.post_attention_layernorm
+    qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+    return Block(
+        number=number,
+        epsilon=first.variance_epsilon,
+        qkv=Panels(arena, *map(affine, qkv), scale=first.weight),
+        norms=(_weight(norms[0]), _weight(norms[1])),
+        out=Panels(arena, affine(attention.o_proj)),
+        gate_up=Panels(
+            arena,
+            affine(mlp.gate_proj),
+            affine(mlp.up_proj),
+            scale=second.weight,
+            gated=True,
+        ),
+        down=Panels(arena, affine(mlp.down_proj)),
+        rules=rules_of(layer),
+    )
+
+
+def _weight(norm: Any) -> Tensor | None:
+    return None if norm is None else norm.weight.contiguous()
+
+
 class CompiledPass:
-    """`engines.model_runner.Pass` of a backbone built like Llama's."""
+    """`ModelRunner` of a Llama-like backbone."""
 
     def __init__(
         self,
@@ -119,21 +250,21 @@ class CompiledPass:
         self._answers.reserve(places_R)
 
     def keep(self, ended: Ended) -> None:
-        """The prompt's places with the row's own behind them, in pages of their own."""
+        """Copy the prompt's places and then the row's own to new pages."""
         if self._beginnings.full:
             return
         kept, places = PageTable(self._pool), np.arange(ended.prompt + ended.own)
-        behind = places[ended.prompt :]
-        source = self._answers.homes(np.full(ended.own, ended.row), behind - ended.prompt)
-        if ended.alone:  # nobody else will read the prompt's
+        own = places[ended.prompt :]
+        source = self._answers.locate(np.full(ended.own, ended.row), own - ended.prompt)
+        if ended.alone:  # no other row reads the prompt's pages: take them over
             kept.adopt(0, self._prompts.release(ended.slot))
-            places = behind
+            places = own
         else:
             before = places[: ended.prompt]
             slots = np.full(ended.prompt, ended.slot)
-            source = joined(self._prompts.homes(slots, before), source)
+            source = joined(self._prompts.locate(slots, before), source)
         kept.reserve(np.array([ended.prompt + ended.own]))
-        self._copy(source, kept.homes(np.zeros_like(places), places))
+        self._copy(source, kept.locate(np.zeros_like(places), places))
         self._beginnings.hold(ended.sequence, kept.release(0))
 
     def _copy(self, source: SlotMapping, target: SlotMapping) -> None:
@@ -156,9 +287,9 @@ class CompiledPass:
         if self._dry:
             self._layer_by_layer(work, entering)
             return x
-        # The step is valid as long as what it is set to.
-        homes, own = self._homes(entering, rows), self._own_pages(rows)
-        self._set(x, positions, homes, own, rows)
+        # The step points into these: they must live until it is done.
+        mapping, own = self._mapping(entering, rows), self._own_pages(rows)
+        self._set(x, positions, mapping, own, rows)
         step = addressof(self._step)
         if len(entering.lengths) and len(entering.whole):
             self._layer_by_layer(work, entering)
@@ -168,25 +299,25 @@ class CompiledPass:
         self._functions.keel_norm(pointer(weight), epsilon, step)
         return x
 
-    def lay(self, positions: Tensor, live: DecodeRows, steps: int) -> Laid:
-        """The step set to one token of each live row, to be done so many times in a row."""
-        rows = _Rows(_NOBODY, live, self._order)
+    def prepare(self, positions: Tensor, live: DecodeRows, steps: int) -> PreparedStep:
+        """Set the step to one token of each live row, to be repeated so many times."""
+        rows = _Rows(NO_PREFILL, live, self._order)
         rows.places += steps - 1
         self._room(len(positions), rows)
         x = self._embed.new_empty(len(positions), self._embed.shape[1])
-        homes = SlotMapping(np.empty_like(rows.end), np.empty_like(rows.end))
-        self._set(x, positions, homes, self._answers.pages, rows)
-        return Laid(x, positions, rows.end, homes, self._answers.pages)
+        mapping = SlotMapping(np.empty_like(rows.end), np.empty_like(rows.end))
+        self._set(x, positions, mapping, self._answers.pages, rows)
+        return PreparedStep(x, positions, rows.end, mapping, self._answers.pages)
 
     @property
     def fixed(self) -> Fixed | None:
-        """What is the same for every step; None in a dry run."""
+        """The arguments that every step shares; None in a dry run."""
         if self._dry:
             return None
         return Fixed(self, self._functions, self._layers, self._step, self._embed, self._norm)
 
     def _layer_by_layer(self, work: _Scratch, entering: Prefill) -> None:
-        """What enters whole attends among itself as in training."""
+        """Layers of a step in which whole prompts enter, which attend as in training."""
         layout = PackedLayout(entering.whole.tolist())
         split = layout.tokens
         queries, keys, _ = self._heads
@@ -201,7 +332,7 @@ class CompiledPass:
                 self._functions.keel_leave(layer, step)
 
     def _room(self, tokens: int, rows: _Rows) -> _Scratch:
-        """What the step works on: the last one's, unless that is too small or much too large."""
+        """Scratch memory: the last step's, unless it is too small or much too large."""
         room = PAGE * (-(-rows.width // PAGE) + -(-rows.places // PAGE))
         work = self._work
         if work is None or not tokens <= len(work.qkv) <= 2 * tokens or room > work.scores.shape[1]:
@@ -223,34 +354,35 @@ class CompiledPass:
         )
 
     def _taken(self, tokens: int) -> Tensor:
-        """Room for the inputs of any product, where they are rounded."""
+        """Memory for the rounded inputs of any product."""
         if self._like.dtype == self._embed.dtype:
             return self._like
         block = self._blocks[0]
         most = max(part.shape[1] for part in (block.qkv, block.out, block.down))
         return self._like.new_empty(tokens, filled(most, self._like.dtype))
 
-    def _homes(self, entering: Prefill, rows: _Rows) -> SlotMapping:
+    def _mapping(self, entering: Prefill, rows: _Rows) -> SlotMapping:
         """Where each token's keys and values go."""
-        end = rows.end[len(rows.behind) :]
-        own = self._answers.homes(np.arange(len(end)), end)
+        end = rows.end[len(rows.continued) :]
+        own = self._answers.locate(np.arange(len(end)), end)
         if not len(entering.lengths):
             return own
-        return joined(self._prompts.homes(*entering.places()), own)
+        return joined(self._prompts.locate(*entering.places()), own)
 
     def _own_pages(self, rows: _Rows) -> Ints:
-        """What each row has of its own: what enters behind a beginning, its prompt's."""
+        """The pages of each row's own tokens; for a token after a known beginning, its prompt's."""
         answers = self._answers.pages
-        if not len(rows.behind):
+        if not len(rows.continued):
             return answers
-        first, rest = self._prompts.pages[rows.behind], answers[: len(rows.end) - len(rows.behind)]
+        first = self._prompts.pages[rows.continued]
+        rest = answers[: len(rows.end) - len(rows.continued)]
         pages = np.zeros((len(rows.end), max(first.shape[1], rest.shape[1])), dtype=np.int64)
         pages[: len(first), : first.shape[1]] = first
         pages[len(first) :, : rest.shape[1]] = rest
         return pages
 
     def _fixed(self) -> DecodeArguments:
-        """What is the same for every step."""
+        """A step with the arguments that all steps share."""
         queries, keys, width = self._heads
         sizes = {"heads": queries, "shared_heads": keys, "width": width}
         if self._dry:
@@ -259,39 +391,39 @@ class CompiledPass:
         return DecodeArguments(hidden=self._embed.shape[1], **sizes, **tables)
 
     def _set(
-        self, x: Tensor, positions: Tensor, homes: SlotMapping, own: Ints, rows: _Rows
+        self, x: Tensor, positions: Tensor, mapping: SlotMapping, own: Ints, rows: _Rows
     ) -> None:
-        """What is this step's own."""
+        """Point the step to these arrays."""
         step, prompts = self._step, self._prompts.pages
         step.tokens = len(positions)
         step.prompt_tokens = len(positions) - len(rows.end)
         step.prompt_most, step.answer_most = prompts.shape[1], own.shape[1]
         step.x, step.position = pointer(x), pointer(positions)
         for name, array in (
-            *(("page", homes.page), ("place", homes.place), ("slot", rows.slot)),
+            *(("page", mapping.page), ("place", mapping.place), ("slot", rows.slot)),
             *(("end", rows.end), ("length", rows.length), ("order", rows.order)),
             *(("prompt_pages", prompts), ("answer_pages", own)),
         ):
-            # Most are the last step's: where an array lies is slow to ask.
+            # Most are those of the last step, and `ctypes.data` is slow.
             if self._arrays.get(name) is not array:
                 self._arrays[name] = array
                 setattr(step, name, array.ctypes.data)
 
 
 @dataclass(frozen=True, eq=False)
-class Laid:
-    """What moves on with the rows of a step: where it lies is what the step is set to."""
+class PreparedStep:
+    """The arrays that a step points to, which advance from step to step."""
 
     x: Float[Tensor, "R H"]
     positions: Int[Tensor, "R"]
     end: Ints
-    homes: SlotMapping
+    mapping: SlotMapping
     pages: Ints
 
 
 @dataclass(frozen=True, eq=False)
 class Fixed:
-    """What compiled code is called with."""
+    """The arguments of compiled code that all steps share."""
 
     forward: CompiledPass
     functions: Any
@@ -303,7 +435,7 @@ class Fixed:
 
 @dataclass(frozen=True, eq=False)
 class _Scratch:
-    """What a step works on."""
+    """Memory that a step works on."""
 
     qkv: Float[Tensor, "T A D"]
     """Query heads, key heads, value heads."""
@@ -311,27 +443,27 @@ class _Scratch:
     mid: Float[Tensor, "T I"]
     scores: Float[Tensor, "threads S"]
     taken: Float[Tensor, "..."]
-    """What a product takes in, rounded."""
+    """The rounded inputs of a product."""
 
 
 class _Order:
-    """Rows of one prompt behind each other: its keys stay in the processor's cache."""
+    """Sorts rows by prompt, so that the prompt's keys stay in the processor's cache."""
 
     def __init__(self) -> None:
         self._slot: Ints | None = None
         self._order: Ints = np.zeros(0, dtype=np.int64)
 
     def __call__(self, slot: Ints) -> Ints:
-        """The order of these rows' slots: an array that was given last has the same numbers."""
+        """The order of these slots; an array is never written to, so the last one's is reused."""
         if slot is not self._slot:
             self._slot, self._order = slot, np.argsort(slot, kind="stable")
         return self._order
 
 
 class _Rows:
-    """What enters behind a known beginning, and then `DecodeRows`, as the compiled code reads them.
+    """Prompt tokens after a known beginning, and then `DecodeRows`, as compiled code reads them.
 
-    A token of the former is a row whose own places are its prompt's, behind a prompt without any.
+    Such a token is a row whose own places are its prompt's, after an empty prompt.
     """
 
     def __init__(self, entering: Prefill, live: DecodeRows | None, order: _Order) -> None:
@@ -340,11 +472,11 @@ class _Rows:
             (none, none, none) if live is None else (live.slot_R, live.end_R, live.length_G)
         )
         self.width, self.places = (0, 0) if live is None else (live.width, live.places)
-        self.behind: Ints = none
-        """The slot of each token that enters so."""
+        self.continued: Ints = none
+        """The slot of each prompt token after a known beginning."""
         if len(entering.lengths) and entering.before.any():
             slots, places = (x[entering.whole.sum() :] for x in entering.places())
-            self.behind = slots
+            self.continued = slots
             self.slot = np.concatenate([np.full_like(slots, len(self.length)), self.slot])
             self.end = np.concatenate([places, self.end])
             self.length = np.append(self.length, 0)
