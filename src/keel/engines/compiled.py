@@ -234,7 +234,7 @@ class CompiledPass:
         self._work: _Scratch | None = None
         self._step = self._fixed()
         self._arrays: dict[str, Ints] = {}
-        self._order = _Order()
+        """The arrays that the step points into."""
 
     def recall(self, prompts: Sequence[Ints]) -> Ints:
         known, pages = self._beginnings.take(prompts)
@@ -282,14 +282,12 @@ class CompiledPass:
         self, tokens: Tensor, positions: Tensor, entering: Prefill, live: DecodeRows | None
     ) -> Tensor:
         x = self._embed.index_select(0, tokens)
-        rows = _Rows(entering, live, self._order)
+        rows = _Rows(entering, live)
         work = self._room(len(tokens), rows)
         if self._dry:
             self._layer_by_layer(work, entering)
             return x
-        # The step points into these: they must live until it is done.
-        mapping, own = self._mapping(entering, rows), self._own_pages(rows)
-        self._set(x, positions, mapping, own, rows)
+        self._set(x, positions, self._mapping(entering, rows), self._own_pages(rows), rows)
         step = addressof(self._step)
         if len(entering.lengths) and len(entering.whole):
             self._layer_by_layer(work, entering)
@@ -301,7 +299,7 @@ class CompiledPass:
 
     def prepare(self, positions: Tensor, live: DecodeRows, steps: int) -> PreparedStep:
         """Set the step to one token of each live row, to be repeated so many times."""
-        rows = _Rows(NO_PREFILL, live, self._order)
+        rows = _Rows(NO_PREFILL, live)
         rows.places += steps - 1
         self._room(len(positions), rows)
         x = self._embed.new_empty(len(positions), self._embed.shape[1])
@@ -399,15 +397,15 @@ class CompiledPass:
         step.prompt_tokens = len(positions) - len(rows.end)
         step.prompt_most, step.answer_most = prompts.shape[1], own.shape[1]
         step.x, step.position = pointer(x), pointer(positions)
-        for name, array in (
-            *(("page", mapping.page), ("place", mapping.place), ("slot", rows.slot)),
-            *(("end", rows.end), ("length", rows.length), ("order", rows.order)),
-            *(("prompt_pages", prompts), ("answer_pages", own)),
-        ):
-            # Most are those of the last step, and `ctypes.data` is slow.
-            if self._arrays.get(name) is not array:
-                self._arrays[name] = array
-                setattr(step, name, array.ctypes.data)
+        self._arrays = {
+            "page": mapping.page,
+            "place": mapping.place,
+            "prompt_pages": prompts,
+            "answer_pages": own,
+            **{name: getattr(rows, name) for name in ("slot", "end", "length", "order")},
+        }
+        for name, array in self._arrays.items():
+            setattr(step, name, array.ctypes.data)
 
 
 @dataclass(frozen=True, eq=False)
@@ -446,27 +444,13 @@ class _Scratch:
     """The rounded inputs of a product."""
 
 
-class _Order:
-    """Sorts rows by prompt, so that the prompt's keys stay in the processor's cache."""
-
-    def __init__(self) -> None:
-        self._slot: Ints | None = None
-        self._order: Ints = np.zeros(0, dtype=np.int64)
-
-    def __call__(self, slot: Ints) -> Ints:
-        """The order of these slots; an array is never written to, so the last one's is reused."""
-        if slot is not self._slot:
-            self._slot, self._order = slot, np.argsort(slot, kind="stable")
-        return self._order
-
-
 class _Rows:
     """Prompt tokens after a known beginning, and then `DecodeRows`, as compiled code reads them.
 
     Such a token is a row whose own places are its prompt's, after an empty prompt.
     """
 
-    def __init__(self, entering: Prefill, live: DecodeRows | None, order: _Order) -> None:
+    def __init__(self, entering: Prefill, live: DecodeRows | None) -> None:
         none = np.zeros(0, dtype=np.int64)
         self.slot, self.end, self.length = (
             (none, none, none) if live is None else (live.slot_R, live.end_R, live.length_G)
@@ -481,4 +465,5 @@ class _Rows:
             self.end = np.concatenate([places, self.end])
             self.length = np.append(self.length, 0)
             self.places = max(self.places, int(places.max()) + 1)
-        self.order: Ints = order(self.slot)
+        # Rows of one prompt in succession, so that its keys stay in the processor's cache.
+        self.order: Ints = np.argsort(self.slot, kind="stable")

@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -156,17 +156,6 @@ def attention_weights(
     return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _EqualSegments:
-    """Segments of one length L after a prefix of one length: the indices of their tokens."""
-
-    own: Int[Tensor, " SL"]
-    visible: Int[Tensor, " SK"]
-    count: int
-    length: int
-    prefix: int
-
-
 class PackedLayout:
     """Segments end to end: each token sees its prefix and the earlier tokens of its segment.
 
@@ -224,36 +213,30 @@ class PackedLayout:
         device = query.device
         groups, restore = self._once(("groups", device), lambda: self._equal_segments(device))
         parts = []
-        for group in groups:
+        for (length, prefix), own, visible in groups:
+            count = len(own) // length
             q, k, v = (
-                x.index_select(0, index).view(group.count, -1, *x.shape[1:])
-                for x, index in (
-                    (query, group.own),
-                    (key, group.visible),
-                    (value, group.visible),
-                )
+                x.index_select(0, index).view(count, -1, *x.shape[1:]).transpose(1, 2)
+                for x, index in ((query, own), (key, visible), (value, visible))
             )
-            mask = self._mask(group.length, group.prefix, rules, device)
-            part = _attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), rules, mask)
+            part = _attend(q, k, v, rules, self._mask(length, prefix, rules, device))
             parts.append(part.transpose(1, 2).flatten(0, 1))
         return torch.cat(parts).index_select(0, restore)
 
-    def _equal_segments(self, device: torch.device) -> tuple[list[_EqualSegments], Tensor]:
-        """Groups of equal segments, and the index that puts their tokens back in order."""
+    def _equal_segments(
+        self, device: torch.device
+    ) -> tuple[list[tuple[tuple[int, int], Tensor, Tensor]], Tensor]:
+        """For each length of segments and prefixes, indices of their own and visible tokens; and
+        the index that restores the order of the tokens."""
         segments = self.segments
         kinds: dict[tuple[int, int], list[int]] = {}
         for number, kind in enumerate(zip(segments.lengths, segments.before, strict=True)):
             kinds.setdefault(kind, []).append(number)
         groups = [
-            _EqualSegments(
-                segments.own(numbers).to(device),
-                segments.visible(numbers).to(device),
-                len(numbers),
-                *kind,
-            )
+            (kind, segments.own(numbers).to(device), segments.visible(numbers).to(device))
             for kind, numbers in kinds.items()
         ]
-        return groups, torch.cat([group.own for group in groups]).argsort()
+        return groups, torch.cat([own for _, own, _ in groups]).argsort()
 
     def _mask(
         self, length: int, prefix: int, rules: Rules, device: torch.device

@@ -26,7 +26,7 @@ from keel.models.packed import Packed, PackedSizes, sizes_on
 from keel.models.policy import Policy
 from keel.models.reference import Reference
 from keel.models.reward import RewardModel
-from keel.models.reward_inputs import Reading
+from keel.models.reward_inputs import PackedAnswers
 from keel.models.value import Critic, ValueHead
 from keel.types import Sampling
 
@@ -251,8 +251,8 @@ def packed_of(rows: Sequence[Row], device: torch.device) -> Packed:
     )
 
 
-def _reading(rows: Sequence[Row], device: torch.device) -> Reading:
+def _reading(rows: Sequence[Row], device: torch.device) -> PackedAnswers:
     packed = packed_of(rows, device)
     # One judged token each; a process model's steps are so few that they do not count.
     at_K = torch.zeros(len(packed.lengths), dtype=torch.long, device=device)
-    return Reading(packed, at_K)
+    return PackedAnswers(packed, at_K)
