@@ -34,7 +34,6 @@ from keel.engines.slots import PageTable, SlotMapping, joined, page_numbers
 from keel.models.attention import PackedLayout, Rules
 from keel.models.kernels.decode import (
     PAGE,
-    Arena,
     DecodeArguments,
     Layer,
     Panels,
@@ -165,18 +164,7 @@ class Block:
         )
 
 
-def numbers_of(layer: Any, dtype: torch.dtype) -> int:
-    """Numbers of a layer's panels."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return (
-        Panels.numbers(attention.q_proj, attention.k_proj, attention.v_proj, dtype=dtype)
-        + Panels.numbers(attention.o_proj, dtype=dtype)
-        + Panels.numbers(mlp.gate_proj, mlp.up_proj, dtype=dtype, gated=True)
-        + Panels.numbers(mlp.down_proj, dtype=dtype)
-    )
-
-
-def block_of(number: int, layer: Any, arena: Arena) -> Block:
+def block_of(number: int, layer: Any, dtype: torch.dtype) -> Block:
     attention, mlp = layer.self_attn, layer.mlp
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     first, second = layer.input_layernorm, layer.post_attention_layernorm
@@ -184,17 +172,17 @@ def block_of(number: int, layer: Any, arena: Arena) -> Block:
     return Block(
         number=number,
         epsilon=first.variance_epsilon,
-        qkv=Panels(arena, *map(affine, qkv), scale=first.weight),
+        qkv=Panels(dtype, *map(affine, qkv), scale=first.weight),
         norms=(_weight(norms[0]), _weight(norms[1])),
-        out=Panels(arena, affine(attention.o_proj)),
+        out=Panels(dtype, affine(attention.o_proj)),
         gate_up=Panels(
-            arena,
+            dtype,
             affine(mlp.gate_proj),
             affine(mlp.up_proj),
             scale=second.weight,
             gated=True,
         ),
-        down=Panels(arena, affine(mlp.down_proj)),
+        down=Panels(dtype, affine(mlp.down_proj)),
         rules=rules_of(layer),
     )
 
@@ -219,8 +207,7 @@ class CompiledPass:
         self._norm = backbone.norm.weight.contiguous(), backbone.norm.variance_epsilon
         self._cos, self._sin = angles(backbone, torch.arange(longest))
         self._like: Tensor = self._embed.new_empty(0, dtype=dtype)
-        arena = Arena(sum(numbers_of(layer, dtype) for layer in backbone.layers), self._like)
-        self._blocks = [block_of(n, layer, arena) for n, layer in enumerate(backbone.layers)]
+        self._blocks = [block_of(n, layer, dtype) for n, layer in enumerate(backbone.layers)]
         self._heads = heads_of(backbone.layers[0])
         # A dry run has no memory to compute on: shapes alone.
         self._dry = isinstance(self._embed, FakeTensor)

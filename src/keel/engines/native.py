@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -135,17 +135,26 @@ class NativeEngine:
             return []
         with torch.no_grad(), _evaluating(self.model), autocast_for(self.model, self.autocast):
             run = _Run(self.model, prompts, limits, n, sampling, seed, stops, self, beginnings)
-            cut = GroupAssembler(prompts, n, run.trace, run.codes, self.tokenizer)
+            groups: dict[int, Group | None] = {}
             while run.batch.live:
                 over = run.step()
                 beat()
                 look()
-                if on_group is not None and len(over):
-                    for place, group in cut(over):
-                        on_group(place, group)
-        groups = cut.rest()
-        beginnings.name(groups)
-        return groups
+                for number in over.tolist():
+                    group = groups[number] = run.group(prompts[number], number, self.tokenizer)
+                    if on_group is not None and group is not None:
+                        on_group(number, group)
+        done = []
+        for number, prompt in enumerate(prompts):
+            group = groups[number]
+            if group is None:
+                raise KeelError(
+                    f"the model's logits for prompt '{prompt.id}' are not finite: its weights are "
+                    "broken or have diverged; use an earlier checkpoint or a lower learning rate"
+                )
+            done.append(group)
+        beginnings.name(done)
+        return done
 
     def sync(self, weights: Mapping[str, Any]) -> None:
         """Take over weights by the model's own names; tensors that it shares are left alone.
@@ -186,103 +195,6 @@ class Conversation:
             raise
 
 
-@dataclass(frozen=True, eq=False)
-class Trace:
-    """The sampled tokens, step by step; log-probabilities stay on the device until the end."""
-
-    sequences: list[Ints] = field(default_factory=list)
-    tokens: list[Ints] = field(default_factory=list)
-    log_probs: list[Tensor] = field(default_factory=list)
-
-    def take(self, places: Ints, n: int) -> Trace:
-        """Remove and return what was sampled for the prompts of these numbers."""
-        sequences, tokens = np.concatenate(self.sequences), np.concatenate(self.tokens)
-        log_probs = torch.cat(self.log_probs)
-        mine = np.isin(sequences // n, places)
-        taken, left = (
-            Trace(
-                [sequences[chosen]],
-                [tokens[chosen]],
-                [log_probs[torch.from_numpy(chosen).to(log_probs.device)]],
-            )
-            for chosen in (mine, ~mine)
-        )
-        for name in ("sequences", "tokens", "log_probs"):
-            getattr(self, name)[:] = getattr(left, name)
-        return taken
-
-
-class GroupAssembler:
-    """Turns a trace into groups: those of some prompts at a time, or all at the end.
-
-    `codes` says what ended each sequence (`engines.stopping`).
-    """
-
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        trace: Trace,
-        codes: npt.NDArray[np.int8],
-        tokenizer: Any,
-    ) -> None:
-        self._prompts, self._n, self._tokenizer = prompts, n, tokenizer
-        self._trace, self._codes = trace, codes
-        self._groups: dict[int, Group] = {}
-        self._broken: list[int] = []
-
-    def __call__(self, places: Ints) -> Iterator[tuple[int, Group]]:
-        """The groups of the prompts of these numbers (ascending), whose answers are done.
-
-        Groups with logits that are not finite are left out; `rest` raises for them.
-        """
-        trace = self._trace.take(places, self._n)
-        sequences = np.concatenate(trace.sequences)
-        order = np.argsort(sequences, kind="stable")
-        tokens = np.concatenate(trace.tokens)[order]
-        log_probs = torch.cat(trace.log_probs).float().cpu().numpy()[order]
-        chosen = (places[:, None] * self._n + np.arange(self._n)).ravel()
-        bounds = np.searchsorted(sequences[order], chosen, "right")[:-1]
-        answers, scores = np.split(tokens, bounds), np.split(log_probs, bounds)
-        texts = decode(self._tokenizer, [answer.tolist() for answer in answers])
-        completions = [
-            Completion(
-                tokens=answer,
-                log_probs=log_prob,
-                written=np.ones(len(answer), dtype=np.bool_),
-                finish=REASONS[code],
-                text=text,
-            )
-            for answer, log_prob, code, text in zip(
-                answers, scores, self._codes[chosen].tolist(), texts, strict=True
-            )
-        ]
-        for at, place in enumerate(places.tolist()):
-            group = tuple(completions[at * self._n : (at + 1) * self._n])
-            if not all(np.isfinite(completion.log_probs).all() for completion in group):
-                self._broken.append(place)
-                continue
-            self._groups[place] = Group(self._prompts[place], group)
-            yield place, self._groups[place]
-
-    def rest(self) -> list[Group]:
-        """All groups in the order of the prompts, at the end.
-
-        Raises KeelError for logits that are not finite.
-        """
-        done = [*self._groups, *self._broken]
-        left = np.setdiff1d(np.arange(len(self._prompts)), done)
-        if len(left):
-            list(self(left))
-        if self._broken:
-            raise KeelError(
-                f"the model's logits for prompt '{self._prompts[min(self._broken)].id}' are not "
-                "finite: its weights are broken or have diverged; use an earlier checkpoint or a "
-                "lower learning rate"
-            )
-        return [self._groups[place] for place in range(len(self._prompts))]
-
-
 class _Run:
     """One call of `sample`: rows, their keys and values, and what has been sampled so far."""
 
@@ -316,8 +228,10 @@ class _Run:
         self.batch = DecodeBatch(self.lengths, limits, n, rows, engine.prefill_tokens, self.known)
         self.waiting_logits: Tensor | None = None
         """The logits of the last prompt, whose group may have entered only in part."""
-        self.trace = Trace()
+        self.tokens = [array("q") for _ in range(total)]
+        self.log_probs = [array("d") for _ in range(total)]
         self.codes = np.zeros(total, dtype=np.int8)
+        """What ended each sequence (`engines.stopping`)."""
 
     def step(self) -> Ints:
         """Let sequences enter, run the model, and sample a token for every row; or several tokens
@@ -333,10 +247,30 @@ class _Run:
             tokens, log_probs = self.steps(batch, self.uniforms)
         batch.token = tokens[-1].copy()
         batch.made += len(tokens)
-        self.trace.sequences.append(np.tile(batch.sequence, len(tokens)))
-        self.trace.tokens.append(tokens.ravel())
-        self.trace.log_probs.append(log_probs.flatten())
+        columns = zip(tokens.T.tolist(), log_probs.cpu().T.tolist(), strict=True)
+        for sequence, (own, scores) in zip(batch.sequence.tolist(), columns, strict=True):
+            self.tokens[sequence].extend(own)
+            self.log_probs[sequence].extend(scores)
         return self._ended()
+
+    def group(self, prompt: Prompt, number: int, tokenizer: Any) -> Group | None:
+        """The finished group of a prompt; None where its logits were not finite."""
+        sequences = range(number * self.batch.n, (number + 1) * self.batch.n)
+        log_probs = [np.array(self.log_probs[s]).astype(np.float32) for s in sequences]
+        if not all(np.isfinite(scores).all() for scores in log_probs):
+            return None
+        texts = decode(tokenizer, [self.tokens[s].tolist() for s in sequences])
+        completions = [
+            Completion(
+                tokens=np.array(self.tokens[sequence], dtype=np.int64),
+                log_probs=scores,
+                written=np.ones(len(scores), dtype=np.bool_),
+                finish=REASONS[int(self.codes[sequence])],
+                text=text,
+            )
+            for sequence, scores, text in zip(sequences, log_probs, texts, strict=True)
+        ]
+        return Group(prompt, tuple(completions))
 
     def _one(self, entry: DecodeEntry) -> tuple[Ints, Tensor]:
         """Tokens and log-probabilities (1, R) of the live rows and of those that enter."""
