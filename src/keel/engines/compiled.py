@@ -149,7 +149,7 @@ class Block:
     rules: Rules
 
     def pointers(self) -> Layer:
-        """Valid as long as this is."""
+        """Valid as long as this object."""
         return Layer(
             qkv=self.qkv.pointers,
             out=self.out.pointers,
@@ -270,7 +270,7 @@ class CompiledPass:
     ) -> Tensor:
         x = self._embed.index_select(0, tokens)
         rows = _Rows(entering, live)
-        work = self._room(len(tokens), rows)
+        work = self._scratch(len(tokens), rows)
         if self._dry:
             self._layer_by_layer(work, entering)
             return x
@@ -288,7 +288,7 @@ class CompiledPass:
         """Set the step to one token of each live row, to be repeated so many times."""
         rows = _Rows(NO_PREFILL, live)
         rows.places += steps - 1
-        self._room(len(positions), rows)
+        self._scratch(len(positions), rows)
         x = self._embed.new_empty(len(positions), self._embed.shape[1])
         mapping = SlotMapping(np.empty_like(rows.end), np.empty_like(rows.end))
         self._set(x, positions, mapping, self._answers.pages, rows)
@@ -316,27 +316,23 @@ class CompiledPass:
             if not self._dry:
                 self._functions.keel_leave(layer, step)
 
-    def _room(self, tokens: int, rows: _Rows) -> _Scratch:
-        """Scratch memory: the last step's, unless it is too small or much too large."""
-        room = PAGE * (-(-rows.width // PAGE) + -(-rows.places // PAGE))
-        work = self._work
-        if work is None or not tokens <= len(work.qkv) <= 2 * tokens or room > work.scores.shape[1]:
-            self._work = work = self._new_room(tokens, 2 * room)
-            for name, tensor in vars(work).items() if not self._dry else ():
-                setattr(self._step, name, pointer(tensor))
-            self._step.threads, self._step.score_room = work.scores.shape
-        return work
-
-    def _new_room(self, tokens: int, room: int) -> _Scratch:
+    def _scratch(self, tokens: int, rows: _Rows) -> _Scratch:
+        """New memory for a step, which the step then points to."""
+        self._work = None  # free the last step's first
         queries, keys, width = self._heads
+        places = PAGE * (-(-rows.width // PAGE) + -(-rows.places // PAGE))
         new = self._embed.new_empty
-        return _Scratch(
+        self._work = work = _Scratch(
             qkv=new(tokens, queries + 2 * keys, width),
             seen=new(tokens, queries, width),
             mid=new(tokens, self._blocks[0].down.shape[1]),
-            scores=new(torch.get_num_threads(), room),
+            scores=new(torch.get_num_threads(), places),
             taken=self._taken(tokens),
         )
+        for name, tensor in vars(work).items() if not self._dry else ():
+            setattr(self._step, name, pointer(tensor))
+        self._step.threads, self._step.score_room = work.scores.shape
+        return work
 
     def _taken(self, tokens: int) -> Tensor:
         """Memory for the rounded inputs of any product."""

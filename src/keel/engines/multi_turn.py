@@ -23,11 +23,11 @@ class _Conversation:
     prompt: Prompt
     name: str
     budget: int
-    said: Completion
+    completion: Completion
 
     @property
     def left(self) -> int:
-        return self.budget - len(self.said)
+        return self.budget - len(self.completion)
 
 
 class _Sampler(Protocol):
@@ -75,21 +75,26 @@ def converse(
         return engine.sample(prompts, n, sampling, seed)
     with _with_cache(engine) as sampler:
         groups = sampler.sample(prompts, n, sampling, seed)
-        talks = _begin(groups, sampling, getattr(engine, "context", None))
-        going = list(range(len(talks)))
+        dialogs = _begin(groups, sampling, getattr(engine, "context", None))
+        going = list(range(len(dialogs)))
         for turn in range(1, max_turns):
-            replies = {number: _reply(talks[number], tasks) for number in going}
+            replies = {number: _reply(dialogs[number], tasks) for number in going}
             answered = {number: text for number, text in replies.items() if text is not None}
             for number, text in answered.items():
-                talks[number] = _with_reply(talks[number], text, tokenizer)
-            going = [number for number in answered if talks[number].left > 0]
+                dialogs[number] = _with_reply(dialogs[number], text, tokenizer)
+            going = [number for number in answered if dialogs[number].left > 0]
             if not going:
                 break
-            turns = _next_turns(sampler, [talks[number] for number in going], turn, sampling, seed)
+            turns = _next_turns(
+                sampler, [dialogs[number] for number in going], turn, sampling, seed
+            )
             for number, words in zip(going, turns, strict=True):
-                talks[number] = _extended(talks[number], words, tokenizer)
+                dialogs[number] = _extended(dialogs[number], words, tokenizer)
     return [
-        Group(group.prompt, tuple(talk.said for talk in talks[p * n : (p + 1) * n]))
+        Group(
+            group.prompt,
+            tuple(dialog.completion for dialog in dialogs[p * n : (p + 1) * n]),
+        )
         for p, group in enumerate(groups)
     ]
 
@@ -101,47 +106,51 @@ def _with_cache(engine: Engine) -> AbstractContextManager[_Sampler]:
 
 def _begin(groups: Sequence[Group], sampling: Sampling, context: int | None) -> list[_Conversation]:
     """The conversations after the first turn, in order of prompts and of their groups."""
-    talks = []
+    dialogs = []
     times = occurrences([group.prompt.id for group in groups])
     for group, time in zip(groups, times, strict=True):
         prompt = group.prompt
         room = sampling.max_tokens if context is None else context - len(prompt.tokens)
         for index, completion in enumerate(group.completions):
             name = f"{prompt.id}/{time}/{index}"
-            talks.append(_Conversation(prompt, name, min(sampling.max_tokens, room), completion))
-    return talks
+            dialogs.append(_Conversation(prompt, name, min(sampling.max_tokens, room), completion))
+    return dialogs
 
 
-def _reply(talk: _Conversation, tasks: Mapping[str, Task]) -> str | None:
+def _reply(dialog: _Conversation, tasks: Mapping[str, Task]) -> str | None:
     """The task's reply; None where the conversation is over."""
     look()
-    if talk.said.finish == "length" or talk.left <= 0 or talk.prompt.task not in tasks:
+    if dialog.completion.finish == "length" or dialog.left <= 0 or dialog.prompt.task not in tasks:
         return None
-    return tasks[talk.prompt.task].reply(talk.prompt, talk.said.transcript)
+    return tasks[dialog.prompt.task].reply(dialog.prompt, dialog.completion.transcript)
 
 
-def _with_reply(talk: _Conversation, text: str, tokenizer: Any) -> _Conversation:
+def _with_reply(dialog: _Conversation, text: str, tokenizer: Any) -> _Conversation:
     """The conversation with the task's reply as context."""
     try:
         tokens = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     except Exception as error:  # tokenizers raise bare exceptions
         raise KeelError(
-            f"task '{talk.prompt.task}' replied to prompt '{talk.prompt.id}' with {text!r}, which "
-            f"the tokenizer cannot encode ({error}): reply in its alphabet"
+            f"task '{dialog.prompt.task}' replied to prompt '{dialog.prompt.id}' with {text!r}, "
+            f"which the tokenizer cannot encode ({error}): reply in its alphabet"
         ) from error
-    tokens = np.array(tokens[: talk.left], dtype=np.int64)
+    tokens = np.array(tokens[: dialog.left], dtype=np.int64)
     context = Completion(
         tokens=tokens,
         log_probs=np.zeros(len(tokens), dtype=np.float32),
         written=np.zeros(len(tokens), dtype=np.bool_),
-        finish="length" if len(tokens) == talk.left else talk.said.finish,
+        finish="length" if len(tokens) == dialog.left else dialog.completion.finish,
         text="",
     )
-    return _extended(talk, context, tokenizer)
+    return _extended(dialog, context, tokenizer)
 
 
 def _next_turns(
-    sampler: _Sampler, talks: Sequence[_Conversation], turn: int, sampling: Sampling, seed: int
+    sampler: _Sampler,
+    dialogs: Sequence[_Conversation],
+    turn: int,
+    sampling: Sampling,
+    seed: int,
 ) -> list[Completion]:
     """The policy's next turn in each conversation.
 
@@ -150,16 +159,17 @@ def _next_turns(
     """
     prompts = [
         replace(
-            talk.prompt,
-            id=f"{talk.name}/{turn}",
-            tokens=(*talk.prompt.tokens, *talk.said.tokens.tolist()),
+            dialog.prompt,
+            id=f"{dialog.name}/{turn}",
+            tokens=(*dialog.prompt.tokens, *dialog.completion.tokens.tolist()),
         )
-        for talk in talks
+        for dialog in dialogs
     ]
-    budget = max(talk.left for talk in talks)
+    budget = max(dialog.left for dialog in dialogs)
     groups = sampler.sample(prompts, 1, replace(sampling, max_tokens=budget), seed)
     return [
-        _cut(group.completions[0], talk.left) for group, talk in zip(groups, talks, strict=True)
+        _cut(group.completions[0], dialog.left)
+        for group, dialog in zip(groups, dialogs, strict=True)
     ]
 
 
@@ -175,18 +185,18 @@ def _cut(completion: Completion, length: int) -> Completion:
     )
 
 
-def _extended(talk: _Conversation, more: Completion, tokenizer: Any) -> _Conversation:
+def _extended(dialog: _Conversation, more: Completion, tokenizer: Any) -> _Conversation:
     """The conversation with one more turn at its end."""
-    tokens: npt.NDArray[np.int64] = np.concatenate([talk.said.tokens, more.tokens])
-    written: npt.NDArray[np.bool_] = np.concatenate([talk.said.written, more.written])
+    tokens: npt.NDArray[np.int64] = np.concatenate([dialog.completion.tokens, more.tokens])
+    written: npt.NDArray[np.bool_] = np.concatenate([dialog.completion.written, more.written])
     own, added = decode(tokenizer, [tokens[written].tolist(), more.tokens.tolist()])
     role = "assistant" if more.written.all() else "environment"
-    said = Completion(
+    completion = Completion(
         tokens=tokens,
-        log_probs=np.concatenate([talk.said.log_probs, more.log_probs]),
+        log_probs=np.concatenate([dialog.completion.log_probs, more.log_probs]),
         written=written,
         finish=more.finish,
         text=own,
-        turns=(*talk.said.conversation, Message(role=role, content=added)),
+        turns=(*dialog.completion.conversation, Message(role=role, content=added)),
     )
-    return replace(talk, said=said)
+    return replace(dialog, completion=completion)

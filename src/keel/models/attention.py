@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,6 @@ class Rules:
     sinks: Tensor | None = None
 
 
-@runtime_checkable
 class Layout(Protocol):
     """Which token sees which."""
 

@@ -119,7 +119,7 @@ class Panels:
 
     @property
     def pointers(self) -> Weight:
-        """Valid as long as this is."""
+        """Valid as long as this object."""
         outputs, inputs = self.shape
         return Weight(pointer(self.panels), pointer(self.bias), inputs, outputs)
 
