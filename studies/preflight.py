@@ -19,9 +19,8 @@ from typing import Any
 
 from keel.config.load import load_recipe
 from keel.config.model import BuildModel
-from keel.models.build import build_model
+from keel.models.build import build_model, character_tokenizer
 from keel.models.loading import DTYPES, quiet
-from keel.models.tokenizers import character_tokenizer
 from keel.preflight.check import Report, check
 from keel.training.export import export
 from keel.training.run import train

@@ -12,7 +12,7 @@ from keel.algorithms.spec import Algorithm
 from keel.learn.actions import Estimates
 from keel.learn.batch import Batch
 from keel.learn.loss import loss, prepare
-from keel.models.scores import Scores
+from keel.models.head import Scores
 
 PROMPT = 2
 

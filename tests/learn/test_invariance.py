@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm, Correction
 from keel.learn.loss import loss, prepare
-from keel.models.scores import Scores
+from keel.models.head import Scores
 from tests.learn.flat import Sample, gradient, per_sequence, sample
 
 LENGTHS = (5, 1, 9, 3, 7, 2)

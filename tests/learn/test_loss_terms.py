@@ -25,7 +25,7 @@ from keel.algorithms.spec import (
 )
 from keel.learn.advantages import RolloutRewards, estimate
 from keel.learn.loss import loss, prepare
-from keel.models.scores import Scores
+from keel.models.head import Scores
 from keel.objective.group import group_relative
 from keel.objective.surrogates import clip
 from keel.types import KeelError

@@ -32,7 +32,7 @@ from keel.algorithms.spec import (
 from keel.learn.actions import Estimates
 from keel.learn.advantages import RolloutRewards, estimate
 from keel.learn.loss import loss, prepare
-from keel.models.scores import Scores
+from keel.models.head import Scores
 from tests.learn.flat import blank
 from tests.shared import oracle_cases
 

@@ -20,7 +20,7 @@ from keel.learn.learner import Learner, backward, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable
 from keel.learn.token_budget import TokenBudget
-from keel.models.attention.functions import install
+from keel.models.attention import install
 from keel.models.packed import Packed
 from keel.models.policy import Policy
 from keel.models.value import value_head_for

@@ -19,9 +19,9 @@ from keel.learn.learner import Learner, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable
 from keel.learn.token_budget import TokenBudget
-from keel.models.attention.functions import install
+from keel.models.attention import install
+from keel.models.build import byte_tokenizer
 from keel.models.policy import Policy
-from keel.models.tokenizers import byte_tokenizer
 from keel.types import Completion, Group, Prompt
 from tests.shared import shared_path
 

@@ -13,7 +13,6 @@ from keel.config.model import BuildModel, Model
 from keel.config.sampling import Rollout
 from keel.data.tasks import PromptStream
 from keel.data.tasks.base import BaseTask
-from keel.engines.scripted import ScriptedEngine
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import from_groups
 from keel.learn.loss import loss, prepare
@@ -22,6 +21,7 @@ from keel.models.policy import Policy, load_policy
 from keel.rewards.scorer import Scorer
 from keel.training.rollout import Sampler, collect
 from keel.types import Completion, Prompt, Side
+from tests.engines.scripted import ScriptedEngine
 
 TOOL = " is 12;"
 

@@ -34,7 +34,7 @@ from keel.learn.advantages import advantages, penalties, returns
 from keel.learn.finite import stop_unless_finite
 from keel.learn.loss import loss, prepare
 from keel.learn.optimizer import AdamW, learning_rate
-from keel.models.scores import Scores
+from keel.models.head import Scores
 from keel.objective import divergences, gae, segments
 from keel.objective.signals import Signals
 from keel.objective.value import explained_variance

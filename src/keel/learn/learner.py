@@ -23,9 +23,9 @@ from keel.learn.finite import (
 from keel.learn.loss import loss
 from keel.learn.optimizer import AdamW, step_all
 from keel.learn.token_budget import TokenBudget
+from keel.models.head import Scores
 from keel.models.policy import Policy
 from keel.models.reference import Reference
-from keel.models.scores import Scores
 from keel.models.value import Critic, ValueHead
 from keel.types import KeelError
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from keel.algorithms.spec import Algorithm, CustomSurrogate
 from keel.learn.actions import A, Actions, Estimates, TrainBatch
 from keel.learn.custom import SURROGATE, call_custom
-from keel.models.scores import Scores
+from keel.models.head import Scores
 from keel.objective import divergences, ratios, whitening
 from keel.types import KeelError
 

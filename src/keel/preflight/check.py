@@ -20,11 +20,11 @@ from keel.config.judging import JudgingStage
 from keel.config.load import Source, load_recipe
 from keel.config.schema import Recipe, RLStage, SFTStage, Stage
 from keel.config.seeds import derive
+from keel.engines.compiled import is_llama_like
 from keel.engines.stopping import eos_ids, split_stops
 from keel.learn.custom import check_entries
 from keel.learn.optimizer import trainable
 from keel.models.kernels.build import fingerprint
-from keel.models.llama import is_alike
 from keel.models.policy import Policy, load_policy
 from keel.models.value import load_critic
 from keel.preflight.context import Figure, PolicyOrigin, StageContext
@@ -217,7 +217,7 @@ def _of_model(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
     )
     if pair is not None:
         yield pair
-    if is_alike(policy.model.base_model):
+    if is_llama_like(policy.model.base_model):
         slow = setting_findings.no_compiler(fingerprint("decode"))
         if slow is not None:
             yield slow

@@ -9,7 +9,7 @@ from typing import Final
 
 from keel.data.tasks import PromptStream
 from keel.engines.registry import build_engine
-from keel.engines.stopping import context_length
+from keel.models.families import context_length
 from keel.models.policy import Policy
 from keel.preflight.prompt_stats import PromptStats, SamplingPlan
 from keel.rewards.scorer import Scorer

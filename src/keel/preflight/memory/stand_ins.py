@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from keel.config.entry import load_entry
 from keel.data.tasks.base import BaseTask
 from keel.engines.native import NativeEngine
-from keel.engines.stopping import context_length
+from keel.models.families import context_length
 from keel.types import Completion, Engine, Group, Prompt, Sampling, Side
 
 HERE = "keel.preflight.memory.stand_ins"
