@@ -42,18 +42,8 @@ class Judge:
         own = (options.reference, options.against if options.mode == "pairwise" else None)
         self.columns = tuple(name for name in own if name not in (None, GROUP))
         # The columns are parameters by name, so that a missing one is known before the first step.
-        kinds = {"prompts": True, "completions": True} | dict.fromkeys(self.columns, True)
-        kinds |= {"log_extra": False, "log_metric": False}
-        self.__signature__ = inspect.Signature(
-            [
-                inspect.Parameter(
-                    name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=inspect.Parameter.empty if required else None,
-                )
-                for name, required in kinds.items()
-            ]
-        )
+        required = dict.fromkeys(("prompts", "completions", *self.columns), True)
+        self.__signature__ = _signature(required | {"log_extra": False, "log_metric": False})
 
     async def __call__(
         self,
@@ -167,17 +157,22 @@ def judge(around: RewardContext, **options: Any) -> Judge:
     return Judge(Asker(client, JudgeStore(path), chosen), chosen)
 
 
-# The loader reads a maker's options off its signature.
-judge.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [inspect.Parameter("around", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    + [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if info.is_required() else None,
-        )
-        for name, info in JudgeOptions.model_fields.items()
-    ]
+def _signature(required: Mapping[str, bool], first: str | None = None) -> inspect.Signature:
+    """Keyword parameters, and whether they are required, after a positional one."""
+    parameter = inspect.Parameter
+    empty = parameter.empty
+    return inspect.Signature(
+        ([parameter(first, parameter.POSITIONAL_OR_KEYWORD)] if first else [])
+        + [
+            parameter(name, parameter.KEYWORD_ONLY, default=empty if needed else None)
+            for name, needed in required.items()
+        ]
+    )
+
+
+# The loader reads the options off the signature.
+judge.__signature__ = _signature(  # type: ignore[attr-defined]
+    {name: info.is_required() for name, info in JudgeOptions.model_fields.items()}, "around"
 )
 
 
