@@ -60,6 +60,7 @@ class SampledData(Row):
                 max_tokens=self.max_tokens,
                 temperature=self.temperature,
             ),
+            train_prompts=self.train,
             validation_prompts=self.heldout,
             seed_name=("sampled",),
             first_draw=("answers", "train", 0),

@@ -117,6 +117,7 @@ class NamedAlgorithm(Algorithm):
 class SamplingSource:
     """What a stage samples and scores.
 
+    `train_prompts` is the number of prompts that the stage samples to learn from, over all steps.
     `key` is the table of these settings within the stage ("" or "sampled."), `seed_name` the stream
     that their seeds come from, `first_draw` the name of the first step's draw in that stream.
     `algorithm` and `evaluation` are those of a stage that trains on what it samples, else None.
@@ -132,6 +133,7 @@ class SamplingSource:
     first_draw: tuple[str | int, ...]
     algorithm: NamedAlgorithm | None = None
     evaluation: Evaluation | None = None
+    train_prompts: int = 0
 
     def setting(self, name: str) -> str:
         """The key of a setting of the rollouts, within the stage."""

@@ -198,6 +198,7 @@ class RLStage(StageConfig):
             prompts=self.prompts,
             rewards=self.rewards,
             rollout=self.rollout,
+            train_prompts=self.steps * self.rollout.prompts_per_step,
             validation_prompts=self.evaluation.prompts,
             seed_name=(),
             first_draw=("rollout", 1, 0),
