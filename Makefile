@@ -26,26 +26,22 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/quickstart.py
 	$(BIN)/python -m benchmarks.memory
-	$(BIN)/python benchmarks/draw.py
 	$(BIN)/python -m benchmarks.loop $(if $(KEEL_TRL_PYTHON),,--keel-only)
 	$(BIN)/python -m benchmarks.rollout
 	$(BIN)/python -m benchmarks.update
-	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.turns
 	$(BIN)/python -m benchmarks.startup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rewards.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/preflight.py
 	$(BIN)/python benchmarks/recording.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fuzz.py
-	$(BIN)/python benchmarks/mutations.py
 	$(BIN)/python benchmarks/control_speed.py
-	$(BIN)/python benchmarks/control.py ppo CartPole-v1
 
-# Runs of every kind, killed at every step and at random instants: resumed, they end the same.
+# Hours: runs of every kind killed at every step and resumed; ten thousand bad inputs; code broken
+# on purpose. `make check` runs a share of each.
 soak: $(VENV)/.dev
-	$(BIN)/python -m benchmarks.soak
+	$(BIN)/python -m studies.soak
+	OMP_NUM_THREADS=1 $(BIN)/python studies/fuzz.py
+	$(BIN)/python studies/mutations.py
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "keel needs Python 3.11 or newer: make PYTHON=python3.11")'

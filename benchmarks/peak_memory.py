@@ -1,9 +1,8 @@
 """Peak memory and time: what `keel check` predicts against what the run takes.
 
-Each recipe is checked in one fresh process, which takes no optimizer step, and run in another. Both
-take the seconds of the clock on the wall, so that they agree only where nothing else runs.
-"Peak" is the most resident memory (VmHWM, Linux, CPU) less what was resident when the process had
-imported Keel and read the recipe, before anything of it was loaded.
+Each recipe is checked in one fresh process and run in another. Seconds are those of the wall clock,
+so that they agree only where nothing else runs. "Peak" is the most resident memory of the process
+that trains (VmHWM, Linux, CPU).
 
     python benchmarks/peak_memory.py [NAME ...] [--json FILE]
 """
@@ -20,9 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-TUNED = ("ppo", "grpo", "grpo-lora", "sft", "dpo", "reward-model")
-HELD_OUT = ("grpo-checkpointing", "ppo-head", "rloo-lora-bf16", "dpo-softcap")
-"""Looked at once, after the model of memory was done."""
+NAMES = ("ppo", "grpo", "grpo-lora", "sft", "dpo", "reward-model",
+         "grpo-checkpointing", "ppo-head", "rloo-lora-bf16", "dpo-softcap")  # fmt: skip
 MIB = 2**20
 
 
@@ -199,29 +197,21 @@ def length(*, completions: Any) -> list[float]:
     return [float(len(str(text)) % 7) for text in completions]
 
 
-def resident(peak: bool) -> int:
-    """Bytes of resident memory of this process: now, or the most it ever was (Linux)."""
-    key = "VmHWM:" if peak else "VmRSS:"
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {key} in /proc/self/status: this benchmark needs Linux")
-
-
 def run(name: str, folder: Path) -> dict[str, float]:
-    """The recipe for real: its peak above the start, and its seconds."""
+    """The recipe for real: its peak and its seconds."""
     from keel.config.load import load_recipe
+    from keel.preflight.memory.machine import resident_memory
     from keel.training.run import train
 
     recipe = load_recipe(recipes(folder)[name])
-    start, clock = resident(peak=False), time.perf_counter()
+    clock = time.perf_counter()
     with tempfile.TemporaryDirectory() as target:
         train(recipe, Path(target) / "run")
-    return {"bytes": resident(peak=True) - start, "seconds": time.perf_counter() - clock}
+    return {"bytes": resident_memory("VmHWM") or 0, "seconds": time.perf_counter() - clock}
 
 
 def predict(name: str, folder: Path) -> dict[str, Any]:
-    """What the check says of the recipe: bytes, seconds, and what most of the bytes are."""
+    """What the check says of the recipe: bytes by phase, and seconds."""
     from keel.preflight.check import check
 
     clock = time.perf_counter()
@@ -233,7 +223,7 @@ def predict(name: str, folder: Path) -> dict[str, Any]:
         "bytes": said["memory"]["peak"],
         "seconds": said["seconds"],
         "phase": said["memory"]["phase"],
-        "parts": said["memory"]["parts"],
+        "phases": said["memory"]["phases"],
         "time": said["time"],
         "check": time.perf_counter() - clock,
     }
@@ -264,11 +254,10 @@ def measure(names: list[str]) -> list[dict[str, Any]]:
             was = child("run", name, folder)
             ratio = said["bytes"] / was["bytes"]
             rows.append({"recipe": name, "predicted": said, "measured": was, "ratio": ratio})
-            held = "  (held out)" if name in HELD_OUT else ""
             print(
                 f"{name:20} {said['bytes'] / MIB:>10,.0f} {was['bytes'] / MIB:>10,.0f} "
                 f"{ratio:>6.2f}  {said['seconds']:>7.0f} {was['seconds']:>7.0f} "
-                f"{said['seconds'] / was['seconds']:>6.2f}  {said['phase']}{held}",
+                f"{said['seconds'] / was['seconds']:>6.2f}  {said['phase']}",
                 flush=True,
             )
     return rows
@@ -276,7 +265,7 @@ def measure(names: list[str]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(TUNED + HELD_OUT))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("--child", choices=("prepare", "predict", "run"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -288,7 +277,7 @@ def main() -> None:
     elif choice.child == "run":
         print(json.dumps(run(choice.names[0], choice.folder)))
     else:
-        rows = measure(choice.names or [*TUNED, *HELD_OUT])
+        rows = measure(choice.names or list(NAMES))
         if choice.json:
             Path(choice.json).write_text(json.dumps(rows, indent=2) + "\n", "utf-8")
 

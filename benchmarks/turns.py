@@ -30,7 +30,7 @@ import torch
 from benchmarks.loop_keel import chance, end
 from benchmarks.update import FIRST, MODEL, SEED, SMALL
 from keel.config.model import BuildModel
-from keel.engines.cpu.backbone import CompiledPass
+from keel.engines.compiled import CompiledPass
 from keel.engines.multi_step import MultiStep
 from keel.engines.multi_turn import converse
 from keel.engines.native import NativeEngine

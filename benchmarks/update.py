@@ -44,6 +44,7 @@ from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm
 from keel.config.model import BuildModel, Model
 from keel.config.optimisation import Optimizer
+from keel.learn.actions import Estimates, TrainBatch
 from keel.learn.batch import Batch, from_groups
 from keel.learn.learner import Learner, backward
 from keel.learn.loss import prepare
@@ -141,12 +142,12 @@ def grpo() -> Algorithm:
     return PRESETS["grpo"].row.model_copy(update={"divergence": None})
 
 
-def prepared(row: Algorithm, made: Rollouts, shared: bool) -> Batch:
+def prepared(row: Algorithm, made: Rollouts, shared: bool) -> TrainBatch[Batch]:
     """The batch that `backward` takes."""
     batch = from_groups(made.groups)
     advantage_N = made.advantage_S.repeat_interleave(batch.lengths_S)
-    batch = replace(batch, advantage_N=advantage_N)
-    return prepare(row, batch if shared else replace(batch, prompt_lengths=()), budget=0)
+    batch = batch if shared else replace(batch, prompt_lengths=())
+    return prepare(row, batch, Estimates(advantage_N), max_tokens=0)
 
 
 def learner_of(policy: Policy) -> Learner:

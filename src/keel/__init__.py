@@ -1,7 +1,7 @@
 """Keel trains language models by reinforcement learning.
 
-The parts are importable by their rooms (`keel.objective`, `keel.algorithms`, …); what most users
-want stands here: `train`, `evaluate`, `export`, `load`, `load_recipe`, `explain`.
+The parts are in its packages (`keel.objective`, `keel.algorithms`, …); what most users want is
+here: `train`, `check`, `evaluate`, `export`, `load`, `load_recipe`, `explain`, callbacks.
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ if TYPE_CHECKING:
     from keel.algorithms.explain import explain
     from keel.config.load import load_recipe
     from keel.config.objective import explain_recipe
-    from keel.runs.reader import load
+    from keel.python import check, load, train
+    from keel.runs.callbacks import Callback, RunState, StopRun
     from keel.training.evaluation import evaluate
     from keel.training.export import export
-    from keel.training.run import train
 
 __version__ = version("keel-rl")
 
 __all__ = [
+    "Callback",
+    "RunState",
+    "StopRun",
     "__version__",
+    "check",
     "evaluate",
     "explain",
     "explain_recipe",
@@ -33,13 +37,17 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Callback": "keel.runs.callbacks",
+    "RunState": "keel.runs.callbacks",
+    "StopRun": "keel.runs.callbacks",
+    "check": "keel.python",
     "evaluate": "keel.training.evaluation",
     "explain": "keel.algorithms.explain",
     "export": "keel.training.export",
-    "load": "keel.runs.reader",
+    "load": "keel.python",
     "explain_recipe": "keel.config.objective",
     "load_recipe": "keel.config.load",
-    "train": "keel.training.run",
+    "train": "keel.python",
 }
 
 

@@ -39,7 +39,7 @@ def test_a_page_has_its_sections_and_size(name: str) -> None:
     found = sections(name)
     assert list(found) == SECTIONS
     assert found["What is easy to get wrong"].count("\n- ") >= 3
-    assert f"`python benchmarks/quickstart.py --preset {name}`" in found["Learning curve"]
+    assert f"`python studies/quickstart.py --preset {name}`" in found["Learning curve"]
 
 
 def test_the_index_names_each_row() -> None:

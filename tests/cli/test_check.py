@@ -12,7 +12,9 @@ from typing import TypeAlias
 
 import pytest
 
+from keel.cli.check import lines
 from keel.cli.main import main
+from keel.preflight.check import check
 
 Keel: TypeAlias = "Callable[..., Done]"
 
@@ -58,28 +60,26 @@ def test_a_sound_recipe_ends_0_and_leaves_nothing(keel: Keel, tmp_path: Path) ->
     done = keel(*TINY, "--price", "2")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith("tiny: looked at in ")
-    assert lines[-1] == "nothing found"
-    assert any(line.startswith("  predicted peak memory on cpu: ") for line in lines)
+    printed = done.stdout.splitlines()
+    assert printed[0].startswith("tiny: checked in ")
+    assert printed[-1] == "nothing found"
+    assert any(line.startswith("  predicted peak memory on cpu: ") for line in printed)
     assert any(
-        line.startswith("  predicted time: about ") and ", cost 0.0" in line for line in lines
+        line.startswith("  predicted time: about ") and ", cost 0.0" in line for line in printed
     )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_finding_is_three_lines_and_ends_1(keel: Keel, tmp_path: Path) -> None:
-    done = keel(*TINY, "optimizer.warmup_steps=99")
-    assert done.returncode == 1
-    at = done.stdout.splitlines().index(
-        "1. warning: the learning rate never reaches its value [warm-up-never-ends]"
-    )
-    what = done.stdout.splitlines()[at : at + 3]
+def test_a_finding_is_three_lines() -> None:
+    report = check(TINY[0], [*TINY[1:], "optimizer.warmup_steps=99"], predicts=False)
+    printed = list(lines(report))
+    at = printed.index("1. warning: the learning rate never reaches its value [warm-up-never-ends]")
+    what = printed[at : at + 3]
     assert what[1].startswith("   warm-up of 99 steps in a stage of 12")
     assert what[2].startswith("   optimizer.warmup_steps: set it under 12")
 
 
-def test_json_holds_everything(keel: Keel, tmp_path: Path) -> None:
+def test_json_holds_everything_and_a_finding_ends_1(keel: Keel, tmp_path: Path) -> None:
     done = keel(*TINY, "rollout.max_refills=3", "--json", "--price", "1")
     assert done.returncode == 1
     report = json.loads(done.stdout)

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from keel.control.experience import Experience
+from keel.learn.actions import Estimates
 
 LENGTHS = (3, 1, 4, 2)
 N = sum(LENGTHS)
 STARTS = (0, 3, 4, 8)
+ESTIMATES = Estimates(torch.arange(N) + 0.1)
 
 
 def experience(vectors: bool = False) -> Experience:
@@ -24,8 +26,6 @@ def experience(vectors: bool = False) -> Experience:
         engine_log_prob_N=n + 0.1,
         old_log_prob_N=n + 0.2,
         value_N=n + 0.3,
-        return_N=n + 0.4,
-        advantage_N=n + 0.5,
         observation_NO=torch.stack([n, n + 100], 1).float(),
         action_N=torch.stack([n, -n], 1).float() if vectors else n,
     )
@@ -35,19 +35,17 @@ def assert_rows(part: Experience, wanted: list[int], vectors: bool = False) -> N
     """All that it says of an action is of these ones, in this order."""
     n = torch.tensor(wanted)
     assert torch.equal(part.engine_log_prob_N, n + 0.1)
-    for name, more in (("old_log_prob_N", 0.2), ("value_N", 0.3), ("return_N", 0.4)):
+    for name, more in (("old_log_prob_N", 0.2), ("value_N", 0.3)):
         assert torch.equal(getattr(part, name), n + more)
-    assert part.advantage_N is not None
-    assert torch.equal(part.advantage_N, n + 0.5)
     assert torch.equal(part.observation_NO, torch.stack([n, n + 100], 1).float())
     assert torch.equal(part.action_N, torch.stack([n, -n], 1).float() if vectors else n)
-    absent = {"reference_log_prob_N", "present_N", "weight_N"}
+    absent = {"reference_log_prob_N"}
     assert {f.name for f in fields(part) if getattr(part, f.name) is None} == absent
 
 
 @pytest.mark.parametrize("vectors", [False, True])
 def test_steps_are_chosen_each_for_itself(vectors: bool) -> None:
-    part = experience(vectors).select(np.array([9, 0, 4]), steps=True)
+    part = experience(vectors).minibatch([9, 0, 4], steps=True)
     assert_rows(part, [9, 0, 4], vectors)
     assert part.lengths == (1, 1, 1)
     assert part.sequences == 3
@@ -55,7 +53,7 @@ def test_steps_are_chosen_each_for_itself(vectors: bool) -> None:
 
 @pytest.mark.parametrize("vectors", [False, True])
 def test_episodes_are_chosen_whole(vectors: bool) -> None:
-    part = experience(vectors).select(np.array([2, 0]), steps=False)
+    part = experience(vectors).minibatch([2, 0], steps=False)
     assert_rows(part, [4, 5, 6, 7, 0, 1, 2], vectors)
     assert part.lengths == (4, 3)
     assert part.groups_S.tolist() == [8, 7]
@@ -65,7 +63,10 @@ def test_episodes_are_chosen_whole(vectors: bool) -> None:
 @pytest.mark.parametrize("steps", [True, False])
 def test_parts_cover_everything_once(steps: bool, count: int) -> None:
     every = experience()
-    parts = list(every.parts(count, np.random.default_rng(1), steps=steps))
+    pairs = list(every.split(ESTIMATES, count, np.random.default_rng(1), steps=steps))
+    parts = [part for part, _ in pairs]
+    for part, estimates in pairs:
+        assert torch.equal(estimates.advantage_N, part.engine_log_prob_N)
     assert len(parts) == min(count, N if steps else len(LENGTHS))
     seen = [part.action_N.tolist() for part in parts]
     assert sorted(n for numbers in seen for n in numbers) == list(range(N))
@@ -87,8 +88,8 @@ def test_the_order_is_random_and_follows_from_the_generator() -> None:
     every = experience()
 
     def order(seed: int) -> list[int]:
-        parts = every.parts(2, np.random.default_rng(seed), steps=True)
-        return [n for part in parts for n in part.action_N.tolist()]
+        parts = every.split(ESTIMATES, 2, np.random.default_rng(seed), steps=True)
+        return [n for part, _ in parts for n in part.action_N.tolist()]
 
     assert order(1) == order(1) != order(2)
     assert order(1) != sorted(order(1))
@@ -97,4 +98,4 @@ def test_the_order_is_random_and_follows_from_the_generator() -> None:
 def test_one_part_is_all_as_it_is() -> None:
     every = experience()
     rng = np.random.default_rng(1)
-    assert [part is every for part in every.parts(1, rng, steps=True)] == [True]
+    assert [part is every for part, _ in every.split(ESTIMATES, 1, rng, steps=True)] == [True]

@@ -21,6 +21,7 @@ from keel.control.collect import Collected, collect_episodes, collect_steps
 from keel.control.experience import Experience
 from keel.control.normalise import Moments
 from keel.control.policy_gradient import FALLBACK_BUDGET, PolicyGradient
+from keel.learn.actions import Estimates, TrainBatch
 from keel.learn.loss import loss, prepare
 from keel.types import KeelError
 from tests.control import stages, worlds
@@ -56,19 +57,21 @@ def all_mostly_right(observation_EO: Floats) -> np.ndarray[Any, np.dtype[np.int6
     return np.array([mostly_right(row) for row in observation_EO])
 
 
-def iteration(pg: PolicyGradient, number: int = 1) -> tuple[Experience, dict[str, float]]:
-    """What `iterate` does, with the experience it learnt from (and no statistics)."""
-    caught: list[Experience] = []
-    measure = pg.measure
+def iteration(
+    pg: PolicyGradient, number: int = 1
+) -> tuple[Experience, Estimates, dict[str, float]]:
+    """`iterate`, with the experience and the estimates that it trained on."""
+    caught: list[tuple[Experience, Estimates]] = []
+    estimate = pg.estimate
 
-    def spy(collected: Collected) -> Experience:
-        caught.append(measure(collected))
+    def spy(collected: Collected) -> tuple[Experience, Estimates]:
+        caught.append(estimate(collected))
         return caught[-1]
 
-    pg.measure = spy  # type: ignore[method-assign]
+    pg.estimate = spy  # type: ignore[method-assign]
     metrics = pg.iterate(number)
-    pg.measure = measure  # type: ignore[method-assign]
-    return caught[0], metrics
+    pg.estimate = estimate  # type: ignore[method-assign]
+    return *caught[0], metrics
 
 
 # ---------------------------------------------------------------- estimates
@@ -133,13 +136,13 @@ def test_advantages_and_returns_are_stable_baselines(lam: float) -> None:
         done = 0
         for times in iterations:
             collected = collect_steps(pg.environments, all_mostly_right, times)
-            experience = pg.measure(collected)
+            _, estimates = pg.estimate(collected)
             wanted = of_sb3(pg, rows[done : done + times], rows[done - 1] if done else None)
             advantage, returned = zip(*(wanted[key] for key in sorted(wanted)), strict=True)
             assert np.std(advantage) > 0.1
             # float32 on both sides, sums of up to 10 numbers up to 10.
-            np.testing.assert_allclose(experience.advantage_N, advantage, rtol=0, atol=2e-5)
-            np.testing.assert_allclose(experience.return_N, returned, rtol=0, atol=2e-5)
+            np.testing.assert_allclose(estimates.advantage_N, advantage, rtol=0, atol=2e-5)
+            np.testing.assert_allclose(estimates.return_N, returned, rtol=0, atol=2e-5)
             done += times
 
 
@@ -165,7 +168,7 @@ def test_other_advantages_are_those_of_a_loop(kind: str) -> None:
             collected = collect_steps(pg.environments, all_mostly_right, 31)
         else:
             collected = collect_episodes(pg.environments, all_mostly_right, 12)
-        experience = pg.measure(collected)
+        experience, estimates = pg.estimate(collected)
         value_N = experience.value_N
         critic = pg.critic
         behind = [0.0] * len(collected.lengths)
@@ -189,28 +192,26 @@ def test_other_advantages_are_those_of_a_loop(kind: str) -> None:
     if kind == "batch_mean":
         wanted = [a - float(np.mean(starts)) for a in wanted]
     # float32, sums of up to 10 numbers up to 10.
-    np.testing.assert_allclose(experience.advantage_N, wanted, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(estimates.advantage_N, wanted, rtol=0, atol=2e-5)
     if value_N is not None:
-        assert experience.return_N is not None
-        torch.testing.assert_close(experience.return_N, experience.advantage_N + value_N)
+        assert estimates.return_N is not None
+        torch.testing.assert_close(estimates.return_N, estimates.advantage_N + value_N)
 
 
 def test_group_advantages_compare_episodes_of_one_start() -> None:
     with learner("grpo", "environment.count=4", "group_size=4", "rollout_episodes=8") as pg:
         collected = collect_episodes(pg.environments, worlds.choose_all, 8)
-        experience = pg.measure(collected)
+        experience, estimates = pg.estimate(collected)
         # Actions follow from the observation alone, so that a group's episodes are one and the
         # same: there is nothing to compare.
-        assert experience.advantage_N is not None
-        assert not experience.advantage_N.any()
-        experience, _ = iteration(pg, 2)
+        assert not estimates.advantage_N.any()
+        experience, estimates, _ = iteration(pg, 2)
     assert experience.groups_S.tolist() == [2] * 4 + [3] * 4
-    assert experience.advantage_N is not None
     first_S = np.cumsum(experience.lengths) - np.array(experience.lengths)
     starts = experience.observation_NO[first_S]
     assert torch.equal(starts[:4], starts[:1].expand(4, -1))
     assert not torch.equal(starts[0], starts[4])
-    advantage_S = experience.advantage_N[first_S].double().numpy()
+    advantage_S = estimates.advantage_N[first_S].double().numpy()
     for group in (slice(0, 4), slice(4, 8)):
         returns = np.array(experience.lengths[group], dtype=float)  # CartPole pays 1 a step
         wanted = (returns - returns.mean()) / (returns.std(ddof=1) + 1e-4)
@@ -223,7 +224,7 @@ def test_penalties_are_taken_from_each_reward() -> None:
         shake(pg)  # away from the reference
         assert pg.reference is not None
         collected = collect_steps(pg.environments, worlds.choose_all, 20)
-        experience = pg.measure(collected)
+        experience, _ = pg.estimate(collected)
         signals = pg.signals(experience, collected)
         with torch.no_grad():
             x, action = experience.observation_NO, experience.action_N
@@ -262,7 +263,9 @@ CLIPPED = ("dapo", *CLIP, "environment.count=8")
 Case = tuple[float, float, float, float]
 
 
-def with_ratios(pg: PolicyGradient, cases: list[Case], dtype: torch.dtype) -> Experience:
+def with_ratios(
+    pg: PolicyGradient, cases: list[Case], dtype: torch.dtype
+) -> tuple[Experience, Estimates]:
     """An action a case; the old log-probabilities are such that the ratio is as the case says."""
     generator = torch.Generator().manual_seed(4)
     observation_NO = torch.randn(len(cases), 4, generator=generator, dtype=dtype)
@@ -270,15 +273,15 @@ def with_ratios(pg: PolicyGradient, cases: list[Case], dtype: torch.dtype) -> Ex
     with torch.no_grad():
         log_prob_N = pg.actor.judge(observation_NO, action_N)[0]
     old_N = log_prob_N - torch.tensor([c[0] for c in cases], dtype=dtype).log()
-    return Experience(
+    experience = Experience(
         lengths=(1,) * len(cases),
         groups_S=torch.arange(len(cases)),
         engine_log_prob_N=old_N,
         old_log_prob_N=old_N,
-        advantage_N=torch.tensor([c[1] for c in cases], dtype=dtype),
         observation_NO=observation_NO,
         action_N=action_N,
     )
+    return experience, Estimates(torch.tensor([c[1] for c in cases], dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -288,7 +291,7 @@ def test_the_clip_table_on_the_logits(settings: tuple[str, ...], table: list[Cas
     with learner(*CLIPPED, *settings) as pg:
         shake(pg)
         pg.actor.double()
-        part = prepare(pg.stage.algorithm, with_ratios(pg, table, torch.float64), 500)
+        part = prepare(pg.stage.algorithm, *with_ratios(pg, table, torch.float64), 500)
         logits: list[Tensor] = []
 
         def keep(module: Any, inputs: Any, output: Tensor) -> None:
@@ -296,7 +299,7 @@ def test_the_clip_table_on_the_logits(settings: tuple[str, ...], table: list[Cas
             logits.append(output)
 
         handle = pg.actor.network.register_forward_hook(keep)
-        made = loss(pg.stage.algorithm, part, pg.scores(part), 0.0)
+        made = loss(pg.stage.algorithm, part, pg.scores(part.actions), 0.0)
         handle.remove()
         made.total.backward()
     (logits_NA,) = logits
@@ -306,7 +309,7 @@ def test_the_clip_table_on_the_logits(settings: tuple[str, ...], table: list[Cas
     values = [case[2] for case in table]
     assert made.total.item() == pytest.approx(-sum(values) / count, abs=1e-12)
     probability_NA = torch.softmax(logits_NA.detach(), -1)
-    chosen_NA = torch.nn.functional.one_hot(part.action_N, 2)
+    chosen_NA = torch.nn.functional.one_hot(part.actions.action_N, 2)
     slope_N1 = torch.tensor([[case[3]] for case in table], dtype=torch.float64)
     wanted = -slope_N1 * (chosen_NA - probability_NA) / count
     assert probability_NA.min() > 0.01  # no softmax is so sure that its gradient is 0 anyway
@@ -324,14 +327,14 @@ def test_the_clip_table_in_an_update(settings: tuple[str, ...], case: Case) -> N
     ratio, advantage, value, slope = case
     with learner(*CLIPPED, *settings) as pg:
         shake(pg)
-        part = prepare(pg.stage.algorithm, with_ratios(pg, [case], torch.float32), 500)
-        log_prob = pg.actor.judge(part.observation_NO, part.action_N)[0]
+        part = prepare(pg.stage.algorithm, *with_ratios(pg, [case], torch.float32), 500)
+        log_prob = pg.actor.judge(part.actions.observation_NO, part.actions.action_N)[0]
         gradients = torch.autograd.grad(log_prob.sum(), list(pg.actor.parameters()))
         norm = float(torch.cat([g.reshape(-1) for g in gradients]).norm())
         before = pg.trained.vector.detach().clone()
         metrics = pg._update(part, 1e-3)
         with torch.no_grad():
-            after = pg.actor.judge(part.observation_NO, part.action_N)[0]
+            after = pg.actor.judge(part.actions.observation_NO, part.actions.action_N)[0]
         # float32: the ratio goes through a logarithm and back.
         assert metrics["loss/policy"] == pytest.approx(-value, rel=1e-5, abs=1e-7)
         assert metrics["grad_norm"] == pytest.approx(abs(slope) * norm, rel=1e-4, abs=1e-9)
@@ -360,7 +363,7 @@ def test_no_step_is_taken_past_the_target_kl(minibatches: int) -> None:
             seen: list[tuple[float, bool]] = []
             update = pg._update
 
-            def spy(part: Experience, rate: float) -> dict[str, float]:
+            def spy(part: TrainBatch[Experience], rate: float) -> dict[str, float]:
                 before = pg.trained.vector.detach().clone()
                 metrics = update(part, rate)
                 moved = not torch.equal(before, pg.trained.vector)
@@ -393,7 +396,10 @@ def test_the_first_update_is_on_policy() -> None:
             update = pg._update
 
             def spy(
-                part: Experience, rate: float, update: Any = update, kls: list[float] = kls
+                part: TrainBatch[Experience],
+                rate: float,
+                update: Any = update,
+                kls: list[float] = kls,
             ) -> dict[str, float]:
                 kls.append(update(part, rate)["kl/old"])
                 return {"grad_norm": 0.0}
@@ -407,42 +413,39 @@ def test_the_first_update_is_on_policy() -> None:
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce_pp"])
 @pytest.mark.parametrize("minibatches", [1, 4])
 def test_whitening_is_over_each_minibatch(algorithm: str, minibatches: int) -> None:
-    parts: list[Experience] = []
+    parts: list[TrainBatch[Experience]] = []
     with learner(algorithm, f"minibatches={minibatches}", "epochs=2") as pg:
         update = pg._update
 
-        def spy(part: Experience, rate: float) -> dict[str, float]:
+        def spy(part: TrainBatch[Experience], rate: float) -> dict[str, float]:
             parts.append(part)
             return update(part, rate)
 
         pg._update = spy  # type: ignore[method-assign]
-        experience, _ = iteration(pg)
+        experience, estimates, _ = iteration(pg)
     assert len(parts) == 2 * minibatches
     places = {row.numpy().tobytes(): n for n, row in enumerate(experience.observation_NO)}
     assert len(places) == len(experience.action_N)
-    assert experience.advantage_N is not None
     for part in parts:
-        assert part.advantage_N is not None
-        at = [places[row.numpy().tobytes()] for row in part.observation_NO]
-        raw = experience.advantage_N[at].double()
+        at = [places[row.numpy().tobytes()] for row in part.actions.observation_NO]
+        raw = estimates.advantage_N[at].double()
         assert abs(float(raw.mean())) + abs(float(raw.std()) - 1) > 1e-2  # not white before
         wanted = (raw - raw.mean()) / raw.std()
         # float32, numbers up to 4.
         torch.testing.assert_close(part.advantage_N.double(), wanted, rtol=0, atol=1e-5)
-        assert part.weight_N is not None
         assert float(part.weight_N.sum()) == pytest.approx(1.0, abs=1e-5)
     for epoch in (parts[:minibatches], parts[minibatches:]):
-        assert sum(len(part.action_N) for part in epoch) == len(experience.action_N)
+        assert sum(len(part.actions.action_N) for part in epoch) == len(experience.action_N)
 
 
 def test_constant_weights_have_the_longest_episode_for_budget() -> None:
     for name, budget in (("CartPole-v1", 500), (worlds.BANDIT, FALLBACK_BUDGET)):
         with learner("dr_grpo", name=name) as pg:
-            parts: list[Experience] = []
+            parts: list[TrainBatch[Experience]] = []
             update = pg._update
 
             def spy(
-                part: Experience, rate: float, update: Any = update, parts: Any = parts
+                part: TrainBatch[Experience], rate: float, update: Any = update, parts: Any = parts
             ) -> dict[str, float]:
                 parts.append(part)
                 out: dict[str, float] = update(part, rate)
@@ -451,7 +454,6 @@ def test_constant_weights_have_the_longest_episode_for_budget() -> None:
             pg._update = spy  # type: ignore[method-assign]
             pg.iterate(1)
         (part,) = parts
-        assert part.weight_N is not None
         np.testing.assert_allclose(part.weight_N, 1 / (8 * budget), rtol=1e-6)
 
 
@@ -484,7 +486,7 @@ def test_beta_follows_ppos_rule() -> None:
         more = f"algorithm.divergence.adaptive.target={target}"
         with learner("ppo_kl_penalty", *settings, more) as pg:
             assert pg.beta == 1.0
-            experience, metrics = iteration(pg)
+            experience, _, metrics = iteration(pg)
             assert experience.old_log_prob_N is not None
             d = log_probs(pg.actor, experience) - experience.old_log_prob_N
             kl = float((d.exp() - 1 - d).mean())  # KL(old‖π), from the old policy's actions
@@ -514,7 +516,7 @@ def test_beta_follows_zieglers_rule() -> None:
             shake(pg, seed=2)  # away from the reference
             assert pg.reference is not None
             actor = {name: p.clone() for name, p in pg.actor.state_dict().items()}
-            experience, metrics = iteration(pg)
+            experience, _, metrics = iteration(pg)
             pg.actor.load_state_dict(actor)  # the KL is of the policy that acted
             d = log_probs(pg.actor, experience) - log_probs(pg.reference, experience)
             kl = float(d.sum()) / 8
@@ -573,7 +575,7 @@ def test_statistics_are_of_all_iterations_and_normalise_the_next() -> None:
         gamma = pg.stage.algorithm.advantage.gamma  # type: ignore[union-attr]
         for number in (1, 2, 3):
             before = pg.seen
-            experience, _ = iteration(pg, number)
+            experience, _, _ = iteration(pg, number)
             collected = seen[-1]
             normal = before.normal(collected.observation_NO)
             np.testing.assert_array_equal(experience.observation_NO, normal)
@@ -724,10 +726,10 @@ def test_the_greedy_draw_is_the_likeliest_action_of_what_it_was_taught_to_see() 
 
 def test_values_are_explained_by_their_returns() -> None:
     with learner("ppo") as pg:
-        experience, metrics = iteration(pg)
+        experience, estimates, metrics = iteration(pg)
         assert experience.value_N is not None
-        assert experience.return_N is not None
-        value, returned = experience.value_N.double(), experience.return_N.double()
+        assert estimates.return_N is not None
+        value, returned = experience.value_N.double(), estimates.return_N.double()
         explained = 1 - float((returned - value).var() / returned.var())
         assert metrics["value/explained_variance"] == pytest.approx(explained, rel=1e-4)
         assert metrics["value/mean"] == pytest.approx(float(value.mean()), rel=1e-4)

@@ -163,13 +163,13 @@ def test_fingerprints_are_of_what_a_recipe_names(tmp_path: Path) -> None:
         "prompt": "a: b",
         "lost": {"path": str(tmp_path / "gone.jsonl")},
     }
-    found = fingerprints(recipe)
+    found = fingerprints(recipe, Path())
     keys = [key.split(" ")[0] for key in found]
     assert keys == ["model.name", "tasks[0].path", "entries[0]", "entries[1]"]
     (model / "model.safetensors").write_text("weights")
     (tmp_path / "a.py").write_text("x = 2")
     (tmp_path / "a.jsonl").write_text("{} ")
-    changed = [key for key, digest in fingerprints(recipe).items() if found[key] != digest]
+    changed = [key for key, digest in fingerprints(recipe, Path()).items() if found[key] != digest]
     assert [key.split(" ")[0] for key in changed] == keys[:3]
 
 
@@ -183,10 +183,10 @@ def test_a_data_set_in_a_folder_has_a_fingerprint_of_all_its_files(tmp_path: Pat
             {"data": {"name": "datasets", "path": "json", "options": {"data_files": [str(rows)]}}},
         ]
     }
-    found = fingerprints(recipe)
+    found = fingerprints(recipe, Path())
     assert len(found) == 2
     rows.write_text('{"a": 2}')
-    again = fingerprints(recipe)
+    again = fingerprints(recipe, Path())
     assert found.keys() == again.keys()
     assert all(again[key] != digest for key, digest in found.items())
 
@@ -198,7 +198,7 @@ def test_a_module_in_the_working_folder_has_a_fingerprint(
     (tmp_path / "own_rewards_here.py").write_text("x = 1")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    assert list(fingerprints({"f": "own_rewards_here:x"})) == ["f (own_rewards_here:x)"]
+    assert list(fingerprints({"f": "own_rewards_here:x"}, Path())) == ["f (own_rewards_here:x)"]
 
 
 def test_a_damaged_reward_model_is_refused_wherever_it_is_loaded(tmp_path: Path) -> None:

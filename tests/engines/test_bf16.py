@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.config.model import Lora
+from keel.engines import compiled
 from keel.engines import model_runner as passes
-from keel.engines.cpu import backbone as compiled
+from keel.engines.compiled import angles, rules_of
 from keel.engines.model_runner import ModulePass, cast_copy
 from keel.engines.native import NativeEngine
-from keel.models.attention.functions import install
+from keel.models.attention import install
 from keel.models.backbone import states_at
 from keel.models.families import head_of
 from keel.models.head import logits
-from keel.models.llama import angles, rules_of
 from keel.models.lora import add_lora, affine, lora_layers
 from keel.models.packed import Packed
 from keel.types import Completion, Prompt, Sampling

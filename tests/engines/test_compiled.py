@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.config.model import Lora
-from keel.engines.cpu import backbone as compiled
+from keel.engines import compiled
 from keel.engines.kv_cache import DecodeRows, Prefill
 from keel.engines.native import NativeEngine
-from keel.models import llama
-from keel.models.attention.functions import install
+from keel.models.attention import install
 from keel.models.backbone import states_at
 from keel.models.lora import (
     adapter_off,
@@ -144,25 +143,24 @@ def test_token_by_token_in_any_size(
 ) -> None:
     """Over pages and windows, and panels that are not filled, in memory that held NaN before."""
     poison(monkeypatch)
-    compare(model_of(family, **size), monkeypatch)
+    compare(model_of(family, **size))
 
 
-def test_large_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_scores() -> None:
     """Scores beyond 88, where e^x is no float32."""
     model = model_of("llama")
     with torch.no_grad():
         for layer in model.base_model.layers:
             layer.self_attn.q_proj.weight.mul_(60.0)
-    compare(model, monkeypatch, 20.0)
+    compare(model, 20.0)
 
 
-def compare(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, rounding: float = 1.0) -> None:
+def compare(model: PreTrainedModel, rounding: float = 1.0) -> None:
     """`rounding`: how much larger than usual scores round."""
     tokens = torch.tensor(prompts(60)[0].tokens)
     found = compiled.compiled(model, 100)
     assert found is not None
     stepped = states_of(found, tokens, 17)
-    monkeypatch.setattr(llama, "applies", lambda backbone: False)
     given = Packed(tokens, (len(tokens),), torch.arange(1, len(tokens)), ())
     with torch.no_grad():
         whole = states_at(model, given, torch.arange(len(tokens)))
@@ -245,6 +243,9 @@ def test_who_listens_to_a_module_hears_what_is_sampled(inside: str) -> None:
     assert compiled.compiled(model, 64) is None
     handle.remove()
     assert compiled.compiled(model, 64) is not None
+    module = model.base_model.layers[0].mlp
+    module.forward = lambda x: 0 * x
+    assert compiled.compiled(model, 64) is None
 
 
 def test_the_adapter_that_speaks_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:

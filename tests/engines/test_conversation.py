@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.turns import tokens_fed
 from keel.config.model import Lora
-from keel.engines.cpu import backbone as compiled
+from keel.engines import compiled
 from keel.engines.kv_cache import Prefill
 from keel.engines.multi_turn import converse
 from keel.engines.native import NativeEngine

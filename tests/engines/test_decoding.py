@@ -10,12 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.engines import decode_attention as decoding
-from keel.engines.decode_attention import StepLayout
-from keel.engines.kv_cache import DecodeRows, KVCache, Places, Shelf
+from keel.engines.kv_cache import DecodeRows, KVCache, KVStore, StepLayout
 from keel.engines.native import NativeEngine
-from keel.models.attention.functions import Rules
-from keel.models.attention.layout import PackedLayout
+from keel.models.attention import PackedLayout, Rules
 from keel.types import Prompt, Sampling
 from tests.engines.tiny import TOKENIZER, tiny
 from tests.models.test_attention import HEADS, KV_HEADS, RULES, WIDTH, by_hand
@@ -34,17 +31,12 @@ def heads(count: int, tokens: int, generator: torch.Generator) -> Tensor:
     return torch.randn(1, count, tokens, WIDTH, dtype=torch.float64, generator=generator)
 
 
-@pytest.mark.parametrize("kernel", ["the processor's own", "written out"])
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_rows_see_their_prompt_and_their_own(
     step: tuple[list[int], list[int], list[int]],
     rules: dict,
-    kernel: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if kernel == "the processor's own":
-        monkeypatch.setattr(decoding, "_ROUNDED", (torch.float64,))
     lengths, slots, ends = step
     rule, generator = Rules(scaling=0.3, **rules), torch.Generator().manual_seed(0)
     store = KVCache(max(lengths), 9)
@@ -55,17 +47,17 @@ def test_rows_see_their_prompt_and_their_own(
     own = [x.reshape(KV_HEADS, len(slots), 9, WIDTH) for x in own]
     entry = torch.tensor(np.repeat(np.arange(len(lengths)), lengths))
     place = torch.cat([torch.arange(n) for n in lengths])
-    store.prompts.write(0, Places(entry, place), *(x[0].transpose(0, 1) for x in first))
+    store.prompts.write(0, (entry, place), *(x[0].transpose(0, 1) for x in first))
     # Each own token came in a step of its own; the last comes with prompts that enter.
     for at in range(max(ends)):
         rows = torch.tensor([r for r, end in enumerate(ends) if at < end])
-        places = Places(rows, torch.full_like(rows, at))
+        places = (rows, torch.full_like(rows, at))
         store.answers.write(0, places, *(x[:, rows, at].transpose(0, 1) for x in own))
     live = DecodeRows(np.array(slots), np.array(ends), np.array(lengths), CPU)
     entering, late = PackedLayout([3, 2]), [heads(KV_HEADS, 5, generator) for _ in range(2)]
     store.prompts.reserve(len(lengths) + 2, 3, len(lengths))
     extra = torch.tensor([0, 0, 0, 1, 1]) + len(lengths)
-    layout = StepLayout(store, entering, Places(extra, torch.tensor([0, 1, 2, 0, 1])), live)
+    layout = StepLayout(store, entering, (extra, torch.tensor([0, 1, 2, 0, 1])), live)
     query = heads(HEADS, 5 + len(slots), generator)
     new = [
         torch.cat([a[0], torch.stack([x[:, r, end] for r, end in enumerate(ends)], dim=1)], dim=1)
@@ -106,7 +98,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_that_nothing_was_written_to_is_not_read(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows enter late, behind longer prompts and beside older rows, over shelves that grow."""
+    """Rows enter late, after longer prompts and with older rows, in stores that grow."""
     model = tiny(family).float()
     engine = NativeEngine(model, TOKENIZER, max_rows=5)
     asked = [
@@ -126,39 +118,38 @@ def test_layers_may_differ_in_their_heads() -> None:
     store.prompts.reserve(2, 2, 0)
     store.answers.reserve(3, 4, 0)
     generator = torch.Generator().manual_seed(0)
-    layout = StepLayout(store, None, Places(torch.arange(0), torch.arange(0)), live)
+    layout = StepLayout(store, None, (torch.arange(0), torch.arange(0)), live)
     for layer, count in enumerate((2, 1, 4)):
-        first, own = (heads(count, n, generator)[0].transpose(0, 1) for n in (3, 3))
-        places = Places(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0]))
-        store.prompts.write(layer, places, first, first)
-        out = layout.attend_tokens(layer, heads(4, 3, generator)[0].transpose(0, 1), own, own, RULE)
+        first, own = (heads(count, 3, generator) for _ in range(2))
+        places = (torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0]))
+        store.prompts.write(layer, places, *(x[0].transpose(0, 1) for x in (first, first)))
+        out = layout.attend(layer, heads(4, 3, generator), own, own, RULE)[0]
         assert out.shape == (3, 4, WIDTH)
         if count == 4:
             assert torch.isfinite(out).all()
 
 
-def test_a_shelf_keeps_what_lives_and_leaves_the_dead_behind(
+def test_a_store_keeps_live_entries_as_it_grows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     poison(monkeypatch)
-    shelf = Shelf(longest=200)
-    shelf.reserve(4, 2, 0)
+    store = KVStore(longest=200)
+    store.reserve(4, 2, 0)
     rows, values = torch.arange(4), torch.randn(4, 1, 3)
     for place in (0, 1):
-        column = place if place else None  # both ways of writing
-        shelf.write(0, Places(rows, rows * 0 + place, column), values + place, values - place)
-    before = [x.clone() for x in shelf.read(0, 4, 2)]
-    shelf.copy(np.array([3]), np.array([0]))
-    shelf.reserve(2, 150, 2)
-    for now, then in zip(shelf.read(0, 2, 2), before, strict=True):
+        store.write(0, (rows, rows * 0 + place), values + place, values - place)
+    before = [x.clone() for x in store.read(0, 4, 2)]
+    store.copy(np.array([3]), np.array([0]))
+    store.reserve(2, 150, 2)
+    for now, then in zip(store.read(0, 2, 2), before, strict=True):
         assert torch.equal(now, then[[3, 1]])
-    keys, _ = shelf.read(0, 9, 999)
+    keys, _ = store.read(0, 9, 999)
     assert keys.shape[0] == 2
     assert 150 <= keys.shape[1] <= 200
     assert not keys[:, 2:150].any()
-    shelf.reserve(5, 10, 2)
-    keys, _ = shelf.read(0, 9, 999)
+    store.reserve(5, 10, 2)
+    keys, _ = store.read(0, 9, 999)
     assert keys.shape[0] >= 5
     assert torch.equal(keys[:2, :2], before[0][[3, 1]])
-    # Of a row that comes later nothing lies in the places that the others use.
-    assert not shelf.read(0, 5, 10)[0][2:].any()
+    # The places of entries that come later are zero.
+    assert not store.read(0, 5, 10)[0][2:].any()

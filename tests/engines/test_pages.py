@@ -70,9 +70,9 @@ def test_entries_from_some_slot_on() -> None:
     table.reserve(places(3 * PAGE))
     table.reserve(places(PAGE, 2 * PAGE + 1), first=1)
     assert len(set(table.pages[:3].flatten().tolist()) - {0}) == 3 + 1 + 3
-    homes = table.homes(np.array([1, 2]), np.array([3, 2 * PAGE + 5]))
-    assert homes.page.tolist() == [table.pages[1, 0], table.pages[2, 2]]
-    assert homes.place.tolist() == [3, 5]
+    found = table.locate(np.array([1, 2]), np.array([3, 2 * PAGE + 5]))
+    assert found.page.tolist() == [table.pages[1, 0], table.pages[2, 2]]
+    assert found.place.tolist() == [3, 5]
 
 
 def test_no_page_is_held_twice_in_a_long_life() -> None:

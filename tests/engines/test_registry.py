@@ -10,11 +10,11 @@ import pytest
 from keel.config.load import load_recipe
 from keel.engines.native import NativeEngine
 from keel.engines.registry import ENGINES, build_engine
-from keel.engines.scripted import ScriptedEngine
 from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import KeelError
 from tests.engines import tiny
+from tests.engines.scripted import ScriptedEngine
 
 ALPHABET = "no function"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keel.engines.scripted import ScriptedEngine
 from keel.types import Engine, KeelError, Prompt, Sampling
+from tests.engines.scripted import ScriptedEngine
 from tests.engines.tiny import TOKENIZER
 
 PROMPTS = [Prompt("p", "1+1=", tokens=(3,)), Prompt("q", "2+2=", tokens=(4,))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from keel.engines.random_streams import AHEAD, Uniforms, occurrences, philox
+from keel.engines.sampler import AHEAD, Uniforms, occurrences, philox
 
 
 @pytest.mark.parametrize(

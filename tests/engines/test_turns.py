@@ -11,10 +11,10 @@ import pytest
 
 from keel.engines.multi_turn import converse
 from keel.engines.native import NativeEngine
-from keel.engines.scripted import ScriptedEngine
-from keel.models.tokenizers import byte_tokenizer
+from keel.models.build import byte_tokenizer
 from keel.runs import cancel as giving_up
 from keel.types import Completion, Group, KeelError, Prompt, Sampling, Side
+from tests.engines.scripted import ScriptedEngine
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_logits, tiny
 
 EOS = 1

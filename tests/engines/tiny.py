@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from keel.models.tokenizers import character_tokenizer
+from keel.models.build import character_tokenizer
 from keel.types import Prompt
 
 ALPHABET = "0123456789abcdefghijklmnop+-*/=<>().,:;? \n"

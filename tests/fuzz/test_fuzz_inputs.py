@@ -1,4 +1,4 @@
-"""A few hundred inputs of every kind; `benchmarks/fuzz.py` draws ten thousand."""
+"""A few hundred inputs of every kind; `studies/fuzz.py` draws ten thousand."""
 
 from __future__ import annotations
 

@@ -521,7 +521,7 @@ def test_humaneval(sandbox: Sandbox) -> None:
 
 @needs_bubblewrap
 def test_mutants_of_solutions_fare_as_in_the_tests_own_process(sandbox: Sandbox) -> None:
-    """A sample; `benchmarks/code_isolation.py` tries several of each."""
+    """A sample; `studies/code_isolation.py` tries several of each."""
     passed = []
     for problem in problems()[3::16]:
         read = read_tests(problem["test"], problem["entry_point"], prompt=problem["prompt"])

@@ -9,18 +9,20 @@ import torch
 from torch import Tensor
 
 from keel.algorithms.spec import Algorithm
+from keel.learn.actions import Estimates
 from keel.learn.batch import Batch
 from keel.learn.loss import loss, prepare
-from keel.models.scores import Scores
+from keel.models.head import Scores
 
 PROMPT = 2
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A batch and what a model would say of it."""
+    """A batch with estimates, and a model's scores of it."""
 
     batch: Batch
+    estimates: Estimates
     log_prob_N: Tensor
     entropy_N: Tensor
     value_N: Tensor
@@ -57,17 +59,17 @@ def sample(lengths: Sequence[int], groups: Sequence[int], seed: int, *, shift: f
         engine_log_prob_N=old_N + normal(0.2),
         reference_log_prob_N=old_N + normal(0.3),
         value_N=normal(),
-        return_N=normal(),
-        advantage_N=normal(),
     )
-    return Sample(batch, old_N + normal(shift), normal().abs(), normal())
+    estimates = Estimates(return_N=normal(), advantage_N=normal())
+    return Sample(batch, estimates, old_N + normal(shift), normal().abs(), normal())
 
 
-def per_sequence(batch: Batch, seed: int = 0) -> Batch:
-    """The batch with one advantage a sequence."""
+def per_sequence(made: Sample, seed: int = 0) -> Sample:
+    """The sample with one advantage a sequence."""
     generator = torch.Generator().manual_seed(seed)
-    each = torch.randn(batch.sequences, generator=generator, dtype=torch.float64)
-    return replace(batch, advantage_N=each.repeat_interleave(batch.lengths_S))
+    each = torch.randn(made.batch.sequences, generator=generator, dtype=torch.float64)
+    advantage_N = each.repeat_interleave(made.batch.lengths_S)
+    return replace(made, estimates=replace(made.estimates, advantage_N=advantage_N))
 
 
 def gradient(
@@ -81,7 +83,7 @@ def gradient(
         tensor.clone().requires_grad_()
         for tensor in (made.log_prob_N, made.entropy_N, made.value_N)
     ]
-    whole = prepare(row, made.batch, budget)
+    whole = prepare(row, made.batch, made.estimates, budget)
     ends = torch.tensor(whole.lengths).cumsum(0).tolist()
     total = torch.zeros((), dtype=torch.float64)
     for part in parts:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from keel.cli.main import main
-from keel.learn.token_budget import TokenBudget, needing_memory, out_of_memory
+from keel.learn.token_budget import TokenBudget, oom_context, out_of_memory
 from keel.models.packed import PackedSizes
 from keel.runs.reader import load
 from keel.training.run import train
@@ -109,9 +109,9 @@ def test_another_error_is_not_taken_for_it() -> None:
 
 def test_what_no_smaller_batch_helps_names_what_it_was_for() -> None:
     line = r"^out of memory while x was done: lower y$"
-    with pytest.raises(KeelError, match=line), needing_memory("x was done", "lower y"):
+    with pytest.raises(KeelError, match=line), oom_context("x was done", "lower y"):
         torch.empty(1 << 60, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="shapes"), needing_memory("x was done", "lower y"):
+    with pytest.raises(RuntimeError, match="shapes"), oom_context("x was done", "lower y"):
         raise RuntimeError("shapes do not fit")
 
 
@@ -194,7 +194,7 @@ recipe = small(
     "algorithm=dr_grpo", "algorithm.divergence.beta=0",
 )
 packed.ENOUGH_ON_CPU = 10**9  # passes of the processor's own choice would find room
-improve = rl.improve
+update_models = rl.update_models
 
 def limited(*given):
     # Only while it learns: what sampling needs is not what this is about.
@@ -203,11 +203,11 @@ def limited(*given):
     if room:
         resource.setrlimit(resource.RLIMIT_AS, (used + room, free[1]))
     try:
-        return improve(*given)
+        return update_models(*given)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, free)
 
-rl.improve = limited
+rl.update_models = limited
 train(recipe, folder)
 """
 

@@ -27,8 +27,8 @@ def test_a_silent_sequence_gets_zero_and_leaves_the_whitening(name: str) -> None
     row = PRESETS[name].row.model_copy(update={"divergence": None})
     if name == "grpo":
         row = row.model_copy(update={"advantage": GroupRelative(whiten=True)})
-    batch = prepare(row, estimate(row, blank(LENGTHS, GROUPS), judged(1, 0, 3, 2, NAN), 0.0), 8)
-    assert batch.advantage_N is not None
+    made = blank(LENGTHS, GROUPS)
+    batch = prepare(row, made, estimate(row, made, judged(1, 0, 3, 2, NAN), 0.0), 8)
     silent, spoken = batch.advantage_N[-2:], batch.advantage_N[:-2]
     assert silent.tolist() == [0.0, 0.0]
     assert float(spoken.mean()) == pytest.approx(0.0, abs=1e-12)
@@ -58,7 +58,6 @@ def test_a_value_baseline_is_one_number_a_sequence_and_its_returns_go_to_the_end
             advantage.append(0.0 if silent else sum(paid) - value[at])
             returns.append(value[n] if silent else sum(paid[n - at :]))
         at += length
-    assert found.advantage_N is not None
     assert found.return_N is not None
     assert found.advantage_N.tolist() == pytest.approx(advantage, abs=1e-12)
     assert found.return_N.tolist() == pytest.approx(returns, abs=1e-12)

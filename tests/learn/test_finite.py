@@ -10,8 +10,16 @@ import torch
 
 from keel.algorithms.spec import Algorithm, Clip, GroupRelative, Weights
 from keel.config.optimisation import Optimizer
+from keel.learn.actions import Estimates, TrainBatch
 from keel.learn.batch import Batch
-from keel.learn.finite import Cause, NotFinite, alone, first_bad, place_of, stop_unless_finite
+from keel.learn.finite import (
+    Cause,
+    NotFinite,
+    find_offending_sequence,
+    first_bad,
+    place_of,
+    stop_unless_finite,
+)
 from keel.learn.learner import Learner, cause_of, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, bad_weight, step_all, trainable
@@ -39,8 +47,13 @@ def batch_of(*lengths: int, prompt: int = 2) -> Batch:
         lengths=lengths,
         groups_S=torch.zeros(len(lengths), dtype=torch.long),
         engine_log_prob_N=torch.full((count,), -2.0),
-        advantage_N=torch.linspace(-1, 1, count),
     )
+
+
+def prepared(batch: Batch, **changes: torch.Tensor) -> TrainBatch[Batch]:
+    """The batch with advantages, or with these fields in place of its own."""
+    estimates = Estimates(changes.pop("advantage_N", torch.linspace(-1, 1, sum(batch.lengths))))
+    return prepare(ROW, replace(batch, **changes), estimates, 9)  # type: ignore[arg-type]
 
 
 def learner_of() -> Learner:
@@ -91,20 +104,20 @@ def test_an_action_is_placed_in_its_sequence() -> None:
 def test_what_was_known_before_is_named_with_its_token(field: str, said: str, bad: float) -> None:
     learner = learner_of()
     batch = replace(batch_of(2, 3, 4), old_log_prob_N=torch.full((9,), -2.0))
-    values = getattr(batch, field).clone()
+    values = torch.linspace(-1, 1, 9) if field == "advantage_N" else getattr(batch, field).clone()
     values[6] = bad  # the second token of the third sequence
-    part = prepare(ROW, replace(batch, **{field: values}), 9)
+    part = prepared(batch, **{field: values})
     assert cause_of(learner, ROW, part, 0.0) == Cause(said, 2, 1)
 
 
 def test_no_step_is_taken_and_no_gradient_left() -> None:
     learner = learner_of()
     before = weights(learner)
-    batch = batch_of(2, 3)
-    assert batch.advantage_N is not None
-    batch.advantage_N[3] = math.nan
+    advantage_N = torch.linspace(-1, 1, 5)
+    advantage_N[3] = math.nan
+    batch = prepared(batch_of(2, 3), advantage_N=advantage_N)
     with pytest.raises(NotFinite):
-        update(learner, ROW, prepare(ROW, batch, 9), 0.0, (1e-2, 1e-2))
+        update(learner, ROW, batch, 0.0, (1e-2, 1e-2))
     assert same(learner, before)
     assert all(p.grad is None for _, p in learner.optimizer.parameters)
     assert not learner.optimizer.state()
@@ -115,20 +128,20 @@ def test_a_weight_is_named() -> None:
     name, parameter = learner.optimizer.parameters[3]
     with torch.no_grad():
         parameter.view(-1)[0] = math.nan
-    cause = cause_of(learner, ROW, prepare(ROW, batch_of(2, 3), 9), 0.0)
+    cause = cause_of(learner, ROW, prepared(batch_of(2, 3)), 0.0)
     assert cause == Cause(f"the weights {name}")
 
 
 def test_a_gradient_is_found_where_the_loss_is_finite() -> None:
     """√x at 0 has a finite value and an infinite slope; here at one token of one sequence."""
     learner = learner_of()
-    batch = prepare(ROW, batch_of(3, 3), 9)
+    batch = prepared(batch_of(3, 3))
     embedding = learner.policy.model.get_input_embeddings()
 
     def spoil(module: object, args: tuple[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
         # Of each sequence's five tokens the last is not fed.
         whole = out.shape[1] == 8
-        second = out.shape[1] == 4 and int(args[0][0, 0]) == int(batch.tokens_T[5])
+        second = out.shape[1] == 4 and int(args[0][0, 0]) == int(batch.actions.tokens_T[5])
         if not whole and not second:
             return out
         mask = torch.zeros(out.shape[1], 1)
@@ -155,7 +168,7 @@ def test_a_figure_that_is_only_looked_at_blames_no_sequence() -> None:
         parameter.grad = torch.zeros(2)
         return {"loss": math.nan if i == 2 else 0.0, "kl": math.inf, "margin": math.nan}
 
-    cause = alone(learn, range(4), [("p", parameter)], lambda: None)
+    cause = find_offending_sequence(learn, range(4), [("p", parameter)], lambda: None)
     assert cause == Cause("loss", 2)
 
 

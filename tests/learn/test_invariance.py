@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm, Correction
 from keel.learn.loss import loss, prepare
-from keel.models.scores import Scores
+from keel.models.head import Scores
 from tests.learn.flat import Sample, gradient, per_sequence, sample
 
 LENGTHS = (5, 1, 9, 3, 7, 2)
@@ -29,7 +29,7 @@ def with_everything(row: Algorithm) -> Algorithm:
 def made_for(row: Algorithm, seed: int = 0) -> Sample:
     made = sample(LENGTHS, GROUPS, seed, shift=0.3)
     if not row.per_token_advantage:
-        made = replace(made, batch=per_sequence(made.batch))
+        made = per_sequence(made)
     return made
 
 
@@ -56,20 +56,19 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches_or_ranks(name: str, sp
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_twin_that_averages_each_micro_batch_is_caught(name: str) -> None:
-    """Weights computed anew in each micro-batch, then averaged: the usual mistake."""
+    """Weights computed in each micro-batch, then averaged: the usual mistake."""
     row = PRESETS[name].row
     made = made_for(row)
     _, whole = gradient(row, made, SPLITS["one"])
     halves = []
     for part in ([0, 1, 2, 3], [4, 5]):
-        own = replace(made, batch=made.batch.select(part))
-        ends = torch.tensor(LENGTHS).cumsum(0).tolist()
-        index = torch.cat([torch.arange(ends[i] - LENGTHS[i], ends[i]) for i in part])
-        own = replace(
-            own,
-            log_prob_N=made.log_prob_N[index],
-            entropy_N=made.entropy_N[index],
-            value_N=made.value_N[index],
+        index = made.batch.action_index(part)
+        own = Sample(
+            made.batch.select(part),
+            made.estimates.select(index),
+            made.log_prob_N[index],
+            made.entropy_N[index],
+            made.value_N[index],
         )
         _, half = gradient(row, own, [list(range(len(part)))])
         halves.append(half.chunk(3))
@@ -87,6 +86,7 @@ def test_the_order_of_rows_does_not_matter(name: str) -> None:
     index = torch.cat([torch.arange(ends[i] - LENGTHS[i], ends[i]) for i in order])
     turned = Sample(
         made.batch.select(order),
+        made.estimates.select(index),
         made.log_prob_N[index],
         made.entropy_N[index],
         made.value_N[index],
@@ -109,7 +109,7 @@ def test_any_ragged_batch_cut_anywhere(lengths: list[int], cuts: int, name: str)
     groups = [i % 2 for i in range(len(lengths))]
     made = sample(lengths, groups, seed=len(lengths), shift=0.2)
     if not row.per_token_advantage:
-        made = replace(made, batch=per_sequence(made.batch))
+        made = per_sequence(made)
     every = list(range(len(lengths)))
     parts = [every[i::cuts] for i in range(cuts) if every[i::cuts]]
     loss_a, gradient_a = gradient(row, made, [every])
@@ -120,14 +120,14 @@ def test_any_ragged_batch_cut_anywhere(lengths: list[int], cuts: int, name: str)
 
 def test_on_policy_the_ratio_is_one_bitwise_and_rows_agree() -> None:
     """Law 1, through the rows: one gradient for all under equal weights."""
-    made = sample(LENGTHS, GROUPS, 3, shift=0.0)
-    batch = replace(per_sequence(made.batch), old_log_prob_N=None)
+    made = per_sequence(sample(LENGTHS, GROUPS, 3, shift=0.0))
+    batch = replace(made.batch, old_log_prob_N=None)
     found = {}
     for name in ("grpo", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dapo", "opo"):
         weights = PRESETS["grpo"].row.weights
         row = PRESETS[name].row.model_copy(update={"weights": weights, "divergence": None})
         leaf = made.log_prob_N.clone().requires_grad_()
-        whole = prepare(row, batch, 16)
+        whole = prepare(row, batch, made.estimates, 16)
         out = loss(row, whole, Scores(leaf, None, None, None), 0.0)
         (found[name],) = torch.autograd.grad(out.total, leaf)
         if row.ratio != "none":

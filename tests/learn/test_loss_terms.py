@@ -24,13 +24,12 @@ from keel.algorithms.spec import (
     Weights,
 )
 from keel.learn.advantages import RolloutRewards, estimate
-from keel.learn.batch import Batch
 from keel.learn.loss import loss, prepare
-from keel.models.scores import Scores
+from keel.models.head import Scores
 from keel.objective.group import group_relative
 from keel.objective.surrogates import clip
 from keel.types import KeelError
-from tests.learn.flat import blank, per_sequence, sample
+from tests.learn.flat import Sample, blank, per_sequence, sample
 
 LENGTHS, GROUPS = (5, 1, 9, 3), (0, 1, 0, 1)
 
@@ -40,9 +39,9 @@ def row(**choices: Any) -> Algorithm:
     return Algorithm(**{**base, "weights": Weights(), **choices})
 
 
-def grad(chosen: Algorithm, batch: Batch, log_prob_N: Tensor, beta: float = 0.1) -> Tensor:
-    leaf = log_prob_N.clone().requires_grad_()
-    whole = prepare(chosen, batch, 16)
+def grad(chosen: Algorithm, made: Sample, beta: float = 0.1) -> Tensor:
+    leaf = made.log_prob_N.clone().requires_grad_()
+    whole = prepare(chosen, made.batch, made.estimates, 16)
     out = loss(chosen, whole, Scores(leaf, None, None, None), beta)
     (found,) = torch.autograd.grad(out.total, leaf)
     return found
@@ -50,15 +49,15 @@ def grad(chosen: Algorithm, batch: Batch, log_prob_N: Tensor, beta: float = 0.1)
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_the_correction_multiplies_the_surrogate_and_not_the_divergence(level: str) -> None:
-    made = sample(LENGTHS, GROUPS, 0, shift=0.1)
-    batch = per_sequence(made.batch)
+    made = per_sequence(sample(LENGTHS, GROUPS, 0, shift=0.1))
     # So that weights lie on either side of the cap.
-    batch = replace(batch, engine_log_prob_N=batch.engine_log_prob_N - 0.05)
+    batch = replace(made.batch, engine_log_prob_N=made.batch.engine_log_prob_N - 0.05)
+    made = replace(made, batch=batch)
     divergence = Divergence(estimator="k3", beta=0.1)
     correction = Correction(level=level, cap=1.0)  # type: ignore[arg-type]
-    plain = grad(row(), batch, made.log_prob_N)
-    both = grad(row(divergence=divergence, correction=correction), batch, made.log_prob_N)
-    kl_alone = grad(row(divergence=divergence), batch, made.log_prob_N) - plain
+    plain = grad(row(), made)
+    both = grad(row(divergence=divergence, correction=correction), made)
+    kl_alone = grad(row(divergence=divergence), made) - plain
     assert batch.old_log_prob_N is not None
     gap_N = batch.old_log_prob_N - batch.engine_log_prob_N
     if level == "sequence":
@@ -70,23 +69,21 @@ def test_the_correction_multiplies_the_surrogate_and_not_the_divergence(level: s
 
 
 def test_equal_log_probs_make_the_correction_a_bitwise_no_op() -> None:
-    made = sample(LENGTHS, GROUPS, 0, shift=0.1)
-    batch = per_sequence(made.batch)
-    assert batch.old_log_prob_N is not None
-    batch = replace(batch, engine_log_prob_N=batch.old_log_prob_N.clone())
+    made = per_sequence(sample(LENGTHS, GROUPS, 0, shift=0.1))
+    assert made.batch.old_log_prob_N is not None
+    engine_N = made.batch.old_log_prob_N.clone()
+    made = replace(made, batch=replace(made.batch, engine_log_prob_N=engine_N))
     for kind in ("truncate", "mask"):
         corrected = row(correction=Correction(kind=kind))  # type: ignore[arg-type]
-        assert torch.equal(
-            grad(corrected, batch, made.log_prob_N), grad(row(), batch, made.log_prob_N)
-        )
+        assert torch.equal(grad(corrected, made), grad(row(), made))
 
 
 def test_a_masked_token_keeps_its_place_in_the_normaliser() -> None:
-    made = sample(LENGTHS, GROUPS, 0, shift=0.0)
-    batch = per_sequence(made.batch)
+    made = per_sequence(sample(LENGTHS, GROUPS, 0, shift=0.0))
+    batch = made.batch
     masked = row(correction=Correction(kind="mask", floor=0.9, cap=1.1))
-    found = grad(masked, batch, made.log_prob_N)
-    plain = grad(row(), batch, made.log_prob_N)
+    found = grad(masked, made)
+    plain = grad(row(), made)
     assert batch.old_log_prob_N is not None
     weight_N = (batch.old_log_prob_N - batch.engine_log_prob_N).exp()
     inside_N = (weight_N >= 0.9) & (weight_N <= 1.1)
@@ -115,20 +112,17 @@ def asks_too_much(moon_phase_N: Tensor) -> Tensor:
 
 
 def test_a_users_surrogate_and_advantage_stand_in_for_ours() -> None:
-    made = sample(LENGTHS, GROUPS, 0, shift=0.3)
-    batch = per_sequence(made.batch)
+    made = per_sequence(sample(LENGTHS, GROUPS, 0, shift=0.3))
     own = CustomSurrogate(function=f"{__name__}:mine", options={"width": 0.1})
     ours = Clip(low=0.1, high=0.1)
     assert torch.equal(
-        grad(row(surrogate=own), batch, made.log_prob_N),
-        grad(row(surrogate=ours), batch, made.log_prob_N),
+        grad(row(surrogate=own), made),
+        grad(row(surrogate=ours), made),
     )
     judged = RolloutRewards(torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64))
     expected = estimate(row(), blank(LENGTHS, GROUPS), judged, 0.0).advantage_N
     custom = CustomAdvantage(function=f"{__name__}:doubled", options={"factor": 3.0})
     found = estimate(row(advantage=custom), blank(LENGTHS, GROUPS), judged, 0.0).advantage_N
-    assert expected is not None
-    assert found is not None
     assert torch.equal(found, 3 * expected)
 
 
@@ -151,7 +145,6 @@ def test_a_kl_in_the_reward_reaches_each_token_to_go() -> None:
     )
     judged = RolloutRewards(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64))
     found = estimate(chosen, made.batch, judged, 0.5).advantage_N
-    assert found is not None
     assert made.batch.old_log_prob_N is not None
     k1_N = made.batch.old_log_prob_N - made.batch.reference_log_prob_N
     expected = []
@@ -168,12 +161,11 @@ def test_a_kl_in_the_reward_reaches_each_token_to_go() -> None:
     ids=lambda s: s.kind,
 )
 def test_the_clip_fractions_count_past_the_surrogates_edges(surrogate: Any) -> None:
-    batch = per_sequence(sample(LENGTHS, GROUPS, 0, shift=0.0).batch)
-    whole = prepare(row(surrogate=surrogate), batch, 16)
-    assert whole.advantage_N is not None
-    assert whole.old_log_prob_N is not None
+    made = per_sequence(sample(LENGTHS, GROUPS, 0, shift=0.0))
+    whole = prepare(row(surrogate=surrogate), made.batch, made.estimates, 16)
+    assert made.batch.old_log_prob_N is not None
     ratio_N = torch.tensor([0.8, 0.95, 1.4], dtype=torch.float64).repeat(6)
-    scores = Scores(whole.old_log_prob_N + ratio_N.log(), None, None, None)
+    scores = Scores(made.batch.old_log_prob_N + ratio_N.log(), None, None, None)
     metrics = loss(row(surrogate=surrogate), whole, scores, 0.0).metrics
     low, high = (0.9, 1.3) if surrogate.kind != "geometric" else (math.exp(-0.1), math.exp(0.3))
     below = ((ratio_N < low) & (whole.advantage_N < 0)).double().mean()

@@ -29,10 +29,10 @@ from keel.algorithms.spec import (
     ValueLoss,
     Weights,
 )
+from keel.learn.actions import Estimates
 from keel.learn.advantages import RolloutRewards, estimate
-from keel.learn.batch import Batch
 from keel.learn.loss import loss, prepare
-from keel.models.scores import Scores
+from keel.models.head import Scores
 from tests.learn.flat import blank
 from tests.shared import oracle_cases
 
@@ -90,9 +90,9 @@ def row(**choices: Any) -> Algorithm:
 
 def check_policy_loss(case: dict[str, Any], group: Group) -> None:
     chosen, budget = (trl_row if case["source"] == "trl" else verl_row)(case)
-    batch = replace(group.batch, advantage_N=group.flat(case["advantages"]))
+    estimates = Estimates(group.flat(case["advantages"]))
     leaf = group.new_N.clone().requires_grad_()
-    whole = prepare(chosen, batch, budget)
+    whole = prepare(chosen, group.batch, estimates, budget)
     beta = chosen.divergence.beta if chosen.divergence else 0.0
     out = loss(chosen, whole, Scores(leaf, None, None, None), beta)
     (grad,) = torch.autograd.grad(out.total, leaf)
@@ -159,7 +159,7 @@ def check_advantage(case: dict[str, Any], group: Group) -> None:
         baseline = torch.full((group.batch.sequences,), case["baseline"], dtype=torch.float64)
     judged = RolloutRewards(group.rewards(case["rewards"]), baseline)
     chosen = row(advantage=choice)
-    made = prepare(chosen, estimate(chosen, group.batch, judged, 0.0), 1)
+    made = prepare(chosen, group.batch, estimate(chosen, group.batch, judged, 0.0), 1)
     expected = group.flat(case["advantages"])
     torch.testing.assert_close(made.advantage_N, expected, rtol=0, atol=TOLERANCE)
 
@@ -181,7 +181,7 @@ def check_gae(case: dict[str, Any], group: Group) -> None:
         value_N=group.flat(case["values"]),
     )
     silent = RolloutRewards(torch.zeros(batch.sequences, dtype=torch.float64))
-    made = prepare(chosen, estimate(chosen, batch, silent, 1.0), 1)
+    made = prepare(chosen, batch, estimate(chosen, batch, silent, 1.0), 1)
     pairs = ((made.advantage_N, case["advantages"]), (made.return_N, case["returns"]))
     for found, expected in pairs:
         torch.testing.assert_close(found, group.flat(expected), rtol=0, atol=TOLERANCE)
@@ -196,14 +196,11 @@ def check_kl(case: dict[str, Any], group: Group) -> None:
 
 def check_value_loss(case: dict[str, Any], group: Group) -> None:
     chosen = row(advantage=GAE(), value=ValueLoss(coefficient=1.0, clip=case["clip"]))
-    batch: Batch = replace(
-        group.batch,
-        advantage_N=torch.zeros_like(group.new_N),
-        value_N=group.flat(case["old_values"]),
-        return_N=group.flat(case["returns"]),
-    )
+    batch = replace(group.batch, value_N=group.flat(case["old_values"]))
+    estimates = Estimates(torch.zeros_like(group.new_N), group.flat(case["returns"]))
     leaf = group.flat(case["predicted"]).requires_grad_()
-    out = loss(chosen, prepare(chosen, batch, 1), Scores(group.new_N, None, leaf, None), 0.0)
+    whole = prepare(chosen, batch, estimates, 1)
+    out = loss(chosen, whole, Scores(group.new_N, None, leaf, None), 0.0)
     (grad,) = torch.autograd.grad(out.total, leaf)
     assert out.total.item() == pytest.approx(case["loss"], abs=TOLERANCE)
     assert float(out.metrics["value/clip_ratio"]) == pytest.approx(

@@ -14,12 +14,13 @@ from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm
 from keel.config.optimisation import Optimizer
 from keel.learn import learner as room
+from keel.learn.actions import Estimates, TrainBatch
 from keel.learn.batch import Batch, from_groups
 from keel.learn.learner import Learner, backward, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable
 from keel.learn.token_budget import TokenBudget
-from keel.models.attention.functions import install
+from keel.models.attention import install
 from keel.models.packed import Packed
 from keel.models.policy import Policy
 from keel.models.value import value_head_for
@@ -135,7 +136,7 @@ def test_a_prompt_enters_once_for_neighbours_alone() -> None:
     assert entering == [len(m.packed.tokens_T) for m in micros] == [15, 14, 15, 12, 16, 16, 9]
 
 
-def still(row: Algorithm) -> Batch:
+def still(row: Algorithm) -> TrainBatch[Batch]:
     """A prepared batch in which every second group has nothing to learn from."""
     made = batch().select(range(11))
     generator = torch.Generator().manual_seed(3)
@@ -148,10 +149,9 @@ def still(row: Algorithm) -> Batch:
         old_log_prob_N=old_N,
         reference_log_prob_N=old_N - 0.2,
         value_N=old_N,
-        return_N=old_N + 1,
-        advantage_N=advantage_S.repeat_interleave(made.lengths_S),
     )
-    return prepare(row, made, 8)
+    estimates = Estimates(advantage_S.repeat_interleave(made.lengths_S), old_N + 1)
+    return prepare(row, made, estimates, 8)
 
 
 def row_of(name: str, **changes: object) -> Algorithm:

@@ -12,7 +12,8 @@ from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import GAE, Algorithm, CustomAdvantage, MonteCarlo
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import from_groups
-from keel.learn.loss import prepare, reads_steps
+from keel.learn.custom import reads_steps
+from keel.learn.loss import prepare
 from keel.rewards.compose import compose
 from keel.rewards.registry import NamedReward
 from keel.rewards.validation import Said, read_rewards
@@ -167,7 +168,7 @@ def test_whitening_sees_all_digits_of_the_rewards() -> None:
     made = group(4, 1)
     rewards = [1e5 + 0.1 * at for at in range(4)]
     judged = outcome([made], [tuple(map(Verdict, rewards))], None)
-    found = prepare(chosen, estimate(chosen, from_groups([made]), judged, 0.0), 8).advantage_N
-    assert found is not None
+    batch = from_groups([made])
+    found = prepare(chosen, batch, estimate(chosen, batch, judged, 0.0), 8).advantage_N
     expected = (np.array(rewards) - np.mean(rewards)) / np.std(rewards, ddof=1)
     assert found.tolist() == pytest.approx(expected, abs=1e-5)

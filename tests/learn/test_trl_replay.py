@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from keel.algorithms.spec import Algorithm, Clip, GroupRelative, Weights
 from keel.config.optimisation import Optimizer
+from keel.learn.actions import Estimates
 from keel.learn.batch import Batch, from_groups
 from keel.learn.learner import Learner, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable
 from keel.learn.token_budget import TokenBudget
-from keel.models.attention.functions import install
+from keel.models.attention import install
+from keel.models.build import byte_tokenizer
 from keel.models.policy import Policy
-from keel.models.tokenizers import byte_tokenizer
 from keel.types import Completion, Group, Prompt
 from tests.shared import shared_path
 
@@ -47,7 +47,7 @@ def batch_of(step: dict[str, Any]) -> Batch:
         groups.append(Group(Prompt(id="p", content="", tokens=tuple(prompt)), (completion,)))
     batch = from_groups(groups)
     each = torch.tensor(step["advantages"])
-    return replace(batch, advantage_N=each.repeat_interleave(batch.lengths_S))
+    return batch, Estimates(each.repeat_interleave(batch.lengths_S))
 
 
 @pytest.mark.parametrize("token_budget", [10_000, 11])
@@ -62,6 +62,7 @@ def test_trl_oracle_replay_lands_on_trls_weights(token_budget: int) -> None:
     install(model)
     policy = Policy(model, byte_tokenizer(64))
     optimizer = record["optimizer"]
+    lr = optimizer["lr"]
     choice = Optimizer(
         learning_rate=optimizer["lr"],
         betas=tuple(optimizer["betas"]),
@@ -77,9 +78,9 @@ def test_trl_oracle_replay_lands_on_trls_weights(token_budget: int) -> None:
         weights=Weights(kind="token_mean"),
     )
     for step, logged in zip(record["steps"], record["logs"], strict=True):
-        batch = batch_of(step)
+        batch, estimates = batch_of(step)
         assert batch.target_N.numel() == step["num_items_in_batch"]
-        metrics = update(learner, row, prepare(row, batch, 9), 0.0, (optimizer["lr"],) * 2)
+        metrics = update(learner, row, prepare(row, batch, estimates, 9), 0.0, (lr, lr))
         assert metrics["loss"] == pytest.approx(logged["loss"], abs=1e-6)
         assert metrics["grad_norm"] == pytest.approx(logged["grad_norm"], rel=1e-5)
     end = load_file(folder / "end.safetensors")

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
-from keel.models.attention import layout
-from keel.models.attention import shared_prefix as branching
-from keel.models.attention.functions import Rules, install
-from keel.models.attention.layout import PackedLayout
-from keel.models.attention.segments import Pieces, alike
+from keel.models import attention
+from keel.models.attention import PackedLayout, Rules, install
+from keel.models.packed import Segments
 from keel.types import KeelError
 from tests.engines.tiny import FAMILIES, tiny
 
@@ -89,14 +87,11 @@ def each_by_hand(
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("kernel", ["the processor's own", "run by run"])
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("made", LAYOUTS.values(), ids=LAYOUTS)
 def test_packed_forward_and_backward_equal_a_loop(
-    made: tuple[list[int], list[int]], rules: dict, kernel: str, monkeypatch: pytest.MonkeyPatch
+    made: tuple[list[int], list[int]], rules: dict
 ) -> None:
-    if kernel == "run by run":
-        monkeypatch.setattr(branching, "_FORWARD", None)
     lengths, follows = made
     rule = Rules(scaling=0.3, **rules)
     if rule.sinks is not None:
@@ -143,7 +138,7 @@ def test_flash_call_says_the_same_to_the_kernel(
             parts.append(by_hand(*heads, rule)[a - b :])
         return torch.cat(parts)
 
-    monkeypatch.setattr(layout, "_VARLEN", kernel)
+    monkeypatch.setattr(attention, "_VARLEN", kernel)
     query, key, value = inputs(lengths)
     rule = Rules(0.3, rules.get("window"))
     flat = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -193,26 +188,35 @@ def test_packed_model_equals_separate_sequences(family: str) -> None:
             assert (ours.grad - theirs.grad).abs().max() < 1e-5 * scale
 
 
-def test_equal_lengths_share_a_call_and_others_are_left_where_they_lie() -> None:
-    assert alike([4, 2, 4]) == ((1, 0, 2), (1, 2))
-    assert alike([3, 3]) == ((0, 1), (2,))
-    assert alike([9, 2, 4]) == ((0, 1, 2), (1, 1, 1))
-    assert branching.plan(Pieces((4, 2, 4))).runs == ((1, 2), (2, 4))
-    assert branching.plan(Pieces((9, 2, 4))).order is None
+def test_segments_of_equal_length_and_prefix_share_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    attend = attention._attend
+
+    def counted(query: Tensor, *others: object) -> Tensor:
+        calls.append(len(query))
+        return attend(query, *others)
+
+    monkeypatch.setattr(attention, "_attend", counted)
+    for lengths, follows, sizes in (
+        ([4, 2, 4], [], [2, 1]),
+        ([4, 2, 2, 4], [-1, 0, 0, -1], [2, 2]),
+    ):
+        calls.clear()
+        PackedLayout(lengths, follows).attend(0, *inputs(lengths), Rules(0.3))
+        assert calls == sizes
 
 
-def test_pieces_know_places_and_what_lies_before() -> None:
-    pieces = Pieces((2, 3, 1, 2), (-1, 0, 0, -1))
-    assert pieces.positions().tolist() == [0, 1, 2, 3, 4, 2, 0, 1]
-    assert pieces.previous().tolist() == [-1, 0, 1, 2, 3, 1, 5, 6]
-    assert (pieces.tokens, pieces.longest) == (8, 5)
-    assert list(pieces.families()) == [(slice(2, 6), slice(0, 2))]
+def test_segments_know_positions_and_previous_tokens() -> None:
+    segments = Segments((2, 3, 1, 2), (-1, 0, 0, -1))
+    assert segments.positions().tolist() == [0, 1, 2, 3, 4, 2, 0, 1]
+    assert segments.previous().tolist() == [-1, 0, 1, 2, 3, 1, 5, 6]
+    assert (segments.tokens, segments.longest) == (8, 5)
 
 
 @pytest.mark.parametrize("follows", [(-1, 1), (-1, 0, 1), (0, -1), (-1, -2), (-1, 0)])
-def test_a_piece_follows_only_a_beginning_before_it(follows: tuple[int, ...]) -> None:
+def test_a_segment_follows_only_an_earlier_one_without_a_prefix(follows: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="follow"):
-        Pieces((2, 3, 1), follows)
+        Segments((2, 3, 1), follows)
 
 
 def test_autocast_brings_the_three_to_one_dtype() -> None:

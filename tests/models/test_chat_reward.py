@@ -9,10 +9,9 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from keel.config.model import Model
-from keel.models.build import build_config
+from keel.models.build import build_config, byte_tokenizer
 from keel.models.reward import RewardModel, load_reward_model
 from keel.models.reward_inputs import Reader
-from keel.models.tokenizers import byte_tokenizer
 from keel.types import Message
 from tests.models.tiny import build, stir
 

@@ -105,7 +105,7 @@ def test_what_cannot_be_encoded_is_named(content: object, template: str | None, 
 
 
 def test_a_tokenizer_that_raises_is_reported() -> None:
-    from keel.models.tokenizers import character_tokenizer
+    from keel.models.build import character_tokenizer
 
     made = character_tokenizer("0123>", 64)
     assert len(encode(Prompt("p", "301>"), made, {}).tokens) == 4

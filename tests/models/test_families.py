@@ -9,7 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from keel.models import backbone, probe
-from keel.models.attention.layout import PackedLayout
+from keel.models.attention import PackedLayout
 from keel.models.build import build_config, build_model
 from keel.models.families import FAMILIES, check_family
 from keel.models.head import Head

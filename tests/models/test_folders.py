@@ -11,10 +11,10 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from keel.config.model import Lora, Model
+from keel.models.build import byte_tokenizer
 from keel.models.chat import Encoder
 from keel.models.policy import load_policy
 from keel.models.reward import reward_model_from
-from keel.models.tokenizers import byte_tokenizer
 from keel.training.evaluation import evaluate
 from keel.types import KeelError, Prompt
 from tests.models.test_loading import _own_bpe

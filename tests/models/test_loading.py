@@ -18,14 +18,19 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from keel.config.model import BuildModel, Model
-from keel.models.build import build_config, build_model, build_tokenizer
+from keel.models.build import (
+    build_config,
+    build_model,
+    build_tokenizer,
+    byte_tokenizer,
+    character_tokenizer,
+)
 from keel.models.chat import Encoder
 from keel.models.families import FAMILIES
 from keel.models.loading import check_pair, load_model, load_tokenizer
 from keel.models.policy import load_policy
 from keel.models.reward import load_reward_model
 from keel.models.tokenizer_round_trip import PROBES, Served, reloaded, served
-from keel.models.tokenizers import byte_tokenizer, character_tokenizer
 from keel.types import KeelError, Prompt
 from tests.models.tiny import build, policy, spec
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from keel.models.attention.layout import PackedLayout
+from keel.models.attention import PackedLayout
 from keel.models.loading import quiet
 from keel.models.packed import pack
 from keel.models.policy import Policy, load_policy

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.graders.steps import split_steps
+from keel.models.build import byte_tokenizer, character_tokenizer
 from keel.models.chat import decode, token_ends
 from keel.models.packed import PackedSizes
-from keel.models.reward_inputs import Answered, Reader, joined, lay
-from keel.models.tokenizers import byte_tokenizer, character_tokenizer
+from keel.models.reward_inputs import Answered, Reader, joined, pack_answers
 from keel.types import KeelError
 from tests.models.test_encode import TEMPLATE
 from tests.models.test_encode import tokenizer as word_tokenizer
@@ -212,7 +212,7 @@ def test_answers_lie_end_to_end() -> None:
         reader.split("a:", "", "\n", "row 2"),
         reader.split("a:", "b\na\n", "\n", "row 3"),
     ]
-    reading = lay(answers)
+    reading = pack_answers(answers)
     assert reading.packed.lengths == tuple(len(a.tokens) for a in answers) == (7, 4, 2, 7)
     assert reading.packed.tokens_T.tolist() == [t for a in answers for t in a.tokens]
     assert reading.at_K.tolist() == [4, 6, 10, 16, 19]

@@ -25,7 +25,7 @@ from keel.models.reward import (
     load_reward_model,
     reward_model_from,
 )
-from keel.models.reward_inputs import Answered, Reader, lay
+from keel.models.reward_inputs import Answered, Reader, pack_answers
 from keel.types import KeelError
 from tests.models.tiny import build, stir
 
@@ -254,7 +254,7 @@ def test_checkpointing_is_the_policys_and_changes_no_gradient() -> None:
         runs: list[int] = []
         layer = reward.model.model.layers[0].self_attn
         layer.register_forward_hook(lambda *_, into=runs: into.append(1))
-        reward.logits(lay(answers(reward))).sum().backward()
+        reward.logits(pack_answers(answers(reward))).sum().backward()
         assert len(runs) == 1 + checkpointing
         gradients.append(reward.model.model.layers[0].mlp.up_proj.weight.grad.clone())
     assert gradients[0].abs().max() > 1e-4
@@ -298,7 +298,7 @@ def test_under_lora_the_base_is_frozen_and_the_head_learns(kind: Kind, family: s
     assert trains > head
     assert not any("lora" in name for name in head)
     learn(reward.model)
-    reward.logits(lay(answers(reward))).square().sum().backward()
+    reward.logits(pack_answers(answers(reward))).square().sum().backward()
     for name, parameter in reward.model.named_parameters():
         assert (parameter.grad is not None) == (name in trains), name
         # The bias of a difference of two logits and each adapter half has a gradient, too.
@@ -307,7 +307,7 @@ def test_under_lora_the_base_is_frozen_and_the_head_learns(kind: Kind, family: s
 
 def test_full_training_moves_every_layer_and_the_head() -> None:
     reward = made("process")
-    reward.logits(lay(answers(reward))).square().sum().backward()
+    reward.logits(pack_answers(answers(reward))).square().sum().backward()
     for name, parameter in reward.model.named_parameters():
         assert parameter.grad is not None, name
         assert bool(parameter.grad.abs().sum() > 0), name
@@ -343,7 +343,7 @@ def test_judging_keeps_no_graph_and_changes_nothing() -> None:
 
 def test_a_bfloat16_model_scores_in_float32() -> None:
     reward = made("outcome", dtype="bfloat16")
-    logits = reward.logits(lay(answers(reward)))
+    logits = reward.logits(pack_answers(answers(reward)))
     assert logits.dtype == torch.float32
     # bfloat16 itself would put every score on a grid of 1/256 of its size.
     assert not torch.equal(logits, logits.bfloat16().float())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keel.config.model import BuildModel, Model
-from keel.models import templates
+from keel.models import chat as chats
 from keel.models.build import build_config
 from keel.models.chat import encode
 from keel.models.loading import load_model, load_tokenizer
@@ -71,7 +71,7 @@ def test_a_head_too_narrow_to_rotate_is_refused(hidden: int, heads: int) -> None
 def test_a_chat_template_that_loops_is_refused_with_the_prompt_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(templates, "SECONDS", 0.5)
+    monkeypatch.setattr(chats, "TEMPLATE_SECONDS", 0.5)
     tokenizer = load_tokenizer(Model(name=str(folder), chat_template=NESTED))
     with pytest.raises(KeelError, match=r"template of prompt 'p' gives no answer within 0.5 s"):
         encode(chat(), tokenizer, {})

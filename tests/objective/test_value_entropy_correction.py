@@ -105,3 +105,15 @@ def test_no_gradient_goes_through_a_correction() -> None:
     for level in ("token", "sequence"):
         out = correction.truncate(ENGINE, old_N, loops.ints(LENGTHS), level=level, cap=2.0)  # type: ignore[arg-type]
         assert not out.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"), [([1.0, 2.0, 4.0], 1.0), ([3.0, 3.0, 3.0], 0.0), ([2.0, 1.0, -1.0], -3.0)]
+)
+def test_explained_variance_is_the_share_of_the_returns_variance(
+    values: list[float], wanted: float
+) -> None:
+    return_N = torch.tensor([3.0, 4.0, 6.0], dtype=torch.float64)
+    found = value.explained_variance(torch.tensor(values, dtype=torch.float64), return_N)
+    assert found == pytest.approx(wanted, abs=1e-12)
+    assert value.explained_variance(return_N, torch.ones(3)) == 0.0  # returns that do not vary

@@ -1,23 +1,23 @@
-"""The table of keys without effect: complete, and right in each of its lines."""
+"""Keys without effect: each condition in the schema is tried, in a recipe where it holds."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelStage
-from keel.config.load import load_recipe, shipped, to_toml
-from keel.config.schema import Recipe, RLStage, SFTStage
-from keel.preflight.always_effective import ALWAYS
-from keel.preflight.explicit_keys import given, own
-from keel.preflight.unused_keys import IDLE, Facts, idle_keys, known_as
+from keel.algorithms.spec import UnusedIf
+from keel.config.errors import models_in
+from keel.config.load import load_recipe, read_own, shipped, to_toml
+from keel.config.schema import Recipe
+from keel.preflight.unused_keys import Facts, unused_keys
 
-STAGES = (SFTStage, RewardModelStage, ProcessRewardModelStage, DPOStage, RLStage)
+WHERE = re.compile(r"\\\{.*?\\\}")
 HERE = Facts(cpu=True, local=False, conversations=False, replies={"rl": False})
 CHAT = Facts(cpu=False, local=False, conversations=True, replies={"rl": True})
 BUILD: dict[str, Any] = {"build": {"hidden_size": 64}}
@@ -25,35 +25,17 @@ TASK: dict[str, Any] = {"name": "sort_digits"}
 FILE: dict[str, Any] = {"name": "jsonl", "path": "rows.jsonl", "answer": "answer"}
 
 
-def models(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for inner in get_args(annotation) for model in models(inner)]
-
-
-def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, info in model.model_fields.items():
-        inner = models(info.annotation)
-        if name != "stages" and not inner:
-            yield prefix + name
-        for one in inner if name != "stages" else ():
-            yield from leaves(one, f"{prefix}{name}.")
-
-
-def test_every_key_is_in_the_table_once() -> None:
-    keys = {known_as(key) for model in (Recipe, *STAGES) for key in leaves(model)}
-    assert sorted(keys - ALWAYS - set(IDLE)) == []
-    assert sorted(ALWAYS & set(IDLE)) == []
-    # Tables that may be absent are keys too; nothing else is in the table that is in no schema.
-    absent = {"model.lora", "base.lora", "value.optimizer"}
-    absent |= {f"algorithm.{key}" for key in ("divergence", "value", "correction")}
-    absent |= {"algorithm.divergence.adaptive"}
-    assert sorted((ALWAYS | set(IDLE)) - keys - absent) == []
+def conditions(model: type[BaseModel]) -> Iterator[UnusedIf]:
+    """Every condition of the keys below a model."""
+    for info in model.model_fields.values():
+        yield from (mark for mark in info.metadata if isinstance(mark, UnusedIf))
+        for inner in models_in(info):
+            yield from conditions(inner)
 
 
 def found(recipe: dict[str, Any], *overrides: str, facts: Facts = HERE) -> list[str]:
     loaded = load_recipe(recipe, overrides)
-    return [one.key for one in idle_keys(given(recipe, overrides, loaded), loaded, facts)]
+    return [one.key for one in unused_keys(recipe, overrides, loaded, facts)]
 
 
 def rl(**keys: Any) -> dict[str, Any]:
@@ -61,10 +43,10 @@ def rl(**keys: Any) -> dict[str, Any]:
 
 
 def before(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe's stage with another behind it, so that no `keel eval` reads its keys."""
+    """The recipe's stage followed by another, so that no `keel eval` reads its keys."""
     model = recipe.pop("model")
-    behind = {"stage": "sft", "tasks": [TASK]}
-    return {"model": model, "stages": [{"stage": "rl", **recipe}, behind]}
+    last = {"stage": "sft", "tasks": [TASK]}
+    return {"model": model, "stages": [{"stage": "rl", **recipe}, last]}
 
 
 def judging(stage: str, **keys: Any) -> dict[str, Any]:
@@ -73,7 +55,8 @@ def judging(stage: str, **keys: Any) -> dict[str, Any]:
 
 
 SAMPLED: dict[str, Any] = {"tasks": [TASK]}
-IN_VAIN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+PAIRWISE = {"model": "m", "mode": "pairwise"}
+CASES: list[tuple[Any, ...]] = [
     ("model.autocast", rl(model={**BUILD, "autocast": False}), ()),
     ("model.revision", rl(model={**BUILD, "revision": "main"}), ()),
     ("model.trust_remote_code", rl(model={**BUILD, "trust_remote_code": True}), ()),
@@ -116,7 +99,33 @@ IN_VAIN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         rl(rewards={"functions": [{"function": "judge", "options": {"model": "m", "rivals": 3}}]}),
         (),
     ),
+    (
+        "rewards.functions.0.options.low",
+        rl(rewards={"functions": [{"function": "judge", "options": {**PAIRWISE, "low": 1.0}}]}),
+        (),
+    ),
+    (
+        "rewards.functions.0.options.rivals",
+        rl(rewards={"functions": [{"function": "judge",
+                                   "options": {**PAIRWISE, "against": "gold", "rivals": 3}}]}),
+        (),
+    ),
+    (
+        "sampled.rewards.functions.0.correctness",
+        judging("dpo", sampled={**SAMPLED, "rewards": {
+            "functions": [{"function": "task", "correctness": True}]}}),
+        (),
+    ),
     ("rollout.max_turns", rl(), ("rollout.max_turns=3",)),
+    ("rollout.overlap_rewards", rl(),
+     ("rollout.max_turns=2", "rollout.overlap_rewards=true"), replace(HERE, replies={})),
+    ("model.autocast", rl(model={**BUILD, "autocast": False}), ("model.dtype=float64",), CHAT),
+    ("model.revision", rl(model={"name": ".", "revision": "main"}), (), replace(HERE, local=True)),
+    ("model.build.kv_heads", rl(model={"build": {"family": "gpt2", "kv_heads": 2}}), (),
+     replace(HERE, kv_heads=False)),
+    ("tasks.0.raw", rl(tasks=[{**TASK, "raw": True}]), (), replace(HERE, template=False)),
+    ("prompts.chat_template.thinks", rl(prompts={"chat_template": {"thinks": True, "dates": True}}),
+     (), replace(CHAT, unread={"rl": frozenset({"thinks"})})),
     ("rollout.max_refills", rl(), ("rollout.max_refills=3",)),
     ("algorithm.advantage.lam", rl(), ("algorithm=ppo", "algorithm.advantage.adaptive_alpha=0.1",
                                        "algorithm.advantage.lam=0.9")),
@@ -160,16 +169,20 @@ IN_VAIN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("sampled.tasks.0.weight",
      judging("dpo", sampled={"tasks": [{**TASK, "weight": 3.0}]}), ()),
 ]  # fmt: skip
+UNUSED = [(*case, HERE)[:4] for case in CASES]
+"""Key, recipe, overrides, facts."""
 
 
-@pytest.mark.parametrize(("key", "recipe", "overrides"), IN_VAIN, ids=[c[0] for c in IN_VAIN])
-def test_a_key_in_vain_is_found_alone(
-    key: str, recipe: dict[str, Any], overrides: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("key", "recipe", "overrides", "facts"), UNUSED, ids=[c[0] for c in UNUSED]
+)
+def test_an_unused_key_is_found_alone(
+    key: str, recipe: dict[str, Any], overrides: tuple[str, ...], facts: Facts
 ) -> None:
-    assert found(recipe, *overrides) == [key]
+    assert found(recipe, *overrides, facts=facts) == [key]
 
 
-NOT_IN_VAIN: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+EFFECTIVE: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (rl(model={**BUILD, "autocast": False, "chat_template": "{{ messages }}"}), ()),
     (rl(model={"name": "a/b", "revision": "main", "trust_remote_code": True}), ()),
     (rl(), ("optimizer.schedule=linear", "optimizer.final_share=0.5")),
@@ -194,8 +207,8 @@ NOT_IN_VAIN: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("recipe", "overrides"), NOT_IN_VAIN)
-def test_a_key_that_does_something_is_not(
+@pytest.mark.parametrize(("recipe", "overrides"), EFFECTIVE)
+def test_a_key_with_an_effect_is_not_found(
     recipe: dict[str, Any], overrides: tuple[str, ...]
 ) -> None:
     assert found(recipe, *overrides, facts=CHAT) == []
@@ -203,47 +216,43 @@ def test_a_key_that_does_something_is_not(
 
 @pytest.mark.parametrize("facts", [HERE, CHAT])
 @pytest.mark.parametrize("name", sorted(shipped()))
-def test_shipped_recipes_set_nothing_in_vain(name: str, facts: Facts, tmp_path: Path) -> None:
+def test_shipped_recipes_set_no_unused_key(name: str, facts: Facts, tmp_path: Path) -> None:
     """Neither as they are shipped, nor written out with every default, as a run folder has them.
 
     (Written out, what one recipe takes over from another looks as though it had set it itself.)
     """
     recipe = load_recipe(name)
-    assert idle_keys(given(name, (), recipe), recipe, facts) == []
-    if "extends" in own(name):
+    assert unused_keys(name, (), recipe, facts) == []
+    if "extends" in read_own(name)[0]:
         return
     whole = tmp_path / "recipe.toml"
     whole.write_text(to_toml(recipe), encoding="utf-8")
-    assert idle_keys(given(str(whole), (), recipe), recipe, facts) == []
+    assert unused_keys(str(whole), (), recipe, facts) == []
 
 
-def test_only_what_stands_and_differs_from_its_default_was_given(tmp_path: Path) -> None:
-    below = tmp_path / "below.toml"
-    below.write_text('extends = "tiny"\nrollout.max_refills = 3\nsteps = 7\n', encoding="utf-8")
-    above = tmp_path / "above.toml"
-    above.write_text(
-        'extends = "below.toml"\nsteps = 9\nepochs = 1\n'
-        "algorithm.surrogate = { low = 0.1, high = 0.2 }\n[optimizer]\nlearning_rate = 1\n",
+def test_only_written_keys_that_differ_from_their_default_are_reported(tmp_path: Path) -> None:
+    base = tmp_path / "base.toml"
+    base.write_text('extends = "tiny"\nrollout.max_refills = 3\nsteps = 7\n', encoding="utf-8")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        'extends = "base.toml"\nsteps = 9\nepochs = 1\n[optimizer]\nfinal_share = 0.1\n',
         encoding="utf-8",
     )
-    recipe = load_recipe(str(above), ["steps=11", "algorithm.surrogate.low=0.3"])
-    keys = given(str(above), ["steps=11", "algorithm.surrogate.low=0.3"], recipe)
-    assert {(".".join(map(str, key.path)), key.value) for key in keys} == {
-        ("steps", 11),
-        ("algorithm.surrogate.low", 0.3),
-        ("optimizer.learning_rate", 1.0),
-    }
-
-
-def test_a_preset_that_replaces_the_row_takes_its_figures_along() -> None:
-    changes = {"divergence": {"beta": 0.1}, "surrogate": {"low": 0.1}}
-    recipe = rl(algorithm={"preset": "grpo", **changes})
-    loaded = load_recipe(recipe, ["algorithm=rloo"])
-    assert [key.path for key in given(recipe, ["algorithm=rloo"], loaded)] == [
-        ("model", "build", "hidden_size"),
-        ("tasks", 0, "name"),
-        ("algorithm", "preset"),
+    overrides = ["rollouts_every=500", "algorithm.surrogate.high=0.3"]
+    loaded = load_recipe(str(recipe), overrides)
+    assert loaded.stages[0].rollout.max_refills == 3  # type: ignore[union-attr]
+    findings = unused_keys(str(recipe), overrides, loaded, HERE)
+    assert [(one.key, one.what) for one in findings] == [
+        ("rollouts_every", "rollouts_every = 500 has no effect"),
+        ("algorithm.surrogate.high", "algorithm.surrogate.high = 0.3 has no effect"),
     ]
+
+
+def test_a_preset_that_replaces_the_algorithm_takes_its_values_along() -> None:
+    changes = {"divergence": {"beta": 0.0, "where": "reward"}, "surrogate": {"low": 0.1}}
+    recipe = rl(algorithm={"preset": "grpo", **changes})
+    assert len(found(recipe)) == 2
+    assert found(recipe, "algorithm=rloo") == []
 
 
 def test_keys_are_shown_with_their_stage() -> None:
@@ -261,7 +270,17 @@ def test_keys_are_shown_with_their_stage() -> None:
     ]
 
 
-def test_a_keyword_that_the_template_does_not_read() -> None:
-    recipe = rl(prompts={"chat_template": {"thinks": True, "dates": True}})
-    facts = replace(HERE, conversations=True, unread={"rl": frozenset({"thinks"})})
-    assert found(recipe, facts=facts) == ["prompts.chat_template.thinks"]
+def test_every_condition_of_the_schema_is_tried() -> None:
+    """A new condition needs a recipe in `UNUSED` where it holds."""
+    reasons = [
+        one.evidence
+        for _, recipe, overrides, facts in UNUSED
+        for one in unused_keys(recipe, overrides, load_recipe(recipe, overrides), facts)
+    ]
+    assert reasons
+    untried = {
+        mark.why
+        for mark in conditions(Recipe)
+        if not any(re.fullmatch(WHERE.sub(".*", re.escape(mark.why)), one) for one in reasons)
+    }
+    assert sorted(untried) == []

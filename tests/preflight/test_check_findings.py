@@ -16,7 +16,7 @@ from keel.config.optimisation import Optimizer
 from keel.config.schema import RLStage
 from keel.config.sources import Rewards, RewardSource
 from keel.preflight.finding import Finding
-from keel.preflight.finding_kinds import KINDS, Kind, percent
+from keel.preflight.finding_kinds import Kind, percent
 from keel.preflight.findings import prompts as p
 from keel.preflight.findings import samples as s
 from keel.preflight.findings import settings as c
@@ -296,21 +296,6 @@ def test_code_that_shares_its_tests_interpreter() -> None:
     assert finding.key == "rewards.functions.2.options.isolation"
 
 
-def test_a_gate_that_does_not_punish() -> None:
-    gate = RewardSource(function="format_match", gate=1.0)
-    rest = RewardSource(function="task", normalise="group")
-    assert [f.key for f in c.closed_gates(rewards(rest, gate), "rewards")] == [
-        "rewards.functions.1.closed"
-    ]
-    low = RewardSource(function="format_match", gate=1.0, closed=-2.0)
-    plain = RewardSource(function="task")
-    watching = RewardSource(function="length", weight=0.0)
-    assert list(c.closed_gates(rewards(rest, low), "rewards")) == []
-    assert list(c.closed_gates(rewards(plain, gate), "rewards")) == []
-    assert list(c.closed_gates(rewards(gate), "rewards")) == []
-    assert len(list(c.closed_gates(rewards(rest, watching, gate), "rewards"))) == 1
-
-
 def stage(**keys: object) -> RLStage:
     return RLStage.model_validate({"tasks": [{"name": "addition"}], **keys})
 
@@ -402,8 +387,7 @@ def raised_kinds() -> Sequence[str]:
 
 def test_every_kind_is_raised_and_on_the_page() -> None:
     page = (ROOT / "docs/check.md").read_text(encoding="utf-8")
-    assert set(raised_kinds()) == set(KINDS) == set(get_args(Kind))
-    assert [name for name in KINDS if f"| `{name}` |" not in page] == []
+    assert set(raised_kinds()) == set(get_args(Kind))
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     named = {line.split("`")[1] for line in rows}
-    assert named == set(KINDS)
+    assert named == set(get_args(Kind))

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.preflight import Case, cases, half_trained, look
 from keel.config.load import load_recipe, shipped
 from keel.config.schema import RLStage
 from keel.engines.native import NativeEngine
@@ -21,7 +20,6 @@ from keel.models.policy import load_policy
 from keel.preflight.check import Report
 from keel.preflight.check import check as whole_check
 from keel.preflight.gold_answers import shapes
-from keel.preflight.memory.machine import Machine
 from keel.preflight.prompt_stats import prompted, sampling_plan
 from keel.preflight.trial_batch import (
     GROUPS,
@@ -37,6 +35,7 @@ from keel.rewards.scorer import Scorer
 from keel.training.rollout import Sampler, collect
 from keel.training.run import train
 from keel.types import KeelError
+from studies.preflight import Case, cases, half_trained, look
 from tests.shared import shared_path
 
 CASES = ("gold-format", "budget", "end-of-turn", "idle-keys", "long-prompts", "cold",
@@ -288,26 +287,12 @@ def test_gsm8k_and_math500_with_their_rewards(tmp_path: Path, made: dict[str, Ca
 def test_memory_time_and_cost_are_predicted(made: dict[str, Case]) -> None:
     report = whole_check(made["half-trained"].recipe, ("evaluation.prompts=8",), price=3.6)
     said = report.stages[0].predicted
-    assert said["memory"]["peak"] == sum(said["memory"]["parts"].values())
-    # Weights of 64-wide layers: far from nothing, and far from a gigabyte.
-    assert 10 * 2**20 < said["memory"]["peak"] < 2**30
+    assert 0 < said["memory"]["peak"] < said["memory"]["room"]
+    assert {"sampling", "learning"} <= set(said["time"])
     assert said["seconds"] > 0
     assert said["cost"] == pytest.approx(said["seconds"] / 1000, abs=1e-3)
     assert report.predicted == {"seconds": said["seconds"], "cost": said["cost"]}
     assert report.findings == ()
-
-
-def test_a_stage_without_room_is_found(
-    made: dict[str, Case], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A machine with 60 MiB free."""
-    monkeypatch.setattr(
-        "keel.preflight.check.machine", lambda device, start: Machine("cpu", 2**30, 60 * 2**20)
-    )
-    report = whole_check(made["half-trained"].recipe, ("evaluation.prompts=8",))
-    (found,) = report.findings
-    assert (found.kind, found.severity, found.key) == ("out-of-memory", "error", "token_budget")
-    assert "0.06 are free" in found.what
 
 
 def test_prompts_that_cannot_be_read_or_never_fit(made: dict[str, Case], tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from keel.config.model import BuildModel, Model
+from keel.models.build import byte_tokenizer, character_tokenizer
 from keel.models.chat import encode
 from keel.models.policy import load_policy
-from keel.models.tokenizers import byte_tokenizer, character_tokenizer
 from keel.preflight.check import _unmoved, check
 from keel.preflight.findings.tokens import (
     closing,

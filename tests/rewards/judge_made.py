@@ -52,13 +52,7 @@ def rewards(found: Scored) -> list[float | None]:
 def call(reward: Judge, answers: Sequence[str], **columns: Any) -> list[float | None]:
     """Rewards of answers to one prompt, in an event loop of their own."""
 
-    async def run() -> list[float | None]:
-        try:
-            return await reward(prompts=["q"] * len(answers), completions=answers, **columns)
-        finally:
-            await reward.asker.client.leave()
-
-    return asyncio.run(run())
+    return asyncio.run(reward(prompts=["q"] * len(answers), completions=answers, **columns))
 
 
 def forty() -> list[Group]:

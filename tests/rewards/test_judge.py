@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -300,6 +301,12 @@ def test_options_that_do_not_fit(options: dict[str, Any], words: str) -> None:
         load_reward(RewardSource(function="judge", options={**url, **options}))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_without_httpx2_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx2", None)
+    with pytest.raises(KeelError, match=r"needs httpx2: pip install 'keel-rl\[judge\]'$"):
+        made("http://127.0.0.1:9/v1")
 
 
 def test_a_column_that_is_missing_is_known_before_the_first_step() -> None:

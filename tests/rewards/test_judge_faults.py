@@ -73,7 +73,7 @@ def test_what_may_have_been_billed_is_counted_and_asked_again(
     reward = made(server.url, tmp_path)
     account = reward.account()
     reward.close()
-    assert (account.answers, account.lost, account.open) == (3, 2, 0)
+    assert (account.answers, account.lost) == (3, 2)
     assert account.lost_cost.tokens > 0
     total = account.spent + account.lost_cost
     assert total.tokens_in >= server.billed[0]
@@ -91,7 +91,7 @@ def test_what_was_not_billed_costs_nothing(
     reward = made(server.url, tmp_path)
     account = reward.account()
     reward.close()
-    assert (account.answers, account.lost, account.open) == (2, 0, 0)
+    assert (account.answers, account.lost) == (2, 0)
     assert (account.spent.tokens_in, account.spent.tokens_out) == server.billed
 
 
@@ -170,14 +170,8 @@ def test_waits_grow_and_are_the_same_each_time(server: JudgeServer) -> None:
     assert len({wait / whole for wait, whole in zip(seen[0], (2, 4, 8, 16, 32), strict=True)}) == 5
 
 
-@pytest.mark.parametrize(
-    ("headers", "least"),
-    [({"Retry-After": "7"}, 7.0), ({"retry-after-ms": "2500"}, 2.5)],
-)
-def test_the_server_says_how_long_to_wait(
-    server: JudgeServer, headers: dict[str, str], least: float
-) -> None:
-    server.faults = [Fault(status=429, headers=headers)]
+def test_retry_after_is_waited_for(server: JudgeServer) -> None:
+    server.faults = [Fault(status=429, headers={"Retry-After": "7"})]
     reward = made(server.url, backoff=0.5)
     waits: list[float] = []
 
@@ -188,7 +182,7 @@ def test_the_server_says_how_long_to_wait(
     call(reward, ["a"])
     reward.close()
     assert len(waits) == 1
-    assert least <= waits[0] < least + 0.25
+    assert 7.0 <= waits[0] < 7.25
 
 
 def test_waits_as_dates_and_as_nonsense() -> None:
@@ -203,7 +197,7 @@ def test_waits_as_dates_and_as_nonsense() -> None:
 
 def test_a_server_that_wants_rest_for_an_hour_ends_the_run(server: JudgeServer) -> None:
     server.faults = [Fault(status=429, headers={"Retry-After": "3600"})]
-    with pytest.raises(KeelError, match="wants 3600 s of rest"):
+    with pytest.raises(KeelError, match="asks to wait 3600 s"):
         scored(server.url, None, [group(["a"])])
     assert len(server.log) == 1
 
@@ -231,7 +225,7 @@ def test_what_repeating_cannot_mend_ends_at_once(
         scored(server.url, tmp_path, [group(["a"])])
     assert len(server.log) == 1
     reward = made(server.url, tmp_path)
-    assert (reward.account().open, reward.account().lost) == (0, 0)
+    assert reward.account().lost == 0
     reward.close()
 
 
@@ -289,11 +283,11 @@ def test_halves_of_characters_are_kept_as_question_marks(
     assert found.extras["judge_reason"][0] == "x?"
     assert found.extras["judge_unparsed"][1] == "refused: x?"
     reward = made(server.url, tmp_path)
-    assert (reward.account().answers, reward.account().open) == (3, 0)
+    assert (reward.account().answers, reward.account().lost) == (3, 0)
     reward.close()
 
 
-def test_an_answer_that_cannot_be_kept_is_lost_not_open(tmp_path: Path) -> None:
+def test_an_answer_that_cannot_be_stored_counts_as_lost(tmp_path: Path) -> None:
     with JudgeServer() as server:
         server.holds = lambda number: number == 0
         reward = made(server.url, tmp_path, **FIVE)
@@ -307,15 +301,14 @@ def test_an_answer_that_cannot_be_kept_is_lost_not_open(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=spoil)
         thread.start()
-        with pytest.raises(sqlite3.OperationalError, match="no such table"):
+        with pytest.raises(KeelError, match=r"cache = .* cannot be used: no such table"):
             call(reward, ["a"])
         thread.join()
         other.execute("ALTER TABLE away RENAME TO answers")
         other.close()
         account = reward.account()
-        assert (account.answers, account.lost, account.open) == (0, 1, 0)
+        assert (account.answers, account.lost) == (0, 1)
         assert call(reward, ["a"]) == [0.1]
-        assert server.names[1] == server.names[0].removesuffix("-0") + "-1"
         reward.close()
 
 
@@ -437,14 +430,13 @@ def test_a_call_that_runs_out_of_time_keeps_what_was_on_its_way(tmp_path: Path) 
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking
-            server.let_go.set()
-            await reward.asker.drain()
-            await reward.asker.client.leave()
 
         asyncio.run(run())
+        server.let_go.set()
+        reward.close()
         assert len(server.log) == 2  # the other three were not sent
-        assert reward.account().answers == 2
-        assert (reward.account().lost, reward.account().open) == (0, 0)
+        reward = made(server.url, tmp_path, **FIVE)
+        assert (reward.account().answers, reward.account().lost) == (2, 0)
         assert call(reward, ["a", "bb", "ccc", "dddd", "eeeee"]) == [0.1, 0.2, 0.3, 0.4, 0.5]
         assert len(server.log) == 5
         reward.close()
@@ -466,42 +458,11 @@ def test_a_request_that_nobody_waits_for_keeps_its_slot(tmp_path: Path) -> None:
             # Long enough to be sent, were it let; where it is not, time does not matter.
             await asyncio.wait([second], timeout=0.5)
             server.let_go.set()
-            found = await second
-            await reward.asker.client.leave()
-            return found
+            return await second
 
         assert asyncio.run(run()) == [0.2]
         assert server.peak == 1
         assert reward.account().answers == 2
-        reward.close()
-
-
-def test_what_is_given_up_before_it_is_sent_is_not_sent(tmp_path: Path) -> None:
-    with JudgeServer() as server:
-        reward = made(server.url, tmp_path, concurrency=1, **FIVE)
-        other = sqlite3.connect(tmp_path / "judge.sqlite", isolation_level=None)
-
-        async def run() -> None:
-            mine = reward.asker._mine()
-            await mine.slots.acquire()
-            asking = asyncio.create_task(reward(prompts=["q"], completions=["a"]))
-            while not mine.pending:  # there is no answer: it wants the slot
-                await asyncio.sleep(0)
-            other.execute("BEGIN IMMEDIATE")  # the reservation has to wait
-            mine.slots.release()
-            while not mine.sends:
-                await asyncio.sleep(0)
-            asking.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asking
-            other.execute("ROLLBACK")
-            await reward.asker.drain()
-            await reward.asker.client.leave()
-
-        asyncio.run(run())
-        other.close()
-        assert server.log == []
-        assert (reward.account().lost, reward.account().open) == (0, 0)
         reward.close()
 
 
@@ -519,37 +480,14 @@ def test_one_that_fails_stops_the_rest_and_loses_none(tmp_path: Path) -> None:
 
         threading.Thread(target=let_go_after, args=(1,), daemon=True).start()
         server.fault_of = fatal
-        groups = [group(["a", "bb", "ccc", "dddd"])]
+        groups = [group(["a" * n for n in range(1, 11)])]
         with pytest.raises(KeelError, match="HTTP 404"):
             scored(server.url, tmp_path, groups, concurrency=2, **FIVE)
         reward = made(server.url, tmp_path)
         account = reward.account()
         reward.close()
-        assert account.answers == 1
-        assert (account.lost, account.open) == (0, 0)
-        assert len(server.log) <= 3
-
-
-def test_a_loop_that_ends_leaves_its_requests_as_lost(tmp_path: Path) -> None:
-    with JudgeServer() as server:
-        server.holds = lambda number: number == 0
-        reward = made(server.url, tmp_path, **FIVE)
-
-        async def run() -> None:
-            asking = asyncio.create_task(reward(prompts=["q"], completions=["a"]))
-            await asyncio.to_thread(server.wait_for, lambda: server.active == 1)
-            for task in asyncio.all_tasks() - {asyncio.current_task()}:
-                task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asking
-            await reward.asker.client.leave()
-
-        asyncio.run(run())
-        assert (reward.account().lost, reward.account().open) == (1, 0)
-        server.let_go.set()
-        assert call(reward, ["a"]) == [0.1]  # and it can be asked again
-        assert server.names[0] == server.names[1]
-        reward.close()
+        assert (account.answers, account.lost) == (1, 0)
+        assert len(server.log) <= 2 + 2  # at most one more for each of the two slots
 
 
 # ---------------------------------------------------------------- the key

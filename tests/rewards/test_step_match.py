@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from keel.models.tokenizers import byte_tokenizer
+from keel.models.build import byte_tokenizer
 from keel.rewards import Scorer
 from keel.rewards.context import RewardContext
 from keel.rewards.step_texts import on_tokens

@@ -1,4 +1,4 @@
-"""run.json of other shapes: of earlier versions, or edited by hand."""
+"""run.json of other shapes, as one edited by hand has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keel.runs.reader import load
 from keel.runs.records import update_run_json
 from keel.runs.run_json import read_run_json
 from keel.types import KeelError
-from tests.runs.example import one_stage, two_stages
+from tests.runs.example import one_stage
 
 RESULT = {"mean": 0.5, "low": 0.25, "high": 0.75, "n": 4}
 EXAMPLE = {"prompt": "3 1 2 =", "completion": "1 2 3", "reward": 1.0}
@@ -65,45 +65,6 @@ def test_keys_that_are_not_read_are_left_as_they_are(tmp_path: Path) -> None:
     content = {"mine": [1], "evaluation": {"rl": {"after": {**RESULT, "mean": None, "more": "x"}}}}
     folder.run_json.write_text(json.dumps(content))
     assert read_run_json(folder) == content
-
-
-def test_evaluations_of_an_earlier_version_come_under_their_stage(tmp_path: Path) -> None:
-    folder = one_stage(tmp_path)
-    later = {**RESULT, "mean": 0.75}
-    old = {
-        "evaluation": {"before": RESULT, "after": RESULT, "rl": {"after": later}},
-        "examples": {"before": [EXAMPLE]},
-    }
-    folder.run_json.write_text(json.dumps(old))
-    # What was written under the stage since is the newer one.
-    assert read_run_json(folder) == {
-        "evaluation": {"rl": {"before": RESULT, "after": later}},
-        "examples": {"rl": {"before": [EXAMPLE]}},
-    }
-    written = update_run_json(folder, {"tokens": 9})
-    assert json.loads(folder.run_json.read_text()) == written
-    assert written["evaluation"] == {"rl": {"before": RESULT, "after": later}}
-
-
-def test_of_several_stages_the_events_say_which_was_evaluated(tmp_path: Path) -> None:
-    folder = two_stages(tmp_path)
-    after, lost = {**RESULT, "mean": 0.75}, {**RESULT, "mean": 0.9}
-    events = [("warmup", 0, RESULT), ("warmup", 5, after), ("rl", 0, RESULT), ("rl", 3, after)]
-    lines = [
-        {"event": "evaluation", "stage": stage, "step": step, "mean": r["mean"], "n": r["n"]}
-        for stage, step, r in events
-    ]
-    folder.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    folder.run_json.write_text(json.dumps({"evaluation": {"before": RESULT, "after": after}}))
-    assert read_run_json(folder)["evaluation"] == {
-        "warmup": {"before": RESULT},
-        "rl": {"after": after},
-    }
-    folder.run_json.write_text(json.dumps({"evaluation": {"before": RESULT, "after": lost}}))
-    assert read_run_json(folder) == {
-        "evaluation": {"warmup": {"before": RESULT}},
-        "earlier_evaluation": {"after": lost},
-    }
 
 
 def test_a_row_of_timings_without_its_total_is_one_line(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from keel.data.preferences.llmbar import read_llmbar
 from keel.data.preferences.pandalm import TEST_SET, read_pandalm
 from keel.runs import files
 from keel.runs import lifecycle as opening
-from keel.runs.diff.compare import diff
+from keel.runs.diff import diff
 from keel.runs.layout import RunFolder
 from keel.runs.lock import locked, refuse_if_taken
 from keel.runs.reader import load

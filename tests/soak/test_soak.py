@@ -1,6 +1,6 @@
 """Runs killed by SIGKILL and resumed end as those that were never killed, byte for byte.
 
-A dozen kills; `make soak` makes hundreds (benchmarks/soak.py).
+A dozen kills; `make soak` makes hundreds (studies/soak.py).
 """
 
 from __future__ import annotations

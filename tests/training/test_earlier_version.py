@@ -112,20 +112,6 @@ def test_a_checkpoint_without_record_is_noted_with_the_row_that_is_missing(
     assert said[0].endswith("; metrics.jsonl lacks the row of rl step 1")
 
 
-def test_evaluations_without_a_stage_are_converted_on_resume(
-    chat_run: Path, tmp_path: Path
-) -> None:
-    """An earlier version wrote {before, after}; the end is as if the run was of this version."""
-    run = shutil.copytree(chat_run, tmp_path / "run")
-    shutil.rmtree(run / "checkpoints" / "step-000004")
-    whole = json.loads((run / "run.json").read_text())
-    assert whole["evaluation"]["rl"].keys() == {"before", "after"}
-    whole |= {key: whole[key]["rl"] for key in ("evaluation", "examples")}
-    (run / "run.json").write_text(json.dumps(whole))
-    train(None, run, resume=True)
-    same(run, chat_run)
-
-
 def test_a_run_json_of_another_shape_stops_a_resume_in_one_line(
     chat_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -250,8 +250,8 @@ def test_weights_that_are_not_finite_end_it_also_where_steps_are_skipped(
     from keel.training import rl
     from keel.training import supervised as fit
 
-    module = rl if kind == "rl" else fit
-    real, calls = module.improve, {"n": 0}
+    module, name = (rl, "update_models") if kind == "rl" else (fit, "update")
+    real, calls = getattr(module, name), {"n": 0}
 
     def broken(work: Any, *given: Any) -> Any:
         calls["n"] += 1
@@ -261,7 +261,7 @@ def test_weights_that_are_not_finite_end_it_also_where_steps_are_skipped(
                 optimizer.parameters[0][1].fill_(math.nan)
         return real(work, *given)
 
-    monkeypatch.setattr(module, "improve", broken)
+    monkeypatch.setattr(module, name, broken)
     monkeypatch.setattr("keel.training.non_finite.SEARCHED", 0)
     keys = {"on_nonfinite": "skip", "evaluation": {"rows": 0}}
     chosen = (

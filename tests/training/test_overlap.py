@@ -311,7 +311,7 @@ def test_logits_that_are_not_finite_are_told_of_the_first_prompt() -> None:
 
 
 def test_the_scripted_engine_does_not_stream() -> None:
-    from keel.engines.scripted import ScriptedEngine
+    from tests.engines.scripted import ScriptedEngine
 
     engine: Engine = ScriptedEngine({}, TOKENIZER)
     assert not isinstance(engine, StreamingEngine)

@@ -374,13 +374,13 @@ def test_in_a_stage_that_learns_from_rows_too(
     monkeypatch.setattr("keel.training.judged_steps.of_step", counted)
     monkeypatch.setattr(rows_judged, "counter", {"n": 0}, raising=False)
     seen = look(monkeypatch, process=True)
-    real_improve = fit.improve
+    real_improve = fit.update
 
     def improve(*arguments: Any) -> Any:
         rows_judged.counter["n"] += 1  # type: ignore[attr-defined]
         return real_improve(*arguments)
 
-    monkeypatch.setattr(fit, "improve", improve)
+    monkeypatch.setattr(fit, "update", improve)
     train(CASES["dpo"].make(tmp_path), tmp_path / "run")
     found = undeclared(seen[0])
     assert "keel.training.judged_data.counter['n']" in found

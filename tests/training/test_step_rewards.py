@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from keel.learn.actions import Estimates
 from keel.learn.batch import from_groups
 from keel.preflight.check import check
 from keel.rewards.registry import named_reward
 from keel.rewards.scorer import Scorer
 from keel.runs.reader import load
-from keel.training.rl import part_of
+from keel.training.rl import minibatches
 from keel.training.rollout import all_alike
 from keel.training.run import train
 from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
@@ -123,13 +124,12 @@ def test_steps_that_differ_are_variance_where_advantages_are_of_steps() -> None:
 def test_sequences_left_out_of_the_loss_keep_their_place_in_the_weights(kind: str) -> None:
     stage = small(f"algorithm.weights.kind={kind}").stages[0]
     made = group((2, 3, 4, 3))
-    batch = replace(from_groups([made]), advantage_N=torch.ones(12, dtype=torch.float64))
-    _, whole = part_of(stage, batch, [0, 1, 2, 3], frozenset(range(4)))  # type: ignore[arg-type]
-    places, part = part_of(stage, batch, [0, 1, 2, 3], frozenset({1}))  # type: ignore[arg-type]
-    assert places == [1]
-    assert whole.weight_N is not None
-    assert part.weight_N is not None
-    assert part.weight_N.tolist() == whole.weight_N[2:5].tolist()
+    estimates = Estimates(torch.ones(12, dtype=torch.float64))
+    [whole] = minibatches(stage, from_groups([made]), estimates, range(4), 0)  # type: ignore[arg-type]
+    [chosen] = minibatches(stage, from_groups([made]), estimates, [1], 0)  # type: ignore[arg-type]
+    assert chosen.places == [1]
+    part = chosen.batch
+    assert part.weight_N.tolist() == whole.batch.weight_N[2:5].tolist()
     assert (part.token_weight, part.metric_weight) == (1 / 12, 1 / 3)
 
 

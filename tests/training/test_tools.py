@@ -13,7 +13,6 @@ from keel.config.model import BuildModel, Model
 from keel.config.sampling import Rollout
 from keel.data.tasks import PromptStream
 from keel.data.tasks.base import BaseTask
-from keel.engines.scripted import ScriptedEngine
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import from_groups
 from keel.learn.loss import loss, prepare
@@ -22,6 +21,7 @@ from keel.models.policy import Policy, load_policy
 from keel.rewards.scorer import Scorer
 from keel.training.rollout import Sampler, collect
 from keel.types import Completion, Prompt, Side
+from tests.engines.scripted import ScriptedEngine
 
 TOOL = " is 12;"
 
@@ -103,14 +103,13 @@ def test_tool_output_is_context_through_the_whole_step(policy: Policy, advantage
     if row.needs_value:
         batch = replace(batch, value_N=torch.linspace(0, 1, batch.target_N.numel()).double())
     judged = outcome(rollouts.groups, rollouts.verdicts, None, torch.float64)
-    batch = prepare(row, estimate(row, batch, judged, 0.0), 40)
-    assert batch.advantage_N is not None
-    assert batch.advantage_N.shape == batch.target_N.shape
+    ready = prepare(row, batch, estimate(row, batch, judged, 0.0), 40)
+    assert ready.advantage_N.shape == batch.target_N.shape
 
     scores = policy.scores(batch.packed)
     if row.needs_value:
         scores = replace(scores, value_N=batch.value_N)
-    out = loss(row, batch, scores, 0.0)
+    out = loss(row, ready, scores, 0.0)
     assert out.total.isfinite()
     # The tool's words condition what follows them: with others, the later log-probs change.
     other = batch.tokens_T.clone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,7 @@ from keel.algorithms.terms import (
     Setting,
     TermChoice,
     Unit,
+    UnusedIf,
     equation,
     one_of,
     user_function,
@@ -33,6 +34,11 @@ else:
     process, segments = Lazy("process"), Lazy("segments")
 
 A = "A_n"
+_ADAPTIVE = UnusedIf(
+    lambda key: key.table.adaptive_alpha is not None,
+    "adaptive_alpha sets the actor's λ, and critic_lam the critic's",
+)
+_UNSCALED = UnusedIf(lambda key: key.table.scale == "none", 'scale = "none" divides by nothing')
 _TIES = "A group whose rewards are all equal gives exactly 0."
 
 
@@ -141,7 +147,7 @@ class GAE(AdvantageTerm):
 
     kind: Literal["gae"] = "gae"
     gamma: Unit = 1.0
-    lam: Unit = 0.95
+    lam: Annotated[Unit, _ADAPTIVE] = 0.95
     critic_lam: Unit | None = None
     adaptive_alpha: Positive | None = None
     """VAPO's α: λ = max(0, 1 − 1/(α l)) for the actor, by completion length l."""
@@ -287,8 +293,8 @@ class NStep(AdvantageTerm):
 class GroupRelative(AdvantageTerm):
     kind: Literal["group_relative"] = "group_relative"
     scale: Literal["std", "batch", "none"] = "std"
-    epsilon: Coefficient = 1e-4
-    ddof: int = Field(default=1, ge=0, le=1)
+    epsilon: Annotated[Coefficient, _UNSCALED] = 1e-4
+    ddof: Annotated[int, _UNSCALED] = Field(default=1, ge=0, le=1)
     """What is subtracted from the count in the standard deviation: 1 (of a sample, as in TRL and
     verl) or 0 (of a population)."""
     whiten: bool = False

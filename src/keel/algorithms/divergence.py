@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 from keel.algorithms.advantages import return_symbol
 from keel.algorithms.symbols import number
@@ -15,6 +15,7 @@ from keel.algorithms.terms import (
     Positive,
     Row,
     Setting,
+    UnusedIf,
     equation,
 )
 
@@ -62,13 +63,15 @@ _IN_REWARD: Final = {
     "abs": "The absolute log-ratio: its policy gradient is that of no KL.",
 }
 
+_NO_HORIZON = UnusedIf(lambda key: key.table.rule == "ppo", 'rule = "ppo" has no horizon')
+
 
 class Adaptive(Row):
     """A β that follows a target KL; `rule` is PPO's doubling or Ziegler's proportional one."""
 
     rule: Literal["ppo", "ziegler"] = "ppo"
     target: Positive = 0.01
-    horizon: Positive = 10_000.0
+    horizon: Annotated[Positive, _NO_HORIZON] = 10_000.0
 
     def describe(self, setting: Setting) -> Description:
         """How β moves, and by which KL."""

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from keel.algorithms.advantages import AdvantageTerm
 from keel.algorithms.symbols import number
-from keel.algorithms.terms import Coefficient, Description, Lazy, Positive, Row, Setting, equation
+from keel.algorithms.terms import (
+    SINGLE_UPDATE,
+    Coefficient,
+    Description,
+    Lazy,
+    Positive,
+    Row,
+    Setting,
+    UnusedIf,
+    equation,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,12 +26,14 @@ if TYPE_CHECKING:
 else:
     correction, value = Lazy("correction"), Lazy("value")
 
+_NO_FLOOR = UnusedIf(lambda key: key.table.kind != "mask", 'kind = "truncate" has no floor')
+
 
 class ValueLoss(Row):
     """coefficient · ½ max((V−R)², (clip(V, V_old ± clip) − R)²), a token mean."""
 
     coefficient: Coefficient = 0.1
-    clip: Positive | None = 0.2
+    clip: Annotated[Positive | None, SINGLE_UPDATE] = 0.2
     source: ClassVar[str] = "arXiv:2403.17031"
 
     def value(self, value_N: Tensor, old_N: Tensor, return_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +68,7 @@ class Correction(Row):
     kind: Literal["truncate", "mask"] = "truncate"
     level: Literal["token", "sequence"] = "token"
     cap: Positive = 2.0
-    floor: Coefficient = 0.5
+    floor: Annotated[Coefficient, _NO_FLOOR] = 0.5
     source: ClassVar[str] = "Ionides 2008; masked: arXiv:2510.18855"
 
     def value(self, engine_N: Tensor, old_N: Tensor, lengths_S: Tensor) -> Tensor:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import Field
 
-from keel.algorithms.terms import Description, Equation, Lazy, Row, Setting, equation
+from keel.algorithms.terms import (
+    Description,
+    Equation,
+    Lazy,
+    Row,
+    Setting,
+    UnusedIf,
+    equation,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,10 +110,14 @@ if TYPE_CHECKING:
 else:
     Ratio = Literal[tuple(RATIOS)]
 
+_NO_CONSTANT = UnusedIf(
+    lambda key: key.table.kind != "constant", 'kind = "{key.table.kind}" has no constant'
+)
+
 
 class Weights(Row):
     kind: Literal["sequence_mean", "token_mean", "constant", "sequence_sum"] = "sequence_mean"
-    constant: int | None = Field(default=None, ge=1, le=2**24)
+    constant: Annotated[int | None, _NO_CONSTANT] = Field(default=None, ge=1, le=2**24)
     """C of `constant`; None means the completion budget."""
 
     def value(self, lengths_S: Tensor, budget: int) -> Tensor:

@@ -8,6 +8,7 @@ The terms are classes in the modules of this package; `keel.learn.loss` adds up 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated
 
 from pydantic import model_validator
 
@@ -39,7 +40,16 @@ from keel.algorithms.surrogates import (
     Surrogate,
     Unclipped,
 )
-from keel.algorithms.terms import Coefficient, EntryPoint, Positive, Row, Unit
+from keel.algorithms.terms import (
+    SINGLE_UPDATE,
+    Coefficient,
+    EntryPoint,
+    KeyUse,
+    Positive,
+    Row,
+    Unit,
+    UnusedIf,
+)
 
 __all__ = [
     "GAE",
@@ -59,6 +69,7 @@ __all__ = [
     "Geometric",
     "GreedyBaseline",
     "GroupRelative",
+    "KeyUse",
     "LeaveOneOut",
     "LogProb",
     "MonteCarlo",
@@ -72,10 +83,16 @@ __all__ = [
     "Surrogate",
     "Unclipped",
     "Unit",
+    "UnusedIf",
     "ValueBaseline",
     "ValueLoss",
     "Weights",
 ]
+_OFF = UnusedIf(
+    lambda key: key.value is not None and not key.value.active,
+    "algorithm.divergence.beta = 0 switches the divergence off",
+    but=("beta", "adaptive"),
+)
 
 
 class Algorithm(Row):
@@ -83,9 +100,9 @@ class Algorithm(Row):
 
     advantage: Advantage
     ratio: Ratio
-    surrogate: Surrogate
+    surrogate: Annotated[Surrogate, SINGLE_UPDATE]
     weights: Weights
-    divergence: Divergence | None = None
+    divergence: Annotated[Divergence | None, _OFF] = None
     value: ValueLoss | None = None
     entropy: Coefficient = 0.0
     correction: Correction | None = None

@@ -9,6 +9,7 @@ Equations are in the subset of LaTeX that `symbols` reads.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args
 
@@ -57,6 +58,43 @@ def _optional(cls: type[BaseModel], key: str) -> bool:
     return info is not None and type(None) in get_args(info.annotation)
 
 
+@dataclass(frozen=True, slots=True)
+class KeyUse:
+    """A key that a recipe sets, as the condition of an `UnusedIf` reads it.
+
+    `table` holds the annotated field and `value` is the field's value there; `siblings` counts the
+    entries of the list that the table stands in (1 without a list). `leaf` is the last part of the
+    key that is set, which may be deeper than the field. `facts` is what the loaded parts add to the
+    recipe (`keel.preflight.unused_keys.Facts`).
+    """
+
+    leaf: str
+    value: Any
+    table: Any
+    siblings: int
+    stage: Any
+    recipe: Any
+    facts: Any
+
+
+@dataclass(frozen=True, slots=True)
+class UnusedIf:
+    """Marks a recipe field, `Annotated[float, UnusedIf(...)]`, that is valid but without effect
+    where `condition` holds; `keel check` reports the key and `why`, formatted with the `KeyUse` as
+    `key`. A mark on a table covers all keys in it except those named by `but`.
+    """
+
+    condition: Callable[[KeyUse], bool]
+    why: str
+    but: tuple[str, ...] = ()
+
+
+SINGLE_UPDATE = UnusedIf(
+    lambda key: key.stage.single_update,
+    "each batch is used for one optimizer step (epochs = 1, minibatches = 1), so the weights are "
+    "still those that sampled it",
+    but=("kind", "function", "options"),
+)
 Positive = Annotated[float, Field(gt=0, le=1e9)]
 Coefficient = Annotated[float, Field(ge=0, le=1e9)]
 """At most 1e9, as the square of that is finite in float32."""

@@ -17,9 +17,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the report; 1 where anything was found, else 0."""
     # A recipe that cannot be read is told at once, before torch is imported.
     load_recipe(arguments.recipe, arguments.overrides)
-    from keel.preflight.check import check
+    from keel.preflight.memory.process import TrialProcess
 
-    report = check(arguments.recipe, arguments.overrides, arguments.price)
+    # It imports torch while this process does.
+    with TrialProcess() as process:
+        from keel.preflight.check import check
+
+        report = check(arguments.recipe, arguments.overrides, arguments.price, process=process)
     if arguments.json:
         print(json.dumps(report.as_dict(), ensure_ascii=False))
     else:
@@ -29,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def lines(report: Report) -> Iterator[str]:
     """The report as text: what was looked at, what was found, what is predicted."""
-    yield f"{report.recipe}: looked at in {report.seconds:.1f} s, nothing trained"
+    yield f"{report.recipe}: checked in {report.seconds:.1f} s, nothing is kept"
     for stage in report.stages:
         yield ""
         yield f"{stage.name} ({stage.kind})" if stage.name != stage.kind else stage.name
@@ -63,11 +67,9 @@ def _predicted(said: Mapping[str, Any]) -> Iterator[str]:
         return
     memory = said["memory"]
     room = "" if memory["room"] is None else f" of {_size(memory['room'])} free"
-    room += "" if memory["holes_seen"] else ", without what malloc loses in holes"
     yield f"  predicted peak memory on {memory['device']}: {_size(memory['peak'])}{room}"
-    parts = sorted(memory["parts"].items(), key=lambda part: -part[1])
-    width = max(map(len, memory["parts"]), default=0)
-    for name, size in parts:
+    width = max(map(len, memory["phases"]), default=0)
+    for name, size in memory["phases"].items():
         yield f"    {name:<{width}}  {_size(size):>9}"
     parts_of_time = ", ".join(f"{name} {_time(seconds)}" for name, seconds in said["time"].items())
     yield f"  predicted time: about {_time(said['seconds'])} ({parts_of_time})" + _cost(said)

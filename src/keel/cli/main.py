@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from keel.cli.parser import parse
-from keel.runs.openmp import sleep_soon
+from keel.runs.process import sleep_soon
 from keel.runs.stdio import NAMES, outlasting
 
 USAGE = 2

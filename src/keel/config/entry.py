@@ -1,4 +1,8 @@
-"""Python objects by name: `module:function`, or `path/to/file.py:function`."""
+"""Python objects by name: `module:function`, or `path/to/file.py:function`.
+
+An object that was passed to `keel.train` has no module of its own: its name is `python:NAME`, and
+it is found only while `passed` lasts.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,29 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from keel.config.suggest import nearest
 from keel.types import KeelError
+
+PYTHON = "python"
+_passed: dict[str, Any] = {}
+
+
+@contextmanager
+def passed(objects: Mapping[str, Any]) -> Iterator[None]:
+    """Within the block, `python:NAME` is the object of that name. Not for concurrent runs."""
+    before = dict(_passed)
+    _passed.update(objects)
+    try:
+        yield
+    finally:
+        _passed.clear()
+        _passed.update(before)
 
 
 def load_entry(entry: str, what: str) -> Any:
@@ -23,6 +44,13 @@ def load_entry(entry: str, what: str) -> Any:
     place, _, name = entry.rpartition(":")
     if not place or not name:
         raise KeelError(f"{what} {entry!r}: write module:function or path/to/file.py:function")
+    if place == PYTHON:
+        if name not in _passed:
+            raise KeelError(
+                f"{what} {entry!r} was passed to keel.train as an object: pass it again (with "
+                "resume=True, to continue a run), or name it as module:function"
+            )
+        return _passed[name]
     module = load_module(place, entry, what)
     found: Any = module
     for part in name.split("."):

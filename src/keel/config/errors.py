@@ -114,7 +114,7 @@ def _tables(model: type[BaseModel] | None) -> dict[str, list[str]]:
     if model is None:
         return {}
     found = {
-        name: [key for inner in _models(info) for key in inner.model_fields]
+        name: [key for inner in models_in(info) for key in inner.model_fields]
         for name, info in model.model_fields.items()
     }
     return {name: keys for name, keys in found.items() if keys}
@@ -141,18 +141,19 @@ def _walk(
         if at == len(loc) - 1:
             break
         info = model.model_fields.get(part) if model else None
-        options = list(_models(info)) if info else []
+        options = list(models_in(info)) if info else []
         model = options[0] if len(options) == 1 else None
         pending = options if len(options) > 1 else []
     return _shorten(shown, data), model
 
 
-def _models(info: FieldInfo | Any) -> Iterator[type[BaseModel]]:
+def models_in(info: FieldInfo | Any) -> Iterator[type[BaseModel]]:
+    """The models in the annotation of a field."""
     annotation = info.annotation if isinstance(info, FieldInfo) else info
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in get_args(annotation):
-        yield from _models(inner)
+        yield from models_in(inner)
 
 
 def _tagged(options: list[type[BaseModel]], tag: str) -> type[BaseModel] | None:

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from keel.algorithms.spec import UnusedIf
+
 AsTuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 """TOML has lists only."""
 Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
@@ -31,5 +33,9 @@ Ids = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], AsTuple]
 """Tokens by their id."""
 Real = Annotated[float, Field(ge=-1e9, le=1e9)]
 """A reward or its weight; the square of 1e9 is finite in float32."""
+SEPARATE_VALIDATION = UnusedIf(
+    lambda key: key.table.heldout_path is not None,
+    "heldout_path is the validation split, so no share is split off",
+)
 BadRows = Literal["stop", "quarantine"]
 """What becomes of a row of data that cannot be read."""

@@ -6,17 +6,23 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import Coefficient, Positive, Row, Unit
+from keel.algorithms.spec import Coefficient, Positive, Row, Unit, UnusedIf
 from keel.config.fields import Answers, AsTuple, Count, Index, Temperature, Tokens
 from keel.config.model import Lora
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
 from keel.config.preference_data import PreferenceData
-from keel.config.sampling import Rollout, SamplingSource
-from keel.config.sources import Prompts, Rewards, TaskSource
+from keel.config.sampling import PAST_THE_END, Rollout, SamplingSource
+from keel.config.sources import Prompts, Rewards, TaskSource, TemplateKeywords
 from keel.config.stage import StageConfig
 
 PROMPTS_AT_ONCE = 128
 """Of a `SampledData` table: how many are answered in one call of the engine."""
+_NEVER_EVALUATED = UnusedIf(
+    lambda key: key.stage.evaluation.rows == 0, "evaluation.rows = 0 disables evaluation"
+)
+_NO_PAIRS = UnusedIf(
+    lambda key: key.stage.records != "pairs", "the stage learns from {key.stage.records}"
+)
 
 
 class SampledData(Row):
@@ -28,13 +34,13 @@ class SampledData(Row):
     """What judges the answers; the task's own verdict where there is no other."""
     train: Count = 512
     """How many train prompts are answered."""
-    heldout: Count = 128
+    heldout: Annotated[Count, _NEVER_EVALUATED] = 128
     """How many held-out prompts are answered, to evaluate on."""
     group_size: Answers = 4
     """Answers to each."""
     max_tokens: Tokens = 256
     temperature: Temperature = 1.0
-    pairs: Count = 2
+    pairs: Annotated[Count, _NO_PAIRS] = 2
     """At most so many pairs of answers with different rewards are made of a prompt's answers."""
     noise: Unit = 0.0
     """Share of the train labels that are turned round, as careless people would. The labels to
@@ -54,6 +60,7 @@ class SampledData(Row):
                 max_tokens=self.max_tokens,
                 temperature=self.temperature,
             ),
+            train_prompts=self.train,
             validation_prompts=self.heldout,
             seed_name=("sampled",),
             first_draw=("answers", "train", 0),
@@ -81,7 +88,7 @@ class BaseModelChoice(Row):
 class JudgedEvaluation(Row):
     """Evaluation on the held-out rows."""
 
-    every: Index = 0
+    every: Annotated[Index, _NEVER_EVALUATED, PAST_THE_END] = 0
     """In steps; 0 evaluates before and after only."""
     rows: Index = 1000
     """How many held-out rows at the most; 0 evaluates never."""
@@ -116,6 +123,10 @@ class JudgingStage(StageConfig):
     @property
     def sampling(self) -> SamplingSource | None:
         return None if self.sampled is None else self.sampled.sampling
+
+    @property
+    def evaluation_interval(self) -> int:
+        return self.evaluation.every
 
     @property
     def preference_data(self) -> PreferenceData | None:
@@ -181,7 +192,7 @@ class ProcessRewardModelStage(JudgingStage):
     name: str = "process_reward_model"
     separator: str = "\n"
     """What stands between two steps of an answer."""
-    threshold: Unit = 0.5
+    threshold: Annotated[Unit, _NEVER_EVALUATED] = 0.5
     """The first step whose probability of being right is under it is the predicted mistake."""
     base: BaseModelChoice = BaseModelChoice()
 
@@ -204,7 +215,7 @@ class DPOStage(JudgingStage):
     """How dear it is to leave the reference, which is the policy before the stage."""
     smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of the labels held to be turned round (sigmoid)."""
-    chat_template: dict[str, Any] = Field(default_factory=dict)
+    chat_template: TemplateKeywords = Field(default_factory=dict)
     """Keyword arguments of the chat template for the prompts of `data`, as in a stage's
     prompts.chat_template."""
     optimizer: Optimizer = Optimizer(learning_rate=1e-6)

@@ -15,14 +15,16 @@ from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Row
 from keel.config.address import gather, layer
 from keel.config.errors import explain_validation
-from keel.config.objective import LEARNED
 from keel.config.schema import Recipe
 from keel.config.secrets import wrong_secret
+from keel.config.sources import LEARNED
 from keel.config.suggest import nearest, unknown
 from keel.types import KeelError
 
 Source = str | Path | Mapping[str, Any]
 FOREIGN_FORMATS = (".yaml", ".yml", ".json", ".py")
+RUN_FOLDER = "$RUN/"
+"""How a recipe names a file of its own run folder, as of a model that was passed to keel.train."""
 DEEPEST = 32
 """Levels of tables and lists that a recipe may have."""
 _INNER = (dict, list)
@@ -33,7 +35,7 @@ def load_recipe(source: Source, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises KeelError, in one line, on whatever is wrong with it.
     """
-    data = _read(source)
+    data = read_recipe(source)
     for override in overrides:
         data = layer(data, parse_override(override))
     stages = data.get("stages")
@@ -52,7 +54,7 @@ def load_run_recipe(path: str | Path) -> Recipe:
     An earlier version of Keel had no key `raw` and read plain prompts as they stand: its run
     folders keep that. Raises KeelError as `load_recipe` does.
     """
-    data = _read(str(path))
+    data = in_run_folder(read_recipe(str(path)), Path(path).absolute().parent)
     if predates_raw(data):
         for table in _prompt_tables(data):
             if table.get("system", "none") == "none":  # else a conversation, with raw or without
@@ -60,6 +62,17 @@ def load_run_recipe(path: str | Path) -> Recipe:
         for function in _learned_rewards(data):
             function["options"] = {"raw": True, **function.get("options", {})}
     return load_recipe(data)
+
+
+def in_run_folder(value: Any, folder: Path) -> Any:
+    """A recipe's data with `$RUN/` replaced by the run folder."""
+    if isinstance(value, dict):
+        return {key: in_run_folder(inside, folder) for key, inside in value.items()}
+    if isinstance(value, list):
+        return [in_run_folder(inside, folder) for inside in value]
+    if isinstance(value, str) and value.startswith(RUN_FOLDER):
+        return str(folder / value.removeprefix(RUN_FOLDER))
+    return value
 
 
 def predates_raw(data: Mapping[str, Any]) -> bool:
@@ -113,7 +126,7 @@ def shipped() -> dict[str, str]:
         for entry in _folder().iterdir()
         if entry.name.endswith(".toml") and not entry.name.startswith("_")
     )
-    return {name: str(_read(name).get("description", "")) for name in names}
+    return {name: str(read_recipe(name).get("description", "")) for name in names}
 
 
 def to_toml(recipe: Row) -> str:
@@ -125,12 +138,19 @@ def _folder() -> Any:
     return resources.files("keel.config") / "recipes"
 
 
-def _read(source: Source, seen: tuple[str, ...] = ()) -> dict[str, Any]:
+def read_own(source: Source) -> tuple[dict[str, Any], str]:
+    """The keys of a recipe itself, without those of the recipe that it extends; and its name in
+    errors."""
     if isinstance(source, Mapping):
-        data, label = dict(source), "recipe"
-    else:
-        label = str(source)
-        data = parse_toml(_text(label), label)
+        return dict(source), "recipe"
+    label = str(source)
+    return parse_toml(_text(label), label), label
+
+
+def read_recipe(source: Source, seen: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A recipe with `stages`, not validated; what it extends is in it."""
+    data, label = read_own(source)
+    if not isinstance(source, Mapping):
         data.setdefault("name", Path(label).name.removesuffix(".toml"))
     base = data.pop("extends", None)
     if base is None:
@@ -138,7 +158,7 @@ def _read(source: Source, seen: tuple[str, ...] = ()) -> dict[str, Any]:
     if not isinstance(base, str) or base in seen:
         raise KeelError(f"{label}: extends = {base!r} is not another recipe's name or file")
     beside = Path(label).parent / base
-    below = _read(str(beside) if beside.is_file() else base, (*seen, base))
+    below = read_recipe(str(beside) if beside.is_file() else base, (*seen, base))
     return layer(below, data)
 
 
@@ -211,13 +231,19 @@ def _check(data: Any) -> None:
 def parse_override(text: str) -> dict[str, Any]:
     """`a.b=1` as {"a": {"b": 1}}. Raises KeelError where there is no key or no `=`."""
     key, equals, value = text.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts) or len(parts) > DEEPEST:
+    if not equals:
         raise KeelError(f"override {text!r}: write it as key=value, for example steps=50")
-    out: Any = _parse_value(value.strip())
+    return nest(key.strip(), _parse_value(value.strip()))
+
+
+def nest(key: str, value: Any) -> dict[str, Any]:
+    """`a.b` and 1 as {"a": {"b": 1}}. Raises KeelError for what is no key."""
+    parts = key.split(".")
+    if not all(parts) or len(parts) > DEEPEST:
+        raise KeelError(f"{key!r} is no key: write it as steps or optimizer.learning_rate")
     for part in reversed(parts):
-        out = {part: out}
-    return dict(out)
+        value = {part: value}
+    return dict(value)
 
 
 def _parse_value(text: str) -> Any:

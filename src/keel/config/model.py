@@ -6,8 +6,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import Positive, Row
+from keel.algorithms.spec import Positive, Row, UnusedIf
 from keel.config.fields import AsTuple, Depth, Tokens, Width
+
+NO_CONVERSATION = UnusedIf(
+    lambda key: key.facts.conversations is False,
+    "no prompt is a conversation, so no chat template is used",
+)
+_BUILT = UnusedIf(lambda key: key.table.build is not None, "the model is built, not loaded")
+_LOCAL = UnusedIf(lambda key: key.facts.local, "model.name is a folder, which has no revisions")
+_ON_CPU = UnusedIf(lambda key: key.facts.cpu, "there is no autocast on a CPU")
+_NOT_FLOAT32 = UnusedIf(
+    lambda key: key.table.dtype != "float32", 'autocast is for model.dtype = "float32" only'
+)
+_BYTES = UnusedIf(lambda key: key.table.tokenizer == "bytes", "bytes need no alphabet")
+_NO_KV_HEADS = UnusedIf(
+    lambda key: not key.facts.kv_heads, "{key.table.family} has no separate key-value heads"
+)
 
 
 class BuildModel(Row):
@@ -16,14 +31,14 @@ class BuildModel(Row):
     family: str = "llama"
     """transformers model type: llama, qwen2, qwen3, gpt2, …"""
     tokenizer: Literal["characters", "bytes"] = "characters"
-    alphabet: str = (
+    alphabet: Annotated[str, _BYTES] = (
         "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ +-*/=()[]<>,.:;!?'\"\n"
     )
     """The characters of a `characters` tokenizer."""
     hidden_size: Width = 128
     layers: Depth = 4
     heads: Depth = 4
-    kv_heads: Depth | None = None
+    kv_heads: Annotated[Depth | None, _NO_KV_HEADS] = None
     intermediate_size: Width | None = None
     """None means four times the hidden size (two and two thirds for gated families)."""
     context: Tokens = 256
@@ -43,17 +58,17 @@ class Model(Row):
     """Which policy: `name` (a local folder or a hub name) or `build`."""
 
     name: str | None = None
-    revision: str | None = None
+    revision: Annotated[str | None, _LOCAL, _BUILT] = None
     build: BuildModel | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Of the master weights. bfloat16 weights hardly move at small learning rates."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    autocast: bool = True
+    autocast: Annotated[bool, _ON_CPU, _NOT_FLOAT32] = True
     """bfloat16 autocast on a GPU; no effect on a CPU."""
-    trust_remote_code: bool = False
+    trust_remote_code: Annotated[bool, _BUILT] = False
     activation_checkpointing: bool = False
     lora: Lora | None = None
-    chat_template: str | None = None
+    chat_template: Annotated[str | None, NO_CONVERSATION] = None
     """A Jinja template, for a tokenizer that has none."""
 
     @model_validator(mode="after")

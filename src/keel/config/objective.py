@@ -5,15 +5,13 @@ from __future__ import annotations
 from keel.algorithms.explain import Explanation, explain_row
 from keel.algorithms.terms import Setting
 from keel.config.schema import Recipe, RLStage
-
-LEARNED = ("outcome", "process")
-"""Rewards that are models in memory."""
+from keel.config.sources import LEARNED
 
 
 def explain_recipe(recipe: Recipe) -> list[Explanation]:
     """One explanation for each reinforcement-learning stage, in order."""
     lora = recipe.model.lora is not None
-    return [explain_stage(stage, lora) for stage in recipe.stages if isinstance(stage, RLStage)]
+    return [explain_stage(stage, lora) for stage in recipe.stages if stage.stage == "rl"]
 
 
 def explain_stage(stage: RLStage, lora: bool) -> Explanation:

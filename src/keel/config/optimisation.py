@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from keel.algorithms.spec import Coefficient, Positive, Row, Unit
+from keel.algorithms.spec import Coefficient, Positive, Row, Unit, UnusedIf
 from keel.config.fields import AsTuple, Count, Index, LearningRate
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -14,13 +14,18 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 OnNonfinite = Literal["stop", "skip"]
 """Whether a run stops at a loss or gradient that is not finite, or goes on without the step."""
 
+_CONSTANT = UnusedIf(
+    lambda key: key.table.schedule == "constant", 'schedule = "constant" keeps the learning rate'
+)
+_NO_WANDB = UnusedIf(lambda key: not key.table.wandb, "trackers.wandb is off")
+
 
 class Optimizer(Row):
     """AdamW, and the schedule of its learning rate over the stage's steps."""
 
     learning_rate: LearningRate = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    final_share: Unit = 0.1
+    final_share: Annotated[Unit, _CONSTANT] = 0.1
     """What is left of the learning rate at the end of a linear or cosine schedule."""
     warmup_steps: Index = 0
     betas: Annotated[tuple[Decay, Decay], AsTuple] = (0.9, 0.999)
@@ -38,4 +43,4 @@ class Checkpoints(Row):
 class Trackers(Row):
     tensorboard: bool = False
     wandb: bool = False
-    project: str = "keel"
+    project: Annotated[str, _NO_WANDB] = "keel"

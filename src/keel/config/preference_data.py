@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from keel.algorithms.spec import Row
-from keel.config.fields import BadRows
+from keel.config.fields import SEPARATE_VALIDATION, BadRows
 
 
 class PreferenceData(Row):
@@ -19,7 +19,7 @@ class PreferenceData(Row):
     """Data file of the train side (jsonl, parquet), or the `datasets` name."""
     heldout_path: str | None = None
     """Data file (or split) of the held-out side; without it a share is split off by content."""
-    heldout_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    heldout_share: Annotated[float, Field(gt=0, lt=1), SEPARATE_VALIDATION] = 0.1
     group: str | None = None
     """Column whose equal values stay on one side, and are one cluster in an interval; the prompt
     unless set."""

@@ -7,10 +7,29 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import Algorithm, Row, Unit
+from keel.algorithms.spec import Algorithm, Row, Unit, UnusedIf
 from keel.config.fields import Answers, Count, Ids, Index, Real, Temperature, Tokens, Words
 from keel.config.presets import DEFAULT_PRESET, GROUP_SIZE, PROMPTS_PER_STEP
-from keel.config.sources import Prompts, Rewards, Seconds, TaskSource
+from keel.config.sources import NEVER_EVALUATED, Prompts, Rewards, Seconds, TaskSource
+
+PAST_THE_END = UnusedIf(
+    lambda key: key.value > key.stage.steps, "the stage ends after {key.stage.steps} steps"
+)
+_NO_EVALUATION = UnusedIf(lambda key: key.table.prompts == 0, NEVER_EVALUATED.why)
+_NO_REPLIES = UnusedIf(
+    lambda key: key.facts.replies.get(key.stage.name) is False, "no task of the stage replies"
+)
+_NO_REFILLS = UnusedIf(
+    lambda key: not key.table.dynamic_sampling, "rollout.dynamic_sampling is off: no refills"
+)
+_SAME_DTYPE = UnusedIf(lambda key: key.value == key.recipe.model.dtype, "it equals model.dtype")
+_MANY_TURNS = UnusedIf(
+    lambda key: key.table.max_turns > 1, "with several turns rewards are called after sampling"
+)
+_NOT_SAMPLED = UnusedIf(
+    lambda key: key.table.samples == 0 and key.stage is not key.recipe.stages[-1],
+    "evaluation.samples = 0 leaves sampling out",
+)
 
 
 class Rollout(Row):
@@ -25,12 +44,12 @@ class Rollout(Row):
     min_p: Unit = 0.0
     stop: Words = ()
     stop_ids: Ids = ()
-    max_turns: Answers = 1
+    max_turns: Annotated[Answers, _NO_REPLIES] = 1
     """How often the policy may speak in one completion, where the task answers."""
     dynamic_sampling: bool = False
     """Drop groups whose rewards, before length is punished, are all equal, and refill; the preset's
     unless set."""
-    max_refills: Count = 10
+    max_refills: Annotated[Count, _NO_REFILLS] = 10
     mask_truncated: bool = False
     """Leave completions that hit the budget out of the loss; they still count in its weights, so
     that the others weigh what they would."""
@@ -41,7 +60,7 @@ class Rollout(Row):
     engine: str = "native"
     """What samples: "native", or `module:function` of a function that makes an engine
     (`keel.engines.registry.build_engine`)."""
-    dtype: Literal["model", "bfloat16"] = "model"
+    dtype: Annotated[Literal["model", "bfloat16"], _SAME_DTYPE] = "model"
     """Of the weights, keys and values that the native engine samples with: the model's own, or
     bfloat16, a copy made for each call. Its log-probs are then not the trainer's: it takes
     algorithm.correction. Evaluation is of the model's own."""
@@ -49,7 +68,7 @@ class Rollout(Row):
     """Seconds that the engine may be silent: between two tokens of a batch (native)."""
     max_rows: Answers = 256
     """How many sequences the native engine decodes at once."""
-    overlap_rewards: bool = False
+    overlap_rewards: Annotated[bool, _MANY_TURNS] = False
     """Ask the rewards about the first groups while the last are still being drawn."""
     ahead: Literal[0, 1] = 0
     """Steps that rollouts may be ahead of the weights: with 1 the next step's are drawn, by a copy
@@ -71,20 +90,20 @@ class Evaluation(Row):
     """Greedy pass@1 and sampled pass@k on the held-out side; where no reward is declared as
     correctness, the mean reward."""
 
-    every: Index = 50
+    every: Annotated[Index, _NO_EVALUATION, PAST_THE_END] = 50
     """In steps; 0 evaluates before and after only."""
     prompts: Index = 200
     """How many held-out prompts; 0 evaluates never."""
-    samples: Annotated[int, Field(ge=0, le=65_536)] = 0
+    samples: Annotated[int, Field(ge=0, le=65_536), NEVER_EVALUATED] = 0
     """k of pass@k; 0 leaves sampling out."""
-    temperature: Temperature = 1.0
-    top_k: Index = 0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    min_p: Unit = 0.0
-    component: str | None = None
+    temperature: Annotated[Temperature, NEVER_EVALUATED, _NOT_SAMPLED] = 1.0
+    top_k: Annotated[Index, NEVER_EVALUATED, _NOT_SAMPLED] = 0
+    top_p: Annotated[float, Field(gt=0, le=1), NEVER_EVALUATED, _NOT_SAMPLED] = 1.0
+    min_p: Annotated[Unit, NEVER_EVALUATED, _NOT_SAMPLED] = 0.0
+    component: Annotated[str | None, NEVER_EVALUATED] = None
     """Name of the reward that is evaluated; None: the first that is declared as correctness, else
     the whole reward."""
-    threshold: Real = 1.0
+    threshold: Annotated[Real, NEVER_EVALUATED] = 1.0
     """A completion passes from this value of it on, where it is declared as correctness."""
 
 
@@ -98,6 +117,7 @@ class NamedAlgorithm(Algorithm):
 class SamplingSource:
     """What a stage samples and scores.
 
+    `train_prompts` is the number of prompts that the stage samples to learn from, over all steps.
     `key` is the table of these settings within the stage ("" or "sampled."), `seed_name` the stream
     that their seeds come from, `first_draw` the name of the first step's draw in that stream.
     `algorithm` and `evaluation` are those of a stage that trains on what it samples, else None.
@@ -113,6 +133,7 @@ class SamplingSource:
     first_draw: tuple[str | int, ...]
     algorithm: NamedAlgorithm | None = None
     evaluation: Evaluation | None = None
+    train_prompts: int = 0
 
     def setting(self, name: str) -> str:
         """The key of a setting of the rollouts, within the stage."""

@@ -10,19 +10,37 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import Field, model_validator
 
 from keel.algorithms.presets import PRESETS
-from keel.algorithms.spec import EntryPoint, Row
+from keel.algorithms.spec import EntryPoint, Row, UnusedIf
 from keel.config.fields import AsTuple, Count, Index, Seed, Threads, Tokens
 from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelStage
 from keel.config.model import Model
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
 from keel.config.presets import resolve_algorithm
-from keel.config.sampling import Evaluation, NamedAlgorithm, Rollout, SamplingSource
+from keel.config.sampling import (
+    PAST_THE_END,
+    Evaluation,
+    NamedAlgorithm,
+    Rollout,
+    SamplingSource,
+)
 from keel.config.sources import Prompts, Rewards, TaskSource
 from keel.config.stage import StageConfig
 
 VALUE_LEARNING_RATE = 1e-5
 MAX_COMPLETIONS = 2**24
 """Of one step: beyond, the step's records alone fill a machine's memory."""
+
+_NO_VALUE = UnusedIf(
+    lambda key: key.stage.algorithm.value is None,
+    'advantage "{key.stage.algorithm.advantage.kind}" has no value model',
+)
+_NO_REFERENCE = UnusedIf(lambda key: not key.stage.keeps_reference, "no reference policy is kept")
+_NEVER_RESET = UnusedIf(
+    lambda key: (key.value or 0) >= key.stage.steps, "the stage ends after {key.stage.steps} steps"
+)
+_MEASURED_ANYWAY = UnusedIf(
+    lambda key: key.stage.measures_reference, "the objective itself needs the divergence"
+)
 
 
 class SFTStage(StageConfig):
@@ -74,12 +92,12 @@ class Value(Row):
 
 
 class ReferenceConfig(Row):
-    reset_every: Count | None = None
+    reset_every: Annotated[Count | None, _NO_REFERENCE, _NEVER_RESET] = None
     """Re-set the reference policy to the current one every so many steps; None never."""
 
 
 class MeasuredReferenceConfig(ReferenceConfig):
-    measured: bool = False
+    measured: Annotated[bool, _MEASURED_ANYWAY] = False
     """Measure the divergence to the reference also where nothing holds the policy to it (β = 0)."""
 
 
@@ -106,12 +124,12 @@ class RLStage(StageConfig):
     on_nonfinite: OnNonfinite = "stop"
     """What happens where a loss or gradient is NaN or infinite: the optimizer step is not taken in
     either case."""
-    value: Value = Value()
+    value: Annotated[Value, _NO_VALUE] = Value()
     reference: MeasuredReferenceConfig = MeasuredReferenceConfig()
     evaluation: Evaluation = Evaluation()
     checkpoints: Checkpoints = Checkpoints()
     trackers: Trackers = Trackers()
-    rollouts_every: Index = 1
+    rollouts_every: Annotated[Index, PAST_THE_END] = 1
     """Write the rollouts of every so many steps; 0 writes none."""
 
     @model_validator(mode="before")
@@ -180,6 +198,7 @@ class RLStage(StageConfig):
             prompts=self.prompts,
             rewards=self.rewards,
             rollout=self.rollout,
+            train_prompts=self.steps * self.rollout.prompts_per_step,
             validation_prompts=self.evaluation.prompts,
             seed_name=(),
             first_draw=("rollout", 1, 0),
@@ -192,6 +211,14 @@ class RLStage(StageConfig):
         return self.rollout.prompts_per_step
 
     @property
+    def passes(self) -> int:
+        return self.epochs
+
+    @property
+    def evaluation_interval(self) -> int:
+        return self.evaluation.every
+
+    @property
     def compares(self) -> bool:
         return self.algorithm.needs_groups
 
@@ -201,14 +228,32 @@ class RLStage(StageConfig):
         return self.algorithm.needs_reference or self.reference.measured
 
     @property
+    def single_update(self) -> bool:
+        """Whether each batch takes one optimizer step from the weights that its old log-probs are
+        computed with, so that every importance ratio is 1."""
+        return self.epochs * self.minibatches == 1 and self.rollout.old_log_probs == "trainer"
+
+    @property
+    def measures_reference(self) -> bool:
+        """Whether the objective itself needs the divergence to the reference before an update."""
+        divergence = self.algorithm.divergence
+        return (
+            divergence is not None
+            and self.algorithm.needs_reference
+            and self.rollout.old_log_probs == "trainer"
+            and (
+                self.epochs * self.minibatches > 1
+                or divergence.where == "reward"
+                or divergence.adaptive is not None
+            )
+        )
+
+    @property
     def ratio_stays_one(self) -> bool:
         """Whether the loop gives the ratio no chance to move, in an objective made for one that
         moves. Presets that their papers run on policy (GRPO) are not meant."""
-        row, rollout = self.algorithm, self.rollout
-        one_update = self.epochs * self.minibatches == 1
-        if row.ratio == "none" or not one_update:
-            return False
-        if rollout.old_log_probs == "engine":
+        row = self.algorithm
+        if row.ratio == "none" or not self.single_update:
             return False
         preset = PRESETS[row.preset]
         on_policy = preset.epochs * preset.minibatches == 1

@@ -6,12 +6,55 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import Positive, Row
-from keel.config.fields import AsTuple, BadRows, Real, Tokens
+from keel.algorithms.spec import KeyUse, Positive, Row, UnusedIf
+from keel.config.fields import SEPARATE_VALIDATION, AsTuple, BadRows, Real, Tokens
+from keel.config.model import NO_CONVERSATION
 from keel.config.secrets import wrong_address, wrong_key_name
 
 Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
 """A time limit: a year at the most, since clocks count to some number."""
+LEARNED = ("outcome", "process")
+"""Rewards that are models in memory."""
+
+
+def _option_unread(key: KeyUse) -> bool:
+    """Whether the options of a built-in reward leave one of them without effect."""
+    leaf, options = key.leaf, key.value
+    if key.table.function in LEARNED:
+        return leaf in ("timeout", "memory_mb") and not options.get("process")
+    if key.table.function != "judge":
+        return False
+    if options.get("mode", "rubric") == "rubric":
+        return leaf in ("against", "rivals", "both_orders")
+    fixed = options.get("against", "group") != "group"
+    return leaf in ("low", "high") or (leaf == "rivals" and fixed)
+
+
+# A run's `keel eval` evaluates as its last stage says, even where training does not evaluate.
+NEVER_EVALUATED = UnusedIf(
+    lambda key: key.stage.evaluation.prompts == 0 and key.stage is not key.recipe.stages[-1],
+    "evaluation.prompts = 0 disables evaluation",
+)
+_UNREAD_KEYWORD = UnusedIf(
+    lambda key: key.leaf in key.facts.unread.get(key.stage.name, ()),
+    "the chat template gives the same text without it",
+)
+_GENERATED = UnusedIf(
+    lambda key: key.facts.generates(key.table.name), 'prompts of "{key.table.name}" are generated'
+)
+_ONE_TASK = UnusedIf(lambda key: key.siblings == 1, "every prompt is of the only task")
+_NO_TEMPLATE = UnusedIf(
+    lambda key: key.facts.template is False, "the tokenizer has no chat template"
+)
+_UNWEIGHTED = UnusedIf(lambda key: key.table.weight == 0, "weight = 0 only logs the value")
+_UNREAD_VERDICT = UnusedIf(
+    lambda key: key.stage.sampling.evaluation is None, "no evaluation of this stage reads it"
+)
+_UNREAD_OPTION = UnusedIf(
+    _option_unread, 'the other options of "{key.table.function}" leave it unread'
+)
+TemplateKeywords = Annotated[dict[str, Any], _UNREAD_KEYWORD, NO_CONVERSATION]
+"""Keyword arguments of the tokenizer's chat template."""
 
 
 class TaskSource(Row):
@@ -19,22 +62,22 @@ class TaskSource(Row):
     `datasets`, or a Python entry `module:function`."""
 
     name: str
-    weight: Positive = 1.0
+    weight: Annotated[Positive, _ONE_TASK] = 1.0
     path: str | None = None
     """Data file of the train side (jsonl, parquet), or the `datasets` name."""
     heldout_path: str | None = None
     """Data file (or split) of the held-out side; without it a share is split off by content."""
-    heldout_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    heldout_share: Annotated[float, Field(gt=0, lt=1), SEPARATE_VALIDATION, _GENERATED] = 0.1
     prompt: str = "{prompt}"
     """How a row becomes a prompt: a format string over its columns (or the messages column)."""
     answer: str | None = None
     """Column that holds the gold answer."""
     system: str | None = None
     """System message; makes the prompt a conversation."""
-    raw: bool = False
+    raw: Annotated[bool, _NO_TEMPLATE] = False
     """Plain prompts are read as they stand. Otherwise they are the user's turn where the tokenizer
     has a chat template."""
-    bad_rows: BadRows = "stop"
+    bad_rows: Annotated[BadRows, _GENERATED] = "stop"
     """A stored row that no prompt can be made of stops the run before its first step, or is left
     out into the run folder's quarantine/, with its line and the reason."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -57,19 +100,19 @@ class RewardSource(Row):
     name: str | None = None
     weight: Real = 1.0
     """Of its value in the sum; 0 watches a component without learning from it."""
-    clip: Annotated[tuple[Real, Real], AsTuple] | None = None
+    clip: Annotated[Annotated[tuple[Real, Real], AsTuple] | None, _UNWEIGHTED] = None
     """Bounds that its value is cut to, before it is normalised and weighed."""
-    normalise: Literal["none", "group", "batch"] = "none"
+    normalise: Annotated[Literal["none", "group", "batch"], _UNWEIGHTED] = "none"
     """Less the mean, over the standard deviation, of a prompt's completions or of the step's."""
     gate: Real | None = None
     """Under this value the gate is closed: `closed` is the completion's whole reward, and the
     rewards that are no gates are not asked."""
     closed: Real = 0.0
     """What a completion gets behind a closed gate."""
-    correctness: bool | None = None
+    correctness: Annotated[bool | None, _UNREAD_VERDICT, NEVER_EVALUATED] = None
     """Whether evaluation.threshold of it means right, so that pass@k is defined; None: as the
     function declares itself (rules of right and wrong, code, verdicts of built-in tasks)."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Annotated[dict[str, Any], _UNREAD_OPTION] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _no_secret(self) -> RewardSource:
@@ -103,5 +146,5 @@ class Prompts(Row):
 
     max_tokens: Tokens | None = None
     """Longer prompts are left out and counted; None means what the context holds."""
-    chat_template: dict[str, Any] = Field(default_factory=dict)
+    chat_template: TemplateKeywords = Field(default_factory=dict)
     """Keyword arguments of the tokenizer's chat template, such as enable_thinking."""

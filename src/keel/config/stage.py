@@ -63,6 +63,16 @@ class StageConfig(Row):
         return None
 
     @property
+    def passes(self) -> int:
+        """How often the stage learns from each step's batch."""
+        return 1
+
+    @property
+    def evaluation_interval(self) -> int | None:
+        """Steps between evaluations, 0 for none but before and after; None: there is none."""
+        return None
+
+    @property
     def preference_data(self) -> PreferenceData | None:
         """The preference data that the stage reads."""
         return None

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from keel.learn.actions import Actions
+from keel.learn.actions import Actions, Estimates
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,31 +21,22 @@ class Experience(Actions):
     action_N: Tensor
     """Numbers (N) or vectors (N, D)."""
 
-    def select(self, indices: npt.NDArray[np.int64], *, steps: bool) -> Experience:
-        """The experience of these sequences; with `steps`, of these actions, each for itself."""
-        index_N = torch.from_numpy(indices if steps else self._places(indices))
-        per_action = {
-            f.name: getattr(self, f.name)[index_N]
-            for f in fields(self)
-            if "_N" in f.name and getattr(self, f.name) is not None
-        }
-        if steps:
-            return replace(self, lengths=(1,) * len(index_N), groups_S=index_N, **per_action)
-        chosen = torch.from_numpy(indices)
-        lengths = tuple(self.lengths[i] for i in indices)
-        return replace(self, lengths=lengths, groups_S=self.groups_S[chosen], **per_action)
+    def minibatch(self, indices: Sequence[int], *, steps: bool) -> Experience:
+        """These sequences; with `steps`, these actions, each as a sequence of its own."""
+        if not steps:
+            return self.select(indices)
+        index_K = torch.tensor(list(indices))
+        lengths = (1,) * len(index_K)
+        return replace(self, lengths=lengths, groups_S=index_K, **self._per_action(index_K))
 
-    def parts(self, count: int, rng: np.random.Generator, *, steps: bool) -> Iterator[Experience]:
-        """The experience in `count` parts, in random order; as it is where one is asked for."""
+    def split(
+        self, estimates: Estimates, count: int, rng: np.random.Generator, *, steps: bool
+    ) -> Iterator[tuple[Experience, Estimates]]:
+        """`count` mini-batches in random order, of whole sequences or of single steps."""
         if count == 1:
-            yield self
+            yield self, estimates
             return
-        order = rng.permutation(len(self.engine_log_prob_N) if steps else self.sequences)
-        for chosen in np.array_split(order, count):
-            if len(chosen):
-                yield self.select(chosen, steps=steps)
-
-    def _places(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        ends = np.cumsum(self.lengths)
-        spans = [np.arange(ends[i] - self.lengths[i], ends[i]) for i in indices]
-        return np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
+        order = rng.permutation(sum(self.lengths) if steps else self.sequences)
+        for chosen in filter(len, np.array_split(order, count)):
+            index_K = torch.from_numpy(chosen) if steps else self.action_index(chosen.tolist())
+            yield self.minibatch(chosen.tolist(), steps=steps), estimates.select(index_K)

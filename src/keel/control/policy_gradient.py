@@ -29,12 +29,15 @@ from keel.control.experience import Experience
 from keel.control.named_tensors import prefixed, within
 from keel.control.networks import TrainedNetwork, perceptron
 from keel.control.normalise import Moments
+from keel.learn.actions import Estimates, TrainBatch
+from keel.learn.advantages import advantages, penalties, returns
 from keel.learn.finite import stop_unless_finite
-from keel.learn.loss import advantages, loss, penalties, prepare, returns
+from keel.learn.loss import loss, prepare
 from keel.learn.optimizer import AdamW, learning_rate
-from keel.models.scores import Scores
+from keel.models.head import Scores
 from keel.objective import divergences, gae, segments
 from keel.objective.signals import Signals
+from keel.objective.value import explained_variance
 
 FALLBACK_BUDGET = 1_000
 """C of `constant` weights, where neither the row nor the environment gives a length."""
@@ -69,9 +72,9 @@ class PolicyGradient:
         """Collect, estimate, improve; the iteration's metrics."""
         rng = np.random.default_rng(derive(self.seed, "actions", number))
         collected = self._collect(sampling(self.actor, self._normal, rng, self.environments.count))
-        experience = self.measure(collected)
+        experience, estimates = self.estimate(collected)
         rate = learning_rate(self.stage.optimizer, self.steps, self.stage.steps)
-        metrics = self.improve(experience, rate, number)
+        metrics = self.update(experience, estimates, rate, number)
         self.steps += len(collected.reward_N)
         self._see(collected)
         every = self.stage.reference.reset_every
@@ -86,9 +89,8 @@ class PolicyGradient:
     # ---------------------------------------------------------------- estimates
 
     @torch.no_grad()
-    def measure(self, collected: Collected) -> Experience:
-        """The experience with what the row needs to know before the first update, and advantages
-        (before whitening)."""
+    def estimate(self, collected: Collected) -> tuple[Experience, Estimates]:
+        """The experience, scored as the algorithm needs it, and the advantages of its actions."""
         row, stage = self.stage.algorithm, self.stage
         observation_NO = tensor(self._normal(collected.observation_NO))
         action_N = tensor(collected.action_N)
@@ -108,12 +110,8 @@ class PolicyGradient:
             experience = replace(experience, reference_log_prob_N=reference_N)
         signals = self.signals(experience, collected)
         advantage_N = advantages(row, signals)
-        return replace(
-            experience,
-            value_N=signals.value_N,
-            advantage_N=advantage_N,
-            return_N=returns(row, signals, advantage_N),
-        )
+        estimates = Estimates(advantage_N, returns(row, signals, advantage_N))
+        return replace(experience, value_N=signals.value_N), estimates
 
     def signals(self, experience: Experience, collected: Collected) -> Signals:
         """What an advantage may ask for. A truncated or interrupted episode goes on in V."""
@@ -141,17 +139,18 @@ class PolicyGradient:
 
     # ---------------------------------------------------------------- updates
 
-    def improve(self, experience: Experience, rate: float, number: int) -> dict[str, float]:
+    def update(
+        self, experience: Experience, estimates: Estimates, rate: float, number: int
+    ) -> dict[str, float]:
         """The iteration's optimizer steps, and the mean of their metrics."""
         stage, row = self.stage, self.stage.algorithm
         rng = np.random.default_rng(derive(self.seed, "minibatches", number))
         budget = self.environments.max_episode_steps or FALLBACK_BUDGET
         taken: list[dict[str, float]] = []
-        whole = prepare(row, experience, budget) if stage.minibatches == 1 else None
-        stopped = False
+        count, steps, stopped = stage.minibatches, row.per_action, False
         for _ in range(stage.epochs):
-            for part in experience.parts(stage.minibatches, rng, steps=row.per_action):
-                metrics = self._update(prepare(row, part, budget) if whole is None else whole, rate)
+            for part, estimated in experience.split(estimates, count, rng, steps=steps):
+                metrics = self._update(prepare(row, part, estimated, budget), rate)
                 taken.append(metrics)
                 stopped = "grad_norm" not in metrics
                 if stopped:
@@ -162,7 +161,7 @@ class PolicyGradient:
         mean = {n: float(np.mean([m[n] for m in taken if n in m])) for n in names}
         mean["updates"] = float(len(taken) - stopped)
         self._adapt(experience, mean)
-        return {**mean, **_of_values(experience)}
+        return {**mean, **_of_values(experience, estimates)}
 
     def scores(self, part: Experience) -> Scores:
         """What the loss reads of the current networks, with gradients."""
@@ -174,9 +173,9 @@ class PolicyGradient:
             full_kl_N = self.actor.divergence(self.reference, part.observation_NO)
         return Scores(log_prob_N, entropy_N, value_N, full_kl_N)
 
-    def _update(self, part: Experience, rate: float) -> dict[str, float]:
+    def _update(self, part: TrainBatch[Experience], rate: float) -> dict[str, float]:
         """One optimizer step; none (and no `grad_norm`) where the policy has moved too far."""
-        made = loss(self.stage.algorithm, part, self.scores(part), self.beta)
+        made = loss(self.stage.algorithm, part, self.scores(part.actions), self.beta)
         metrics = dict(
             zip(made.metrics, torch.stack(list(made.metrics.values())).tolist(), strict=True)
         )
@@ -302,13 +301,10 @@ def _of_episodes(collected: Collected) -> dict[str, float]:
     return out
 
 
-def _of_values(experience: Experience) -> dict[str, float]:
-    """How well the values before the update foretold the returns."""
-    if experience.value_N is None or experience.return_N is None:
+def _of_values(experience: Experience, estimates: Estimates) -> dict[str, float]:
+    """The values before the update against the returns."""
+    value_N, return_N = experience.value_N, estimates.return_N
+    if value_N is None or return_N is None:
         return {}
-    spread = experience.return_N.var()
-    left = (experience.return_N - experience.value_N).var()
-    return {
-        "value/mean": float(experience.value_N.mean()),
-        "value/explained_variance": float(1 - left / spread) if spread > 0 else 0.0,
-    }
+    variance = explained_variance(value_N, return_N)
+    return {"value/mean": float(value_N.mean()), "value/explained_variance": variance}

@@ -1,1 +1,1 @@
-"""Engines sample completions: the native one by continuous batching, the scripted one for tests."""
+"""Engines sample completions: the native one by continuous batching, others by module:function."""

@@ -1,9 +1,14 @@
-"""The keys and values of what is being decoded: each prompt's once, and each answer's own."""
+"""Keys and values of the sequences being decoded, and attention to them through a model's modules.
+
+The keys and values of a prompt are stored once, and those of each answer by themselves. Rows that
+answer one prompt read its keys and values together.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,53 +16,31 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from keel.models.attention import PackedLayout, Rules, attention_weights, in_one_dtype
+
 Ints = npt.NDArray[np.int64]
+Places = tuple[Int[Tensor, "T"], Int[Tensor, "T"]]
+"""Entry of each token, and its place in it."""
 
 _CHUNK = 32
-"""Places by which a shelf grows at least."""
+"""Places are allocated in multiples of this."""
 
 
-@dataclass(frozen=True, eq=False)
-class Places:
-    """Where on a shelf a run of tokens goes: entry and place within it, one pair a token.
-
-    `column` says that they are the first entries in order, all at this one place.
-    """
-
-    entry_T: Int[Tensor, "T"]
-    place_T: Int[Tensor, "T"]
-    column: int | None = None
-    _flat: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-
-    def flat(self, heads: int, capacity: int) -> Int[Tensor, "T_heads"]:
-        """Indices into an (entries, heads, capacity) tensor laid flat, token by token."""
-        shape = (heads, capacity)
-        if shape not in self._flat:
-            head = torch.arange(heads, device=self.entry_T.device)
-            index = (self.entry_T[:, None] * heads + head) * capacity + self.place_T[:, None]
-            self._flat[shape] = index.flatten()
-        return self._flat[shape]
-
-
-class Shelf:
+class KVStore:
     """Keys and values by layer: two tensors (entries, heads, capacity, width) a layer.
 
-    What is read beyond an entry's end is hidden by a mask, and is zero or of an earlier one: a NaN
-    there would not stay hidden. Zeros are written as places come into use, so that memory which
-    nobody needs yet is not touched. Tensors are made when a layer first writes, so nothing is
-    assumed of its heads. No entry ever needs more than `longest` places.
+    Places that were not written are zero or hold an older value; a mask hides them (it could not
+    hide a NaN). Tensors are created when a layer first writes. No entry needs more than `longest`
+    places.
     """
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
-        self._entries = self._capacity = self._clean = 0
+        self._entries = self._capacity = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def reserve(self, entries: int, places: int, live: int) -> None:
-        """Make room for so many entries of so many places; the first `live` are kept.
-
-        Where it grows in places it shrinks to the entries: what is dead is left behind.
-        """
+        """Make room for so many entries of so many places; the first `live` entries are kept."""
         if places > self._capacity:
             room = max(places + _CHUNK, self._capacity * 3 // 2)
             self._capacity = min(-(-room // _CHUNK) * _CHUNK, self._longest)
@@ -65,23 +48,12 @@ class Shelf:
         elif entries > self._entries:
             self._entries = max(entries, self._entries * 3 // 2)
         else:
-            self._clear(places)
             return
-        for layer, (keys, values) in list(self._layers.items()):
-            # One after the other, so that at most one is there twice.
+        for layer, (keys, values) in self._layers.items():
+            # One after the other, so that only one exists twice.
             keys = self._moved(keys, live)
             self._layers[layer] = keys, values
             self._layers[layer] = keys, self._moved(values, live)
-        self._clear(places)
-
-    def _clear(self, places: int) -> None:
-        """Zeros in all places that are used now."""
-        if places <= self._clean:
-            return
-        before, self._clean = self._clean, min(-(-places // _CHUNK) * _CHUNK, self._capacity)
-        for pair in self._layers.values():
-            for stored in pair:
-                stored[:, :, before : self._clean].zero_()
 
     def write(
         self,
@@ -90,41 +62,32 @@ class Shelf:
         key: Float[Tensor, "T Hkv D"],
         value: Float[Tensor, "T Hkv D"],
     ) -> None:
-        """Put the keys and values of T tokens in their places."""
+        """Store the keys and values of T tokens at these places."""
         if layer not in self._layers:
             self._layers[layer] = self._empty(key), self._empty(value)
         for stored, new in zip(self._layers[layer], (key, value), strict=True):
-            if places.column is not None:
-                stored.narrow(0, 0, len(new)).select(2, places.column).copy_(new)
-                continue
-            flat = places.flat(new.shape[1], self._capacity)
-            new = new.to(stored.dtype).reshape(-1, new.shape[-1])
-            stored.view(-1, new.shape[-1])[flat] = new
+            stored[places[0], :, places[1]] = new.to(stored.dtype)
 
     def read(self, layer: int, entries: int, places: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first entries and places, (entries·heads, places, width) each."""
         keys, values = self._layers[layer]
         return _first(keys, entries, places), _first(values, entries, places)
 
-    def copy(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> None:
-        """Copy entries `source` to entries `target`, which share none."""
+    def copy(self, source: Ints, target: Ints) -> None:
+        """Copy entries `source` to entries `target`."""
         if not len(source):
             return
         for pair in self._layers.values():
             for stored in pair:
-                device = stored.device
-                whence, where = (torch.from_numpy(x).to(device) for x in (source, target))
-                stored[where, :, : self._clean] = stored[whence, :, : self._clean]
+                old, new = (torch.from_numpy(x).to(stored.device) for x in (source, target))
+                stored[new] = stored[old]
 
     def _empty(self, like: Tensor) -> Tensor:
-        new = like.new_empty(self._entries, like.shape[1], self._capacity, like.shape[2])
-        new[:, :, : self._clean].zero_()
-        return new
+        return like.new_zeros(self._entries, like.shape[1], self._capacity, like.shape[-1])
 
     def _moved(self, old: Tensor, live: int) -> Tensor:
-        new = old.new_empty(self._entries, old.shape[1], self._capacity, old.shape[3])
-        new[:live, :, : self._clean] = old[:live, :, : self._clean]
-        new[live:, :, : self._clean].zero_()
+        new = self._empty(old)
+        new[:live, :, : old.shape[2]] = old[:live]
         return new
 
 
@@ -134,19 +97,19 @@ def _first(stored: Tensor, entries: int, places: int) -> Float[Tensor, "EH P D"]
 
 
 class KVCache:
-    """Two shelves: prompts, of which each is one entry, and what was written in answer to them."""
+    """Two stores: one entry for each prompt, and one for each answer."""
 
     def __init__(self, longest_prompt: int, longest_answer: int) -> None:
-        self.prompts = Shelf(longest_prompt)
-        self.answers = Shelf(longest_answer)
+        self.prompts = KVStore(longest_prompt)
+        self.answers = KVStore(longest_answer)
 
 
 @dataclass(frozen=True, eq=False)
 class Prefill:
-    """Prompts that enter at a step: their tokens each, and the slot of the first.
+    """Prompts that enter at a step: the tokens of each, and the slot of the first.
 
-    Prompts of which nothing is `known` enter whole, end to end; behind them what is left of the
-    others, whose first `known` tokens have their keys and values already (None: of all nothing).
+    The first `known` tokens of a prompt have their keys and values already (None: of no prompt).
+    Prompts without known tokens enter first, end to end, then the new tokens of the others.
     """
 
     lengths: Ints
@@ -155,16 +118,16 @@ class Prefill:
 
     @property
     def tokens(self) -> int:
-        """Those that enter."""
+        """How many enter."""
         return int(self._counts().sum())
 
     @property
     def whole(self) -> Ints:
-        """Lengths of the prompts of which nothing is known."""
+        """Lengths of the prompts without known tokens."""
         return self.lengths if self.known is None else self.lengths[self.known == 0]
 
     def order(self) -> Ints:
-        """Which prompt enters first, and so on, counted from that of the first slot."""
+        """The prompts in the order in which they enter, counted from the first slot."""
         return np.argsort(self.before > 0, kind="stable")
 
     def places(self) -> tuple[Ints, Ints]:
@@ -177,14 +140,14 @@ class Prefill:
         )
 
     def last(self) -> Ints:
-        """Where each prompt's last token is among those that enter."""
+        """The index of each prompt's last token among those that enter."""
         order, last = self.order(), np.empty_like(self.lengths)
         last[order] = self._counts()[order].cumsum() - 1
         return last
 
     @property
     def before(self) -> Ints:
-        """Tokens of each that are known."""
+        """Known tokens of each prompt."""
         return np.zeros_like(self.lengths) if self.known is None else self.known
 
     def _counts(self) -> Ints:
@@ -196,22 +159,18 @@ class DecodeRows:
     """The R rows that are decoded at a step, and the G prompts that they answer.
 
     Row r answers prompt `slot_R[r]` and has its new token at `end_R[r]` of its own; prompt g has
-    `length_G[g]` tokens. Both are the first entries of their shelves.
+    `length_G[g]` tokens. Both are the first entries of their stores.
     """
 
-    slot_R: npt.NDArray[np.int64]
-    end_R: npt.NDArray[np.int64]
-    length_G: npt.NDArray[np.int64]
+    slot_R: Ints
+    end_R: Ints
+    length_G: Ints
     device: torch.device
-    _made: dict[object, Tensor | None] = field(default_factory=dict)
+    _cache: dict[object, Any] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
         return len(self.slot_R)
-
-    @property
-    def prompts(self) -> int:
-        return len(self.length_G)
 
     @property
     def width(self) -> int:
@@ -220,44 +179,117 @@ class DecodeRows:
 
     @property
     def places(self) -> int:
-        """Own tokens of the longest row, its new one among them."""
+        """Own tokens of the longest row, with its new one."""
         return int(self.end_R.max()) + 1
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row with its prompt."""
-        return int((self.length_G[self.slot_R] + self.end_R).max()) + 1
+    def once(self, name: object, make: Callable[[], Any]) -> Any:
+        """The result of `make`, computed once for all layers."""
+        if name not in self._cache:
+            self._cache[name] = make()
+        return self._cache[name]
 
     def written(self) -> Places:
-        """Where the rows' new tokens go."""
-        same = bool((self.end_R == self.end_R[0]).all())
-        rows = torch.arange(self.rows, device=self.device)
-        return Places(rows, self.tensor(self.end_R), int(self.end_R[0]) if same else None)
+        """Entry and place of the rows' new tokens."""
+        return torch.arange(self.rows, device=self.device), self._tensor(self.end_R)
 
     def by_prompt(self, heads: int) -> tuple[Int[Tensor, "G H K"], Int[Tensor, "RH"]]:
-        """The rows of each prompt, K at most, and where each row is among these; head by head.
+        """The rows of each prompt, K at most, and the index of each row among these, per head.
 
-        Row r's head h counts as row r·H + h. Where a prompt has fewer, row 0 stands; nothing reads
-        what comes of it.
+        Row r's head h counts as row r·H + h. Where a prompt has fewer rows, row 0 fills up; its
+        results there are not read.
         """
         order = np.argsort(self.slot_R, kind="stable")
-        counts = np.bincount(self.slot_R, minlength=self.prompts)
+        counts = np.bincount(self.slot_R, minlength=len(self.length_G))
         starts = counts.cumsum() - counts
         rank = np.empty(self.rows, dtype=np.int64)
         rank[order] = np.arange(self.rows) - np.repeat(starts, counts)
         most = int(counts.max())
-        asks = np.zeros((self.prompts, most), dtype=np.int64)
-        asks[self.slot_R, rank] = np.arange(self.rows)
+        rows = np.zeros((len(self.length_G), most), dtype=np.int64)
+        rows[self.slot_R, rank] = np.arange(self.rows)
         head = np.arange(heads)
-        asks = asks[:, None] * heads + head[:, None]
+        rows = rows[:, None] * heads + head[:, None]
         back = (self.slot_R[:, None] * heads + head) * most + rank[:, None]
-        return self.tensor(asks), self.tensor(back.ravel())
+        return self._tensor(rows), self._tensor(back.ravel())
 
-    def once(self, name: object, make: Callable[[], Tensor | None]) -> Tensor | None:
-        """What `make` gives, the same for all layers."""
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
+    def visible(self, window: int | None) -> Tensor:
+        """Which places each row sees, of its prompt and then its own. (R, 1, 1, W + C)"""
+        before = self._tensor(self.length_G[self.slot_R])[:, None]
+        end = self._tensor(self.end_R)[:, None]
+        prompt = torch.arange(self.width, device=self.device)
+        own = torch.arange(self.places, device=self.device)
+        seen = torch.cat([prompt < before, own <= end], dim=1)
+        if window is not None:
+            places = torch.cat([prompt.expand(self.rows, -1), before + own], dim=1)
+            seen &= places > before + end - window
+        return seen[:, None, None]
 
-    def tensor(self, values: npt.NDArray[np.int64]) -> Tensor:
+    def _tensor(self, values: Ints) -> Tensor:
         return torch.from_numpy(values).to(self.device)
+
+
+@dataclass(frozen=True, eq=False)
+class StepLayout:
+    """One step: the prompts that enter, end to end, then one token of each live row.
+
+    `prompt_places` are entry and place of the prompts' tokens; `live` is None where no row is
+    decoded yet.
+    """
+
+    cache: KVCache
+    prompts: PackedLayout | None
+    prompt_places: Places
+    live: DecodeRows | None
+
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "1 H T D"],
+        key: Float[Tensor, "1 Hkv T D"],
+        value: Float[Tensor, "1 Hkv T D"],
+        rules: Rules,
+    ) -> Float[Tensor, "1 T H D"]:
+        """Each prompt attends to itself, each live row to its prompt and its own tokens."""
+        query, key, value = in_one_dtype(query, key, value)
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        parts = []
+        split = 0
+        if self.prompts is not None:
+            split = self.prompts.tokens
+            self.cache.prompts.write(layer, self.prompt_places, key[:split], value[:split])
+            own = (query[:split], key[:split], value[:split])
+            parts.append(self.prompts.attend_tokens(*own, rules))
+        if self.live is not None:
+            places = self.live.once("written", self.live.written)
+            self.cache.answers.write(layer, places, key[split:], value[split:])
+            parts.append(self._rows(layer, query[split:], rules, self.live))
+        return torch.cat(parts).unsqueeze(0)
+
+    def _rows(
+        self, layer: int, query: Float[Tensor, "R H D"], rules: Rules, live: DecodeRows
+    ) -> Float[Tensor, "R H D"]:
+        """One softmax over both parts; the queries of all rows of a prompt in one product."""
+        prompt = self.cache.prompts.read(layer, len(live.length_G), live.width)
+        own = self.cache.answers.read(layer, live.rows, live.places)
+        heads = own[0].shape[0] // live.rows
+        rows, back = live.once(("rows", heads), lambda: live.by_prompt(heads))
+
+        def by_prompt(left: Tensor, right: Tensor) -> Tensor:
+            """(R·Hkv, Q, X) and a prompt's (G·Hkv, X, Y) to (R·Hkv, Q, Y)."""
+            grouped = left.index_select(0, rows.flatten())
+            out = torch.bmm(grouped.view(len(right), -1, left.shape[-1]), right)
+            return out.view(-1, left.shape[1], right.shape[-1]).index_select(0, back)
+
+        # The query heads of one key-value head are its queries, so that no key is repeated.
+        queries = query.reshape(live.rows * heads, -1, query.shape[-1])
+        scores = torch.cat(
+            [
+                by_prompt(queries, prompt[0].transpose(1, 2)),
+                torch.bmm(queries, own[0].transpose(1, 2)),
+            ],
+            dim=-1,
+        ).view(live.rows, heads, queries.shape[1], -1)
+        sinks = None if rules.sinks is None else rules.sinks.view(1, heads, -1, 1)
+        visible = live.once(("visible", rules.window), lambda: live.visible(rules.window))
+        weights = attention_weights(scores, rules, visible, sinks).flatten(0, 1).to(query.dtype)
+        out = by_prompt(weights[..., : live.width], prompt[1])
+        return torch.baddbmm(out, weights[..., live.width :], own[1]).view(query.shape)

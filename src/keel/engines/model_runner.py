@@ -1,4 +1,4 @@
-"""How the engine runs a model: its own modules, or compiled code that says what they say."""
+"""How the engine runs a model: through its own modules, or by compiled code."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from keel.engines.cpu.backbone import compiled
-from keel.engines.decode_attention import StepLayout
-from keel.engines.kv_cache import DecodeRows, KVCache, Places, Prefill
+from keel.engines.compiled import compiled
+from keel.engines.kv_cache import DecodeRows, KVCache, Prefill, StepLayout
 from keel.engines.prefix_cache import PrefixCache
 from keel.engines.scheduler import Ended, Moves
-from keel.models.attention.layout import PackedLayout
+from keel.models.attention import PackedLayout
 
 Ints = npt.NDArray[np.int64]
 
@@ -26,12 +25,12 @@ Ints = npt.NDArray[np.int64]
 class ModelRunner(Protocol):
     """A backbone with the keys and values of what is being decoded.
 
-    Entries are as in `Batch`: rows with an answer under way, and slots with their prompts.
+    Entries are as in `DecodeBatch`: a row for each live answer, a slot for each of their prompts.
     """
 
     def recall(self, prompts: Sequence[Ints]) -> Ints:
-        """How many of each prompt's first tokens have keys and values from an earlier call. These
-        are the prompts that `admit` makes room for, in this order."""
+        """How many of each prompt's first tokens have keys and values from an earlier call. `admit`
+        is called for these prompts, in this order."""
         ...
 
     def admit(self, entering: Prefill, ahead: int) -> None:
@@ -49,15 +48,15 @@ class ModelRunner(Protocol):
         entering: Prefill,
         live: DecodeRows | None,
     ) -> Float[Tensor, "T H"]:
-        """What enters of prompts, then one token of each live row: the states of each."""
+        """The hidden states of the prompt tokens that enter, then of one token of each live row."""
         ...
 
     def keep(self, ended: Ended) -> None:
-        """Leave keys and values of a row, which is dropped next, to a later call."""
+        """Keep the keys and values of a row for a later call, before it is dropped."""
         ...
 
     def drop(self, rows: Moves, rows_left: int, slots: Moves, slots_left: int) -> None:
-        """Entries move into the places of others, which are gone."""
+        """Remove entries: those of `rows` and `slots` move to the places of removed ones."""
         ...
 
 
@@ -68,10 +67,10 @@ def pass_of(
     dtype: torch.dtype | None = None,
     beginnings: PrefixCache | None = None,
 ) -> ModelRunner:
-    """The quickest pass that says what the model's own modules say, with its weights of now.
+    """A runner for the model's current weights: compiled code where it supports the model.
 
-    With a `dtype` it works on a copy of the weights in that one, which goes with the pass.
-    `beginnings`: what earlier calls left, and where this one leaves something; None: nothing.
+    With a `dtype` it works on a copy of the weights in that type. `beginnings` holds the keys and
+    values of earlier calls, and receives this call's.
     """
     longest = longest_prompt + longest_answer
     found = compiled(model, longest, dtype or torch.float32, beginnings)
@@ -81,7 +80,7 @@ def pass_of(
 class ModulePass:
     """`ModelRunner` through the model's own modules, or a copy of them in `dtype`, on any device.
 
-    It leaves nothing to a later call.
+    It keeps nothing for a later call.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class ModulePass:
     ) -> None:
         self._backbone = model.base_model if dtype is None else cast_copy(model.base_model, dtype)
         self._device = model.device
-        self._store = KVCache(longest_prompt, longest_answer)
+        self._cache = KVCache(longest_prompt, longest_answer)
 
     def recall(self, prompts: Sequence[Ints]) -> Ints:
         return np.zeros(len(prompts), dtype=np.int64)
@@ -103,19 +102,19 @@ class ModulePass:
 
     def admit(self, entering: Prefill, ahead: int) -> None:
         most = int(entering.lengths.max())
-        self._store.prompts.reserve(ahead, most, entering.first)
+        self._cache.prompts.reserve(ahead, most, entering.first)
 
     def reserve(self, places_R: Ints, ahead: int) -> None:
-        self._store.answers.reserve(ahead, int(places_R.max()), len(places_R))
+        self._cache.answers.reserve(ahead, int(places_R.max()), len(places_R))
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, entering: Prefill, live: DecodeRows | None
     ) -> Tensor:
         slot, place = (torch.from_numpy(x).to(self._device) for x in entering.places())
         layout = StepLayout(
-            store=self._store,
+            cache=self._cache,
             prompts=PackedLayout(entering.lengths.tolist()) if len(entering.lengths) else None,
-            prompt_places=Places(slot, place),
+            prompt_places=(slot, place),
             live=live,
         )
         out = self._backbone(
@@ -125,18 +124,19 @@ class ModulePass:
         return states
 
     def drop(self, rows: Moves, rows_left: int, slots: Moves, slots_left: int) -> None:
-        self._store.answers.copy(*rows)
-        self._store.prompts.copy(*slots)
+        self._cache.answers.copy(*rows)
+        self._cache.prompts.copy(*slots)
 
 
 def cast_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy with its weights, adapters included, in `dtype`: those that two modules share stay
-    shared, and those that have the type already are the module's own. What has it whole is given
-    back as it is. Buffers keep their type: frequencies of rotations are not to be rounded."""
+    """A copy with its weights and adapters in `dtype`; the module itself if it has that type.
+
+    Weights that two modules share stay shared, and those that have the type are not copied. Buffers
+    keep their type: the frequencies of rotary embeddings must not be rounded."""
     parameters = list(module.parameters())
     if all(p.dtype == dtype for p in parameters if p.is_floating_point()):
         return module
-    # A memo of what is copied already: no copy in the old type is ever there.
+    # A memo for deepcopy, so that no copy in the old type exists.
     made: dict[int, Any] = {
         id(p): nn.Parameter(p.detach().to(dtype) if p.is_floating_point() else p.detach(), False)
         for p in parameters

@@ -1,7 +1,7 @@
-"""Several steps of decoding in one call of compiled code, as long as nobody enters or ends.
+"""Several steps of decoding in one call of compiled code, while no row enters or ends.
 
-What lies between two calls costs as much as a step of a small model. A row's numbers depend neither
-on what is beside it nor on how its steps are cut into calls.
+The Python code between two calls costs as much as a step of a small model. The result of a row
+depends neither on the other rows nor on how its steps are divided into calls.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from keel.engines.cpu.backbone import CompiledPass, Fixed
+from keel.engines.compiled import CompiledPass, Fixed
 from keel.engines.kv_cache import DecodeRows
 from keel.engines.model_runner import ModelRunner
-from keel.engines.random_streams import AHEAD, Uniforms
+from keel.engines.sampler import AHEAD, Uniforms
 from keel.engines.scheduler import DecodeBatch
 from keel.engines.stopping import Stops
 from keel.models.head import Head, compiled_weight
@@ -28,14 +28,14 @@ from keel.types import Sampling
 
 Ints = npt.NDArray[np.int64]
 SLICE = 0.05
-"""Seconds behind which a call begins no further step: its caller has clocks to look at."""
+"""Seconds after which a call starts no further step, so that its caller can check for signals."""
 
 
 def steps_of(
     forward: ModelRunner, head: Head, sampling: Sampling, stops: Stops
 ) -> MultiStep | None:
-    """None where a step takes more than compiled code: another pass, a head with a scale or a soft
-    cap, stop strings, a dry run; and where a token could be drawn that has no embedding."""
+    """None where compiled code cannot do a whole step: with another runner, a head with a scale or
+    a soft cap, stop strings, or where a sampled token might lack an embedding."""
     fixed = forward.fixed if isinstance(forward, CompiledPass) else None
     plain = head.scale == 1.0 and head.softcap is None
     weight = compiled_weight(head) if plain else None
@@ -50,7 +50,7 @@ def steps_of(
 
 
 class MultiStep:
-    """Feeds each row's last token and draws its next one, some steps at a time."""
+    """Feeds the last token of each row and samples its next one, some steps at a time."""
 
     def __init__(
         self,
@@ -79,20 +79,20 @@ class MultiStep:
         }
 
     def __call__(self, batch: DecodeBatch, uniforms: Uniforms) -> tuple[Ints, Tensor]:
-        """Tokens and log-probabilities (steps, R) of the live rows: one step at least, and none
-        behind one with which a row ends."""
+        """Tokens and log-probabilities (steps, R) of the live rows: at least one step, and no step
+        after one in which a row ends."""
         most, rows = _most(batch), len(batch.sequence)
         forward = self._fixed.forward
         forward.reserve(batch.made + most - 1, batch.ahead)
         live = DecodeRows(batch.slot, batch.made - 1, batch.length, torch.device("cpu"))
-        laid = forward.lay(torch.from_numpy(batch.place), live, most)
+        step = forward.prepare(torch.from_numpy(batch.place), live, most)
         numbers = torch.from_numpy(uniforms.take(batch.sequence, batch.made, most))
-        product = self._weight.of(laid.x)
+        product = self._weight.of(step.x)
         draw = drawing.draw_of(product.out, numbers.new_empty(rows), self._sampling)
         draw.tokens.copy_(torch.from_numpy(batch.token))
         tokens = draw.tokens.new_empty(most, rows)
         log_probs = numbers.new_empty(most, rows)
-        # Structures and arrays live as long as the call.
+        # These structures must live as long as the call.
         head, chance = product.pointers(), draw.pointers()
         done = compiled.run(
             compiled.StepsArguments(
@@ -100,13 +100,13 @@ class MultiStep:
                 head=addressof(head),
                 chance=addressof(chance),
                 rows=rows,
-                most=laid.pages.shape[1],
-                pages=laid.pages.ctypes.data,
-                x=pointer(laid.x),
-                position=pointer(laid.positions),
-                end=laid.end.ctypes.data,
-                page=laid.homes.page.ctypes.data,
-                place=laid.homes.place.ctypes.data,
+                most=step.pages.shape[1],
+                pages=step.pages.ctypes.data,
+                x=pointer(step.x),
+                position=pointer(step.positions),
+                end=step.end.ctypes.data,
+                page=step.mapping.page.ctypes.data,
+                place=step.mapping.place.ctypes.data,
                 token=pointer(draw.tokens),
                 number=pointer(draw.uniform),
                 log_prob=pointer(draw.log_probs),
@@ -121,8 +121,8 @@ class MultiStep:
 
 
 def _most(batch: DecodeBatch) -> int:
-    """Steps until a row's budget is used up, or the longest row has filled its page: so nobody
-    takes a page before it is within PAGE steps of it."""
+    """Steps until a row's budget is used up, or the longest row has filled its page: so no row
+    takes a page more than PAGE steps before it needs it."""
     left = int((batch.limit - batch.made).min())
     page = PAGE - (int(batch.made.max()) - 1) % PAGE
     assert page <= AHEAD

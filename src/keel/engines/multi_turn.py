@@ -1,4 +1,4 @@
-"""Conversations: the policy writes, the task answers, the policy goes on, within one completion."""
+"""Conversations of several turns between the policy and its task, within one completion."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from keel.engines.random_streams import occurrences
+from keel.engines.sampler import occurrences
 from keel.models.chat import decode
 from keel.runs.cancel import look
 from keel.types import Completion, Engine, Group, KeelError, Message, Prompt, Sampling, Task
 
 
 @dataclass(frozen=True, eq=False)
-class _Talk:
-    """One conversation: its prompt, a name no other has in the call, and what was said so far."""
+class _Conversation:
+    """One conversation: its prompt, a name that is unique in the call, and the turns so far."""
 
     prompt: Prompt
     name: str
     budget: int
-    said: Completion
+    completion: Completion
 
     @property
     def left(self) -> int:
-        return self.budget - len(self.said)
+        return self.budget - len(self.completion)
 
 
-class _Voice(Protocol):
-    """What of `Engine` a conversation needs."""
+class _Sampler(Protocol):
+    """The part of `Engine` that a conversation needs."""
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
@@ -39,10 +39,10 @@ class _Voice(Protocol):
 
 
 @runtime_checkable
-class _Remembers(Protocol):
-    """An engine to which what was said need not be fed again; see `NativeEngine.conversation`."""
+class _CachesPrefixes(Protocol):
+    """An engine with a prefix cache; see `NativeEngine.conversation`."""
 
-    def conversation(self) -> AbstractContextManager[_Voice]: ...
+    def conversation(self) -> AbstractContextManager[_Sampler]: ...
 
 
 def converse(
@@ -56,18 +56,16 @@ def converse(
     tokenizer: Any,
     max_turns: int,
 ) -> list[Group]:
-    """`n` completions for each prompt, in each of which the policy may speak `max_turns` times.
+    """`n` completions for each prompt, in each of which the policy may have `max_turns` turns.
 
-    When the policy ends a turn otherwise than by its budget, the prompt's task is asked for a reply
-    to the text so far. The reply's tokens are appended as context (`written` false, log-probability
-    0) after the policy's end-of-sequence token, which stays, since the policy wrote it; then the
-    policy goes on from prompt, completion and reply. A task that replies None ends the completion,
-    as does the last turn. `sampling.max_tokens` covers all tokens of the completion, and so does
-    the engine's `context` where it has one; a reply that does not fit is cut there. A special token
-    that a reply spells out is ordinary characters. `text` of a completion is what the policy wrote,
-    `turns` has the replies as well. `finish` is
-    that of the last turn, or "length" where a reply used up the budget. An engine that offers a
-    `conversation` is fed what was said once.
+    When the policy ends a turn before its budget does, the prompt's task is asked for a reply to
+    the text so far. The reply's tokens are appended as context (`written` false, log-probability 0)
+    after the policy's end-of-sequence token, and the policy continues. A task that replies None
+    ends the completion, as does the last turn. `sampling.max_tokens` and the engine's `context`
+    limit all tokens of the completion; a reply that does not fit is cut. A special token spelled
+    out in a reply is ordinary characters. `text` of a completion is what the policy wrote, `turns`
+    has the replies as well. `finish` is that of the last turn, or "length" where a reply used up
+    the budget. An engine with a `conversation` method is fed each token once.
 
     Raises KeelError for a reply that the tokenizer cannot encode.
     """
@@ -75,93 +73,103 @@ def converse(
         raise KeelError(f"max_turns = {max_turns}: give at least 1")
     if max_turns == 1:
         return engine.sample(prompts, n, sampling, seed)
-    with _remembering(engine) as voice:
-        groups = voice.sample(prompts, n, sampling, seed)
-        talks = _begin(groups, sampling, getattr(engine, "context", None))
-        going = list(range(len(talks)))
+    with _with_cache(engine) as sampler:
+        groups = sampler.sample(prompts, n, sampling, seed)
+        dialogs = _begin(groups, sampling, getattr(engine, "context", None))
+        going = list(range(len(dialogs)))
         for turn in range(1, max_turns):
-            replies = {number: _reply(talks[number], tasks) for number in going}
+            replies = {number: _reply(dialogs[number], tasks) for number in going}
             answered = {number: text for number, text in replies.items() if text is not None}
             for number, text in answered.items():
-                talks[number] = _with_reply(talks[number], text, tokenizer)
-            going = [number for number in answered if talks[number].left > 0]
+                dialogs[number] = _with_reply(dialogs[number], text, tokenizer)
+            going = [number for number in answered if dialogs[number].left > 0]
             if not going:
                 break
-            spoken = _speak(voice, [talks[number] for number in going], turn, sampling, seed)
-            for number, words in zip(going, spoken, strict=True):
-                talks[number] = _extended(talks[number], words, tokenizer)
+            turns = _next_turns(
+                sampler, [dialogs[number] for number in going], turn, sampling, seed
+            )
+            for number, words in zip(going, turns, strict=True):
+                dialogs[number] = _extended(dialogs[number], words, tokenizer)
     return [
-        Group(group.prompt, tuple(talk.said for talk in talks[p * n : (p + 1) * n]))
+        Group(
+            group.prompt,
+            tuple(dialog.completion for dialog in dialogs[p * n : (p + 1) * n]),
+        )
         for p, group in enumerate(groups)
     ]
 
 
-def _remembering(engine: Engine) -> AbstractContextManager[_Voice]:
-    """The engine, with its memory of the conversations where it offers one."""
-    return engine.conversation() if isinstance(engine, _Remembers) else nullcontext(engine)
+def _with_cache(engine: Engine) -> AbstractContextManager[_Sampler]:
+    """The engine, with its prefix cache if it has one."""
+    return engine.conversation() if isinstance(engine, _CachesPrefixes) else nullcontext(engine)
 
 
-def _begin(groups: Sequence[Group], sampling: Sampling, context: int | None) -> list[_Talk]:
+def _begin(groups: Sequence[Group], sampling: Sampling, context: int | None) -> list[_Conversation]:
     """The conversations after the first turn, in order of prompts and of their groups."""
-    talks = []
+    dialogs = []
     times = occurrences([group.prompt.id for group in groups])
     for group, time in zip(groups, times, strict=True):
         prompt = group.prompt
         room = sampling.max_tokens if context is None else context - len(prompt.tokens)
         for index, completion in enumerate(group.completions):
             name = f"{prompt.id}/{time}/{index}"
-            talks.append(_Talk(prompt, name, min(sampling.max_tokens, room), completion))
-    return talks
+            dialogs.append(_Conversation(prompt, name, min(sampling.max_tokens, room), completion))
+    return dialogs
 
 
-def _reply(talk: _Talk, tasks: Mapping[str, Task]) -> str | None:
-    """What the task answers; None where the conversation is over."""
+def _reply(dialog: _Conversation, tasks: Mapping[str, Task]) -> str | None:
+    """The task's reply; None where the conversation is over."""
     look()
-    if talk.said.finish == "length" or talk.left <= 0 or talk.prompt.task not in tasks:
+    if dialog.completion.finish == "length" or dialog.left <= 0 or dialog.prompt.task not in tasks:
         return None
-    return tasks[talk.prompt.task].reply(talk.prompt, talk.said.transcript)
+    return tasks[dialog.prompt.task].reply(dialog.prompt, dialog.completion.transcript)
 
 
-def _with_reply(talk: _Talk, text: str, tokenizer: Any) -> _Talk:
-    """The conversation with the task's words as context."""
+def _with_reply(dialog: _Conversation, text: str, tokenizer: Any) -> _Conversation:
+    """The conversation with the task's reply as context."""
     try:
         tokens = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     except Exception as error:  # tokenizers raise bare exceptions
         raise KeelError(
-            f"task '{talk.prompt.task}' replied to prompt '{talk.prompt.id}' with {text!r}, which "
-            f"the tokenizer cannot encode ({error}): reply in its alphabet"
+            f"task '{dialog.prompt.task}' replied to prompt '{dialog.prompt.id}' with {text!r}, "
+            f"which the tokenizer cannot encode ({error}): reply in its alphabet"
         ) from error
-    tokens = np.array(tokens[: talk.left], dtype=np.int64)
+    tokens = np.array(tokens[: dialog.left], dtype=np.int64)
     context = Completion(
         tokens=tokens,
         log_probs=np.zeros(len(tokens), dtype=np.float32),
         written=np.zeros(len(tokens), dtype=np.bool_),
-        finish="length" if len(tokens) == talk.left else talk.said.finish,
+        finish="length" if len(tokens) == dialog.left else dialog.completion.finish,
         text="",
     )
-    return _extended(talk, context, tokenizer)
+    return _extended(dialog, context, tokenizer)
 
 
-def _speak(
-    voice: _Voice, talks: Sequence[_Talk], turn: int, sampling: Sampling, seed: int
+def _next_turns(
+    sampler: _Sampler,
+    dialogs: Sequence[_Conversation],
+    turn: int,
+    sampling: Sampling,
+    seed: int,
 ) -> list[Completion]:
-    """The policy's next words in each conversation.
+    """The policy's next turn in each conversation.
 
-    One call serves all, with the largest budget that is left to any; what runs over its own is cut,
-    which is where the engine would have stopped.
+    One call samples them all with the largest remaining budget; each is cut at its own, where the
+    engine would have stopped.
     """
     prompts = [
         replace(
-            talk.prompt,
-            id=f"{talk.name}/{turn}",
-            tokens=(*talk.prompt.tokens, *talk.said.tokens.tolist()),
+            dialog.prompt,
+            id=f"{dialog.name}/{turn}",
+            tokens=(*dialog.prompt.tokens, *dialog.completion.tokens.tolist()),
         )
-        for talk in talks
+        for dialog in dialogs
     ]
-    budget = max(talk.left for talk in talks)
-    groups = voice.sample(prompts, 1, replace(sampling, max_tokens=budget), seed)
+    budget = max(dialog.left for dialog in dialogs)
+    groups = sampler.sample(prompts, 1, replace(sampling, max_tokens=budget), seed)
     return [
-        _cut(group.completions[0], talk.left) for group, talk in zip(groups, talks, strict=True)
+        _cut(group.completions[0], dialog.left)
+        for group, dialog in zip(groups, dialogs, strict=True)
     ]
 
 
@@ -177,18 +185,18 @@ def _cut(completion: Completion, length: int) -> Completion:
     )
 
 
-def _extended(talk: _Talk, more: Completion, tokenizer: Any) -> _Talk:
+def _extended(dialog: _Conversation, more: Completion, tokenizer: Any) -> _Conversation:
     """The conversation with one more turn at its end."""
-    tokens: npt.NDArray[np.int64] = np.concatenate([talk.said.tokens, more.tokens])
-    written: npt.NDArray[np.bool_] = np.concatenate([talk.said.written, more.written])
+    tokens: npt.NDArray[np.int64] = np.concatenate([dialog.completion.tokens, more.tokens])
+    written: npt.NDArray[np.bool_] = np.concatenate([dialog.completion.written, more.written])
     own, added = decode(tokenizer, [tokens[written].tolist(), more.tokens.tolist()])
     role = "assistant" if more.written.all() else "environment"
-    said = Completion(
+    completion = Completion(
         tokens=tokens,
-        log_probs=np.concatenate([talk.said.log_probs, more.log_probs]),
+        log_probs=np.concatenate([dialog.completion.log_probs, more.log_probs]),
         written=written,
         finish=more.finish,
         text=own,
-        turns=(*talk.said.conversation, Message(role=role, content=added)),
+        turns=(*dialog.completion.conversation, Message(role=role, content=added)),
     )
-    return replace(talk, said=said)
+    return replace(dialog, completion=completion)

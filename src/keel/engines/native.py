@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,42 +13,40 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keel.engines.groups import GroupAssembler, Trace
 from keel.engines.kv_cache import DecodeRows, Prefill
 from keel.engines.model_runner import pass_of
 from keel.engines.multi_step import steps_of
 from keel.engines.prefix_cache import PrefixCache
-from keel.engines.random_streams import Uniforms
-from keel.engines.sampler import check, draw
+from keel.engines.sampler import Uniforms, check, draw
 from keel.engines.scheduler import DecodeBatch, DecodeEntry
-from keel.engines.stopping import LENGTH, Stops, budgets, context_length, eos_ids
-from keel.models.attention.functions import ATTENTION, install
+from keel.engines.stopping import LENGTH, REASONS, Stops, budgets, eos_ids
+from keel.models.attention import ATTENTION, install
 from keel.models.backbone import autocast_for
-from keel.models.families import head_of
+from keel.models.chat import decode
+from keel.models.families import context_length, head_of
 from keel.models.head import steady_logits
 from keel.runs.cancel import look
 from keel.runs.watchdog import beat
-from keel.types import Group, KeelError, OnGroup, Prompt, Sampling
+from keel.types import Completion, Group, KeelError, OnGroup, Prompt, Sampling
 
 Ints = npt.NDArray[np.int64]
 
 
 class NativeEngine:
-    """Draws completions with the trainer's model (see `keel.types.Engine`).
+    """Samples completions with the trainer's model (see `keel.types.Engine`).
 
     Each prompt goes through the model once for its whole group; then every step feeds one token of
-    each live row, rows that finish leave, and waiting sequences enter beside them in the same
-    forward pass. At most `max_rows` sequences are decoded at once, and at most `prefill_tokens`
-    prompt tokens enter in one step (one prompt at least).
+    each live row, finished rows leave, and waiting sequences enter in the same forward pass. At
+    most `max_rows` sequences are decoded at once, and at most `prefill_tokens` prompt tokens enter
+    in one step (but at least one prompt).
 
-    Each token is drawn from its sequence's own random stream, so with exact arithmetic a completion
-    does not depend on what shares its batch. Compiled code (`engines.cpu`) sums a row in an
-    order of its own; elsewhere the order of a float32 sum may still tip a near-tie.
+    Each sequence has its own random stream, so with exact arithmetic a completion does not depend
+    on the rest of its batch. Compiled code (`engines.compiled`) sums each row in an order of its
+    own; elsewhere the order of a float32 sum may still decide a near-tie.
 
-    The end-of-sequence token is part of the completion: choosing it is an act of the policy. The
-    text leaves special tokens out and is otherwise what the tokens say: a stop string stays in it,
-    with whatever else its last token holds. A completion that meets the end of the model's context
-    stops there with finish "length".
+    The end-of-sequence token is part of the completion, since the policy chose it. The text leaves
+    out special tokens; a stop string stays in it, with the rest of its last token. A completion
+    that reaches the end of the model's context stops with finish "length".
     """
 
     def __init__(
@@ -60,11 +59,11 @@ class NativeEngine:
         autocast: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Share `model`, turned to packed attention if it is not yet.
+        """Share `model`, with packed attention installed where it is not yet.
 
         `autocast` as in the policy: float32 weights on a GPU work in bfloat16. With a `dtype` each
-        call of `sample` works on a copy of the backbone's weights in it, beside the model's own
-        head: log-probabilities are then not the trainer's. Raises KeelError for a model without an
+        call of `sample` works on a copy of the backbone's weights in it, with the model's own head:
+        log-probabilities then differ from the trainer's. Raises KeelError for a model without an
         end-of-sequence token.
         """
         if max_rows < 1 or prefill_tokens < 1:
@@ -76,7 +75,7 @@ class NativeEngine:
         self.autocast = autocast
         self.dtype = dtype
         self.context = context_length(model)
-        self._eos = eos_ids(model, tokenizer)
+        self.eos = eos_ids(model, tokenizer)
         if model.config._attn_implementation != ATTENTION:
             install(model)
 
@@ -94,21 +93,21 @@ class NativeEngine:
         seed: int,
         on_group: OnGroup | None = None,
     ) -> list[Group]:
-        """`sample`, which hands each group over as it is done; see `keel.types.StreamingEngine`.
+        """`sample` with `on_group` called for each group; see `keel.types.StreamingEngine`.
 
-        Raises KeelError for settings that cannot be drawn with, a prompt without tokens or too long
-        for the context, and logits that are not finite.
+        Raises KeelError for invalid settings, a prompt without tokens or too long for the context,
+        and logits that are not finite.
         """
         return self.sample_from(PrefixCache(), prompts, n, sampling, seed, on_group)
 
     @contextmanager
     def conversation(self) -> Iterator[Conversation]:
-        """The engine with a memory, for calls of `sample` that go on from each other's sequences.
+        """The engine with a prefix cache, for calls of `sample` that continue earlier sequences.
 
-        In it a prompt that begins with one of the last call's sequences enters with its new tokens
-        alone. This is for one set of weights: do not change them before it ends, and nothing of it
-        is left then. Only the compiled pass remembers (`engines.cpu`), and of the sequences of
-        a call no more than `max_rows`; the others enter whole, as all do elsewhere.
+        A prompt that begins with a sequence of the last call enters with its new tokens only. Do
+        not change the weights before the block ends; the cache is freed then. Only the compiled
+        runner keeps sequences (`engines.compiled`), at most `max_rows` of a call; all other prompts
+        enter whole.
         """
         beginnings = PrefixCache(self.max_rows)
         try:
@@ -125,29 +124,37 @@ class NativeEngine:
         seed: int,
         on_group: OnGroup | None = None,
     ) -> list[Group]:
-        """`stream` behind what earlier calls left in `beginnings`, where this one leaves what a
-        later one may go on from."""
+        """`stream` that starts from the sequences in `beginnings` and adds its own to them."""
         if n < 1:
             raise KeelError(f"{n} completions a prompt were asked for: ask for at least 1")
         check(sampling)
         vocabulary = int(self.model.config.get_text_config().vocab_size)
-        stops = Stops(self._eos, sampling, self.tokenizer, vocabulary)
+        stops = Stops(self.eos, sampling, self.tokenizer, vocabulary)
         limits = budgets(prompts, sampling, self.context)
         if not prompts:
             return []
         with torch.no_grad(), _evaluating(self.model), autocast_for(self.model, self.autocast):
             run = _Run(self.model, prompts, limits, n, sampling, seed, stops, self, beginnings)
-            cut = GroupAssembler(prompts, n, run.trace, run.codes, self.tokenizer)
+            groups: dict[int, Group | None] = {}
             while run.batch.live:
                 over = run.step()
                 beat()
                 look()
-                if on_group is not None and len(over):
-                    for place, group in cut(over):
-                        on_group(place, group)
-        groups = cut.rest()
-        beginnings.name(groups)
-        return groups
+                for number in over.tolist():
+                    group = groups[number] = run.group(prompts[number], number, self.tokenizer)
+                    if on_group is not None and group is not None:
+                        on_group(number, group)
+        done = []
+        for number, prompt in enumerate(prompts):
+            group = groups[number]
+            if group is None:
+                raise KeelError(
+                    f"the model's logits for prompt '{prompt.id}' are not finite: its weights are "
+                    "broken or have diverged; use an earlier checkpoint or a lower learning rate"
+                )
+            done.append(group)
+        beginnings.name(done)
+        return done
 
     def sync(self, weights: Mapping[str, Any]) -> None:
         """Take over weights by the model's own names; tensors that it shares are left alone.
@@ -180,7 +187,7 @@ class Conversation:
     def sample(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
     ) -> list[Group]:
-        """As `NativeEngine.sample`; after a call that raised, all is forgotten."""
+        """As `NativeEngine.sample`; a call that raises clears the cache."""
         try:
             return self._engine.sample_from(self._beginnings, prompts, n, sampling, seed)
         except BaseException:
@@ -189,7 +196,7 @@ class Conversation:
 
 
 class _Run:
-    """One call of `sample`: rows, their store, and what has been sampled so far."""
+    """One call of `sample`: rows, their keys and values, and what has been sampled so far."""
 
     def __init__(
         self,
@@ -220,13 +227,15 @@ class _Run:
         rows = min(engine.max_rows, total)
         self.batch = DecodeBatch(self.lengths, limits, n, rows, engine.prefill_tokens, self.known)
         self.waiting_logits: Tensor | None = None
-        """Those of the last prompt that was computed: its group may have entered only in part."""
-        self.trace = Trace()
+        """The logits of the last prompt, whose group may have entered only in part."""
+        self.tokens = [array("q") for _ in range(total)]
+        self.log_probs = [array("d") for _ in range(total)]
         self.codes = np.zeros(total, dtype=np.int8)
+        """What ended each sequence (`engines.stopping`)."""
 
     def step(self) -> Ints:
-        """Let sequences enter, run the model, and draw a token for every row; or several where
-        nobody enters and compiled code does it all.
+        """Let sequences enter, run the model, and sample a token for every row; or several tokens
+        where no sequence enters and compiled code can do the whole step.
 
         Returns the prompts whose last answer is now done, in order.
         """
@@ -238,10 +247,30 @@ class _Run:
             tokens, log_probs = self.steps(batch, self.uniforms)
         batch.token = tokens[-1].copy()
         batch.made += len(tokens)
-        self.trace.sequences.append(np.tile(batch.sequence, len(tokens)))
-        self.trace.tokens.append(tokens.ravel())
-        self.trace.log_probs.append(log_probs.flatten())
+        columns = zip(tokens.T.tolist(), log_probs.cpu().T.tolist(), strict=True)
+        for sequence, (own, scores) in zip(batch.sequence.tolist(), columns, strict=True):
+            self.tokens[sequence].extend(own)
+            self.log_probs[sequence].extend(scores)
         return self._ended()
+
+    def group(self, prompt: Prompt, number: int, tokenizer: Any) -> Group | None:
+        """The finished group of a prompt; None where its logits were not finite."""
+        sequences = range(number * self.batch.n, (number + 1) * self.batch.n)
+        log_probs = [np.array(self.log_probs[s]).astype(np.float32) for s in sequences]
+        if not all(np.isfinite(scores).all() for scores in log_probs):
+            return None
+        texts = decode(tokenizer, [self.tokens[s].tolist() for s in sequences])
+        completions = [
+            Completion(
+                tokens=np.array(self.tokens[sequence], dtype=np.int64),
+                log_probs=scores,
+                written=np.ones(len(scores), dtype=np.bool_),
+                finish=REASONS[int(self.codes[sequence])],
+                text=text,
+            )
+            for sequence, scores, text in zip(sequences, log_probs, texts, strict=True)
+        ]
+        return Group(prompt, tuple(completions))
 
     def _one(self, entry: DecodeEntry) -> tuple[Ints, Tensor]:
         """Tokens and log-probabilities (1, R) of the live rows and of those that enter."""
@@ -252,14 +281,14 @@ class _Run:
         return tokens.cpu().numpy()[None], log_probs[None]
 
     def _ended(self) -> Ints:
-        """Rows that ended with their last token leave; the prompts whose last answer is done."""
+        """Remove rows that ended; returns the prompts whose last answer is done."""
         batch = self.batch
         codes = self.stops.check(batch.sequence, batch.token, batch.made >= batch.limit)
         done = codes > 0
         if not done.any():
             return np.empty(0, dtype=np.int64)
         self.codes[batch.sequence[done]] = codes[done]
-        # Behind a budget that is used up nothing follows.
+        # Nothing continues a sequence whose budget is used up.
         for row in np.flatnonzero(done & (codes != LENGTH)).tolist():
             self.forward.keep(batch.ended(row))
         touched = np.unique(batch.sequence[done] // batch.n)
@@ -269,7 +298,7 @@ class _Run:
         return over
 
     def _logits(self, entry: DecodeEntry) -> Tensor:
-        """The logits that the next token of each row is drawn from, live rows first. (R, V)"""
+        """The logits for the next token of each row, live rows first. (R, V)"""
         batch = self.batch
         live = len(batch.sequence)
         parts = []
@@ -287,7 +316,7 @@ class _Run:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _forward(self, entry: DecodeEntry) -> Tensor:
-        """One pass: what enters of prompts, then the last token of each live row.
+        """One forward pass: prompts that enter, then the last token of each live row.
 
         Returns the logits (live rows + prompts, V), each at the last token.
         """
@@ -320,7 +349,7 @@ class _Run:
 
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode for a while; every module is left in the mode it was found in."""
+    """Evaluation mode within the block; afterwards every module has its mode again."""
     trained = [module for module in model.modules() if module.training]
     model.eval()
     try:

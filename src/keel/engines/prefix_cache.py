@@ -1,4 +1,4 @@
-"""What a call leaves to the next: keys and values of sequences that its prompts may begin with."""
+"""Keys and values of finished sequences, for later prompts that begin with them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Ints = npt.NDArray[np.int64]
 class PrefixCache:
     """Sequences by their tokens, each with the pages of its keys and values.
 
-    They are true of the weights that made them. A call of the engine `take`s those that its prompts
-    begin with, and the others are forgotten; it `hold`s the pages of at most `most` of the
-    sequences that end in it, and `name`s these by their tokens when it is through.
+    They are valid for one set of weights. A call of the engine `take`s those that its prompts begin
+    with, and the others are freed; it `hold`s the pages of at most `most` of its own sequences, and
+    `name`s these by their tokens at its end.
     """
 
     def __init__(self, most: int = 0) -> None:
@@ -32,20 +32,20 @@ class PrefixCache:
 
     @property
     def full(self) -> bool:
-        """Whether no other sequence is held."""
+        """Whether no further sequence can be held."""
         return len(self._held) >= self._most
 
     def pool(self, numbers: int, like: Tensor) -> PagePool:
-        """Where all pages are from; made when it is first asked for."""
+        """The pool of all pages, created at the first call."""
         if self._pool is None:
             self._pool = PagePool(numbers, like)
         return self._pool
 
     def take(self, prompts: Sequence[Ints]) -> tuple[Ints, list[list[int]]]:
-        """How many of each prompt's first tokens have keys and values, the last never among them;
-        and the pages of these, for those prompts that have any.
+        """How many of each prompt's first tokens have keys and values (never the last one), and
+        their pages, for those prompts that have any.
 
-        Prompts choose in order, each the longest beginning, which is then no other's.
+        In order, each prompt takes the longest beginning that is left.
         """
         known = np.zeros(len(prompts), dtype=np.int64)
         taken = []
@@ -61,11 +61,11 @@ class PrefixCache:
         return known, taken
 
     def hold(self, sequence: int, pages: list[int]) -> None:
-        """Pages that the call's sequence of this number leaves, numbered as in `Batch`."""
+        """Keep the pages of a sequence, numbered as in `DecodeBatch`."""
         self._held[sequence] = pages
 
     def name(self, groups: Sequence[Group]) -> None:
-        """What is held by its tokens: of a completion all but the last, which was never fed."""
+        """File held pages by their tokens: all but a completion's last, which was not fed."""
         for sequence, pages in self._held.items():
             prompt, index = divmod(sequence, len(groups[0].completions))
             group = groups[prompt]
@@ -77,17 +77,16 @@ class PrefixCache:
         self._held = {}
 
     def close(self) -> None:
-        """Forget all, and give the memory back; nothing is held from now on."""
+        """Free all memory; nothing is held from now on."""
         self.clear()
         self._most = 0
 
     def clear(self) -> None:
-        """Forget all, and give the memory back: after a call that was cut short, whose pages
-        nobody knows."""
+        """Free all memory, as after an interrupted call whose pages are unknown."""
         self._pool, self._held, self._named, self._lengths = None, {}, {}, set()
 
     def _forget(self) -> None:
-        """What no prompt began with."""
+        """Free what no prompt begins with."""
         for entries in self._named.values():
             for pages in entries:
                 assert self._pool is not None
@@ -96,7 +95,7 @@ class PrefixCache:
 
 
 def _names(tokens: Ints, lengths: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-    """Each length, ascending, and a name of so many first tokens."""
+    """Each length, ascending, and a hash of so many first tokens."""
     digest, done = sha256(), 0
     for length in lengths:
         digest.update(tokens[done:length].tobytes())

@@ -1,7 +1,16 @@
-"""From logits and one uniform number to a token and its log-probability."""
+"""Sampling a token from logits with one uniform number, and the streams of these numbers.
+
+Each sequence has its own random stream, so that its tokens do not depend on the rest of the batch.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -11,10 +20,18 @@ from keel.types import KeelError, Sampling
 
 _CHUNK = 1 << 24
 """Scores turned to float64 at a time (rows × vocabulary), to bound memory: 128 MiB a copy."""
+_BLOCK = 32
+"""Uniform numbers generated for a sequence at a time; two blocks are kept."""
+
+AHEAD = _BLOCK
+"""Most steps whose numbers can be taken at a time."""
+
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
 
 
 def check(sampling: Sampling) -> None:
-    """Raise KeelError for a setting that no distribution can be drawn with."""
+    """Raise KeelError for a setting that defines no distribution."""
     for name, good, want in (
         ("max_tokens", sampling.max_tokens >= 1, "at least 1"),
         ("temperature", 0 <= sampling.temperature < float("inf"), "0 (greedy) or above"),
@@ -30,7 +47,7 @@ def check(sampling: Sampling) -> None:
 def draw(
     logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], sampling: Sampling
 ) -> tuple[Int[Tensor, "R"], Float[Tensor, "R"]]:
-    """A token for each row and its log-probability under the distribution that was drawn from.
+    """A token for each row and its log-probability under the distribution it was sampled from.
 
     `uniform` (float64, in [0, 1)) chooses by the inverse of the cumulative distribution, so a row's
     token depends on its own logits and number alone. The distribution is softmax(logits / T), cut
@@ -101,3 +118,89 @@ def _invert(prob: Float[Tensor, "R V"], uniform: Tensor) -> tuple[Tensor, Tensor
     choice = torch.searchsorted(mass, uniform.unsqueeze(-1) * total, right=True)
     # Only logits that are not numbers reach the end; their log-probability tells.
     return choice.clamp_(max=prob.shape[-1] - 1), total
+
+
+def philox(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Philox4x32-10: (…, 4) counters and (…, 2) keys of 32-bit words to (…, 4) random words.
+
+    Ten rounds of (c0, c1, c2, c3) → (hi(M1·c2) ⊕ c1 ⊕ k0, lo(M1·c2), hi(M0·c0) ⊕ c3 ⊕ k1,
+    lo(M0·c0)), the key raised by the Weyl constants after each. Source: Salmon et al. 2011,
+    "Parallel random numbers: as easy as 1, 2, 3", section 3.3 and table 2.
+    """
+    c0, c1, c2, c3 = np.moveaxis(counter, -1, 0)
+    k0, k1 = np.moveaxis(key, -1, 0)
+    first, second = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+    for _ in range(10):
+        left, right = c0 * first, c2 * second
+        c0, c1, c2, c3 = (
+            (right >> _HALF) ^ c1 ^ k0,
+            right & _LOW,
+            (left >> _HALF) ^ c3 ^ k1,
+            left & _LOW,
+        )
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & _LOW, (k1 + np.uint64(0xBB67AE85)) & _LOW
+    return np.stack([c0, c1, c2, c3], axis=-1)
+
+
+def name_words(seed: int, prompt_id: str, occurrence: int) -> npt.NDArray[np.uint64]:
+    """The four 32-bit words that name a group's streams: a hash of seed, prompt and occurrence."""
+    digest = hashlib.sha256(f"{seed}/{occurrence}/{prompt_id}".encode()).digest()
+    return np.frombuffer(digest[:16], dtype="<u4").astype(np.uint64)
+
+
+def occurrences(ids: Sequence[str]) -> list[int]:
+    """How often each id came before in the list."""
+    seen: Counter[str] = Counter()
+    counts = []
+    for name in ids:
+        counts.append(seen[name])
+        seen[name] += 1
+    return counts
+
+
+class Uniforms:
+    """One uniform number in [0, 1) for each token of each sequence, generated in blocks.
+
+    Sequence s is completion s mod n of prompt s div n. The number of a token is a function of the
+    seed, the prompt's id, which of that id's occurrences in the call this is, the completion's
+    index in its group, and the token's place only.
+    """
+
+    def __init__(self, ids: Sequence[str], n: int, seed: int) -> None:
+        self._n = n
+        self._words = np.array(
+            [
+                name_words(seed, name, occurrence)
+                for name, occurrence in zip(ids, occurrences(ids), strict=True)
+            ],
+            dtype=np.uint64,
+        ).reshape(-1, 4)
+        self._blocks = np.empty((len(ids) * n, 2 * _BLOCK))
+        self._made = np.zeros(len(ids) * n, dtype=np.int64)
+
+    def take(
+        self, sequences: npt.NDArray[np.int64], places: npt.NDArray[np.int64], steps: int = 1
+    ) -> npt.NDArray[np.float64]:
+        """The numbers of the tokens at `places` of `sequences`, and of the next ones: (steps,
+        sequences), at most `AHEAD` steps. Places start at 0 and never decrease."""
+        short = self._made[sequences] < places + steps
+        if short.any():
+            self._fill(sequences[short])
+        columns = (places + np.arange(steps)[:, None]) % (2 * _BLOCK)
+        numbers: npt.NDArray[np.float64] = self._blocks[sequences, columns]
+        return numbers
+
+    def _fill(self, sequences: npt.NDArray[np.int64]) -> None:
+        """The next block of each: two numbers of 53 bits from each counter."""
+        places = self._made[sequences]
+        words = self._words[sequences // self._n]
+        counter = np.empty((len(sequences), _BLOCK // 2, 4), dtype=np.uint64)
+        counter[..., 0] = places[:, None] // 2 + np.arange(_BLOCK // 2)
+        counter[..., 1] = (sequences % self._n)[:, None]
+        counter[..., 2:] = words[:, None, 2:]
+        random = philox(counter, words[:, None, :2])
+        high, low = random[..., 0::2] >> np.uint64(5), random[..., 1::2] >> np.uint64(6)
+        numbers = (high * 67108864.0 + low) / 9007199254740992.0
+        columns = (places[:, None] + np.arange(_BLOCK)) % (2 * _BLOCK)
+        self._blocks[sequences[:, None], columns] = numbers.reshape(len(sequences), _BLOCK)
+        self._made[sequences] += _BLOCK

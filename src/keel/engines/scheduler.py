@@ -1,4 +1,4 @@
-"""Which sequences are being decoded, which wait, and what enters next: numbers on the host."""
+"""Which sequences are being decoded, which wait, and which enter next."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class DecodeEntry:
-    """What enters at a step: `sequences` in order, the first `held` of which belong to a prompt
-    that was computed before; and `prompts`, to be computed now."""
+    """What enters at a step: `sequences`, the first `held` of which answer a prompt that is
+    computed already; and `prompts`, to be computed now."""
 
     prompts: range
     sequences: range
@@ -22,8 +22,8 @@ class DecodeEntry:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A row that is done: its sequence, its prompt's slot and tokens, and its own tokens that went
-    through the model, which are all but the last."""
+    """A finished row: its sequence, its prompt's slot and tokens, and its own tokens that went
+    through the model, all but the last."""
 
     sequence: int
     row: int
@@ -31,21 +31,20 @@ class Ended:
     prompt: int
     own: int
     alone: bool
-    """Whether it was the last to answer the prompt."""
+    """Whether it was the last answer to its prompt."""
 
 
 Moves = tuple[Ints, Ints]
-"""Which entries moved, and where they went."""
+"""The old and the new numbers of entries that move."""
 
 
 class DecodeBatch:
     """The live rows with their prompts, and the queue of sequences before them.
 
-    Sequence s is completion s mod n of prompt s div n. Sequences enter in order, so at any time at
-    most one prompt has entered in part; it is computed once all the same. Of prompt p the first
-    `known_P` tokens need not be computed. Row r of the arrays is
-    entry r of the store's answers, and slot g entry g of its prompts: those that have an answer to
-    come or under way.
+    Sequence s is completion s mod n of prompt s div n. Sequences enter in order, so at
+    most one group has entered in part; its prompt is computed only once. The first `known_P` tokens
+    of prompt p need not be computed. Row r of the arrays is entry r of the answers' keys and
+    values, and slot g entry g of the prompts': those with an unfinished answer.
     """
 
     def __init__(
@@ -74,14 +73,14 @@ class DecodeBatch:
         """Tokens sampled so far."""
         self.token = np.empty(0, dtype=np.int64)
         """The last token sampled, which is the next to enter the model."""
-        self._look()
+        self._update()
 
-    def _look(self) -> None:
-        """What is true until rows enter or leave."""
+    def _update(self) -> None:
+        """Derive what changes only when rows enter or leave."""
         prompts = self.sequence // self.n
         self._before: Ints = self._lengths_P[prompts]
         self.slot: Ints = self._slot_P[prompts]
-        """The slot of each row's prompt: an array that is replaced, never written to."""
+        """The slot of each row's prompt; the array is replaced, never written to."""
         self.limit: Ints = self._limits_P[prompts]
         """The budget of each row, in sampled tokens."""
         self.length: Ints = self._lengths_P[self.prompt]
@@ -94,7 +93,7 @@ class DecodeBatch:
 
     @property
     def place(self) -> Ints:
-        """Where each row's last token goes: as many tokens lie before it."""
+        """The position of each row's last token."""
         return self._before + self.made - 1
 
     @property
@@ -116,19 +115,19 @@ class DecodeBatch:
         )
 
     def prompts_ahead(self, entry: DecodeEntry) -> int:
-        """The most prompts with an answer to come or under way, from this entry on."""
+        """The most slots that will be in use from this entry on."""
         now = len(self.prompt) + len(entry.prompts)
         return (
             now if entry.sequences.stop == self._total else max(now, self._max_rows // self.n + 2)
         )
 
     def left(self, prompts: Ints) -> Ints:
-        """How many answers of each of these prompts are not done."""
+        """How many answers of each of these prompts are unfinished."""
         left: Ints = self._left_P[prompts]
         return left
 
     def waiting(self) -> DecodeEntry:
-        """What enters now: as many sequences as rows are free and the token budget lets in."""
+        """What enters now: as many sequences as free rows and the token budget allow."""
         first = self._next
         stop = min(first + self._max_rows - len(self.sequence), self._total)
         computed = -(-first // self.n)  # prompts before this one have been computed
@@ -155,12 +154,12 @@ class DecodeBatch:
         self.sequence = np.concatenate([self.sequence, np.array(entry.sequences, dtype=np.int64)])
         self.made = np.concatenate([self.made, none])
         self.token = np.concatenate([self.token, none])
-        self._look()
+        self._update()
 
     def drop(self, done: npt.NDArray[np.bool_]) -> tuple[Moves, Moves]:
-        """Take out the rows that are done, and prompts without rows; the last go into the holes.
+        """Remove finished rows, and prompts without rows; the last entries move to their places.
 
-        Returns the moves of rows and of slots, for the store to follow.
+        Returns the moves of rows and of slots.
         """
         np.subtract.at(self._left_P, self.sequence[done] // self.n, 1)
         rows = _moves(done)
@@ -170,12 +169,12 @@ class DecodeBatch:
         slots = _moves(over)
         self.prompt = _closed(self.prompt, slots, len(over) - over.sum())
         self._slot_P[self.prompt] = np.arange(len(self.prompt))
-        self._look()
+        self._update()
         return rows, slots
 
 
 def _moves(gone: npt.NDArray[np.bool_]) -> Moves:
-    """The last entries that stay, and the holes before them."""
+    """The last entries that stay, and the places of removed ones before them."""
     left = len(gone) - int(np.count_nonzero(gone))
     return left + np.flatnonzero(~gone[left:]), np.flatnonzero(gone[:left])
 

@@ -1,4 +1,4 @@
-"""Keys and values in pages: what an entry needs and no more, and nothing is moved as it grows."""
+"""Keys and values in pages: an entry has what it needs, and growing it moves nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from keel.engines.scheduler import Moves
 from keel.models.kernels.decode import PAGE
@@ -16,9 +15,9 @@ Ints = npt.NDArray[np.int64]
 
 
 class PagePool:
-    """Pages of `numbers` numbers like those of `like`, by their addresses.
+    """Pages of `numbers` numbers in the dtype of `like`, by their addresses.
 
-    Memory is taken in slabs that stay until the pool is gone; a page given back is the next taken.
+    Memory is allocated in slabs that live as long as the pool; returned pages are reused first.
     """
 
     def __init__(self, numbers: int, like: Tensor) -> None:
@@ -28,7 +27,7 @@ class PagePool:
         self._pages = 0
 
     def take(self, count: int) -> list[int]:
-        """So many pages; what lies in them is undefined."""
+        """So many pages of undefined content."""
         if count > len(self._free):
             self._grow(count - len(self._free))
         kept = len(self._free) - count
@@ -36,15 +35,14 @@ class PagePool:
         return taken
 
     def give(self, pages: list[int]) -> None:
-        """Back what `take` gave."""
+        """Return pages to the pool."""
         self._free.extend(pages)
 
     def _grow(self, count: int) -> None:
         size = self._numbers * self._like.element_size()
         count = max(count, self._pages // 4)
         slab = self._like.new_empty(count, self._numbers)
-        # A dry run's tensors lie nowhere.
-        start, size = (0, 0) if isinstance(slab, FakeTensor) else (slab.data_ptr(), size)
+        start = slab.data_ptr()
         self._slabs.append(slab)
         self._pages += count
         self._free.extend(start + size * page for page in reversed(range(count)))
@@ -52,14 +50,14 @@ class PagePool:
 
 @dataclass(frozen=True, eq=False)
 class SlotMapping:
-    """Where tokens' keys and values are: pages, by their addresses, and places in these."""
+    """Where the keys and values of tokens are: addresses of pages, and places in these."""
 
     page: Ints
     place: Ints
 
 
 def joined(first: SlotMapping, second: SlotMapping) -> SlotMapping:
-    """One behind the other."""
+    """The first mapping, then the second."""
     page, place = (
         np.concatenate([getattr(first, name), getattr(second, name)]) for name in ("page", "place")
     )
@@ -67,10 +65,7 @@ def joined(first: SlotMapping, second: SlotMapping) -> SlotMapping:
 
 
 class PageTable:
-    """The pages of each entry, in the order of its places: entry e's first `PAGE` in `pages[e, 0]`.
-
-    Entries are the first of the arrays, as in `Batch`.
-    """
+    """The pages of each entry in order: the first `PAGE` places of entry e are in `pages[e, 0]`."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -78,7 +73,7 @@ class PageTable:
         self._count: Ints = np.zeros(0, dtype=np.int64)
 
     def reserve(self, places_E: Ints, first: int = 0) -> None:
-        """Pages for so many places of each entry from `first` on; new entries begin empty."""
+        """Get pages for so many places of each entry from `first` on; new entries start empty."""
         last = first + len(places_E)
         need = -(-places_E // PAGE)
         if last <= len(self._count) and not (need > self._count[first:last]).any():
@@ -91,22 +86,22 @@ class PageTable:
             have[entry] = need[entry]
 
     def adopt(self, entry: int, pages: list[int]) -> None:
-        """Pages of the same pool become the first of an entry that has none."""
+        """Give pages of the same pool to an entry that has none."""
         self._widen(entry + 1, len(pages))
         self.pages[entry, : len(pages)] = pages
         self._count[entry] = len(pages)
 
     def release(self, entry: int) -> list[int]:
-        """An entry's pages, which it has no more."""
+        """Take an entry's pages away and return them."""
         pages: list[int] = self.pages[entry, : self._count[entry]].tolist()
         self._count[entry] = 0
         return pages
 
     def close(self, moves: Moves, left: int) -> None:
-        """Entries `moves` take the places of others, of which `left` remain; their pages go back
-        that are gone."""
+        """Remove entries so that `left` remain: `moves` are old and new numbers of those that move.
+        The pages of removed entries go back to the pool."""
         movers, holes = moves
-        # Rows that ended at their first token never had a page.
+        # A row that ended at its first token has no page.
         self._widen(max(left, int(movers.max(initial=-1)) + 1), 1)
         gone = np.ones(len(self._count), dtype=np.bool_)
         gone[:left] = False
@@ -116,8 +111,8 @@ class PageTable:
         self.pages[holes], self._count[holes] = self.pages[movers], self._count[movers]
         self.pages, self._count = self.pages[:left].copy(), self._count[:left].copy()
 
-    def homes(self, entry_T: Ints, place_T: Ints) -> SlotMapping:
-        """Where the entries' places are."""
+    def locate(self, entry_T: Ints, place_T: Ints) -> SlotMapping:
+        """Page and offset of each entry's place."""
         return SlotMapping(self.pages[entry_T, place_T // PAGE], place_T % PAGE)
 
     def _widen(self, entries: int, most: int) -> None:

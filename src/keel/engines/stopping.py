@@ -12,7 +12,7 @@ from keel.models.chat import decode, encode_text
 from keel.types import FinishReason, KeelError, Prompt, Sampling
 
 GOING, EOS, STOP, LENGTH = range(4)
-"""What a row's last token did to it."""
+"""What the last token of a row means for it."""
 
 REASONS: dict[int, FinishReason] = {EOS: "eos", STOP: "stop", LENGTH: "length"}
 
@@ -21,7 +21,7 @@ def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """The ids that end a sequence: those of the generation config, or where it has none of the
     model's config; and the tokenizer's.
 
-    Raises KeelError where nobody names one: completions would always run to the budget.
+    Raises KeelError where there is none: completions would always use their whole budget.
     """
     config = model.config.get_text_config()
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -40,12 +40,6 @@ def _ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
-
-
-def context_length(model: Any) -> int | None:
-    """How many tokens a sequence may have, prompt and completion; None where nothing says."""
-    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return None if length is None else int(length)
 
 
 def budgets(
@@ -96,12 +90,12 @@ def split_stops(stop: Sequence[str], tokenizer: Any) -> tuple[tuple[str, ...], t
 
 
 class Stops:
-    """Says after each step which rows ended, and by what.
+    """Finds after each step which rows ended, and why.
 
-    Ids are looked up in a table, and so are stop strings that are one special token. Other stop
-    strings are sought, only if there are any, in the decoded last tokens of each row, so that one
-    across token borders is found; special tokens do not count as text. The end-of-sequence token
-    wins over a stop, a stop over the budget. Raises KeelError for a stop that cannot match.
+    Ids, and stop strings that are one special token, are looked up in a table. Other stop strings
+    are searched for in the decoded last tokens of each row, so that one across several tokens is
+    found; special tokens are no text. The end-of-sequence token has precedence over a stop, and a
+    stop over the budget. Raises KeelError for a stop that cannot match.
     """
 
     def __init__(
@@ -119,11 +113,11 @@ class Stops:
         self._table[stops] = STOP
         self._table[list(eos)] = EOS
         self.by_token = None if self._strings else self._table
-        """What each token does to its row (int8, V), if nothing but it and the budget ends one."""
+        """The code of each token (int8, V), if only tokens and the budget end a row."""
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_ids) if self._strings else frozenset()
-        # A token that is text holds at least a byte of it. The first tokens of a window may lose a
-        # space or half a character, so a few more are decoded than a string can span.
+        # A token of text has at least one byte. The first tokens of a window may lose a space or
+        # half a character, so a few more are decoded than a string can span.
         longest = max((len(text.encode()) for text in self._strings), default=0)
         self._window = longest + 8
         self._tails: dict[int, list[int]] = {}
@@ -134,7 +128,7 @@ class Stops:
         tokens: npt.NDArray[np.int64],
         spent: npt.NDArray[np.bool_],
     ) -> npt.NDArray[np.int8]:
-        """What each row's new token did; `spent` says whose budget is used up."""
+        """The code of each row's new token; `spent` marks rows whose budget is used up."""
         codes = self._table[tokens]
         if spent.any():
             codes[(codes == GOING) & spent] = LENGTH

@@ -1,4 +1,4 @@
-"""From verdicts to advantages: what a rollout's rewards make of a measured batch."""
+"""From rewards to advantages and returns."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keel.algorithms.spec import Algorithm
-from keel.learn.batch import Batch
-from keel.learn.loss import advantages, penalties, reads_steps, returns
+from keel.algorithms.spec import Algorithm, CustomAdvantage
+from keel.learn.actions import Actions, Estimates
+from keel.learn.custom import ADVANTAGE, call_custom, reads_steps
 from keel.objective import segments
 from keel.objective.signals import Signals
 from keel.types import Group, KeelError, Verdict
 
 ROUNDING = 1e-9
-"""A reward that differs from the sum of its steps by less, relative to them, holds nothing else."""
+"""A reward that differs from the sum of its steps by less, relatively, is taken for their sum."""
 
 
 @dataclass(frozen=True, eq=False)
 class RolloutRewards:
-    """Rewards as tensors, for the sequences of a batch in their order; NaN where none spoke.
+    """Rewards as tensors, in the order of the batch's sequences; NaN for a sequence without one.
 
     `baseline_S` is the reward of the greedy completion of each sequence's prompt. Steps (K) are
     those of process rewards, with the outcomes as steps that end with the completion; they add up
@@ -43,12 +43,11 @@ def outcome(
     greedy: Sequence[float] | None,
     dtype: torch.dtype = torch.float64,
 ) -> RolloutRewards:
-    """The groups' verdicts, flat. Step ends are moved from completion tokens to written
-    ones; a completion without written tokens has no place for any.
+    """The groups' rewards, flat.
 
-    Where there are steps, what the reward holds besides them (an outcome, a punishment of length)
-    is a step that ends with the completion: of every completion of a group, 0 included, as soon as
-    one of them has it.
+    The ends of steps count written tokens only; a completion without any has no steps. Where there
+    are steps, the rest of the reward (an outcome, a length penalty) is a step that ends with the
+    completion: for every completion of a group, 0 included, as soon as one of them has it.
     """
     rewards: list[float] = []
     steps: list[tuple[float, int, int]] = []
@@ -85,7 +84,7 @@ def outcome(
 
 
 def outcome_of(verdict: Verdict) -> float | None:
-    """What the reward holds besides its steps; None where it is nothing but them."""
+    """The part of the reward that no step holds; None where the steps are all of it."""
     if verdict.outcome is not None or verdict.reward is None:
         return verdict.outcome
     own = [step.reward for step in verdict.steps]
@@ -94,18 +93,17 @@ def outcome_of(verdict: Verdict) -> float | None:
     return rest if abs(rest) > ROUNDING * scale else None
 
 
-def check_steps(row: Algorithm, there: bool) -> None:
-    """Raise KeelError where rewards of steps are there and the row cannot learn from them, or the
-    reverse."""
-    kind = row.advantage.kind
-    if there and not reads_steps(row):
+def check_steps(algorithm: Algorithm, there: bool) -> None:
+    """Raise KeelError for rewards of steps that the algorithm cannot use, or needs and lacks."""
+    kind = algorithm.advantage.kind
+    if there and not reads_steps(algorithm):
         raise KeelError(
             f'algorithm.advantage "{kind}" is of whole answers, and rewards.functions gives '
             "rewards of steps, whose places would be lost: set algorithm = "
             '"grpo_process" or "ppo", or give one number for each answer (of the reward "process" '
             'with the option aggregate = "min")'
         )
-    if row.needs_steps and not there:
+    if algorithm.needs_steps and not there:
         raise KeelError(
             f'algorithm.advantage "{kind}" needs rewards of steps and there are none: name a '
             "process reward in rewards.functions (for each completion a list of "
@@ -113,19 +111,22 @@ def check_steps(row: Algorithm, there: bool) -> None:
         )
 
 
-def estimate(row: Algorithm, batch: Batch, judged: RolloutRewards, beta: float) -> Batch:
-    """The measured batch with advantages (before whitening) and returns, in float64.
+def estimate(
+    algorithm: Algorithm, actions: Actions, judged: RolloutRewards, beta: float
+) -> Estimates:
+    """Advantages and returns of actions that the models have scored; `beta` weighs a KL reward.
 
     Raises KeelError where there are rewards of steps that the advantage cannot use.
     """
-    if row.needs_steps and judged.step_reward_K is None:
-        judged = _as_steps(judged, batch.lengths_S)
-    check_steps(row, judged.step_reward_K is not None)
-    device = batch.target_N.device
-    lengths_S = batch.lengths_S
+    if algorithm.needs_steps and judged.step_reward_K is None:
+        judged = _as_steps(judged, actions.lengths_S)
+    check_steps(algorithm, judged.step_reward_K is not None)
+    device = actions.groups_S.device
+    lengths_S = actions.lengths_S
     outcome_S = judged.reward_S.to(device)
-    penalty_N = penalties(row, batch, beta).to(outcome_S)
-    starts_S = lengths_S.cumsum(0) - lengths_S
+    unrewarded_S = outcome_S.isnan()
+    penalty_N = penalties(algorithm, actions, beta).to(outcome_S)
+    value_N, starts_S = actions.value_N, lengths_S.cumsum(0) - lengths_S
     step_reward_K = _on(judged.step_reward_K, device)
     step_sequence_K = _on(judged.step_sequence_K, device)
     step_end_K = None
@@ -133,8 +134,8 @@ def estimate(row: Algorithm, batch: Batch, judged: RolloutRewards, beta: float) 
         placed_N = segments.on_last(outcome_S, lengths_S)
     else:
         step_end_K = judged.step_end_K.to(device) + starts_S[step_sequence_K]
-        silent_S = torch.where(outcome_S.isnan(), outcome_S, torch.zeros_like(outcome_S))
-        placed_N = segments.on_last(silent_S, lengths_S)
+        zero_S = torch.where(unrewarded_S, outcome_S, torch.zeros_like(outcome_S))
+        placed_N = segments.on_last(zero_S, lengths_S)
         placed_N = placed_N.index_add(0, step_end_K, step_reward_K)
     reward_N = penalty_N + placed_N
     signals = Signals(
@@ -143,29 +144,61 @@ def estimate(row: Algorithm, batch: Batch, judged: RolloutRewards, beta: float) 
         reward_S=segments.segment_sum(reward_N, lengths_S),
         reward_N=reward_N,
         lengths_S=lengths_S,
-        groups_S=batch.groups_S,
-        value_N=batch.value_N,
-        next_value_N=None if batch.value_N is None else segments.shift(batch.value_N, lengths_S),
+        groups_S=actions.groups_S,
+        value_N=value_N,
+        next_value_N=None if value_N is None else segments.shift(value_N, lengths_S),
         baseline_S=_on(judged.baseline_S, device),
         step_reward_K=step_reward_K,
         step_sequence_K=step_sequence_K,
         step_end_K=step_end_K,
     )
-    advantage_N = advantages(row, signals)
-    silent_S = outcome_S.isnan()
-    return replace(
-        batch,
-        advantage_N=advantage_N,
-        return_N=returns(row, signals, advantage_N),
-        present_N=segments.spread((~silent_S).to(advantage_N), lengths_S) > 0
-        if bool(silent_S.any())
-        else None,
-    )
+    advantage_N = advantages(algorithm, signals)
+    rewarded_N = None
+    if bool(unrewarded_S.any()):
+        rewarded_N = segments.spread((~unrewarded_S).to(advantage_N), lengths_S) > 0
+    return Estimates(advantage_N, returns(algorithm, signals, advantage_N), rewarded_N)
+
+
+def advantages(algorithm: Algorithm, signals: Signals) -> Float[Tensor, " N"]:
+    """A_n of every completion token, before whitening."""
+    choice = algorithm.advantage
+    if isinstance(choice, CustomAdvantage):
+        advantage = call_custom(ADVANTAGE, choice, signals.named())
+    else:
+        advantage = choice.value(signals)
+    if advantage.shape == signals.reward_N.shape:
+        return advantage
+    if advantage.shape != signals.reward_S.shape:
+        raise KeelError(
+            f"algorithm.advantage: returned shape {tuple(advantage.shape)}, wanted one number a "
+            f"sequence {tuple(signals.reward_S.shape)} or a token {tuple(signals.reward_N.shape)}"
+        )
+    return segments.spread(advantage, signals.lengths_S)
+
+
+def returns(
+    algorithm: Algorithm, signals: Signals, advantage_N: Tensor
+) -> Float[Tensor, " N"] | None:
+    """The value model's target, from advantages before whitening; None without a value model.
+
+    A + V, with the critic's own λ where it has one; the return to go where the advantage is one
+    number a sequence.
+    """
+    return None if signals.value_N is None else algorithm.advantage.returns(signals, advantage_N)
+
+
+def penalties(algorithm: Algorithm, actions: Actions, beta: float) -> Float[Tensor, " N"]:
+    """−β D on every token where the divergence is in the reward, else 0."""
+    if algorithm.reward_divergence is None or actions.reference_log_prob_N is None:
+        return torch.zeros_like(actions.engine_log_prob_N)
+    assert actions.old_log_prob_N is not None
+    estimate = algorithm.reward_divergence.estimate
+    return -beta * estimate(actions.old_log_prob_N, actions.reference_log_prob_N)
 
 
 def _as_steps(judged: RolloutRewards, lengths_S: Tensor) -> RolloutRewards:
-    """Each completion's reward as its one step: no reward of the batch has given any, as where a
-    gate has shut all of them out."""
+    """Each completion's reward as its one step, for a batch in which no reward gave steps (a gate
+    may have refused all of them)."""
     lengths_S = lengths_S.cpu()
     at = (~judged.reward_S.isnan() & (lengths_S > 0)).nonzero().flatten()
     return replace(

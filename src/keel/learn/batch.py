@@ -1,17 +1,16 @@
-"""The flat batch: what the loss reads, end to end, with no padding."""
+"""The flat batch of a language model: completions end to end, without padding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keel.learn.actions import Actions
+from keel.learn.actions import Actions, ranges, starts
 from keel.models.packed import Packed, PackedSizes, sizes_on
 from keel.types import Group
 
@@ -20,9 +19,9 @@ from keel.types import Group
 class Batch(Actions):
     """Sequences with the completion tokens (N) that the policy wrote in them.
 
-    `tokens_T` are the sequences' tokens, `input_lengths` how many each has; `target_N` points at
-    each completion token among the T. `prompt_lengths` says how many tokens a sequence has before
-    its completion, which neighbours of one group have in common; () where nothing is.
+    `tokens_T` are the sequences' tokens, `input_lengths` the number of each; `target_N` is the
+    place of each completion token among the T. `prompt_lengths` is the number of tokens before each
+    completion, which neighbours of one group have in common; () where they have none.
     """
 
     tokens_T: Int[Tensor, " T"]
@@ -52,7 +51,7 @@ class Batch(Actions):
         moved = torch.tensor(cut.moved, device=device)
         shift_N = moved.repeat_interleave(self.lengths_S, output_size=sum(self.lengths))
         return Packed(
-            tokens_T=self.tokens_T[_ranges(cut.spans, device)],
+            tokens_T=self.tokens_T[ranges(cut.spans, device)],
             lengths=tuple(length for _, length in cut.spans),
             target_N=self.target_N + shift_N,
             follows=cut.follows,
@@ -66,40 +65,31 @@ class Batch(Actions):
     def select(self, indices: Sequence[int]) -> Batch:
         """The batch of these sequences, in this order; sequences are never cut."""
         device = self.target_N.device
-        input_starts, starts = _starts(self.input_lengths), _starts(self.lengths)
-        token_N = _ranges([(starts[i], self.lengths[i]) for i in indices], device)
-        input_T = _ranges([(input_starts[i], self.input_lengths[i]) for i in indices], device)
-        lengths = tuple(self.lengths[i] for i in indices)
+        first = starts(self.input_lengths)
+        chosen = super().select(indices)
         input_lengths = tuple(self.input_lengths[i] for i in indices)
-        moved = torch.tensor(
-            [new - input_starts[i] for new, i in zip(_starts(input_lengths), indices, strict=True)],
-            device=device,
-            dtype=torch.long,
+        moved = [new - first[i] for new, i in zip(starts(input_lengths), indices, strict=True)]
+        moved_N = torch.tensor(moved, device=device, dtype=torch.long).repeat_interleave(
+            chosen.lengths_S, output_size=sum(chosen.lengths)
         )
-        per_token = {
-            f.name: getattr(self, f.name)[token_N]
-            for f in fields(self)
-            if f.name.endswith("_N") and getattr(self, f.name) is not None
-        }
-        shift_N = moved.repeat_interleave(
-            torch.tensor(lengths, device=device, dtype=torch.long), output_size=sum(lengths)
-        )
-        per_token["target_N"] = per_token["target_N"] + shift_N
+        spans = [(first[i], self.input_lengths[i]) for i in indices]
         return replace(
-            self,
-            tokens_T=self.tokens_T[input_T],
+            chosen,
+            tokens_T=self.tokens_T[ranges(spans, device)],
             input_lengths=input_lengths,
             prompt_lengths=tuple(self.prompt_lengths[i] for i in indices if self.prompt_lengths),
-            lengths=lengths,
-            groups_S=self.groups_S[torch.tensor(list(indices), device=device, dtype=torch.long)],
-            **per_token,
+            target_N=chosen.target_N + moved_N,
         )
 
+    def spans(self, token_budget: int) -> list[range]:
+        """The sequences of each micro-batch, cut as `PackedSizes` does."""
+        every = range(self.sequences)
+        return [every[span] for span in self.sizes.spans(token_budget)]
+
     def micro_batches(self, token_budget: int) -> list[Batch]:
-        """The batch in order, cut as `PackedSizes` does."""
-        spans = self.sizes.spans(token_budget)
-        every = range(len(self.input_lengths))
-        return [self] if len(spans) == 1 else [self.select(every[span]) for span in spans]
+        """The batch in order, in micro-batches."""
+        spans = self.spans(token_budget)
+        return [self] if len(spans) == 1 else [self.select(span) for span in spans]
 
 
 def from_groups(groups: Sequence[Group], device: torch.device | str = "cpu") -> Batch:
@@ -137,9 +127,9 @@ def from_groups(groups: Sequence[Group], device: torch.device | str = "cpu") -> 
 
 @dataclass(frozen=True)
 class _Cut:
-    """Sequences as pieces: where each begins among the T and its tokens, and what it follows.
+    """Sequences as pieces: the start and length of each among the T, and the piece that it follows.
 
-    `moved` is by how many places the own tokens of each sequence lie elsewhere then.
+    `moved` is by how many places the own tokens of each sequence shift.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -153,7 +143,7 @@ def _cut(lengths: Sequence[int], shared: Sequence[int]) -> _Cut:
     moved: list[int] = []
     used = prompt = 0
     following = [*shared[1:], 0]
-    for start, length, own, after in zip(_starts(lengths), lengths, shared, following, strict=True):
+    for start, length, own, after in zip(starts(lengths), lengths, shared, following, strict=True):
         if not own and after:  # the first of several
             prompt = len(pieces)
             pieces.append((start, after, -1))
@@ -164,18 +154,3 @@ def _cut(lengths: Sequence[int], shared: Sequence[int]) -> _Cut:
         used += length - common
     spans = tuple((start, length) for start, length, _ in pieces)
     return _Cut(spans, tuple(first for _, _, first in pieces), tuple(moved))
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    return list(accumulate(lengths, initial=0))[:-1]
-
-
-def _ranges(spans: Sequence[tuple[int, int]], device: torch.device) -> Int[Tensor, " K"]:
-    """The numbers of all spans (start, count), one behind the other."""
-    starts, counts = (torch.tensor(column, dtype=torch.long) for column in _columns(spans))
-    shift = (starts + counts - counts.cumsum(0)).repeat_interleave(counts)
-    return (shift + torch.arange(len(shift))).to(device)
-
-
-def _columns(spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    return [start for start, _ in spans], [count for _, count in spans]

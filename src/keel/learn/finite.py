@@ -1,6 +1,6 @@
-"""Losses and gradients that are not finite: that no step is taken on them, and where they are from.
+"""Losses and gradients that are not finite: no step is taken on them, and their cause is found.
 
-The search runs once a fault is there, one sequence at a time; it costs nothing before.
+The search runs only then, one sequence at a time.
 """
 
 from __future__ import annotations
@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from keel.learn.actions import Actions
+from keel.learn.actions import TrainBatch
 from keel.learn.optimizer import Named, bad_weight
 from keel.types import KeelError
 
 DECISIVE = frozenset({"loss", "loss/policy", "value/loss", "grad_norm", "value/grad_norm"})
-"""The metrics that say whether a step may be taken; others are only looked at."""
+"""The metrics that decide whether a step is taken."""
 
 
 _WEIGHTS = "the weights "
@@ -45,8 +46,8 @@ def stop_unless_finite(metrics: Mapping[str, float]) -> None:
 class Cause:
     """Where a value that is not finite comes from.
 
-    `sequence` counts those of the batch, `token` its actions, both from 0; None where all
-    together make it, or the weights themselves.
+    `sequence` counts those of the batch, `token` its actions, both from 0; None where only all
+    together make it, or the weights themselves are not finite.
     """
 
     term: str
@@ -55,7 +56,7 @@ class Cause:
 
     @property
     def weights(self) -> bool:
-        """Whether it is the weights, with which no step can be taken any more."""
+        """Whether the weights themselves are not finite, so that no step can be taken."""
         return self.term.startswith(_WEIGHTS)
 
 
@@ -65,19 +66,26 @@ def in_weights(parameters: Named) -> Cause | None:
     return None if name is None else Cause(f"{_WEIGHTS}{name}")
 
 
-def in_tensors(batch: Actions) -> Cause | None:
-    """What was known of the actions before the loss: log-probabilities, values, advantages."""
-    for field in fields(batch):
-        values = getattr(batch, field.name)
-        if not field.name.endswith("_N") or values is None or not values.is_floating_point():
+def in_tensors(batch: TrainBatch[Any]) -> Cause | None:
+    """A value that is not finite among what the loss is computed from."""
+    for name, values in tensors_of(batch).items():
+        if not name.endswith("_N") or not values.is_floating_point():
             continue
         at = first_bad(values)
         if at is not None:
-            return Cause(SAID.get(field.name, field.name), *place_of(at, batch.lengths))
+            return Cause(TERMS.get(name, name), *place_of(at, batch.lengths))
     return None
 
 
-SAID = {
+def tensors_of(batch: TrainBatch[Any]) -> dict[str, Tensor]:
+    """Every tensor of a batch by its name."""
+    every = [
+        (f.name, getattr(part, f.name)) for part in (batch.actions, batch) for f in fields(part)
+    ]
+    return {name: value for name, value in every if isinstance(value, Tensor)}
+
+
+TERMS = {
     "engine_log_prob_N": "the engine's log-probability",
     "old_log_prob_N": "the old log-probability",
     "reference_log_prob_N": "the reference's log-probability",
@@ -88,20 +96,20 @@ SAID = {
 }
 
 
-def alone(
-    learn: Callable[[int], Mapping[str, float]],
+def find_offending_sequence(
+    backward: Callable[[int], Mapping[str, float]],
     sequences: Iterable[int],
     parameters: Named,
     clear: Callable[[], None],
 ) -> Cause:
-    """The first sequence that makes the loss or a gradient non-finite when it is learned alone.
+    """The first sequence whose own loss or gradient is not finite.
 
-    `learn(i)` leaves the gradient of sequence i in the parameters and tells its metrics, of which
-    only those that decide on a step count.
+    `backward(i)` adds the gradient of sequence i to the parameters' and returns its metrics, of
+    which only those count that decide on a step.
     """
     for i in sequences:
         clear()
-        metrics = learn(i)
+        metrics = backward(i)
         bad = _bad(metrics)
         grown = [name for name, p in parameters if p.grad is not None and not _finite(p.grad)]
         clear()

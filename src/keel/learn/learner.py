@@ -1,30 +1,38 @@
-"""The models that one objective needs, and what is asked of them on a batch."""
+"""The models of one objective: their scores of a batch, and one optimizer step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from keel.algorithms.spec import Algorithm
+from keel.learn.actions import TrainBatch
 from keel.learn.batch import Batch
-from keel.learn.finite import Cause, alone, in_tensors, in_weights, stop_unless_finite
-from keel.learn.loss import Loss, loss
+from keel.learn.finite import (
+    Cause,
+    find_offending_sequence,
+    in_tensors,
+    in_weights,
+    stop_unless_finite,
+)
+from keel.learn.loss import loss
 from keel.learn.optimizer import AdamW, step_all
 from keel.learn.token_budget import TokenBudget
+from keel.models.head import Scores
 from keel.models.policy import Policy
 from keel.models.reference import Reference
-from keel.models.scores import Scores
 from keel.models.value import Critic, ValueHead
 from keel.types import KeelError
 
 
 @dataclass(frozen=True, eq=False)
 class Learner:
-    """Policy, and where the row asks for them reference and value model, with their optimizers."""
+    """The policy, and the reference and value model that the algorithm needs, with optimizers."""
 
     policy: Policy
     optimizer: AdamW
@@ -37,7 +45,7 @@ class Learner:
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """What is trained beside the policy, by name."""
+        """What is trained with the policy, by name."""
         pairs = {"value_head": self.value_head, "critic": self.critic}
         return {name: module for name, module in pairs.items() if module is not None}
 
@@ -46,9 +54,9 @@ class Learner:
         pairs = {"optimizer": self.optimizer, "value_optimizer": self.value_optimizer}
         return {name: optimizer for name, optimizer in pairs.items() if optimizer is not None}
 
-    def scores(self, row: Algorithm, batch: Batch) -> Scores:
-        """What the loss reads of the current models, with gradients."""
-        divergence = row.loss_divergence
+    def scores(self, algorithm: Algorithm, batch: Batch) -> Scores:
+        """The current models' scores that the loss reads, with gradients."""
+        divergence = algorithm.loss_divergence
         full = divergence is not None and divergence.estimator == "full"
         scores = self.policy.scores(
             batch.packed,
@@ -62,24 +70,18 @@ class Learner:
         return scores
 
     @torch.no_grad()
-    def measure(self, batch: Batch, *, old: bool, reference: bool, values: bool = True) -> Batch:
-        """The batch with old log-probabilities, reference log-probabilities and values filled in.
-
-        Values are measured wherever a value model is.
-        """
-        return self.budget.fitting(
-            lambda tokens: self._measure(batch, old, reference, values, tokens),
-            batch.sizes,
-        )
+    def score(self, batch: Batch, *, old: bool, reference: bool, values: bool = True) -> Batch:
+        """The batch with the log-probabilities of the policy (`old`) and of the reference, and
+        values where there is a value model."""
+        attempt = partial(self._score, batch, old, reference, values)
+        return self.budget.fitting(attempt, batch.sizes)
 
     def clear(self) -> None:
         """Drop all gradients."""
         for optimizer in self.optimizers.values():
             optimizer.clear()
 
-    def _measure(
-        self, batch: Batch, old: bool, reference: bool, values: bool, tokens: int
-    ) -> Batch:
+    def _score(self, batch: Batch, old: bool, reference: bool, values: bool, tokens: int) -> Batch:
         head = self.value_head if values else None
         parts: dict[str, list[Tensor]] = {}
         for micro in batch.micro_batches(tokens):
@@ -92,33 +94,36 @@ class Learner:
             if values and self.critic is not None:
                 parts.setdefault("value_N", []).append(self.critic.values(micro.packed))
             if reference and self.reference is not None:
-                seen = self.reference.log_probs(micro.packed, self.temperature)
-                parts.setdefault("reference_log_prob_N", []).append(seen)
+                log_prob_N = self.reference.log_probs(micro.packed, self.temperature)
+                parts.setdefault("reference_log_prob_N", []).append(log_prob_N)
         found: dict[str, Any] = {name: torch.cat(tensors) for name, tensors in parts.items()}
         return replace(batch, **found)
 
 
 def update(
-    learner: Learner, row: Algorithm, batch: Batch, beta: float, rates: tuple[float | None, float]
+    learner: Learner,
+    algorithm: Algorithm,
+    batch: TrainBatch[Batch],
+    beta: float,
+    rates: tuple[float | None, float],
 ) -> dict[str, float]:
-    """One optimizer step over the micro-batches of a prepared batch; its metrics.
+    """One optimizer step on a batch, and its metrics.
 
-    `rates` are the learning rates of the policy and of the value model; None leaves the policy and
-    its optimizer's state as they are.
+    `rates` are the learning rates of the policy and of the value model; with None the policy and
+    its optimizer's state stay as they are.
 
     Raises:
-        NotFinite: the loss or a gradient is; no step was taken, by none of the optimizers.
+        NotFinite: the loss or a gradient is not finite; no optimizer took a step.
     """
-    moving, still = _by_gradient(row, batch, beta)
+    with_gradient, without = _by_gradient(algorithm, batch, beta)
     metrics = learner.budget.fitting(
-        lambda tokens: backward(learner, row, moving, beta, tokens),
-        moving.sizes,
+        partial(backward, learner, algorithm, with_gradient, beta),
+        with_gradient.actions.sizes,
         undo=learner.clear,
     )
-    if still.sequences:
-        more = learner.budget.fitting(
-            lambda tokens: _watched(learner, row, still, beta, tokens), still.sizes
-        )
+    if without.sequences:
+        attempt = partial(_losses, learner, algorithm, without, beta)
+        more = learner.budget.fitting(attempt, without.actions.sizes)
         metrics = {name: value + more[name] for name, value in metrics.items()}
     try:
         stop_unless_finite(metrics)
@@ -133,44 +138,54 @@ def update(
 
 
 def backward(
-    learner: Learner, row: Algorithm, batch: Batch, beta: float, tokens: int
+    learner: Learner, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float, tokens: int
 ) -> dict[str, float]:
-    """Leave the gradient of a prepared batch in the parameters, so many tokens at a time."""
-
-    def learned(micro: Batch) -> Loss:
-        said = loss(row, micro, learner.scores(row, micro), beta)
-        said.total.backward()  # type: ignore[no-untyped-call]
-        return said
-
-    return _summed(map(learned, batch.micro_batches(tokens)))
+    """Add a batch's gradient to the parameters', `tokens` at a time; its metrics."""
+    parts = []
+    for micro in _micro_batches(batch, tokens):
+        part = loss(algorithm, micro, learner.scores(algorithm, micro.actions), beta)
+        part.total.backward()  # type: ignore[no-untyped-call]
+        parts.append(part.metrics)
+    return _summed(parts)
 
 
 @torch.no_grad()
-def _watched(
-    learner: Learner, row: Algorithm, batch: Batch, beta: float, tokens: int
+def _losses(
+    learner: Learner, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float, tokens: int
 ) -> dict[str, float]:
-    """What `backward` says of a batch, without it."""
-    micros = batch.micro_batches(tokens)
-    return _summed(loss(row, micro, learner.scores(row, micro), beta) for micro in micros)
+    """The metrics of a batch without its gradient."""
+    return _summed(
+        [
+            loss(algorithm, micro, learner.scores(algorithm, micro.actions), beta).metrics
+            for micro in _micro_batches(batch, tokens)
+        ]
+    )
 
 
-def _summed(parts: Iterable[Loss]) -> dict[str, float]:
+def _micro_batches(batch: TrainBatch[Batch], tokens: int) -> list[TrainBatch[Batch]]:
+    spans = batch.actions.spans(tokens)
+    return [batch] if len(spans) == 1 else [batch.select(span) for span in spans]
+
+
+def _summed(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     sums: dict[str, Tensor] = {}
     for part in parts:
-        for name, value in part.metrics.items():
+        for name, value in part.items():
             sums[name] = sums[name] + value if name in sums else value
     return {name: float(value) for name, value in sums.items()}
 
 
-def _by_gradient(row: Algorithm, batch: Batch, beta: float) -> tuple[Batch, Batch]:
+def _by_gradient(
+    algorithm: Algorithm, batch: TrainBatch[Batch], beta: float
+) -> tuple[TrainBatch[Batch], TrainBatch[Batch]]:
     """The sequences that the loss has a gradient on, and the others.
 
-    One that has an advantage of 0 on every token has none, unless another term than the surrogate
-    asks for it. One sequence at least stays, so that each parameter has a gradient, be it 0.
+    A sequence whose advantages are all 0 has none, unless the loss has another term than the
+    surrogate. At least one sequence is among the first, so that each parameter has a gradient.
     """
-    assert batch.advantage_N is not None
-    divergence = row.loss_divergence is not None and beta != 0
-    if divergence or row.value is not None or row.entropy > 0 or row.surrogate.kind == "custom":
+    divergence = algorithm.loss_divergence is not None and beta != 0
+    other_terms = divergence or algorithm.value is not None or algorithm.entropy > 0
+    if other_terms or algorithm.surrogate.kind == "custom":
         return batch, batch.select([])
     pieces = torch.split((batch.advantage_N != 0).cpu(), list(batch.lengths))
     moves = [bool(piece.any()) for piece in pieces]
@@ -182,17 +197,19 @@ def _by_gradient(row: Algorithm, batch: Batch, beta: float) -> tuple[Batch, Batc
     return batch.select(chosen), batch.select(others)
 
 
-def cause_of(learner: Learner, row: Algorithm, batch: Batch, beta: float) -> Cause:
-    """Where a loss or gradient of a prepared batch that is not finite comes from."""
-    parameters = [
-        pair for optimizer in learner.optimizers.values() for pair in optimizer.parameters
-    ]
+def cause_of(
+    learner: Learner, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float
+) -> Cause:
+    """Where a loss or gradient that is not finite comes from."""
+    parameters = [p for optimizer in learner.optimizers.values() for p in optimizer.parameters]
 
-    def learn(i: int) -> dict[str, float]:
-        return backward(learner, row, batch.select([i]), beta, learner.budget.tokens)
+    def backward_alone(i: int) -> dict[str, float]:
+        return backward(learner, algorithm, batch.select([i]), beta, learner.budget.tokens)
 
     return (
         in_weights(parameters)
         or in_tensors(batch)
-        or alone(learn, range(batch.sequences), parameters, learner.clear)
+        or find_offending_sequence(
+            backward_alone, range(batch.sequences), parameters, learner.clear
+        )
     )

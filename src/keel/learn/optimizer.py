@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.config.optimisation import Optimizer
-from keel.learn.token_budget import LESS, needing_memory
+from keel.learn.token_budget import LESS, oom_context
 from keel.types import KeelError
 
 Named = list[tuple[str, nn.Parameter]]
@@ -107,7 +107,7 @@ def step_all(optimizers: Sequence[AdamW], rates: Sequence[float | None]) -> list
     """
     norms = [optimizer.clip() for optimizer in optimizers]
     if all(math.isfinite(norm) for norm in norms):
-        with needing_memory("the optimizer stepped", LESS):
+        with oom_context("the optimizer stepped", LESS):
             for optimizer, rate in zip(optimizers, rates, strict=True):
                 if rate is not None:
                     optimizer.apply(rate)

@@ -1,4 +1,4 @@
-"""How many tokens enter a pass, and what happens where memory runs out."""
+"""How many tokens a micro-batch has, and what happens where memory runs out."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ LESS = (
 
 
 class TokenBudget:
-    """Model-input tokens of a micro-batch, of which a longer sequence goes alone.
+    """The largest number of model-input tokens of a micro-batch; a longer sequence is one alone.
 
-    Halved where memory runs out, for good: so it is part of what a checkpoint holds. Weights are
-    set before a batch is cut, so a smaller budget changes a result by rounding alone.
+    It is halved for good where memory runs out, and a checkpoint holds it. The weights of the loss
+    are set before a batch is cut, so a smaller budget changes results by rounding alone.
     """
 
-    def __init__(self, tokens: int, told: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, tokens: int, note: Callable[[str], None] = lambda text: None) -> None:
         self.asked = self.tokens = tokens
-        self.told = told
+        self._note = note
 
     @property
     def found(self) -> int | None:
-        """The tokens that there was room for, where they are fewer than was asked for."""
+        """The tokens that fitted into memory, where they are fewer than was asked for."""
         return None if self.tokens == self.asked else self.tokens
 
     def fitting(
@@ -51,10 +51,9 @@ class TokenBudget:
         sizes: PackedSizes,
         undo: Callable[[], None] = lambda: None,
     ) -> T:
-        """What `attempt(tokens)` gives, with fewer tokens at a time until there is memory for it.
+        """The result of `attempt(tokens)`, tried with fewer tokens until there is memory for it.
 
-        `sizes` say how what is attempted is cut into micro-batches; `undo` takes back what an
-        attempt left behind.
+        `sizes` say how it cuts its batch into micro-batches; `undo` reverts a failed attempt.
 
         Raises:
             KeelError: the largest micro-batch is a single sequence, and there is no memory for it.
@@ -82,7 +81,7 @@ class TokenBudget:
                 "model.activation_checkpointing = true, or take a smaller model"
             )
         before, self.tokens = self.tokens, tokens // 2
-        self.told(
+        self._note(
             f"out of memory with {tokens} tokens at a time (token_budget {before}): going on with "
             f"{self.tokens}; set token_budget = {self.tokens}"
         )
@@ -92,19 +91,18 @@ def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that there is no memory, on whatever device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _REFUSALS)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _REFUSALS)
 
 
 @contextmanager
-def needing_memory(doing: str, mend: str) -> Iterator[None]:
-    """Where no smaller micro-batch would help: what the memory was for, and what needs less.
+def oom_context(action: str, hint: str) -> Iterator[None]:
+    """Turns a lack of memory into an error that says what the memory was for and what needs less.
 
-    Raises:
-        KeelError: there was not enough.
+    For what a smaller micro-batch does not help.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        raise KeelError(f"out of memory while {doing}: {mend}") from error
+        raise KeelError(f"out of memory while {action}: {hint}") from error

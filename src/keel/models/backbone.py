@@ -1,4 +1,4 @@
-"""One packed forward through a model's backbone."""
+"""One packed forward pass through a model's backbone."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from keel.models import llama
-from keel.models.attention.layout import PackedLayout
+from keel.models.attention import PackedLayout
 from keel.models.packed import Packed
+
+
+def uses_autocast(model: PreTrainedModel, wanted: bool) -> bool:
+    """Whether the model works in bfloat16 autocast: float32 weights on a GPU."""
+    return wanted and model.device.type == "cuda" and model.dtype == torch.float32
 
 
 def autocast_for(model: PreTrainedModel, wanted: bool) -> torch.autocast:
     """bfloat16 autocast for float32 weights on a GPU; elsewhere no effect."""
-    on = wanted and model.device.type == "cuda" and model.dtype == torch.float32
-    return torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=on)
+    enabled = uses_autocast(model, wanted)
+    return torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
 def hidden_states(
@@ -29,23 +33,18 @@ def hidden_states(
 def states_at(
     model: PreTrainedModel, packed: Packed, at_K: Int[Tensor, " K"], autocast: bool = True
 ) -> Float[Tensor, "K H"]:
-    """The last hidden state at these places among the T.
+    """The last hidden states at these indices among the T.
 
-    `model` is a causal language model, one with a classification head, or their backbone, turned to
-    packed attention. No cache is kept: transformers' own would let sequences see each other.
+    `model` is a causal language model, one with a classification head, or their backbone, with
+    packed attention. No cache is used: transformers' own would let sequences see each other.
     """
     backbone: nn.Module = model.base_model
-    layout = PackedLayout(packed.lengths, packed.follows)
-    states: Tensor
-    if llama.applies(backbone):
-        states = llama.states(backbone, packed.tokens_T, packed.positions(), layout)
-        return states.index_select(0, at_K)
     with autocast_for(model, autocast):
         out = backbone(
             input_ids=packed.tokens_T[None],
             position_ids=packed.positions()[None],
             use_cache=False,
-            layout=layout,
+            layout=PackedLayout(packed.lengths, packed.follows),
         )
-    states = out.last_hidden_state[0]
+    states: Tensor = out.last_hidden_state[0]
     return states.index_select(0, at_K)

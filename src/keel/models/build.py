@@ -1,4 +1,9 @@
-"""A small random model of any supported family, from a seed."""
+"""A small random model of any supported family from a seed, and its tokenizer.
+
+A tokenizer has one token per character or one per byte. Both decode to exactly the text that they
+encoded, and save and load as any fast tokenizer does, except with the families whose own rules
+AutoTokenizer puts in their place (see `build_tokenizer`).
+"""
 
 from __future__ import annotations
 
@@ -6,27 +11,30 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as token_models
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 
 from keel.config.model import BuildModel
 from keel.config.suggest import unknown
 from keel.models.families import FAMILIES, check_family
 from keel.models.tokenizer_round_trip import reloaded, same_rules
-from keel.models.tokenizers import byte_tokenizer, character_tokenizer
 from keel.types import KeelError
 
+PAD, EOS = "<pad>", "<eos>"
 EXPERTS = 4
-"""Experts of a small sparse model, two of them at work for each token."""
+"""Experts of a small sparse model, two of them active for each token."""
 
 
 def build_tokenizer(spec: BuildModel) -> PreTrainedTokenizerBase:
-    """The tokenizer that the recipe describes, as AutoTokenizer loads it beside such a model.
+    """The tokenizer that the recipe describes, as AutoTokenizer loads it with such a model.
 
     Raises KeelError where the family's own rules would lose characters of the alphabet.
     """
@@ -95,7 +103,7 @@ def _common_keys(spec: BuildModel) -> dict[str, Any]:
 
 
 def _family_keys(spec: BuildModel, known: Collection[str]) -> dict[str, Any]:
-    """Keys that a family must be told, lest its config keep the size of the published model."""
+    """Keys without which a family's config would keep the size of the published model."""
     family = FAMILIES[spec.family]
     width = spec.intermediate_size
     if width is None:
@@ -119,14 +127,66 @@ def _family_keys(spec: BuildModel, known: Collection[str]) -> dict[str, Any]:
 
 
 def build_model(spec: BuildModel, seed: int, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with weights drawn from `seed`; the global random state is left as it was.
+    """The model with random weights from `seed`; the global random state does not change.
 
-    Weights are drawn on the CPU in float32 and then cast, so that they do not depend on the device
-    and agree between types.
+    Weights are made on the CPU in float32 and then cast, so they do not depend on the device and
+    agree between dtypes.
     """
     config = build_config(spec)
     with torch.random.fork_rng(devices=[]):
-        # Of the CPU's generator only: torch.manual_seed would also seed the GPU's.
+        # Only the CPU's generator: torch.manual_seed would also seed the GPU's.
         torch.default_generator.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.to(dtype)
+
+
+def character_tokenizer(alphabet: str, context: int) -> PreTrainedTokenizerFast:
+    """One token per character of the alphabet, after `<pad>` (0) and `<eos>` (1).
+
+    Encoding a character outside the alphabet raises. Raises KeelError for an alphabet that is
+    empty or has a character twice.
+    """
+    if not alphabet:
+        raise KeelError("model.build.alphabet is empty: give the characters of the tokenizer")
+    twice = sorted({character for character in alphabet if alphabet.count(character) > 1})
+    if twice:
+        raise KeelError(f"model.build.alphabet holds {twice[0]!r} twice: give each character once")
+    vocabulary = {token: number for number, token in enumerate((PAD, EOS, *alphabet))}
+    tokenizer = Tokenizer(token_models.WordLevel(vocabulary))
+    # Any character, also the newline, which "." does not match.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return _fast(tokenizer, context)
+
+
+def byte_tokenizer(context: int) -> PreTrainedTokenizerFast:
+    """One token per byte of UTF-8, with the byte's value as its id; `<pad>` 256, `<eos>` 257."""
+    vocabulary = {character: number for number, character in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(token_models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return _fast(tokenizer, context)
+
+
+def _byte_characters() -> list[str]:
+    """The printable stand-in of each byte in byte-level tokenizers.
+
+    Printable Latin-1 characters represent themselves, the other bytes 256 and up in order (GPT-2,
+    Radford et al. 2019).
+    """
+    itself = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(0xAE, 0x100)}
+    characters, moved = [], 0
+    for value in range(256):
+        characters.append(chr(value if value in itself else 256 + moved))
+        moved += value not in itself
+    return characters
+
+
+def _fast(tokenizer: Tokenizer, context: int) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+    )

@@ -7,12 +7,24 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-from keel.models.templates import limited_template
 from keel.models.tokenizer_round_trip import Served, apart, differing
-from keel.runs.watchdog import Hung
+from keel.runs.watchdog import Hung, limited
 from keel.types import Content, KeelError, Message, Prompt
+
+TEMPLATE_SECONDS = 30.0
+"""Limit for one conversation, which usually takes less than a thousandth of a second.
+
+A chat template comes with a model. transformers renders it in a sandbox without files and
+attributes, but nested loops could still run for hours."""
+
+
+def limited_template(what: str) -> AbstractContextManager[None]:
+    """Raise `Hung`, which names `what`, where the block exceeds `TEMPLATE_SECONDS`."""
+    hint = "does it loop? Set model.chat_template to another"
+    return limited(f"the chat template of {what}", TEMPLATE_SECONDS, hint)
 
 
 def encode(
@@ -46,11 +58,11 @@ def as_turns(content: Content, tokenizer: Any, raw: bool) -> Content:
 class Encoder:
     """Encodes prompts and leaves out those longer than `max_tokens`; for PromptStream's `prepare`.
 
-    Of the tasks in `forgiven` one that cannot be encoded is left out as well; elsewhere it stops.
-    The stream counts what is left out; the first prompt of a task is told to `note`, but for the
-    tasks that are `known` to have some. Plain prompts of the tasks in `raw` go without the chat
-    template. A prompt that a tokenizer of `served` reads otherwise stops, or is noted once where it
-    is only the source's tokenizer.json that does.
+    A prompt that cannot be encoded raises, unless its task is in `forgiven`: then it is left out.
+    The first prompt left out of a task is reported to `note`, except for tasks in `known`. Plain
+    prompts of tasks in `raw` go without the chat template. A prompt that the saved tokenizer of
+    `served` encodes differently raises; one that only the source's tokenizer.json encodes
+    differently is reported once.
     """
 
     def __init__(
@@ -73,18 +85,15 @@ class Encoder:
         self.raw = frozenset(raw)
         self.served = served or Served()
         self.differs: str | None = None
-        """How the first prompt reads that tokenizer.json and AutoTokenizer read differently."""
+        """How tokenizer.json and AutoTokenizer first differed on a prompt."""
 
     def __call__(self, prompt: Prompt) -> Prompt | None:
         """The prompt with its tokens; None where it is left out."""
-        try:
-            encoded = self._encode(prompt, self.tokenizer)
-        except Hung:
-            raise
-        except KeelError as error:
+        encoded = self._attempt(prompt, self.tokenizer)
+        if isinstance(encoded, KeelError):
             if prompt.task not in self.forgiven:
-                raise
-            self._leave_out(prompt, str(error))
+                raise encoded
+            self._leave_out(prompt, str(encoded))
             return None
         self._compare(prompt, encoded)
         long = self.too_long(encoded)
@@ -94,27 +103,31 @@ class Encoder:
         return None
 
     def too_long(self, encoded: Prompt) -> str | None:
-        """What is wrong with a prompt that has too many tokens."""
+        """The message for a prompt with too many tokens; None for others."""
         n = len(encoded.tokens)
         if self.max_tokens is None or n <= self.max_tokens:
             return None
         return f"prompt {encoded.id!r} is {n} tokens long, more than the {self.max_tokens} allowed"
 
     def wrong(self, prompt: Prompt) -> tuple[str, Literal["bad", "long"]] | None:
-        """Why a prompt would be left out, or stop: it cannot be encoded, or is too long."""
+        """Why a prompt cannot be used: it cannot be encoded (bad), or is too long."""
+        encoded = self._attempt(prompt, self.tokenizer)
+        if isinstance(encoded, KeelError):
+            return str(encoded), "bad"
+        long = self.too_long(encoded)
+        return None if long is None else (long, "long")
+
+    def _attempt(self, prompt: Prompt, tokenizer: Any) -> Prompt | KeelError:
+        """The encoded prompt, or why it cannot be encoded. A template that hangs raises."""
         try:
-            long = self.too_long(self._encode(prompt, self.tokenizer))
+            return encode(prompt, tokenizer, self.template_kwargs, raw=prompt.task in self.raw)
         except Hung:
             raise
         except KeelError as error:
-            return str(error), "bad"
-        return None if long is None else (long, "long")
-
-    def _encode(self, prompt: Prompt, tokenizer: Any) -> Prompt:
-        return encode(prompt, tokenizer, self.template_kwargs, raw=prompt.task in self.raw)
+            return error
 
     def _compare(self, prompt: Prompt, encoded: Prompt) -> None:
-        """Raise KeelError where the saved tokenizer would read the prompt otherwise."""
+        """Raise KeelError where the saved tokenizer encodes the prompt differently."""
         saved, written = self.served.saved, self.served.written
         if saved is not None and (other := self._other(prompt, saved)) != encoded.tokens:
             where = apart(_shown(prompt), list(encoded.tokens), list(other))
@@ -131,12 +144,8 @@ class Encoder:
                 )
 
     def _other(self, prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
-        try:
-            return self._encode(prompt, tokenizer).tokens
-        except Hung:
-            raise
-        except KeelError:
-            return ()
+        encoded = self._attempt(prompt, tokenizer)
+        return () if isinstance(encoded, KeelError) else encoded.tokens
 
     def _leave_out(self, prompt: Prompt, why: str) -> None:
         if self.note is not None and prompt.task not in self.known:
@@ -152,18 +161,17 @@ def _shown(prompt: Prompt) -> str:
 def encode_text(
     text: str, name: str, tokenizer: Any, *, split_special_tokens: bool = False
 ) -> list[int]:
-    """The text's own tokens, nothing added; `name` says in an error what the text is.
+    """The text's own tokens, nothing added; `name` is what an error calls the text.
 
-    With `split_special_tokens` a special token that is spelled out in the text is ordinary
-    characters: somebody wrote them. Raises KeelError that names the character which the tokenizer
-    does not know.
+    With `split_special_tokens` a special token spelled out in the text is ordinary characters.
+    Raises KeelError with the character that the tokenizer does not know.
     """
     try:
         bare = _bare(text, tokenizer, split_special_tokens)
         unknown = getattr(tokenizer, "unk_token_id", None)
         if unknown is None or unknown not in bare:
             return bare
-        # The token may stand in the text itself, spelled out; between there are characters.
+        # The unknown token may be spelled out in the text: check what is around it.
         pieces = [piece for piece in text.split(tokenizer.unk_token) if piece]
         lost = len(pieces) == 1 and pieces[0] == text
         if not lost and all(
@@ -181,7 +189,7 @@ def _bare(text: str, tokenizer: Any, split_special_tokens: bool) -> list[int]:
         text,
         add_special_tokens=False,
         split_special_tokens=split_special_tokens,
-        verbose=False,  # what is too long for a model is said elsewhere, and by name
+        verbose=False,  # texts that are too long are reported elsewhere
     )
     return list(found["input_ids"])
 
@@ -231,7 +239,7 @@ def _messages(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]
 
 
 PROBE = "An answer to close"
-"""An answer that no template has reason to change."""
+"""An answer that no template changes."""
 
 
 def encode_answered(
@@ -245,9 +253,9 @@ def encode_answered(
 
     None where the template is of prompts only: it does not show the assistant's turn.
 
-    The tokens are those of `apply_chat_template`, but for special tokens that the answer spells
-    out: someone wrote them, and they are ordinary characters. Raises KeelError, naming the row,
-    where the template fails.
+    The tokens are those of `apply_chat_template`, except that special tokens spelled out in the
+    answer are ordinary characters. Raises KeelError with the example's name where the template
+    fails.
     """
 
     def rendered(text: str) -> str:
@@ -271,7 +279,7 @@ def encode_answered(
     specials = re.compile("|".join(map(re.escape, _specials(tokenizer))) or r"(?!)")
     if specials.findall(text) == specials.findall(probe):
         return encode_text(text, what, tokenizer), closing
-    # Only what stands outside of the answer is the template's own, special tokens included.
+    # Only special tokens outside of the answer are the template's.
     start = _common(text, head)
     stop = _common(text[start:][::-1], tail[::-1])
     own = [(m.start(), m.end()) for m in specials.finditer(text)]
@@ -288,7 +296,7 @@ def encode_answered(
 
 
 def _common(a: str, b: str) -> int:
-    """Characters that two texts begin with alike."""
+    """Length of the common beginning of two texts."""
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )
@@ -302,7 +310,7 @@ def _specials(tokenizer: Any) -> list[str]:
 
 
 def _unreadable(text: str, name: str, tokenizer: Any, error: Exception | None) -> str:
-    """Names the first character that the tokenizer does not know, where there is one."""
+    """The error for a text, with the first character that the tokenizer does not know."""
     for character in dict.fromkeys(text):
         try:
             tokens = tokenizer(character, add_special_tokens=False)["input_ids"]
@@ -320,7 +328,7 @@ def _unreadable(text: str, name: str, tokenizer: Any, error: Exception | None) -
 
 
 def decode(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
-    """The sequences as text, without special tokens, otherwise exactly as the tokens say."""
+    """The exact text of the sequences, without special tokens."""
     texts: list[str] = tokenizer.batch_decode(
         sequences, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
@@ -328,9 +336,9 @@ def decode(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
 
 
 def token_ends(tokenizer: Any, ids: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """For each place in the text of `ids` (rising), the token that completes the text up to it.
+    """For each ascending position in the text of `ids`, the token that completes the text up to it.
 
-    What no token reaches belongs to the last; where there are no tokens there are no places.
+    A position after the text belongs to the last token; without tokens there are no positions.
     """
     if not ids:
         return []
@@ -339,7 +347,7 @@ def token_ends(tokenizer: Any, ids: Sequence[int], ends: Sequence[int]) -> list[
     reach = list(itertools.accumulate((len(text) for _, text in runs), initial=0))
     found: list[int] = []
     for end in ends:
-        # The first run that reaches so far.
+        # The first run that reaches this position.
         at = bisect.bisect_left(reach, end, lo=1) - 1
         if at == len(runs):
             found.append(len(ids) - 1)
@@ -349,10 +357,10 @@ def token_ends(tokenizer: Any, ids: Sequence[int], ends: Sequence[int]) -> list[
 
 
 def _runs(tokenizer: Any, ids: Sequence[int]) -> list[tuple[list[int], str]]:
-    """The tokens in runs whose texts, one behind the other, are the text of every beginning.
+    """The tokens in runs whose concatenated texts are the text of every beginning.
 
-    Tokens that hold but some bytes of a character stand in one run with their neighbours; where a
-    token's text depends on more than that, all are one run.
+    Tokens with part of a character's bytes form one run with their neighbours; where a token's text
+    depends on more than that, all tokens are one run.
     """
     distinct = list(dict.fromkeys(ids))
     alone = dict(zip(distinct, decode(tokenizer, [[one] for one in distinct]), strict=True))
@@ -362,16 +370,16 @@ def _runs(tokenizer: Any, ids: Sequence[int]) -> list[tuple[list[int], str]]:
         runs += [tokens] if broken else [[one] for one in tokens]
     *texts, whole = decode(tokenizer, [*(run for run in runs if len(run) > 1), ids])
     rest = iter(texts)
-    said = [next(rest) if len(run) > 1 else alone[run[0]] for run in runs]
-    return list(zip(runs, said, strict=True)) if "".join(said) == whole else [(list(ids), whole)]
+    parts = [next(rest) if len(run) > 1 else alone[run[0]] for run in runs]
+    return list(zip(runs, parts, strict=True)) if "".join(parts) == whole else [(list(ids), whole)]
 
 
 def _token_of_run(tokenizer: Any, run: Sequence[int], text: str, end: int) -> int:
-    """The first token of a run with which its text up to `end` stands there, by halving."""
+    """The first token of a run that completes its text up to `end`, by bisection."""
     low, high = 0, len(run) - 1
     while low < high:
         middle = (low + high) // 2
-        # Half a character shows as another one, so that its length alone says nothing.
+        # Part of a character decodes to another one, so its length is not enough.
         beginning = decode(tokenizer, [run[: middle + 1]])[0]
         if len(beginning) >= end and beginning[:end] == text[:end]:
             high = middle

@@ -1,8 +1,8 @@
-"""The model families that the packed forward is right for, and how their logits are made.
+"""The model families whose packed forward pass is correct, and how their logits are made.
 
-A family is a transformers model type. What is not listed is refused by name: some families have no
-attention interface (Bloom, Falcon, MPT), in others state leaks from one packed sequence into the
-next (Mamba, RWKV and other recurrent layers).
+A family is a transformers model type. Others are refused: some have no attention interface (Bloom,
+Falcon, MPT), in others state leaks from one packed sequence into the next (Mamba, RWKV and other
+recurrent layers).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from keel.types import KeelError
 
 @dataclass(frozen=True)
 class Family:
-    """What a small model of the family needs beyond the common keys of its config."""
+    """What a built model of the family needs beyond the common keys of its config."""
 
     gated: bool = True
     """A gated MLP (SwiGLU and the like), which is two thirds as wide at equal size."""
@@ -26,47 +26,22 @@ class Family:
     experts: bool = False
 
 
-_PLAIN = Family()
-_UNGATED = Family(gated=False)
-_SPARSE = Family(experts=True)
+_DENSE = """
+cohere cohere2 ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 granite hunyuan_v1_dense llama
+ministral mistral olmo olmo2 olmo3 phi3 qwen2 qwen3 seed_oss smollm3
+"""
+_UNGATED = "arcee gpt_neox phi starcoder2"
+_SPARSE = "gpt_oss mixtral olmoe qwen2_moe qwen3_moe"
 
 FAMILIES: dict[str, Family] = {
-    "arcee": _UNGATED,
-    "cohere": _PLAIN,
-    "cohere2": _PLAIN,
-    "ernie4_5": _PLAIN,
-    "exaone4": _PLAIN,
-    "gemma": _PLAIN,
-    "gemma2": _PLAIN,
-    "gemma3_text": _PLAIN,
-    "glm": _PLAIN,
-    "glm4": _PLAIN,
+    **dict.fromkeys(_DENSE.split(), Family()),
+    **dict.fromkeys(_UNGATED.split(), Family(gated=False)),
+    **dict.fromkeys(_SPARSE.split(), Family(experts=True)),
     "gpt2": Family(gated=False, width="n_inner"),
     "gpt_bigcode": Family(gated=False, width="n_inner"),
-    "gpt_neox": _UNGATED,
-    "gpt_oss": _SPARSE,
-    "granite": _PLAIN,
-    "hunyuan_v1_dense": _PLAIN,
-    "llama": _PLAIN,
-    "ministral": _PLAIN,
-    "mistral": _PLAIN,
-    "mixtral": _SPARSE,
-    "olmo": _PLAIN,
-    "olmo2": _PLAIN,
-    "olmo3": _PLAIN,
-    "olmoe": _SPARSE,
     "opt": Family(gated=False, width="ffn_dim"),
-    "phi": _UNGATED,
-    "phi3": _PLAIN,
-    "qwen2": _PLAIN,
-    "qwen2_moe": _SPARSE,
-    "qwen3": _PLAIN,
-    "qwen3_moe": _SPARSE,
-    "seed_oss": _PLAIN,
-    "smollm3": _PLAIN,
-    "starcoder2": _UNGATED,
 }
-"""Model types whose packed forward was found equal to the separate one."""
+"""Model types whose packed forward pass was found equal to the separate one."""
 
 SHIFTING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the longest sequence of the batch."""
@@ -84,10 +59,9 @@ SIZES = (
 
 
 def check_family(config: PreTrainedConfig, trusted: bool = False) -> None:
-    """Refuse a family that is not listed, or a config that packing would get wrong.
+    """Raise KeelError for a family that is not listed, or a config that cannot be packed.
 
-    `trusted` lets an unlisted family through (code that the user chose to trust); the probe then
-    decides. Raises KeelError.
+    With `trusted` (code that the user chose to trust) the probe decides on unlisted families.
     """
     family = config.model_type
     if family not in FAMILIES and not trusted:
@@ -110,17 +84,14 @@ def check_family(config: PreTrainedConfig, trusted: bool = False) -> None:
 
 
 def _check_sizes(config: PreTrainedConfig) -> None:
-    """Refuse a config whose sizes no model has; transformers would raise as it builds or runs it.
-
-    Raises KeelError.
-    """
+    """Raise KeelError for impossible sizes, with which transformers would fail later."""
     for key in SIZES:
         value = getattr(config, key, None)
         if isinstance(value, int) and value < 1:
             raise KeelError(f"the model's config has {key} = {value}: it must be 1 or more")
     ids = getattr(config, "eos_token_id", None)
     for token in ids if isinstance(ids, list) else [ids]:
-        # One past the vocabulary is often a family's default, which the tokenizer's replaces.
+        # A family's default may lie outside the vocabulary; the tokenizer's replaces it.
         if isinstance(token, int) and not 0 <= token < 2**31:
             raise KeelError(
                 f"the model's config has eos_token_id = {token}, which is no token: give one from "
@@ -147,8 +118,14 @@ def _rope_types(config: PreTrainedConfig) -> list[str]:
     return [str(entry["rope_type"]) for entry in sets if "rope_type" in entry]
 
 
+def context_length(model: PreTrainedModel) -> int | None:
+    """How many tokens a sequence may have; None where the model has no limit."""
+    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return None if length is None else int(length)
+
+
 def head_of(model: PreTrainedModel) -> Head:
-    """How a model's logits come from the hidden states of its backbone.
+    """How a model's logits are made from the hidden states of its backbone.
 
     Scale and soft cap are read from the config: Gemma 2 and 3 `final_logit_softcapping`, Granite
     `1 / logits_scaling`, Cohere `logit_scale`. Raises KeelError for a model without an output

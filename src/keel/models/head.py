@@ -1,15 +1,15 @@
-"""From hidden states to log-probabilities without a (tokens × vocabulary) matrix.
+"""From hidden states to log-probabilities without a (tokens × vocabulary) matrix, and to values.
 
-Logits are made for a chunk of tokens at a time, forward and again backward, so that no more than a
-chunk of them ever lives. The gradients are written out by hand; with z the logits after scale, soft
-cap and temperature, p = softmax(z), a the token, H the entropy, q a fixed reference distribution
-and K = Σ_v p log(p/q):
+Logits are computed for a chunk of tokens at a time, in the forward pass and again in the backward
+pass, so that only one chunk of them exists. The gradients are explicit; with z the logits after
+scale, soft cap and temperature, p = softmax(z), a the token, H the entropy, q a fixed reference
+distribution and K = Σ_v p log(p/q):
 
     ∂ log p_a / ∂z_v = 1[v = a] − p_v
     ∂ H / ∂z_v       = −p_v (log p_v + H)
     ∂ K / ∂z_v       = p_v (log p_v − log q_v − K)
 
-Logits are made in float32 whatever the model's dtype (float64 for a float64 model), also under
+Logits are float32 whatever the model's dtype (float64 for a float64 model), also under
 autocast.
 """
 
@@ -29,9 +29,9 @@ from keel.models.kernels import head as compiled
 CHUNK_BYTES = 32 * 2**20
 """Bytes of one chunk of float32 logits."""
 SUM_BYTES = 4 * 2**20
-"""Bytes of logits that are summed at a time."""
+"""Bytes of logits whose log-sum-exp is taken at a time on a CPU."""
 CHUNK_TOKENS = 16
-"""Fewest tokens in a chunk: below this the matrix product is starved."""
+"""Fewest tokens in a chunk: below this the matrix product is slow."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,18 +47,42 @@ class Head:
     softcap: float | None = None
 
     def detached(self) -> Head:
-        """The same head, to no gradient."""
+        """The same head without gradients."""
         bias = None if self.bias is None else self.bias.detach()
         return Head(self.weight.detach(), bias, self.scale, self.softcap)
 
 
 @dataclass(frozen=True, eq=False)
-class Readout:
-    """What the head says of each scored token; None where it was not asked."""
+class Scores:
+    """Of the scored tokens (or actions): None for what was not asked for."""
 
     log_prob_N: Float[Tensor, "N"]
     entropy_N: Float[Tensor, "N"] | None
-    divergence_N: Float[Tensor, "N"] | None
+    value_N: Float[Tensor, "N"] | None
+    full_kl_N: Float[Tensor, "N"] | None
+
+
+class ValueHead(nn.Module):
+    """v(s) = w · h + b: one linear layer that starts at zero, so that every value starts at 0.
+
+    In float32 (float64 for a float64 model), also under autocast.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.linear = nn.Linear(
+            hidden_size, 1, dtype=torch.promote_types(dtype, torch.float32), device="meta"
+        )
+        # Empty, then zero: nn.Linear's own initialisation would use the global random state.
+        self.linear.to_empty(device="cpu")
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden_NH: Float[Tensor, "N H"]) -> Float[Tensor, "N"]:
+        """Values of the states, with the gradient to the states."""
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            out: Tensor = self.linear(hidden_NH.to(self.linear.weight.dtype))
+        return out[:, 0]
 
 
 def logits(hidden: Float[Tensor, "... H"], head: Head) -> Float[Tensor, "... V"]:
@@ -70,8 +94,8 @@ def logits(hidden: Float[Tensor, "... H"], head: Head) -> Float[Tensor, "... V"]
 
 
 def steady_logits(head: Head) -> Callable[[Float[Tensor, "R H"]], Float[Tensor, "R V"]]:
-    """`logits` without gradients, of a head that stays as it is as long as this is called: of
-    float32 on a CPU by compiled code, in float32."""
+    """`logits` without gradients, of a head that does not change meanwhile: by compiled code where
+    the head is float32 on a CPU."""
     product = compiled_weight(head)
     if product is None:
         return lambda states: logits(states, head)
@@ -79,8 +103,8 @@ def steady_logits(head: Head) -> Callable[[Float[Tensor, "R H"]], Float[Tensor, 
 
 
 def compiled_weight(head: Head) -> compiled.HeadWeight | None:
-    """What compiled code multiplies states with, scale and soft cap left out; None where the head
-    is not float32 on a CPU, or there is no compiler."""
+    """The compiled product with the head's weight and bias, without scale and soft cap; None where
+    the head is not float32 on a CPU, or there is no compiler."""
     weight, bias = head.weight, head.bias
     given = [x for x in (weight, bias) if x is not None]
     fits = all(x.dtype == torch.float32 and x.is_contiguous() for x in given)
@@ -90,7 +114,7 @@ def compiled_weight(head: Head) -> compiled.HeadWeight | None:
 
 
 def _shaped(out: Tensor, head: Head) -> Tensor:
-    """A fresh product with the scale and the soft cap behind it."""
+    """The product W h + b with scale and soft cap applied."""
     if head.scale != 1.0:
         out = out * head.scale
     return out if head.softcap is None else head.softcap * torch.tanh(out / head.softcap)
@@ -106,7 +130,7 @@ def readout(
     reference: tuple[Float[Tensor, "N H"], Head] | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     chunk_tokens: int = CHUNK_TOKENS,
-) -> Readout:
+) -> Scores:
     """log π(a), the entropy −Σ_v π log π, and Σ_v π log(π/π_ref), each with its gradient.
 
     The temperature divides the logits, the reference's too. `reference` is the hidden states and
@@ -120,9 +144,10 @@ def readout(
     log_prob_N, entropy_N, divergence_N = _Readout.apply(  # type: ignore[no-untyped-call]
         hidden_NH, head.weight, head.bias, head, token_N, temperature, entropy, other, chunk
     )
-    return Readout(
+    return Scores(
         log_prob_N,
         entropy_N if entropy else None,
+        None,
         divergence_N if reference is not None else None,
     )
 
@@ -136,22 +161,6 @@ def log_probs(
 ) -> Float[Tensor, "N"]:
     """log π(a) alone; options as in `readout`."""
     return readout(hidden_NH, head, token_N, temperature, **options).log_prob_N
-
-
-def full_divergence(
-    hidden_NH: Float[Tensor, "N H"],
-    head: Head,
-    reference_NH: Float[Tensor, "N H"],
-    reference_head: Head,
-    temperature: float = 1.0,
-    **options: Any,
-) -> Float[Tensor, "N"]:
-    """KL(π ‖ π_ref) = Σ_v π log(π/π_ref) at each position, with the gradient to the policy only."""
-    token_N = torch.zeros(len(hidden_NH), dtype=torch.int64, device=hidden_NH.device)
-    reference = (reference_NH, reference_head)
-    out = readout(hidden_NH, head, token_N, temperature, reference=reference, **options)
-    assert out.divergence_N is not None
-    return out.divergence_N
 
 
 def _precision(hidden: Tensor) -> torch.dtype:
@@ -203,7 +212,7 @@ class _Chunks:
 
 
 def _normaliser(logits: Float[Tensor, "c V"]) -> Float[Tensor, "c"]:
-    """log Σ_v exp; on a CPU few rows at a time, for what it makes meanwhile is as large as they."""
+    """log Σ_v exp; on a CPU few tokens at a time, since its temporaries are as large."""
     few = max(1, SUM_BYTES // (logits.shape[1] * logits.element_size()))
     if logits.device.type != "cpu" or len(logits) <= few:
         return logits.logsumexp(1)
@@ -211,7 +220,7 @@ def _normaliser(logits: Float[Tensor, "c V"]) -> Float[Tensor, "c"]:
 
 
 class _Gradients:
-    """Where the gradients of the chunks gather; the weight's in one buffer, in place."""
+    """Accumulates the gradients of the chunks; the weight's in one buffer, in place."""
 
     def __init__(self, needs: tuple[bool, ...], policy: _Chunks, bias: Tensor | None) -> None:
         hidden = policy.hidden
@@ -222,7 +231,7 @@ class _Gradients:
             self.bias = torch.zeros(bias.shape, dtype=policy.dtype, device=bias.device)
 
     def add(self, rows: slice, grad: Tensor, policy: _Chunks) -> None:
-        """Take in the gradient (c, V) of W h + b for a chunk of tokens."""
+        """Add the gradient (c, V) of W h + b for a chunk of tokens."""
         if self.hidden is not None:
             self.hidden[rows] = (grad @ policy.weight).to(self.hidden.dtype)
         if self.weight is not None:

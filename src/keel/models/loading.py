@@ -1,7 +1,7 @@
-"""Models and tokenizers from a recipe: built on the spot, or from a folder or the hub.
+"""Models and tokenizers from a recipe: built, or from a folder or the hub.
 
-Weights come from safetensors only and remote code runs only where the recipe says so. Every way in
-which this can go wrong is a KeelError.
+Weights are read from safetensors only, and remote code runs only where the recipe allows it. All
+failures are KeelErrors.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -31,27 +32,26 @@ from transformers.utils import cached_file
 from keel.config.model import Model
 from keel.models.build import build_model, build_tokenizer
 from keel.models.families import check_family
-from keel.models.templates import check_template_names
 from keel.models.tokenizer_round_trip import Served, quiet, served
 from keel.runs.layout import RECIPE
 from keel.types import KeelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DROPOUT_KEYS = ("dropout", "pdrop", "layerdrop", "jitter")
-"""What the config keys that make a forward pass random have in their names."""
+"""Parts of the names of config keys that make a forward pass random."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 INDEX, ADAPTER = "model.safetensors.index.json", "adapter_config.json"
 GENERATION = "generation_config.json"
 COMPUTED = ("rotary_emb.inv_freq", "attn.masked_bias", "attention.masked_bias")
-"""Buffers that older checkpoints stored and that every model computes for itself."""
+"""Buffers that older checkpoints store and that models compute."""
 
 
 def load_model(spec: Model, seed: int) -> PreTrainedModel:
     """The recipe's model on its device, in its dtype, dropout off, with transformers' attention.
 
-    `seed` decides the weights of a built model. The global random state is left alone. Raises
-    KeelError for a missing or broken folder, weights that are pickled or incomplete, a family that
-    is not supported, a hub that cannot be reached, or a device that is not there.
+    `seed` decides the weights of a built model; the global random state does not change. Raises
+    KeelError for a missing or broken folder, pickled or incomplete weights, an unsupported family,
+    an unreachable hub, or a missing device.
     """
     device = choose_device(spec.device)
     if spec.build is not None:
@@ -60,50 +60,52 @@ def load_model(spec: Model, seed: int) -> PreTrainedModel:
         model = load_pretrained(spec)
     silence_dropout(model)
     if model.dtype == torch.float64 and model._can_set_experts_implementation():
-        # The grouped matrix product of sparse models knows no float64.
+        # The grouped matrix product of sparse models does not support float64.
         model.set_experts_implementation("eager")
     return model.to(device)
 
 
 def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
-    """The recipe's tokenizer, with its chat template where the recipe gives one.
+    """The recipe's tokenizer, with the recipe's chat template if it has one.
 
-    It is what AutoTokenizer loads, as wherever the model is served, which for some families is not
-    what the folder's tokenizer.json says (see `check_served`). Raises KeelError where there is none
-    to load.
+    It is what AutoTokenizer loads, as when the model is served; for some families that differs from
+    the folder's tokenizer.json (see `check_served`). Raises KeelError where none loads.
     """
     if spec.build is not None:
         tokenizer: PreTrainedTokenizerBase = build_tokenizer(spec.build)
     else:
-        name = _source(spec)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                name, revision=spec.revision, trust_remote_code=spec.trust_remote_code
-            )
-        except Exception as error:  # transformers raises of many kinds here
-            _refuse_code(spec, error)
-            raise KeelError(
-                f"model.name = {spec.name!r} has no tokenizer that loads ({_line(error)}): "
-                "save one there with tokenizer.save_pretrained"
-            ) from error
+        hint = "save one there with tokenizer.save_pretrained"
+        with _loading(spec, "has no tokenizer that loads", hint):
+            tokenizer = AutoTokenizer.from_pretrained(_source(spec), **_options(spec))
     if spec.chat_template is not None:
         tokenizer.chat_template = spec.chat_template
     check_template_names(tokenizer, spec.name or "built")
     return tokenizer
 
 
+def check_template_names(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raise KeelError for named chat templates that cannot be saved as files."""
+    templates = tokenizer.chat_template
+    for template in templates if isinstance(templates, dict) else ():
+        if not str(template).replace("-", "_").isidentifier():
+            raise KeelError(
+                f"model {name!r} has a chat template named {template!r}, which is no file name: "
+                "rename it in tokenizer_config.json to letters, digits, - and _"
+            )
+
+
 def check_served(
     spec: Model, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str
 ) -> Served:
-    """What the tokenizer must agree with on the data, so that a saved model is served on the tokens
-    it learned from. Raises KeelError where they already differ on fixed texts."""
-    if spec.trust_remote_code:  # the folder's own code decides, here and where it is served
+    """The tokenizers that must agree with this one on the data, so that a saved model is served
+    the tokens it learned from. Raises KeelError where they already differ on fixed texts."""
+    if spec.trust_remote_code:  # the folder's own code decides, here and when it is served
         return Served()
     return served(tokenizer, model.config, name, spec.name)
 
 
 def check_pair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Refuse a model that could never stop, or a tokenizer that knows more tokens than it."""
+    """Raise KeelError for a model that could never stop, or that lacks tokens of its tokenizer."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
     vocabulary = model.config.get_text_config().vocab_size
@@ -124,7 +126,7 @@ def check_pair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name:
 
 
 def choose_device(device: str) -> torch.device:
-    """`auto` is the GPU where there is one. Raises KeelError for a GPU that is not there."""
+    """`auto` is the GPU if there is one. Raises KeelError for a missing GPU."""
     there = torch.cuda.is_available()
     if device == "cuda" and not there:
         raise KeelError(
@@ -136,8 +138,8 @@ def choose_device(device: str) -> torch.device:
 def silence_dropout(model: PreTrainedModel) -> None:
     """Set every dropout of modules and config to 0.
 
-    Ratios of probabilities mean nothing when the forward pass is random, and training mode must
-    stay on for activation checkpointing.
+    Ratios of probabilities need a deterministic forward pass, and activation checkpointing needs
+    training mode.
     """
     _silence_config(model.config)
     for module in model.modules():
@@ -161,36 +163,28 @@ def _is_dropout(key: str, value: object) -> bool:
 def load_pretrained(
     spec: Model, auto: Any = AutoModelForCausalLM, what: str = "a causal language model"
 ) -> PreTrainedModel:
-    """A model from a folder or the hub, loaded by a class of transformers' with dropout off.
+    """A model from a folder or the hub, loaded by the class `auto` with dropout off.
 
-    `what` names such a model in an error.
+    `what` describes such a model in an error.
     """
     name = _source(spec)
-    options: dict[str, Any] = {
-        "revision": spec.revision,
-        "trust_remote_code": spec.trust_remote_code,
-    }
-    config = _config(spec, name, options)
+    hint = "save the model with save_pretrained, or choose another"
+    with _loading(spec, "has no config that loads", hint):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, **_options(spec))
     check_family(config, trusted=spec.trust_remote_code)
     _silence_config(config)
     if auto is AutoModelForCausalLM:
         _check_generation(spec, config)
-    try:
-        with quiet():
-            model, report = auto.from_pretrained(
-                name,
-                config=config,
-                dtype=DTYPES[spec.dtype],
-                use_safetensors=True,
-                output_loading_info=True,
-                **options,
-            )
-    except Exception as error:  # transformers, safetensors and the hub raise of many kinds
-        _refuse_code(spec, error)
-        raise KeelError(
-            f"model.name = {spec.name!r} does not load ({_line(error)}): it must hold {what} "
-            "saved with save_pretrained, in safetensors"
-        ) from error
+    hint = f"it must hold {what} saved with save_pretrained, in safetensors"
+    with _loading(spec, "does not load", hint), quiet():
+        model, report = auto.from_pretrained(
+            name,
+            config=config,
+            dtype=DTYPES[spec.dtype],
+            use_safetensors=True,
+            output_loading_info=True,
+            **_options(spec),
+        )
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         made = " ".join(config.architectures or ())
@@ -205,16 +199,16 @@ def load_pretrained(
         )
     _refuse_unread(spec, model, report["unexpected_keys"])
     loaded: PreTrainedModel = model
-    # What adapters record as their base: not a home folder that "~" stands for.
+    # Adapters record it as their base: not the home folder that "~" stands for.
     loaded.config.name_or_path = spec.name
     return loaded
 
 
 def _refuse_unread(spec: Model, model: PreTrainedModel, unexpected: Iterable[str]) -> None:
-    """Refuse stored weights of the backbone that the config has no place for.
+    """Raise KeelError for stored weights of the backbone that the config has no place for.
 
-    Fewer layers in the config than are stored, for one, would train a cut model. Heads of other
-    classes (an output layer, a score) and buffers that are computed anew are left unread.
+    With fewer layers in the config than are stored, part of the model would be missing. Heads of
+    other classes (an output layer, a score) and computed buffers may stay unread.
     """
     prefix = f"{model.base_model_prefix}."
     inside = tuple(f"{name}." for name, _ in model.base_model.named_children())
@@ -232,8 +226,8 @@ def _refuse_unread(spec: Model, model: PreTrainedModel, unexpected: Iterable[str
 
 
 def _check_generation(spec: Model, config: PreTrainedConfig) -> None:
-    """Refuse a generation_config.json that cannot be read: transformers passes it over, and with it
-    the tokens that end a completion."""
+    """Raise KeelError for an unreadable generation_config.json: transformers would ignore it, and
+    with it the tokens that end a completion."""
     assert spec.name is not None
     local = Path(spec.name).expanduser() / GENERATION
     path = local if local.parent.is_dir() else _of_hub(spec, GENERATION)
@@ -256,30 +250,29 @@ def _check_generation(spec: Model, config: PreTrainedConfig) -> None:
             )
 
 
-def _config(spec: Model, name: str, options: dict[str, Any]) -> PreTrainedConfig:
+def _options(spec: Model) -> dict[str, Any]:
+    return {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
+
+
+@contextmanager
+def _loading(spec: Model, fault: str, hint: str) -> Iterator[None]:
+    """Raise KeelError for whatever transformers, safetensors and the hub raise in the block."""
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
+        yield
+    except KeelError:
+        raise
     except Exception as error:
-        _refuse_code(spec, error)
-        raise KeelError(
-            f"model.name = {spec.name!r} has no config that loads ({_line(error)}): "
-            "save the model with save_pretrained, or choose another"
-        ) from error
-    return config
-
-
-def _refuse_code(spec: Model, error: Exception) -> None:
-    """Raise KeelError where what failed is that a folder's own Python was not to be run."""
-    if not spec.trust_remote_code and "trust_remote_code" in str(error):
-        raise KeelError(
-            f"model.name = {spec.name!r} comes with Python code of its own, which could do "
-            "anything: read it, and set trust_remote_code = true (model.trust_remote_code, or the "
-            "reward's option) where you trust it"
-        ) from error
+        if not spec.trust_remote_code and "trust_remote_code" in str(error):
+            raise KeelError(
+                f"model.name = {spec.name!r} comes with Python code of its own, which could do "
+                "anything: read it, and set trust_remote_code = true (model.trust_remote_code, or "
+                "the reward's option) where you trust it"
+            ) from error
+        raise KeelError(f"model.name = {spec.name!r} {fault} ({_line(error)}): {hint}") from error
 
 
 def _source(spec: Model) -> str:
-    """What to hand to transformers: a checked folder, or the hub name."""
+    """The name for transformers: a checked folder, or a hub name."""
     assert spec.name is not None
     folder = Path(spec.name).expanduser()
     if folder.is_dir():
@@ -298,7 +291,7 @@ def _source(spec: Model) -> str:
 
 
 def _of_hub(spec: Model, file: str) -> Path | None:
-    """A file of a hub's model, fetched where it is not in the cache; None where there is none."""
+    """A file of a model on the hub, downloaded if it is not in the cache; None if missing."""
     assert spec.name is not None
     try:
         found = cached_file(
@@ -309,14 +302,14 @@ def _of_hub(spec: Model, file: str) -> Path | None:
             _raise_exceptions_for_connection_errors=False,
             _raise_exceptions_for_gated_repo=False,
         )
-    except OSError:  # what is wrong with the name, loading says
+    except OSError:  # loading reports what is wrong with the name
         return None
     return None if found is None else Path(found)
 
 
 def _check_parts(name: str, index: Path | None, adapter: Path | None) -> None:
-    """Refuse what transformers would load beside the safetensors: pickles that an index names, and
-    an adapter with the base that it names, whatever that is."""
+    """Raise KeelError for what transformers would load as well: pickles that an index names, and an
+    adapter with its base."""
     if adapter is not None and adapter.is_file():
         raise KeelError(_adapter_error(name, adapter, "holds an adapter"))
     if index is None or not index.is_file():
@@ -336,7 +329,7 @@ def _check_parts(name: str, index: Path | None, adapter: Path | None) -> None:
 
 
 def _adapter_error(name: str, file: Path, holds: str) -> str:
-    """That a model is an adapter, which base it names, and how to make a model of the two."""
+    """The error for an adapter: its base, and how to merge the two."""
     try:
         known = dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -384,9 +377,9 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_hub(name: str) -> None:
-    """Refuse a hub name at once where neither the cache nor the hub can have it.
+    """Raise KeelError at once where neither the cache nor the hub can have the name.
 
-    Without this an offline machine waits half a minute for retries.
+    Otherwise an offline machine waits half a minute for retries.
     """
     cached = Path(hub.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     proxied = any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"))
@@ -407,6 +400,6 @@ def _check_hub(name: str) -> None:
 
 
 def _line(error: BaseException) -> str:
-    """The first two lines of an exception's message: of a config's, the field and its fault."""
+    """The first two lines of an exception's message: for a config, the field and its fault."""
     lines = [line.strip().rstrip(".:") for line in str(error).strip().splitlines()[:2]]
     return ": ".join(filter(None, lines)) or type(error).__name__

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): the one door to peft.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): the only module that uses peft.
 
-Adapters are put into the model in place; its class stays what it was. They are never merged there:
-merging and unmerging does not give back the same base. `plain_weights` makes merged tensors aside.
+Adapters are put into the model in place, and its class does not change. They are never merged
+there, since unmerging does not restore the same base; `plain_weights` makes merged tensors.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def add_lora(
 ) -> None:
     """Put a trainable adapter on the targeted linear layers and freeze all else.
 
-    A starts uniform in ±1/√(inputs), drawn from `seed`, and B at zero, so that the model says what
-    it said before. `output` is the layer that makes the model's answer and gets no adapter (None: a
-    causal language model's). The adapter is float32 at least, also on bfloat16 weights. `revision`
-    is that of the base on the hub, which the adapter's config records. Raises KeelError for a
-    target that is no linear layer, or the output layer.
+    A starts uniform in ±1/√(inputs), from `seed`, and B at zero, so that the model's results do not
+    change. `output` is the output layer, which gets no adapter (None: a causal language model's).
+    The adapter is float32 at least, also on bfloat16 weights. The adapter's config records the
+    base's `revision` on the hub. Raises KeelError for a target that is no linear layer, or the
+    output layer.
     """
     peft = _peft()
     targets = _targets(model, spec.targets, output or model.get_output_embeddings())
@@ -81,7 +81,7 @@ def add_lora(
 def _inject(model: PreTrainedModel, config: Any, adapter: str) -> None:
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
-        # peft draws weights of its own first, and warns of a second adapter, which is meant here.
+        # peft first makes random weights, and warns of a second adapter, which is intended here.
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
         _peft().inject_adapter_in_model(config, model, adapter_name=adapter)
     for _, layer in lora_layers(model):
@@ -92,7 +92,7 @@ def _inject(model: PreTrainedModel, config: Any, adapter: str) -> None:
 def _targets(
     model: PreTrainedModel, wanted: tuple[str, ...] | str, output: nn.Module | None
 ) -> list[str]:
-    """Full names of the targeted layers; a target names a layer by the end of its path."""
+    """Full names of the targeted layers; a target is the end of a layer's path."""
     linear = {
         name: module
         for name, module in model.named_modules()
@@ -116,13 +116,13 @@ def _targets(
 
 
 def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """The layers that carry an adapter, by name; none for a model without LoRA."""
+    """The layers with an adapter, and their names; none for a model without LoRA."""
     return [(name, m) for name, m in model.named_modules() if hasattr(m, "lora_A")]
 
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Within it the model is its base, bit for bit."""
+    """Within the block the model is its base, bit for bit."""
     layers = [layer for _, layer in lora_layers(model)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -135,7 +135,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def reference_adapter(model: nn.Module) -> Iterator[None]:
-    """Within it the frozen second adapter speaks."""
+    """Within the block the frozen second adapter is active."""
     layers = [layer for _, layer in lora_layers(model)]
     for layer in layers:
         layer.set_adapter(REFERENCE, inference_mode=True)
@@ -147,7 +147,7 @@ def reference_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def freeze_reference(model: PreTrainedModel) -> None:
-    """Copy the learning adapter into the frozen second one, which is made at the first call."""
+    """Copy the trained adapter to the frozen second one, which the first call creates."""
     layers = lora_layers(model)
     if REFERENCE not in layers[0][1].lora_A:
         _inject(model, copy.deepcopy(model.peft_config[POLICY]), REFERENCE)
@@ -159,17 +159,17 @@ def freeze_reference(model: PreTrainedModel) -> None:
 
 
 def has_reference(model: nn.Module) -> bool:
-    """Whether the second adapter has been made."""
+    """Whether there is a second adapter."""
     return any(REFERENCE in layer.lora_A for _, layer in lora_layers(model))
 
 
 def is_untouched(model: nn.Module) -> bool:
-    """Whether the learning adapter still adds nothing."""
+    """Whether the trained adapter is still zero."""
     return not any(bool(layer.lora_B[POLICY].weight.any()) for _, layer in lora_layers(model))
 
 
 def adapter_weights(model: nn.Module, adapter: str) -> dict[str, Tensor]:
-    """The tensors of one adapter, by their names in the model; not copies."""
+    """The tensors of one adapter by their names in the model, without a copy."""
     return {
         f"{name}.{half}.{adapter}.weight": getattr(layer, half)[adapter].weight.detach()
         for name, layer in lora_layers(model)
@@ -189,8 +189,8 @@ def is_affine(module: nn.Module) -> bool:
 
 
 def affine(linear: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight (outputs, inputs) and bias of what `is_affine`, as it acts now: an adapter that speaks
-    is merged in a new tensor."""
+    """The effective weight (outputs, inputs) and bias of a layer that `is_affine`, with an active
+    adapter merged into a new tensor."""
     base = getattr(linear, "base_layer", linear)
     weight: Tensor = base.weight
     if base is not linear and not linear.disable_adapters:
@@ -202,7 +202,7 @@ def affine(linear: Any) -> tuple[Tensor, Tensor | None]:
 def plain_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """The weights under the names of the plain model, adapters merged: W + (α/r) B A.
 
-    Merged tensors are new, the others the model's own; nothing in the model changes.
+    Merged tensors are new, the others the model's own; the model does not change.
     """
     layers = dict(lora_layers(model))
     weights: dict[str, Tensor] = {}
@@ -231,7 +231,7 @@ def base_fingerprint(model: PreTrainedModel) -> str:
 
 
 def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the model without adapters, which are merged in the copy; every weight trains."""
+    """A trainable copy of the model without adapters, which are merged into it."""
     weights = plain_weights(model)
     twin = copy.deepcopy(model)
     for name, layer in lora_layers(twin):
@@ -246,10 +246,10 @@ def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, head: nn.Module | None = None) -> None:
-    """Write the learning adapter as peft does, to be put on the same base again.
+    """Write the trained adapter in peft's format.
 
-    `head` is a classification model's layer that learned whole, beside the adapter: it goes along,
-    and peft puts it in the place of the base's own.
+    `head` is the fully trained layer of a classification model; it is saved as well, and peft
+    replaces the base's with it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
@@ -257,7 +257,7 @@ def save_adapter(model: PreTrainedModel, folder: Path, head: nn.Module | None = 
         for name, tensor in adapter_weights(model, POLICY).items()
     }
     config = copy.deepcopy(model.peft_config[POLICY])
-    # A set would be written in another order each time.
+    # A set would be written in a random order.
     config.target_modules = sorted(config.target_modules)
     if head is not None:
         name = next(name for name, module in model.named_modules() if module is head)
@@ -269,7 +269,7 @@ def save_adapter(model: PreTrainedModel, folder: Path, head: nn.Module | None = 
 
 
 def _task(model: PreTrainedModel) -> str:
-    """What peft calls the class of model that the adapter goes onto."""
+    """peft's name for the task of the model."""
     name = type(model).__name__
     if name.endswith("ForSequenceClassification"):
         return "SEQ_CLS"

@@ -1,8 +1,8 @@
-"""Sequences laid end to end: the only form in which tokens enter a model."""
+"""Sequences packed end to end: the only form in which tokens enter a model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -11,17 +11,94 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keel.models.attention.segments import Pieces
+
+@dataclass(frozen=True)
+class Segments:
+    """How packed tokens belong together: sequences, and prompts shared by several answers.
+
+    `lengths` are the segments' tokens; they add up to T. `follows` gives for each the number of an
+    earlier segment that is its prefix, or -1 for none; () where no segment has one. A prefix has no
+    prefix itself. Raises ValueError for an empty segment or an impossible prefix.
+    """
+
+    lengths: tuple[int, ...]
+    follows: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(length < 1 for length in self.lengths):
+            raise ValueError("every sequence needs at least one token")
+        if not self.follows:
+            return
+        if len(self.follows) != len(self.lengths):
+            raise ValueError(f"{len(self.lengths)} segments but {len(self.follows)} to follow")
+        for number, prefix in enumerate(self.follows):
+            if prefix != -1 and not (0 <= prefix < number and self.follows[prefix] == -1):
+                raise ValueError(f"segment {number} cannot follow segment {prefix}")
+
+    @cached_property
+    def tokens(self) -> int:
+        """T."""
+        return sum(self.lengths)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Index of each segment's first token."""
+        return tuple(accumulate(self.lengths, initial=0))[:-1]
+
+    @cached_property
+    def before(self) -> tuple[int, ...]:
+        """Tokens of each segment's prefix."""
+        if not self.follows:
+            return (0,) * len(self.lengths)
+        return tuple(0 if prefix == -1 else self.lengths[prefix] for prefix in self.follows)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, its prefix included."""
+        return max(map(sum, zip(self.lengths, self.before, strict=True)), default=0)
+
+    def positions(self, device: torch.device | str = "cpu") -> Int[Tensor, "T"]:
+        """The position of each token in its sequence, from 0."""
+        lengths = torch.tensor(self.lengths, dtype=torch.int64, device=device)
+        shift = torch.tensor(self.before, dtype=torch.int64, device=device)
+        shift = shift + lengths - lengths.cumsum(0)
+        every = torch.arange(self.tokens, device=device)
+        return every + shift.repeat_interleave(lengths, output_size=self.tokens)
+
+    def previous(self, device: torch.device | str = "cpu") -> Int[Tensor, "T"]:
+        """The index of the token before each in its sequence; undefined for a first token."""
+        places = torch.arange(self.tokens, device=device) - 1
+        if self.follows:
+            numbers = [number for number, prefix in enumerate(self.follows) if prefix != -1]
+            ends = [self.starts[self.follows[n]] + self.before[n] - 1 for n in numbers]
+            firsts = torch.tensor([self.starts[n] for n in numbers], device=device)
+            places[firsts.long()] = torch.tensor(ends, dtype=torch.int64, device=device)
+        return places
+
+    def own(self, numbers: Iterable[int]) -> Int[Tensor, "K"]:
+        """The indices of the tokens of these segments, in this order."""
+        return torch.cat([self._span(number) for number in numbers])
+
+    def visible(self, numbers: Iterable[int]) -> Int[Tensor, "K"]:
+        """`own`, each segment after its prefix."""
+        spans = []
+        for number in numbers:
+            if self.before[number]:
+                spans.append(self._span(self.follows[number]))
+            spans.append(self._span(number))
+        return torch.cat(spans)
+
+    def _span(self, number: int) -> Tensor:
+        return torch.arange(self.starts[number], self.starts[number] + self.lengths[number])
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
     """A batch of sequences without padding.
 
-    `tokens_T` are the tokens of all pieces end to end: sequences, and prompts that several
-    answers share with those answers behind them (`lengths` and `follows` as in `Pieces`).
-    `target_N` points into `tokens_T` at every completion token that is scored, in ascending order;
-    what the model says of it is read one token earlier in its sequence, at `source_N`.
+    `tokens_T` are the tokens of all segments end to end (`lengths` and `follows` as in `Segments`).
+    `target_N` are the ascending indices in `tokens_T` of the completion tokens that are scored;
+    each is predicted from the token before it in its sequence, at `source_N`.
     """
 
     tokens_T: Int[Tensor, "T"]
@@ -30,35 +107,35 @@ class Packed:
     follows: tuple[int, ...] = ()
 
     @cached_property
-    def pieces(self) -> Pieces:
+    def segments(self) -> Segments:
         """How the tokens belong together."""
-        return Pieces(self.lengths, self.follows)
+        return Segments(self.lengths, self.follows)
 
     @cached_property
     def source_N(self) -> Int[Tensor, "N"]:
-        """The token behind which each target was chosen."""
+        """The index of the token that each target is predicted from."""
         if not self.follows:
             return self.target_N - 1
-        return self.pieces.previous(self.device)[self.target_N]
+        return self.segments.previous(self.device)[self.target_N]
 
     @cached_property
     def fed(self) -> tuple[Packed, Int[Tensor, "N"]]:
-        """What enters the model for the targets' sake, and where in it each is predicted from.
+        """The tokens that the targets depend on, and the index in them that predicts each target.
 
-        That is all but the last token of each sequence, behind which nothing is predicted; a piece
+        The last token of each sequence is left out, since nothing is predicted from it; a segment
         of a single token stays.
         """
-        followed = set(self.follows)
-        cuts = [n > 1 and piece not in followed for piece, n in enumerate(self.lengths)]
+        prefixes = set(self.follows)
+        cuts = [n > 1 and number not in prefixes for number, n in enumerate(self.lengths)]
         lengths = tuple(n - cut for n, cut in zip(self.lengths, cuts, strict=True))
-        gone = torch.tensor((0, *accumulate(cuts))[:-1], dtype=torch.int64, device=self.device)
-        kept = torch.arange(sum(lengths), device=self.device) + _spread(gone, lengths)
+        removed = torch.tensor((0, *accumulate(cuts))[:-1], dtype=torch.int64, device=self.device)
+        kept = torch.arange(sum(lengths), device=self.device) + _spread(removed, lengths)
         fed = Packed(self.tokens_T[kept], lengths, self.target_N[:0], self.follows)
-        return fed, self.source_N - _spread(gone, self.lengths)[self.source_N]
+        return fed, self.source_N - _spread(removed, self.lengths)[self.source_N]
 
     def positions(self) -> Int[Tensor, "T"]:
-        """Position ids, from 0 again at the start of each sequence."""
-        return self.pieces.positions(self.device)
+        """Position ids, from 0 at the start of each sequence."""
+        return self.segments.positions(self.device)
 
     def scored(self) -> Int[Tensor, "N"]:
         """The ids of the completion tokens that are scored."""
@@ -74,7 +151,7 @@ class Packed:
 
 
 def _spread(number_P: Int[Tensor, "P"], lengths: Sequence[int]) -> Int[Tensor, "T"]:
-    """Each piece's number for each of its tokens."""
+    """Each segment's number for each of its tokens."""
     each = torch.tensor(lengths, dtype=torch.int64, device=number_P.device)
     return number_P.repeat_interleave(each, output_size=sum(lengths))
 
@@ -82,13 +159,13 @@ def _spread(number_P: Int[Tensor, "P"], lengths: Sequence[int]) -> Int[Tensor, "
 def pack(
     sequences: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device | str = "cpu"
 ) -> Packed:
-    """Lay sequences end to end.
+    """Pack sequences end to end.
 
     `sequences` are 1-D token ids; `targets` say for each which of its tokens are scored, as a
     boolean mask of its length or as ascending indices into it.
 
-    Raises ValueError for an empty sequence, targets that do not fit, or a scored first token (no
-    position before it says anything of it).
+    Raises ValueError for an empty sequence, targets that do not fit, or a scored first token, which
+    nothing predicts.
     """
     if len(sequences) != len(targets):
         raise ValueError(f"{len(sequences)} sequences but targets for {len(targets)}")
@@ -109,15 +186,15 @@ def pack(
 
 
 ENOUGH_ON_CPU = 640
-"""Tokens of a pass beyond which a CPU gains nothing, and pays for memory that it touches anew."""
+"""Tokens of a pass beyond which a CPU gains nothing and leaves its cache."""
 
 
 @dataclass(frozen=True)
 class PackedSizes:
-    """Model-input tokens of sequences (or of rows of them) in the order in which they are cut.
+    """Model-input tokens of sequences, or of pairs of them, to be cut into passes in order.
 
     `shared` are the tokens that each has in common with the one before, which enter once; () where
-    nothing is shared. A pass of `enough` tokens ends where nothing is shared with what follows.
+    nothing is shared. A pass of `enough` tokens ends where nothing is shared with the next one.
     """
 
     lengths: Sequence[int]
@@ -125,7 +202,7 @@ class PackedSizes:
     enough: int | None = None
 
     def spans(self, token_budget: int) -> list[slice]:
-        """Runs of neighbours whose tokens keep to the budget; one longer than it goes alone."""
+        """Consecutive passes within the budget; what is longer than it goes alone."""
         cuts: list[int] = []
         used = 0
         for i, length in enumerate(self.lengths):
@@ -138,19 +215,19 @@ class PackedSizes:
         return [slice(a, b) for a, b in zip(cuts, [*cuts[1:], len(self.lengths)], strict=True)]
 
     def entering(self, span: slice) -> int:
-        """Tokens of one of the runs."""
+        """Tokens of one pass."""
         return sum(self.lengths[span]) - sum(self.shared[span][1:])
 
 
 def sizes_on(
     device: torch.device, lengths: Sequence[int], shared: Sequence[int] = ()
 ) -> PackedSizes:
-    """What is cut for this device."""
+    """The sizes with what is `enough` on this device."""
     return PackedSizes(lengths, shared, ENOUGH_ON_CPU if device.type == "cpu" else None)
 
 
 def _indices(target: Tensor, length: int, number: int) -> Tensor:
-    """The scored positions of one sequence, checked."""
+    """The scored indices of one sequence, checked."""
     if length == 0:
         raise ValueError(f"sequence {number} is empty")
     target = target.cpu()

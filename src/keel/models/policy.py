@@ -1,10 +1,11 @@
-"""The policy: a causal language model, its tokenizer, and what it says of packed completions."""
+"""The policy: a causal language model and its tokenizer, which scores packed completions."""
 
 from __future__ import annotations
 
 import copy
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,21 +17,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from keel.config.model import Model
 from keel.models import lora
 from keel.models.backbone import hidden_states
-from keel.models.families import head_of
-from keel.models.head import Head, readout
+from keel.models.families import context_length, head_of
+from keel.models.head import Head, Scores, ValueHead, readout
 from keel.models.loading import check_pair, check_served, load_model, load_tokenizer
 from keel.models.packed import Packed
 from keel.models.probe import prepare
-from keel.models.scores import Scores
 from keel.models.tokenizer_round_trip import Served, quiet
-from keel.models.value_head import ValueHead
 
 BASE = "base.json"
-"""Of an adapter's folder: which base it was trained on."""
+"""File of an adapter's folder that names the base it was trained on."""
 
 
-class Divergent(Protocol):
-    """What a full divergence needs of a reference policy."""
+class HiddenStates(Protocol):
+    """What a full divergence needs from a reference policy."""
 
     @property
     def head(self) -> Head: ...
@@ -39,10 +38,10 @@ class Divergent(Protocol):
 
 
 class Policy(nn.Module):
-    """A causal language model turned to packed attention, and its tokenizer.
+    """A causal language model with packed attention, and its tokenizer.
 
     It stays in training mode, since evaluation mode would switch activation checkpointing off;
-    dropout is 0 everywhere, so that the two modes say the same.
+    dropout is 0 everywhere, so the two modes give the same results.
     """
 
     def __init__(
@@ -60,18 +59,18 @@ class Policy(nn.Module):
         self.tokenizer = tokenizer
         self.served = served or Served()
         self.revision = revision
-        """Of the model on the hub, as the recipe has it."""
+        """The model's revision on the hub, from the recipe."""
         self.base_fingerprint = lora.base_fingerprint(model) if self.has_lora else None
-        """SHA-256 of the frozen weights that an adapter is put on."""
+        """SHA-256 of the frozen weights below an adapter."""
         self.autocast = autocast
         self.activation_checkpointing = activation_checkpointing
         self.set_checkpointing(model)
 
     def set_checkpointing(self, model: PreTrainedModel) -> None:
-        """Let a model recompute its activations in the backward pass, where this policy does."""
+        """Recompute the model's activations in the backward pass, if this policy does."""
         model.train()
         if self.activation_checkpointing:
-            # Nothing is drawn in a forward pass, so there is no random state to keep.
+            # A forward pass is deterministic, so there is no random state to keep.
             options = {"use_reentrant": False, "preserve_rng_state": False}
             # transformers renamed it; the old name warns.
             if hasattr(model, "activation_checkpointing_enable"):
@@ -86,7 +85,7 @@ class Policy(nn.Module):
 
     @property
     def head(self) -> Head:
-        """How logits come from hidden states, with the weights of the moment."""
+        """How logits are made from hidden states, with the current weights."""
         return head_of(self.model)
 
     @property
@@ -96,9 +95,8 @@ class Policy(nn.Module):
 
     @property
     def context(self) -> int | None:
-        """Tokens that the model's positions reach; None where nothing bounds them."""
-        reach = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return None if reach is None else int(reach)
+        """The model's context length in tokens; None where it has no limit."""
+        return context_length(self.model)
 
     @property
     def has_lora(self) -> bool:
@@ -119,12 +117,12 @@ class Policy(nn.Module):
         *,
         entropy: bool = False,
         value_head: ValueHead | None = None,
-        reference: Divergent | None = None,
+        reference: HiddenStates | None = None,
     ) -> Scores:
         """log π of each scored token and, on request, entropy, value and Σ_v π log(π/π_ref).
 
-        One forward pass; the logits are made in chunks and never all at once. The temperature
-        divides the logits of policy and reference.
+        One forward pass; logits are computed in chunks. The temperature divides the logits of
+        policy and reference.
         """
         hidden_NH = self.hidden(packed)
         other = None
@@ -134,8 +132,7 @@ class Policy(nn.Module):
         out = readout(
             hidden_NH, self.head, packed.scored(), temperature, entropy=entropy, reference=other
         )
-        value_N = None if value_head is None else value_head(hidden_NH)
-        return Scores(out.log_prob_N, out.entropy_N, value_N, out.divergence_N)
+        return out if value_head is None else replace(out, value_N=value_head(hidden_NH))
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
@@ -167,7 +164,7 @@ class Policy(nn.Module):
     def save(self, folder: str | Path) -> None:
         """Write model, tokenizer and generation config, to load with plain `from_pretrained`.
 
-        With LoRA the model is a merged copy, and the adapter lies beside it in `adapter/`.
+        With LoRA the model is a merged copy, and the adapter is written to `adapter/`.
         """
         folder = Path(folder)
         with quiet():
@@ -177,7 +174,7 @@ class Policy(nn.Module):
             lora.save_adapter(self.model, folder / "adapter")
 
     def save_adapter(self, folder: Path) -> None:
-        """Write the adapter alone as peft does, with the tokenizer and the base's identity."""
+        """Write only the adapter, in peft's format, with the tokenizer and the base's identity."""
         lora.save_adapter(self.model, folder)
         with quiet():
             self.tokenizer.save_pretrained(folder)
@@ -190,7 +187,7 @@ class Policy(nn.Module):
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy that does not learn, adapters and all; what does not learn in the model is shared."""
+    """A frozen copy, adapters included; parameters that are frozen in the model are shared."""
     shared = {id(p): p for p in model.parameters() if not p.requires_grad}
     twin = copy.deepcopy(model, shared).requires_grad_(False)
     for parameter in twin.parameters():
@@ -199,7 +196,7 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_policy(spec: Model, seed: int) -> Policy:
-    """The recipe's policy, probed and ready; raises KeelError for whatever is wrong with it.
+    """The recipe's policy, checked by the packing probe. Raises KeelError where it is unusable.
 
     `seed` decides the weights of a built model and of a LoRA adapter.
     """

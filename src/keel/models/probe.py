@@ -1,20 +1,18 @@
-"""A load-time probe: does the packed forward say what the stock model says of each sequence alone?
+"""A check at load time that the packed forward pass equals the stock model's.
 
-Architectures differ in ways that no config tells, and a wrong one trains without a word. So a few
-short sequences go once through the model as transformers made it, one by one, and once through the
-packed path and the chunked head's rules; a model whose logits differ is refused with the figure.
+Architectures differ in ways that no config shows, and a wrong one would train without an error. So
+a few short sequences go through the model as transformers made it, one by one, and once through the
+packed path and the head; a model whose logits differ is refused.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keel.models.attention.functions import install
-from keel.models.backbone import autocast_for, states_at
+from keel.models.attention import install
+from keel.models.backbone import autocast_for, states_at, uses_autocast
 from keel.models.families import head_of
 from keel.models.head import logits
 from keel.models.packed import pack
@@ -26,40 +24,37 @@ LENGTHS = (7, 19, 12)
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-1}
 """Largest difference allowed, relative to the largest logit, by the dtype of the arithmetic.
 
-Rounding in another order moves float32 logits by 1e-6 or so; leaks between sequences by 1e-2 and
+Another order of rounding moves float32 logits by about 1e-6; leaks between sequences by 1e-2 and
 more. Some stock models take their softmax in float32 also for float64 weights. bfloat16 keeps
-8 bits, so that each layer rounds at 4e-3 and a deep model reaches some 1e-2: there the probe finds
-only the coarse faults.
+8 bits: each layer rounds at 4e-3 and a deep model reaches some 1e-2, so the probe finds only large
+errors there.
 """
 
 
-Speak = Callable[[PreTrainedModel, list[Tensor], bool], Tensor]
-"""What a model says of sequences, at every position of each."""
-
-
 def prepare(model: PreTrainedModel, autocast: bool) -> None:
-    """Turn a stock model to packed attention, and refuse it if that changes its logits.
+    """Give a stock model packed attention, and refuse it if that changes its logits.
 
     Raises KeelError with the family's name and the largest difference.
     """
-    _prepare(model, autocast, _stock_logits, _packed_logits, "logits")
+    _prepare(model, autocast, "logits")
 
 
 def prepare_backbone(model: PreTrainedModel, autocast: bool) -> None:
     """`prepare` for a model without a language head: its hidden states are compared."""
-    _prepare(model, autocast, _stock_states, _packed_states, "hidden states")
+    _prepare(model, autocast, "hidden states")
 
 
-def _prepare(
-    model: PreTrainedModel, autocast: bool, alone: Speak, together: Speak, what: str
-) -> None:
+@torch.no_grad()
+def _prepare(model: PreTrainedModel, autocast: bool, what: str) -> None:
     family = model.config.model_type
     sequences = probe_sequences(model)
-    stock = alone(model.eval(), sequences, autocast)
+    stock = _stock(model.eval(), sequences, autocast, what)
     install(model)
     try:
         # In training mode, in which it will be used: what that mode changes is a fault too.
-        ours = together(model.train(), sequences, autocast)
+        ours = _packed_states(model.train(), sequences, autocast)
+        if what == "logits":
+            ours = logits(ours, head_of(model))
     except (ValueError, TypeError, RuntimeError) as error:
         raise KeelError(
             f"model family {family!r} cannot run packed sequences "
@@ -67,7 +62,7 @@ def _prepare(
         ) from error
     stock = stock.to(ours.dtype)
     difference = float((ours - stock).abs().max() / stock.abs().max().clamp_min(1e-12))
-    dtype = torch.bfloat16 if _casts(model, autocast) else model.dtype
+    dtype = torch.bfloat16 if uses_autocast(model, autocast) else model.dtype
     tolerance = TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16])
     # Not `>`, which a NaN would pass.
     if not difference <= tolerance:
@@ -90,30 +85,15 @@ def probe_sequences(model: PreTrainedModel) -> list[Tensor]:
     ]
 
 
-def _casts(model: PreTrainedModel, autocast: bool) -> bool:
-    return autocast and model.device.type == "cuda" and model.dtype == torch.float32
-
-
-@torch.no_grad()
-def _stock_logits(model: PreTrainedModel, sequences: list[Tensor], autocast: bool) -> Tensor:
+def _stock(model: PreTrainedModel, sequences: list[Tensor], autocast: bool, what: str) -> Tensor:
+    """Logits or hidden states of every position, one sequence at a time."""
+    module = model if what == "logits" else model.base_model
+    field = "logits" if what == "logits" else "last_hidden_state"
     with autocast_for(model, autocast):
-        return torch.cat([model(input_ids=t[None], use_cache=False).logits[0] for t in sequences])
+        outputs = [module(input_ids=tokens[None], use_cache=False) for tokens in sequences]
+    return torch.cat([getattr(out, field)[0] for out in outputs])
 
 
-@torch.no_grad()
-def _packed_logits(model: PreTrainedModel, sequences: list[Tensor], autocast: bool) -> Tensor:
-    return logits(_packed_states(model, sequences, autocast), head_of(model))
-
-
-@torch.no_grad()
-def _stock_states(model: PreTrainedModel, sequences: list[Tensor], autocast: bool) -> Tensor:
-    backbone = model.base_model
-    with autocast_for(model, autocast):
-        outputs = [backbone(input_ids=tokens[None], use_cache=False) for tokens in sequences]
-    return torch.cat([out.last_hidden_state[0] for out in outputs])
-
-
-@torch.no_grad()
 def _packed_states(model: PreTrainedModel, sequences: list[Tensor], autocast: bool) -> Tensor:
     packed = pack(sequences, [torch.zeros(0, dtype=torch.long)] * len(sequences), model.device)
     everywhere = torch.arange(len(packed.tokens_T), device=model.device)

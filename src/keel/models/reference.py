@@ -1,10 +1,9 @@
-"""The reference policy, which the divergence holds the policy to."""
+"""The reference policy of the divergence term."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 from jaxtyping import Float
@@ -18,71 +17,65 @@ from keel.models.packed import Packed
 from keel.models.policy import Policy
 
 
-class Reference(Protocol):
-    """A policy that does not learn."""
-
-    @property
-    def head(self) -> Head:
-        """How its logits come from its hidden states."""
-        ...
-
-    def hidden(self, packed: Packed) -> Float[Tensor, "N H"]:
-        """Its hidden states at the scored tokens; no gradient."""
-        ...
-
-    def log_probs(self, packed: Packed, temperature: float = 1.0) -> Float[Tensor, "N"]:
-        """log π_ref of each scored token; no gradient."""
-        ...
-
-    def refresh(self, policy: Policy) -> None:
-        """Become what the policy is now."""
-        ...
-
-    def state(self) -> dict[str, Tensor]:
-        """The tensors that `restore` needs; empty where the policy's base is all there is."""
-        ...
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what `state` gave."""
-        ...
-
-
 def reference_for(policy: Policy, state: Mapping[str, Tensor] | None = None) -> Reference:
-    """A reference equal to the policy as it is now, or the one that a checkpoint's `state` holds.
+    """A reference equal to the policy as it is now, or the one of a checkpoint's `state`.
 
     With LoRA it is the base with the adapter off, at no memory, or a second frozen adapter where
-    the policy's has already learned; without, a frozen copy.
+    the policy's has already learned; without LoRA, a frozen copy.
     """
     reference = AdapterOff(policy) if policy.has_lora else FrozenCopy(policy)
     if state is not None:
-        # A resumed policy has learned since; an empty state says that its base is the reference.
+        # A resumed policy has learned since; an empty state means that its base is the reference.
         reference.restore(state)
     elif policy.has_lora and not lora.is_untouched(policy.model):
         reference.refresh(policy)
     return reference
 
 
-class FrozenCopy:
-    """A copy of the policy's model."""
+class Reference(ABC):
+    """A policy that does not learn."""
 
     def __init__(self, policy: Policy) -> None:
-        self.model = lora.plain_copy(policy.model).requires_grad_(False).eval()
+        self.model = policy.model
         self.autocast = policy.autocast
 
     @property
     def head(self) -> Head:
+        """How its logits are made from its hidden states."""
         return head_of(self.model)
 
     @torch.no_grad()
     def hidden(self, packed: Packed) -> Float[Tensor, "N H"]:
+        """Its hidden states at the scored tokens; no gradient."""
         return hidden_states(self.model, packed, self.autocast)
 
     @torch.no_grad()
     def log_probs(self, packed: Packed, temperature: float = 1.0) -> Float[Tensor, "N"]:
+        """log π_ref of each scored token; no gradient."""
         return log_probs(self.hidden(packed), self.head, packed.scored(), temperature)
 
+    @abstractmethod
     def refresh(self, policy: Policy) -> None:
-        self._take(lora.plain_weights(policy.model))
+        """Become equal to the policy as it is now."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """The tensors that `restore` needs; empty where the policy's base is the reference."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `state` returned. Raises ValueError for the state of another model."""
+
+
+class FrozenCopy(Reference):
+    """A copy of the policy's model."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy)
+        self.model = lora.plain_copy(policy.model).requires_grad_(False).eval()
+
+    def refresh(self, policy: Policy) -> None:
+        _copy(lora.plain_weights(policy.model), self.state())
 
     def state(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer once; tied ones under the first of their names."""
@@ -95,40 +88,20 @@ class FrozenCopy:
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        if state.keys() != self.state().keys():
+        own = self.state()
+        if state.keys() != own.keys():
             raise ValueError("the reference's weights do not fit: another model was saved")
-        self._take(state)
-
-    @torch.no_grad()
-    def _take(self, weights: Mapping[str, Tensor]) -> None:
-        for name, tensor in self.state().items():
-            tensor.copy_(weights[name])
+        _copy(state, own)
 
 
-class AdapterOff:
-    """The policy's own base with the adapter off, or with a second, frozen adapter once re-set."""
+class AdapterOff(Reference):
+    """The policy's base with the adapter off, or with a second, frozen adapter after `refresh`."""
 
-    def __init__(self, policy: Policy) -> None:
-        self.model = policy.model
-        self.autocast = policy.autocast
-
-    @property
-    def head(self) -> Head:
-        return head_of(self.model)
-
-    def _speaking(self) -> AbstractContextManager[None]:
-        if lora.has_reference(self.model):
-            return lora.reference_adapter(self.model)
-        return lora.adapter_off(self.model)
-
-    @torch.no_grad()
     def hidden(self, packed: Packed) -> Float[Tensor, "N H"]:
-        with self._speaking():
-            return hidden_states(self.model, packed, self.autocast)
-
-    @torch.no_grad()
-    def log_probs(self, packed: Packed, temperature: float = 1.0) -> Float[Tensor, "N"]:
-        return log_probs(self.hidden(packed), self.head, packed.scored(), temperature)
+        second = lora.has_reference(self.model)
+        active = lora.reference_adapter if second else lora.adapter_off
+        with active(self.model):
+            return super().hidden(packed)
 
     def refresh(self, policy: Policy) -> None:
         lora.freeze_reference(policy.model)
@@ -145,6 +118,10 @@ class AdapterOff:
         own = lora.adapter_weights(self.model, lora.REFERENCE)
         if own.keys() != state.keys():
             raise ValueError("the reference adapter does not fit: another one was saved")
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(state[name])
+        _copy(state, own)
+
+
+@torch.no_grad()
+def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    for name, tensor in target.items():
+        tensor.copy_(source[name])

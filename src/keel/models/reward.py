@@ -1,4 +1,4 @@
-"""Reward models: a backbone with a linear head, which judges an answer or each of its steps."""
+"""Reward models: a backbone with a linear head that scores an answer or each of its steps."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from transformers import (
 from keel.config.model import Lora, Model
 from keel.models import lora
 from keel.models.backbone import states_at
+from keel.models.families import context_length
 from keel.models.loading import (
     choose_device,
     load_pretrained,
@@ -31,7 +32,7 @@ from keel.models.loading import (
 from keel.models.packed import sizes_on
 from keel.models.policy import Policy
 from keel.models.probe import prepare_backbone
-from keel.models.reward_inputs import Answered, Reader, Reading, lay
+from keel.models.reward_inputs import Answered, PackedAnswers, Reader, pack_answers
 from keel.models.tokenizer_round_trip import quiet
 from keel.types import KeelError
 
@@ -48,10 +49,10 @@ LABELS: dict[Kind, int] = {"outcome": 1, "process": 2}
 
 
 class RewardModel(nn.Module):
-    """transformers' own classification model, turned to packed attention, and its tokenizer.
+    """transformers' own classification model with packed attention, and its tokenizer.
 
-    An outcome model has one score an answer; a process model two logits a step, of which only the
-    difference counts: right less wrong, as the log-odds that the step is right.
+    An outcome model has one score for each answer; a process model two logits for each step, whose
+    difference, right minus wrong, is the log-odds that the step is right.
     """
 
     def __init__(
@@ -75,17 +76,16 @@ class RewardModel(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        """The linear layer that makes scores of hidden states."""
+        """The linear layer from hidden states to scores."""
         return head_of_classifier(self.model)
 
     @property
     def context(self) -> int | None:
-        """Tokens that the model's positions reach; None where nothing bounds them."""
-        reach = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return None if reach is None else int(reach)
+        """The model's context length in tokens; None where it has no limit."""
+        return context_length(self.model)
 
     def reader(self, raw: bool = False) -> Reader:
-        """What makes tokens of the answers that it judges, as the stock classes read them.
+        """Encodes answers as the stock classes read them.
 
         With `raw` plain prompts go without the tokenizer's chat template.
         """
@@ -98,9 +98,9 @@ class RewardModel(nn.Module):
             closing=self.kind == "outcome",
         )
 
-    def logits(self, reading: Reading) -> Float[Tensor, " K"]:
-        """The score, or the log-odds of right, at each judged token; float32 at least."""
-        states_KH = states_at(self.model, reading.packed, reading.at_K, self.autocast)
+    def logits(self, answers: PackedAnswers) -> Float[Tensor, " K"]:
+        """The score, or the log-odds of right, at each scored token; float32 at least."""
+        states_KH = states_at(self.model, answers.packed, answers.at_K, self.autocast)
         head = self.head
         dtype = torch.promote_types(head.weight.dtype, torch.float32)
         with torch.autocast(states_KH.device.type, enabled=False):
@@ -110,23 +110,20 @@ class RewardModel(nn.Module):
 
     @torch.no_grad()
     def judge(self, answers: Sequence[Answered], token_budget: int) -> list[list[float]]:
-        """What it says of each answer, at each of its ends; at most so many tokens at a time."""
+        """The scores of each answer at its ends; at most `token_budget` tokens in a pass."""
         found: list[list[float]] = []
         sizes = sizes_on(self.device, [len(answer.tokens) for answer in answers])
         for span in sizes.spans(token_budget):
             part = answers[span]
-            logits = self.logits(lay(part, self.device)).tolist()
+            logits = self.logits(pack_answers(part, self.device)).tolist()
             for answer in part:
                 found.append(logits[: len(answer.ends)])
                 logits = logits[len(answer.ends) :]
         return found
 
     def save(self, folder: Path) -> None:
-        """Write model and tokenizer, to load with plain transformers; LoRA merged.
-
-        `AutoModelForSequenceClassification` (outcome) or `AutoModelForTokenClassification`
-        (process) then says the same of an answer.
-        """
+        """Write model (with LoRA merged) and tokenizer, for `AutoModelForSequenceClassification`
+        (outcome) or `AutoModelForTokenClassification` (process)."""
         with quiet():
             self.model.save_pretrained(folder, state_dict=lora.plain_weights(self.model))
         self.tokenizer.save_pretrained(folder)
@@ -166,12 +163,9 @@ def reward_model_from(
 def continued_reward_model(
     spec: Model, kind: Kind, policy: Policy, seed: int, adapter: Lora | None = None
 ) -> RewardModel:
-    """A reward model as it was saved, head and all, to learn on beside a policy.
-
-    Raises KeelError as `load_reward_model` does.
-    """
+    """A saved reward model with its head, to train further. Raises as `load_reward_model`."""
     found = load_reward_model(spec, kind)
-    # The adapter's config would name the run folder, and where that lies is no part of the run.
+    # The adapter's config would name the run folder, whose path is no part of the run.
     found.model.config.name_or_path = ""
     found.model.requires_grad_(True).to(policy.device)
     _add_adapter(found.model, adapter, seed)
@@ -180,7 +174,7 @@ def continued_reward_model(
 
 
 def load_reward_model(spec: Model, kind: Kind) -> RewardModel:
-    """A reward model from a folder or the hub, frozen.
+    """A frozen reward model from a folder or the hub.
 
     Raises KeelError where it does not load, or is not of this kind.
     """
@@ -209,7 +203,7 @@ def check_classifier(config: PreTrainedConfig, kind: Kind) -> None:
 
 
 def head_of_classifier(model: PreTrainedModel) -> nn.Linear:
-    """The classification layer, which stands beside the backbone."""
+    """The classification layer of a model, next to its backbone."""
     backbone = model.base_model
     for module in model.children():
         if isinstance(module, nn.Linear) and module is not backbone:

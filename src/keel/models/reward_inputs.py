@@ -1,9 +1,10 @@
-"""What a reward model reads: a prompt with its answer, and the tokens at which it speaks."""
+"""The inputs of a reward model: prompts with answers, and the tokens at which they are scored."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from keel.graders.steps import split_steps
 from keel.models.chat import as_turns, encode, encode_answered, encode_text
-from keel.models.packed import Packed
+from keel.models.packed import Packed, pack
 from keel.types import Content, KeelError, Prompt
 
 
@@ -20,7 +21,7 @@ from keel.types import Content, KeelError, Prompt
 class Answered:
     """A prompt and its answer in tokens.
 
-    The answer begins at `begins`; `ends` are the places of the tokens that are judged.
+    The answer begins at `begins`; `ends` are the indices of the tokens at which it is scored.
     """
 
     tokens: tuple[int, ...]
@@ -29,23 +30,22 @@ class Answered:
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
-    """Answers end to end. `at_K` points at each judged token among the T, in order."""
+class PackedAnswers:
+    """Answers end to end; `at_K` are the indices among the T of the tokens that are scored."""
 
     packed: Packed
     at_K: Int[Tensor, " K"]
 
 
 class Reader:
-    """Makes tokens of prompts and answers, with the reward model's own tokenizer.
+    """Encodes prompts and answers with the reward model's own tokenizer.
 
     The answer follows the prompt as a policy would have written it, and then an end-of-sequence
-    token, whether or not the policy came to write one. With `closing` an answer in a conversation
-    is rendered by the tokenizer's chat template, which closes it, as other trainers' reward models
-    read it. What closes an answer is cut where it does not fit the `context`. `template` are
-    keywords for the chat template, and with `raw` plain prompts go without it. The last token that
-    is not `pad` (the tokenizer's padding token unless given; -1 for none) is where an outcome is
-    judged.
+    token, even if the policy did not write one. With `closing` an answer in a conversation is
+    rendered and closed by the tokenizer's chat template, as other trainers' reward models read it.
+    What closes an answer is cut where it does not fit the `context`. `template` are keywords for
+    the chat template, and with `raw` plain prompts go without it. An outcome is scored at the last
+    token that is not `pad` (the tokenizer's padding token unless given; -1 for none).
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class Reader:
         self._prompts: dict[Any, tuple[int, ...]] = {}
 
     def answer(self, prompt: Content, completion: str, name: str) -> Answered:
-        """One judgement, at the last token that is not the padding token.
+        """An answer with one score, at the last token that is not the padding token.
 
-        So the stock classes read it, also where padding and end of sequence are one token. `name`
-        says in an error which row this is.
+        The stock classes read it there, also where padding and end of sequence are one token.
+        `name` is the example's in an error.
         """
         before = self._prompt(prompt, name)
         tokens = self._rendered(prompt, completion, name)
@@ -81,11 +81,11 @@ class Reader:
         return Answered(tuple(tokens), min(len(before), len(tokens) - 1), (last,))
 
     def prompt(self, content: Content, name: str) -> Prompt:
-        """A row's prompt as it is read, with its tokens."""
+        """An example's prompt with its tokens."""
         return encode(Prompt(name, content), self.tokenizer, self._template, raw=self._raw)
 
     def _rendered(self, prompt: Content, completion: str, name: str) -> list[int] | None:
-        """The conversation with its answer, as the template closes it; None where none does."""
+        """The conversation with its answer, closed by the template; None where none closes it."""
         turns = as_turns(prompt, self.tokenizer, self._raw)
         if not self._closing or isinstance(turns, str):
             return None
@@ -97,7 +97,7 @@ class Reader:
         return tokens[: self.context] if fits else tokens
 
     def steps(self, prompt: Content, steps: Sequence[str], name: str) -> Answered:
-        """A judgement at the last token of each step, which is given with what closes it."""
+        """An answer with a score at the last token of each step; steps include their separators."""
         before = self._prompt(prompt, name)
         tokens = list(before)
         ends = []
@@ -111,7 +111,7 @@ class Reader:
         return Answered(tuple(tokens), len(before), tuple(ends))
 
     def split(self, prompt: Content, completion: str, separator: str, name: str) -> Answered:
-        """`steps` of a text that is cut behind each separator."""
+        """`steps` of a text that is cut after each separator."""
         spans = split_steps(completion, separator)
         return self.steps(prompt, [completion[a:b] for a, b in spans], name)
 
@@ -132,24 +132,16 @@ class Reader:
 
 
 def joined(steps: Sequence[str], separator: str) -> list[str]:
-    """Steps with what closes them: the separator behind each but the last."""
+    """Steps with the separator after each but the last."""
     return [*(step + separator for step in steps[:-1]), *steps[-1:]]
 
 
-def lay(answers: Sequence[Answered], device: torch.device | str = "cpu") -> Reading:
-    """Answers end to end, without padding."""
-    starts = [0]
-    for answer in answers:
-        starts.append(starts[-1] + len(answer.tokens))
-    tokens = [token for answer in answers for token in answer.tokens]
+def pack_answers(answers: Sequence[Answered], device: torch.device | str = "cpu") -> PackedAnswers:
+    """Pack answers end to end."""
+    starts = accumulate((len(answer.tokens) for answer in answers), initial=0)
     at = [
         start + end for answer, start in zip(answers, starts, strict=False) for end in answer.ends
     ]
-    return Reading(
-        Packed(
-            tokens_T=torch.tensor(tokens, dtype=torch.long, device=device),
-            lengths=tuple(len(answer.tokens) for answer in answers),
-            target_N=torch.zeros(0, dtype=torch.long, device=device),
-        ),
-        torch.tensor(at, dtype=torch.long, device=device),
-    )
+    none = torch.zeros(0, dtype=torch.long)
+    packed = pack([torch.tensor(a.tokens) for a in answers], [none] * len(answers), device)
+    return PackedAnswers(packed, torch.tensor(at, dtype=torch.long, device=device))

@@ -1,7 +1,7 @@
-"""Whether a tokenizer makes the same tokens once it is saved and AutoTokenizer loads it.
+"""Whether a tokenizer makes the same tokens after it is saved and loaded by AutoTokenizer.
 
-AutoTokenizer chooses the class by the model's family as well as by what the folder says, and may
-put the family's rules (Qwen2's, for one) in place of those in tokenizer.json.
+AutoTokenizer chooses the class by the model's family as well as by the folder's files, and may
+replace the rules in tokenizer.json by the family's (for example Qwen2's).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ PROBES = (
     "<|im_start|>user\n</s><s>[INST] <eos><pad> <|endoftext|><think>",
     "CamelCaseAndSNAKE_CASE1234567890abc https://example.org/?q=1&r=%20",
 )
-"""Texts on which tokenizers part where their rules differ."""
+"""Texts that tokenizers with different rules encode differently."""
 
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """The tokenizers that must agree with the one in use, where their rules are not the same.
+    """The tokenizers that must agree with the one in use; None where the rules are equal.
 
-    `saved` is what AutoTokenizer loads of a folder that the tokenizer is saved to; `written` is
-    the source's tokenizer.json as it stands. None: nothing to compare, the rules are equal.
+    `saved` is what AutoTokenizer loads from a folder that the tokenizer is saved to; `written` is
+    the source's tokenizer.json.
     """
 
     saved: PreTrainedTokenizerBase | None = None
@@ -52,8 +52,7 @@ class Served:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers without progress bars and its reports: a log has one line a step, and an error
-    is one line that is ours."""
+    """Silence transformers' progress bars and reports."""
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -68,7 +67,7 @@ def quiet() -> Iterator[None]:
 def served(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, name: str, source: str | None
 ) -> Served:
-    """What is to be compared on the data. Raises KeelError where fixed texts already differ.
+    """The tokenizers to compare on the data. Raises KeelError where fixed texts already differ.
 
     `name` is the model's in an error, `source` the folder that the tokenizer was loaded from.
     """
@@ -82,8 +81,7 @@ def served(
     if written is not None and same_rules(tokenizer, written):
         written = None
     if written is not None:
-        # tokenizer.json holds neither the chat template nor the names of the special tokens that
-        # templates use.
+        # tokenizer.json lacks the chat template and the names of special tokens in templates.
         written.chat_template = tokenizer.chat_template
         known = written.get_vocab()
         names = tokenizer._special_tokens_map.items()
@@ -94,7 +92,7 @@ def served(
 def reloaded(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
 ) -> PreTrainedTokenizerBase:
-    """What AutoTokenizer loads of a folder with this tokenizer and a model of this config."""
+    """What AutoTokenizer loads from a folder with this tokenizer and this config."""
     with TemporaryDirectory() as folder, quiet():
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -103,7 +101,7 @@ def reloaded(
 
 
 def written_in(folder: Path) -> PreTrainedTokenizerFast | None:
-    """The tokenizer that a folder's tokenizer.json describes; None where there is none."""
+    """The tokenizer of a folder's tokenizer.json; None where there is none."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
@@ -111,7 +109,7 @@ def written_in(folder: Path) -> PreTrainedTokenizerFast | None:
 
 
 def same_rules(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
-    """Whether two tokenizers are the same, rule by rule; then no text can tell them apart."""
+    """Whether two tokenizers have the same rules, and so encode every text alike."""
     rules = [_rules(tokenizer) for tokenizer in (a, b)]
     return rules[0] is not None and rules[0] == rules[1]
 
@@ -119,7 +117,7 @@ def same_rules(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
 def difference(
     a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase, texts: Iterable[str]
 ) -> str | None:
-    """The first text that two tokenizers read otherwise, in words; None where they agree."""
+    """How two tokenizers differ on the first text that they encode differently; None if on none."""
     for text in texts:
         one, other = _ids(a, text), _ids(b, text)
         if one != other:
@@ -128,7 +126,7 @@ def difference(
 
 
 def apart(text: str, one: list[int] | None, other: list[int] | None) -> str:
-    """How two readings of a text differ, in words."""
+    """How two encodings of a text differ."""
     if one is None or other is None:
         return f"{text[:60]!r} can be read by only one of them"
     at = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), None)
@@ -137,7 +135,7 @@ def apart(text: str, one: list[int] | None, other: list[int] | None) -> str:
 
 
 def differing(name: str, where: str) -> str:
-    """The error for a tokenizer that would be served as another; `name` is a model or a prompt."""
+    """The error for a tokenizer that changes when saved; `name` is a model or a prompt."""
     return (
         f"{name!r}: the tokenizer makes other tokens once it is saved and loaded by "
         f"AutoTokenizer: {where}; the trained model would be served on tokens that it has not "

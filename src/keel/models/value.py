@@ -8,19 +8,19 @@ from transformers import PreTrainedModel
 
 from keel.config.model import Model
 from keel.models.backbone import hidden_states
+from keel.models.head import ValueHead
 from keel.models.loading import load_model
 from keel.models.lora import plain_copy
 from keel.models.packed import Packed
 from keel.models.policy import Policy
 from keel.models.probe import prepare
-from keel.models.value_head import ValueHead
 from keel.types import KeelError
 
 __all__ = ["Critic", "ValueHead", "critic_from_policy", "load_critic", "value_head_for"]
 
 
 def value_head_for(policy: Policy) -> ValueHead:
-    """A fresh value head that reads the policy's hidden states."""
+    """A new value head on the policy's hidden states."""
     return ValueHead(policy.hidden_size, policy.model.dtype).to(policy.device)
 
 

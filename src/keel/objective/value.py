@@ -1,4 +1,4 @@
-"""The value model's loss."""
+"""The value model's loss, and how well it explains the returns."""
 
 from __future__ import annotations
 
@@ -28,3 +28,17 @@ def value_loss(
     near_N = torch.clamp(value_N, old_value_N - clip, old_value_N + clip)
     clipped_N = (near_N - return_N).square()
     return 0.5 * torch.maximum(plain_N, clipped_N), clipped_N > plain_N
+
+
+def explained_variance(value_N: Float[Tensor, " N"], return_N: Float[Tensor, " N"]) -> float:
+    """The share of the returns' variance that the values explain.
+
+        EV = 1 − Var(R − V) / Var(R)
+
+    1 is a perfect value model, 0 no better than a constant; 0 where the returns do not vary.
+
+    Source: the coefficient of determination (Wright 1921) with a free intercept; a diagnostic of
+    OpenAI Baselines' PPO2.
+    """
+    spread = return_N.var()
+    return float(1 - (return_N - value_N).var() / spread) if spread > 0 else 0.0

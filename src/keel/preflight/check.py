@@ -20,27 +20,25 @@ from keel.config.judging import JudgingStage
 from keel.config.load import Source, load_recipe
 from keel.config.schema import Recipe, RLStage, SFTStage, Stage
 from keel.config.seeds import derive
+from keel.engines.compiled import is_llama_like
 from keel.engines.stopping import eos_ids, split_stops
-from keel.learn.loss import check_entries
+from keel.learn.custom import check_entries
 from keel.learn.optimizer import trainable
 from keel.models.kernels.build import fingerprint
-from keel.models.llama import is_alike
 from keel.models.policy import Policy, load_policy
 from keel.models.value import load_critic
 from keel.preflight.context import Figure, PolicyOrigin, StageContext
-from keel.preflight.data_stage import look_at_demonstrations, look_at_rows
-from keel.preflight.explicit_keys import given
+from keel.preflight.data_stage import inspect_demonstrations, inspect_preference_data
 from keel.preflight.finding import Finding
 from keel.preflight.findings import prompts as prompt_findings
 from keel.preflight.findings import settings as setting_findings
 from keel.preflight.findings import tokens as token_findings
 from keel.preflight.judge_cost import over_budget
-from keel.preflight.memory.machine import machine, resident
-from keel.preflight.prediction import predict, totals, with_judges
+from keel.preflight.memory.process import TrialProcess
+from keel.preflight.prediction import facts_of, predict, totals, with_judges
 from keel.preflight.prompt_stats import SamplingPlan, sampling_plan
-from keel.preflight.sampling_stage import look
-from keel.preflight.unused_keys import Facts, idle_keys
-from keel.runs.malloc import keep_freed
+from keel.preflight.sampling_stage import inspect_sampling_stage
+from keel.preflight.unused_keys import Facts, unused_keys
 from keel.runs.trackers import check_trackers
 from keel.types import KeelError
 
@@ -87,34 +85,33 @@ def check(
     price: float | None = None,
     *,
     predicts: bool = True,
+    process: TrialProcess | None = None,
 ) -> Report:
     """Look at a recipe: a TOML file, a shipped name or a mapping, with `key=value` overrides.
 
-    `price` is of an hour of this machine. Without `predicts` memory and time are left out, which
-    take most of the seconds where the model is small. This process's malloc is set as a run's is.
+    `price` is of an hour of this machine. Without `predicts` memory and time are left out; they are
+    measured in a process of its own, which may have been started before (`process`).
     Raises KeelError where the recipe cannot be read or its model not be loaded; whatever else would
     stop a stage is a finding.
     """
-    start, before = time.perf_counter(), resident() or 0
+    start = time.perf_counter()
     recipe = load_recipe(source, overrides)
-    keys = given(source, overrides, recipe)
-    keep_freed()
     with _threads(recipe.threads):
         policy = load_policy(recipe.model, recipe.seed)
         seen = [_stage(recipe, number, policy) for number in range(len(recipe.stages))]
-        there = machine(policy.device, before)
-        predicted = [
-            with_judges(predict(one, recipe, number, policy, there, price) if predicts else {}, one)
-            for number, one in enumerate(seen)
-        ]
-        idle = idle_keys(keys, recipe, _facts(recipe, policy, seen))
-        findings = [
-            *idle,
-            *_of_model(recipe, policy),
-            *_across(recipe, seen),
-            *over_budget([forecast for stage in seen for forecast in stage.work.forecasts]),
-            *(one for stage in seen for one in stage.findings),
-        ]
+        of_keys = unused_keys(source, overrides, recipe, _facts(recipe, policy, seen))
+        of_model = list(_of_model(recipe, policy))
+        facts = facts_of(policy)
+    del policy  # the trial has one of its own
+    predicted = predict(recipe, seen, facts, price, process) if predicts else [{} for _ in seen]
+    findings = [
+        *of_keys,
+        *of_model,
+        *_across(recipe, seen),
+        *over_budget([forecast for stage in seen for forecast in stage.work.forecasts]),
+        *(one for stage in seen for one in stage.findings),
+    ]
+    predicted = [with_judges(*pair) for pair in zip(predicted, seen, strict=True)]
     stages = tuple(
         StageReport(s.name, s.kind, s.figures, tuple(s.unseen), said)
         for s, said in zip(seen, predicted, strict=True)
@@ -136,16 +133,16 @@ def _stage(recipe: Recipe, number: int, policy: Policy) -> StageContext:
     except KeelError as error:
         seen.stops("before its first step", error, f"{key}trackers")
     if stage.demonstrated:
-        look_at_demonstrations(seen, recipe, cast(SFTStage, stage), policy)
+        inspect_demonstrations(seen, recipe, cast(SFTStage, stage), policy)
     if stage.records is not None:
-        look_at_rows(seen, recipe, cast(JudgingStage, stage), policy)
+        inspect_preference_data(seen, recipe, cast(JudgingStage, stage), policy)
     if stage.sampling is not None and stage.sampling.algorithm is not None:
         _inspect_rl(seen, recipe, cast(RLStage, stage), policy)
     plan = sampling_plan(recipe, stage)
     if plan is not None:
         before = [s.name for s in recipe.stages[:number] if s.trains_policy]
         own = PolicyOrigin(before[-1] if before else None, recipe.model.build is not None)
-        look(seen, recipe, stage, plan, policy, own)
+        inspect_sampling_stage(seen, recipe, stage, plan, policy, own)
         talks = seen.source is not None and seen.source.conversations
         if plan.sampling.algorithm is not None and talks:
             _end_of_turn(seen, plan, policy, f"{key}rollout")
@@ -177,7 +174,6 @@ def _settings(seen: StageContext, recipe: Recipe, stage: Stage, key: str) -> Non
     if plan is not None:
         seen.add(*setting_findings.timeouts(plan.rewards, f"{plan.key}rewards"))
         seen.add(*setting_findings.shared_interpreters(plan.rewards, f"{plan.key}rewards"))
-        seen.add(*setting_findings.closed_gates(plan.rewards, f"{plan.key}rewards"))
 
 
 def _inspect_rl(seen: StageContext, recipe: Recipe, stage: RLStage, policy: Policy) -> None:
@@ -221,7 +217,7 @@ def _of_model(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
     )
     if pair is not None:
         yield pair
-    if is_alike(policy.model.base_model):
+    if is_llama_like(policy.model.base_model):
         slow = setting_findings.no_compiler(fingerprint("decode"))
         if slow is not None:
             yield slow

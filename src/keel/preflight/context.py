@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from keel.models.reward import RewardModel
 from keel.preflight.finding import Finding
 from keel.preflight.finding_kinds import found
 from keel.preflight.judge_cost import Forecast
 from keel.preflight.key_names import named
-from keel.preflight.memory.passes import Row
 from keel.preflight.prompt_stats import PromptStats
 from keel.types import KeelError
 
 Figure = str | int | float
 
 
-@dataclass(eq=False)
-class StageWork:
-    """What a step of the stage works on: its rows, and what was timed of a part of them.
+@dataclass(frozen=True, slots=True)
+class LongestExample:
+    """The longest example of a stage, as a trial run reads it.
 
-    `heldout` are the tokens of the prompts that it evaluates on, `judges` the learned rewards that
-    live in this process, `forecasts` what judges elsewhere will be paid.
+    `tokens` are those of the prompt alone where a completion is sampled after it, else of all;
+    `raw` says that a plain prompt goes without the chat template.
     """
 
-    rows: list[Row] = field(default_factory=list)
-    heldout: tuple[int, ...] = ()
+    tokens: int
+    data: Mapping[str, Any]
+    raw: bool = False
+
+
+@dataclass(eq=False)
+class StageWork:
+    """What a step of the stage works on, and what was timed of a part of it.
+
+    `tokens` are those of a step's `sequences`, `decoded` those of the longest completion, `scoring`
+    the seconds of its rewards; `evaluated` counts the prompts of an evaluation, `forecasts` are
+    what judges elsewhere will be paid.
+    """
+
+    longest: LongestExample | None = None
+    tokens: int = 0
     sequences: int = 0
-    sampling: float = 0.0
+    decoded: int = 0
     scoring: float = 0.0
-    judges: list[tuple[str, RewardModel]] = field(default_factory=list)
+    evaluated: int = 0
     forecasts: list[Forecast] = field(default_factory=list)
 
 

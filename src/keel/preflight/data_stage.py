@@ -15,23 +15,27 @@ from keel.config.seeds import derive
 from keel.config.sources import Rewards
 from keel.data.preferences import dataset as preferences
 from keel.data.preferences.dataset import READERS
-from keel.data.preferences.schema import Preference, Stepwise
+from keel.data.preferences.schema import Labelled, Preference, Stepwise
 from keel.data.preferences.split import Sieve
 from keel.data.tasks.base import places
 from keel.models.chat import Encoder, encode_text
 from keel.models.policy import Policy, load_policy
 from keel.models.reward import check_classifier
 from keel.models.reward_inputs import Reader
-from keel.preflight.context import StageContext
+from keel.preflight.context import LongestExample, StageContext
 from keel.preflight.findings import prompts as prompt_findings
 from keel.preflight.findings import tokens as token_findings
 from keel.preflight.lengths import quantile
-from keel.preflight.memory.passes import Extent, Row
-from keel.preflight.prompt_stats import PromptStats, SamplingPlan, first_of, how_read, places_of
-from keel.preflight.sampling_stage import tell_left_out, tell_prompts, tell_tokens
+from keel.preflight.prompt_stats import (
+    PromptStats,
+    SamplingPlan,
+    first_of,
+    how_read,
+    places_of,
+    plain_content,
+)
+from keel.preflight.sampling_stage import check_prompts, check_tokens, report_left_out
 from keel.training.judged_data import (
-    EncodedPair,
-    Marked,
     label_encoder,
     of_step,
     pair_encoder,
@@ -44,7 +48,7 @@ ENCODED = 2_000
 """Rows whose length is measured, evenly spread."""
 
 
-def look_at_demonstrations(
+def inspect_demonstrations(
     seen: StageContext, recipe: Recipe, stage: SFTStage, policy: Policy
 ) -> None:
     """The first step's prompts, and the demonstrations made of them."""
@@ -60,14 +64,15 @@ def look_at_demonstrations(
         validation_prompts=0, seed_name=(), first_draw=(),
     )  # fmt: skip
     plan = SamplingPlan(stage.name, prefix, sampling, seed=0, first_seed=0)
-    tell_prompts(seen, source, plan, 1, f"{prefix}prompts.max_tokens")
+    check_prompts(seen, source, plan, 1, f"{prefix}prompts.max_tokens")
     if not source.first:
         return
     key = f"{prefix}tasks.{{}}.prompt"
     words = stage.prompts.chat_template
-    tell_tokens(seen, policy.tokenizer, source.first, words, key, list(source.tasks))
+    check_tokens(seen, policy.tokenizer, source.first, words, key, list(source.tasks))
     lengths: list[int] = []
     texts: list[tuple[str, str]] = []
+    raw = raw_tasks(source.tasks, stage.tasks)
     try:
         demonstrate = load_entry(stage.demonstration, "demonstration")
         rng = np.random.default_rng(derive(derive(recipe.seed, stage.name), "demonstrations", 1))
@@ -75,20 +80,21 @@ def look_at_demonstrations(
             text, n = _demonstrated(demonstrate, prompt, source, rng, policy, prefix)
             texts.append((prompt.id, text))
             lengths.append(n)
-            seen.work.rows.append((Extent(len(prompt.tokens), n),))
+            seen.work.tokens += len(prompt.tokens) + n
+            _keep_longest(seen, prompt, text, len(prompt.tokens) + n, prompt.task in raw)
         limit = longest_prompt(stage.prompts.max_tokens, policy.context, 1)
         lenient = {
             t for t, s in zip(source.tasks, stage.tasks, strict=True) if s.bad_rows != "stop"
         }
-        raw = raw_tasks(source.tasks, stage.tasks)
         encoder = Encoder(policy.tokenizer, limit, words, forgiven=lenient, raw=raw)
         # Of the rows that later steps come to, each is looked at once.
         for task in source.tasks.values():
             for at in places_of(task):
                 later = encoder(task.prompt("train", at))
                 if later is not None:
-                    _, n = _demonstrated(demonstrate, later, source, rng, policy, prefix)
+                    text, n = _demonstrated(demonstrate, later, source, rng, policy, prefix)
                     lengths.append(n)
+                    _keep_longest(seen, later, text, len(later.tokens) + n, later.task in raw)
     except KeelError as error:
         seen.stops("as its demonstrations are made", error, f"{prefix}demonstration")
         return
@@ -100,7 +106,9 @@ def look_at_demonstrations(
     }
 
 
-def look_at_rows(seen: StageContext, recipe: Recipe, stage: JudgingStage, policy: Policy) -> None:
+def inspect_preference_data(
+    seen: StageContext, recipe: Recipe, stage: JudgingStage, policy: Policy
+) -> None:
     """The judged rows of a stage, encoded, and the model that it starts from."""
     prefix = f"{stage.name}." if len(recipe.stages) > 1 else ""
     try:
@@ -130,15 +138,22 @@ def look_at_rows(seen: StageContext, recipe: Recipe, stage: JudgingStage, policy
         return
     limits = [n for n in (stage.max_tokens, base.context) if n is not None]
     limit = min(limits) if limits else None
-    fitting = [row for row in encoded if limit is None or row.longest <= limit]
+    fitting = [
+        (row, record)
+        for row, record in zip(encoded, chosen, strict=True)
+        if limit is None or row.longest <= limit
+    ]
     if fitting:
-        step_rows = of_step(fitting, stage.batch_size, 1, derive(recipe.seed, stage.name, "rows"))
-        seen.work.rows = [_extents(row) for row in step_rows]
+        seed = derive(recipe.seed, stage.name, "rows")
+        first = of_step([row for row, _ in fitting], stage.batch_size, 1, seed)
+        seen.work.tokens = sum(row.length for row in first)
+        longest, record = max(fitting, key=lambda pair: pair[0].length)
+        seen.work.longest = LongestExample(longest.length, _as_columns(record), stage.raw)
     _held_out(seen, held or [], limit, prefix)
     _tokens(seen, base, stage, chosen, key)
     seen.learned = frozenset(place for row in sides.train for place in places(row.prompt))
     rows = len(sides.train)
-    tell_left_out(seen, sides.left_out)
+    report_left_out(seen, sides.left_out)
     seen.figures |= {
         "train rows": rows,
         "held-out rows": len(sides.heldout),
@@ -179,7 +194,7 @@ def _tokens(
     template = stage.template_keywords
     reader = Reader(base.tokenizer, None, template, raw=stage.raw)
     prompts = [_read(reader, row) for row in rows[:32]]
-    tell_tokens(seen, base.tokenizer, prompts, template, key)
+    check_tokens(seen, base.tokenizer, prompts, template, key)
     specials = [str(token) for token in base.tokenizer.all_special_tokens]
     answers = [(row.id, text) for row in rows[:ENCODED] for text in _answers(row)]
     seen.add(token_findings.special_in_answers(answers, specials, key, letters=True))
@@ -197,10 +212,22 @@ def _answers(row: Any) -> tuple[str, ...]:
     return row.steps if isinstance(row, Stepwise) else (row.completion,)
 
 
-def _extents(row: EncodedPair | Marked) -> Row:
-    """A row's sequences, as a pass of the stage has them."""
-    answers = [row.chosen, row.rejected] if isinstance(row, EncodedPair) else [row.answer]
-    return tuple(Extent(one.begins, len(one.tokens) - one.begins) for one in answers)
+def _as_columns(row: Preference | Labelled | Stepwise) -> dict[str, Any]:
+    """A row as the readers of preference data take it."""
+    prompt = plain_content(row.prompt)
+    if isinstance(row, Preference):
+        answers: dict[str, Any] = {"chosen": row.chosen, "rejected": row.rejected}
+        return {"prompt": prompt, **answers, "probability": row.probability, "margin": row.margin}
+    if isinstance(row, Stepwise):
+        return {"prompt": prompt, "completions": list(row.steps), "labels": list(row.labels)}
+    return {"prompt": prompt, "completion": row.completion, "label": row.label}
+
+
+def _keep_longest(seen: StageContext, prompt: Prompt, text: str, tokens: int, raw: bool) -> None:
+    """Keep an example where none before was longer."""
+    if seen.work.longest is None or tokens > seen.work.longest.tokens:
+        data = {"prompt": plain_content(prompt.content), "answer": text}
+        seen.work.longest = LongestExample(tokens, data, raw)
 
 
 def _demonstrated(

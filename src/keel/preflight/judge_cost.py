@@ -1,4 +1,4 @@
-"""What a judge of a recipe will be paid over a stage: forecast before a request is sent."""
+"""The forecast of what a judge of a recipe costs over a stage, before a request is sent."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.analysis.statistics import mean_interval
-from keel.config.judging import JudgingStage
-from keel.config.schema import RLStage, Stage
+from keel.config.sampling import SamplingSource
+from keel.config.schema import Stage
 from keel.config.sources import RewardSource
 from keel.preflight.duration import evaluations_of
 from keel.preflight.finding import Finding
 from keel.preflight.finding_kinds import found
+from keel.rewards.judge.options import GROUP, JudgeOptions
 from keel.rewards.judge.pairs import choose_pairs
 from keel.rewards.judge.prompts import Question, pair_question, score_question
-from keel.rewards.judge.reward import GROUP, JudgeOptions
 from keel.rewards.judge.spending import Cost, Prices
 from keel.types import Group
 
 BYTES_PER_TOKEN = (5.0, 4.0, 2.5)
-"""Of a prompt to the judge: few tokens, usual for English, and many (code, other scripts)."""
+"""Of a prompt to the judge: long tokens, usual English, and short tokens (code, other scripts)."""
 REPLY_TOKENS = (16, 64)
-"""Of a reply of one JSON object: a verdict alone, and one with a reason of two sentences. At the
-most it has `max_tokens`."""
+"""Of a reply: a verdict alone, and one with two sentences of reason; at most `max_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A stage's questions to one judge, and what they will come to.
+    """A stage's questions to one judge, and their cost.
 
     `low`, `estimate` and `high` hold for answers as long as those sampled and one attempt a
     question: 95 % of the mean length, the ends of `BYTES_PER_TOKEN` and of a reply's length,
@@ -66,23 +65,28 @@ class Forecast:
 def forecast_judge(
     source: RewardSource, groups: Sequence[Group], stage: Stage, validation: int, key: str
 ) -> Forecast | None:
-    """What a stage's questions to a judge cost, by those that the sampled groups would put.
+    """The cost of a stage's questions to a judge, estimated from those of the sampled groups.
 
     `validation` is the number of prompts that the stage evaluates on, `key` that of the reward.
-    None where nothing was sampled. The options are those of a judge that was made, and so right.
+    None where nothing was sampled. The options of the source have been validated.
     """
     options = JudgeOptions.model_validate(source.options)
-    prices = options.plan().prices
+    prices = options.prices
     bodies = [_body(question, options) for question in _questions(options, groups)]
     if not bodies:
         return None
-    train, evaluation = _counts(stage, options, validation)
+    sampling = stage.sampling
+    assert sampling is not None
+    # A stage that does not train on what it samples evaluates on answers that it scores once.
+    times = 1 if sampling.evaluation is None else evaluations_of(stage)
+    train, evaluation = _counts(sampling, options, validation, times)
     # A question that was paid for is not asked again: not of equal answers to a prompt, and not at
     # a later evaluation where the answer has not changed.
     distinct = len({str(body) for body in bodies}) / len(bodies)
     new = distinct * train + evaluation
-    times = evaluations_of(stage) if isinstance(stage, RLStage) else 1
-    most_asked = train * _fills(stage) + evaluation
+    rollout = sampling.rollout
+    fills = 1 + rollout.max_refills if rollout.dynamic_sampling else 1
+    most_asked = train * fills + evaluation
     asked = (distinct * train + evaluation / times, new, most_asked)
     sizes = mean_interval([prices.worst(body, 0).tokens_in for body in bodies])
     lengths = (max(sizes.low, 0.0), sizes.mean, sizes.high if len(bodies) > 1 else sizes.mean)
@@ -112,7 +116,7 @@ def over_budget(forecasts: Sequence[Forecast]) -> Iterator[Finding]:
             sum(map(part, shared), Cost())
             for part in (lambda f: f.low, lambda f: f.estimate, lambda f: f.high)
         )
-        budget = one.options.plan().budget
+        budget = one.options.limit
         if budget.covers(high):
             continue
         over, option = _named(budget, high)
@@ -160,27 +164,18 @@ def _body(question: Question, options: JudgeOptions) -> dict[str, Any]:
     }
 
 
-def _counts(stage: Stage, options: JudgeOptions, validation: int) -> tuple[int, int]:
+def _counts(
+    sampling: SamplingSource, options: JudgeOptions, validation: int, evaluations: int
+) -> tuple[int, int]:
     """How many questions a stage asks to learn from, and how many to evaluate."""
-    if isinstance(stage, RLStage):
-        rollout, samples = stage.rollout, stage.evaluation.samples
-        of_prompt = _of_group(options, rollout.group_size)
-        if stage.algorithm.needs_greedy:
-            of_prompt += _of_group(options, 1)
-        train = stage.steps * rollout.prompts_per_step * of_prompt
-        each = _of_group(options, 1) + (_of_group(options, samples) if samples else 0)
-        return train, evaluations_of(stage) * validation * each if validation else 0
-    assert isinstance(stage, JudgingStage)
-    assert stage.sampled is not None
-    each = _of_group(options, stage.sampled.group_size)
-    return stage.sampled.train * each, validation * each
-
-
-def _fills(stage: Stage) -> int:
-    """How often a step's prompts are sampled at the most."""
-    if isinstance(stage, RLStage) and stage.rollout.dynamic_sampling:
-        return 1 + stage.rollout.max_refills
-    return 1
+    of_prompt = _of_group(options, sampling.rollout.group_size)
+    of_validation = of_prompt
+    if sampling.algorithm is not None and sampling.algorithm.needs_greedy:
+        of_prompt += _of_group(options, 1)
+    if sampling.evaluation is not None:
+        samples = sampling.evaluation.samples
+        of_validation = _of_group(options, 1) + (_of_group(options, samples) if samples else 0)
+    return sampling.train_prompts * of_prompt, evaluations * validation * of_validation
 
 
 def _of_group(options: JudgeOptions, size: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from keel.config.sampling import Rollout, SamplingSource
@@ -20,7 +20,7 @@ from keel.models.chat import Encoder
 from keel.models.policy import Policy
 from keel.runs.quarantine import LeftOut
 from keel.training.setup import longest_prompt, raw_tasks
-from keel.types import KeelError, Prompt, Task
+from keel.types import Content, KeelError, Prompt, Task
 
 STORED, DRAWN = 1_000, 128
 """Prompts whose length is measured: of a task with rows, and of one without end. A share of 5 %
@@ -66,6 +66,16 @@ def sampling_plan(recipe: Recipe, stage: StageConfig) -> SamplingPlan | None:
     return SamplingPlan(stage.name, f"{prefix}{sampling.key}", sampling, seed, first)
 
 
+@dataclass(frozen=True, slots=True)
+class LongestPrompt:
+    """An encoded prompt; `raw` where it goes without the chat template. `other` is a prompt with
+    another content, where one is known."""
+
+    prompt: Prompt
+    raw: bool
+    other: Prompt | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class PromptStats:
     """A stage's tasks and prompts.
@@ -89,6 +99,8 @@ class PromptStats:
     heldout: frozenset[float] = field(default_factory=frozenset)
     learned: frozenset[float] = field(default_factory=frozenset)
     heldout_tokens: tuple[int, ...] = ()
+    longest: LongestPrompt | None = None
+    """Of those within the limit."""
     differs: str | None = None
     """How a prompt reads that tokenizer.json and AutoTokenizer read differently."""
     read: str = ""
@@ -140,9 +152,16 @@ def prompted(
     lengths: dict[str, tuple[int, ...]] = dict.fromkeys(tasks, ())
     first: list[Prompt] = []
     away: list[Prompt] = []
+    longest: LongestPrompt | None = None
     try:
         for name, task in tasks.items():
-            lengths[name] = _lengths(task, free)
+            encoded = _encoded(task, free)
+            lengths[name] = tuple(len(prompt.tokens) for prompt in encoded)
+            within = [p for p in encoded if limit is None or len(p.tokens) <= limit]
+            own = max(within, key=lambda p: len(p.tokens), default=None)
+            before = 0 if longest is None else len(longest.prompt.tokens)
+            if own is not None and len(own.tokens) > before:
+                longest = LongestPrompt(own, name in raw)
         stream = PromptStream(list(tasks.values()), weights, derive(stage_seed, "prompts"), encoder)
         drawn = stream.take(take)
         _of_their_tasks(drawn, tasks)
@@ -150,6 +169,10 @@ def prompted(
         away = heldout(list(tasks.values()), weights, held, encoder) if held else []
     except KeelError as error:
         stopped = str(error)
+    if longest is not None:
+        content = longest.prompt.content
+        other = next((p for p in (*away, *first) if p.content != content), None)
+        longest = replace(longest, other=other)
     kept = [data for task in tasks.values() if (data := stored(task)) is not None]
     places = [position(entry.body) for data in kept for entry in data.sides["train"].entries]
     sizes = [task.size("train") for task in tasks.values()]
@@ -166,9 +189,15 @@ def prompted(
         heldout=frozenset(_body(prompt, sources, tasks) for prompt in away),
         learned=frozenset(places),
         heldout_tokens=tuple(len(prompt.tokens) for prompt in away),
+        longest=longest,
         differs=free.differs or encoder.differs,
         read=how_read(policy.tokenizer, any(source.raw for source in sources)),
     )
+
+
+def plain_content(content: Content) -> Any:
+    """A prompt's content as JSON has it."""
+    return content if isinstance(content, str) else [dict(turn) for turn in content]
 
 
 def how_read(tokenizer: Any, raw: bool) -> str:
@@ -196,10 +225,10 @@ def _of_their_tasks(prompts: Sequence[Prompt], tasks: Mapping[str, Task]) -> Non
             )
 
 
-def _lengths(task: Task, encoder: Encoder) -> tuple[int, ...]:
-    """The lengths of train prompts that are looked at."""
+def _encoded(task: Task, encoder: Encoder) -> list[Prompt]:
+    """The train prompts that are looked at."""
     encoded = (encoder(task.prompt("train", at)) for at in places_of(task))
-    return tuple(len(prompt.tokens) for prompt in encoded if prompt is not None)
+    return [prompt for prompt in encoded if prompt is not None]
 
 
 def _body(prompt: Prompt, sources: Sequence[TaskSource], tasks: Mapping[str, Task]) -> float:

@@ -10,26 +10,22 @@ from dataclasses import replace
 from typing import Any, cast
 
 from keel.config.judging import JudgingStage
-from keel.config.schema import Recipe, RLStage, Stage
+from keel.config.schema import Recipe, Stage
 from keel.config.sources import RewardSource
 from keel.data.tasks import stored
 from keel.learn.advantages import check_steps
 from keel.models.policy import Policy
-from keel.models.reward import RewardModel
-from keel.preflight.context import PolicyOrigin, StageContext
+from keel.preflight.context import LongestExample, PolicyOrigin, StageContext
 from keel.preflight.findings import prompts as prompt_findings
 from keel.preflight.findings import samples as sample_findings
 from keel.preflight.findings import tokens as token_findings
 from keel.preflight.findings.replies import reply_holds_answer
-from keel.preflight.findings.rewards import ScoredBatch, tell_gold, tell_rewards
+from keel.preflight.findings.rewards import ScoredBatch, check_gold, check_sampled_rewards
 from keel.preflight.gold_answers import Gold, gold_of, unreadable_gold
 from keel.preflight.judge_cost import forecast_judge
 from keel.preflight.lengths import holding, quantile
-from keel.preflight.memory.passes import Extent
-from keel.preflight.memory.prediction import rows_of, to_budget
-from keel.preflight.prompt_stats import PromptStats, SamplingPlan, prompted
+from keel.preflight.prompt_stats import PromptStats, SamplingPlan, plain_content, prompted
 from keel.preflight.trial_batch import TrialBatch, sample
-from keel.rewards.model_scorer import Here
 from keel.rewards.registry import TASK, NamedReward
 from keel.rewards.scorer import Scorer
 from keel.runs.quarantine import WORDS, LeftOut
@@ -38,7 +34,7 @@ from keel.training.setup import load_rewards, reward_context, scorer
 from keel.types import KeelError, Prompt, Verdict
 
 
-def look(
+def inspect_sampling_stage(
     seen: StageContext,
     recipe: Recipe,
     stage: Stage,
@@ -90,22 +86,14 @@ def look(
             seen.stops("as its rewards are asked", error, f"{plan.key}rewards.functions")
     _costs(seen, stage, plan, waiting, batch)
     evaluation = plan.sampling.evaluation
-    if plan.sampling.algorithm is not None:
-        _work(seen, cast(RLStage, stage), plan, batch, policy.context, own)
-        seen.work.judges += judges_in(functions)
-    else:
-        budget, twice = plan.rollout.max_tokens, 2 if stage.compares else 1
-        rows = [(Extent(row[0].before, budget),) * twice for row in rows_of(batch.groups)]
-        seen.work.rows = [
-            rows[at % len(rows)] for at in range(cast(JudgingStage, stage).batch_size)
-        ]
+    _work(seen, stage, plan, batch, policy.context, own)
     judging = None if evaluation is None else judge.judging(evaluation.component)
     if plan.rollout.max_turns > 1 and source.replies:
         seen.add(reply_holds_answer(source, plan))
     judged = ScoredBatch(batch, verdicts, gold, pairs, judging, partial=bool(waiting))
-    tell_gold(seen, plan, judged, source)
+    check_gold(seen, plan, judged, source)
     if verdicts and own.by is None:
-        tell_rewards(seen, stage, plan, judged)
+        check_sampled_rewards(seen, stage, plan, judged)
 
 
 def read_prompts(
@@ -124,11 +112,11 @@ def read_prompts(
         seen.stops("as its tasks are read", error, key)
         return None
     budget = plan.setting("max_tokens")
-    tell_prompts(seen, source, plan, rollout.max_tokens, budget)
+    check_prompts(seen, source, plan, rollout.max_tokens, budget)
     return source
 
 
-def tell_prompts(
+def check_prompts(
     seen: StageContext, source: PromptStats, plan: SamplingPlan, room: int, budget: str
 ) -> None:
     """Figures and findings of prompts; `room` tokens are the answer's, which the key `budget`
@@ -159,7 +147,7 @@ def tell_prompts(
         one.severity == "error" for one in seen.findings[before:]
     ):
         seen.stops("as its prompts are read", KeelError(source.stopped), key)
-    tell_left_out(seen, source.left_out)
+    report_left_out(seen, source.left_out)
     seen.add(
         prompt_findings.unreadable(
             source.left_out, source.stored, f"{task_key(plan, source, source.left_out)}.bad_rows"
@@ -168,7 +156,7 @@ def tell_prompts(
     )
 
 
-def tell_tokens(
+def check_tokens(
     seen: StageContext,
     tokenizer: Any,
     prompts: Sequence[Prompt],
@@ -194,7 +182,7 @@ def tell_tokens(
     seen.unread |= token_findings.unread(tokenizer, shown, template)
 
 
-def tell_left_out(seen: StageContext, left: Sequence[LeftOut]) -> None:
+def report_left_out(seen: StageContext, left: Sequence[LeftOut]) -> None:
     """How many rows are left out, by why, and the first of them."""
     if not left:
         return
@@ -216,7 +204,7 @@ def task_key(plan: SamplingPlan, source: PromptStats, left: Sequence[LeftOut]) -
 
 
 def _tokens(seen: StageContext, plan: SamplingPlan, policy: Policy, source: PromptStats) -> None:
-    tell_tokens(
+    check_tokens(
         seen, policy.tokenizer, source.first, plan.sampling.prompts.chat_template,
         f"{plan.key}tasks.{{}}.prompt", list(source.tasks),
     )  # fmt: skip
@@ -260,31 +248,45 @@ def _steps(
 
 def _work(
     seen: StageContext,
-    stage: RLStage,
+    stage: Stage,
     plan: SamplingPlan,
     batch: TrialBatch,
     context: int | None,
     own: PolicyOrigin,
 ) -> None:
-    """A whole step's rows, as the sampled ones go; as long as the budget where they do not say."""
-    rows = rows_of(batch.groups)
-    if own.by is not None or own.random or not batch.whole:
-        rows = to_budget(stage, rows, context)
-    whole = plan.rollout.prompts_per_step * plan.rollout.group_size
-    seen.work.rows = [rows[at % len(rows)] for at in range(whole)]
-    # As long as the longest of the batch, or as the budget where it does not say.
-    steps = max(row[0].scored for row in seen.work.rows)
-    seen.work.scoring *= whole / max(batch.completions, 1)
-    seen.work.sampling = steps * batch.pace.seconds(whole, plan.rollout.max_rows)
-    seen.work.sequences = whole
+    """A whole step's sequences, as the sampled ones go; as long as the budget where those do not
+    say how long they will be."""
+    work, rollout = seen.work, plan.rollout
     assert seen.source is not None
-    seen.work.heldout = seen.source.heldout_tokens
+    if seen.source.longest is not None:
+        prompt, other = seen.source.longest.prompt, seen.source.longest.other
+        data = {"prompt": plain_content(prompt.content)}
+        if plan.sampling.algorithm is None and other is not None:
+            # Rows of one prompt are all on one side.
+            data["heldout"] = plain_content(other.content)
+        work.longest = LongestExample(len(prompt.tokens), data, seen.source.longest.raw)
+    full = own.by is not None or own.random or not batch.whole
+    answers = [
+        (prompt, _budget(prompt, rollout.max_tokens, context) if full else length)
+        for group in batch.groups
+        for prompt, length in [(len(group.prompt.tokens), len(c)) for c in group.completions]
+    ]
+    mean = sum(prompt + length for prompt, length in answers) / max(len(answers), 1)
+    if plan.sampling.algorithm is None:
+        # Examples of answers: as many as a step has, two in each pair.
+        work.tokens = round(mean * cast(JudgingStage, stage).batch_size * (1 + stage.compares))
+        work.scoring = 0.0
+        return
+    whole = rollout.prompts_per_step * rollout.group_size
+    work.tokens, work.sequences = round(mean * whole), whole
+    work.scoring *= whole / max(batch.completions, 1)
+    work.decoded = max((length for _, length in answers), default=0)
+    work.evaluated = len(seen.source.heldout_tokens)
 
 
-def judges_in(functions: Sequence[NamedReward]) -> list[tuple[str, RewardModel]]:
-    """The learned rewards that live in this process, by name."""
-    judging = [(f.name, getattr(f.function, "judging", None)) for f in functions]
-    return [(name, one.model) for name, one in judging if isinstance(one, Here)]
+def _budget(prompt: int, limit: int, context: int | None) -> int:
+    """Tokens that a completion may have after a prompt of so many."""
+    return limit if context is None else min(limit, context - prompt)
 
 
 def _ready(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from keel.data.tasks import PromptStream
 from keel.engines.registry import build_engine
-from keel.engines.stopping import context_length
+from keel.models.families import context_length
 from keel.models.policy import Policy
 from keel.preflight.prompt_stats import PromptStats, SamplingPlan
-from keel.preflight.throughput import Pace, pace_of
 from keel.rewards.scorer import Scorer
 from keel.training.rollout import Sampler
 from keel.types import Group, Prompt
@@ -50,8 +48,7 @@ class TrialBatch:
     """Groups of the first step's prompts, and how long those came to be that were cut.
 
     `lengths` and `ended` are of each completion in order, after some of the cut ones were followed
-    further. `whole`: no completion was cut before the recipe's own budget. `pace` is of one token
-    of so many completions.
+    further. `whole`: no completion was cut before the recipe's own budget.
     """
 
     groups: tuple[Group, ...]
@@ -59,7 +56,6 @@ class TrialBatch:
     budget: int
     lengths: tuple[int, ...]
     ended: tuple[bool, ...]
-    pace: Pace
 
     @property
     def whole(self) -> bool:
@@ -148,22 +144,14 @@ def sample(
     )
     sampling = replace(sampler.sampling, max_tokens=size.tokens)
 
-    def answer(prompts: int) -> list[Group]:
-        return sampler.sample(source.first[:prompts], size.members, sampling, plan.first_seed)
-
-    start = time.perf_counter()
-    groups = answer(size.prompts)
-    first = time.perf_counter() - start
-    steps = max((len(c) for group in groups for c in group.completions), default=1)
-    by_prompt = pace_of(answer, size.prompts, first)
-    pace = Pace(by_prompt.fixed / steps, by_prompt.each / size.members / steps)
+    groups = sampler.sample(source.first[: size.prompts], size.members, sampling, plan.first_seed)
     lengths = [len(c) for group in groups for c in group.completions]
     ended = [c.finish != "length" for group in groups for c in group.completions]
     room = min(size.tokens * LONGER, load.steps)
     if not trial and size.tokens == rollout.max_tokens:
         context = context_length(policy.model)
         _follow(sampler, groups, size, plan.first_seed, (room, context), (lengths, ended))
-    return TrialBatch(tuple(groups), size, rollout.max_tokens, tuple(lengths), tuple(ended), pace)
+    return TrialBatch(tuple(groups), size, rollout.max_tokens, tuple(lengths), tuple(ended))
 
 
 def _follow(

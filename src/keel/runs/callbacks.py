@@ -104,6 +104,8 @@ class Callbacks:
             except OSError as error:
                 self._callbacks.remove(callback)
                 self._event("output_lost", why=error.strerror or str(error))
+            except KeelError:
+                raise
             except Exception as error:
                 what = " ".join(f"{type(error).__name__}: {error}".split())
                 name = f"{type(callback).__name__}.{method}"

@@ -1,6 +1,6 @@
-"""Work in a thread of its own that nobody wants any longer: told so, it ends at its next look.
+"""Cancellation of work in another thread, which checks for it with `look`.
 
-It is not raised into the thread from outside: an error raised by a thread's id may meet the thread
+No exception is raised into the thread from outside: one raised by a thread's id can reach a thread
 that this one is just starting, which has the same id until it runs, and both then hang.
 """
 
@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 GivesUp = Callable[[], bool]
-"""Whether nobody wants the outcome any longer."""
+"""Whether the outcome is no longer needed."""
 
 
 class Cancelled(BaseException):
-    """Nobody wants the outcome of a call any longer; what hangs in it is left behind."""
+    """The outcome of a call is no longer needed; a part of it that hangs is abandoned."""
 
 
 _TOLD: ContextVar[threading.Event | None] = ContextVar("_TOLD", default=None)
-"""Of this thread's own context; a thread begins without, what is asked of an event loop with it."""
+"""Of this thread's context; a new thread has none, a task of an event loop inherits it."""
 
 
 @contextmanager
@@ -34,10 +34,8 @@ def until(told: threading.Event) -> Iterator[None]:
 
 
 def look() -> None:
-    """To be called at every step of long work, and between the slices of a wait.
-
-    Raises Cancelled where the thread was told that nobody wants the outcome.
-    """
+    """Raise Cancelled if this work is cancelled. Call it at every step of long work, and regularly
+    while waiting."""
     told = _TOLD.get()
     if told is not None and told.is_set():
         raise Cancelled

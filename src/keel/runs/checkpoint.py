@@ -1,9 +1,8 @@
-"""Checkpoints: whole or not at all, and known to be whole. No pickle is ever read or written."""
+"""Checkpoints, written completely or not at all and verified by checksums. Without pickle."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -83,13 +82,13 @@ def damage(path: Path) -> str | None:
                 return f"{name} is missing"
             if file.stat().st_size != facts["bytes"]:
                 return f"{name} has {file.stat().st_size} bytes, not {facts['bytes']}"
-            if _sha256(file) != facts["sha256"]:
+            if files.sha256(file) != facts["sha256"]:
                 return f"{name} differs from its checksum"
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except OSError as error:
         if error.errno not in BROKEN:
-            raise KeelError(f"cannot read {path}: {error.strerror}: mend the folder") from error
+            raise KeelError(f"cannot read {path}: {error.strerror}: fix the folder") from error
         return f"cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is damaged"
@@ -131,7 +130,7 @@ def check_model(path: Path) -> None:
 
 
 def size(path: Path) -> int:
-    """The bytes that a checkpoint takes."""
+    """The size of a checkpoint in bytes."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
@@ -154,7 +153,7 @@ def prune(folder: RunFolder, keep: int, protect: Collection[Path] = ()) -> list[
 
 
 def bring_back(folder: RunFolder) -> None:
-    """Gives checkpoints their names back that a process died over while it replaced them.
+    """Restores checkpoints whose process died while it replaced them.
 
     Only the process that holds the run folder's lock may call this.
     """
@@ -167,7 +166,7 @@ def bring_back(folder: RunFolder) -> None:
 
 
 def _of_a_stop(path: Path) -> bool:
-    """Whether only a stop left this checkpoint."""
+    """Whether this checkpoint was written only because the run was stopped."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
     except (OSError, ValueError):
@@ -180,7 +179,7 @@ def _finish(folder: Path, name: str, stop: bool) -> None:
     listed = {
         path.relative_to(folder).as_posix(): {
             "bytes": path.stat().st_size,
-            "sha256": _sha256(path),
+            "sha256": files.sha256(path),
         }
         for path in found
     }
@@ -194,7 +193,7 @@ def _finish(folder: Path, name: str, stop: bool) -> None:
 
 
 def _put(aside: Path, target: Path) -> None:
-    """Renames; a checkpoint in the way steps aside first."""
+    """Renames; a checkpoint of that name is renamed first and then deleted."""
     old = target.with_name(_REPLACED + target.name)
     if old.exists():
         files.remove(old)
@@ -204,11 +203,6 @@ def _put(aside: Path, target: Path) -> None:
     files.sync_folder(target.parent)
     if old.exists():
         files.remove(old)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---------------------------------------------------------------- state

@@ -1,4 +1,4 @@
-"""What a checkpoint knows of its run: its recipe and inputs, and the rows and rollouts before it.
+"""The record in a checkpoint: the run's recipe and inputs, and its metrics and rollouts so far.
 
 `record.json` in a checkpoint:
 
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from keel.runs import files
-from keel.runs.diff.values import changes
 from keel.runs.layout import FolderEntry, Place, RunFolder
+from keel.runs.values import changes
 from keel.types import KeelError
 
 RECORD = "record.json"
 SHOWN = 3
-"""Differences that are named one by one."""
+"""Differences that a message lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Recorded:
     files: Mapping[str, str]
 
     def write(self, checkpoint: Path) -> None:
-        """Into a checkpoint that is being written."""
+        """Write record.json into a checkpoint that is being written."""
         text = json.dumps(asdict(self), ensure_ascii=False, indent=1, sort_keys=True)
         (checkpoint / RECORD).write_text(text + "\n", "utf-8")
 
@@ -54,14 +54,8 @@ def read(checkpoint: Path) -> Recorded | None:
         ) from error
 
 
-def sha256(path: Path) -> str:
-    """Of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def changed(known: Recorded, recipe: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
-    """What of recipe and inputs differs from what a checkpoint was made with; empty: nothing."""
+    """How recipe and inputs differ from those of a checkpoint; empty if they do not."""
     said = [f"{c.name} = {c.b} (was {c.a})" for c in changes(known.recipe, recipe)]
     # A name that only one of them has is a change of the recipe.
     both = sorted(known.inputs.keys() & inputs.keys())
@@ -70,30 +64,20 @@ def changed(known: Recorded, recipe: Mapping[str, Any], inputs: Mapping[str, str
     return ", ".join(said[:SHOWN]) + more
 
 
-def rows_until(folder: RunFolder, last: Place) -> list[tuple[Place, bytes]]:
-    """The whole rows of metrics.jsonl up to a place, in the order of the file.
+def records_until(folder: RunFolder, last: Place) -> list[tuple[Place, bytes]]:
+    """The complete records of metrics.jsonl up to a place, in the order of the file.
 
     Raises:
-        KeelError: a row is not readable.
+        KeelError: a record is damaged.
     """
-    path = folder.metrics
-    if not path.exists():
-        return []
-    with files.told(path, "read"):
-        lines = path.read_bytes().splitlines(keepends=True)
     found = []
-    for number, row in enumerate(lines, start=1):
-        if not row.endswith(b"\n"):  # torn by the end of the process that wrote it
-            continue
+    for number, line, record in files.read_jsonl(folder.metrics):
         try:
-            record = json.loads(row)
             place = Place(folder.stages.index(record["stage"]), int(record["step"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise KeelError(
-                f"{path}:{number} is damaged ({error}): fix or delete the line, then --resume"
-            ) from error
+            raise files.damaged_line(folder.metrics, number, error) from error
         if place <= last:
-            found.append((place, row))
+            found.append((place, line))
     return found
 
 
@@ -107,14 +91,14 @@ def check(folder: RunFolder, newest: FolderEntry, known: Recorded) -> list[str]:
         KeelError: a row of metrics or sampled rows from before the checkpoint are missing or
             changed.
     """
-    rows = rows_until(folder, newest.place)
+    rows = records_until(folder, newest.place)
     if hashlib.sha256(b"".join(row for _, row in rows)).hexdigest() != known.metrics:
         odd, what = _odd(folder, newest, [place for place, _ in rows])
         raise KeelError(f"{folder.metrics} {what}: {_way_out(folder, odd)}")
     lost = []
     for name, digest in known.files.items():
         path = folder.path / name
-        if path.is_file() and sha256(path) == digest:
+        if path.is_file() and files.sha256(path) == digest:
             continue
         what = "is damaged" if path.is_file() else "is missing"
         if path.parent != folder.rollouts_folder:
@@ -128,7 +112,7 @@ def odd_row(folder: RunFolder, newest: FolderEntry) -> str | None:
 
     Nothing else can be compared with a checkpoint that has no record.
     """
-    odd, what = _odd(folder, newest, [place for place, _ in rows_until(folder, newest.place)])
+    odd, what = _odd(folder, newest, [place for place, _ in records_until(folder, newest.place)])
     return None if odd is None else f"{folder.metrics.name} {what}"
 
 
@@ -147,7 +131,7 @@ def _odd(
 
 
 def _way_out(folder: RunFolder, odd: Place | None) -> str:
-    """How to go on where what was recorded of a step is gone."""
+    """How to continue where the record of a step is lost."""
     later = [e for e in folder.list_checkpoints() if odd is None or e.place >= odd]
     which = later[0].path.name
     if len(later) > 1:

@@ -1,4 +1,4 @@
-"""How values become JSON: lossy for people and plots, exact for state. Torch-free."""
+"""Values as JSON: lossy for metrics and plots, exact for state. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 TAG = "$type"
-"""Marks what JSON has no word for. A mapping of the user's may not hold this key."""
+"""Marks a value that JSON has no type for. A mapping may not have this key."""
 
 
 def clean_text(text: str) -> str:
@@ -20,7 +20,7 @@ def clean_text(text: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON knows it: keys sorted, arrays as lists, numbers not finite as null.
+    """The value as JSON: keys sorted, arrays as lists, numbers that are not finite as null.
 
     Raises:
         TypeError: no JSON for a value of this type.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from keel.types import KeelError
 
@@ -18,14 +21,14 @@ ASIDE = ".tmp-"
 _HELD: dict[Path, tuple[Path, int, int]] = {}
 """The folders that this process writes, and a file in each with its device and inode."""
 _IN_TEXT = re.compile(r"\(os error (\d+)\)")
-"""How libraries written in Rust (safetensors, tokenizers) tell of an operating system error."""
+"""How libraries written in Rust (safetensors, tokenizers) report an operating system error."""
 
 
 @contextmanager
 def told(path: Path, doing: str = "write") -> Iterator[None]:
-    """Turns an operating system error into one line that names the path and the mend.
+    """Turns an operating system error into one line that names the path and what to check.
 
-    Refuses to begin below a `held` folder that is gone.
+    Raises KeelError at once below a `held` folder that is gone.
     """
     present(path)
     try:
@@ -41,7 +44,7 @@ def told(path: Path, doing: str = "write") -> Iterator[None]:
 
 
 def os_error(error: BaseException) -> OSError | None:
-    """The operating system's error that an exception is, or tells of."""
+    """The operating system's error that an exception is, or reports in its text."""
     if isinstance(error, OSError):
         return error
     found = None if isinstance(error, KeelError) else _IN_TEXT.search(str(error))
@@ -142,7 +145,7 @@ def write_text(path: Path, content: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Deletes a file or folder; a folder leaves its name in one instant, then its content goes."""
+    """Deletes a file or folder; a folder is renamed first, so that no part of it is left there."""
     with told(path, "remove"):
         if path.is_dir() and not path.is_symlink():
             if not path.name.startswith(ASIDE):
@@ -155,6 +158,36 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    """Number (from 1), bytes and JSON object of each line of a file; none where there is no file.
+
+    A last line without its end, which is being written or whose process ended, is left out.
+
+    Raises:
+        KeelError: the file cannot be read, or a line is damaged.
+    """
+    with told(path, "read"):
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            record = dict(json.loads(line))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise damaged_line(path, number, error) from error
+        yield number, line, record
+
+
+def damaged_line(path: Path, number: int, error: Exception) -> KeelError:
+    return KeelError(f"{path}:{number} is damaged ({error}): fix or delete this line")
+
+
 def make_folder(path: Path) -> None:
     """Makes a folder inside one that exists, unless it is there."""
     with told(path, "make"):
@@ -162,7 +195,7 @@ def make_folder(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Deletes what interrupted writes left in a folder; returns what went.
+    """Deletes what interrupted writes left in a folder; returns the deleted paths.
 
     Only the process that holds the run folder's lock may call this.
     """

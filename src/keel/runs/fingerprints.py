@@ -1,51 +1,59 @@
 """Fingerprints of the files that a recipe names: data, code, models. Torch-free.
 
 A run is a function of its recipe and of these. A fingerprint is the SHA-256 of a file's content, or
-of all files of a model's or data set's folder, by the recipe's key and value; what comes from a hub
-is named by the recipe's revision and has none.
+of all files of a model's or data set's folder, or of the source of a function that was passed to
+`keel.train`, by the recipe's key and value; what comes from a hub is named by the recipe's revision
+and has none.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from keel.config.entry import source_of
-from keel.runs.checkpoint_record import sha256
+from keel.config.entry import PYTHON, load_entry, source_of
+from keel.config.load import in_run_folder
+from keel.runs.files import sha256
 
 _ENTRY = re.compile(r"(?P<place>[\w./~-]+):[A-Za-z_][\w.]*")
 """`module:function`, or `path/to/file.py:function`."""
 
 
-def fingerprints(recipe: Mapping[str, Any]) -> dict[str, str]:
-    """The fingerprint of each file or folder that a resolved recipe names, by `KEY (VALUE)`."""
+def fingerprints(recipe: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """The fingerprint of each input that the recipe in a run folder names, by `KEY (VALUE)`."""
     found = {}
-    for key, value in _texts(recipe, ""):
+    for key, value in texts(recipe):
         try:
-            digest = _fingerprint(key, value)
+            digest = _fingerprint(key, in_run_folder(value, folder))
         except (Exception, SystemExit):  # of a user's package, which is imported here
-            continue  # whoever reads it says what is wrong with it
+            continue  # reading it reports what is wrong
         if digest is not None:
             found[f"{key} ({value})"] = digest
     return found
 
 
-def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+def texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """The texts of a recipe, each with its key."""
     if isinstance(value, Mapping):
         for name, inside in value.items():
-            yield from _texts(inside, f"{key}.{name}" if key else str(name))
+            yield from texts(inside, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list):
         for at, inside in enumerate(value):
-            yield from _texts(inside, f"{key}[{at}]")
+            yield from texts(inside, f"{key}[{at}]")
     elif isinstance(value, str) and "\n" not in value:
         yield key, value
 
 
 def _fingerprint(key: str, value: str) -> str | None:
     entry = _ENTRY.fullmatch(value)
+    if entry is not None and entry["place"] == PYTHON:
+        function = load_entry(value, key)
+        source_text = inspect.getsource(getattr(function, "func", function))
+        return hashlib.sha256(source_text.encode()).hexdigest()
     if entry is not None:
         source = source_of(entry["place"])
         return None if source is None else sha256(source)
@@ -61,7 +69,7 @@ def _fingerprint(key: str, value: str) -> str | None:
 
 
 def _of_files(folder: Path, paths: Iterable[Path]) -> str:
-    """Of the names and contents of files of a folder."""
+    """The fingerprint of the names and contents of files of a folder."""
     digest = hashlib.sha256()
     for path in sorted(paths):
         if path.is_file():

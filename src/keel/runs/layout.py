@@ -2,7 +2,8 @@
 
     recipe.toml  run.json  metrics.jsonl  timings.jsonl  events.jsonl  curve.png  film.gif
     rollouts/[STAGE-]step-000012.parquet  checkpoints/[STAGE-]step-000100/  trackers/
-    rows/STAGE-train.jsonl  models/STAGE/  pictures/STAGE-*.png  rewards/  quarantine/  faults/
+    inputs/  rows/STAGE-train.jsonl  models/STAGE/  pictures/STAGE-*.png  rewards/  quarantine/
+    faults/
 
 Steps count from 1 within a stage. Where a recipe has several stages, rollouts and checkpoints carry
 the stage's name; rows of the .jsonl files always do. All but timings.jsonl, events.jsonl, trackers/
@@ -16,7 +17,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,12 @@ class RunFolder:
     made: bool = field(default=False, compare=False)
 
     @staticmethod
-    def create(path: Path | str, recipe: str) -> RunFolder:
+    def create(
+        path: Path | str, recipe: str, inputs: Callable[[Path], None] | None = None
+    ) -> RunFolder:
         """A new run folder that holds the recipe (TOML, every default written out).
+
+        `inputs` writes what was passed as Python objects into the folder that it is given.
 
         Whoever may not be alone calls it under the folder's lock, as `opening.created` does.
 
@@ -77,6 +82,11 @@ class RunFolder:
         with files.told(path, "make"):
             folder.rollouts_folder.mkdir(exist_ok=True)
             folder.checkpoints_folder.mkdir(exist_ok=True)
+        if inputs is not None:
+            aside = files.aside(folder.inputs)
+            files.remove(aside)
+            inputs(aside)
+            aside.rename(folder.inputs)
         # Last: a folder with a recipe is a run.
         files.write_text(folder.recipe, recipe)
         return folder
@@ -167,6 +177,11 @@ class RunFolder:
     def faults(self) -> Path:
         """What went wrong in flight: batches with values that are not finite, stacks of hangs."""
         return self.path / "faults"
+
+    @property
+    def inputs(self) -> Path:
+        """The model and data that were passed to keel.train as objects."""
+        return self.path / "inputs"
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -318,7 +333,7 @@ def _of_a_start(path: Path) -> bool:
         return False
     if path.name in ("rollouts", "checkpoints"):
         return path.is_dir() and not any(path.iterdir())
-    return path.name in (LOCK, files.ASIDE + RECIPE)
+    return path.name in (LOCK, files.ASIDE + RECIPE, files.ASIDE + "inputs")
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:

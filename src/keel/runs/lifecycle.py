@@ -1,11 +1,11 @@
-"""A run folder from its making, or from its newest checkpoint, to the end of its run."""
+"""Creates, resumes and finishes runs: the lock, the checkpoint to start from, errors."""
 
 from __future__ import annotations
 
 import errno
 import platform
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
@@ -32,7 +32,12 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 Damage = list[tuple[Path, str]]
 
 
-def created(recipe: str, name: str, path: Path | str | None) -> RunFolder:
+def created(
+    recipe: str,
+    name: str,
+    path: Path | str | None,
+    inputs: Callable[[Path], None] | None = None,
+) -> RunFolder:
     """A new run folder for a recipe (TOML): the next free one under runs/ unless named.
 
     Of two that start in one folder the first to hold its lock writes its recipe, the other is
@@ -48,11 +53,11 @@ def created(recipe: str, name: str, path: Path | str | None) -> RunFolder:
         place = Path(path).absolute()
         made = make_free(place)
     with locked(RunFolder(place, stages)):
-        return replace(RunFolder.create(place, recipe), made=made)
+        return replace(RunFolder.create(place, recipe, inputs), made=made)
 
 
 def resumed(path: Path | str | None) -> RunFolder:
-    """The run folder that a run goes on in."""
+    """The run folder of a run to resume."""
     if path is None:
         raise KeelError("--resume goes on with a run: name its folder with --run DIR")
     return RunFolder.open(Path(path).absolute())
@@ -65,11 +70,11 @@ def running(
     callbacks: Sequence[object] = (),
     verb: Literal["train", "control"] = "train",
 ) -> Iterator[tuple[Session, Path | None]]:
-    """The one hand that writes the folder while the block lasts, and the checkpoint to go on from.
+    """Within the block: the writer of the folder, and the checkpoint to continue from.
 
-    What was written past that checkpoint is dropped. Signals ask the run to stop. What stops it
-    otherwise is told with the step that it reached and how to go on; a new run that fails before
-    there is anything to keep leaves the folder as free as it was.
+    What was written after that checkpoint is deleted. Signals ask the run to stop. An error that
+    stops it is reported with the step reached and how to continue; a new run that fails before
+    there is anything to keep leaves the folder as it was.
 
     Raises:
         KeelError: another process holds the folder; there are checkpoints, but none is whole.
@@ -81,11 +86,11 @@ def running(
         known = None if start is None else recorded.read(start.path)
         files_known, lost = _compare(place, start, known)
         recipe = tomllib.loads(place.recipe.read_text("utf-8"))
-        inputs = fingerprints(recipe)
+        inputs = fingerprints(recipe, place.path)
         reached = Reached()
         if start is not None:
             reached.step = reached.checkpoint = start.place
-        stack.enter_context(_telling_where(place, reached, resume, verb))
+        stack.enter_context(_reporting(place, reached, resume, verb))
         if resume:
             stage, step = (0, -1) if start is None else (start.place.stage, start.place.step)
             truncate_after(place, stage, step)
@@ -124,9 +129,9 @@ def declare(
     packages: Sequence[str],
     kernels: str | None = None,
 ) -> None:
-    """Say in run.json what a run is made with; `kernels` names the compiled code that it may use.
+    """Write the environment of a run to run.json; `kernels` names the compiled code that it uses.
 
-    A run that goes on keeps what it began with; what differs now is noted.
+    A resumed run keeps what it began with; differences are noted.
     """
     now = facts(name, seed, threads, packages)
     if kernels is not None:
@@ -145,7 +150,7 @@ def declare(
 
 
 def facts(name: str, seed: int, threads: int, packages: Sequence[str]) -> dict[str, Any]:
-    """What a reader of run.json wants to know of where a run came from."""
+    """The environment of a run, as run.json has it."""
     return {
         "name": name,
         "seed": seed,
@@ -157,7 +162,7 @@ def facts(name: str, seed: int, threads: int, packages: Sequence[str]) -> dict[s
 
 
 def _changed(begun: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What differs of threads and versions, as it was and (as it is); empty where nothing does."""
+    """The threads and versions that differ, before and now; empty if none do."""
     before: dict[str, Any] = {"threads": begun.get("threads"), **begun.get("versions", {})}
     after: dict[str, Any] = {"threads": now["threads"], **now["versions"]}
     return ", ".join(
@@ -170,7 +175,7 @@ def _changed(begun: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def _where_to_begin(place: RunFolder) -> tuple[FolderEntry | None, Damage]:
     """The newest whole checkpoint, and the damaged ones passed over; replaced ones are back.
 
-    Raises KeelError where none is whole: to begin anew would throw away what they cost.
+    Raises KeelError where none is whole: starting again would discard them.
     """
     damaged: Damage = []
     checkpoint.bring_back(place)
@@ -204,7 +209,7 @@ def _compare(
     if known is not None:
         return dict(known.files), recorded.check(place, start, known)
     before = [entry.path for entry in place.list_rollouts() if entry.place <= start.place]
-    return {f"rollouts/{path.name}": recorded.sha256(path) for path in before}, []
+    return {f"rollouts/{path.name}": files.sha256(path) for path in before}, []
 
 
 def _without_record(place: RunFolder, start: FolderEntry) -> str:
@@ -227,12 +232,12 @@ def _losses(lost: Sequence[str]) -> str:
 
 
 @contextmanager
-def _telling_where(place: RunFolder, reached: Reached, resume: bool, verb: str) -> Iterator[None]:
-    """What a user can mend is told with the step reached and how to go on; an event says it too."""
+def _reporting(place: RunFolder, reached: Reached, resume: bool, verb: str) -> Iterator[None]:
+    """Reports errors that a user can fix, with the step reached and how to continue."""
     try:
         yield
     except (KeelError, OSError) as error:
-        said = _mendable(place, error)
+        said = _fixable(place, error)
         if said is None:
             raise
         if not resume and _leaves_nothing(place):
@@ -244,8 +249,8 @@ def _telling_where(place: RunFolder, reached: Reached, resume: bool, verb: str) 
         raise KeelError(f"{text}; go on with: {how}") from error
 
 
-def _mendable(place: RunFolder, error: KeelError | OSError) -> str | None:
-    """In one line, what a user can mend; None of an error that is none of the disk's."""
+def _fixable(place: RunFolder, error: KeelError | OSError) -> str | None:
+    """An error that a user can fix as one line; None for an error that is not of the disk."""
     if isinstance(error, KeelError):
         return str(error)
     name = error.filename if isinstance(error.filename, str) else None
@@ -256,9 +261,9 @@ def _mendable(place: RunFolder, error: KeelError | OSError) -> str | None:
 
 
 def _leaves_nothing(place: RunFolder) -> bool:
-    """Empties the folder of a new run where nothing in it is worth keeping; whether it did.
+    """Empties the folder of a new run if nothing in it is worth keeping; whether it did.
 
-    A folder that was there before the run stays.
+    A folder that existed before the run is kept.
     """
     if place.metrics.exists() and place.metrics.stat().st_size > 0:
         return False
@@ -269,9 +274,9 @@ def _leaves_nothing(place: RunFolder) -> bool:
     try:
         files.present(place.path)
     except KeelError:
-        return False  # what lies there now is not ours
-    # What another start may find comes last, and before it the recipe: a run that cannot be
-    # deleted can be gone on with.
+        return False  # it is another folder now
+    # The recipe, without which the folder is no run, is deleted after all content, so that a run
+    # that cannot be deleted can be resumed.
     last = [place.recipe, place.rollouts_folder, place.checkpoints_folder, place.lock]
     with suppress(OSError, KeelError):
         for path in [p for p in place.path.iterdir() if p not in last] + last:

@@ -1,4 +1,4 @@
-"""One process to a run folder."""
+"""The lock of a run folder: one process writes it at a time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from keel.runs.layout import LOCK, RunFolder
 from keel.types import KeelError
 
 TRIES, BETWEEN = 5, 0.02
-"""How often the lock is asked for, and after how many seconds again: `refuse_if_taken` of another
-process may hold it for an instant."""
+"""Attempts to take the lock, and seconds between them: `refuse_if_taken` of another process may
+hold it briefly."""
 _PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK
 """The lock's content is overwritten: a link in its place must not lead to another file, nor a FIFO
 make whoever opens it wait."""
@@ -25,7 +25,7 @@ _OPEN: set[int] = set()
 
 
 class _Taken(Exception):
-    """Somebody holds the lock."""
+    """The lock is held."""
 
 
 def _take(descriptor: int) -> None:
@@ -39,19 +39,19 @@ def _take(descriptor: int) -> None:
             time.sleep(BETWEEN)
 
 
-def _let_go_in_child() -> None:
+def _release_in_child() -> None:
     """A forked child that outlives its parent must not hold the parent's run folder."""
     for descriptor in _OPEN:
         os.close(descriptor)
     _OPEN.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 @contextmanager
 def locked(folder: RunFolder) -> Iterator[None]:
-    """Holds the run folder for writing; the kernel lets go when the process ends, however it ends.
+    """Holds the run folder for writing; the kernel releases it when the process ends.
 
     An advisory flock(2), of this process alone: neither a forked child nor a program that it
     starts has it. Writes below the folder are refused once the folder is not this one any more.
@@ -80,7 +80,7 @@ def locked(folder: RunFolder) -> Iterator[None]:
                 yield
         finally:
             if os.getpid() == owner:
-                with suppress(OSError):  # of a disk that has told of itself already
+                with suppress(OSError):  # the disk has already reported an error
                     os.ftruncate(descriptor, 0)  # a finished run's folder holds no process id
     finally:
         if os.getpid() == owner:
@@ -93,7 +93,7 @@ def refuse_if_taken(path: Path) -> None:
     try:
         descriptor = os.open(path / LOCK, os.O_RDONLY | _PLAIN)
     except OSError:
-        return  # nobody ever held it, or whoever goes on says what is wrong with the folder
+        return  # it was never held, or opening the run reports what is wrong
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

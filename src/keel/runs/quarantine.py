@@ -1,9 +1,9 @@
-"""Rows of data that were left out: each with its line and why, in files of the run folder.
+"""Examples that were left out: each with its line and the reason, in files of the run folder.
 
-    quarantine/STAGE-prompts.jsonl   rows of tasks        quarantine/STAGE-rows.jsonl   judged rows
+    quarantine/STAGE-prompts.jsonl   of tasks        quarantine/STAGE-rows.jsonl   of preferences
 
 A line is {"source": file or name, "line": from 1, "reason": one line, "row": as it was read, or the
-text of a line that is no JSON}. What they hold is a function of data and recipe. Torch-free.
+text of a line that is not JSON}. The files are a function of data and recipe. Torch-free.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHOWN = 500
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A row that is not used: of which file or name, its line (from 1), and why."""
+    """An example that is not used: its file or data set, line (from 1), and the reason."""
 
     source: str
     line: int
@@ -40,7 +40,7 @@ class LeftOut:
 
 
 def write_quarantine(target: Path, rows: Sequence[LeftOut]) -> None:
-    """The rows as a file, whole or not at all; where there are none, no file.
+    """Writes the examples to a file, completely or not at all; no file if there are none.
 
     Raises KeelError where it cannot be written.
     """
@@ -53,7 +53,7 @@ def write_quarantine(target: Path, rows: Sequence[LeftOut]) -> None:
 
 
 def named_from(folder: Path, rows: Iterable[LeftOut]) -> list[LeftOut]:
-    """The rows with files below the folder named from there."""
+    """The examples, with paths in the folder relative to it."""
     below = f"{folder}/"
     return [
         replace(row, source=row.source.removeprefix(below), reason=row.reason.removeprefix(below))
@@ -83,12 +83,12 @@ def _line(row: LeftOut) -> bytes:
         text = json.dumps({**record, "row": _plain(row.row)}, ensure_ascii=False)
     try:
         return f"{text}\n".encode()
-    except UnicodeEncodeError:  # half of a character, which JSON can say by its number
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can escape
         return f"{json.dumps(json.loads(text))}\n".encode()
 
 
 def _plain(value: Any) -> Any:
-    """The value in words of JSON: what it has none for, as text."""
+    """The value as JSON; what JSON cannot hold as text."""
     try:
         return _parts(value)
     except RecursionError:
@@ -110,5 +110,5 @@ def _text(value: Any) -> str:
         return value
     try:
         return str(value)
-    except Exception:  # a value of a user's own class, or too many digits or levels for Python
+    except Exception:  # of a user's class, or with too many digits or levels for Python
         return f"<{type(value).__name__}>"

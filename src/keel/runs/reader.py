@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from keel.runs import files
 from keel.runs.layout import FolderEntry, Place, RunFolder
+from keel.runs.rollouts import read_table
 from keel.runs.run_json import read_run_json
 from keel.types import KeelError
 
@@ -86,22 +88,12 @@ class Run:
         Raises:
             KeelError: the step has none, or the file is damaged.
         """
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         path = self.folder.rollouts(self._stage_of_rollouts(stage), step)
         if not path.is_file():
             raise KeelError(
                 f"no rollouts of step {step} in {self.folder.path}: {path} is not there"
             )
-        try:
-            rows: list[Record] = pq.read_table(
-                path, use_threads=False, pre_buffer=False, page_checksum_verification=True
-            ).to_pylist()
-        except (OSError, pa.ArrowException) as error:
-            raise KeelError(
-                f"cannot read {path}: {' '.join(str(error).split())}: leave this step out"
-            ) from error
+        rows: list[Record] = read_table(path).to_pylist()
         for row in rows:
             if row.pop("prompt_format") == "messages":
                 row["prompt"] = json.loads(row["prompt"])
@@ -122,23 +114,8 @@ class Run:
         return having.pop() if having else len(self.stages) - 1
 
     def _rows(self, path: Path, stage: str | None) -> list[Record]:
-        try:
-            lines = path.read_bytes().splitlines(keepends=True)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise KeelError(f"cannot read {path}: {error}: fix the folder") from error
-        rows: list[Record] = []
-        for number, text in enumerate(lines, start=1):
-            if not text.endswith(b"\n"):  # being written, or torn by the end of its writer
-                continue
-            try:
-                row = dict(json.loads(text))
-            except (ValueError, TypeError) as error:
-                raise KeelError(f"{path}:{number} is damaged ({error}): fix it") from error
-            if stage is None or row.get("stage") == stage:
-                rows.append(row)
-        return rows
+        rows = (record for _, _, record in files.read_jsonl(path))
+        return [row for row in rows if stage is None or row.get("stage") == stage]
 
 
 def load(path: Path | str) -> Run:

@@ -1,4 +1,4 @@
-"""Writes a run: rows of metrics, timings and events, rollouts, run.json. Torch-free."""
+"""Writes the files of a run: metrics, timings, events, rollouts, run.json. Torch-free."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BLOCK = 1 << 16
 class JsonlWriter:
     """Appends records to a file, a line each, handed to the kernel as it is written.
 
-    A last line that a dying process left without its end is cut off on opening.
+    An incomplete last line, left by a process that ended, is removed on opening.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,20 +86,20 @@ class Recorder:
         self._not_synced: list[Path] = []
 
     def metrics(self, stage: int, step: int, values: Mapping[str, Any]) -> None:
-        """A row of metrics.jsonl: a function of recipe and seed, so nothing that holds a time."""
+        """Append to metrics.jsonl: values are a function of recipe and seed, and hold no times."""
         self._digest.update(self._metrics.write(self._place(stage, step), values))
 
     def timings(self, stage: int, step: int, values: Mapping[str, Any]) -> None:
-        """A row of timings.jsonl: seconds, and whatever else depends on the machine."""
+        """Append to timings.jsonl: seconds, and whatever else depends on the machine."""
         self._timings.write(self._place(stage, step), values)
 
     def event(self, kind: str, **values: Any) -> None:
-        """A row of events.jsonl, with the time (seconds since 1970, UTC)."""
+        """Append to events.jsonl, with the time (seconds since 1970, UTC)."""
         first = {"time": round(self._clock(), 3), "event": kind}
         self._events.write(first, without_secrets(values))
 
     def rollouts(self, stage: int, step: int, rows: Sequence[RolloutRow]) -> None:
-        """The rollouts of a step, replacing those there were. No rows, no file."""
+        """Write the rollouts of a step, replacing earlier ones. Without rows there is no file."""
         if not rows:
             return
         path = self.folder.rollouts(stage, step)
@@ -126,7 +126,7 @@ class Recorder:
         for name in self.folder.stages[: stage + 1]:
             for path in (self.folder.rows(name, side) for side in sides):
                 if path.is_file() and self._name(path) not in self._known:
-                    self._known[self._name(path)] = recorded.sha256(path)
+                    self._known[self._name(path)] = files.sha256(path)
         digest = self._digest.hexdigest()
         with files.told(checkpoint):
             Recorded(self._recipe, self._inputs, digest, self._known).write(checkpoint)
@@ -154,7 +154,7 @@ class Recorder:
 
 
 def truncate_after(folder: RunFolder, stage: int, step: int) -> None:
-    """Drops what a run wrote past a checkpoint, before it goes on from there.
+    """Deletes what a run wrote after a checkpoint, before it continues from there.
 
     Rows of metrics.jsonl, rollouts, checkpoints (those past the newest whole one are damaged) and
     unfinished files go; timings.jsonl and events.jsonl stay, for they tell what happened. The rows
@@ -170,7 +170,7 @@ def truncate_after(folder: RunFolder, stage: int, step: int) -> None:
 
 
 def _truncate_rows(folder: RunFolder, keep_to: Place) -> None:
-    kept = b"".join(row for _, row in recorded.rows_until(folder, keep_to))
+    kept = b"".join(row for _, row in recorded.records_until(folder, keep_to))
     if folder.metrics.exists() and len(kept) < folder.metrics.stat().st_size:
         files.write_bytes(folder.metrics, kept)
 

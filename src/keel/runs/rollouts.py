@@ -6,13 +6,14 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from keel.runs.encoding import clean_text, plain
-from keel.types import Content, FinishReason, Step
+from keel.types import Content, FinishReason, KeelError, Step
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -25,11 +26,11 @@ EXTRA = "extra/"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutRow:
-    """One completion and what became of it. All arrays have the completion's length in tokens.
+    """One completion with its results. All arrays have the completion's length in tokens.
 
     `group` counts the groups of the step from 0. `log_probs` are the engine's, `old_log_probs`
-    those that the ratio divides by; None where nobody computed them (a group that was dropped).
-    `advantages` is 0 where `written` is false. `reward` is None where no reward spoke. `steps` are
+    those that the ratio divides by; None where they were not computed (a dropped group).
+    `advantages` is 0 where `written` is false. `reward` is None without any reward. `steps` are
     the rewards of steps, `outcome` the part of the reward that is of the whole answer, where the
     advantage has one (None: it does not).
     """
@@ -113,6 +114,31 @@ def encode(stage: str, step: int, rows: Sequence[RolloutRow]) -> bytes:
     made = table(stage, step, rows)
     pq.write_table(made, buffer, compression="zstd", write_page_checksum=True)
     return buffer.getvalue()
+
+
+def read_table(path: Path) -> pa.Table:
+    """The table of a rollouts file.
+
+    Raises:
+        KeelError: it is damaged or cannot be read.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        # In this thread only: an error in a thread of pyarrow can end the process.
+        found = pq.read_table(
+            pa.BufferReader(path.read_bytes()),
+            use_threads=False,
+            pre_buffer=False,
+            page_checksum_verification=True,
+        )
+        found.validate(full=True)
+    except (OSError, pa.ArrowException) as error:
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        hint = "leave this step out, or delete the file"
+        raise KeelError(f"cannot read {path}: {why}: {hint}") from error
+    return found
 
 
 def _format(content: Content) -> str:

@@ -1,7 +1,6 @@
-"""Ctrl-C, SIGTERM, SIGHUP: the step in hand is finished and saved.
+"""Ctrl-C, SIGTERM, SIGHUP: the current step is finished and saved.
 
-A second Ctrl-C or SIGTERM ends at once. A SIGHUP that comes because the terminal closed stops
-nothing: the run goes on without it.
+A second Ctrl-C or SIGTERM ends at once. A SIGHUP because the terminal closed does not stop the run.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Interrupted(Exception):
-    """The run was asked to stop, and has left a checkpoint."""
+    """The run was asked to stop, and has written a checkpoint."""
 
     def __init__(self, signum: int, folder: Path) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -90,7 +89,7 @@ def _terminal() -> int | None:
 
 
 def _end(signum: int) -> None:
-    """End as the signal would have ended a program that does not catch it."""
+    """End as the signal ends a program that does not catch it."""
     if os.isatty(1):
         _say(SHOW_CURSOR, 1)
     signal.signal(signum, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: the only door to either. Each gets what metrics.jsonl gets."""
+"""Adapters to TensorBoard and Weights & Biases. Each gets the records of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Send what is buffered."""
         ...
 
 
@@ -32,7 +32,7 @@ class TensorBoard:
 
     def __init__(self, folder: RunFolder) -> None:
         try:
-            import tensorboard  # noqa: F401  (torch's own writer needs it and says so less well)
+            import tensorboard  # noqa: F401  (torch's own writer needs it, with a less clear error)
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise _missing("tensorboard") from error

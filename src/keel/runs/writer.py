@@ -1,4 +1,4 @@
-"""A run while it is written: metrics, rollouts, checkpoints, trackers and callbacks."""
+"""Writes a run: records, rollouts and checkpoints; calls trackers and callbacks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def due(every: int, step: int) -> bool:
 
 
 def _scheduled(progress: RunProgress, steps: int, choice: Checkpoints) -> bool:
-    """Whether a run that nobody stops leaves a checkpoint here."""
+    """Whether a run that is not stopped writes a checkpoint here."""
     step = progress.step
     return step > 0 and (due(choice.every, step) or step in (steps, progress.best_step))
 
@@ -60,22 +60,22 @@ class Clock:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + spent
 
     def take(self) -> dict[str, float]:
-        """What was measured since the last time this was asked."""
+        """The seconds since the last call."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
 
 @dataclass(eq=False)
 class Reached:
-    """How far a run has come on the disk."""
+    """How far a run is recorded on disk."""
 
     step: Place | None = None
-    """The last step on record."""
+    """The last recorded step."""
     checkpoint: Place | None = None
     """The newest checkpoint."""
 
     def told(self, stages: Sequence[str]) -> str:
-        """In words, for the line of a run that stops."""
+        """The text for the error of a run that stops."""
         if self.step is None or self.step == Place(0, 0):
             return "before the first step"
         if self.checkpoint is None:
@@ -89,7 +89,7 @@ class Reached:
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """The one hand that writes a run folder, for one stage."""
+    """Writes a run folder, for one stage."""
 
     folder: RunFolder
     recorder: Recorder
@@ -113,7 +113,7 @@ class Session:
         return self.interrupted
 
     def note(self, text: str) -> None:
-        """Something worth knowing, for whoever watches now or reads later."""
+        """Show a line of information and record it as an event."""
         text = without_secrets(text)
         self.callbacks.note(text)
         self.recorder.event("note", text=text)
@@ -124,7 +124,7 @@ class Session:
         result: Mapping[str, Any],
         when: Literal["before", "during", "after"],
     ) -> None:
-        """Tell of an evaluation; the first and the last of each stage go into run.json."""
+        """Report an evaluation; the first and the last of each stage go into run.json."""
         name = self.folder.stages[progress.stage]
         self.callbacks.evaluation(progress.step, result)
         self.recorder.event(
@@ -147,7 +147,7 @@ class Session:
         result: Mapping[str, Any],
         when: Literal["before", "during", "after"],
     ) -> None:
-        """Tell of what held-out rows say of a model; the first and the last go into run.json."""
+        """Report an evaluation of a reward model; the first and the last go into run.json."""
         name = self.folder.stages[progress.stage]
         self.callbacks.evaluation(progress.step, result)
         self.recorder.event("evaluation", stage=name, step=progress.step, n=result["n"])
@@ -164,7 +164,7 @@ class Session:
         rows: Sequence[RolloutRow],
         seconds: float,
     ) -> None:
-        """Put a step, which took `seconds`, on record; its timings last, with what this took."""
+        """Record a step that took `seconds`; its timings last, including the time of recording."""
         stage, step = progress.stage, progress.step
         name = self.folder.stages[stage]
         with self.clock("record"):
@@ -187,7 +187,7 @@ class Session:
         choice: Checkpoints,
         steps: int | None = None,
     ) -> None:
-        """Leave a checkpoint that `fill` writes, whole or not at all, and let old ones go.
+        """Write a checkpoint by `fill`, completely or not at all, and delete old ones.
 
         The newest `choice.keep` of the run stay, and of each stage the one that did best. Where
         `steps`, those of the stage, say that only a stop asked for it, it goes with the next. One
@@ -223,6 +223,6 @@ class Session:
         if progress.best_step is not None:
             best[stages[progress.stage]] = progress.best_step
         if best != known:
-            # Before the checkpoint: were it behind, a stage that ends here would lose its best.
+            # Before the checkpoint: a stage that ends with it must not lose its best.
             update_run_json(self.folder, {"best": best, "best_selected_on": "held-out evaluation"})
         return [self.folder.checkpoint(stages.index(name), step) for name, step in best.items()]

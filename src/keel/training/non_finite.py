@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from keel.config.optimisation import OnNonfinite
+from keel.learn.actions import TrainBatch
 from keel.learn.batch import Batch
-from keel.learn.finite import Cause, NotFinite
+from keel.learn.finite import Cause, NotFinite, tensors_of
 from keel.learn.optimizer import Named, bad_weight
-from keel.learn.token_budget import LESS, needing_memory
+from keel.learn.token_budget import LESS, oom_context
 from keel.runs import checkpoint
 from keel.runs.files import make_folder, write_text
 from keel.runs.watchdog import Hung
@@ -132,7 +131,7 @@ def keeping_stacks(session: Session) -> Iterator[None]:
     Memory that runs out where nothing nearer says what for is a KeelError too.
     """
     try:
-        with needing_memory("a model or batch was made ready", LESS):
+        with oom_context("a model or batch was made ready", LESS):
             yield
     except Hung as error:
         if not error.stack:
@@ -145,12 +144,10 @@ def keeping_stacks(session: Session) -> Iterator[None]:
         raise KeelError(f"{error}; its stack is in {target}") from error
 
 
-def write_batch(folder: Path, batch: Batch) -> None:
+def write_batch(folder: Path, batch: TrainBatch[Batch]) -> None:
     """The batch's tensors, and its lengths."""
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    kept = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
-    checkpoint.save_tensors(folder / "batch.safetensors", kept)
-    lengths = {"lengths": batch.lengths, "input_lengths": batch.input_lengths}
+    checkpoint.save_tensors(folder / "batch.safetensors", tensors_of(batch))
+    lengths = {"lengths": batch.lengths, "input_lengths": batch.actions.input_lengths}
     checkpoint.save_json(folder / "batch.json", lengths)
 
 

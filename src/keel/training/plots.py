@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from keel.analysis.overoptimisation import optimisation_of
 from keel.analysis.plots import reward_curve
 from keel.analysis.reward_plots import over_optimisation_picture
-from keel.config.objective import LEARNED
 from keel.config.schema import RLStage
+from keel.config.sources import LEARNED
 from keel.runs.files import make_folder
 from keel.runs.reader import load
 from keel.runs.writer import Session

@@ -57,7 +57,7 @@ class RolloutPrefetcher:
         return self.draw(step)
 
     @contextmanager
-    def beside(self, step: int, last: int) -> Iterator[None]:
+    def prefetch(self, step: int, last: int) -> Iterator[None]:
         """Draw the rollouts of a step, unless it is behind the `last`, while the block lasts.
 
         Raises what the drawing raises, once the block is done; an error of the block's own ends the

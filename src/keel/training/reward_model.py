@@ -14,7 +14,7 @@ from keel.learn.optimizer import AdamW
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
 from keel.models.reward import RewardModel
-from keel.models.reward_inputs import lay
+from keel.models.reward_inputs import pack_answers
 from keel.objective.preference import bradley_terry, centering, label_cross_entropy
 from keel.runs.writer import Session
 from keel.training import supervised as fit
@@ -73,7 +73,9 @@ def learn_pairs(
     for span in sizes_of(rows, model.device).spans(token_budget):
         part = rows[span]
         logit_K = model.logits(
-            lay([answer for row in part for answer in (row.chosen, row.rejected)], model.device)
+            pack_answers(
+                [answer for row in part for answer in (row.chosen, row.rejected)], model.device
+            )
         )
         chosen_C, rejected_C = logit_K[0::2], logit_K[1::2]
         probability_C = logit_K.new_tensor([row.probability for row in part])
@@ -101,7 +103,7 @@ def learn_marks(model: RewardModel, rows: Sequence[Marked], token_budget: int) -
     judged, decided = len(every), sum(label != 0.5 for label in every)
     for span in sizes_of(rows, model.device).spans(token_budget):
         part = rows[span]
-        logit_K = model.logits(lay([row.answer for row in part], model.device))
+        logit_K = model.logits(pack_answers([row.answer for row in part], model.device))
         labels = [label for row in part for label in row.labels]
         there_K = torch.tensor([y is not None for y in labels], device=model.device)
         label_K = logit_K.new_tensor([0.0 if y is None else y for y in labels])[there_K]

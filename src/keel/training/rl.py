@@ -1,7 +1,7 @@
-"""THE loop of reinforcement learning, readable in one sitting.
+"""The loop of reinforcement learning, readable in one sitting.
 
-task.prompts → engine.sample → rewards.score → measure (reference, values) → estimate
-  (advantages, weights) → update (epochs, mini-batches, micro-batches) → engine.sync → record
+task.prompts → engine.sample → rewards.score → score (old policy, reference, values) → estimate
+  (advantages) → update (epochs, mini-batches, micro-batches) → engine.sync → record
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from keel.config.schema import RLStage
 from keel.config.seeds import derive
+from keel.learn.actions import Estimates, TrainBatch
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import Batch, from_groups
 from keel.learn.finite import NotFinite
 from keel.learn.learner import Learner, cause_of, update
-from keel.learn.loss import weighed, whitened
+from keel.learn.loss import prepare
 from keel.learn.optimizer import learning_rate
-from keel.learn.token_budget import LESS, needing_memory
+from keel.learn.token_budget import LESS, oom_context
 from keel.objective import divergences
+from keel.objective.value import explained_variance
 from keel.runs.writer import Session, due
 from keel.training import non_finite as faults
 from keel.training.evaluate import Evaluator
@@ -36,12 +39,12 @@ from keel.training.state import Progress, State
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """What the loop works with; nothing in it is replaced while it runs."""
+    """The parts of a stage; none of them is replaced while it runs."""
 
     stage: RLStage
     learner: Learner
     sampler: Sampler
-    drawing: RolloutPrefetcher
+    prefetcher: RolloutPrefetcher
     evaluator: Evaluator | None
     session: Session
     seed: int
@@ -49,23 +52,32 @@ class Loop:
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What one step made: its rollouts, the batch it learned from and its metrics."""
+    """A step's rollouts, the batch and the advantages it was trained on, and its metrics."""
 
     rollouts: Rollouts
     batch: Batch | None
+    advantage_N: Tensor | None
     metrics: dict[str, float]
     beta: float
     skipped: int = 0
 
 
 @dataclass(frozen=True, eq=False)
-class Improved:
-    """The mini-batches of a step with their places in its batch, and what was learned from them.
+class Minibatch:
+    """The sequences of a batch that one optimizer step is on, by their places in it."""
+
+    places: Sequence[int]
+    batch: TrainBatch[Batch]
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateResult:
+    """The mini-batches of a step and the metrics of the updates on them.
 
     `skipped` counts the optimizer steps that were not taken because they were not finite.
     """
 
-    parts: Sequence[tuple[Sequence[int], Batch]]
+    minibatches: Sequence[Minibatch]
     metrics: dict[str, float]
     skipped: int = 0
 
@@ -97,7 +109,7 @@ def run(loop: Loop, progress: Progress) -> Progress:
         seconds = time.perf_counter() - start
         with session.clock("record"):
             wanted = due(stage.rollouts_every, number)
-            rows = rollout_rows(made.rollouts, made.batch) if wanted else []
+            rows = rollout_rows(made.rollouts, made.batch, made.advantage_N) if wanted else []
         session.recorded(progress, made.metrics, rows, seconds)
         if session.checkpoint_due(progress, stage.steps, stage.checkpoints):
             save(loop, progress)
@@ -107,43 +119,45 @@ def run(loop: Loop, progress: Progress) -> Progress:
 
 
 def take_step(loop: Loop, progress: Progress, number: int) -> StepResult:
-    """One step: rollouts, judgement, learning, and the engine brought up to date."""
+    """One step: rollouts with their rewards, the updates on them, and the engines' new weights."""
     stage, clock = loop.stage, loop.session.clock
     with clock("rollout"):
-        rollouts = loop.drawing(number)
-    with loop.drawing.beside(number + 1, stage.steps):
-        made = learn(loop, rollouts, progress, number)
-    if made.batch is not None:
+        rollouts = loop.prefetcher(number)
+    with loop.prefetcher.prefetch(number + 1, stage.steps):
+        result = learn(loop, rollouts, progress, number)
+    if result.batch is not None:
         with clock("sync"):
             sync(loop)
-    return made
+    return result
 
 
 def learn(loop: Loop, rollouts: Rollouts, progress: Progress, number: int) -> StepResult:
-    """The optimizer steps on a step's rollouts, and what they say of it."""
-    stage, learner, clock = loop.stage, loop.learner, loop.session.clock
+    """The optimizer steps on a step's rollouts, and their metrics."""
+    stage, learner, clock, beta = loop.stage, loop.learner, loop.session.clock, progress.beta
     metrics = {**rollouts.metrics, "step/tokens": 0.0}
     if not rollouts.groups:
         loop.session.note(f"step {number}: no group had anything to learn from")
-        return StepResult(rollouts, None, metrics, progress.beta)
-    with clock("measure"):
-        batch = measure(loop, rollouts, progress.beta)
+        return StepResult(rollouts, None, None, metrics, beta)
+    with clock("score"):
+        batch = score(loop, rollouts)
+        rewards = outcome(rollouts.groups, rollouts.verdicts, rollouts.greedy)
+        estimates = estimate(stage.algorithm, batch, rewards, beta)
     with clock("update"):
-        learned = improve(loop, batch, rollouts, progress, number)
-    metrics |= learned.metrics
+        updated = update_models(loop, batch, estimates, rollouts, progress, number)
+    metrics |= updated.metrics
     metrics["step/tokens"] = float(sum(batch.input_lengths))
-    beta = progress.beta
     if number > value_warm_up(stage):  # before, the policy did not move
-        beta = adapted(loop, learned.parts, metrics, beta)
+        beta = adapted(loop, updated.minibatches, metrics, beta)
     every = stage.reference.reset_every
     if learner.reference is not None and every is not None and number % every == 0:
         learner.reference.refresh(learner.policy)
-    return StepResult(rollouts, _recorded(batch, learned.parts), metrics, beta, learned.skipped)
+    advantage_N = _trained_advantages(batch, updated.minibatches)
+    return StepResult(rollouts, batch, advantage_N, metrics, beta, updated.skipped)
 
 
-@needing_memory("the engine took the weights over", LESS)
+@oom_context("the engine took the weights over", LESS)
 def sync(loop: Loop) -> None:
-    """Give the engines of rollouts and of evaluation the weights as they are now."""
+    """Give the engines of rollouts and of evaluation the current weights."""
     named = loop.learner.policy.model.named_parameters()
     weights = {name: weight for name, weight in named if weight.requires_grad}
     loop.sampler.engine.sync(weights)
@@ -151,43 +165,34 @@ def sync(loop: Loop) -> None:
         loop.evaluator.sampler.engine.sync(weights)
 
 
-def measure(loop: Loop, rollouts: Rollouts, beta: float) -> Batch:
-    """The rollouts as a batch, with what the row needs to know before the first update."""
-    stage, learner, row = loop.stage, loop.learner, loop.stage.algorithm
+def score(loop: Loop, rollouts: Rollouts) -> Batch:
+    """The rollouts as a batch, with the scores that the algorithm needs before the first update."""
+    stage, learner, algorithm = loop.stage, loop.learner, loop.stage.algorithm
     batch = from_groups(rollouts.groups, learner.policy.device)
-    on_engine = stage.rollout.old_log_probs == "engine"
-    if on_engine:
+    if stage.rollout.old_log_probs == "engine":
         batch = replace(batch, old_log_prob_N=batch.engine_log_prob_N)
+        return learner.score(batch, old=False, reference=stage.keeps_reference)
     many = stage.epochs * stage.minibatches > 1
-    adaptive = row.divergence is not None and row.divergence.adaptive is not None
-    batch = learner.measure(
-        batch,
-        old=not on_engine
-        and (many or adaptive or row.reward_divergence is not None or stage.reference.measured),
-        reference=stage.keeps_reference,
-    )
-    judged = outcome(rollouts.groups, rollouts.verdicts, rollouts.greedy)
-    return estimate(row, batch, judged, beta)
+    adaptive = algorithm.divergence is not None and algorithm.divergence.adaptive is not None
+    penalised = algorithm.reward_divergence is not None
+    old = many or adaptive or penalised or stage.reference.measured
+    return learner.score(batch, old=old, reference=stage.keeps_reference)
 
 
-def improve(
-    loop: Loop, batch: Batch, rollouts: Rollouts, progress: Progress, number: int
-) -> Improved:
-    """The optimizer steps on a batch.
-
-    Mini-batches are drawn once a step and walked through in every epoch.
-    """
-    stage, row = loop.stage, loop.stage.algorithm
+def update_models(
+    loop: Loop,
+    batch: Batch,
+    estimates: Estimates,
+    rollouts: Rollouts,
+    progress: Progress,
+    number: int,
+) -> UpdateResult:
+    """The optimizer steps on a batch: its mini-batches, once in every epoch."""
+    stage, algorithm = loop.stage, loop.stage.algorithm
     keep = _learnable(stage, rollouts)
     if not keep:
-        return Improved([], {})
-    rng = np.random.default_rng(derive(loop.seed, "minibatches", number))
-    every = range(batch.sequences)
-    order = rng.permutation(every).tolist() if stage.minibatches > 1 else every
-    # In order again, so that answers to one prompt are neighbours: it is then computed once.
-    chunks = [sorted(chunk.tolist()) for chunk in np.array_split(order, stage.minibatches)]
-    inside = frozenset(keep)
-    parts = [part_of(stage, batch, chunk, inside) for chunk in chunks if inside & set(chunk)]
+        return UpdateResult([], {})
+    parts = minibatches(stage, batch, estimates, keep, derive(loop.seed, "minibatches", number))
     warm_up = value_warm_up(stage)
     # The policy's schedule begins where the value model's warm-up ends.
     rate = learning_rate(stage.optimizer, number - 1 - warm_up, stage.steps - warm_up)
@@ -197,9 +202,9 @@ def improve(
     )
     taken: list[dict[str, float]] = []
     skipped = 0
-    for at, (chosen, part) in enumerate(parts * stage.epochs):
+    for at, part in enumerate([*parts] * stage.epochs):
         try:
-            taken.append(update(loop.learner, row, part, progress.beta, rates))
+            taken.append(update(loop.learner, algorithm, part.batch, progress.beta, rates))
         except NotFinite as error:
             met = faults.NonFiniteStep(
                 loop.session.folder.stages[progress.stage],
@@ -209,17 +214,36 @@ def improve(
                 progress.skipped + skipped,
                 loop.learner.optimizer.began,
             )
-            _not_taken(loop, rollouts, part, chosen, met, progress.beta, error)
+            _not_taken(loop, rollouts, part, met, progress.beta, error)
             skipped += 1
     metrics = {name: float(np.mean([m[name] for m in taken])) for name in taken[0]} if taken else {}
+    kept = estimates.select(batch.action_index(keep))
     watched = {
-        **_state_of(batch.select(keep)),
+        **_before_update(batch.select(keep), kept),
         **metrics,
         "learning_rate": rates[0] or 0.0,
         **({} if loop.learner.value_optimizer is None else {"value/learning_rate": rates[1]}),
         "beta": progress.beta,
     }
-    return Improved(parts, watched, skipped)
+    return UpdateResult(parts, watched, skipped)
+
+
+def minibatches(
+    stage: RLStage, batch: Batch, estimates: Estimates, keep: Sequence[int], seed: int
+) -> list[Minibatch]:
+    """A batch cut at random into mini-batches, of whose sequences only those of `keep` are in the
+    loss; one without any is left out."""
+    every = range(batch.sequences)
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(every).tolist() if stage.minibatches > 1 else every
+    # In order again, so that answers to one prompt are neighbours: it is then computed once.
+    chunks = [sorted(chunk.tolist()) for chunk in np.array_split(order, stage.minibatches)]
+    inside = frozenset(keep)
+    return [
+        minibatch_of(stage, batch, estimates, chunk, inside)
+        for chunk in chunks
+        if inside & set(chunk)
+    ]
 
 
 def value_warm_up(stage: RLStage) -> int:
@@ -229,17 +253,17 @@ def value_warm_up(stage: RLStage) -> int:
 
 def adapted(
     loop: Loop,
-    parts: Sequence[tuple[Sequence[int], Batch]],
+    parts: Sequence[Minibatch],
     metrics: dict[str, float],
     beta: float,
 ) -> float:
-    """β for the next step: fixed, or after PPO's or Ziegler's rule."""
+    """β for the next step: fixed, or by PPO's or Ziegler's rule."""
     divergence = loop.stage.algorithm.divergence
     if divergence is None or divergence.adaptive is None or not parts:
         return beta
     rule = divergence.adaptive
     if rule.rule == "ziegler":
-        sequences = sum(part.sequences for _, part in parts)
+        sequences = sum(part.batch.sequences for part in parts)
         if not math.isfinite(metrics["kl/sequence"]):
             return beta
         return divergences.adapt_ziegler(
@@ -249,13 +273,13 @@ def adapted(
             horizon=rule.horizon,
             sequences=sequences,
         )
-    kl = metrics["kl/after"] = _divergence_now(loop, [part for _, part in parts])
+    kl = metrics["kl/after"] = _divergence_now(loop, [part.batch.actions for part in parts])
     if not math.isfinite(kl):
         return beta
     return divergences.adapt_ppo(beta, kl=kl, target=rule.target)
 
 
-@needing_memory("a checkpoint was written", LESS)
+@oom_context("a checkpoint was written", LESS)
 def save(loop: Loop, progress: Progress) -> None:
     """Leave a checkpoint."""
     stage, state = loop.stage, state_of(loop, progress)
@@ -263,7 +287,7 @@ def save(loop: Loop, progress: Progress) -> None:
 
 
 def state_of(loop: Loop, progress: Progress) -> State:
-    """All that decides what comes next."""
+    """Everything that later steps depend on."""
     learner = loop.learner
     return State(
         progress,
@@ -271,7 +295,7 @@ def state_of(loop: Loop, progress: Progress) -> State:
         learner.optimizers,
         learner.modules,
         learner.reference,
-        loop.drawing.pending,
+        loop.prefetcher.pending,
     )
 
 
@@ -281,90 +305,88 @@ def state_of(loop: Loop, progress: Progress) -> State:
 def _not_taken(
     loop: Loop,
     rollouts: Rollouts,
-    part: Batch,
-    places: Sequence[int],
+    part: Minibatch,
     met: faults.NonFiniteStep,
     beta: float,
     error: NotFinite,
 ) -> None:
-    """An optimizer step that was not: why, and its batch into the run folder, or a note."""
+    """Report an optimizer step that was not taken: its cause, and its batch in the run folder."""
     choice, optimizers = loop.stage.on_nonfinite, loop.learner.optimizers.values()
     parameters = [pair for optimizer in optimizers for pair in optimizer.parameters]
     if not faults.searched(loop.session, met, choice, parameters):
         return
-    cause = cause_of(loop.learner, loop.stage.algorithm, part, beta)
+    cause = cause_of(loop.learner, loop.stage.algorithm, part.batch, beta)
     where = ""
     if cause.sequence is not None:
         prompts = [group.prompt.id for group in rollouts.groups for _ in group.completions]
-        place = places[cause.sequence]
+        place = part.places[cause.sequence]
         where = f"sequence {place} (prompt {prompts[place]!r})"
     faults.kept(
         loop.session,
         met.fault(cause, where),
         choice,
-        lambda folder: faults.write_batch(folder, part),
+        lambda folder: faults.write_batch(folder, part.batch),
         error,
     )
 
 
-def part_of(
-    stage: RLStage, batch: Batch, chunk: list[int], keep: frozenset[int]
-) -> tuple[Sequence[int], Batch]:
-    """A mini-batch: the places of its sequences that enter the loss, and these.
-
-    The others have their place in the normaliser: weights are set before they are left out.
-    """
-    row = stage.algorithm
-    whole = weighed(row, batch.select(chunk), stage.rollout.max_tokens)
+def minibatch_of(
+    stage: RLStage, batch: Batch, estimates: Estimates, chunk: list[int], keep: frozenset[int]
+) -> Minibatch:
+    """The sequences `chunk` of a batch, of which those of `keep` are in the loss."""
     inside = [i for i, place in enumerate(chunk) if place in keep]
-    if len(inside) < len(chunk):
-        whole = whole.select(inside)
-    return [chunk[i] for i in inside], whitened(row, whole)
+    part = prepare(
+        stage.algorithm,
+        batch.select(chunk),
+        estimates.select(batch.action_index(chunk)),
+        stage.rollout.max_tokens,
+        inside,
+    )
+    return Minibatch([chunk[i] for i in inside], part)
 
 
 def _learnable(stage: RLStage, rollouts: Rollouts) -> list[int]:
-    """The sequences that enter the loss.
+    """The sequences that are in the loss.
 
-    Out stay truncated ones where the recipe says so and, where the advantage does not compare a
-    group (which gives them 0), those that no reward spoke of.
+    Truncated ones are not where the recipe masks them, nor those without a reward where the
+    advantage does not compare a group (which gives them 0).
     """
     verdicts = [v for judged in rollouts.verdicts for v in judged]
     completions = [c for group in rollouts.groups for c in group.completions]
     keep = []
     for i, (completion, verdict) in enumerate(zip(completions, verdicts, strict=True)):
         cut = stage.rollout.mask_truncated and completion.finish == "length"
-        silent = verdict.reward is None and not stage.algorithm.needs_groups
-        if not cut and not silent and completion.written.any():
+        unrewarded = verdict.reward is None and not stage.algorithm.needs_groups
+        if not cut and not unrewarded and completion.written.any():
             keep.append(i)
     return keep
 
 
 @torch.no_grad()
-def _state_of(batch: Batch) -> dict[str, float]:
-    """What the batch says of the policy before the update."""
-    out: dict[str, float] = {}
+def _before_update(batch: Batch, estimates: Estimates) -> dict[str, float]:
+    """Metrics of the policy and the value model as they were before the update."""
+    metrics: dict[str, float] = {}
     old_N, reference_N = batch.old_log_prob_N, batch.reference_log_prob_N
     if old_N is not None and reference_N is not None:
         k1_N = divergences.k1(old_N, reference_N)
-        out["kl/reference"] = out["kl"] = float(k1_N.mean())
-        out["kl/sequence"] = float(k1_N.sum()) / batch.sequences
+        metrics["kl/reference"] = metrics["kl"] = float(k1_N.mean())
+        metrics["kl/sequence"] = float(k1_N.sum()) / batch.sequences
     if old_N is not None:
         gap_N = (old_N - batch.engine_log_prob_N.to(old_N)).abs()
-        out["sampling/sampling_logp_difference/mean"] = float(gap_N.mean())
-        out["sampling/sampling_logp_difference/max"] = float(gap_N.max())
-    if batch.value_N is not None and batch.return_N is not None:
-        left = (batch.return_N - batch.value_N).var()
-        spread = batch.return_N.var()
-        out["value/mean"] = float(batch.value_N.mean())
-        out["value/explained_variance"] = float(1 - left / spread) if spread > 0 else 0.0
-    return out
+        metrics["sampling/sampling_logp_difference/mean"] = float(gap_N.mean())
+        metrics["sampling/sampling_logp_difference/max"] = float(gap_N.max())
+    value_N, return_N = batch.value_N, estimates.return_N
+    if value_N is not None and return_N is not None:
+        metrics["value/mean"] = float(value_N.mean())
+        metrics["value/explained_variance"] = explained_variance(value_N, return_N)
+    return metrics
 
 
 def _divergence_now(loop: Loop, parts: Sequence[Batch]) -> float:
-    """KL(old‖π), token mean, of the policy as it has become (arXiv:1707.06347 §4)."""
+    """KL(old‖π), token mean, of the updated policy (arXiv:1707.06347 §4)."""
     total, count = 0.0, 0
     for part in parts:
-        now = loop.learner.measure(part, old=True, reference=False, values=False)
+        now = loop.learner.score(part, old=True, reference=False, values=False)
         assert part.old_log_prob_N is not None
         assert now.old_log_prob_N is not None
         total += float(divergences.k3(part.old_log_prob_N, now.old_log_prob_N).sum())
@@ -372,17 +394,14 @@ def _divergence_now(loop: Loop, parts: Sequence[Batch]) -> float:
     return total / count
 
 
-def _recorded(batch: Batch, parts: Sequence[tuple[Sequence[int], Batch]]) -> Batch:
-    """The batch with the advantages that the loss saw; 0 where a sequence was left out."""
-    assert batch.advantage_N is not None
-    advantage_N = torch.zeros_like(batch.advantage_N)
-    ends = np.cumsum(batch.lengths).tolist()
-    for places, part in parts:
-        assert part.advantage_N is not None
-        pieces = torch.split(part.advantage_N, list(part.lengths))
-        for i, piece in zip(places, pieces, strict=True):
-            advantage_N[ends[i] - batch.lengths[i] : ends[i]] = piece
-    return replace(batch, advantage_N=advantage_N)
+def _trained_advantages(batch: Batch, parts: Sequence[Minibatch]) -> Tensor:
+    """The advantages in the loss, whitened where it is so; 0 where a sequence was left out."""
+    advantage_N = torch.zeros(
+        len(batch.target_N), dtype=torch.float64, device=batch.target_N.device
+    )
+    for part in parts:
+        advantage_N[batch.action_index(part.places)] = part.batch.advantage_N
+    return advantage_N
 
 
 def _evaluate(loop: Loop, progress: Progress, made: StepResult) -> Progress:

@@ -13,7 +13,7 @@ from keel.config.sampling import Rollout as RolloutChoice
 from keel.config.seeds import derive
 from keel.data.tasks.mixture import PromptStream
 from keel.engines.multi_turn import converse
-from keel.learn.token_budget import needing_memory
+from keel.learn.token_budget import oom_context
 from keel.rewards.judge.reward import spending
 from keel.rewards.scorer import Scored, Scorer
 from keel.runs.watchdog import Hung, watching
@@ -101,7 +101,7 @@ class Sampler:
         smaller = self.less or f"lower rollout.max_rows (now {self.choice.max_rows})"
         try:
             with (
-                needing_memory(f"{len(prompts)} prompts were answered", smaller),
+                oom_context(f"{len(prompts)} prompts were answered", smaller),
                 watching("the engine", self.choice.timeout, "fix it, or raise rollout.timeout"),
             ):
                 if on_group is not None and isinstance(self.engine, StreamingEngine):

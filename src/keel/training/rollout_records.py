@@ -16,12 +16,14 @@ from keel.training.rollout import Rollouts
 from keel.types import Completion
 
 
-def rollout_rows(rollouts: Rollouts, batch: Batch | None) -> list[RolloutRow]:
+def rollout_rows(
+    rollouts: Rollouts, batch: Batch | None, advantage_N: Tensor | None
+) -> list[RolloutRow]:
     """One row a completion, in the order of the batch."""
     if batch is None:
         return []
     old = _pieces(batch, batch.old_log_prob_N)
-    advantages = _pieces(batch, batch.advantage_N)
+    advantages = _pieces(batch, advantage_N)
     out: list[RolloutRow] = []
     for g, (group, judged) in enumerate(zip(rollouts.groups, rollouts.verdicts, strict=True)):
         for completion, verdict in zip(group.completions, judged, strict=True):

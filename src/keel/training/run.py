@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import tomllib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from keel.config.entry import PYTHON, load_entry
 from keel.config.load import load_run_recipe, to_toml
 from keel.config.schema import Recipe
 from keel.models.kernels.build import fingerprint
 from keel.models.policy import load_policy
 from keel.runs import checkpoint
 from keel.runs import lifecycle as opening
+from keel.runs.fingerprints import texts
 from keel.runs.layout import RunFolder
-from keel.runs.malloc import keep_freed
+from keel.runs.process import keep_freed
 from keel.runs.records import update_run_json
 from keel.runs.trackers import open_trackers
 from keel.runs.writer import Session
@@ -37,8 +41,12 @@ def train(
     *,
     resume: bool = False,
     callbacks: Sequence[object] = (),
+    inputs: Callable[[Path], None] | None = None,
 ) -> RunFolder:
     """Run a recipe into a run folder (the next free one under runs/ unless named).
+
+    `callbacks` are described in `keel.runs.callbacks`. `inputs` writes the files that the recipe
+    names by `$RUN/inputs/` into a folder of a new run.
 
     With `resume` the folder's newest whole checkpoint is where it goes on, under the folder's own
     recipe. Raises Interrupted, a checkpoint left, when Ctrl-C or SIGTERM came; KeelError for
@@ -47,17 +55,20 @@ def train(
     if recipe is None and not resume:
         raise KeelError("there is no recipe to run: name one, or resume a run")
     text, name = ("", "") if recipe is None else (to_toml(recipe), recipe.name)
-    place = opening.resumed(folder) if resume else opening.created(text, name, folder)
-    recipe = load_run_recipe(place.recipe) if resume or recipe is None else recipe
+    place = opening.resumed(folder) if resume else opening.created(text, name, folder, inputs)
+    recipe = load_run_recipe(place.recipe)
+    for key, value in texts(tomllib.loads(place.recipe.read_text("utf-8"))):
+        if re.fullmatch(rf"{PYTHON}:\w+", value):
+            load_entry(value, key)
     with opening.running(place, resume, callbacks) as (session, start):
         progress = Progress(stage=0) if start is None else _begun(start, recipe)
         session.recorder.event("resumed" if resume else "started", step=progress.step)
         with keeping_stacks(session):
-            _run(recipe, session, progress, start)
+            run_stages(recipe, session, progress, start)
     return place
 
 
-def _run(recipe: Recipe, session: Session, progress: Progress, start: Path | None) -> None:
+def run_stages(recipe: Recipe, session: Session, progress: Progress, start: Path | None) -> None:
     """Every stage from `progress` on, each from the model before it."""
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)

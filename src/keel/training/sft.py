@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from keel.config.schema import SFTStage
 from keel.config.seeds import derive
@@ -16,7 +15,6 @@ from keel.learn.optimizer import AdamW
 from keel.learn.token_budget import TokenBudget
 from keel.models.chat import encode_text
 from keel.models.policy import Policy
-from keel.objective import weights
 from keel.runs.writer import Session
 from keel.training import non_finite as faults
 from keel.training import supervised as fit
@@ -85,16 +83,14 @@ def demonstrations(work: Imitation, number: int) -> Batch:
 
 def learn(work: Imitation, batch: Batch, token_budget: int) -> fit.Learned:
     """The gradient of the mean cross-entropy of the demonstrations' tokens."""
-    weight_N = weights.token_mean(batch.lengths_S).to(torch.float32)
-    batch = replace(batch, weight_N=weight_N)
+    weight = 1 / max(sum(batch.lengths), 1)
     total, right = 0.0, 0.0
     for micro in batch.micro_batches(token_budget):
-        assert micro.weight_N is not None
         scores = work.policy.scores(micro.packed, 1.0, entropy=False)
-        loss = -(micro.weight_N * scores.log_prob_N).sum()
+        loss = -(weight * scores.log_prob_N).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
-        right += float((micro.weight_N * scores.log_prob_N.detach().exp()).sum())
+        right += float((weight * scores.log_prob_N.detach().exp()).sum())
     metrics = {
         "loss": total,
         "mean_token_probability": right,

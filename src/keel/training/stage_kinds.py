@@ -156,12 +156,12 @@ def build_loop(
     # Evaluation is of the policy itself, not of a rounded or an earlier copy.
     exact = replace(sampler, engine=engine(model=policy.model))
     evaluator = Evaluator(exact, judge, prompts, stage.evaluation) if prompts else None
-    drawing = RolloutPrefetcher(
+    prefetcher = RolloutPrefetcher(
         partial(collect, sampler, stage.algorithm),
         ahead=rollout.ahead > 0,
         pending=read_pending(run.resume_from),
     )
-    return rl.Loop(stage, learner, sampler, drawing, evaluator, run.session, seed)
+    return rl.Loop(stage, learner, sampler, prefetcher, evaluator, run.session, seed)
 
 
 Run = Callable[[RunContext, Any, Progress], Progress]

@@ -11,9 +11,9 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer
-from keel.learn.finite import NotFinite, alone, in_weights, stop_unless_finite
+from keel.learn.finite import NotFinite, find_offending_sequence, in_weights, stop_unless_finite
 from keel.learn.optimizer import AdamW, learning_rate
-from keel.learn.token_budget import LESS, TokenBudget, needing_memory
+from keel.learn.token_budget import LESS, TokenBudget, oom_context
 from keel.models.packed import PackedSizes
 from keel.models.policy import Policy
 from keel.models.reference import Reference
@@ -112,7 +112,7 @@ def run(fit: Fit[Any], progress: Progress) -> Progress:
     return progress
 
 
-@needing_memory("the held-out rows were measured", f"lower token_budget, {LESS}")
+@oom_context("the held-out rows were measured", f"lower token_budget, {LESS}")
 def measured(evaluate: Callable[[], Measured]) -> Measured:
     """What the held-out rows say."""
     return evaluate()
@@ -125,7 +125,7 @@ def take_step(fit: Fit[Any], progress: Progress, number: int) -> Learned:
     rate = learning_rate(fit.choice, number - 1, fit.steps)
     with fit.session.clock("update"):
         try:
-            learned = improve(fit, rows, rate)
+            learned = update(fit, rows, rate)
         except NotFinite as error:
             fit.optimizer.clear()
             _tell(fit, rows, progress, number, error)
@@ -133,7 +133,7 @@ def take_step(fit: Fit[Any], progress: Progress, number: int) -> Learned:
     return replace(learned, metrics={**learned.metrics, "learning_rate": rate})
 
 
-def improve(fit: Fit[Any], rows: Any, rate: float) -> Learned:
+def update(fit: Fit[Any], rows: Any, rate: float) -> Learned:
     """One optimizer step. Raises NotFinite where none was taken."""
     learned = fit.budget.fitting(
         lambda tokens: fit.rows.learn(rows, tokens), fit.rows.sizes(rows), fit.optimizer.clear
@@ -144,7 +144,7 @@ def improve(fit: Fit[Any], rows: Any, rate: float) -> Learned:
     return replace(learned, metrics={**learned.metrics, **norm})
 
 
-@needing_memory("a checkpoint was written", LESS)
+@oom_context("a checkpoint was written", LESS)
 def save(fit: Fit[Any], progress: Progress) -> None:
     """Leave a checkpoint."""
     fit.session.checkpoint(progress, fit.state(progress).save, fit.checkpoints, fit.steps)
@@ -170,7 +170,7 @@ def _tell(fit: Fit[Any], rows: Any, progress: Progress, number: int, error: NotF
     if not faults.searched(fit.session, met, fit.on_nonfinite, parameters):
         return
     ones = fit.rows.alone(rows)
-    cause = in_weights(parameters) or alone(
+    cause = in_weights(parameters) or find_offending_sequence(
         lambda i: fit.rows.learn(ones[i], fit.budget.tokens).metrics,
         range(len(ones)),
         parameters,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.models.kernels.decode import PANEL, Arena, Panels, filled, library
+from keel.models.kernels.decode import PANEL, Panels, filled, library
 
 pytestmark = pytest.mark.skipif(library(torch.float32) is None, reason="no compiler")
 
@@ -27,10 +27,9 @@ def test_a_weight_lies_in_panels(
     first, second = (torch.randn(outputs, inputs, generator=generator) for _ in range(2))
     scale = torch.randn(inputs, generator=generator)
     bias = torch.randn(outputs, generator=generator)
-    arena = Arena(10**5, torch.empty(0, dtype=dtype))
     # One weight by columns, as a transposed one lies.
     parts = (first.T.contiguous().T, bias), (second, None)
-    panels = Panels(arena, *parts, scale=scale, gated=gated)
+    panels = Panels(dtype, *parts, scale=scale, gated=gated)
     step = PANEL // 2 if gated else PANEL
     said, biases = columns(panels), panels.bias
     assert biases is not None

@@ -1,4 +1,4 @@
-"""From C to a library that this processor runs: compiled once, kept in the user's cache."""
+"""Compiles C for this processor, once, and keeps the libraries in the user's cache."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ SOURCES = Path(__file__).parent
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-std=gnu11")
 _THREADS = ("-fopenmp",)
 _PATIENCE = 120.0
-"""Seconds that a compiler may take; it takes one or two."""
+"""Time limit of the compiler in seconds; it takes one or two."""
 
 
 def load(name: str) -> ctypes.CDLL | None:
-    """The library of `name`.c, or None where no compiler makes one that loads.
+    """The library of `name`.c, or None where none compiles and loads.
 
-    `CC` names the compiler, else it is `cc`. Libraries lie under `$XDG_CACHE_HOME/keel`, by hashes
-    of what they are made of and of what they hold; where nothing can be written there, in a folder
-    of this process alone. Threads are those of torch's own OpenMP, which must be loaded: a second
-    pool of them would compete with the first. Where that cannot be, the library has one thread.
+    The compiler is `CC`, or `cc`. Libraries are stored in `$XDG_CACHE_HOME/keel`, by hashes of
+    their sources and contents; if that is not writable, in a temporary folder of this process.
+    Threads are those of torch's OpenMP, which must be loaded: a second pool would compete with it.
+    Where that fails the library has one thread.
     """
     found = _loaded(name)
     return None if found is None else found[0]
 
 
 def fingerprint(name: str) -> str:
-    """Of what a library is made of, here: source, compiler, processor; "none" where there is none.
-    Two machines that differ in it may differ in the last bits of a sum."""
+    """Hash of a library's source, compiler and processor; "none" where there is no library.
+    Machines with different hashes may differ in the last bits of a sum."""
     found = _loaded(name)
     return "none" if found is None else found[1][:12]
 
@@ -55,7 +55,7 @@ def _loaded(name: str) -> tuple[ctypes.CDLL, str] | None:
 
 
 def _compiler() -> tuple[str, ...]:
-    """The command, with what `CC` passes to it; () where there is none."""
+    """The command with the arguments in `CC`; () where there is none."""
     words = shlex.split(os.environ.get("CC") or "cc")
     found = shutil.which(words[0]) if words else None
     return () if found is None else (found, *words[1:])
@@ -71,7 +71,7 @@ def _key(compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
 
 
 def _made(name: str, key: str, compiler: tuple[str, ...], flags: tuple[str, ...]) -> Path:
-    """The library, made now if it is not there whole: what was cut short would end the process."""
+    """The library, compiled if missing or damaged: a truncated one would crash the process."""
     folder = _folder()
     for path in folder.glob(f"{name}-{key[:24]}-*.so"):
         if path.stem.endswith(_digest(path)):
@@ -80,7 +80,7 @@ def _made(name: str, key: str, compiler: tuple[str, ...], flags: tuple[str, ...]
     with tempfile.TemporaryDirectory(dir=folder) as inside:
         unlinked, new = Path(inside, "made.o"), Path(inside, "made.so")
         _call(*compiler, *flags, "-c", str(SOURCES / f"{name}.c"), "-o", str(unlinked))
-        # OpenMP's functions stay open: they are found in the library that torch has loaded.
+        # OpenMP's symbols stay undefined: they resolve to the library that torch has loaded.
         _call(*compiler, "-shared", str(unlinked), "-lm", "-o", str(new))
         path = folder / f"{name}-{key[:24]}-{_digest(new)}.so"
         os.replace(new, path)
@@ -98,9 +98,9 @@ def _call(*command: str) -> bytes:
 
 
 def _folder() -> Path:
-    """A folder of this user's, which no one else writes to: what lies there is run."""
+    """A folder that only this user can write to, since its libraries are run."""
     try:
-        # A user without an entry, as in a container, has no home: RuntimeError.
+        # RuntimeError where the user has no home, as in some containers.
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(root, "keel", "kernels")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def _alone() -> tempfile.TemporaryDirectory[str]:
 
 
 def _processor() -> str:
-    """What the compiler means by "native"."""
+    """What determines the compiler's "native"."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

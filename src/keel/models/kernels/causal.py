@@ -1,4 +1,4 @@
-"""`causal.c` from Python: causal attention over pieces, forward and backward."""
+"""`causal.c` from Python: causal attention over packed segments on a CPU, with gradients."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 
 from keel.models.kernels.build import load
 
 Ints = npt.NDArray[np.int64]
 PANEL = 32
-"""Keys side by side, as in tile.h; a head's width is a multiple."""
+"""Keys in a panel, as in tile.h; a head's width must be a multiple."""
 KEYS, QUERIES = 256, 64
-"""Taken at a time backward, as in causal.c."""
+"""Block sizes of the backward pass, as in causal.c."""
 TWICE = 1.4
-"""What queries and keys, a pass each, take backward for what families take in one: as measured."""
+"""Measured cost of the backward pass in two passes, over its cost in one."""
 _ROWS, _LANES = 12, 16
-"""Rows of the largest tile, and numbers of the widest vector."""
+"""Rows of the largest tile, and floats of the widest vector."""
 _NAMES = ("keel_causal", "keel_causal_families", "keel_causal_queries", "keel_causal_keys")
 
 
@@ -50,8 +52,8 @@ class _CausalScratch(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """Tokens of one piece each, which a thread takes together, or families, each by the piece that
-    its others follow: the longest work first."""
+    """Units of work for the threads, the longest first: `count` tokens of a segment from `first`,
+    or a whole family (a prefix with the segments that follow it), by its prefix."""
 
     piece: Ints
     first: Ints
@@ -59,7 +61,7 @@ class Items:
 
 
 class CausalPlan:
-    """Pieces of these lengths, each behind the piece that `follows` names or behind none (-1)."""
+    """How the work on segments is divided; `lengths` and `follows` as in `Segments`."""
 
     def __init__(self, lengths: Sequence[int], follows: Sequence[int] = ()) -> None:
         self.length: Ints = np.array(lengths, dtype=np.int64)
@@ -79,21 +81,22 @@ class CausalPlan:
         self._wide = int(_filled(before + self.length).max())
 
     def room(self, width: int) -> int:
-        """Numbers that one thread works on."""
+        """Floats of scratch memory for each thread."""
         forward = 2 * self._wide * width + _ROWS * (self._wide + _LANES)
         return max(forward, 2 * KEYS * width + 2 * QUERIES * (KEYS + _LANES))
 
     def in_one_pass(self, shared: int, threads: int) -> bool:
-        """Whether backward families, in one pass, are done before queries and keys in two.
+        """Whether one pass over families is faster backward than two, over queries and over keys.
 
-        Threads that take them as they come need their part of all but the largest, and that, at
-        most (Graham 1966, Bounds for certain multiprocessing anomalies); queries and keys are even.
+        Families in order of size are done at the latest after an even share of all but the largest
+        and then the largest (Graham 1966, Bounds for certain multiprocessing anomalies); the two
+        passes divide evenly.
         """
         largest = self._largest / shared
         return (1 - largest) / threads + largest <= TWICE / threads
 
     def _rooted(self, work: npt.NDArray[np.float64]) -> tuple[Items, float]:
-        """Families, and the largest one's part of the work, of which each piece's is given."""
+        """Families, and the largest one's share, given the work of each segment."""
         family = np.where(self.follows < 0, np.arange(len(work)), self.follows)
         whole = np.bincount(family, weights=work)
         piece = np.flatnonzero(self.follows < 0)
@@ -102,18 +105,18 @@ class CausalPlan:
         return items, float(whole.max() / whole.sum())
 
     def _asking(self, most: int, before: Ints) -> Items:
-        """Queries, which see what is before their piece and in it up to themselves."""
+        """Blocks of queries, which see their prefix and their segment up to themselves."""
         piece, first, count = self._cut(most)
         return _longest(piece, first, count, count * (before[piece] + first + count / 2))
 
     def _answering(self, most: int, seeing: npt.NDArray[np.float64]) -> Items:
-        """Keys, seen by what is behind them in their piece and by what follows it."""
+        """Blocks of keys, seen by the later tokens of their segment and by what follows it."""
         piece, first, count = self._cut(most)
         behind = self.length[piece] - first - count / 2
         return _longest(piece, first, count, count * (behind + seeing[piece]))
 
     def _cut(self, most: int) -> tuple[Ints, Ints, Ints]:
-        """The pieces in parts of at most so many tokens: of each its piece, first and count."""
+        """Segment, first token and count of each block of at most so many tokens."""
         counts = -(-self.length // most)
         piece = np.repeat(np.arange(len(counts)), counts)
         first = most * (np.arange(len(piece)) - np.repeat(counts.cumsum() - counts, counts))
@@ -139,16 +142,62 @@ def library() -> Any:
     return found
 
 
+def applies(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether there is compiled code for these tensors (T, heads, D)."""
+    return (
+        query.device.type == "cpu"
+        and query.dtype == key.dtype == value.dtype == torch.float32
+        and query.shape[-1] == key.shape[-1] == value.shape[-1]
+        and library() is not None
+    )
+
+
+def attend(
+    query: Float[Tensor, "T H D"],
+    key: Float[Tensor, "T Hkv D"],
+    value: Float[Tensor, "T Hkv D"],
+    plan: CausalPlan,
+    scaling: float,
+    window: int | None,
+) -> Float[Tensor, "T H D"]:
+    """softmax(scaling · q·k) v over the tokens that each token sees, within the window."""
+    width = query.shape[-1]
+    if width % PANEL:  # zeros add nothing to a product
+        query, key, value = (F.pad(x, (0, -width % PANEL)) for x in (query, key, value))
+    query, key, value = (_dense_heads(x) for x in (query, key, value))
+    out: Tensor = _Causal.apply(query, key, value, plan, scaling, window)  # type: ignore[no-untyped-call]
+    return out[..., :width]
+
+
+def _dense_heads(x: Tensor) -> Tensor:
+    """The same, the heads of each token contiguous; tokens may have any stride."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+class _Causal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
+        out, norm = forward(query, key, value, *options)
+        ctx.save_for_backward(query, key, value, out, norm)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        found = backward(grad.contiguous(), ctx.saved_tensors, *ctx.options)
+        return *found, None, None, None
+
+
 def forward(
     query: Tensor, key: Tensor, value: Tensor, plan: CausalPlan, scaling: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """The output (T, H, D), and the logarithms of the softmax's denominators (T, H)."""
     out, norm = query.new_empty(query.shape), query.new_empty(query.shape[:2])
     room = _room(query, plan)
-    if not isinstance(query, FakeTensor):
-        work = _work(query, key, value, plan, scaling, window, room)
-        work.out, work.norm = out.data_ptr(), norm.data_ptr()
-        _run("keel_causal", work, plan.forward)
+    work = _work(query, key, value, plan, scaling, window, room)
+    work.out, work.norm = out.data_ptr(), norm.data_ptr()
+    _run("keel_causal", work, plan.forward)
     return out, norm
 
 
@@ -159,25 +208,24 @@ def backward(
     scaling: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, given that of the output; `saved` are these three, the
-    output and the logarithms."""
+    """Gradients of query, key and value, given the output's; `saved` are these three, the output
+    and the logarithms."""
     query, key, value, out, norm = saved
     made = tuple(x.new_empty(x.shape) for x in (query, key, value))
     delta, room = torch.empty_like(norm), _room(query, plan)
-    if not isinstance(query, FakeTensor):
-        work = _work(query, key, value, plan, scaling, window, room)
-        for name, tensor in zip(
-            ("out", "norm", "grad", "delta", "d_query", "d_key", "d_value"),
-            (out, norm, grad, delta, *made),
-            strict=True,
-        ):
-            assert tensor.is_contiguous()
-            setattr(work, name, tensor.data_ptr())
-        if plan.in_one_pass(work.shared, work.threads):
-            _run("keel_causal_families", work, plan.families)
-        else:
-            _run("keel_causal_queries", work, plan.queries)
-            _run("keel_causal_keys", work, plan.keys)
+    work = _work(query, key, value, plan, scaling, window, room)
+    for name, tensor in zip(
+        ("out", "norm", "grad", "delta", "d_query", "d_key", "d_value"),
+        (out, norm, grad, delta, *made),
+        strict=True,
+    ):
+        assert tensor.is_contiguous()
+        setattr(work, name, tensor.data_ptr())
+    if plan.in_one_pass(work.shared, work.threads):
+        _run("keel_causal_families", work, plan.families)
+    else:
+        _run("keel_causal_queries", work, plan.queries)
+        _run("keel_causal_keys", work, plan.keys)
     return made[0], made[1], made[2]
 
 

@@ -1,9 +1,8 @@
-"""`decode.c` from Python: its structures, and tensors as it takes them."""
+"""`decode.c` from Python: its structures, and weights in its format."""
 
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
 from typing import Any
@@ -13,8 +12,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor
 
 from keel.models.kernels.build import load
 
@@ -64,7 +62,7 @@ class DecodeArguments(ctypes.Structure):
 
 
 def library(dtype: torch.dtype) -> Any:
-    """The compiled functions that store numbers as `dtype`, or None."""
+    """The compiled functions for weights, keys and values in `dtype`, or None."""
     found = load(STORED[dtype]) if dtype in STORED else None
     if found is not None:
         for name in ("keel_enter", "keel_leave"):
@@ -80,91 +78,65 @@ def library(dtype: torch.dtype) -> Any:
 
 
 def filled(inputs: int, dtype: torch.dtype) -> int:
-    """FILLED of stored.h: bfloat16 numbers are multiplied by pairs."""
+    """FILLED of stored.h: bfloat16 numbers are multiplied in pairs."""
     return inputs + inputs % 2 if dtype == torch.bfloat16 else inputs
 
 
-class Arena:
-    """One block of memory for many tensors, which goes back to the system as a whole."""
-
-    def __init__(self, numbers: int, like: Tensor) -> None:
-        self._room = like.new_empty(numbers)
-        self._used = 0
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its tensors."""
-        return self._room.dtype
-
-    def take(self, *shape: int) -> Tensor:
-        """The next tensor of this shape; undefined numbers."""
-        first, self._used = self._used, self._used + math.prod(shape)
-        return self._room[first : self._used].view(shape)
-
-
 class Panels:
-    """A weight (outputs, inputs) with its bias, as `struct weight` reads them, in the arena's type.
+    """A copy of projections with one input, as `struct weight` reads them, stored in `dtype`.
 
-    The projections' outputs lie side by side; `gated`: the two lie by turns, half a panel each.
-    `scale (inputs,)` is what x would be multiplied with before: a norm's weights.
+    Their outputs are concatenated; with `gated` the two alternate, half a panel each. `scale
+    (inputs,)` is a norm's weight, which would multiply the input.
     """
 
     def __init__(
         self,
-        arena: Arena,
+        dtype: torch.dtype,
         *parts: tuple[Tensor, Tensor | None],
         scale: Tensor | None = None,
         gated: bool = False,
     ) -> None:
         weights = [weight if weight.stride(1) == 1 else weight.contiguous() for weight, _ in parts]
         outputs, inputs = [len(weight) for weight in weights], weights[0].shape[1]
-        places = _by_turns(outputs) if gated else _side_by_side(outputs)
-        unit = 2 if arena.dtype == torch.bfloat16 else 1
-        shape = (len(places) // PANEL, filled(inputs, arena.dtype) // unit, PANEL, unit)
-        self.panels = arena.take(*shape)
+        places = _alternating(outputs) if gated else _concatenated(outputs)
+        unit = 2 if dtype == torch.bfloat16 else 1
+        shape = (len(places) // PANEL, filled(inputs, dtype) // unit, PANEL, unit)
+        self.panels = weights[0].new_empty(shape, dtype=dtype)
         self.bias = _bias(parts, places)
         self.shape = sum(outputs), inputs
-        if not isinstance(self.panels, FakeTensor):
-            rows = np.append(np.concatenate([_rows(weight) for weight in weights]), 0)[places]
-            scale = None if scale is None else scale.contiguous()
-            library(arena.dtype).keel_panels(
-                rows.ctypes.data,
-                pointer(scale),
-                len(places),
-                inputs,
-                torch.get_num_threads(),
-                pointer(self.panels),
-            )
-
-    @staticmethod
-    def numbers(*parts: nn.Linear, dtype: torch.dtype, gated: bool = False) -> int:
-        """Of the panels of these projections."""
-        outputs = [part.out_features for part in parts]
-        places = _by_turns(outputs) if gated else _side_by_side(outputs)
-        return len(places) * filled(parts[0].in_features, dtype)
+        rows = np.append(np.concatenate([_rows(weight) for weight in weights]), 0)[places]
+        scale = None if scale is None else scale.contiguous()
+        library(dtype).keel_panels(
+            rows.ctypes.data,
+            pointer(scale),
+            len(places),
+            inputs,
+            torch.get_num_threads(),
+            pointer(self.panels),
+        )
 
     @property
     def pointers(self) -> Weight:
-        """Valid as long as this is."""
+        """Valid as long as this object."""
         outputs, inputs = self.shape
         return Weight(pointer(self.panels), pointer(self.bias), inputs, outputs)
 
 
-def _side_by_side(outputs: Sequence[int]) -> Ints:
-    """Of each column of some panels, which output it is; -1 for what fills them up."""
+def _concatenated(outputs: Sequence[int]) -> Ints:
+    """The output of each column of the panels; -1 where none is left."""
     whole = sum(outputs)
     return np.append(np.arange(whole), np.full(-whole % PANEL, -1))
 
 
-def _by_turns(outputs: Sequence[int]) -> Ints:
-    """As `_side_by_side`, of two projections that have half of each panel."""
+def _alternating(outputs: Sequence[int]) -> Ints:
+    """`_concatenated` for two projections that have half of each panel."""
     half, count = PANEL // 2, outputs[0]
     own = np.append(np.arange(count), np.full(-count % half, -1)).reshape(-1, half)
     return np.concatenate([own, np.where(own < 0, -1, own + count)], axis=1).ravel()
 
 
 def _rows(weight: Float[Tensor, "O K"]) -> Ints:
-    """Where each output's numbers begin."""
+    """The address of each output's row."""
     assert weight.dtype == torch.float32
     rows: Ints = weight.data_ptr() + np.arange(len(weight)) * weight.stride(0) * weight.itemsize
     return rows
@@ -175,13 +147,13 @@ def _bias(parts: Sequence[tuple[Tensor, Tensor | None]], places: Ints) -> Tensor
     if all(bias is None for _, bias in parts):
         return None
     own = [w.new_zeros(len(w)) if bias is None else bias for w, bias in parts]
-    # What fills up is the last.
+    # Columns without an output take the last.
     whole = F.pad(torch.cat(own), (0, 1))
     return whole[torch.from_numpy(places % len(whole))]
 
 
 def pointer(tensor: Tensor | None) -> int | None:
-    """Where a tensor's numbers begin."""
+    """The address of a tensor's data."""
     if tensor is None:
         return None
     assert tensor.is_contiguous()

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from keel.models.kernels.build import load
 
 PANEL = 32
-"""Outputs side by side, as in tile.h."""
+"""Outputs in a panel, as in tile.h."""
 SHARE = 1 << 19
-"""Products that are worth a thread: some 15 µs, beside what it takes to lay the panels."""
+"""Products for which a further thread pays: about 15 µs, without copying the panels."""
 
 
 class Logits(ctypes.Structure):
@@ -42,14 +41,14 @@ def library() -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """What one product reads and writes."""
+    """What a product reads and writes."""
 
     given: tuple[Tensor, Tensor, Tensor | None]
     rooms: Tensor
     out: Float[Tensor, "R V"]
 
     def pointers(self) -> Logits:
-        """Valid as long as this is."""
+        """Valid as long as this object."""
         x, weight, bias = self.given
         (rows, outputs), inputs = self.out.shape, x.shape[1]
         start = None if bias is None else bias.data_ptr()
@@ -67,7 +66,7 @@ class Product:
 
 
 class HeadWeight:
-    """A contiguous weight (V, H), with a bias or None: what states are multiplied with."""
+    """A contiguous weight (V, H) with a bias or None, to multiply hidden states with."""
 
     def __init__(self, weight_VH: Float[Tensor, "V H"], bias_V: Float[Tensor, "V"] | None) -> None:
         given = (weight_VH, bias_V)
@@ -76,15 +75,14 @@ class HeadWeight:
         self.function = library().keel_logits
 
     def __call__(self, states_RH: Float[Tensor, "R H"]) -> Float[Tensor, "R V"]:
-        """W h + b of contiguous states, without gradients. A row's numbers do not depend on the
-        rows beside it, nor on the number of threads."""
+        """W h + b of contiguous states, without gradients. The result of a row does not depend on
+        other rows or on the number of threads."""
         product = self.of(states_RH)
-        if not isinstance(states_RH, FakeTensor):
-            self.function(byref(product.pointers()))
+        self.function(byref(product.pointers()))
         return product.out
 
     def of(self, states_RH: Float[Tensor, "R H"]) -> Product:
-        """The product with these states, to be done."""
+        """The buffers of the product with these states."""
         rows, (outputs, inputs) = len(states_RH), self.shape
         assert states_RH.shape[1] == inputs
         assert states_RH.is_contiguous()

@@ -1,4 +1,4 @@
-"""`draw.c` from Python: tokens drawn from float32 logits on a CPU."""
+"""`sample.c` from Python: tokens sampled from float32 logits on a CPU."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from keel.models.kernels.build import load
 from keel.types import Sampling
 
 GROUP = 64
-"""Logits that go by one largest number, as in draw.c."""
+"""Logits that share one maximum, as in sample.c."""
 SHARE = 1 << 14
-"""Logits that are worth a thread: some 20 µs."""
+"""Logits for which a further thread pays: about 20 µs."""
 
 
 class SampleArguments(ctypes.Structure):
@@ -44,8 +43,8 @@ def library() -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """What one draw reads and writes: float32 logits (R, V) whose rows lie in a row each, and a
-    float64 number for each; the log-probabilities are float64."""
+    """What sampling reads and writes: float32 logits (R, V) with contiguous rows, a float64 number
+    for each row, tokens, and float64 log-probabilities."""
 
     logits: Tensor
     uniform: Tensor
@@ -55,7 +54,7 @@ class Draw:
     log_probs: Tensor
 
     def pointers(self) -> SampleArguments:
-        """Valid as long as this is."""
+        """Valid as long as this object."""
         logits, uniform, sampling, rooms = self.logits, self.uniform, self.sampling, self.rooms
         rows, vocabulary = logits.shape
         assert logits.dtype == torch.float32
@@ -85,10 +84,9 @@ def _threads(logits: Tensor) -> int:
 
 
 def draw_of(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Draw:
-    """A draw from these logits, to be done.
+    """The buffers to sample from these logits.
 
-    A truncated distribution takes 16 bytes and a little more a token of the vocabulary, in each
-    thread.
+    A truncated distribution needs about 16 bytes for each token of the vocabulary and thread.
     """
     rows, vocabulary = logits.shape
     tokens = uniform.new_empty(rows, dtype=torch.int64)
@@ -100,8 +98,7 @@ def draw_of(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Draw:
 
 
 def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """`engines.sampler.draw` of what a `Draw` reads."""
+    """`engines.sampler.draw` by compiled code."""
     found = draw_of(logits, uniform, sampling)
-    if not isinstance(logits, FakeTensor):
-        library().keel_draw(byref(found.pointers()))
+    library().keel_draw(byref(found.pointers()))
     return found.tokens, found.log_probs

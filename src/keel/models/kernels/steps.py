@@ -37,13 +37,13 @@ def library() -> Any:
 
 
 def address(function: Any) -> int:
-    """Where a compiled function begins."""
+    """The address of a compiled function."""
     found = ctypes.cast(function, c_void_p).value
     assert found is not None
     return found
 
 
 def run(work: StepsArguments) -> int:
-    """Do the steps; how many were done."""
+    """Run the steps; returns how many were done."""
     done: int = library().keel_steps(byref(work))
     return done

@@ -53,7 +53,7 @@ class ScoredBatch:
         return [function for _, function in self.pairs if function.weight]
 
 
-def tell_gold(
+def check_gold(
     seen: StageContext, plan: SamplingPlan, judged: ScoredBatch, source: PromptStats
 ) -> None:
     """What the gold answers say: of the tokenizer, of the budget, of the rewards."""
@@ -90,10 +90,12 @@ def tell_gold(
             )
         )  # fmt: skip
     if not any(one.kind == "gold-refused" for one in seen.findings):
-        seen.add(*_worth(plan, judged, gold))
+        seen.add(_threshold(plan, judged, gold))
 
 
-def tell_rewards(seen: StageContext, stage: Stage, plan: SamplingPlan, judged: ScoredBatch) -> None:
+def check_sampled_rewards(
+    seen: StageContext, stage: Stage, plan: SamplingPlan, judged: ScoredBatch
+) -> None:
     """What the batch's rewards say, as far as policy and rewards are those of the stage."""
     batch, verdicts, gold = judged.batch, judged.verdicts, judged.gold
     for _, function in judged.pairs:
@@ -138,33 +140,17 @@ def tell_rewards(seen: StageContext, stage: Stage, plan: SamplingPlan, judged: S
 # ---------------------------------------------------------------- details
 
 
-def _worth(plan: SamplingPlan, judged: ScoredBatch, gold: Gold) -> list[Finding | None]:
-    """Gold answers whose whole reward is low, or that no evaluation counts as right."""
-    said: list[Finding | None] = []
-    own = [(f, gold.best.get(f.name, ())) for f in judged.weighed]
-    plain = all(f.gate is None and f.normalise == "none" for f, _ in own)
-    known = all(best and None not in best for _, best in own)
-    if own and plain and known and not judged.partial and any(f.weight < 0 for f, _ in own):
-        worth = [
-            sum(f.weight * float(np.clip(best[at] or 0.0, *(f.clip or (-math.inf, math.inf))))
-                for f, best in own)
-            for at in range(len(gold.texts))
-        ]  # fmt: skip
-        low = next(f.name for f, _ in own if f.weight < 0)
-        key = f"{plan.key}rewards.functions"
-        said.append(sample_findings.gold_worth_less(worth, judged.totals, low, key))
+def _threshold(plan: SamplingPlan, judged: ScoredBatch, gold: Gold) -> Finding | None:
+    """Gold answers that no evaluation counts as right."""
     evaluation = plan.sampling.evaluation
-    if evaluation is not None and evaluation.prompts:
-        name = None if judged.judging is None else judged.judging.name
-        best = () if name is None else gold.best.get(name, ())
-        said.append(
-            sample_findings.threshold_unreached(
-                str(name), [value for value in best if value is not None],
-                judged.values(str(name)), evaluation.threshold,
-                f"{plan.key}evaluation.threshold",
-            )
-        )  # fmt: skip
-    return said
+    if evaluation is None or not evaluation.prompts or judged.judging is None:
+        return None
+    name = judged.judging.name
+    best = [value for value in gold.best.get(name, ()) if value is not None]
+    key = f"{plan.key}evaluation.threshold"
+    return sample_findings.threshold_unreached(
+        name, best, judged.values(name), evaluation.threshold, key
+    )
 
 
 def _flattened(judged: ScoredBatch, plan: SamplingPlan, key: str) -> tuple[str, str | None]:

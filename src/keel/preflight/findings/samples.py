@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median
 
 from keel.analysis.statistics import wilson_interval
 from keel.preflight.finding import Finding
@@ -139,25 +138,6 @@ def mend_refused(own: bool, conversation: bool, task: str) -> str:
     return (
         f"let the function read what the answer column holds{lists}, or name the column that holds "
         f"the answer alone ({task}.answer)"
-    )
-
-
-def gold_worth_less(
-    worth: Sequence[float], totals: Sequence[float], name: str, key: str
-) -> Finding | None:
-    """Gold answers whose whole reward is less than half of the samples get."""
-    if not worth or len(totals) < SAMPLES:
-        return None
-    usual, gold = float(median(totals)), float(median(worth))
-    if gold >= usual:
-        return None
-    return found(
-        "gold-worth-less",
-        "the right answer is worth less than what the policy writes now",
-        f"half of {len(worth)} gold answers get {gold:.3g} or less, half of {len(totals)} samples "
-        f"{usual:.3g} or more; the weight of {name!r} is negative",
-        key,
-        "give what is right a positive weight",
     )
 
 

@@ -68,24 +68,6 @@ def shared_interpreters(rewards: Rewards, key: str) -> Iterator[Finding]:
         )
 
 
-def closed_gates(rewards: Rewards, key: str) -> Iterator[Finding]:
-    """Gates that shut at 0 where everything else is normalised to the mean 0."""
-    rest = [f for f in rewards.functions if f.gate is None and f.weight]
-    if not rest or any(f.normalise == "none" for f in rest):
-        return
-    for at, gate in enumerate(rewards.functions):
-        if gate.gate is None or gate.closed < 0:
-            continue
-        yield found(
-            "closed-not-punished",
-            f"a completion behind the shut gate {gate.name or gate.function!r} is not punished",
-            f"it gets closed = {gate.closed:g}, and the rewards behind the gate are normalised: "
-            "their mean is 0, and about half of those that pass get less",
-            f"{key}.functions.{at}.closed",
-            "set it under what the normalised rewards reach, -3 for example",
-        )
-
-
 def overlong(stage: RLStage, key: str) -> Finding | None:
     """A punishment of length that begins before the first token."""
     over, budget = stage.rollout.soft_overlong, stage.rollout.max_tokens

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keel.models.chat import encode
-from keel.models.templates import limited_template
+from keel.models.chat import encode, limited_template
 from keel.preflight.finding import Finding
 from keel.preflight.finding_kinds import found
 from keel.runs.watchdog import Hung

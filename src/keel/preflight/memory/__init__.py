@@ -1,1 +1,1 @@
-"""Peak memory of a stage."""
+"""Peak memory of a stage, measured in a shortened run."""

@@ -1,70 +1,44 @@
-"""What the machine has: memory for a process, on a CPU within its control group, or on a GPU."""
+"""How much memory a run may take: on a CPU within its control group, or on a GPU."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-from keel.preflight.memory.prediction import Footprint
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Bytes in all on a device, and those that a stage could have: what is free now, and what this
-    process holds itself, which a run of its own would not find taken."""
-
-    device: str
-    total: int
-    room: int
-
-    def fits(self, footprint: Footprint) -> bool:
-        """Whether the stage's peak has room."""
-        return footprint.peak <= self.room
-
-    def share(self, footprint: Footprint) -> float:
-        """The stage's peak as a share of the room."""
-        return footprint.peak / self.room if self.room > 0 else float("inf")
-
-
-def machine(
-    device: torch.device, start: int = 0, *, proc: Path = PROC, cgroups: Path = CGROUPS
-) -> Machine | None:
-    """The machine as it is now; None where the system does not say.
-
-    `start` are the bytes that the process took before it loaded anything of the recipe, which a
-    footprint leaves out. On a GPU torch's own allocations count as room.
-    """
+def available_memory(
+    device: torch.device, *, proc: Path = PROC, cgroups: Path = CGROUPS
+) -> int | None:
+    """Bytes that a run could take: what is free now, and what this process holds, which a run in
+    its place would have. None where the system does not say."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return Machine(str(device), total, free + torch.cuda.memory_reserved(device))
-    known = _table(proc / "meminfo")
-    if "MemTotal" not in known or "MemAvailable" not in known:
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    free_kb = _table(proc / "meminfo").get("MemAvailable")
+    if free_kb is None:
         return None
-    total, free = known["MemTotal"], known["MemAvailable"]
-    for limit, used in _limits(cgroups):
-        total, free = min(total, limit), min(free, max(limit - used, 0))
-    own = _table(proc / "self/status").get("VmRSS", 0)
-    return Machine(str(device), total, max(free + own - start, 0))
+    free = min([free_kb, *(max(limit - used, 0) for limit, used in _limits(cgroups))])
+    return free + (resident_memory("VmRSS", proc=proc) or 0)
 
 
-def resident(*, proc: Path = PROC) -> int | None:
-    """Bytes that this process takes now; None where the system does not say."""
-    return _table(proc / "self/status").get("VmRSS")
+def resident_memory(field: str, *, proc: Path = PROC) -> int | None:
+    """Bytes of this process in memory: now (`VmRSS`), or at most so far (`VmHWM`); None where the
+    system does not say."""
+    return _table(proc / "self/status").get(field)
 
 
 def _table(path: Path) -> dict[str, int]:
-    """The lines `Name:  123 kB` of a file of the kernel's, in bytes."""
+    """The lines `Name:  123 kB` of a file of the kernel, in bytes."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except OSError:
         return {}
     words = [(line.partition(":")[0], line.partition(":")[2].split()) for line in lines]
-    return {name: int(said[0]) * 1024 for name, said in words if said[1:] == ["kB"]}
+    return {name: int(value[0]) * 1024 for name, value in words if value[1:] == ["kB"]}
 
 
 def _limits(cgroups: Path) -> list[tuple[int, int]]:

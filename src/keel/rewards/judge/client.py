@@ -1,4 +1,4 @@
-"""One request to an OpenAI-compatible server: what came of it, and what may have been paid."""
+"""One request to an OpenAI-compatible server: its reply, or why there is none and who pays."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import math
 import os
 import re
 import time
-import weakref
-from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from keel.config.secrets import wrong_address, wrong_key_name
 from keel.types import KeelError
@@ -22,7 +19,7 @@ from keel.types import KeelError
 OPENAI = "https://api.openai.com/v1"
 OPENAI_KEY = "OPENAI_API_KEY"
 GATEWAY = (408, 502, 504)
-"""Somebody between here and the model gave up; the model may have worked all the same."""
+"""A proxy gave up; the model may have answered, and billed."""
 AGAIN = (408, 409, 425, 429)
 """Statuses under 500 after which the same request may succeed."""
 REFUSALS = (
@@ -31,39 +28,33 @@ REFUSALS = (
     "context_length_exceeded",
     "string_above_max_length",
 )
-"""Error codes that are about this one text."""
+"""Error codes that concern this one text."""
 TOO_LONG = re.compile(r"context (length|window|size)|too (long|many tokens)", re.IGNORECASE)
-"""What servers without such codes say of too long a prompt: vLLM, SGLang, llama.cpp."""
+"""What servers without such codes (vLLM, SGLang, llama.cpp) write about too long a prompt."""
 CONTEXT = re.compile(r"context length is (\d+)", re.IGNORECASE)
 MOST_TOKENS = 2**53
-"""No count of tokens; what is beyond it is nonsense, and no file of answers could hold it."""
+"""A usage beyond it is nonsense, and SQLite could not store it."""
 LONGEST_NAME = 30
-"""Characters beyond which what should name a variable may be the key itself."""
+"""Characters beyond which the name of a variable may be the key itself."""
 SHORTEST_KEY = 8
-"""Characters of a key below which it may be a word of the answers; such a key is no secret."""
+"""A shorter key may be a word of the answers and is not redacted."""
 PART_OF_KEY = 12
-"""Characters of a key that are cut out of what a server says also where the rest is not there."""
+"""Characters of a key that are redacted even without the rest."""
 MASKED = re.compile(r"[^\s\"']*(?:\*{3,}|\.{3,}|…)[^\s\"']*")
 """A word with its middle left out, as servers show a key that they refuse."""
-CLOSING = 5.0
-"""Seconds in which an event loop that nothing blocks has closed its connections."""
 LONGEST_WAIT = 120.0
 """Seconds beyond which a server's `Retry-After` ends the run."""
 SHOWN = 200
-"""Characters of a server's own words that an error repeats."""
+"""Characters of a server's message that an error repeats."""
 MAX_BODY = 4 * 2**20
-"""Bytes of a response that are read: of a million tokens' text, and more than any verdict takes."""
-ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|x([0-9A-Fa-f]{2})|([/\"'\\]))")
-"""A character written as JSON or Python may escape it."""
-ESCAPED_TWICE = 3
-"""How often a text is unescaped in the search for the key: JSON in JSON in JSON."""
+"""Bytes of a response that are read: the text of a million tokens."""
 
 
 class Failure(Exception):
-    """A request that brought nothing, and may be repeated.
+    """A request without a usable reply, which may be repeated.
 
-    `billed` says that it may have been billed all the same, `answered` that the server's answer
-    was there and useless, `wait` for how many seconds it asks.
+    `billed`: it may have been billed. `answered`: the server replied, with nothing of use. `wait`:
+    the seconds that the server asks for.
     """
 
     def __init__(
@@ -73,10 +64,6 @@ class Failure(Exception):
         self.billed = billed
         self.answered = answered
         self.wait = wait
-
-
-class _Unbounded(Exception):
-    """A response that may not be read to its end."""
 
 
 class Refused(Exception):
@@ -89,7 +76,7 @@ class Unstructured(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a chat completion says. `usage` is prompt and completion tokens, None where not told."""
+    """A chat completion. `usage` is prompt and completion tokens, None where not reported."""
 
     text: str
     finish: str
@@ -98,31 +85,35 @@ class Reply:
 
 
 class Client:
-    """Sends single requests; neither retries nor counts. One connection pool an event loop.
+    """Sends single requests, without retries: each may cost money and is accounted for.
 
-    The library's own retries are off: each of its attempts may cost money, and none of them shows.
-    `key_from` names the environment variable of the API key, which is held in memory alone and cut
-    out of whatever the server says. Raises KeelError where the library or the key is missing.
+    `key_from` names the environment variable of the API key, which is kept in memory alone and
+    redacted in all that the server writes. Raises KeelError where the library or the key is
+    missing.
     """
 
     def __init__(self, url: str | None, key_from: str | None, timeout: float) -> None:
         try:
-            import openai
+            import httpx2
         except ImportError:
-            raise KeelError("an LLM judge needs openai: pip install 'keel-rl[judge]'") from None
-        self._openai = openai
+            raise KeelError("an LLM judge needs httpx2: pip install 'keel-rl[judge]'") from None
         self.url = OPENAI if url is None else url
         _check_address(self.url)
-        # A key of OpenAI's is for OpenAI: no other server is sent one that was not named for it.
+        # OpenAI's key is for OpenAI alone; other servers get the key that was named for them.
         self.key_from = key_from or (OPENAI_KEY if url is None else None)
-        self._key = _key_in(self.key_from) if self.key_from else ""
+        key = _read_key(self.key_from) if self.key_from else ""
         self.timeout = timeout
-        # Nor does it hear the rest of what the library reads from the environment.
-        omitted = [] if url is None else ["OpenAI-Organization", "OpenAI-Project"]
-        omitted += [] if self._key else ["Authorization"]
-        self._left_out: dict[str, Any] = {header: openai.Omit() for header in omitted}
-        self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = (
-            weakref.WeakKeyDictionary()
+        self._key_parts = _key_parts(key) if len(key) >= SHORTEST_KEY else None
+        # Uncompressed responses only: nothing is inflated beyond the bytes that were received.
+        headers = {"Accept-Encoding": "identity"} | (
+            {"Authorization": f"Bearer {key}"} if key else {}
+        )
+        # No redirect is followed: another host would get prompt and answer, or the key.
+        self._http = httpx2.AsyncClient(
+            headers=headers,
+            timeout=None,
+            follow_redirects=False,
+            limits=httpx2.Limits(max_connections=None),
         )
 
     async def post(self, body: Mapping[str, Any], name: str) -> Reply:
@@ -131,103 +122,67 @@ class Client:
         Raises Failure where it may be repeated, Refused and Unstructured, and KeelError where
         repeating will not help.
         """
+        import httpx2
+
+        address = self.url.rstrip("/") + "/chat/completions"
+        headers = {"Idempotency-Key": name}
         try:
-            async with asyncio.timeout(self.timeout):
-                text = await self._client().post(
-                    "/chat/completions",
-                    cast_to=str,
-                    body=dict(body),
-                    options={
-                        "headers": {
-                            "Idempotency-Key": name,
-                            "Accept-Encoding": "identity",
-                            **self._left_out,
-                        }
-                    },
-                )
-        except (TimeoutError, self._openai.APITimeoutError):
+            async with (
+                asyncio.timeout(self.timeout),
+                self._http.stream("POST", address, json=dict(body), headers=headers) as response,
+            ):
+                text = await _read_bounded(response)
+        except TimeoutError:
             raise Failure(f"no answer within {self.timeout:g} s", billed=True) from None
-        except self._openai.APIConnectionError as error:
-            if isinstance(error.__cause__, _Unbounded):
-                raise Failure(str(error.__cause__), billed=True, answered=True) from None
-            # The cause is httpx's; where no connection stood, nothing was asked.
-            cause = type(error.__cause__).__name__
-            sent = cause not in ("ConnectError", "ConnectTimeout", "PoolTimeout")
-            raise Failure(f"the connection failed ({cause})", billed=sent) from None
-        except self._openai.APIStatusError as error:
-            raise self._status(error, body) from None
-        return self._read(text)
+        except httpx2.TransportError as error:
+            sent = not isinstance(error, httpx2.ConnectError)
+            raise Failure(f"the connection failed ({type(error).__name__})", billed=sent) from None
+        if response.status_code != 200:
+            raise self._status_error(response.status_code, response.headers, text, body)
+        return self._parse(text)
 
-    def close(self) -> None:
-        """Close the connections; from any thread but an event loop's own."""
-        for loop, client in list(self._clients.items()):
-            if loop.is_running():
-                closed = asyncio.run_coroutine_threadsafe(client.close(), loop)
-                with suppress(TimeoutError):  # something blocks the loop
-                    closed.result(CLOSING)
-        self._clients.clear()
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
 
-    async def leave(self) -> None:
-        """Close the connections of the event loop that runs, which is about to end."""
-        client = self._clients.pop(asyncio.get_running_loop(), None)
-        if client is not None:
-            await client.close()
-
-    def _client(self) -> Any:
-        loop = asyncio.get_running_loop()
-        if loop not in self._clients:
-            # No redirect is followed: another host would get prompt and answer, or the key.
-            http = self._openai.DefaultAsyncHttpxClient(
-                follow_redirects=False,
-                timeout=self.timeout,
-                event_hooks={"response": [_bound]},
-            )
-            self._clients[loop] = self._openai.AsyncOpenAI(
-                api_key=self._key or "none",
-                base_url=self.url,
-                timeout=self.timeout,
-                max_retries=0,
-                http_client=http,
-            )
-        return self._clients[loop]
-
-    def _status(self, error: Any, body: Mapping[str, Any]) -> Exception:
-        """What to raise for an HTTP status that is none of the good ones."""
-        status = int(error.status_code)
-        said = self._clean(_message(error.body))
+    def _status_error(
+        self, status: int, headers: Mapping[str, str], text: str, body: Mapping[str, Any]
+    ) -> Exception:
+        message, code = _error_of(text)
+        message = " ".join(self._redact(message).split())[:SHOWN]
         if status in (401, 403):
-            said = MASKED.sub("[key]", said)
-        why = f"HTTP {status}: {said}" if said else f"HTTP {status}"
-        if error.code in REFUSALS:
-            return Refused(str(error.code))
-        if status == 400 and _too_long(said, body):
+            message = MASKED.sub("[key]", message)
+        why = f"HTTP {status}: {message}" if message else f"HTTP {status}"
+        if code in REFUSALS:
+            return Refused(code)
+        if status == 400 and _too_long(message, body):
             return Refused("context_length_exceeded")
-        if status == 429 and error.code == "insufficient_quota":
-            return KeelError(f"the account at {self.url} has no money left ({why}): fill it")
+        if status == 429 and code == "insufficient_quota":
+            return KeelError(f"the account at {self.url} has no money left ({why}): top it up")
         if status in AGAIN or status >= 500:
-            wait = _retry_after(error.response.headers)
+            wait = _retry_after(headers)
             if wait > LONGEST_WAIT:
                 return KeelError(
-                    f"the judge at {self.url} wants {wait:.0f} s of rest ({why}): resume then"
+                    f"the judge at {self.url} asks to wait {wait:.0f} s ({why}): resume then"
                 )
             return Failure(why, billed=status in GATEWAY, wait=wait)
-        if "response_format" in body and ("response_format" in said or "json_" in said):
+        if "response_format" in body and ("response_format" in message or "json_" in message):
             return Unstructured(why)
         if 300 <= status < 400:
             return KeelError(
                 f"the judge at {self.url} redirects to another address ({why}), which is not "
                 "followed: set url to the server itself"
             )
-        mend = {
-            401: f"check the key in {self.key_from}" if self.key_from else "set api_key_env",
-            403: f"check the key in {self.key_from}" if self.key_from else "set api_key_env",
-            404: "check the options url and model",
-        }.get(status, "check the options model, max_tokens, extra and without")
-        return KeelError(f"the judge at {self.url} refuses the request ({why}): {mend}")
+        hint = "check the options model, max_tokens, extra and without"
+        if status in (401, 403):
+            hint = f"check the key in {self.key_from}" if self.key_from else "set api_key_env"
+        elif status == 404:
+            hint = "check the options url and model"
+        return KeelError(f"the judge at {self.url} refuses the request ({why}): {hint}")
 
-    def _read(self, text: str) -> Reply:
-        """The reply in a body. A body that is none was probably billed."""
-        start = self._hide(text)[:60]
+    def _parse(self, text: str) -> Reply:
+        """The reply in a body. A request with another body was probably billed."""
+        start = self._redact(text)[:60]
         try:
             found = json.loads(text)
         except (ValueError, RecursionError):
@@ -235,7 +190,7 @@ class Client:
         try:
             choice = found["choices"][0]
             message = choice["message"]
-            said, refusal = message.get("content"), message.get("refusal")
+            text, refusal = message.get("content"), message.get("refusal")
             finish = choice.get("finish_reason")
         except (KeyError, IndexError, TypeError, AttributeError):
             raise Failure(
@@ -244,96 +199,74 @@ class Client:
         if finish == "content_filter":
             refusal = refusal or finish
         return Reply(
-            text=self._text(said),
+            text=self._text(text),
             finish=self._text(finish),
             refusal=self._text(refusal),
             usage=_usage(found.get("usage")),
         )
 
-    def _text(self, said: Any) -> str:
-        """A string of an answer without the key, and as a file can hold it; of no string, none."""
-        if not isinstance(said, str):
+    def _text(self, value: Any) -> str:
+        """A string of a reply, redacted and valid UTF-8; empty for anything else."""
+        if not isinstance(value, str):
             return ""
-        return self._hide(said).encode("utf-8", "replace").decode("utf-8")
+        return self._redact(value).encode("utf-8", "replace").decode("utf-8")
 
-    def _clean(self, text: str) -> str:
-        return " ".join(self._hide(text).split())[:SHOWN]
-
-    def _hide(self, text: str) -> str:
-        """A text without the key, and without any larger part of it."""
-        if len(self._key) < SHORTEST_KEY:
+    def _redact(self, text: str) -> str:
+        """A text without the key and larger parts of it, however they are escaped."""
+        if self._key_parts is None:
             return text
-        text = self._unescaped_where_it_hides(text).replace(self._key, "[key]")
-        starts = range(len(self._key) - PART_OF_KEY + 1)
-        parts = {part for at in starts if (part := self._key[at : at + PART_OF_KEY]) in text}
-        if not parts:
-            return text
-        hidden: set[int] = set()
-        for at in range(len(text)):
-            if text[at : at + PART_OF_KEY] in parts:
-                hidden.update(range(at, at + PART_OF_KEY))
-        marked = "".join("\0" if at in hidden else one for at, one in enumerate(text))
-        return re.sub("\0+", "[key]", marked)
-
-    def _unescaped_where_it_hides(self, text: str) -> str:
-        """The text, unescaped where that shows a part of the key that it did not show before."""
-        plain = text
-        for _ in range(ESCAPED_TWICE):
-            if "\\" not in plain:
-                break
-            plain = ESCAPE.sub(_escaped, plain)
-            starts = range(len(self._key) - PART_OF_KEY + 1)
-            parts = [self._key[at : at + PART_OF_KEY] for at in starts] or [self._key]
-            if any(part in plain and part not in text for part in parts):
-                return plain
-        return text
+        pieces, end = [], -1
+        for match in self._key_parts.finditer(text):
+            start, stop = match.span(1)
+            if start > end:
+                pieces += [text[max(end, 0) : start], "[key]"]
+            end = max(end, stop)
+        return "".join([*pieces, text[max(end, 0) :]])
 
 
-async def _bound(response: Any) -> None:
-    """Make reading a response end at `MAX_BODY` bytes; nothing is decompressed."""
+def _key_parts(key: str) -> re.Pattern[str]:
+    """Matches where a part of a key starts, its characters plain or escaped as in JSON or Python.
+
+    JSON in JSON doubles the backslashes of its escapes, so up to eight are accepted.
+    """
+    characters = [
+        rf"(?:\\{{0,8}}{re.escape(one)}|\\{{1,8}}(?:u00|x)(?i:{ord(one):02x}))" for one in key
+    ]
+    size = min(PART_OF_KEY, len(key))
+    parts = ("".join(characters[at : at + size]) for at in range(len(key) - size + 1))
+    return re.compile(rf"(?=({'|'.join(parts)}))")
+
+
+async def _read_bounded(response: Any) -> str:
+    """The body. Raises Failure where it is compressed, or larger than `MAX_BODY`."""
     if response.headers.get("content-encoding", "identity") != "identity":
-        raise _Unbounded("a compressed response, though none was asked for")
-    response.stream = _bounded_stream(response.stream)
-
-
-def _bounded_stream(stream: Any) -> Any:
-    """The stream, which raises once it has given more than `MAX_BODY` bytes."""
-    import httpx2
-
-    class Bounded(httpx2.AsyncByteStream):
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            read = 0
-            async for chunk in stream:
-                read += len(chunk)
-                if read > MAX_BODY:
-                    raise _Unbounded(f"a response of more than {MAX_BODY // 2**20} MiB")
-                yield chunk
-
-        async def aclose(self) -> None:
-            await stream.aclose()
-
-    return Bounded()
-
-
-def _escaped(match: re.Match[str]) -> str:
-    code = match[1] or match[2]
-    return chr(int(code, 16)) if code else match[3]
+        why = "a compressed response, though none was asked for"
+        raise Failure(why, billed=True, answered=True)
+    content = bytearray()
+    async for chunk in response.aiter_raw():
+        content += chunk
+        if len(content) > MAX_BODY:
+            why = f"a response of more than {MAX_BODY // 2**20} MiB"
+            raise Failure(why, billed=True, answered=True)
+    return content.decode("utf-8", "replace")
 
 
 def _check_address(url: str) -> None:
-    """Raise KeelError where a server cannot be asked at `url`, or where that may hold a secret."""
+    """Raise KeelError where `url` is no address of a server, or may hold a secret."""
+    import httpx2
+
     if (wrong := wrong_address(url)) is not None:
         raise KeelError(wrong)
     try:
-        parts = urlsplit(url)
-        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
+        parts = httpx2.URL(url)
+        fits = parts.scheme in ("http", "https") and bool(parts.host) and parts.port != 0
+    except httpx2.InvalidURL:
         fits = False
     if not fits:
         raise KeelError(f"url = {url!r} is no address: write http://HOST:PORT/v1")
 
 
-def _key_in(name: str) -> str:
+def _read_key(name: str) -> str:
     """The API key in an environment variable. No error repeats what may be a key itself."""
     if (wrong := wrong_key_name(name)) is not None:
         raise KeelError(wrong)
@@ -356,20 +289,26 @@ def _key_in(name: str) -> str:
     return key
 
 
-def _too_long(said: str, body: Mapping[str, Any]) -> bool:
-    """Whether a text is too long for the model; not where the limit on answers alone is."""
+def _too_long(message: str, body: Mapping[str, Any]) -> bool:
+    """Whether a text is too long for the model, and not the limit on answers alone."""
     limit = body.get("max_tokens", body.get("max_completion_tokens", 0))
-    context = CONTEXT.search(said)
-    return bool(TOO_LONG.search(said)) and not (context and int(context[1]) <= limit)
+    context = CONTEXT.search(message)
+    return bool(TOO_LONG.search(message)) and not (context and int(context[1]) <= limit)
 
 
-def _message(body: Any) -> str:
-    """A server's own words in the body of an error."""
-    if isinstance(body, Mapping):
-        for key in ("message", "detail", "error"):
-            if isinstance(body.get(key), str):
-                return str(body[key])
-    return body if isinstance(body, str) else ("" if body is None else json.dumps(body))
+def _error_of(text: str) -> tuple[str, str]:
+    """The message and the code in the body of an error."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text, ""
+    if isinstance(found, dict) and found.get("error"):
+        found = found["error"]
+    if not isinstance(found, dict):
+        return found if isinstance(found, str) else json.dumps(found), ""
+    messages = (found.get(key) for key in ("message", "detail"))
+    message = next((one for one in messages if isinstance(one, str)), json.dumps(found))
+    return message, str(found.get("code") or "")
 
 
 def _usage(usage: Any) -> tuple[int, int] | None:
@@ -382,18 +321,13 @@ def _usage(usage: Any) -> tuple[int, int] | None:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds that a server asks to wait: a number of them, or a date. 0 where it does not."""
-    for name, unit in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
-        told = headers.get(name)
-        if told is None:
-            continue
+    """The seconds that a server asks to wait, as a number or a date; 0 without them."""
+    value = headers.get("retry-after", "")
+    try:
+        seconds = float(value)
+    except ValueError:
         try:
-            seconds = float(told) * unit
-        except ValueError:
-            try:
-                seconds = email.utils.parsedate_to_datetime(told).timestamp() - time.time()
-            except (ValueError, OverflowError):
-                continue
-        if not math.isnan(seconds):
-            return max(0.0, seconds)
-    return 0.0
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return 0.0
+    return 0.0 if math.isnan(seconds) else max(0.0, seconds)

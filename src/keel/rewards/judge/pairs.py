@@ -1,4 +1,4 @@
-"""Two answers side by side: which pairs meet, in which order, and what the two orders say."""
+"""Pairwise verdicts: which pairs are compared, in which order, and what two orders amount to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from keel.data.preferences.schema import Preference
 from keel.rewards.judge.prompts import RUBRIC, pair_question
@@ -14,7 +13,6 @@ from keel.rewards.judge.requests import Asker, Judgement
 from keel.rewards.judge.spending import Cost
 from keel.types import Content
 
-Place = Literal["first", "second", "tie"]
 SWAPPED = {"first": "second", "second": "first", "tie": "tie"}
 WORTH = {"first": 1.0, "second": 0.0, "tie": 0.5}
 
@@ -31,14 +29,15 @@ class ComparedPair:
 
 @dataclass(frozen=True, slots=True)
 class PairVerdict:
-    """What a judge says of a pair.
+    """A judge's verdict on a pair.
 
-    `said` are the places it preferred: with `a` standing first, then with `b`; None where that
-    order was not asked, or its answer said nothing (`wrong` says why). `value` is what `a` is worth
-    against `b`: 1, 0, or ½ for a tie and for orders that differ; None where an order is missing.
+    `said` holds "first", "second" or "tie" for the order with `a` first, then with `b` first; None
+    where that order was not asked, or gave no verdict (`wrong` holds the reason). `value` is the
+    worth of `a` against `b`: 1, 0, or ½ for a tie and for orders that differ; None where an order
+    is missing.
     """
 
-    said: tuple[Place | None, Place | None]
+    said: tuple[str | None, str | None]
     value: float | None
     wrong: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
@@ -46,7 +45,7 @@ class PairVerdict:
 
     @property
     def both(self) -> bool:
-        """Whether both orders spoke."""
+        """Whether both orders gave a verdict."""
         return None not in self.said
 
     @property
@@ -61,9 +60,9 @@ async def judge_pairs(
 ) -> list[PairVerdict]:
     """The verdict on each pair.
 
-    With one order, which answer stands first is a coin thrown by the pair's content, so that a
-    preference for a place favours neither side. Nobody need be asked about an answer and its equal:
-    a tie. Raises KeelError as asking does.
+    With one order, a hash of the pair's content chooses which answer stands first, so that a
+    preference for a place favours neither side. Equal answers are a tie and are not asked about.
+    Raises KeelError as asking does.
     """
     orders = [
         (False, False) if pair.a == pair.b else (True, True) if both_orders else _coin(pair)
@@ -75,9 +74,9 @@ async def judge_pairs(
         for asked, one, other in ((order[0], pair.a, pair.b), (order[1], pair.b, pair.a))
         if asked
     ]
-    told = iter(await together(asker, [asker.judge(question) for question in questions]))
+    found = iter(await asker.judge(questions))
     return [
-        verdict(next(told) if order[0] else None, next(told) if order[1] else None)
+        verdict(next(found) if order[0] else None, next(found) if order[1] else None)
         if any(order)
         else PairVerdict((None, None), 0.5)
         for order in orders
@@ -85,16 +84,17 @@ async def judge_pairs(
 
 
 def verdict(first: Judgement | None, second: Judgement | None) -> PairVerdict:
-    """The verdict on a pair from its one or two orders; `second` had `b` standing first."""
+    """The verdict on a pair from its one or two orders; `second` had `b` first."""
     asked = [j for j in (first, second) if j is not None]
-    said = (_place(first), _place(second))
+    places = [None if j is None else j.parsed.value for j in (first, second)]
+    said = tuple(None if place is None else str(place) for place in places)
     worth = [WORTH[said[0]]] if said[0] else []
     worth += [WORTH[SWAPPED[said[1]]]] if said[1] else []
     value = None
     if asked and len(worth) == len(asked):
         value = worth[0] if len(set(worth)) == 1 else 0.5
     return PairVerdict(
-        said=said,
+        said=(said[0], said[1]),
         value=value,
         wrong=tuple(j.parsed.wrong for j in asked if j.parsed.wrong),
         reasons=tuple(j.parsed.reason for j in asked if j.parsed.reason),
@@ -105,8 +105,8 @@ def verdict(first: Judgement | None, second: Judgement | None) -> PairVerdict:
 def position_bias(verdicts: Sequence[PairVerdict]) -> float | None:
     """How much more often the first place won in both orders than the second, in [−1, 1].
 
-    Over the pairs of which both orders spoke; None where there is none. A judge that looks at the
-    answers alone has 0, one that always says "first" 1.
+    Over the pairs with a verdict in both orders; None without such pairs. 0 for a judge that looks
+    at the answers alone, 1 for one that always prefers the first place.
     """
     both = [v.said for v in verdicts if v.both]
     if not both:
@@ -116,10 +116,9 @@ def position_bias(verdicts: Sequence[PairVerdict]) -> float | None:
 
 
 def choose_pairs(n: int, rivals: int) -> list[tuple[int, int]]:
-    """Which of `n` answers meet: each about `rivals` others, the nearest round the circle.
+    """Which of `n` answers are compared: each with about `rivals` others, its nearest in a circle.
 
-    Where the numbers leave somebody over, one meets one more. The answers of a group are drawn
-    alike, so that no choice among them is better than another.
+    Where the numbers do not divide evenly, one is compared once more.
     """
     count = [0] * n
     pairs: list[tuple[int, int]] = []
@@ -142,60 +141,31 @@ def compare_pairs(
     rubric: str = RUBRIC,
     both_orders: bool = True,
 ) -> list[PairVerdict]:
-    """A judge's verdicts on pairs that people have judged; `a` is the answer that they chose.
+    """A judge's verdicts on preference pairs of people; `a` is the chosen answer.
 
-    Runs an event loop: not to be called within one. Raises KeelError as asking does.
+    Not to be called within an event loop. Raises KeelError as asking does.
     """
-
-    async def run() -> list[PairVerdict]:
-        pairs = [ComparedPair(row.prompt, row.chosen, row.rejected) for row in preferences]
-        try:
-            return await judge_pairs(asker, pairs, rubric=rubric, both_orders=both_orders)
-        finally:
-            await asker.client.leave()
-
-    return asyncio.run(run())
+    pairs = [ComparedPair(one.prompt, one.chosen, one.rejected) for one in preferences]
+    return asyncio.run(judge_pairs(asker, pairs, rubric=rubric, both_orders=both_orders))
 
 
 def labels(
     verdicts: Sequence[PairVerdict], preferences: Sequence[Preference]
 ) -> tuple[list[str], list[str]]:
-    """People's labels and the judge's, "a", "b" or "tie", for Cohen's κ; pairs without a verdict
-    are left out.
+    """People's labels and the judge's, "a", "b" or "tie", for Cohen's κ, of pairs with a verdict.
 
-    Which answer is called a is a coin thrown by the pair's content: were it always the chosen one,
-    people would have said one thing throughout, and no agreement could exceed chance.
+    A hash of the pair's content chooses which answer is called a: were it always the chosen one,
+    people's labels would all be equal, and no agreement could exceed chance.
     """
     people: list[str] = []
     judge: list[str] = []
-    for found, row in zip(verdicts, preferences, strict=True):
+    for found, one in zip(verdicts, preferences, strict=True):
         if found.value is None:
             continue
-        chosen_is_a = _coin(ComparedPair(row.prompt, row.chosen, row.rejected))[0]
-        people.append(_label(row.probability, chosen_is_a))
+        chosen_is_a = _coin(ComparedPair(one.prompt, one.chosen, one.rejected))[0]
+        people.append(_label(one.probability, chosen_is_a))
         judge.append(_label(found.value, chosen_is_a))
     return people, judge
-
-
-async def together(asker: Asker, asking: Sequence[object]) -> list[Judgement]:
-    """What came of several questions asked at once.
-
-    Where one fails, no other is sent any more, and those on their way are waited for, since they
-    are paid for.
-    """
-    tasks = [asyncio.ensure_future(one) for one in asking]  # type: ignore[call-overload]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except Exception:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        await asker.drain()
-        raise
-
-
-def _place(judgement: Judgement | None) -> Place | None:
-    return judgement.parsed.value if judgement else None  # type: ignore[return-value]
 
 
 def _coin(pair: ComparedPair) -> tuple[bool, bool]:

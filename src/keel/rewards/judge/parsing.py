@@ -1,4 +1,4 @@
-"""What a judge's answer says, or why it says nothing; never a guess."""
+"""Reading the verdict in a judge's reply, or why there is none; never a guess."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ THOUGHT = "</think>"
 
 @dataclass(frozen=True, slots=True)
 class ParsedReply:
-    """The `value` that was asked for and the `reason` given; or None, and what is `wrong`."""
+    """The `value` of the verdict and the `reason` for it; or None, and what is `wrong`."""
 
     value: int | str | None = None
     reason: str = ""
@@ -25,16 +25,16 @@ class ParsedReply:
 
 
 def parse(answer: StoredAnswer, question: Question) -> ParsedReply:
-    """Read an answer: one JSON object that has the key with one of its values.
+    """Parse a reply: one JSON object that has the key with one of its values.
 
-    The object may stand in a code fence, and thoughts that end on `</think>` before it.
+    It may be in a code fence, and follow reasoning that ends with `</think>`.
     """
     if answer.refusal:
         return ParsedReply(wrong=f"refused: {answer.refusal}")
     if answer.finish == "length":
         return ParsedReply(wrong="cut off at max_tokens")
     text = answer.text.strip()
-    if not text.startswith(("{", "```")):  # or the mark may stand in the reason
+    if not text.startswith(("{", "```")):  # or the reason may contain it
         text = text.rpartition(THOUGHT)[2].strip()
     fenced = FENCE.fullmatch(text)
     try:
@@ -57,7 +57,7 @@ def parse(answer: StoredAnswer, question: Question) -> ParsedReply:
 
 
 def _known(value: Any, values: Sequence[int | str]) -> int | str | None:
-    """The choice that a value is; true is no 1, and "7" no 7, but 7.0 is (JSON has one number)."""
+    """The choice that equals a value: neither true for 1 nor "7" for 7, but 7.0 for 7."""
     if isinstance(value, bool):
         return None
     if isinstance(value, float) and value.is_integer():
@@ -66,7 +66,7 @@ def _known(value: Any, values: Sequence[int | str]) -> int | str | None:
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """An object that says one thing of a key."""
+    """An object without repeated keys."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key twice")

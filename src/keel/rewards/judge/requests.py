@@ -1,4 +1,4 @@
-"""Questions to a judge, each paid for once: cache, budget, retries, and so many at a time."""
+"""Asking a judge: cache, spend limit, retries, and a bounded number of requests at a time."""
 
 from __future__ import annotations
 
@@ -6,109 +6,96 @@ import asyncio
 import hashlib
 import json
 import random
-import sqlite3
+import threading
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import CancelledError
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-from keel.rewards.judge.client import Client, Failure, Refused, Reply, Unstructured
+from keel.rewards.judge.client import Client, Failure, Refused, Unstructured
+from keel.rewards.judge.options import JudgeOptions
 from keel.rewards.judge.parsing import ParsedReply, parse
 from keel.rewards.judge.prompts import Question, Structured
-from keel.rewards.judge.spending import Cost, Prices, SpendLimit
-from keel.rewards.judge.store import JudgeStore, StoredAnswer, Ticket
-from keel.rewards.judge.writer import Disk
+from keel.rewards.judge.spending import Cost
+from keel.rewards.judge.store import JudgeStore, StoredAnswer
 from keel.types import KeelError
 
-POLL = 0.05
-"""Seconds between looks at a question that another process is asking."""
 LONGEST_BACKOFF = 60.0
-IN_HAND = 5.0
-"""Seconds beyond a request's own that its answer may take to be on record."""
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class RequestPlan:
-    """How questions are asked.
-
-    `sampling` are the keys of a request beside messages, format and seed. `retries` follow a first
-    attempt that brought nothing, the n-th after `backoff · 2^(n−1)` seconds, less up to half. An
-    answer that says nothing is followed by up to `attempts − 1` further draws.
-    """
-
-    model: str
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    max_tokens: int = 512
-    seed: int | None = 0
-    structured: Structured = "json_schema"
-    concurrency: int = 8
-    retries: int = 6
-    backoff: float = 1.0
-    attempts: int = 2
-    prices: Prices = field(default_factory=Prices)
-    budget: SpendLimit = field(default_factory=SpendLimit)
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What came of a question: the last draw, and the costs of all of them by their keys.
+    """The last sample of a question, and the costs of all its samples by their keys.
 
-    The costs are those of when they were paid for, be that now or in an earlier run.
+    The costs are those at the time of payment, in this run or an earlier one.
     """
 
     parsed: ParsedReply
     costs: Mapping[str, Cost]
 
 
-@dataclass(slots=True, eq=False)
-class _Pending:
-    """A question under way, and how many wait for it."""
-
-    waiters: int = 0
-    task: asyncio.Task[StoredAnswer] | None = None
-
-
-class _Loop:
-    """What belongs to one event loop."""
-
-    def __init__(self, concurrency: int) -> None:
-        self.slots = asyncio.Semaphore(concurrency)
-        self.pending: dict[str, _Pending] = {}
-        self.sends: set[asyncio.Task[StoredAnswer | None]] = set()
-
-
 class Asker:
-    """Asks questions. Where nobody waits any longer, requests on their way are still kept.
+    """Asks questions in an event loop and a thread of its own, from any number of event loops.
 
-    `sleep` is what it waits with.
+    A request that was sent is waited for and its answer stored, even where its caller was
+    cancelled: it is paid for. The n-th request without an answer is followed by another after
+    `backoff · 2^(n−1)` seconds, less up to half, at most `retries` times. `sleep` waits for that.
     """
 
-    def __init__(self, client: Client, store: JudgeStore, plan: RequestPlan) -> None:
+    def __init__(self, client: Client, store: JudgeStore, options: JudgeOptions) -> None:
         self.client = client
         self.store = store
-        self.plan = plan
+        self.options = options
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-        self._structured = plan.structured
-        self._disk = Disk(store)
-        self._ending = False
-        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Loop] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._structured = options.structured
+        self._slots = asyncio.Semaphore(options.concurrency)
+        self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._sending: dict[str, asyncio.Task[None]] = {}
+        self._closing = False
+        self._starting = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def judge(self, question: Question) -> Judgement:
-        """Ask until an answer says something, at most `attempts` times.
+    async def judge(self, questions: Sequence[Question]) -> list[Judgement]:
+        """Ask each until an answer holds a verdict, at most `attempts` times.
 
-        Raises KeelError where the server gives none at all, or the budget ends.
+        Raises KeelError where the server gives no answers, or the spend limit is reached. Then no
+        further question is sent.
         """
+        asked = asyncio.run_coroutine_threadsafe(self._judge_all(questions), self._own_loop())
+        return await asyncio.wrap_future(asked)
+
+    def close(self) -> None:
+        """Cancel what waits, store the answers to what was sent, and close the cache.
+
+        Takes at most as long as a request may take. Not to be called in the asker's own thread.
+        """
+        self._closing = True
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._finish(), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+            self._thread.join()
+            loop.close()
+        self.store.close()
+
+    async def _judge_all(self, questions: Sequence[Question]) -> list[Judgement]:
+        if self._closing:
+            raise asyncio.CancelledError
+        tasks = [asyncio.create_task(self._judge(question)) for question in questions]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except Exception:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait([*tasks, *self._sending.values()])
+            raise
+
+    async def _judge(self, question: Question) -> Judgement:
         costs: dict[str, Cost] = {}
         parsed = ParsedReply()
-        for draw in range(self.plan.attempts):
-            key, answer = await self.ask(question, draw)
+        for draw in range(self.options.attempts):
+            key, answer = await self._answer(question, draw)
             costs[key] = answer.cost
             parsed = parse(answer, question)
             # A refused text is refused again.
@@ -116,192 +103,118 @@ class Asker:
                 break
         return Judgement(parsed, costs)
 
-    async def ask(self, question: Question, draw: int = 0) -> tuple[str, StoredAnswer]:
-        """The answer of one draw, from the cache or the server, and its key."""
-        forms: list[Structured] = ["text"]
-        if self.plan.structured != "text":
-            forms.insert(0, self.plan.structured)
-        for form in forms:
-            body = self._body(question, draw, form)
-            key = key_of(body, draw)
-            if (answer := await self._run(self.store.find, key)) is not None:
-                return key, answer
-        while True:
-            form = self._structured
-            body = self._body(question, draw, form)
-            key = key_of(body, draw)
-            try:
-                return key, await self._shared(key, body)
-            except Unstructured:
-                continue
-
-    async def drain(self) -> None:
-        """Wait for requests that are on their way, whoever asked."""
-        if sends := list(self._mine().sends):
-            await asyncio.wait(sends)
-
-    def finish(self) -> None:
-        """Send nothing more, give up what waits, and wait for what was sent: it is paid for.
-
-        At most as long as a request may take; not to be called in an event loop's own thread.
-        """
-        self._ending = True
-        for loop in list(self._loops):
-            if loop.is_running():
-                ended = asyncio.run_coroutine_threadsafe(self._give_up(), loop)
-                # Something blocks the loop, or it ends just now, and with it what it had sent.
-                with suppress(TimeoutError, CancelledError):
-                    ended.result(self.client.timeout + IN_HAND)
-
-    def close(self) -> None:
-        """Let go of the cache."""
-        self._disk.close()
-        self.store.close()
-
-    async def _give_up(self) -> None:
-        for entry in self._mine().pending.values():
-            if entry.task is not None:
-                entry.task.cancel()
-        await self.drain()
-
-    async def _shared(self, key: str, body: Mapping[str, Any]) -> StoredAnswer:
-        """Ask once, however many in this event loop ask the same."""
-        if self._ending:
-            raise asyncio.CancelledError
-        pending = self._mine().pending
-        entry = pending.get(key)
-        if entry is None:
-            entry = pending[key] = _Pending()
-            entry.task = asyncio.create_task(self._fetch(key, body, entry))
-            entry.task.add_done_callback(_seen)
-        assert entry.task is not None
-        entry.waiters += 1
-        try:
-            return await asyncio.shield(entry.task)
-        finally:
-            entry.waiters -= 1
-            if entry.waiters == 0:
-                del pending[key]
-                entry.task.cancel()
-
-    async def _fetch(self, key: str, body: Mapping[str, Any], entry: _Pending) -> StoredAnswer:
-        """Attempts until one brings an answer. Cancelled, it lets the one on its way go on."""
-        mine = self._mine()
+    async def _answer(self, question: Question, draw: int) -> tuple[str, StoredAnswer]:
+        """The key and the answer of one sample, from the cache or the server."""
+        key = self._key(question, draw)
         jitter = random.Random(key)
-        failed = 0
-        sending: asyncio.Task[StoredAnswer | None] | None = None
-        await mine.slots.acquire()
-        try:
-            while True:
-                sending = asyncio.create_task(self._attempt(key, body, entry))
-                mine.sends.add(sending)
-                sending.add_done_callback(mine.sends.discard)
-                sending.add_done_callback(_seen)
+        failures = useless = 0
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        async with lock:  # equal questions share one request
+            while (answer := self.store.find(key)) is None:
                 try:
-                    answer = await asyncio.shield(sending)
+                    sending = self._sending.get(key)
+                    if sending is None:
+                        # Named so that a server may repeat an answer, but never a useless one.
+                        sending = await self._start(key, question, draw, f"{key}-{useless}")
+                    if sending is not None:
+                        await asyncio.shield(sending)
+                except Unstructured:
+                    continue
                 except Failure as failure:
-                    failed += 1
-                    if failed > self.plan.retries:
+                    failures += 1
+                    useless += failure.answered
+                    if failures > self.options.retries:
                         raise KeelError(
-                            f"the judge {self.plan.model!r} at {self.client.url} gave no answer in "
-                            f"{failed} attempts, last {failure}: see to the server, or raise "
+                            f"the judge {self.options.model!r} at {self.client.url} gave no answer "
+                            f"in {failures} attempts, last {failure}: check the server, or raise "
                             "retries"
                         ) from None
-                    backoff = min(self.plan.backoff * 2.0 ** (failed - 1), LONGEST_BACKOFF)
-                    # Never before the server said; and not all at the same moment.
+                    backoff = min(self.options.backoff * 2.0 ** (failures - 1), LONGEST_BACKOFF)
+                    # Not before Retry-After, and not all at the same time.
                     await self.sleep(max(failure.wait, backoff / 2) + jitter.random() * backoff / 2)
-                else:
-                    if answer is not None:
-                        return answer
-                    await asyncio.sleep(POLL)
-        finally:
-            # A request on its way keeps its slot.
-            if sending is None or sending.done():
-                mine.slots.release()
-            else:
-                sending.add_done_callback(lambda _: mine.slots.release())
+        return key, answer
 
-    async def _attempt(
-        self, key: str, body: Mapping[str, Any], entry: _Pending
-    ) -> StoredAnswer | None:
-        """Reserve and send; None where it has to wait, or nobody waits for it any longer."""
-        if "response_format" in body and self._structured == "text":
-            raise Unstructured  # the server has said so meanwhile
-        worst = self.plan.prices.worst(body, self.plan.max_tokens)
-        got = await self._run(self.store.reserve, key, worst, self.plan.budget)
-        if not isinstance(got, Ticket):
-            return got
-        if entry.waiters == 0 or self._ending:
-            await self._run(self.store.release, got)
-            return None
-        return await self._send(got, body, worst)
-
-    async def _send(self, ticket: Ticket, body: Mapping[str, Any], worst: Cost) -> StoredAnswer:
-        """One request, and its end on record."""
+    async def _start(
+        self, key: str, question: Question, draw: int, name: str
+    ) -> asyncio.Task[None] | None:
+        """Wait for a slot, reserve the worst case and send; None where the answer arrived."""
+        await self._slots.acquire()
         try:
-            reply = await self.client.post(body, ticket.name)
-        except Failure as failure:
-            if failure.billed:
-                await self._run(self.store.lose, ticket, failure.answered)
-            else:
-                await self._run(self.store.release, ticket)
+            if self.store.find(key) is not None:  # from another process
+                self._slots.release()
+                return None
+            body = self._body(question, draw, self._structured)
+            worst = self.options.prices.worst(body, self.options.max_tokens)
+            while (reservation := self.store.reserve(worst, self.options.limit)) is None:
+                if not self._sending:
+                    account = self.store.account()
+                    raise self.options.limit.error(account.spent, account.lost_cost, worst)
+                # They reserved their worst cases and will cost less.
+                await asyncio.wait(self._sending.values(), return_when=asyncio.FIRST_COMPLETED)
+        except BaseException:
+            self._slots.release()
             raise
+        sending = asyncio.create_task(self._send(reservation, key, body, worst, name))
+        self._sending[key] = sending
+        sending.add_done_callback(partial(self._sent, key))
+        return sending
+
+    async def _send(
+        self, reservation: int, key: str, body: Mapping[str, Any], worst: Cost, name: str
+    ) -> None:
+        """One request; its answer is stored, or its reservation dropped or, if billed, left."""
+        try:
+            reply = await self.client.post(body, name)
+            cost = worst if reply.usage is None else self.options.prices.cost(*reply.usage)
+            answer = StoredAnswer(reply.text, reply.finish, reply.refusal, cost)
         except Refused as refusal:
             answer = StoredAnswer("", "", str(refusal), Cost())
-        except (Unstructured, KeelError) as error:
+        except (Failure, Unstructured, KeelError) as error:
             if isinstance(error, Unstructured):
                 self._structured = "text"  # for all that follow
-            await self._run(self.store.release, ticket)
+            if not (isinstance(error, Failure) and error.billed):
+                self.store.release(reservation)
             raise
-        except BaseException:
-            # The loop ends: nothing may wait any more, so not in the other thread.
-            self.store.lose(ticket, answered=False)
-            raise
-        else:
-            answer = StoredAnswer(reply.text, reply.finish, reply.refusal, self._cost(reply, worst))
-        return await self._settle(ticket, answer)
+        self.store.commit(reservation, key, answer, self.options.model)
 
-    async def _settle(self, ticket: Ticket, answer: StoredAnswer) -> StoredAnswer:
-        """Put an answer on record; where that fails, that it was paid for and is lost."""
-        try:
-            return await self._run(self.store.settle, ticket, answer, self.plan.model)
-        except BaseException:
-            # Not in the other thread: the loop may be ending. What was settled all the same, and
-            # a disk that takes nothing, leave nothing to do.
-            with suppress(sqlite3.Error):
-                self.store.lose(ticket, answered=True)
-            raise
+    def _sent(self, key: str, sending: asyncio.Task[None]) -> None:
+        del self._sending[key]
+        self._slots.release()
+        if not sending.cancelled():
+            sending.exception()  # its caller may be gone
 
-    def _cost(self, reply: Reply, worst: Cost) -> Cost:
-        """What an answer cost; the worst case where the server does not tell."""
-        return worst if reply.usage is None else self.plan.prices.cost(*reply.usage)
+    async def _finish(self) -> None:
+        sending = set(self._sending.values())
+        for task in asyncio.all_tasks() - sending - {asyncio.current_task()}:
+            task.cancel()
+        if sending:
+            await asyncio.wait(sending)
+        await self.client.close()
 
     def _body(self, question: Question, draw: int, form: Structured) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": self.plan.model, "messages": list(question.messages)}
-        body |= self.plan.sampling
-        if self.plan.seed is not None:
-            body["seed"] = self.plan.seed + draw
+        body: dict[str, Any] = {"model": self.options.model, "messages": list(question.messages)}
+        body |= self.options.sampling
+        if "seed" not in self.options.without:
+            body["seed"] = self.options.seed + draw
         if (shape := question.format(form)) is not None:
             body["response_format"] = shape
         return body
 
-    def _mine(self) -> _Loop:
-        loop = asyncio.get_running_loop()
-        if loop not in self._loops:
-            self._loops[loop] = _Loop(self.plan.concurrency)
-        return self._loops[loop]
+    def _key(self, question: Question, draw: int) -> str:
+        """The key of a sample: server, model, messages, parameters, format and number."""
+        body = self._body(question, draw, self.options.structured)
+        whole = {"url": self.client.url, "body": body, "draw": draw}
+        text = json.dumps(whole, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
 
-    async def _run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._disk.run(partial(work, *args, **kwargs))
-
-
-def key_of(body: Mapping[str, Any], draw: int) -> str:
-    """The key of a question: model, messages, sampling, format and draw, in one order of keys."""
-    whole = json.dumps({"body": body, "draw": draw}, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(whole.encode()).hexdigest()
-
-
-def _seen(task: asyncio.Task[Any]) -> None:
-    """Take note of how a task ended, though nobody may wait for it any longer."""
-    if not task.cancelled():
-        task.exception()
+    def _own_loop(self) -> asyncio.AbstractEventLoop:
+        with self._starting:
+            if self._closing:
+                raise asyncio.CancelledError
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=self._loop.run_forever, name="keel-judge", daemon=True
+                )
+                self._thread.start()
+            return self._loop

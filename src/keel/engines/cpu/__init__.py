@@ -1,1 +1,0 @@
-"""Decoding on a CPU by compiled code."""

@@ -1,0 +1,341 @@
+"""Attention over sequences packed end to end, without padding and without rewriting a model.
+
+One attention function is registered with transformers under the name "keel". It passes each layer's
+query, key and value to the `Layout` given to the model as `layout=`, which decides which tokens see
+which. `PackedLayout` is the layout of training and scoring; the native engine has its own, which
+reads a key-value cache.
+
+There is one path for each kind of device: on a CPU compiled code for float32
+(`kernels.causal`), on CUDA one variable-length flash-attention call for half precision. All else
+(float64, soft caps, attention sinks, no compiler) goes through `scaled_dot_product_attention`,
+segments of equal lengths together.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+
+from keel.models.kernels import causal
+from keel.models.packed import Segments
+from keel.types import KeelError
+
+try:
+    from torch.nn.attention import varlen
+except ImportError:  # a build of torch without it
+    _VARLEN: Callable[..., Any] | None = None
+else:
+    _VARLEN = varlen.varlen_attn
+
+_VARLEN_READY = _VARLEN is not None and {"scale", "window_size", "enable_gqa"}.issubset(
+    inspect.signature(_VARLEN).parameters
+)
+
+ATTENTION = "keel"
+"""The name of the attention function within transformers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rules:
+    """How one layer attends: softmax(cap(scaling · q·k)) over the visible keys.
+
+    `window`: a token sees itself and the `window − 1` tokens before it. `softcap` c squashes scores
+    to c·tanh(score / c) (Gemma 2). `sinks (H,)` adds to each head's softmax one score that has no
+    value (gpt-oss). Attention is always causal; dropout is always off.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class Layout(Protocol):
+    """Which token sees which."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "1 H T D"],
+        key: Float[Tensor, "1 Hkv T D"],
+        value: Float[Tensor, "1 Hkv T D"],
+        rules: Rules,
+    ) -> Float[Tensor, "1 T H D"]:
+        """The attention output of one layer for the tokens of this call."""
+        ...
+
+
+def install(model: PreTrainedModel) -> None:
+    """Make `model` attend through the `layout=` that it is called with.
+
+    From then on the model is called as `model(input_ids=(1, T), position_ids=(1, T),
+    use_cache=False, layout=layout)`, with position ids that restart at each sequence. No mask
+    function is registered under the name, so transformers builds no mask.
+
+    Raises KeelError where the architecture does not go through transformers' attention interface.
+    """
+    name = type(model).__name__
+    # transformers' own check reads the source for this call and only warns where it is missing.
+    if not model._can_set_attn_implementation():
+        raise KeelError(
+            f"{name} does not use transformers' attention interface, so sequences cannot be "
+            "packed; choose a model of a supported family (Llama, Qwen, Mistral, Gemma, ...)"
+        )
+    AttentionInterface.register(ATTENTION, _attention)
+    model.set_attn_implementation(ATTENTION)
+    if model.config._attn_implementation != ATTENTION:
+        raise KeelError(
+            f"{name} kept the attention '{model.config._attn_implementation}' instead of "
+            f"'{ATTENTION}', so sequences cannot be packed; choose a model of a supported family"
+        )
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    layout: Layout | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: translate the arguments and ask the layout."""
+    name = type(module).__name__
+    if layout is None:
+        raise ValueError(f"{name} attends by '{ATTENTION}' and needs layout=, got none")
+    if attention_mask is not None or position_bias is not None:
+        raise ValueError(f"{name} passed a mask or a position bias, which a layout cannot honour")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ValueError(f"{name} asks for bidirectional attention, which is not supported")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rules = Rules(scaling, sliding_window, softcap, s_aux)
+    return layout.attend(int(module.layer_idx), query, key, value, rules), None  # type: ignore[arg-type]
+
+
+def in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotary embeddings and norms leave query and key in float32 under autocast: undo that."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        return query.to(dtype), key.to(dtype), value.to(dtype)
+    return query, key, value
+
+
+def attention_weights(
+    scores: Float[Tensor, "... Q K"], rules: Rules, visible: Tensor | None, sinks: Tensor | None
+) -> Float[Tensor, "... Q K"]:
+    """The attention weights of each query, from q·k; all keys are visible where `visible` is None.
+
+    The softmax is taken in float32 at least. Sources: Gemma 2 (arXiv:2408.00118, section 2) for the
+    soft cap; gpt-oss (arXiv:2508.10925, section 2.3) for the sink.
+    """
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * rules.scaling
+    if rules.softcap is not None:
+        scores = torch.tanh(scores / rules.softcap) * rules.softcap
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+
+
+class PackedLayout:
+    """Segments end to end: each token sees its prefix and the earlier tokens of its segment.
+
+    `lengths` and `follows` as in `Segments`. One layout serves all layers, forward and backward.
+    """
+
+    def __init__(self, lengths: Sequence[int], follows: Sequence[int] = ()) -> None:
+        self.segments = Segments(tuple(int(length) for length in lengths), tuple(follows))
+        # Plans, indices and masks, made at the first layer and shared by the others.
+        self._cache: dict[Any, Any] = {}
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.segments.tokens
+
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "1 H T D"],
+        key: Float[Tensor, "1 Hkv T D"],
+        value: Float[Tensor, "1 Hkv T D"],
+        rules: Rules,
+    ) -> Float[Tensor, "1 T H D"]:
+        """Causal attention within each sequence; see `Layout.attend`."""
+        query, key, value = in_one_dtype(query, key, value)
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        return self.attend_tokens(query, key, value, rules).unsqueeze(0)
+
+    def attend_tokens(
+        self,
+        query: Float[Tensor, "T H D"],
+        key: Float[Tensor, "T Hkv D"],
+        value: Float[Tensor, "T Hkv D"],
+        rules: Rules,
+    ) -> Float[Tensor, "T H D"]:
+        """`attend` with tokens first. Raises ValueError for another number of tokens than T."""
+        if len(query) != self.tokens:
+            raise ValueError(f"the layout has {self.tokens} tokens, but got {len(query)}")
+        plain = rules.softcap is None and rules.sinks is None
+        if plain and _flash_applies(query, value):
+            return self._flash(query, key, value, rules)
+        if plain and causal.applies(query, key, value):
+            plan = self._once("causal", self._causal_plan)
+            return causal.attend(query, key, value, plan, rules.scaling, rules.window)
+        return self._by_length(query, key, value, rules)
+
+    def _causal_plan(self) -> causal.CausalPlan:
+        return causal.CausalPlan(self.segments.lengths, self.segments.follows)
+
+    def _by_length(
+        self, query: Tensor, key: Tensor, value: Tensor, rules: Rules
+    ) -> Float[Tensor, "T H D"]:
+        """Segments of equal length and prefix in one call; prefixes are repeated for each."""
+        device = query.device
+        groups, restore = self._once(("groups", device), lambda: self._equal_segments(device))
+        parts = []
+        for (length, prefix), own, visible in groups:
+            count = len(own) // length
+            q, k, v = (
+                x.index_select(0, index).view(count, -1, *x.shape[1:]).transpose(1, 2)
+                for x, index in ((query, own), (key, visible), (value, visible))
+            )
+            part = _attend(q, k, v, rules, self._mask(length, prefix, rules, device))
+            parts.append(part.transpose(1, 2).flatten(0, 1))
+        return torch.cat(parts).index_select(0, restore)
+
+    def _equal_segments(
+        self, device: torch.device
+    ) -> tuple[list[tuple[tuple[int, int], Tensor, Tensor]], Tensor]:
+        """For each length of segments and prefixes, indices of their own and visible tokens; and
+        the index that restores the order of the tokens."""
+        segments = self.segments
+        kinds: dict[tuple[int, int], list[int]] = {}
+        for number, kind in enumerate(zip(segments.lengths, segments.before, strict=True)):
+            kinds.setdefault(kind, []).append(number)
+        groups = [
+            (kind, segments.own(numbers).to(device), segments.visible(numbers).to(device))
+            for kind, numbers in kinds.items()
+        ]
+        return groups, torch.cat([own for _, own, _ in groups]).argsort()
+
+    def _mask(
+        self, length: int, prefix: int, rules: Rules, device: torch.device
+    ) -> Bool[Tensor, "L K"] | None:
+        """The keys that each token of a segment sees; None where `is_causal` says the same."""
+        total = prefix + length
+        window = rules.window if rules.window is not None and rules.window < total else None
+        plain = rules.softcap is None and rules.sinks is None
+        if plain and prefix == 0 and window is None:
+            return None
+
+        def make() -> Tensor:
+            mask = torch.ones(length, total, dtype=torch.bool, device=device).tril(prefix)
+            return mask if window is None else mask.triu(prefix + 1 - window)
+
+        mask: Tensor = self._once(("mask", length, prefix, window, device), make)
+        return mask
+
+    def _flash(self, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
+        """All segments in one variable-length flash-attention call. (T, heads, D) → (T, H, D).
+
+        Causality is aligned to the last key, so the queries of a segment see all of its prefix.
+        """
+        device, segments = query.device, self.segments
+        query_ends, key_ends = self._once(("bounds", device), lambda: self._bounds(device))
+        if segments.follows:
+            every = range(len(segments.lengths))
+            index = self._once(("visible", device), lambda: segments.visible(every).to(device))
+            key, value = key.index_select(0, index), value.index_select(0, index)
+        # Flash attention counts the keys to the left of a query, a window counts the query too.
+        left = -1 if rules.window is None else rules.window - 1
+        assert _VARLEN is not None
+        out: Tensor = _VARLEN(
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            query_ends,
+            key_ends,
+            max(segments.lengths),
+            segments.longest,
+            scale=rules.scaling,
+            window_size=(left, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out
+
+    def _bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The cumulative numbers of queries and of visible keys of the segments."""
+        lengths = torch.tensor((0, *self.segments.lengths), dtype=torch.int32)
+        before = torch.tensor((0, *self.segments.before), dtype=torch.int32)
+        queries, keys = lengths.cumsum(0), (lengths + before).cumsum(0)
+        return queries.to(device, torch.int32), keys.to(device, torch.int32)
+
+    def _once(self, name: Any, make: Callable[[], Any]) -> Any:
+        if name not in self._cache:
+            self._cache[name] = make()
+        return self._cache[name]
+
+
+def _flash_applies(query: Tensor, value: Tensor) -> bool:
+    """Whether variable-length flash attention takes these tensors on this GPU."""
+    width = query.shape[-1]
+    return (
+        _VARLEN_READY
+        and query.is_cuda
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and width == value.shape[-1]
+        and width % 8 == 0
+        and width <= 256
+    )
+
+
+def _attend(
+    query: Float[Tensor, "S H L D"],
+    key: Float[Tensor, "S Hkv K D"],
+    value: Float[Tensor, "S Hkv K D"],
+    rules: Rules,
+    mask: Bool[Tensor, "L K"] | None,
+) -> Float[Tensor, "S H L D"]:
+    """Causal attention of S equal segments; `mask` None means plain causality, with K = L."""
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if rules.softcap is not None or rules.sinks is not None:
+        grouped = query.reshape(len(query), kv_heads, -1, *query.shape[2:])
+        scores = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2))
+        sinks = None if rules.sinks is None else rules.sinks.view(1, kv_heads, -1, 1, 1)
+        weights = attention_weights(scores, rules, mask, sinks)
+        return torch.matmul(weights.to(value.dtype), value.unsqueeze(2)).flatten(1, 2)
+    # Off the CPU only the flash kernel shares key-value heads; the others would be slow.
+    share = heads != kv_heads and query.device.type == "cpu"
+    if heads != kv_heads and not share:
+        key = key.repeat_interleave(heads // kv_heads, dim=1)
+        value = value.repeat_interleave(heads // kv_heads, dim=1)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=rules.scaling,
+        enable_gqa=share,
+    )

@@ -1,1 +1,0 @@
-"""Attention over packed sequences, for training and scoring."""

@@ -1,0 +1,255 @@
+"""The shortened run of a recipe that shows what memory each of its stages takes.
+
+It is the recipe itself with two steps a stage, each sequence as long as the longest that there can
+be, and no more sequences than it takes to fill the memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from keel.config.judging import PROMPTS_AT_ONCE, JudgingStage
+from keel.config.optimisation import Checkpoints, Trackers
+from keel.config.preference_data import PreferenceData
+from keel.config.sampling import Evaluation, Rollout
+from keel.config.schema import Recipe, RLStage, SFTStage, Stage
+from keel.config.sources import Rewards, RewardSource, TaskSource
+from keel.models.packed import sizes_on
+from keel.preflight.context import LongestExample, StageContext
+from keel.preflight.memory import stand_ins
+from keel.preflight.trial_batch import OPERATIONS, SHORTEST, Load
+
+LEARNED = ("outcome", "process")
+"""Built-in rewards that are models."""
+STEPS = 2
+"""Of a stage: an optimizer's state is there from the second on."""
+COUNTED = 65_536
+"""Sequences of a step that are looked at, to see how many fill a micro-batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A recipe to run, and by stage: its longest example, the tokens of a completion that are
+    sampled, and what of its memory does not show."""
+
+    recipe: Recipe
+    examples: Mapping[str, LongestExample]
+    sampled: Mapping[str, int] = field(default_factory=dict)
+    omitted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def sampled_tokens(self, name: str) -> int:
+        """Tokens of all completions that a step of the stage samples; 0 where it samples none."""
+        (stage,) = (stage for stage in self.recipe.stages if stage.name == name)
+        if stage.sampling is None:
+            return 0
+        rollout = stage.sampling.rollout
+        return rollout.prompts_per_step * rollout.group_size * self.sampled[name]
+
+
+def trial_of(
+    recipe: Recipe, contexts: Sequence[StageContext], load: Load, path: Path
+) -> Trial | None:
+    """The trial of the stages of which an example is known; None where there are none.
+
+    `path` is where the examples will be. A stage whose reward model starts from that of a stage
+    without an example is left out too.
+    """
+    examples = {c.name: c.work.longest for c in contexts if c.work.longest is not None}
+    stages: list[Stage] = []
+    sampled: dict[str, int] = {}
+    omitted: dict[str, tuple[str, ...]] = {}
+    for stage in recipe.stages:
+        base = stage.base_model
+        known = {one.name for one in stages}
+        if stage.name not in examples or (base and base.stage and base.stage not in known):
+            continue
+        short = _ShortStage(stage, examples[stage.name], load, str(path), known)
+        stages.append(short.stage())
+        sampled[stage.name] = short.sampled
+        omitted[stage.name] = tuple(short.omitted())
+    if not stages:
+        return None
+    changes: dict[str, Any] = {"stages": tuple(stages)}
+    if load.device in ("cpu", "cuda"):
+        changes["model"] = recipe.model.model_copy(update={"device": load.device})
+    return Trial(recipe.model_copy(update=changes), examples, sampled, omitted)
+
+
+class _ShortStage:
+    """One stage of a trial."""
+
+    def __init__(
+        self, stage: Stage, example: LongestExample, load: Load, path: str, known: set[str]
+    ) -> None:
+        self.original, self.example, self.load, self.known = stage, example, load, known
+        self.options = {"path": path, "stage": stage.name}
+        self.task = TaskSource(name=stand_ins.TASK, options=self.options, raw=example.raw)
+        self.device = torch.device(load.device)
+        self.sampled = 0
+        """Tokens of a completion that are sampled; 0 where nothing is."""
+
+    def stage(self) -> Stage:
+        """The stage with what is shorter in it."""
+        stage = self.original
+        changes: dict[str, Any] = {
+            "steps": min(stage.steps, STEPS),
+            "on_nonfinite": "skip",
+            "checkpoints": Checkpoints(every=STEPS + 1, keep=1),
+            "trackers": Trackers(),
+        }
+        if stage.records is not None:
+            changes |= self._judged(cast(JudgingStage, stage))
+        elif stage.demonstrated:
+            changes |= self._demonstrated(cast(SFTStage, stage))
+        else:
+            changes |= self._rl(cast(RLStage, stage))
+        found: Stage = stage.model_copy(update=changes)
+        return found
+
+    def omitted(self) -> Iterator[str]:
+        """What of the stage's memory the trial does not show."""
+        sampling = self.original.sampling
+        if sampling is None:
+            return
+        rollout = sampling.rollout
+        n, rows = rollout.prompts_per_step * rollout.group_size, self._rows(rollout)
+        if self.sampled < rollout.max_tokens or rows < min(n, rollout.max_rows):
+            yield (
+                f"memory of sampling beyond {self.sampled} tokens of {rows} completions at a time: "
+                "this model would take minutes here"
+            )
+        if rollout.max_turns > 1:
+            yield "memory of what earlier turns of a conversation leave to later ones"
+        for source in sampling.rewards.functions:
+            if source.function in LEARNED and not self._kept(source):
+                yield f"memory of reward {source.name or source.function!r}"
+
+    # ------------------------------------------------------------ kinds of stages
+
+    def _rl(self, stage: RLStage) -> dict[str, Any]:
+        rollout, algorithm, evaluation = stage.rollout, stage.algorithm, stage.evaluation
+        minibatches = min(stage.minibatches, STEPS)
+        of_minibatch = math.ceil(rollout.prompts_per_step / stage.minibatches)
+        filling = self._groups_of_two_passes(rollout, stage.token_budget)
+        learned = minibatches * min(of_minibatch, filling)
+        prompts = min(rollout.prompts_per_step, max(learned, self._prompts(rollout)))
+        self.sampled = self._sampled_tokens(rollout, prompts)
+        reward = stand_ins.STEP_REWARD if algorithm.needs_steps else stand_ins.REWARD
+        return {
+            "steps": min(stage.steps, STEPS + rollout.ahead),
+            "tasks": (self.task,),
+            "epochs": 1,
+            "minibatches": minibatches,
+            "rollout": rollout.model_copy(
+                update={
+                    "prompts_per_step": prompts,
+                    "stop": (),
+                    "stop_ids": (),
+                    "mask_truncated": False,
+                }
+            ),
+            "rewards": self._rewards(stage.rewards, reward),
+            "value": stage.value.model_copy(update={"warmup_steps": 0}),
+            "evaluation": evaluation.model_copy(
+                update={
+                    "every": 0,
+                    "component": None,
+                    "prompts": self._evaluated(rollout, evaluation, prompts),
+                }
+            ),
+        }
+
+    def _demonstrated(self, stage: SFTStage) -> dict[str, Any]:
+        return {
+            "tasks": (self.task,),
+            "demonstration": "keel.data.tasks.demonstrations:gold",
+            "batch_size": self._examples(stage.batch_size),
+        }
+
+    def _judged(self, stage: JudgingStage) -> dict[str, Any]:
+        changes: dict[str, Any] = {
+            "batch_size": self._examples(stage.batch_size),
+            "evaluation": stage.evaluation.model_copy(update={"rows": 0}),
+        }
+        choice = stage.sampled
+        if choice is None:
+            options = {**self.options, "count": changes["batch_size"]}
+            data = PreferenceData(name=stand_ins.ROWS, options=options, raw=stage.raw, empty="keep")
+            return {**changes, "data": data}
+        rollout = choice.sampling.rollout
+        prompts = self._prompts(rollout)
+        self.sampled = self._sampled_tokens(rollout, prompts)
+        reward = stand_ins.STEP_REWARD if stage.records == "steps" else stand_ins.REWARD
+        update = {
+            "tasks": (self.task,),
+            "rewards": self._rewards(choice.rewards, reward),
+            "train": min(choice.train, PROMPTS_AT_ONCE, prompts),
+            "heldout": 1,
+            "noise": 0.0,
+            # An end-of-sequence token is added to what was sampled.
+            "max_tokens": max(1, choice.max_tokens - 1),
+        }
+        return {**changes, "sampled": choice.model_copy(update=update)}
+
+    # ------------------------------------------------------------ how much
+
+    def _groups_of_two_passes(self, rollout: Rollout, token_budget: int) -> int:
+        """Prompts whose completions fill two micro-batches: the second runs beside gradients."""
+        n = rollout.group_size
+        count = max(1, min(rollout.prompts_per_step, COUNTED // n))
+        prompt, whole = self.example.tokens, self.example.tokens + rollout.max_tokens
+        shared = [0, *[prompt] * (n - 1)]
+        return math.ceil(self._two_passes([whole] * n * count, shared * count, token_budget) / n)
+
+    def _examples(self, batch_size: int) -> int:
+        """Examples that fill two micro-batches, or the batch."""
+        lengths = [self.example.tokens] * min(batch_size, COUNTED)
+        return self._two_passes(lengths, (), self.original.token_budget)
+
+    def _two_passes(self, lengths: list[int], shared: Sequence[int], token_budget: int) -> int:
+        spans = sizes_on(self.device, lengths, shared).spans(token_budget)
+        return spans[1].stop + 1 if len(spans) > 2 else len(lengths)
+
+    def _prompts(self, rollout: Rollout) -> int:
+        """Prompts whose completions are sampled at a time, as far as seconds allow."""
+        affordable = OPERATIONS[self.load.device] / (2 * self.load.parameters * SHORTEST)
+        completions = min(rollout.max_rows, affordable)
+        return max(1, min(rollout.prompts_per_step, math.ceil(completions / rollout.group_size)))
+
+    def _rows(self, rollout: Rollout) -> int:
+        return min(rollout.max_rows, self._prompts(rollout) * rollout.group_size)
+
+    def _sampled_tokens(self, rollout: Rollout, prompts: int) -> int:
+        """Tokens of each completion that seconds are enough for."""
+        tokens = OPERATIONS[self.load.device] / (2 * self.load.parameters)
+        length = min(self.load.steps, int(tokens / (prompts * rollout.group_size)))
+        return min(rollout.max_tokens, max(SHORTEST, length))
+
+    def _evaluated(self, rollout: Rollout, evaluation: Evaluation, prompts: int) -> int:
+        """Prompts of an evaluation, where it takes more at a time than the rollouts do."""
+        samples = max(1, evaluation.samples)
+        rows = min(rollout.max_rows, evaluation.prompts * samples)
+        sampled = min(rollout.max_rows, prompts * rollout.group_size)
+        if rows <= sampled and rollout.dtype == "model":
+            return 0
+        return min(evaluation.prompts, self._prompts(rollout) * rollout.group_size)
+
+    # ------------------------------------------------------------ rewards
+
+    def _rewards(self, rewards: Rewards, stand_in: str) -> Rewards:
+        """The learned rewards, whose models take memory, and a reward that always differs."""
+        plain = {"gate": None, "closed": 0.0, "clip": None, "normalise": "none"}
+        kept = [one.model_copy(update=plain) for one in rewards.functions if self._kept(one)]
+        functions = (*kept, RewardSource(function=stand_in, name="trial"))
+        return rewards.model_copy(update={"functions": functions, "on_error": "stop"})
+
+    def _kept(self, source: RewardSource) -> bool:
+        stage = source.options.get("stage")
+        here = not source.options.get("process")
+        return source.function in LEARNED and here and (stage is None or stage in self.known)

@@ -1,0 +1,113 @@
+"""The options of a judge. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from keel.algorithms.spec import Coefficient, Positive, Row
+from keel.config.fields import Count, Index, Words
+from keel.rewards.judge.prompts import RUBRIC, Structured
+from keel.rewards.judge.spending import Prices, SpendLimit
+
+GROUP = "group"
+"""An answer is compared with others of its group."""
+RESERVED = ("model", "messages", "response_format", "seed", "n", "stream")
+"""Keys of a request that other options set, or that change the form of the reply."""
+LIMITS = ("max_tokens", "max_completion_tokens")
+
+
+class JudgeOptions(Row):
+    """The options of the judge."""
+
+    model: str
+    mode: Literal["rubric", "pairwise"] = "rubric"
+    url: str | None = None
+    """The server, as in http://localhost:8000/v1; None is OpenAI's."""
+    api_key_env: str | None = None
+    """The environment variable of the API key; None is OPENAI_API_KEY there, and none elsewhere."""
+    rubric: str = RUBRIC
+    """What counts, in words."""
+    low: int = 1
+    high: int = 10
+    """The ends of the scale of a rubric; the reward is 0 at `low` and 1 at `high`."""
+    reference: str | None = None
+    """The column of an answer that deserves full marks."""
+    against: str = GROUP
+    """What an answer is compared with: others of its group, or the column of a fixed answer."""
+    rivals: Count = 2
+    """How many others of its group an answer is compared with."""
+    both_orders: bool = True
+    temperature: Coefficient = 0.0
+    max_tokens: Count = 512
+    limit_name: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    """The server's name of the limit on a reply's length."""
+    seed: Index = 0
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """More keys of a request, such as reasoning_effort or top_p."""
+    without: Words = ()
+    """Keys that the server does not take: seed, temperature."""
+    structured: Structured = "json_schema"
+    attempts: Count = 2
+    """How often a question is asked whose answer holds no verdict; each is paid for."""
+    concurrency: Count = 8
+    retries: Index = 6
+    backoff: Coefficient = 1.0
+    """Seconds before the first retry; twice as long before each that follows."""
+    timeout: Positive = 30.0
+    """Seconds that one request may take; rewards.timeout bounds all requests of a step."""
+    price_in: Coefficient = 0.0
+    price_out: Coefficient = 0.0
+    """Dollars for a million tokens."""
+    budget: Positive | None = None
+    """The most dollars that may be spent, over all runs that share the cache."""
+    budget_tokens: Annotated[int, Field(ge=1, le=10**15)] | None = None
+    cache: str | None = None
+    """The file of paid answers; None is one of the run's. A run's is within the working folder or
+    the run's parent folder."""
+    label: Annotated[str, Field(pattern=r"^[\w-]+$")] = "judge"
+    """The name of its metrics and its file: a second judge of a run needs another."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> JudgeOptions:
+        if not 1 <= self.high - self.low <= 100:
+            raise ValueError(f"low = {self.low} and high = {self.high}: 1 to 100 must lie between")
+        for key in self.extra:
+            if key in (*RESERVED, *LIMITS, "temperature"):
+                raise ValueError(f"extra.{key}: it is an option of its own, or would not be read")
+            _check_json(key, self.extra[key])
+        for key in self.without:
+            if key not in ("seed", "temperature"):
+                raise ValueError(f"without = {key!r}: only seed and temperature can be left out")
+        if self.budget is not None and not self.price_in + self.price_out:
+            raise ValueError(f"budget = {self.budget:g}: set price_in and price_out, or drop it")
+        return self
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The keys of a request besides model, messages, format and seed."""
+        keys = {"temperature": self.temperature, self.limit_name: self.max_tokens, **self.extra}
+        return {key: value for key, value in keys.items() if key not in self.without}
+
+    @property
+    def prices(self) -> Prices:
+        """The prices of tokens."""
+        return Prices(self.price_in, self.price_out)
+
+    @property
+    def limit(self) -> SpendLimit:
+        """The limit on what the cache has cost."""
+        return SpendLimit(self.budget, self.budget_tokens)
+
+
+def _check_json(key: str, value: Any) -> None:
+    """Raise ValueError where a request cannot carry a value."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError(
+            f"extra.{key} = {value!r:.60}: JSON has no such value: write a string, a finite number "
+            "or the like"
+        ) from None

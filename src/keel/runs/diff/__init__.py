@@ -1,1 +1,0 @@
-"""Comparison of two runs: the first step, sequence, token and tensor that differ."""

@@ -1,0 +1,275 @@
+"""Breaks the code on purpose, one place at a time, and sees whether the tests notice.
+
+The package is copied to a temporary folder, one passage of one file replaced, and the tests named
+beside it run on the copy. A mutant that no test notices has survived, and the command ends with 1.
+
+    python studies/mutations.py [--only TEXT] [--json FILE] [--jobs N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "keel"
+TESTS_FAILED = 1
+"""pytest's exit code; any other but 0 means that the tests could not run."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """In `file` (below src/keel), `old` becomes `new`; `tests` ought to fail."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Result:
+    """`failed` is the first test that noticed."""
+
+    what: str
+    file: str
+    killed: bool
+    failed: str
+    seconds: float
+
+
+OBJECTIVE = "tests/objective/test_"
+GROUP = (f"{OBJECTIVE}group_advantages.py",)
+TEMPORAL = (f"{OBJECTIVE}segments.py", f"{OBJECTIVE}gae.py")
+POLICY = (f"{OBJECTIVE}surrogates.py", f"{OBJECTIVE}ratios.py", f"{OBJECTIVE}weight_laws.py")
+DIVERGENCE = (f"{OBJECTIVE}divergences.py", f"{OBJECTIVE}enumeration.py")
+LEARN = ("tests/learn",)
+VALUE = (f"{OBJECTIVE}value_entropy_correction.py", f"{OBJECTIVE}background.py")
+
+MUTATIONS: tuple[Mutation, ...] = (
+    # advantages
+    Mutation("sign of the advantage", "objective/group.py",
+             "reward_S - mean_S, torch", "mean_S - reward_S, torch", GROUP),
+    Mutation("biased std (ddof 0)", "objective/group.py",
+             "group.squares_S / (group.count_S - ddof).clamp(min=1)",
+             "group.squares_S / group.count_S.clamp(min=1)", GROUP),
+    Mutation("epsilon inside the root", "objective/group.py",
+             "torch.where(group.unequal_S, variance_S, 1.0).sqrt()\n"
+             "    return group.centred_S / (std_S + epsilon)",
+             "(torch.where(group.unequal_S, variance_S, 1.0) + epsilon).sqrt()\n"
+             "    return group.centred_S / std_S", GROUP),
+    Mutation("equal rewards not cut to 0", "objective/group.py",
+             'present_S & (extreme("amax", -torch.inf) > extreme("amin", torch.inf))',
+             "present_S", GROUP),
+    Mutation("absent rewards counted as 0", "objective/group.py",
+             "count_S = total(present_S.to(reward_S.dtype))",
+             "count_S = total(torch.ones_like(reward_S))", GROUP),
+    Mutation("leave-one-out without G/(G-1)", "objective/group.py",
+             "group.centred_S * (group.count_S / (group.count_S - 1).clamp(min=1))",
+             "group.centred_S * 1.0", GROUP),
+    Mutation("optimal baseline without lengths", "objective/group.py",
+             "_deviation(reward_S, groups_S, lengths_S.to(reward_S.dtype))",
+             "_deviation(reward_S, groups_S)", GROUP),
+    Mutation("whitening: epsilon outside the root", "objective/whitening.py",
+             "(variance + epsilon).sqrt()", "(variance.sqrt() + epsilon)", GROUP),
+    Mutation("whitening: biased variance", "objective/whitening.py",
+             "(count - 1).clamp(min=1)", "count", GROUP),
+    Mutation("process: sum up to the token", "objective/process.py",
+             "return to_go(at_end_N, lengths_S)",
+             "return at_end_N + at_end_N.sum() - to_go(at_end_N, lengths_S)", GROUP),
+    Mutation("GAE without lambda", "objective/gae.py",
+             "decay_N = gamma * lam * continues_N", "decay_N = gamma * continues_N", TEMPORAL),
+    Mutation("GAE in single precision", "objective/gae.py",
+             "gamma * lam * continues_N.to(td_error_N.dtype)",
+             "(gamma * lam * continues_N.float())", TEMPORAL),
+    Mutation("TD error without gamma", "objective/gae.py",
+             "reward_N + gamma * next_value_N", "reward_N + next_value_N", TEMPORAL),
+    Mutation("recurrence leaks across ends", "objective/segments.py",
+             "index_N[1:] == index_N[:-1], (0, 1), value=False",
+             "index_N[1:] >= index_N[:-1], (0, 1), value=False", TEMPORAL),
+    Mutation("recurrence one token short", "objective/segments.py",
+             "max(total - 1, 0).bit_length()", "max(total - 2, 0).bit_length()", TEMPORAL),
+    # ratios and surrogates
+    Mutation("sequence ratio without 1/L", "objective/ratios.py",
+             "spread(segment_mean(log_prob_N", "spread(segment_sum(log_prob_N", POLICY),
+    Mutation("sequence_token not detached", "objective/ratios.py",
+             "sequence(log_prob_N.detach(), old", "sequence(log_prob_N, old", POLICY),
+    Mutation("clip bounds exchanged", "objective/surrogates.py",
+             "clamp(1.0 - low, 1.0 + high)", "clamp(1.0 - high, 1.0 + low)", POLICY),
+    Mutation("clip optimistic", "objective/surrogates.py",
+             "value_N = torch.minimum(", "value_N = torch.maximum(", POLICY),
+    Mutation("dual clip on the wrong side", "objective/surrogates.py",
+             "torch.where(advantage_N < 0, torch.maximum",
+             "torch.where(advantage_N > 0, torch.maximum", POLICY),
+    Mutation("CISPO weight not detached", "objective/surrogates.py",
+             "exponential(log_ratio_N.detach())", "exponential(log_ratio_N)", POLICY),
+    Mutation("SAPO temperatures exchanged", "objective/surrogates.py",
+             "masked_fill(advantage_N > 0,", "masked_fill(advantage_N < 0,", POLICY),
+    Mutation("SAPO gate of slope 1/4", "objective/surrogates.py",
+             "return 4.0 / temperature_N * gate_N", "return gate_N", POLICY),
+    Mutation("GMPO clipped after the mean", "objective/surrogates.py",
+             "ratio_S = exponential(segment_mean(clipped_N, lengths_S))",
+             "ratio_S = exponential(segment_mean(log_ratio_N, lengths_S).clamp(-low, high))",
+             POLICY),
+    Mutation("GMPO bounds of the ratio", "objective/surrogates.py",
+             "log_ratio_N.clamp(-low, high)",
+             "log_ratio_N.exp().clamp(1 - low, 1 + high).log()", POLICY),
+    Mutation("log-ratios not clamped", "objective/ratios.py",
+             "log_ratio_N.clamp(-LIMIT, LIMIT).exp()", "log_ratio_N.exp()", POLICY),
+    # weights, divergences, value, entropy, correction
+    Mutation("sequence mean without 1/L", "objective/weights.py",
+             "(lengths_S.numel() * lengths_S.clamp(min=1).to(dtype))",
+             "(lengths_S.numel() * torch.ones_like(lengths_S).to(dtype))", POLICY),
+    Mutation("token mean per sequence", "objective/weights.py",
+             "total = lengths_S.sum()", "total = (lengths_S.numel() * lengths_S.max())", POLICY),
+    Mutation("constant without 1/S", "objective/weights.py",
+             "(max(lengths_S.numel(), 1) * constant)", "constant", POLICY),
+    Mutation("k3 of the wrong side", "objective/divergences.py",
+             "(-difference_N).expm1() + difference_N",
+             "difference_N.expm1() - difference_N", DIVERGENCE),
+    Mutation("k2 without the half", "objective/divergences.py",
+             "0.5 * _difference(", "_difference(", DIVERGENCE),
+    Mutation("old and new exchanged", "objective/divergences.py",
+             "k3(old_log_prob_N, log_prob_N)", "k3(log_prob_N, old_log_prob_N)", DIVERGENCE),
+    Mutation("PPO's rule turned round", "objective/divergences.py",
+             "if kl > 1.5 * target:\n        return beta * 2.0",
+             "if kl > 1.5 * target:\n        return beta / 2.0", DIVERGENCE),
+    Mutation("value loss: min for max", "objective/value.py",
+             "0.5 * torch.maximum(", "0.5 * torch.minimum(", VALUE),
+    Mutation("value loss without the half", "objective/value.py",
+             "0.5 * torch.maximum(", "torch.maximum(", VALUE),
+    Mutation("entropy's sign", "objective/entropy.py",
+             "return -(log_prob_NV", "return (log_prob_NV", VALUE),
+    Mutation("correction turned round", "objective/correction.py",
+             "ratio(old_N.detach(), engine_N.detach()",
+             "ratio(engine_N.detach(), old_N.detach()", VALUE),
+    Mutation("terminated bootstraps", "objective/background.py",
+             "torch.where(terminated_B, torch.zeros_like(value_B), value_B)", "value_B", VALUE),
+    Mutation("double DQN evaluates online", "objective/background.py",
+             "next_target_q_BA.gather(-1, action_B1)", "next_online_q_BA.gather(-1, action_B1)",
+             VALUE),
+    # joining a row to the maths
+    Mutation("sign of the loss", "learn/loss.py",
+             "policy = -(weight_N * surrogate_N).sum()",
+             "policy = (weight_N * surrogate_N).sum()", LEARN),
+    Mutation("mean of each micro-batch", "learn/loss.py",
+             "policy = -(weight_N * surrogate_N).sum()",
+             "policy = -surrogate_N.mean()", LEARN),
+    Mutation("sign of the divergence", "learn/loss.py",
+             "total + beta * (weight_N * divergence_N).sum()",
+             "total - beta * (weight_N * divergence_N).sum()", LEARN),
+    Mutation("divergence without weights", "learn/loss.py",
+             "beta * (weight_N * divergence_N).sum()", "beta * divergence_N.mean()", LEARN),
+    Mutation("value coefficient dropped", "learn/loss.py",
+             "algorithm.value.coefficient * batch", "2 * batch", LEARN),
+    Mutation("sign of the entropy bonus", "learn/loss.py",
+             "total - algorithm.entropy * batch.token_weight",
+             "total + algorithm.entropy * batch.token_weight", LEARN),
+    Mutation("correction on the divergence's side", "learn/loss.py",
+             "surrogate_N * algorithm.correction.", "surrogate_N + 0 * algorithm.correction.",
+             LEARN),
+    Mutation("sign of the KL in the reward", "learn/advantages.py",
+             "return -beta * estimate(", "return beta * estimate(", LEARN),
+    Mutation("returns after whitening", "learn/advantages.py",
+             "advantage.returns(signals, advantage_N)",
+             "advantage.returns(signals, advantage_N - advantage_N.mean())", LEARN),
+    Mutation("targets not moved with their sequence", "learn/batch.py",
+             'target_N=chosen.target_N + moved_N', 'target_N=chosen.target_N', LEARN),
+    Mutation("tool output among the tokens", "learn/batch.py",
+             "written = completion.written.nonzero()[0]",
+             "written = completion.written.cumsum() - 1",
+             ("tests/training/test_tools.py",)),
+)  # fmt: skip
+
+
+def mutate(mutation: Mutation, folder: Path) -> None:
+    """Copy the package into the folder, with the one passage replaced."""
+    shutil.copytree(PACKAGE, folder / "keel", ignore=shutil.ignore_patterns("__pycache__"))
+    path = folder / "keel" / mutation.file
+    text = path.read_text()
+    if text.count(mutation.old) != 1:
+        raise SystemExit(
+            f"{mutation.what}: {mutation.old!r} stands {text.count(mutation.old)} times in "
+            f"{mutation.file}, not once; bring the list up to date"
+        )
+    path.write_text(text.replace(mutation.old, mutation.new))
+
+
+def test(folder: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run the tests on the package in the folder, which shadows the installed one."""
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def attempt(mutation: Mutation) -> Result:
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="keel-mutant-") as name:
+        mutate(mutation, Path(name))
+        done = test(Path(name), mutation.tests)
+    if done.returncode not in (0, TESTS_FAILED):
+        raise SystemExit(f"{mutation.what}: the tests could not run\n{done.stdout}{done.stderr}")
+    failed = re.search(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
+    return Result(
+        what=mutation.what,
+        file=mutation.file,
+        killed=done.returncode == TESTS_FAILED,
+        failed=failed[1] if failed else "",
+        seconds=round(time.perf_counter() - started, 1),
+    )
+
+
+def untouched(tests: Sequence[str]) -> None:
+    """The tests pass on an unchanged copy, and it is the copy that they import."""
+    with tempfile.TemporaryDirectory(prefix="keel-mutant-") as name:
+        folder = Path(name)
+        shutil.copytree(PACKAGE, folder / "keel")
+        done = test(folder, tests)
+        if done.returncode != 0:
+            raise SystemExit(f"the tests fail before any mutation\n{done.stdout}{done.stderr}")
+        (folder / "keel" / "objective" / "segments.py").write_text("raise RuntimeError\n")
+        if test(folder, tests).returncode == 0:
+            raise SystemExit("the tests do not import the copy: mutants would all survive")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="mutations whose description holds this text")
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    parser.add_argument("--jobs", type=int, default=1, help="how many to try at a time")
+    arguments = parser.parse_args()
+    chosen = [m for m in MUTATIONS if arguments.only in f"{m.file} {m.what}"]
+    untouched(sorted({path for m in chosen for path in m.tests}))
+    results = []
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for result in pool.map(attempt, chosen):
+            results.append(result)
+            mark = "killed  " if result.killed else "SURVIVED"
+            print(f"{mark}  {result.what:<38} {result.failed}", flush=True)
+    killed = sum(r.killed for r in results)
+    print(f"{killed} of {len(results)} mutants killed")
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
+    return 0 if killed == len(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""A learned reward over-optimised, and held back by KL in the reward: the picture and its figures.
+
+    python studies/over_optimisation.py --seeds 0 1 2 --picture docs/images/over-optimisation.png
+
+Each β is a whole `keel train over-optimisation` in a process of its own. The picture has the first
+seed's runs; the table has all of them, the gold reward as its mean over ten steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from keel.analysis.overoptimisation import Optimisation, optimisation_of
+from keel.analysis.reward_plots import over_optimisation_picture
+from keel.runs.reader import load
+
+ROOT = Path(__file__).resolve().parent.parent
+WINDOW = 10
+"""Steps that a figure of the table is the mean of."""
+
+
+def run(beta: float, seed: int, target: Path, extra: list[str]) -> Optimisation:
+    """One run with this much of the divergence taken off the reward."""
+    words = [f"algorithm.divergence.beta={beta}", f"seed={seed}", *extra]
+    where = ["--run", str(target), "--quiet"]
+    subprocess.run(
+        [sys.executable, "-m", "keel", "train", "over-optimisation", *words, *where],
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )
+    found = optimisation_of(
+        load(target).metrics("rl"), {"outcome": 1.0}, "hidden_rule", f"β = {beta:g}"
+    )
+    assert found is not None
+    return found
+
+
+def row(curve: Optimisation, seed: int) -> str:
+    """Gold at its best and at the end, the proxy at the end, and the KL there."""
+    means = np.convolve(curve.gold_P, np.full(WINDOW, 1 / WINDOW), "valid")
+    end = slice(-WINDOW, None)
+    return (
+        f"| {curve.label} | {seed} | {100 * curve.gold_P[0]:.1f} | {100 * means.max():.1f} | "
+        f"{100 * means[-1]:.1f} | {curve.proxy_P[end].mean():.2f} | "
+        f"{curve.divergence_P[end].mean():.1f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--betas", type=float, nargs="+", default=[0.0, 0.1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_intermixed_args()
+    print("| β in the reward | seed | gold, first step | best | last | proxy, last | KL, last |")
+    print("|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as scratch:
+        for seed in arguments.seeds:
+            curves = []
+            for beta in arguments.betas:
+                target = Path(scratch) / f"{beta}-{seed}"
+                curves.append(run(beta, seed, target, arguments.overrides))
+                print(row(curves[-1], seed), flush=True)
+            if arguments.picture is not None and seed == arguments.seeds[0]:
+                title = "A learned reward over-optimised"
+                subtitle = f"PPO on sort_digits, seed {seed}; β is that of the KL in the reward"
+                over_optimisation_picture(curves, arguments.picture, title, subtitle)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,438 @@
+"""Rollouts one step ahead of the weights: what they are drawn with, and what a kill leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from keel.engines import native
+from keel.engines.native import NativeEngine
+from keel.engines.registry import ENGINES
+from keel.runs import cancel as giving_up
+from keel.runs.layout import RunFolder
+from keel.runs.reader import load
+from keel.runs.signals import Interrupted
+from keel.training import rl
+from keel.training.prefetch import (
+    PENDING,
+    Pending,
+    RolloutPrefetcher,
+    _Thread,
+    as_kept,
+    read_pending,
+    save_pending,
+)
+from keel.training.rollout import Rollouts
+from keel.training.run import train
+from keel.types import Completion, Group, KeelError, Message, Prompt, Sampling, Verdict
+from tests.rewards.judge_server import JudgeServer
+from tests.soak.cases import AHEAD, CASES, DENSE, FAST_RATE
+from tests.soak.killing import differences
+from tests.training.small import small
+from tests.training.test_resume import _Stop, damage
+
+WAIT = 60.0
+KEYS = (*AHEAD, DENSE, FAST_RATE, "evaluation.prompts=4")
+CHECKED = [name for name in CASES if name.startswith("ahead")]
+
+
+def threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name in ("keel-ahead", "keel-overlap")]
+
+
+# ---------------------------------------------------------------- which weights
+
+
+def size(model: torch.nn.Module) -> float:
+    return sum(float(p.detach().double().abs().sum()) for p in model.parameters())
+
+
+class Weighed(NativeEngine):
+    """Tells of each call which weights it drew with, and in which thread."""
+
+    calls: list[tuple[float, str, int]]
+
+    def stream(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int, on_group: Any = None
+    ) -> list[Group]:
+        total = size(self.model)
+        thread = threading.current_thread().name
+        self.calls.append((total, thread, torch.get_num_threads()))
+        return super().stream(prompts, n, sampling, seed, on_group)
+
+
+def test_a_step_learns_from_rollouts_of_the_weights_before_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights that each of five steps was drawn with, against those that the run went through:
+    its first, and what each step left."""
+    Weighed.calls = []
+    monkeypatch.setitem(ENGINES, "native", Weighed)
+    left: list[float] = []
+    real = rl.sync
+
+    def sync(loop: rl.Loop) -> None:
+        model = loop.learner.policy.model
+        assert all(
+            a.data_ptr() != b.data_ptr()
+            for a, b in zip(model.parameters(), loop.sampler.engine.model.parameters(), strict=True)
+        )
+        left.append(size(model))
+        real(loop)
+
+    monkeypatch.setattr(rl, "sync", sync)
+    train(small(*KEYS, "evaluation.prompts=0", "steps=5", "threads=2"), tmp_path / "run")
+    first, *others = Weighed.calls
+    assert len(others) == 4  # the last step draws nothing ahead
+    assert len({first[0], *left}) == 6
+    assert [total for total, _, _ in others] == [first[0], *left[:3]]
+    assert first[1] == "MainThread"
+    assert {thread for _, thread, _ in others} == {"keel-ahead"}
+    assert {count for _, _, count in Weighed.calls} == {2}
+    assert threads() == []
+
+
+def test_it_is_off_policy_by_a_step_and_on_policy_without(tmp_path: Path) -> None:
+    keys = ("algorithm.correction.kind=truncate", DENSE, FAST_RATE, "minibatches=2", "steps=3")
+    name = "sampling/sampling_logp_difference/mean"
+    gaps = {
+        ahead: [
+            row[name]
+            for row in load(
+                train(small(*keys, f"rollout.ahead={ahead}"), tmp_path / str(ahead)).path
+            ).metrics()
+        ]
+        for ahead in (0, 1)
+    }
+    assert max(gaps[0]) < 1e-4  # the engine's float32 and the trainer's
+    assert gaps[1][0] == gaps[0][0]
+    assert min(gaps[1][1:]) > 10 * max(gaps[0])
+
+
+def test_drawing_goes_on_while_a_step_is_learned_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update of each step but the last waits until the next one's drawing has begun, and the
+    drawing until the update has."""
+    drawing, learning = threading.Semaphore(0), threading.Semaphore(0)
+    real, stream = rl.update_models, NativeEngine.stream
+
+    def update(*given: Any) -> Any:
+        loop, number = given[0], given[-1]
+        if number < loop.stage.steps:
+            learning.release()
+            assert drawing.acquire(timeout=WAIT)
+        return real(*given)
+
+    def streamed(self: Any, *given: Any, **keys: Any) -> Any:
+        if threading.current_thread().name == "keel-ahead":
+            drawing.release()
+            assert learning.acquire(timeout=WAIT)
+        return stream(self, *given, **keys)
+
+    monkeypatch.setattr(rl, "update_models", update)
+    monkeypatch.setattr(NativeEngine, "stream", streamed)
+    assert len(load(train(small(*KEYS, "steps=3"), tmp_path / "run").path).metrics()) == 3
+
+
+# ---------------------------------------------------------------- killed and resumed
+
+
+@pytest.mark.parametrize("case", CHECKED)
+def test_resumed_it_ends_the_same(case: str, tmp_path: Path) -> None:
+    """From the checkpoint behind the second step, and rollouts of the third in it."""
+    recipe = CASES[case].make(tmp_path)
+    (stage,) = recipe.stages
+    every = stage.checkpoints.model_copy(update={"every": 1, "keep": 99})
+    recipe = recipe.model_copy(
+        update={"stages": (stage.model_copy(update={"checkpoints": every}),)}
+    )
+    whole = train(recipe, tmp_path / "whole")
+    assert CASES[case].shows(load(whole.path))
+    shutil.copytree(whole.path, tmp_path / "again")
+    again = RunFolder.open(tmp_path / "again")
+    for step in range(1, stage.steps + 1):
+        assert (again.checkpoint(0, step) / PENDING).exists() == (step < stage.steps)
+    for later in range(3, stage.steps + 1):
+        damage(again, 0, later)
+    train(None, again.path, resume=True)
+    assert differences(whole.path, again.path) == []
+
+
+def test_asked_to_stop_it_ends_the_same(tmp_path: Path) -> None:
+    recipe = small(*KEYS, "checkpoints.every=2", "checkpoints.keep=1", "steps=3")
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    train(recipe, whole)
+    for at, stop in enumerate((_Stop(evaluation=0), _Stop(1))):
+        with pytest.raises(Interrupted):
+            train(recipe if at == 0 else None, again, resume=at > 0, callbacks=[stop])
+    train(None, again, resume=True)
+    assert differences(whole, again) == []
+
+
+def test_a_judge_is_asked_of_nothing_twice(tmp_path: Path) -> None:
+    """Not even without a memory of its own on the disk."""
+    with JudgeServer() as server:
+        judge = f"{{function='judge', options={{model='m', url='{server.url}'}}}}"
+        keys = (*AHEAD, FAST_RATE, f"rewards.functions=[{judge}]", "evaluation.prompts=0")
+        recipe = small(*keys, "checkpoints.every=1", "steps=3")
+        with pytest.raises(Interrupted):
+            train(recipe, tmp_path / "run", callbacks=[_Stop(1)])
+        for path in (tmp_path / "run").glob("rewards/*"):
+            path.unlink()
+        asked = len(server.log)
+        train(None, tmp_path / "run", resume=True)
+        bodies = [json.dumps(one.body, sort_keys=True) for one in server.log]
+    assert asked > 16  # the second step's too
+    assert bodies[asked:]
+    assert not set(bodies[:asked]) & set(bodies[asked:])
+
+
+def test_a_recipe_that_no_longer_draws_ahead_learns_from_what_was_drawn(tmp_path: Path) -> None:
+    folder = train(small(*KEYS, "checkpoints.every=1", "steps=4"), tmp_path / "run")
+    rows = load(folder.path).rollouts(3)
+    for step in (3, 4):
+        damage(folder, 0, step)
+    text = folder.recipe.read_text()
+    assert "ahead = 1" in text
+    folder.recipe.write_text(text.replace("ahead = 1", "ahead = 0"))
+    train(None, folder.path, resume=True)
+    again = load(folder.path).rollouts(3)
+    assert [row["completion"] for row in again] == [row["completion"] for row in rows]
+    assert not (folder.checkpoint(0, 3) / PENDING).exists()
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    folder = train(small(*KEYS, "checkpoints.every=1", "steps=2"), tmp_path / "run")
+    pending = read_pending(folder.checkpoint(0, 1))
+    assert isinstance(pending, Pending)
+    assert pending.step == 2
+    rows = load(folder.path).rollouts(2)
+    completions = [c for group in pending.rollouts.groups for c in group.completions]
+    for row, completion in zip(rows, completions, strict=True):
+        assert row["tokens"] == completion.tokens.tolist()
+        assert completion.tokens.dtype == np.int64
+        assert completion.log_probs.dtype == np.float32
+        assert completion.written.dtype == np.bool_
+        assert (row["completion"], row["finish"]) == (completion.text, completion.finish)
+    assert read_pending(folder.checkpoint(0, 2)) is None
+    assert read_pending(None) is None
+
+
+def written(folder: Path, keys: dict[str, Any]) -> Pending:
+    """Rollouts of which a user chose the keys, as a checkpoint will have them."""
+    prompt = Prompt("p", ({"role": "user", **keys},), task="t", tokens=(1,))
+    rollouts = Rollouts((Group(prompt, ()),), ((),), extras={"seen": [keys]})
+    return Pending(1, as_kept(rollouts))
+
+
+def test_keys_that_a_user_chose_are_kept(tmp_path: Path) -> None:
+    keys = {"$type": "tuple", "items": [1]}
+    save_pending(tmp_path, written(tmp_path, keys))
+    again = read_pending(tmp_path)
+    assert again is not None
+    assert again.rollouts.extras == {"seen": [keys]}
+    assert again.rollouts.groups[0].prompt.content == [{"role": "user", **keys}]
+
+
+def test_the_turns_of_a_conversation_are_kept(tmp_path: Path) -> None:
+    words = (("assistant", "go"), ("environment", "no, 12"), ("assistant", ""))
+    turns = tuple(Message(role=role, content=text) for role, text in words)
+    said = Completion(
+        tokens=np.array([5, 6]),
+        log_probs=np.zeros(2, dtype=np.float32),
+        written=np.array([True, False]),
+        finish="eos",
+        text="go",
+        turns=turns,
+    )
+    group = Group(Prompt("p", "x", {}, "t", (5,)), (said,))
+    save_pending(tmp_path, Pending(1, Rollouts((group,), ((Verdict(0.0),),))))
+    again = read_pending(tmp_path)
+    assert again is not None
+    kept = again.rollouts.groups[0].completions[0]
+    assert kept.turns == turns
+    assert kept.transcript == "gono, 12"
+
+
+def test_rollouts_of_another_version_are_refused(tmp_path: Path) -> None:
+    save_pending(tmp_path, written(tmp_path, {}))
+    path = tmp_path / PENDING
+    path.write_text(path.read_text().replace('"columns"', '"surplus"'))
+    with pytest.raises(KeelError, match=r"another version of Keel .*surplus.*resume with that"):
+        read_pending(tmp_path)
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def falls_later(completions: list[str], trainer_state: Any) -> list[float]:
+    if trainer_state.global_step == 3:
+        raise RuntimeError("the grader fell over")
+    return [1.0 / (1 + len(text)) for text in completions]
+
+
+def test_a_failure_ahead_stops_the_run_before_the_step_is_saved(tmp_path: Path) -> None:
+    keys = (*AHEAD, "rewards.functions=[{function='tests.training.test_prefetch:falls_later'}]")
+    recipe = small(*keys, "checkpoints.every=1", "evaluation.prompts=0")
+    with pytest.raises(KeelError, match=r"'falls_later' at step 3 .*the grader fell over"):
+        train(recipe, tmp_path / "run")
+    assert threads() == []
+    run = load(tmp_path / "run")
+    assert [row["step"] for row in run.metrics()] == [1]
+    assert run.checkpoints()[-1].place.step == 1
+
+
+@pytest.mark.parametrize("overlap", ["false", "true"])
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_failure_of_the_update_ends_the_drawing(
+    awaited: bool, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take ten minutes."""
+    began, over = threading.Event(), threading.Event()
+
+    async def awaits(completions: list[str], trainer_state: Any) -> list[float]:
+        if trainer_state.global_step > 1:
+            began.set()
+            await asyncio.sleep(600)
+        return [1.0 / (1 + len(text)) for text in completions]
+
+    def waits(completions: list[str], trainer_state: Any) -> list[float]:
+        if trainer_state.global_step > 1:
+            began.set()
+            over.wait(600)
+        return [1.0 / (1 + len(text)) for text in completions]
+
+    def update(*given: Any) -> Any:
+        assert began.wait(WAIT)
+        raise KeelError("the update fell over")
+
+    left: list[bool] = []
+    real = _Thread.give_up
+
+    def give_up(thread: _Thread) -> None:
+        real(thread)
+        left.append(thread.is_alive())
+
+    monkeypatch.setattr(_Thread, "give_up", give_up)
+    monkeypatch.setattr(rl, "update_models", update)
+    monkeypatch.setattr("tests.training.test_prefetch.falls_later", awaits if awaited else waits)
+    keys = (*AHEAD, "rewards.functions=[{function='tests.training.test_prefetch:falls_later'}]")
+    keys += (f"rollout.overlap_rewards={overlap}", "rewards.timeout=500", "evaluation.prompts=0")
+    with pytest.raises(KeelError, match="the update fell over"):
+        train(small(*keys), tmp_path / "run")
+    assert left == [False]
+    assert threads() == []
+    over.set()
+
+
+def test_a_failure_of_the_update_ends_an_answer_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that gets no token at all, a minute long."""
+    began = threading.Event()
+    steps: list[int] = []
+    real = native._Run.step
+
+    def step(run: Any) -> Any:
+        if threading.current_thread().name != "keel-ahead":
+            return real(run)
+        began.set()
+        steps.append(len(steps))
+        if len(steps) > 100 * WAIT:
+            raise AssertionError
+        time.sleep(0.01)
+        return np.empty(0, dtype=np.int64)
+
+    def update(*given: Any) -> Any:
+        assert began.wait(WAIT)
+        raise KeelError("the update fell over")
+
+    monkeypatch.setattr(rl, "update_models", update)
+    monkeypatch.setattr(native._Run, "step", step)
+    with pytest.raises(KeelError, match="the update fell over"):
+        train(small(*KEYS, "steps=3"), tmp_path / "run")
+    assert threads() == []
+    assert len(steps) <= 100 * WAIT
+
+
+def test_a_drawing_is_ended_at_its_next_look() -> None:
+    began = threading.Event()
+
+    def draw(step: int) -> Rollouts:
+        began.set()
+        while True:
+            time.sleep(0.01)
+            giving_up.look()
+
+    def learn() -> None:
+        with RolloutPrefetcher(draw, ahead=True).prefetch(2, 9):
+            assert began.wait(WAIT)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        learn()
+    assert threads() == []
+
+
+def test_a_drawing_that_never_looks_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, over = threading.Event(), threading.Event()
+
+    def draw(step: int) -> Rollouts:
+        began.set()
+        over.wait(WAIT)
+        raise AssertionError
+
+    def learn() -> None:
+        with RolloutPrefetcher(draw, ahead=True).prefetch(2, 9):
+            assert began.wait(WAIT)
+            raise KeelError("the update fell over")
+
+    monkeypatch.setattr("keel.training.prefetch.PATIENCE", 0.1)
+    with pytest.raises(KeelError, match="the update fell over"):
+        learn()
+    assert threads() == ["keel-ahead"]
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name == "keel-ahead":
+            thread.join(WAIT)
+    assert threads() == []
+
+
+def test_the_last_step_has_none_beside_it() -> None:
+    def draw(step: int) -> Rollouts:
+        raise AssertionError
+
+    drawing = RolloutPrefetcher(draw, ahead=True)
+    with drawing.prefetch(10, 9):
+        assert threads() == []
+    with RolloutPrefetcher(draw, ahead=False).prefetch(2, 9):
+        assert threads() == []
+    assert drawing.pending is None
+
+
+MIXES: Mapping[str, Sequence[str]] = {
+    "no correction": ["rollout.ahead=1"],
+    "the engine's log-probs": [*AHEAD, "rollout.old_log_probs=engine"],
+    "both": ["rollout.ahead=1", "rollout.old_log_probs=engine"],
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_what_would_be_off_policy_unseen_is_refused(mix: str) -> None:
+    with pytest.raises(KeelError) as caught:
+        small(*MIXES[mix])
+    said = str(caught.value)
+    assert "\n" not in said
+    for part in ("rollout.ahead = 1", "algorithm.correction", 'old_log_probs = "trainer"'):
+        assert part in said
