@@ -5,18 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from keel.config.load import load_recipe
+from keel.types import KeelError
 
 if TYPE_CHECKING:
+    from keel.config.schema import Recipe
     from keel.preflight.check import Report
+    from keel.preflight.device_estimate import DeviceEstimate
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; 1 where anything was found, else 0."""
     # A recipe that cannot be read is told at once, before torch is imported.
-    load_recipe(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.device is not None:
+        return _estimate(recipe, arguments)
     from keel.preflight.memory.process import TrialProcess
 
     # It imports torch while this process does.
@@ -29,6 +35,39 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(lines(report)))
     return 1 if report.findings else 0
+
+
+def _estimate(recipe: Recipe, arguments: argparse.Namespace) -> int:
+    """Print the estimate for a device that is not here; 1 where it says that a stage does not fit.
+
+    Raises KeelError where --price is given, which is of this machine.
+    """
+    if arguments.price is not None:
+        raise KeelError("--price needs a measurement on this machine: drop it, or drop --device")
+    from keel.preflight.device_estimate import estimate
+
+    found = estimate(recipe, arguments.device)
+    if arguments.json:
+        print(json.dumps(asdict(found)))
+    else:
+        print("\n".join(device_lines(found)))
+    return 0 if found.fits else 1
+
+
+def device_lines(found: DeviceEstimate) -> Iterator[str]:
+    """The estimate as a table."""
+    yield (
+        f"estimate for {found.device} ({_size(found.memory)}), computed from the config of a model "
+        f"of {found.parameters / 1e9:.2f} B weights; nothing was loaded or measured"
+    )
+    for stage in found.stages:
+        verdict = "fits" if stage.peak <= found.memory else "does not fit"
+        yield ""
+        yield f"{stage.name}: about {_size(stage.peak)} of {_size(found.memory)}: {verdict}"
+        width = max(len(part.name) for part in stage.parts)
+        for part in sorted(stage.parts, key=lambda part: -part.bytes):
+            when = "" if part.when == "always" else f"  while {part.when}"
+            yield f"  {part.name:<{width}}  {_size(part.bytes):>9}{when}"
 
 
 def lines(report: Report) -> Iterator[str]:

@@ -45,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     _control(verbs)
     _prefs(verbs)
     _runs(verbs)
+    _rollouts(verbs)
     _lists(verbs)
     return parser
 
@@ -88,6 +89,11 @@ def _check(verbs: Verbs) -> None:
     _recipe(verb)
     verb.add_argument(
         "--price", type=_price, metavar="PER_HOUR", help="of the machine; predicts the cost"
+    )
+    verb.add_argument(
+        "--device",
+        metavar="NAME",
+        help="only estimate the memory on a GPU that is not here, as in h100-80gb",
     )
     _json(verb)
 
@@ -217,9 +223,19 @@ def _runs(verbs: Verbs) -> None:
     _json(diff)
 
 
+def _rollouts(verbs: Verbs) -> None:
+    verb = _verb(verbs, "rollouts", "Print what a run sampled: prompts, completions, rewards.")
+    verb.add_argument("run", metavar="RUN", help="a run folder")
+    verb.add_argument("--step", type=_positive, required=True, help="which step")
+    verb.add_argument("--stage", metavar="NAME", help="where several stages sample")
+    verb.add_argument("-n", type=_positive, metavar="N", help="how many (default 5; as JSON all)")
+    _json(verb)
+
+
 def _lists(verbs: Verbs) -> None:
     _json(_verb(verbs, "recipes", "List the shipped recipes."))
     _json(_verb(verbs, "rewards", "List the built-in rewards."))
+    _json(_verb(verbs, "models", "List the model families that work."))
     tasks = _verb(verbs, "tasks", "List the tasks there are.")
     tasks.add_argument("--show", metavar="TASK", help="print a few prompts of a task")
     _json(tasks)

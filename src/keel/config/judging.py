@@ -221,6 +221,10 @@ class DPOStage(JudgingStage):
     optimizer: Optimizer = Optimizer(learning_rate=1e-6)
 
     @property
+    def keeps_reference(self) -> bool:
+        return True
+
+    @property
     def records(self) -> Literal["pairs"]:
         return "pairs"
 

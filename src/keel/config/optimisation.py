@@ -44,3 +44,9 @@ class Trackers(Row):
     tensorboard: bool = False
     wandb: bool = False
     project: Annotated[str, _NO_WANDB] = "keel"
+    run_name: Annotated[str | None, _NO_WANDB] = None
+    """Of the W&B run; None: the name of the run folder."""
+    group: Annotated[str | None, _NO_WANDB] = None
+    """The W&B group, which puts runs together, as of several seeds."""
+    completions: Annotated[Index, _NO_WANDB] = 0
+    """How many completions of each step whose rollouts are written go into a W&B table; 0: none."""

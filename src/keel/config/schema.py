@@ -224,8 +224,11 @@ class RLStage(StageConfig):
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether a frozen reference policy is in memory."""
         return self.algorithm.needs_reference or self.reference.measured
+
+    @property
+    def keeps_critic(self) -> bool:
+        return self.algorithm.value is not None and self.value.kind == "critic"
 
     @property
     def single_update(self) -> bool:

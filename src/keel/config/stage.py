@@ -68,6 +68,16 @@ class StageConfig(Row):
         return 1
 
     @property
+    def keeps_reference(self) -> bool:
+        """Whether a frozen reference policy is in memory."""
+        return False
+
+    @property
+    def keeps_critic(self) -> bool:
+        """Whether a value model with a backbone of its own is in memory."""
+        return False
+
+    @property
     def evaluation_interval(self) -> int | None:
         """Steps between evaluations, 0 for none but before and after; None: there is none."""
         return None

@@ -30,7 +30,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from keel.config.model import Model
-from keel.models.build import build_model, build_tokenizer
+from keel.models.build import build_config, build_model, build_tokenizer
 from keel.models.families import check_family
 from keel.models.tokenizer_round_trip import Served, quiet, served
 from keel.runs.layout import RECIPE
@@ -160,6 +160,20 @@ def _is_dropout(key: str, value: object) -> bool:
     return isinstance(value, float) and value != 0 and any(word in key for word in DROPOUT_KEYS)
 
 
+def read_config(spec: Model) -> PreTrainedConfig:
+    """The config of the recipe's model, without its weights.
+
+    Raises KeelError for one that does not load, or a family that is not supported.
+    """
+    if spec.build is not None:
+        return build_config(spec.build)
+    hint = "save the model with save_pretrained, or choose another"
+    with _loading(spec, "has no config that loads", hint):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(_source(spec), **_options(spec))
+    check_family(config, trusted=spec.trust_remote_code)
+    return config
+
+
 def load_pretrained(
     spec: Model, auto: Any = AutoModelForCausalLM, what: str = "a causal language model"
 ) -> PreTrainedModel:
@@ -168,10 +182,7 @@ def load_pretrained(
     `what` describes such a model in an error.
     """
     name = _source(spec)
-    hint = "save the model with save_pretrained, or choose another"
-    with _loading(spec, "has no config that loads", hint):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name, **_options(spec))
-    check_family(config, trusted=spec.trust_remote_code)
+    config = read_config(spec)
     _silence_config(config)
     if auto is AutoModelForCausalLM:
         _check_generation(spec, config)

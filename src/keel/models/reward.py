@@ -191,9 +191,14 @@ def load_reward_model(spec: Model, kind: Kind) -> RewardModel:
     return RewardModel(model.eval(), load_tokenizer(spec), kind, autocast=spec.autocast)
 
 
+def has_classifier(config: type[PreTrainedConfig], kind: Kind) -> bool:
+    """Whether transformers has a classification class for a family."""
+    return config in STOCK[kind]._model_mapping
+
+
 def check_classifier(config: PreTrainedConfig, kind: Kind) -> None:
     """Raise KeelError for a family that has no classification class in transformers."""
-    if type(config) not in STOCK[kind]._model_mapping:
+    if not has_classifier(type(config), kind):
         name = "sequence" if kind == "outcome" else "token"
         raise KeelError(
             f"model family {config.model_type!r} has no {name} classification class in "

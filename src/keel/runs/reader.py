@@ -90,8 +90,11 @@ class Run:
         """
         path = self.folder.rollouts(self._stage_of_rollouts(stage), step)
         if not path.is_file():
+            steps = [place.step for place in self.rollout_places()]
+            there = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
             raise KeelError(
-                f"no rollouts of step {step} in {self.folder.path}: {path} is not there"
+                f"no rollouts of step {step} in {self.folder.path}: {path} is not there (it has "
+                f"those of {there})"
             )
         rows: list[Record] = read_table(path).to_pylist()
         for row in rows:

@@ -80,7 +80,7 @@ def table(stage: str, step: int, rows: Sequence[RolloutRow]) -> pa.Table:
         "prompt_id": column(text, [clean_text(row.prompt_id) for row in rows]),
         "task": column(text, [clean_text(row.task) for row in rows]),
         "prompt_format": column(text, [_format(row.prompt) for row in rows]),
-        "prompt": column(text, [_prompt(row.prompt) for row in rows]),
+        "prompt": column(text, [prompt_text(row.prompt) for row in rows]),
         "completion": column(text, [clean_text(row.completion) for row in rows]),
         "tokens": column(pa.list_(pa.int32()), [_array(row.tokens, np.int32) for row in rows]),
         "log_probs": column(float_list, [_array(row.log_probs, np.float32) for row in rows]),
@@ -145,7 +145,8 @@ def _format(content: Content) -> str:
     return "text" if isinstance(content, str) else "messages"
 
 
-def _prompt(content: Content) -> str:
+def prompt_text(content: Content) -> str:
+    """A prompt as one text; a conversation as JSON."""
     if isinstance(content, str):
         return clean_text(content)
     return json.dumps(plain([dict(message) for message in content]), ensure_ascii=False)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from keel.config.optimisation import Trackers
 from keel.runs import files
+from keel.runs.encoding import clean_text
 from keel.runs.layout import RunFolder
+from keel.runs.rollouts import RolloutRow, prompt_text
 from keel.types import KeelError
 
 _LOGIN = "run wandb login, set WANDB_MODE=offline, or set trackers.wandb = false"
@@ -18,8 +20,15 @@ _LOGIN = "run wandb login, set WANDB_MODE=offline, or set trackers.wandb = false
 class Tracker(Protocol):
     """Shows metrics somewhere else while the run goes on."""
 
-    def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
-        """The metrics of a step, counted within its stage. What is no finite number is left out."""
+    def log(
+        self,
+        stage: str,
+        step: int,
+        metrics: Mapping[str, Any],
+        rollouts: Sequence[RolloutRow] = (),
+    ) -> None:
+        """The metrics of a step, counted within its stage, without what is no finite number; and
+        its rollouts."""
         ...
 
     def close(self) -> None:
@@ -40,7 +49,13 @@ class TensorBoard:
         self._folder = folder.trackers / "tensorboard"
         self._writers: dict[str, Any] = {}
 
-    def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
+    def log(
+        self,
+        stage: str,
+        step: int,
+        metrics: Mapping[str, Any],
+        rollouts: Sequence[RolloutRow] = (),
+    ) -> None:
         with files.told(self._folder):
             if stage not in self._writers:
                 # What a killed run logged past its checkpoint is hidden once the run goes on.
@@ -62,7 +77,7 @@ class WeightsAndBiases:
     """
 
     def __init__(
-        self, folder: RunFolder, *, project: str, name: str, recipe: Mapping[str, Any]
+        self, folder: RunFolder, wanted: Trackers, *, name: str, recipe: Mapping[str, Any]
     ) -> None:
         try:
             import wandb
@@ -75,8 +90,9 @@ class WeightsAndBiases:
             identity = known.read_text("utf-8").strip() if known.exists() else ""
         try:
             self._run = wandb.init(
-                project=project,
-                name=name,
+                project=wanted.project,
+                name=wanted.run_name or name,
+                group=wanted.group,
                 id=identity or None,
                 resume="allow" if identity else None,
                 dir=str(place),
@@ -84,12 +100,27 @@ class WeightsAndBiases:
             )
         except wandb.errors.Error as error:
             raise KeelError(f"trackers.wandb: {' '.join(str(error).split())}: {_LOGIN}") from error
+        self._table, self._completions = wandb.Table, wanted.completions
         files.write_text(known, f"{self._run.id}\n")
         for stage in folder.stages:
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
 
-    def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
-        named = {f"{stage}/{name}": value for name, value in _numbers(metrics).items()}
+    def log(
+        self,
+        stage: str,
+        step: int,
+        metrics: Mapping[str, Any],
+        rollouts: Sequence[RolloutRow] = (),
+    ) -> None:
+        named: dict[str, Any] = {f"{stage}/{k}": v for k, v in _numbers(metrics).items()}
+        shown = rollouts[: self._completions]
+        if shown:
+            rows = [
+                [step, prompt_text(row.prompt), clean_text(row.completion), row.reward]
+                for row in shown
+            ]
+            columns = ["step", "prompt", "completion", "reward"]
+            named[f"{stage}/completions"] = self._table(columns=columns, data=rows)
         self._run.log({f"{stage}/step": step, **named})
 
     def close(self) -> None:
@@ -108,7 +139,7 @@ def open_trackers(
     if wanted.tensorboard:
         trackers.append(TensorBoard(folder))
     if wanted.wandb:
-        trackers.append(WeightsAndBiases(folder, project=wanted.project, name=name, recipe=recipe))
+        trackers.append(WeightsAndBiases(folder, wanted, name=name, recipe=recipe))
     return trackers
 
 

@@ -171,7 +171,7 @@ class Session:
             self.recorder.metrics(stage, step, metrics)
             self.recorder.rollouts(stage, step, rows)
             for tracker in self.trackers:
-                tracker.log(name, step, metrics)
+                tracker.log(name, step, metrics, rows)
         self.reached.step = Place(stage, step)
         self.recorder.timings(stage, step, {"total": seconds, **self.clock.take()})
         self.callbacks.step(step, metrics, seconds)
