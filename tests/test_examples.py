@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from keel.config.entry import load_entry
 from tests.shared import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+SCRIPTS = sorted((ROOT / "examples").glob("[0-9]*.py"))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -22,6 +24,17 @@ def test_an_example_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert main(["train", str(path.relative_to(ROOT)), *words]) == 0
     assert json.loads((run / "run.json").read_text())["finished"] is True
     assert main(["explain", str(path.relative_to(ROOT))]) == 0
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_runs_and_learns(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    space = runpy.run_path(str(path))
+    rewards = [record["reward"] for record in space["run"].metrics()]
+    assert rewards[-1] > rewards[0] + 0.3
+    assert f"{rewards[-1]:.2f} at step {len(rewards)}" in capsys.readouterr().out
 
 
 def test_the_examples_task_keeps_its_sides_apart() -> None:

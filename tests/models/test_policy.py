@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from keel.models.attention import PackedLayout
+from keel.models.families import FAMILIES
 from keel.models.loading import quiet
 from keel.models.packed import pack
 from keel.models.policy import Policy, load_policy
@@ -209,8 +210,9 @@ def test_values_are_of_the_state_before_each_token() -> None:
     assert values.std() > 0.1
 
 
-def test_the_gradient_of_a_value_head_reaches_the_backbone() -> None:
-    ours = policy("llama")
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_gradient_of_a_value_head_reaches_the_backbone(family: str) -> None:
+    ours = policy(family)
     head = value_head_for(ours)
     _, packed = batch(len(ours.tokenizer))
     with torch.no_grad():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from keel.config.optimisation import Trackers
 from keel.runs.layout import RunFolder
 from keel.runs.trackers import TensorBoard, Tracker, open_trackers
 from keel.types import KeelError
-from tests.runs.example import two_stages
+from tests.runs.example import row, two_stages
 
 
 def start(wanted: Trackers, folder: RunFolder) -> list[Tracker]:
@@ -85,6 +86,32 @@ def test_wandb_logs_offline_and_resumes_its_run(tmp_path: Path, monkeypatch: Any
         identities.append(run.id)
     assert identities[0] == identities[1]
     assert list(folder.trackers.glob("wandb/wandb/offline-run-*"))
+
+
+def test_wandb_gets_run_name_group_and_a_table_of_completions(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for place in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"WANDB_{place}_DIR", str(tmp_path / place))
+    folder = two_stages(tmp_path)
+    wanted = Trackers(wandb=True, run_name="seed-3", group="grpo", completions=2)
+    (tracker,) = start(wanted, folder)
+    rows = [row(completion=text, reward=1.0) for text in ("a", "b", "c")]
+    tracker.log("rl", 1, {"reward": 0.5}, rows)
+    run = tracker._run  # type: ignore[attr-defined]
+    assert (run.name, run.group) == ("seed-3", "grpo")
+    tracker.close()
+    (file,) = (Path(run.dir) / "media" / "table").rglob("*.table.json")
+    shown = json.loads(file.read_text())
+    assert shown["columns"] == ["step", "prompt", "completion", "reward"]
+    assert [entry[2:] for entry in shown["data"]] == [["a", 1.0], ["b", 1.0]]
+    tracker = start(Trackers(wandb=True), folder)[0]
+    tracker.log("rl", 2, {"reward": 0.5}, rows)
+    assert "rl/completions" not in tracker._run.summary.keys()  # type: ignore[attr-defined]  # noqa: SIM118
+    tracker.close()
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])

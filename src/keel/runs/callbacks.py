@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from keel.runs import stdio
@@ -82,7 +83,9 @@ class Callbacks:
         self._call("on_stage", self.state)
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        self.state = replace(self.state, step=step, metrics=dict(metrics), seconds=seconds)
+        self.state = replace(
+            self.state, step=step, metrics=MappingProxyType(dict(metrics)), seconds=seconds
+        )
         self._call("on_step", self.state)
 
     def evaluation(self, step: int, result: Mapping[str, Any]) -> None:

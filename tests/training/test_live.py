@@ -1,0 +1,310 @@
+"""`keel.train` and `keel.check` with live objects: one run, resumed exactly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import keel
+from keel.algorithms.presets import PRESETS
+from keel.config.load import load_recipe
+from keel.config.model import BuildModel
+from keel.config.schema import RLStage
+from keel.models.build import build_tokenizer
+from keel.runs.signals import Interrupt
+from keel.training.live import objects
+from keel.types import KeelError
+from tests.soak.killing import differences
+
+TOKENIZER = build_tokenizer(BuildModel(alphabet="0123456789>", context=32))
+ROWS = [{"prompt": f"{a}{b}>", "top": max(a, b)} for a in range(10) for b in range(10)]
+SMALL: dict[str, Any] = {
+    "algorithm": "grpo",
+    "steps": 4,
+    "threads": 1,
+    "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 4},
+    "optimizer": {"learning_rate": 1e-2},
+    "evaluation": {"prompts": 4},
+    "progress": False,
+}
+
+
+def tiny() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(TOKENIZER),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=32,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
+    )
+
+
+def first(completions: list[str], top: list[int], **_: Any) -> list[float]:
+    """1 where the completion begins with the larger digit."""
+    return [float(text[:1] == str(gold)) for text, gold in zip(completions, top, strict=True)]
+
+
+def length(completions: list[str], **_: Any) -> list[float]:
+    return [0.1 * len(text) for text in completions]
+
+
+def arguments(**others: Any) -> dict[str, Any]:
+    live = {"model": tiny(), "tokenizer": TOKENIZER, "data": ROWS, "rewards": [first, length]}
+    return {**SMALL, **live, **others}
+
+
+class Stop:
+    """Ends the run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.at = step
+
+    def on_step(self, state: keel.RunState) -> None:
+        if state.step == self.at:
+            raise keel.StopRun("enough")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> keel.python.Run:
+    return keel.train(folder=tmp_path_factory.mktemp("live") / "run", **arguments())
+
+
+def test_live_objects_train_as_the_recipe_of_files(whole: Any, tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    rewards = [{"function": f"{__file__}:{name}"} for name in ("first", "length")]
+    recipe = {
+        **{key: value for key, value in SMALL.items() if key != "progress"},
+        "model": {"name": str(tmp_path / "model")},
+        "tasks": [{"name": "jsonl", "path": str(tmp_path / "rows.jsonl")}],
+        "rewards": {"functions": rewards},
+    }
+    files = keel.train(recipe, tmp_path / "run", progress=False)
+
+    def without_task_names(run: Any) -> list[Any]:
+        return [
+            {key: value for key, value in row.items() if key not in ("task", "prompt_id")}
+            for row in run.rollouts(4)
+        ]
+
+    assert without_task_names(files) == without_task_names(whole)
+    mine, theirs = (run.policy().state_dict() for run in (whole, files))
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    start = tiny().state_dict()
+    assert any(not torch.equal(mine[name], start[name]) for name in mine), "nothing was learned"
+
+
+def test_stopped_by_a_callback_and_resumed_it_ends_the_same(whole: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = keel.train(folder=folder, callbacks=[Stop(2)], **arguments())
+    assert run.info()["finished"] is False
+    assert len(run.metrics()) == 2
+    assert [entry.place.step for entry in run.checkpoints()] == [2]
+    assert run.events()[-1] | {"text": "enough"} == run.events()[-1]
+    keel.train(folder=folder, resume=True, callbacks=[Stop(3)], **arguments())
+    run = keel.train(folder=folder, resume=True, rewards=[first, length], progress=False)
+    assert run.info()["finished"] is True
+    assert differences(whole.folder.path, folder) == []
+
+
+def test_resume_refuses_what_differs_and_notes_another_function(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    keel.train(folder=folder, callbacks=[Stop(2)], **arguments(rewards=[first]))
+    with pytest.raises(KeelError, match=r"'python:first' was passed to keel\.train as an object"):
+        keel.train(folder=folder, resume=True, progress=False)
+    with pytest.raises(KeelError, match=r"stages\[0\]\.steps is 9, but the run in .* has 4"):
+        keel.train(folder=folder, resume=True, **arguments(rewards=[first], steps=9))
+    with pytest.raises(KeelError, match=r"data: they differ from .*data\.jsonl"):
+        keel.train(folder=folder, resume=True, **arguments(rewards=[first], data=ROWS[1:]))
+    with pytest.raises(KeelError, match="pass its folder"):
+        keel.train(resume=True, **arguments())
+    other = dict(enumerate([length]))[0]
+    other.__name__ = "first"
+    try:
+        run = keel.train(folder=folder, resume=True, rewards=other, progress=False)
+    finally:
+        other.__name__ = "length"
+    assert [e["text"] for e in run.events() if "python:first" in e.get("text", "")]
+
+
+# ---------------------------------------------------------------- callbacks
+
+
+class Meddler(keel.Callback):
+    """Tries to change all that it receives."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def on_stage(self, state: keel.RunState) -> None:
+        self.seen.append(("stage", state.step))
+
+    def on_step(self, state: keel.RunState) -> None:
+        self.seen.append(("step", state.step))
+        with pytest.raises(TypeError):
+            state.metrics["reward"] = 0.0  # type: ignore[index]
+
+    def on_evaluation(self, state: keel.RunState, result: Any) -> None:
+        self.seen.append(("evaluation", state.step))
+        result.clear()
+
+    def on_checkpoint(self, state: keel.RunState, checkpoint: Path) -> None:
+        assert checkpoint.is_dir()
+        self.seen.append(("checkpoint", state.step))
+
+
+def test_callbacks_receive_every_event_and_change_nothing(whole: Any, tmp_path: Path) -> None:
+    one, two = Meddler(), Meddler()
+    keel.train(folder=tmp_path / "run", callbacks=[one, two], **arguments())
+    assert one.seen == two.seen
+    assert one.seen == [
+        ("stage", 0),
+        ("evaluation", 0),
+        *[("step", step) for step in (1, 2, 3)],
+        ("evaluation", 4),
+        ("step", 4),
+        ("checkpoint", 4),
+    ]
+    assert differences(whole.folder.path, tmp_path / "run") == []
+
+
+def test_a_callback_that_raises_stops_the_run_with_its_name(tmp_path: Path) -> None:
+    class Broken:
+        def on_step(self, state: keel.RunState) -> None:
+            raise ZeroDivisionError("by 0")
+
+    with pytest.raises(KeelError, match=r"after rl step 1 .*Broken\.on_step raised ZeroDivision"):
+        keel.train(folder=tmp_path / "run", callbacks=[Broken()], **arguments())
+
+
+def test_a_reason_to_stop_counts_as_an_interrupt() -> None:
+    interrupt = Interrupt()
+    assert not interrupt
+    interrupt.stop("")
+    assert interrupt
+
+
+# ---------------------------------------------------------------- check
+
+
+def test_check_takes_the_arguments_of_train() -> None:
+    given = {key: value for key, value in arguments().items() if key != "progress"}
+    report = keel.check(**given)
+    assert [stage.name for stage in report.stages] == ["rl"]
+    assert not [one for one in report.findings if one.severity == "error"]
+    with pytest.raises(KeelError, match="unknown key 'stepps'"):
+        keel.check(**given, stepps=3)
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def stage_of(**others: Any) -> Any:
+    given = objects(**{k: v for k, v in arguments(**others).items() if k != "progress"})
+    return load_recipe(given.recipe).stages[-1]
+
+
+def test_keywords_are_keys_of_the_recipe_nested_or_with_dots() -> None:
+    made = objects("quickstart", steps=7, **{"rollout.max_tokens": 3, "model.lora.rank": 8})
+    recipe = load_recipe(made.recipe)
+    rl, shipped = recipe.stages[-1], load_recipe("quickstart")
+    assert isinstance(rl, RLStage)
+    assert (rl.steps, rl.rollout.max_tokens) == (7, 3)
+    assert recipe.model.lora is not None
+    assert recipe.stages[0] == shipped.stages[0]
+    assert load_recipe(objects(shipped).recipe) == shipped
+
+
+@pytest.mark.parametrize("preset", ["ppo", "dr_grpo"])
+def test_an_algorithm_is_a_name_a_preset_or_an_object(preset: str) -> None:
+    named = stage_of(algorithm=preset)
+    assert stage_of(algorithm=PRESETS[preset]) == named
+    row = stage_of(algorithm=PRESETS[preset].row).algorithm
+    assert row.model_dump() | {"preset": preset} == named.algorithm.model_dump()
+    assert stage_of(algorithm=named.algorithm).algorithm == named.algorithm
+
+
+def test_data_becomes_a_file_that_holds_the_same_rows() -> None:
+    jsonl = objects(data=ROWS, eval_data=ROWS[:3])
+    assert sorted(jsonl.tables) == ["data.jsonl", "eval_data.jsonl"]
+    (task,) = jsonl.recipe["stages"][-1]["tasks"]
+    assert task == {
+        "name": "jsonl",
+        "path": "$RUN/inputs/data.jsonl",
+        "heldout_path": "$RUN/inputs/eval_data.jsonl",
+    }
+    again = [json.loads(line) for line in jsonl.tables["data.jsonl"].splitlines()]
+    assert again == ROWS
+    table = objects(data=Dataset.from_list(ROWS))
+    assert sorted(table.tables) == ["data.parquet"]
+    assert objects(data=Dataset.from_list(ROWS)).tables == table.tables
+    answers = [{"prompt": "1", "answer": "2"}]
+    for data in (answers, Dataset.from_list(answers)):
+        assert objects(data=data).recipe["stages"][-1]["tasks"][0]["answer"] == "answer"
+        assert "answer" not in objects(data=data, rewards=first).recipe["stages"][-1]["tasks"][0]
+    pairs = [{"prompt": "1", "chosen": "2", "rejected": "3"}]
+    stage = objects(stage="dpo", data=pairs).recipe["stages"][-1]
+    assert stage["data"] == {"name": "jsonl", "path": "$RUN/inputs/data.jsonl"}
+    assert objects(data="rows.parquet").recipe["stages"][-1]["tasks"] == [
+        {"name": "parquet", "path": "rows.parquet"}
+    ]
+
+
+def test_functions_are_named_wherever_they_stand() -> None:
+    def other(completions: list[str]) -> list[float]:
+        return [0.0 for _ in completions]
+
+    other.__name__ = "first"
+    rewards = [first, {"function": other, "weight": 0.5}, "exact_match", lambda completions: []]
+    made = objects(rewards=rewards, demonstration=length)
+    names = [one["function"] for one in made.recipe["stages"][-1]["rewards"]["functions"]]
+    assert names == ["python:first", "python:first_2", "exact_match", "python:lambda"]
+    assert made.functions["first"] is first
+    assert made.functions["first_2"] is other
+    assert made.recipe["stages"][-1]["demonstration"] == "python:length"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"model": tiny()}, "needs its tokenizer"),
+        ({"model": "x", "tokenizer": TOKENIZER}, "leave tokenizer out"),
+        ({"tokenizer": TOKENIZER}, "pass model=, too"),
+        ({"model": 3}, "a int cannot be trained"),
+        ({"data": 3}, "data: a int is no data"),
+        ({"data": ["1"]}, r"data\[0\]: a str: give a dict of columns"),
+        ({"data": [{"prompt": {1}}]}, r"data\[0\]: .*set.*: use texts"),
+        ({"data": [{"prompt": "1", "x": float("nan")}]}, r"data\[0\]"),
+        ({"eval_data": ROWS}, "pass data=, too"),
+        ({"data": "x.jsonl", "eval_data": Dataset.from_list(ROWS)}, "of the same type"),
+        ({"rewards": tiny()}, "LlamaForCausalLM is no function"),
+        ({"a..b": 1}, "'a..b' is no key"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(KeelError, match=message):
+        objects(**wrong)
+
+
+def test_a_start_that_fails_leaves_the_folder_free(tmp_path: Path) -> None:
+    model = tiny()
+    model.generation_config.temperature = 0.5  # not without do_sample, when it is saved
+    model.generation_config.do_sample = False
+    folder = tmp_path / "run"
+    with pytest.raises(KeelError, match="model: it cannot be saved"):
+        keel.train(folder=folder, **arguments(model=model))
+    keel.train(folder=folder, **arguments(steps=1))
