@@ -37,19 +37,16 @@ rows = [{"prompt": f"{a}{b}>", "largest": str(max(a, b))} for a in range(10) for
 
 
 # %% A reward function, with TRL's signature.
-def short_and_right(completions, largest, **columns):  # type: ignore[no-untyped-def]
-    """1 for the answer alone, less for each further character, 0 without the answer."""
-    return [
-        1.0 / len(text) if text.startswith(gold) else 0.0
-        for text, gold in zip(completions, largest, strict=True)
-    ]
+def right(completions, largest, **columns):  # type: ignore[no-untyped-def]
+    """1 for the answer, else 0."""
+    return [float(text == gold) for text, gold in zip(completions, largest, strict=True)]
 
 
 # %% A callback: it ends the run once the reward is high enough.
 class StopEarly:
     def on_step(self, state: keel.RunState) -> None:
-        if state.metrics["reward"] > 0.95:
-            raise keel.StopRun("the reward is above 0.95")
+        if state.metrics["reward"] > 0.8:
+            raise keel.StopRun("the reward is above 0.8")
 
 
 # %% Train.
@@ -57,11 +54,14 @@ arguments = {
     "model": model,
     "tokenizer": tokenizer,
     "data": rows,
-    "rewards": short_and_right,
-    "algorithm": "grpo",
-    "steps": 30,
+    "rewards": right,
+    "algorithm": {
+        "preset": "grpo",
+        "divergence": None,
+    },  # or just "grpo", which stays near the start
+    "steps": 80,
     "threads": 1,
-    "rollout": {"prompts_per_step": 16, "group_size": 8, "max_tokens": 4},
+    "rollout": {"prompts_per_step": 16, "group_size": 8, "max_tokens": 1},
     "optimizer": {"learning_rate": 3e-3},
     "evaluation": {"prompts": 10, "every": 0},
 }
@@ -76,4 +76,4 @@ for rollout in run.rollouts(step=len(rewards))[:3]:
 # %% The trained model, as transformers loads it.
 policy = run.policy()
 prompt = tokenizer("37>", return_tensors="pt", return_token_type_ids=False)
-print(tokenizer.decode(policy.generate(**prompt, max_new_tokens=4)[0]))
+print(tokenizer.decode(policy.generate(**prompt, max_new_tokens=1)[0]))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from keel.preflight.check import Report
 
 
-class Run(reader.Run):
+class TrainedRun(reader.Run):
     """A run folder, opened for reading, and its model."""
 
     __slots__ = ()
@@ -50,9 +50,9 @@ class Run(reader.Run):
         return model
 
 
-def load(path: Path | str) -> Run:
+def load(path: Path | str) -> TrainedRun:
     """The run in a folder. Raises KeelError where there is none."""
-    return Run(RunFolder.open(path))
+    return TrainedRun(RunFolder.open(path))
 
 
 def train(
@@ -63,7 +63,7 @@ def train(
     callbacks: Sequence[object] = (),
     progress: bool = True,
     **arguments: Any,
-) -> Run:
+) -> TrainedRun:
     """Train, and return the run.
 
     Args:
@@ -108,7 +108,7 @@ def train(
                 _check_same(known, load_recipe(given.recipe))
                 given.check_data(known.inputs)
             place = run(None, folder, resume=True, callbacks=every)
-    return Run(place)
+    return TrainedRun(place)
 
 
 def check(

@@ -78,30 +78,25 @@ class Stop:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> keel.python.Run:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> keel.python.TrainedRun:
     return keel.train(folder=tmp_path_factory.mktemp("live") / "run", **arguments())
 
 
 def test_live_objects_train_as_the_recipe_of_files(whole: Any, tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path / "model")
     TOKENIZER.save_pretrained(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     rewards = [{"function": f"{__file__}:{name}"} for name in ("first", "length")]
     recipe = {
         **{key: value for key, value in SMALL.items() if key != "progress"},
         "model": {"name": str(tmp_path / "model")},
-        "tasks": [{"name": "jsonl", "path": str(tmp_path / "rows.jsonl")}],
+        "tasks": [{"name": "jsonl", "path": str(tmp_path / "data.jsonl")}],
         "rewards": {"functions": rewards},
     }
     files = keel.train(recipe, tmp_path / "run", progress=False)
 
-    def without_task_names(run: Any) -> list[Any]:
-        return [
-            {key: value for key, value in row.items() if key not in ("task", "prompt_id")}
-            for row in run.rollouts(4)
-        ]
-
-    assert without_task_names(files) == without_task_names(whole)
+    assert files.rollouts(4) == whole.rollouts(4)
+    assert files.metrics() == whole.metrics()
     mine, theirs = (run.policy().state_dict() for run in (whole, files))
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     start = tiny().state_dict()

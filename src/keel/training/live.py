@@ -24,6 +24,7 @@ from keel.config.address import layer
 from keel.config.entry import PYTHON
 from keel.config.load import RUN_FOLDER, Source, nest, read_recipe
 from keel.config.schema import Recipe, Stage
+from keel.models.tokenizer_round_trip import quiet
 from keel.runs import files
 from keel.types import KeelError
 
@@ -51,7 +52,8 @@ class Objects:
             files.write_bytes(folder / name, content)
         if self.model is not None and self.tokenizer is not None:
             try:
-                self.model.save_pretrained(folder / MODEL)
+                with quiet():
+                    self.model.save_pretrained(folder / MODEL)
                 self.tokenizer.save_pretrained(folder / MODEL)
             except ValueError as error:
                 raise KeelError(f"model: it cannot be saved: {_line(error)}") from error
