@@ -220,7 +220,7 @@ def test_a_trial_has_two_steps_of_what_fills_memory() -> None:
     # Or as many as are sampled at a time.
     wide, _ = trial_stage("token_budget=300", "rollout.prompts_per_step=500")
     assert wide.rollout.prompts_per_step == 256 // 4
-    ahead, _ = trial_stage("rollout.ahead=1", "algorithm.correction.kind=truncate")
+    ahead, _ = trial_stage("rollout.async_level=1", "algorithm.correction.kind=truncate")
     assert ahead.steps == 3
     one, _ = trial_stage("steps=1")
     assert one.steps == 1
