@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +14,6 @@ from keel.config.control import ControlRecipe
 from keel.config.control_load import load_control
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.runs.writer import Watcher
 from keel.types import KeelError
 
 
@@ -27,9 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         raise KeelError("keel control needs gymnasium: pip install 'keel-rl[control]'") from error
 
-    def start(watcher: Watcher) -> RunFolder:
-        return control(recipe, arguments.run, resume=arguments.resume, watcher=watcher)
-
+    start = partial(control, recipe, arguments.run, resume=arguments.resume)
     return carry(arguments, "control", start, show)
 
 

@@ -7,7 +7,8 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from rich.console import Console
 
@@ -20,21 +21,25 @@ from keel.runs.writer import Watcher
 from keel.types import KeelError
 
 
+class Start(Protocol):
+    """Starts or resumes a run, and returns its folder when it has ended."""
+
+    def __call__(self, *, watcher: Watcher) -> RunFolder: ...
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run, or go on with a run; shows how it went."""
     recipe = _recipe(arguments)
     from keel.training.run import train
 
-    def start(watcher: Watcher) -> RunFolder:
-        return train(recipe, arguments.run, resume=arguments.resume, watcher=watcher)
-
+    start = partial(train, recipe, arguments.run, resume=arguments.resume)
     return carry(arguments, "train", start, show)
 
 
 def carry(
     arguments: argparse.Namespace,
     verb: str,
-    start: Callable[[Watcher], RunFolder],
+    start: Start,
     show: Callable[[Console, RunFolder], None],
 ) -> int:
     """Watch a run to its end and show it, or say how to go on with it; the exit code.
@@ -48,7 +53,7 @@ def carry(
     try:
         with watching(console) as watcher:
             try:
-                folder, code = start(watcher), 0
+                folder, code = start(watcher=watcher), 0
             except Interrupted as caught:
                 interrupted, code = caught, 128 + caught.signum
         if code:
@@ -64,7 +69,7 @@ def carry(
     except OSError:
         if code is None:
             raise
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - nobody is left to read it
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - its reader has gone
     return code
 
 
