@@ -224,7 +224,7 @@ JUDGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def _rows(name: str) -> tuple[Make, Shows]:
     keys, model = JUDGED[name]
     made = judged.traces if keys["stage"] == "process_reward_model" else judged.ones
-    made = judged.labelled if keys.get("learns") == "labels" else made
+    made = judged.labelled if keys.get("objective") == "labels" else made
 
     def make(folder: Path) -> Recipe:
         source = judged.data(folder, made(24, 1), made(12, 2))

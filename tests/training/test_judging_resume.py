@@ -115,7 +115,7 @@ class Stopping(Silent):
 def one_stage(case: str, folder: Path) -> Recipe:
     keys, model = CASES[case]
     made = traces if keys["stage"] == "process_reward_model" else ones
-    made = labelled if keys.get("learns") == "labels" else made
+    made = labelled if keys.get("objective") == "labels" else made
     source = data(folder, made(24, 1), made(12, 2))
     return recipe({**keys, **EVERY_SECOND, "data": source}, **model)
 

@@ -47,7 +47,7 @@ SAVED: dict[str, str] = {
     r"\.stream\._(draws|taken\[.*\]|left_out\[.*\])$": "progress.stream",
     r"\.budget\.tokens$": "progress.token_budget",
     r"\.inner\.state(#|\.key#\d+|\[#\d+\].*)$": "the optimizers' moments",
-    r"\.drawing\.pending\b": "the rollouts that no step has learned from",
+    r"\.prefetcher\.pending\b": "the rollouts that no step has learned from",
     r"\.engine\.model\._(parameters|buffers|modules)\b": "where it is a copy: the policy's weights",
     r"\['reference'\]|\.peft_config#$": "the reference: a second adapter, made when it is re-set",
     r"\._modules\['(lora_\w+|base_layer)'\]\._modules#$": "the same",
@@ -328,7 +328,7 @@ def _generator(monkeypatch: pytest.MonkeyPatch) -> None:
     ("hide", "where"),
     [
         (_engine, r"\.engine\.asked$"),
-        (_closure, r"\.budget\.(told|remember)\(told_so_far\)#$"),
+        (_closure, r"\.budget\.(_note|remember)\(told_so_far\)#$"),
         (_average, r"\.average$"),
         (_stream, r"\.stream\.chance$"),
         (_policy, r"\['drift'\]$"),
