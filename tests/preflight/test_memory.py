@@ -204,7 +204,7 @@ def test_nothing_is_paid_logged_or_called_in_a_trial() -> None:
         "trackers.tensorboard=true", "evaluation.component=judge", rewards={"functions": functions}
     )
     assert [f.function for f in stage.rewards.functions][:-1] == ["outcome"]
-    assert stage.rewards.functions[0].gate is None
+    assert stage.rewards.functions[0].gate_below is None
     assert stage.rewards.functions[-1].function.endswith("alternating_reward")
     assert not stage.trackers.tensorboard
     assert stage.evaluation.component is None

@@ -7,6 +7,8 @@ here with the reason why it decides nothing; and all leaves but those must be al
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import random
 import re
 import signal
@@ -20,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 
+import keel.objective
 from keel.config.load import load_recipe, to_toml
 from keel.config.schema import Recipe
 from keel.data.tasks.mixture import PromptStream
@@ -38,6 +41,10 @@ from keel.training.run import train
 from keel.training.state import State
 from tests.soak.cases import CASES
 from tests.training.leaves import Leaf, Walk, of_chance, of_process
+
+# Terms import their equations when they are first computed, which is no change of a run's state.
+for found in pkgutil.iter_modules(keel.objective.__path__):
+    importlib.import_module(f"keel.objective.{found.name}")
 
 Leaves = Mapping[str, Leaf]
 WITHOUT = (Recorder, Clock, Reached, Interrupt, Silent)
