@@ -28,7 +28,7 @@ def recipe(job: dict[str, Any]) -> dict[str, Any]:
         "stage": "rl",
         "steps": job["steps"],
         "algorithm": {"preset": "grpo", "divergence": "none"},
-        "tasks": [{"name": "jsonl", "path": job["prompts"], "heldout_path": job["heldout"]}],
+        "tasks": [{"name": "jsonl", "path": job["prompts"], "validation_path": job["heldout"]}],
         "rewards": {"functions": [{"function": "benchmarks.loop_trl:vowels"}]},
         "rollout": {
             "prompts_per_step": job["completions"] // job["group"],

@@ -114,7 +114,7 @@ def cases(folder: Path, policy: str) -> list[Case]:
             "trained-on-held-out",
             {
                 "model": {"name": policy},
-                "stages": [sft, _rl_stage([{**_file(every), "heldout_path": tail}])],
+                "stages": [sft, _rl_stage([{**_file(every), "validation_path": tail}])],
             },
         ),
         Case(

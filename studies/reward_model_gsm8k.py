@@ -223,7 +223,7 @@ def write_recipe(
         f"model.name = {json.dumps(str(folder / 'base'))}\n",
         f'[[stages]]\nstage = "sft"\nbatch_size = {choice.language_rows}\n'
         f'tasks = [{{name = "jsonl", path = {json.dumps(path)}, answer = "answer", '
-        "heldout_share = 0.01}]\n" + learning(choice.language_steps, choice.language_rate),
+        "validation_fraction = 0.01}]\n" + learning(choice.language_steps, choice.language_rate),
         judging("broken", files, choice.broken_rows)
         + learning(choice.broken_steps, choice.broken_rate),
     ]
@@ -244,7 +244,7 @@ def judging(name: str, files: Mapping[str, str], rows: int) -> str:
     train, held = json.dumps(files[name]), json.dumps(files[f"{name}-heldout"])
     return (
         f'[[stages]]\nstage = "reward_model"\nname = "{name}"\nbatch_size = {rows}\n'
-        f'data = {{name = "jsonl", path = {train}, heldout_path = {held}, group = "problem"}}\n'
+        f'data = {{name = "jsonl", path = {train}, validation_path = {held}, group = "problem"}}\n'
     )
 
 
@@ -252,7 +252,7 @@ def learning(steps: int, rate: float) -> str:
     """Steps, optimizer and checkpoints of a stage."""
     return (
         f"steps = {steps}\ncheckpoints = {{every = {steps}, keep = 1}}\n"
-        f'optimizer = {{learning_rate = {rate}, schedule = "cosine", final_share = 0.03, '
+        f'optimizer = {{learning_rate = {rate}, schedule = "cosine", min_lr_ratio = 0.03, '
         f"warmup_steps = {max(1, steps // 20)}, betas = [0.9, 0.95], weight_decay = 0.1}}\n"
     )
 

@@ -93,7 +93,7 @@ token_budget = 4096
 [[stages.tasks]]
 name = "jsonl"
 path = "{folder / "right.jsonl"}"
-heldout_path = "{folder / "heldout.jsonl"}"
+validation_path = "{folder / "heldout.jsonl"}"
 answer = "gold"
 [[stages]]
 stage = "process_reward_model"
@@ -104,7 +104,7 @@ token_budget = 4096
 [stages.data]
 name = "jsonl"
 path = "{folder / "train.jsonl"}"
-heldout_path = "{folder / "heldout.jsonl"}"
+validation_path = "{folder / "heldout.jsonl"}"
 group = "key"
 """
 
@@ -113,7 +113,7 @@ def _optimizer(learning_rate: float, steps: int) -> str:
     return f"""[stages.optimizer]
 learning_rate = {learning_rate}
 schedule = "cosine"
-final_share = 0.03
+min_lr_ratio = 0.03
 warmup_steps = {steps // 20}
 betas = [0.9, 0.95]
 weight_decay = 0.1

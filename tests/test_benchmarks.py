@@ -99,7 +99,7 @@ def test_a_side_that_learns_something_else_is_found_out(monkeypatch: pytest.Monk
 def test_a_prompt_enters_once_on_the_shared_side_alone() -> None:
     made = update.rollouts(97, Case("ragged", 20, 4, 8, 6, 20))
     row = update.grpo()
-    packed, shared = (update.prepared(row, made, on).packed for on in (False, True))
+    packed, shared = (update.prepared(row, made, on).actions.packed for on in (False, True))
     assert len(packed.tokens_T) - len(shared.tokens_T) == 2 * 3 * 20
 
 
@@ -137,7 +137,7 @@ def test_growth_learns_as_a_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "backward", lambda learner, row, batch, *_: batches.append(batch))
     models = growth.Models(SMALL, {})
     growth.learning(models.learner(SMALL.hidden_size), Case("equal", 20, 8, 16, 5))()
-    assert len(batches[0].packed.tokens_T) == 2 * 20 + 16 * 5
+    assert len(batches[0].actions.packed.tokens_T) == 2 * 20 + 16 * 5
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0, 1.7])

@@ -47,7 +47,7 @@ def reward(name: str, *more: str) -> Words:
 def data(folder: Path, *rows: str) -> Words:
     """A run on a data file of these lines."""
     (folder / "rows.jsonl").write_text("".join(f"{row}\n" for row in rows))
-    tasks = "tasks=[{name='jsonl', path='rows.jsonl', answer='answer', heldout_share=0.5}]"
+    tasks = "tasks=[{name='jsonl', path='rows.jsonl', answer='answer', validation_fraction=0.5}]"
     return ["train", "small.toml", tasks]
 
 

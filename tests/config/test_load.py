@@ -53,7 +53,7 @@ def test_a_preset_brings_its_row_and_its_loop_settings() -> None:
     assert stage.epochs == 4
     stage = rl("algorithm=dapo")
     assert stage.rollout.dynamic_sampling
-    assert stage.rollout.soft_overlong == 2  # a fifth of the budget of 10
+    assert stage.rollout.overlong_buffer == 2  # a fifth of the budget of 10
     assert stage.algorithm.surrogate.high == 0.28  # type: ignore[union-attr]
 
 
@@ -70,7 +70,7 @@ def test_another_preset_on_a_resolved_recipe_brings_its_own_loop_settings() -> N
     stage = load_recipe(resolved, ["algorithm=dapo"]).stages[0]
     assert isinstance(stage, RLStage)
     assert stage.rollout.dynamic_sampling
-    assert stage.rollout.soft_overlong == 2
+    assert stage.rollout.overlong_buffer == 2
     back = load_recipe(
         tomllib.loads(to_toml(load_recipe(TINY, ["algorithm=ppo"]))), ["algorithm=grpo"]
     )

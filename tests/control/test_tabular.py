@@ -120,7 +120,7 @@ SHORT = (
     "replay={capacity=6000, warmup=500, batch_size=64}",
     "target.every=50",
     "update_every=2",
-    "optimizer={learning_rate=0.02, schedule='linear', final_share=0.0}",
+    "optimizer={learning_rate=0.02, schedule='linear', min_lr_ratio=0.0}",
 )
 
 

@@ -29,7 +29,7 @@ task_keys = st.fixed_dictionaries(
         "prompt": st.one_of(st.just("{prompt}"), st.just("prompt"), draw.templates),
         "answer": st.sampled_from([None, None, "answer", "x"]),
         "system": st.one_of(st.none(), draw.texts),
-        "heldout_share": st.floats(0.05, 0.95),
+        "validation_fraction": st.floats(0.05, 0.95),
     }
 )
 
@@ -63,7 +63,7 @@ def _parquet(value: tuple[bytes, dict[str, Any], str], folder: Path) -> held.Out
     target = folder / "q" / "rows.jsonl"
     if kind == "task":
         return held.task(every, target, **where, **keys)
-    keys = {name: keys[name] for name in ("bad_rows", "heldout_share") if name in keys}
+    keys = {name: keys[name] for name in ("bad_rows", "validation_fraction") if name in keys}
     return held.judged(kind, every, target, **where, **keys)
 
 
@@ -89,7 +89,7 @@ judged_keys = st.fixed_dictionaries(
     {
         "bad_rows": bad_rows,
         "empty": st.sampled_from(["refuse", "drop", "keep"]),
-        "heldout_share": st.floats(0.05, 0.95),
+        "validation_fraction": st.floats(0.05, 0.95),
         "group": st.sampled_from([None, None, None, "group", "prompt"]),
         "columns": st.one_of(
             st.just({}),

@@ -42,7 +42,7 @@ def test_no_input_raises_and_no_row_is_lost(name: str) -> None:
         assert ends == {"ok", "refused", "quarantined"}
 
 
-TASK = {"bad_rows": "quarantine", "heldout_share": 0.1}
+TASK = {"bad_rows": "quarantine", "validation_fraction": 0.1}
 DEEP = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 MANY = b'{"prompt": ' + b"9" * 100_000 + b"}"
 FINE = b'{"prompt": "p"}\n'

@@ -174,3 +174,11 @@ def test_the_clip_fractions_count_past_the_surrogates_edges(surrogate: Any) -> N
     assert above > 0
     assert float(metrics["clip_ratio/low_mean"]) == pytest.approx(float(below), rel=1e-12)
     assert float(metrics["clip_ratio/high_mean"]) == pytest.approx(float(above), rel=1e-12)
+
+
+def test_the_entropy_bonus_lowers_the_loss_by_its_mean_over_tokens() -> None:
+    made = per_sequence(sample(LENGTHS, GROUPS, 0, shift=0.1))
+    scores = Scores(made.log_prob_N, made.entropy_N, None, None)
+    whole = prepare(row(), made.batch, made.estimates, 16)
+    plain, bonus = (loss(row(entropy=b), whole, scores, 0.0).total for b in (0.0, 0.3))
+    torch.testing.assert_close(bonus - plain, -0.3 * made.entropy_N.mean(), rtol=0, atol=1e-12)

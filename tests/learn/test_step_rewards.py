@@ -116,7 +116,7 @@ def test_an_empty_list_of_steps_is_no_outcome() -> None:
 
 
 def test_a_closed_gate_is_an_outcome_beside_steps() -> None:
-    gate = NamedReward("format", None, gate=1.0, closed=0.0)
+    gate = NamedReward("format", None, gate_below=1.0, gated_reward=0.0)
     said = {"format": [Said(1.0), Said(0.0)], "steps": [Said(1.0, (Step(0, 1.0),)), Said(0.0, ())]}
     _, shut = compose([gate, NamedReward("steps", None)], said, [0, 0])
     assert (shut.reward, shut.steps, shut.outcome) == (0.0, (), 0.0)

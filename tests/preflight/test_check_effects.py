@@ -63,14 +63,14 @@ CASES: list[tuple[Any, ...]] = [
     ("model.build.alphabet", rl(), ("model.build.alphabet=0123", "model.build.tokenizer=bytes")),
     ("model.chat_template", rl(model={**BUILD, "chat_template": "{{ messages }}"}), ()),
     ("prompts.chat_template.thinks", rl(), ("prompts.chat_template.thinks=true",)),
-    ("optimizer.final_share", rl(), ("optimizer.final_share=0.5",)),
+    ("optimizer.min_lr_ratio", rl(), ("optimizer.min_lr_ratio=0.5",)),
     ("trackers.project", rl(), ("trackers.project=mine",)),
     ("tasks.0.weight", rl(tasks=[{**TASK, "weight": 2.0}]), ()),
-    ("tasks.0.heldout_share", rl(tasks=[{**TASK, "heldout_share": 0.2}]), ()),
+    ("tasks.0.validation_fraction", rl(tasks=[{**TASK, "validation_fraction": 0.2}]), ()),
     ("tasks.0.bad_rows", rl(tasks=[{**TASK, "bad_rows": "quarantine"}]), ()),
     (
-        "tasks.0.heldout_share",
-        rl(tasks=[{**FILE, "heldout_path": "b.jsonl", "heldout_share": 0.2}]),
+        "tasks.0.validation_fraction",
+        rl(tasks=[{**FILE, "validation_path": "b.jsonl", "validation_fraction": 0.2}]),
         (),
     ),
     (
@@ -163,7 +163,7 @@ CASES: list[tuple[Any, ...]] = [
     ("threshold", judging("process_reward_model", threshold=0.3, evaluation={"rows": 0}), ()),
     ("chat_template.thinking", judging("dpo", chat_template={"thinking": True}), ()),
     ("sampled.pairs",
-     judging("reward_model", learns="labels", sampled={**SAMPLED, "pairs": 3}), ()),
+     judging("reward_model", objective="labels", sampled={**SAMPLED, "pairs": 3}), ()),
     ("sampled.heldout",
      judging("dpo", sampled={**SAMPLED, "heldout": 9}, evaluation={"rows": 0}), ()),
     ("sampled.tasks.0.weight",
@@ -185,10 +185,10 @@ def test_an_unused_key_is_found_alone(
 EFFECTIVE: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (rl(model={**BUILD, "autocast": False, "chat_template": "{{ messages }}"}), ()),
     (rl(model={"name": "a/b", "revision": "main", "trust_remote_code": True}), ()),
-    (rl(), ("optimizer.schedule=linear", "optimizer.final_share=0.5")),
+    (rl(), ("optimizer.schedule=linear", "optimizer.min_lr_ratio=0.5")),
     (rl(), ("trackers.wandb=true", "trackers.project=mine")),
     (rl(tasks=[{**TASK, "weight": 2.0}, TASK]), ()),
-    (rl(tasks=[{**FILE, "heldout_share": 0.2, "bad_rows": "quarantine"}]), ()),
+    (rl(tasks=[{**FILE, "validation_fraction": 0.2, "bad_rows": "quarantine"}]), ()),
     (rl(), ("rollout.max_turns=3", "algorithm=dapo", "rollout.max_refills=3")),
     (rl(), ("algorithm.surrogate.high=0.28", "minibatches=2")),
     (rl(), ("algorithm.surrogate.high=0.28", "rollout.old_log_probs=engine")),
@@ -235,7 +235,7 @@ def test_only_written_keys_that_differ_from_their_default_are_reported(tmp_path:
     base.write_text('extends = "tiny"\nrollout.max_refills = 3\nsteps = 7\n', encoding="utf-8")
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
-        'extends = "base.toml"\nsteps = 9\nepochs = 1\n[optimizer]\nfinal_share = 0.1\n',
+        'extends = "base.toml"\nsteps = 9\nepochs = 1\n[optimizer]\nmin_lr_ratio = 0.1\n',
         encoding="utf-8",
     )
     overrides = ["rollouts_every=500", "algorithm.surrogate.high=0.3"]
@@ -259,12 +259,12 @@ def test_keys_are_shown_with_their_stage() -> None:
     recipe = {
         "model": BUILD,
         "stages": [
-            {"stage": "sft", "tasks": [TASK], "optimizer": {"final_share": 0.3}},
+            {"stage": "sft", "tasks": [TASK], "optimizer": {"min_lr_ratio": 0.3}},
             {"stage": "rl", "name": "second", "tasks": [TASK]},
         ],
     }
     assert found(recipe, "second.rollout.max_refills=2", "rollouts_every=400") == [
-        "sft.optimizer.final_share",
+        "sft.optimizer.min_lr_ratio",
         "second.rollout.max_refills",
         "second.rollouts_every",
     ]

@@ -260,7 +260,7 @@ def test_one_leaked_prompt_is_told() -> None:
     assert "1 of the 50" in found.evidence
     own = p.trained_on_held_out(1, 50, "rl", "rl", "k")
     assert own is not None
-    assert "same heldout_share" in own.mend
+    assert "same validation_fraction" in own.mend
 
 
 # ---------------------------------------------------------------- settings
@@ -301,8 +301,8 @@ def stage(**keys: object) -> RLStage:
 
 
 def test_settings_of_a_stage() -> None:
-    assert c.overlong(stage(rollout={"soft_overlong": 256}), "rollout") is None
-    assert kind(c.overlong(stage(rollout={"soft_overlong": 257}), "rollout")) == (
+    assert c.overlong(stage(rollout={"overlong_buffer": 256}), "rollout") is None
+    assert kind(c.overlong(stage(rollout={"overlong_buffer": 257}), "rollout")) == (
         "overlong-covers-all"
     )
     assert c.reuse(stage(algorithm="rloo"), "epochs") is None
@@ -321,7 +321,7 @@ STILL: list[dict[str, object]] = [
     {
         "algorithm": {**GSPO, "correction": {"kind": "truncate"}},
         "minibatches": 1,
-        "rollout": {"ahead": 1},
+        "rollout": {"async_level": 1},
     },
     {"algorithm": {"preset": "grpo", "surrogate": {"kind": "cispo"}}},
 ]

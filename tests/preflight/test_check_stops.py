@@ -180,7 +180,7 @@ def test_a_demonstration_far_behind_that_is_too_long(tmp_path: Path) -> None:
 def test_held_out_rows_that_are_all_too_long(tmp_path: Path, pairs: str) -> None:
     long = [{"prompt": f"9{at}>", "chosen": "1" * 60, "rejected": "0"} for at in range(5)]
     held = rows(tmp_path / "held.jsonl", long)
-    dpo = {"stage": "dpo", "data": {"name": "jsonl", "path": pairs, "heldout_path": held}}
+    dpo = {"stage": "dpo", "data": {"name": "jsonl", "path": pairs, "validation_path": held}}
     key, line = stops(check(dpo))
     assert key == "evaluation.rows"
     assert "each of the 5 held-out rows is longer than 48" in line
@@ -204,16 +204,16 @@ def test_rows_left_out_are_counted(tmp_path: Path) -> None:
 def test_judged_rows_of_prompts_that_are_held_out_later(tmp_path: Path, pairs: str) -> None:
     task = {"name": "jsonl", "path": rows(tmp_path / "rows.jsonl", asked(60)), "answer": "answer"}
     dpo = {"stage": "dpo", "steps": 2, "data": {"name": "jsonl", "path": pairs}}
-    report = check(dpo, stage(tasks=[{**task, "heldout_share": 0.4}]))
+    report = check(dpo, stage(tasks=[{**task, "validation_fraction": 0.4}]))
     (leak,) = [one for one in report.findings if one.kind == "trained-on-held-out"]
-    assert leak.key == "dpo.data.heldout_path"
+    assert leak.key == "dpo.data.validation_path"
     assert check(dpo, stage(tasks=[task])).findings == ()
 
 
 def test_one_file_split_twice_within_a_stage(tmp_path: Path) -> None:
     path = rows(tmp_path / "rows.jsonl", asked(200))
     task = {"name": "jsonl", "path": path, "answer": "answer"}
-    report = check(stage(tasks=[task, {**task, "heldout_share": 0.5}]))
+    report = check(stage(tasks=[task, {**task, "validation_fraction": 0.5}]))
     assert "trained-on-held-out" in [one.kind for one in report.findings]
 
 

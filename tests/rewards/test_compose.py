@@ -132,7 +132,7 @@ def test_steps_are_not_normalised_as_whole_answers(how: str) -> None:
 
 
 def test_a_gate_is_shut_under_its_value_alone() -> None:
-    gate = component(gate=0.5)
+    gate = component(gate_below=0.5)
     assert [shut(gate, said) for said in numbers(0.4, 0.5, 0.6, None)] == [
         True, False, False, False,
     ]  # fmt: skip
@@ -140,20 +140,23 @@ def test_a_gate_is_shut_under_its_value_alone() -> None:
 
 
 def test_behind_a_closed_gate_there_is_its_reward_and_no_step() -> None:
-    functions = [component("a"), component("g", gate=1.0, closed=-2.0, weight=0.0)]
+    functions = [component("a"), component("g", gate_below=1.0, gated_reward=-2.0, weight=0.0)]
     steps = Said(3.0, (Step(0, 3.0),))
     found = compose(functions, {"a": [steps, steps], "g": numbers(0, 1)}, [0, 0])
     assert found == [Composed(-2.0, outcome=-2.0), Composed(3.0, (Step(0, 3.0),))]
 
 
 def test_the_first_closed_gate_tells() -> None:
-    functions = [component("g", gate=1.0, closed=-1.0), component("h", gate=1.0, closed=-5.0)]
+    functions = [
+        component("g", gate_below=1.0, gated_reward=-1.0),
+        component("h", gate_below=1.0, gated_reward=-5.0),
+    ]
     said = {"g": numbers(0, 0, 1, 1), "h": numbers(0, 1, 0, 1)}
     assert rewards(compose(functions, said, [0] * 4)) == [-1.0, -1.0, -5.0, 2.0]
 
 
 def test_what_is_shut_out_is_no_part_of_the_others_mean() -> None:
-    functions = [component("g", gate=1.0, weight=0.0), component("f", normalise="group")]
+    functions = [component("g", gate_below=1.0, weight=0.0), component("f", normalise="group")]
     said = {"g": numbers(1, 0, 1), "f": numbers(2, None, 6)}
     low, high = standard([2, 6])
     assert rewards(compose(functions, said, [0] * 3)) == pytest.approx([low, 0.0, high], **ABOUT)
@@ -198,7 +201,7 @@ def test_gates_are_asked_first_and_the_others_of_what_is_open() -> None:
     scorer = Scorer(
         [
             asked.named("content", lambda text: float(len(text))),
-            asked.named("gate", starts_with_x, gate=1.0, closed=-3.0),
+            asked.named("gate", starts_with_x, gate_below=1.0, gated_reward=-3.0),
             asked.named("watch", lambda _: 9.0, weight=0.0),
         ]
     )
@@ -225,8 +228,8 @@ def test_where_all_is_shut_the_others_are_not_asked_at_all() -> None:
     asked = Asked()
     scorer = Scorer(
         [
-            asked.named("gate", starts_with_x, gate=1.0, weight=0.0),
-            asked.named("other", starts_with_x, gate=1.0, weight=0.0, closed=-1.0),
+            asked.named("gate", starts_with_x, gate_below=1.0, weight=0.0),
+            asked.named("other", starts_with_x, gate_below=1.0, weight=0.0, gated_reward=-1.0),
             asked.named("content", lambda text: float(len(text))),
         ]
     )
@@ -244,7 +247,7 @@ def test_a_gate_that_says_nothing_or_fails_is_open() -> None:
         return {"a": None, "b": float("nan")}.get(text, 0.0)
 
     functions = [
-        asked.named("gate", unsure, gate=1.0, weight=0.0),
+        asked.named("gate", unsure, gate_below=1.0, weight=0.0),
         asked.named("content", lambda _: 2.0),
     ]
     scored = Scorer(functions, on_error="skip")(groups(["a", "b", "c"]), 0)
@@ -266,16 +269,22 @@ def test_normalisation_by_group_follows_the_prompts() -> None:
 
 
 def test_a_recipes_keys_reach_the_reward() -> None:
-    keys = {"clip": [-1.0, 2.0], "normalise": "batch", "gate": 0.5, "closed": -1.0, "weight": 3.0}
+    keys = {
+        "clip": [-1.0, 2.0],
+        "normalise": "batch",
+        "gate_below": 0.5,
+        "gated_reward": -1.0,
+        "weight": 3.0,
+    }
     for function in ("exact_match", "tests.rewards.functions:by_length", "step_match", "task"):
         from keel.rewards.context import RewardContext
 
         source = RewardSource.model_validate({"function": function, **keys})
         made = load_reward(source, RewardContext(tokenizer=object()))
-        assert (made.clip, made.normalise, made.gate, made.closed, made.weight) == (
+        assert (made.clip, made.normalise, made.gate_below, made.gated_reward, made.weight) == (
             (-1.0, 2.0), "batch", 0.5, -1.0, 3.0,
         )  # fmt: skip
-    assert load_reward(RewardSource(function="exact_match")).gate is None
+    assert load_reward(RewardSource(function="exact_match")).gate_below is None
 
 
 def test_closing_lets_go_of_what_rewards_hold() -> None:
@@ -298,7 +307,7 @@ def test_closing_lets_go_of_what_rewards_hold() -> None:
 
 def test_no_completions_are_no_calls() -> None:
     asked = Asked()
-    gate = asked.named("gate", starts_with_x, gate=1.0)
+    gate = asked.named("gate", starts_with_x, gate_below=1.0)
     scored = Scorer([gate, asked.named("content", lambda _: 1.0)])([], 0)
     assert scored.verdicts == ()
     assert asked.calls == []

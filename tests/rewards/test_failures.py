@@ -96,7 +96,7 @@ def test_a_sample_keeps_its_number_behind_a_gate() -> None:
     def bad(completions: list[str]) -> list[float]:
         return [float("nan") if c == "c" else 1.0 for c in completions]
 
-    gate = dataclasses.replace(named_reward(fmt), gate=1.0)
+    gate = dataclasses.replace(named_reward(fmt), gate_below=1.0)
     with pytest.raises(KeelError, match=r"'bad' at step 0: sample 2 .*nan is not finite"):
         Scorer([gate, named_reward(bad)])([group(["a", "b", "c"])], 0)
     task = NamedReward("task", None)

@@ -168,7 +168,12 @@ def test_an_answer_beyond_the_models_context_is_refused(
 
 def test_a_gate_spares_the_model(folder: Path, around: RewardContext) -> None:
     gate = reward(
-        "format_match", around, options={"regex": "^[0-9]+$"}, gate=1.0, closed=-7.0, weight=0.0
+        "format_match",
+        around,
+        options={"regex": "^[0-9]+$"},
+        gate_below=1.0,
+        gated_reward=-7.0,
+        weight=0.0,
     )
     named = outcome(folder, around, token_budget=64)
     seen = spied(named)

@@ -83,7 +83,7 @@ def partly_wrong(completions: list[str]) -> list[float]:
 MANY = [
     replace(named_reward(length), normalise="batch"),
     replace(named_reward(later), weight=0.5, normalise="group", clip=(0.0, 4.0)),
-    replace(named_reward(short), gate=0.5, closed=-1.0),
+    replace(named_reward(short), gate_below=0.5, gated_reward=-1.0),
     named_reward(optional_column),
 ]
 SHUFFLED = [7, 0, 3, 11, 1, 2, 10, 4, 9, 6, 5, 8]
@@ -91,7 +91,7 @@ SHUFFLED = [7, 0, 3, 11, 1, 2, 10, 4, 9, 6, 5, 8]
 
 @pytest.mark.parametrize("order", [range(12), range(11, -1, -1), SHUFFLED])
 def test_nothing_depends_on_the_order_of_finishing(order: Sequence[int]) -> None:
-    scorer = Scorer(MANY, soft_overlong=3, max_tokens=6)
+    scorer = Scorer(MANY, overlong_buffer=3, max_tokens=6)
     at_its_end = scorer(groups(), 3)
     assert len(at_its_end.metrics) > 8
     same(overlapped(scorer, groups(), order), at_its_end)
@@ -230,7 +230,7 @@ def test_functions_that_are_not_async_are_called_one_at_a_time() -> None:
         inside.pop()
         return [0.0] * len(completions)
 
-    gate = replace(named_reward(slow, "gate"), gate=-1.0)
+    gate = replace(named_reward(slow, "gate"), gate_below=-1.0)
     overlapped(Scorer([gate, named_reward(slow)]), groups(), range(12))
     assert max(most) == 1
     assert len(most) == 12  # six parts of two groups, asked twice each

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.rewards.overlong import soft_overlong
+from keel.rewards.overlong import overlong_penalty
 from keel.rewards.rules import exact_match, format_match, length, numeric_match, place_match
 from keel.rewards.validation import Wrong
 from keel.types import KeelError
@@ -112,14 +112,14 @@ def test_overlong_is_dapo_equation_13(n: int, budget: int, cache: int) -> None:
         expected = ((budget - cache) - n) / cache
     else:
         expected = -1.0
-    got = soft_overlong(n, budget, cache)
+    got = overlong_penalty(n, budget, cache)
     assert got == expected
     assert -1.0 <= got <= 0.0 or cache > budget
-    assert soft_overlong(n + 1, budget, cache) <= got
+    assert overlong_penalty(n + 1, budget, cache) <= got
 
 
 def test_overlong_at_its_edges() -> None:
-    assert [soft_overlong(n, 100, 20) for n in (0, 80, 81, 90, 100, 101)] == [
+    assert [overlong_penalty(n, 100, 20) for n in (0, 80, 81, 90, 100, 101)] == [
         0.0, 0.0, -0.05, -0.5, -1.0, -1.0,
     ]  # fmt: skip
 

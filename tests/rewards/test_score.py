@@ -160,13 +160,13 @@ def test_a_component_may_say_nothing() -> None:
     assert scored.verdicts[0][0].components == {"sometimes": None, "by_length": 2.0}
     assert scored.metrics["rewards/sometimes/mean"] == 1.0
     assert "rewards/sometimes/std" not in scored.metrics
-    alone = Scorer([reward("sometimes")], soft_overlong=1, max_tokens=1)(groups, 0)
+    alone = Scorer([reward("sometimes")], overlong_buffer=1, max_tokens=1)(groups, 0)
     assert values(alone) == [[None, 0.0]]  # length alone is no verdict
     assert alone.verdicts[0][0].components == {"sometimes": None, "overlong": None}
 
 
 def test_overlong_is_a_component() -> None:
-    scorer = Scorer([reward("by_length")], soft_overlong=2, max_tokens=3)
+    scorer = Scorer([reward("by_length")], overlong_buffer=2, max_tokens=3)
     scored = scorer([group(["a", "aa", "aaa", "aaaa"])], 0)
     assert [v.components["overlong"] for v in scored.verdicts[0]] == [0.0, -0.5, -1.0, -1.0]
     assert values(scored) == [[1.0, 1.5, 2.0, 3.0]]
@@ -447,7 +447,7 @@ def test_two_rewards_of_one_name_are_refused() -> None:
     with pytest.raises(KeelError, match="two rewards are named 'by_length'"):
         Scorer([reward("by_length"), reward("by_length")])
     with pytest.raises(KeelError, match="named 'overlong'"):
-        Scorer([reward("by_length", name="overlong")], soft_overlong=1, max_tokens=4)
+        Scorer([reward("by_length", name="overlong")], overlong_buffer=1, max_tokens=4)
 
 
 def test_no_groups_no_calls() -> None:
@@ -537,7 +537,7 @@ def test_an_environment_that_spells_the_answer_earns_nothing() -> None:
         load_reward(RewardSource(function="numeric_match")),
         load_reward(RewardSource(function="length", options={"target": 1, "width": 4})),
     ]
-    scored = Scorer(rules, max_tokens=10, soft_overlong=10)([group], 1)
+    scored = Scorer(rules, max_tokens=10, overlong_buffer=10)([group], 1)
     said = [dict(verdict.components) for verdict in scored.verdicts[0]]
     assert said == [
         {"numeric_match": 0.0, "length": -0.25, "overlong": -0.2},

@@ -123,12 +123,12 @@ tasks = [{{ name = "sort_digits" }}]
 stage = "reward_model"
 steps = 1
 batch_size = 2
-data = {{ name = "jsonl", path = {rows!r}, heldout_path = {heldout!r} }}
+data = {{ name = "jsonl", path = {rows!r}, validation_path = {heldout!r} }}
 [[stages]]
 stage = "dpo"
 steps = 1
 batch_size = 2
-data = {{ name = "parquet", path = {table!r}, heldout_path = {heldout_table!r} }}
+data = {{ name = "parquet", path = {table!r}, validation_path = {heldout_table!r} }}
 [[stages]]
 stage = "rl"
 algorithm = "ppo"

@@ -33,13 +33,13 @@ UNEVEN = "rewards.functions=[{function='tests.training.rewards:records_now_and_t
 COMPOSED = (
     "rewards.functions=[{function='place_match', weight=2.0, normalise='group'},"
     "{function='tests.soak.cases:brevity', clip=[0.2, 0.9]},"
-    "{function='tests.soak.cases:says_something', gate=0.5, closed=-1.0},"
+    "{function='tests.soak.cases:says_something', gate_below=0.5, gated_reward=-1.0},"
     "{function='task', name='whole', weight=0.0}]"
 )
 SPOILED = "algorithm.surrogate={kind='custom', function='tests.soak.cases:spoiled'}"
 FAST_RATE = "optimizer.learning_rate=1e-2"
 LORA = "model.lora.rank=4"
-AHEAD = ("rollout.ahead=1", "algorithm.correction.kind=truncate")
+AHEAD = ("rollout.async_level=1", "algorithm.correction.kind=truncate")
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _stored(folder: Path) -> Recipe:
     rows[3] = {"answer": "none"}
     rows[7] = {"prompt": "letters", "answer": "none"}
     path = judged.write(folder / "rows.jsonl", rows)
-    keys = f"path='{path}', heldout_share=0.2, answer='answer', bad_rows='quarantine'"
+    keys = f"path='{path}', validation_fraction=0.2, answer='answer', bad_rows='quarantine'"
     return small(DENSE, f"tasks=[{{name='jsonl', {keys}}}]", "evaluation.prompts=2", "steps=5")
 
 
@@ -213,7 +213,7 @@ JUDGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "reward-model": ({"stage": "reward_model", "centering": 0.01}, {}),
     "reward-model-lora": ({"stage": "reward_model", **ADAPTER}, {}),
     "reward-model-of-lora-policy": ({"stage": "reward_model"}, {"lora": {"rank": 4}}),
-    "labels": ({"stage": "reward_model", "learns": "labels"}, {}),
+    "labels": ({"stage": "reward_model", "objective": "labels"}, {}),
     "process": ({"stage": "process_reward_model", "separator": " "}, {}),
     "process-lora": ({"stage": "process_reward_model", "separator": " ", **ADAPTER}, {}),
     "dpo": ({"stage": "dpo"}, {}),
@@ -224,7 +224,7 @@ JUDGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def _rows(name: str) -> tuple[Make, Shows]:
     keys, model = JUDGED[name]
     made = judged.traces if keys["stage"] == "process_reward_model" else judged.ones
-    made = judged.labelled if keys.get("learns") == "labels" else made
+    made = judged.labelled if keys.get("objective") == "labels" else made
 
     def make(folder: Path) -> Recipe:
         source = judged.data(folder, made(24, 1), made(12, 2))

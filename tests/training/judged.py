@@ -49,7 +49,7 @@ def data(folder: Path, train: Rows, heldout: Rows) -> dict[str, Any]:
     return {
         "name": "jsonl",
         "path": write(folder / "train.jsonl", train),
-        "heldout_path": write(folder / "heldout.jsonl", heldout),
+        "validation_path": write(folder / "heldout.jsonl", heldout),
     }
 
 

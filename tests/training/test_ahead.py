@@ -32,7 +32,7 @@ def test_a_file_that_is_not_there(kind: str, tmp_path: Path) -> None:
 def test_rows_of_another_kind(tmp_path: Path) -> None:
     source = data(tmp_path, traces(9, 1), traces(9, 2))
     refused(tmp_path, {"stage": "reward_model", "data": source, **BRIEF}, r"train\.jsonl:1.*chosen")
-    labels = {"stage": "reward_model", "learns": "labels", "data": source, **BRIEF}
+    labels = {"stage": "reward_model", "objective": "labels", "data": source, **BRIEF}
     refused(tmp_path / "labels", labels, r"train\.jsonl:1.*completion")
 
 
@@ -71,10 +71,10 @@ def test_one_file_split_in_two_ways(tmp_path: Path) -> None:
     one = {"stage": "reward_model", "name": "one", "data": source, **BRIEF}
     two = {**one, "name": "two", "base": {"stage": "one"}}
     recipe(one, two)
-    apart = {"heldout_path": data(tmp_path, ones(40, 1), ones(9, 2))["heldout_path"]}
-    for other in ({"heldout_share": 0.05}, apart):
+    apart = {"validation_path": data(tmp_path, ones(40, 1), ones(9, 2))["validation_path"]}
+    for other in ({"validation_fraction": 0.05}, apart):
         recipe(one, {**two, "data": {**source, **other}})
-    for other in ({"heldout_share": 0.3}, {"group": "prompt"}):
+    for other in ({"validation_fraction": 0.3}, {"group": "prompt"}):
         with pytest.raises(KeelError, match=r"one and two split the same data otherwise"):
             recipe(one, {**two, "data": {**source, **other}})
 

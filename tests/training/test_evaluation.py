@@ -90,10 +90,14 @@ def test_a_file_named_for_evaluation_is_scored_whole(
     assert json.loads(capsys.readouterr().out)["n"] == 230
     some = evaluate(model, task="jsonl", task_keys=keys, max_tokens=2, prompts=7)
     assert some["n"] == 7
-    split = evaluate(model, task="jsonl", task_keys=[*keys, "heldout_share=0.2"], max_tokens=2)
+    split = evaluate(
+        model, task="jsonl", task_keys=[*keys, "validation_fraction=0.2"], max_tokens=2
+    )
     assert 20 < split["n"] < 80
     other = rows(tmp_path / "other.jsonl", range(300, 305))
-    named = evaluate(model, task="jsonl", task_keys=[*keys, f"heldout_path={other}"], max_tokens=2)
+    named = evaluate(
+        model, task="jsonl", task_keys=[*keys, f"validation_path={other}"], max_tokens=2
+    )
     assert named["n"] == 5
 
 
@@ -101,7 +105,7 @@ def test_a_file_given_to_a_run_is_scored_in_the_place_of_its_own_held_out_one(
     tmp_path: Path,
 ) -> None:
     own, held = rows(tmp_path / "a.jsonl", range(40)), rows(tmp_path / "b.jsonl", range(50, 59))
-    task = f"tasks=[{{name='jsonl', path='{own}', heldout_path='{held}', answer='answer'}}]"
+    task = f"tasks=[{{name='jsonl', path='{own}', validation_path='{held}', answer='answer'}}]"
     folder = run(tmp_path / "run", task, "steps=1", "rewards.functions=[{function='place_match'}]")
     other = rows(tmp_path / "c.jsonl", range(60, 75))
     assert evaluate(folder.path, prompts=99)["n"] == 9
@@ -174,14 +178,19 @@ def test_train_prompts_that_a_stage_evaluates_on_are_said_before_the_first_step(
     file = {"name": "jsonl", "answer": "answer", "path": train_path}
     other = {**file, "path": rows(tmp_path / "other.jsonl", range(100, 140))}
     rl = {
-        "stage": "rl", "steps": 1, "tasks": [{**other, "heldout_path": held}],
+        "stage": "rl", "steps": 1, "tasks": [{**other, "validation_path": held}],
         "rollout": {"prompts_per_step": 2, "group_size": 2, "max_tokens": 2},
         "evaluation": {"prompts": 4, "every": 0},
     }  # fmt: skip
     build = {"alphabet": "0123456789>", "hidden_size": 16, "layers": 1, "heads": 2, "context": 32}
-    sft = {"stage": "sft", "steps": 1, "batch_size": 2, "tasks": [{**file, "heldout_path": held}]}
+    sft = {
+        "stage": "sft",
+        "steps": 1,
+        "batch_size": 2,
+        "tasks": [{**file, "validation_path": held}],
+    }
     model = {"build": build}
-    split = {**sft, "tasks": [{**file, "heldout_share": 0.01}]}
+    split = {**sft, "tasks": [{**file, "validation_fraction": 0.01}]}
     for name, first, wanted in (("apart", sft, []), ("shared", split, ["WARNING: "])):
         recipe = load_recipe({"threads": 1, "model": model, "stages": [first, rl]})
         folder = train(recipe, tmp_path / name)

@@ -46,7 +46,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def overrides(qwen: Path) -> list[str]:
     train_file = shared_path("data/gsm8k/train.jsonl")
     test_file = shared_path("data/gsm8k/test.jsonl")
-    task = f"name='jsonl', path='{train_file}', heldout_path='{test_file}'"
+    task = f"name='jsonl', path='{train_file}', validation_path='{test_file}'"
     words = "prompt='{question}', answer='answer', system='Answer.'"
     return [
         f"tasks=[{{{task}, {words}}}]",

@@ -34,7 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "reward-model": ({"stage": "reward_model", "centering": 0.01}, {}),
     "reward-model-lora": ({"stage": "reward_model", **LORA}, {}),
     "reward-model-of-lora-policy": ({"stage": "reward_model"}, {"lora": {"rank": 4}}),
-    "labels": ({"stage": "reward_model", "learns": "labels"}, {}),
+    "labels": ({"stage": "reward_model", "objective": "labels"}, {}),
     "process": ({"stage": "process_reward_model", "separator": " "}, {}),
     "process-lora": ({"stage": "process_reward_model", "separator": " ", **LORA}, {}),
     "dpo": ({"stage": "dpo"}, {}),
@@ -115,7 +115,7 @@ class Stopping(Callback):
 def one_stage(case: str, folder: Path) -> Recipe:
     keys, model = CASES[case]
     made = traces if keys["stage"] == "process_reward_model" else ones
-    made = labelled if keys.get("learns") == "labels" else made
+    made = labelled if keys.get("objective") == "labels" else made
     source = data(folder, made(24, 1), made(12, 2))
     return recipe({**keys, **EVERY_SECOND, "data": source}, **model)
 

@@ -65,7 +65,7 @@ def stops_at_once(completions: list[str]) -> list[float]:
 
 
 CASES: dict[str, Sequence[str]] = {
-    "composed": [COMPOSED, "evaluation.component=whole", "rollout.soft_overlong=3"],
+    "composed": [COMPOSED, "evaluation.component=whole", "rollout.overlong_buffer=3"],
     "remax": [DENSE, "algorithm=remax"],
     "refills": [
         f"rewards.functions=[{{function='{HERE}:alternates'}}]",

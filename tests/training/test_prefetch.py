@@ -109,7 +109,7 @@ def test_it_is_off_policy_by_a_step_and_on_policy_without(tmp_path: Path) -> Non
         ahead: [
             row[name]
             for row in load(
-                train(small(*keys, f"rollout.ahead={ahead}"), tmp_path / str(ahead)).path
+                train(small(*keys, f"rollout.async_level={ahead}"), tmp_path / str(ahead)).path
             ).metrics()
         ]
         for ahead in (0, 1)
@@ -204,8 +204,8 @@ def test_a_recipe_that_no_longer_draws_ahead_learns_from_what_was_drawn(tmp_path
     for step in (3, 4):
         damage(folder, 0, step)
     text = folder.recipe.read_text()
-    assert "ahead = 1" in text
-    folder.recipe.write_text(text.replace("ahead = 1", "ahead = 0"))
+    assert "async_level = 1" in text
+    folder.recipe.write_text(text.replace("async_level = 1", "async_level = 0"))
     train(None, folder.path, resume=True)
     again = load(folder.path).rollouts(3)
     assert [row["completion"] for row in again] == [row["completion"] for row in rows]
@@ -422,9 +422,9 @@ def test_the_last_step_has_none_beside_it() -> None:
 
 
 MIXES: Mapping[str, Sequence[str]] = {
-    "no correction": ["rollout.ahead=1"],
+    "no correction": ["rollout.async_level=1"],
     "the engine's log-probs": [*AHEAD, "rollout.old_log_probs=engine"],
-    "both": ["rollout.ahead=1", "rollout.old_log_probs=engine"],
+    "both": ["rollout.async_level=1", "rollout.old_log_probs=engine"],
 }
 
 
@@ -434,5 +434,5 @@ def test_what_would_be_off_policy_unseen_is_refused(mix: str) -> None:
         small(*MIXES[mix])
     said = str(caught.value)
     assert "\n" not in said
-    for part in ("rollout.ahead = 1", "algorithm.correction", 'old_log_probs = "trainer"'):
+    for part in ("rollout.async_level = 1", "algorithm.correction", 'old_log_probs = "trainer"'):
         assert part in said

@@ -112,7 +112,7 @@ def test_the_twin_whose_answers_are_exchanged_learns_the_opposite(tmp_path: Path
 
 def test_labels_are_learned(tmp_path: Path) -> None:
     source = data(tmp_path, labelled(400, 1), labelled(150, 7))
-    stage = {"stage": "reward_model", "learns": "labels", "data": source, **LEARNS}
+    stage = {"stage": "reward_model", "objective": "labels", "data": source, **LEARNS}
     folder = train(recipe(stage), tmp_path / "run")
     found = measured(folder)
     assert found["before"]["kind"] == found["after"]["kind"] == "labels"
@@ -124,7 +124,7 @@ def test_labels_turned_round_are_learned_turned_round(tmp_path: Path) -> None:
     train_rows = [{**row, "label": not row["label"]} for row in labelled(400, 1)]
     stage = {
         "stage": "reward_model",
-        "learns": "labels",
+        "objective": "labels",
         "data": data(tmp_path, train_rows, labelled(150, 7)),
         **LEARNS,
     }

@@ -101,7 +101,7 @@ def test_noise_turns_about_that_share_of_pairs_round(noise: float, tmp_path: Pat
 
 
 def test_noise_turns_labels_round(tmp_path: Path) -> None:
-    keys = {"learns": "labels"}
+    keys = {"objective": "labels"}
     clean = train(recipe(stage(keys=keys, train=150)), tmp_path / "clean")
     noisy = train(recipe(stage(keys=keys, train=150, noise=0.2)), tmp_path / "noisy")
     turned = decided = 0
@@ -118,7 +118,7 @@ def test_noise_turns_labels_round(tmp_path: Path) -> None:
     ("kind", "keys"),
     [
         ("reward_model", {}),
-        ("reward_model", {"learns": "labels"}),
+        ("reward_model", {"objective": "labels"}),
         ("process_reward_model", {"separator": ""}),
     ],
 )
@@ -141,7 +141,7 @@ def test_noise_leaves_the_held_out_labels_right(
 
 def test_labels_are_of_different_answers(tmp_path: Path) -> None:
     """Of one-token answers many are the same; each counts once."""
-    folder = train(recipe(stage(keys={"learns": "labels"}, max_tokens=1)), tmp_path / "run")
+    folder = train(recipe(stage(keys={"objective": "labels"}, max_tokens=1)), tmp_path / "run")
     made = [(row["prompt"], row["completion"]) for row in rows(folder, "train")]
     assert len(set(made)) == len(made)
     assert len(made) < 60 * 5

@@ -7,6 +7,8 @@ here with the reason why it decides nothing; and all leaves but those must be al
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import random
 import re
 import signal
@@ -20,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 
+import keel.objective
 from keel.config.load import load_recipe, to_toml
 from keel.config.schema import Recipe
 from keel.data.tasks.mixture import PromptStream
@@ -40,6 +43,10 @@ from keel.training.state import State
 from tests.soak.cases import CASES
 from tests.training.leaves import Leaf, Walk, of_chance, of_process
 
+# Terms import their equations when they are first computed, which is no change of a run's state.
+for found in pkgutil.iter_modules(keel.objective.__path__):
+    importlib.import_module(f"keel.objective.{found.name}")
+
 Leaves = Mapping[str, Leaf]
 WITHOUT = (Recorder, Clock, Reached, Interrupt, Callbacks)
 """The hand that writes, the watch, whoever looks on, the wish to stop: of this process alone."""
@@ -48,7 +55,7 @@ SAVED: dict[str, str] = {
     r"\.stream\._(draws|taken\[.*\]|left_out\[.*\])$": "progress.stream",
     r"\.budget\.tokens$": "progress.token_budget",
     r"\.inner\.state(#|\.key#\d+|\[#\d+\].*)$": "the optimizers' moments",
-    r"\.drawing\.pending\b": "the rollouts that no step has learned from",
+    r"\.prefetcher\.pending\b": "the rollouts that no step has learned from",
     r"\.engine\.model\._(parameters|buffers|modules)\b": "where it is a copy: the policy's weights",
     r"\['reference'\]|\.peft_config#$": "the reference: a second adapter, made when it is re-set",
     r"\._modules\['(lora_\w+|base_layer)'\]\._modules#$": "the same",
@@ -329,7 +336,7 @@ def _generator(monkeypatch: pytest.MonkeyPatch) -> None:
     ("hide", "where"),
     [
         (_engine, r"\.engine\.asked$"),
-        (_closure, r"\.budget\.(told|remember)\(told_so_far\)#$"),
+        (_closure, r"\.budget\.(_note|remember)\(told_so_far\)#$"),
         (_average, r"\.average$"),
         (_stream, r"\.stream\.chance$"),
         (_policy, r"\['drift'\]$"),

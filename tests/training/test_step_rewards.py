@@ -98,7 +98,7 @@ def test_check_finds_steps_that_the_advantage_cannot_use(
 def test_wrong_answers_of_different_lengths_have_no_variance_for_dynamic_sampling() -> None:
     made = group((2, 6, 7, 8))
     wrong = named_reward(lambda completions: [0.0] * len(completions), "right")
-    scorer = Scorer([wrong], soft_overlong=4, max_tokens=8)
+    scorer = Scorer([wrong], overlong_buffer=4, max_tokens=8)
     [judged] = scorer([made], 0).verdicts
     scorer.close()
     assert len({verdict.reward for verdict in judged}) == 4

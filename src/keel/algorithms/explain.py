@@ -370,7 +370,7 @@ def updates(row: Algorithm, setting: Setting) -> str:
 
 
 def _overlong(setting: Setting) -> str:
-    tokens, budget = setting.soft_overlong, setting.max_tokens
+    tokens, budget = setting.overlong_buffer, setting.max_tokens
     if tokens == 0 and setting.overlong_share > 0:
         if budget is None:
             share = number(setting.overlong_share)

@@ -144,7 +144,7 @@ TermKey = Literal[
 class Setting:
     """What a recipe adds to a row. None leaves the symbol standing for the figure.
 
-    `max_tokens` is C, the completion budget; `soft_overlong` is in tokens, `overlong_share` the
+    `max_tokens` is C, the completion budget; `overlong_buffer` is in tokens, `overlong_share` the
     same as a share of C, where C is not known.
     """
 
@@ -158,7 +158,7 @@ class Setting:
     lora: bool = False
     temperature: float = 1.0
     dynamic_sampling: bool = False
-    soft_overlong: int = 0
+    overlong_buffer: int = 0
     overlong_share: float = 0.0
     mask_truncated: bool = False
     old_log_probs: Literal["trainer", "engine"] = "trainer"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +12,6 @@ from keel.analysis.terminal import curve
 from keel.cli.train import carry
 from keel.config.control import ControlRecipe
 from keel.config.control_load import load_control
-from keel.runs.callbacks import Callback
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.types import KeelError
@@ -27,9 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         raise KeelError("keel control needs gymnasium: pip install 'keel-rl[control]'") from error
 
-    def start(progress: Callback) -> RunFolder:
-        return control(recipe, arguments.run, resume=arguments.resume, callbacks=[progress])
-
+    start = partial(control, recipe, arguments.run, resume=arguments.resume)
     return carry(arguments, "control", start, show)
 
 

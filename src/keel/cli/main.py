@@ -1,8 +1,7 @@
-"""Runs a verb and turns what went wrong into an exit code and one line."""
+"""Runs a command and turns an error into an exit code and one line."""
 
 from __future__ import annotations
 
-import argparse
 import errno
 import importlib
 import os
@@ -21,24 +20,20 @@ LONGEST = 2_000
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 on success, 2 on a usage or input error (one line on stderr), 128+n on signal n."""
-    # No verb may reach a hub unless a recipe names one; telemetry of libraries stays off.
+    # No command may reach a hub unless a recipe names one; telemetry of libraries stays off.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sleep_soon()
     with outlasting():
-        return _run(parse(argv))
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    """The verb's exit code; an error that is the user's becomes one line."""
-    try:
-        code = importlib.import_module(arguments.module).run(arguments)
-        sys.stdout.flush()
-        return int(code or 0)
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        return _report(error)
+        arguments = parse(argv)
+        try:
+            code = importlib.import_module(arguments.module).run(arguments)
+            sys.stdout.flush()
+            return int(code or 0)
+        except KeyboardInterrupt:
+            return 130
+        except Exception as error:
+            return _report(error)
 
 
 def _report(error: Exception) -> int:

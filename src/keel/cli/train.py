@@ -6,18 +6,24 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 from rich.console import Console
 
 from keel.analysis.progress import figure, watching
 from keel.analysis.terminal import curve
 from keel.config.load import load_recipe
-from keel.runs.callbacks import Callback
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.types import KeelError
+
+
+class Start(Protocol):
+    """Starts or resumes a run, and returns its folder when it has ended."""
+
+    def __call__(self, *, callbacks: Sequence[object]) -> RunFolder: ...
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,16 +31,14 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = _recipe(arguments)
     from keel.training.run import train
 
-    def start(progress: Callback) -> RunFolder:
-        return train(recipe, arguments.run, resume=arguments.resume, callbacks=[progress])
-
+    start = partial(train, recipe, arguments.run, resume=arguments.resume)
     return carry(arguments, "train", start, show)
 
 
 def carry(
     arguments: argparse.Namespace,
     verb: str,
-    start: Callable[[Callback], RunFolder],
+    start: Start,
     show: Callable[[Console, RunFolder], None],
 ) -> int:
     """Watch a run to its end and show it, or say how to go on with it; the exit code.
@@ -48,7 +52,7 @@ def carry(
     try:
         with watching(console) as progress:
             try:
-                folder, code = start(progress), 0
+                folder, code = start(callbacks=[progress]), 0
             except Interrupted as caught:
                 interrupted, code = caught, 128 + caught.signum
         if code:
@@ -64,7 +68,7 @@ def carry(
     except OSError:
         if code is None:
             raise
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - nobody is left to read it
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - its reader has gone
     return code
 
 

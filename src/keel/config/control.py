@@ -115,7 +115,7 @@ class QLearningStage(Row):
     updates: Count = 1
     """Optimizer steps of a round."""
     target: Target = Target()
-    optimizer: Optimizer = Optimizer(learning_rate=5e-4, final_share=0.0, max_grad_norm=10.0)
+    optimizer: Optimizer = Optimizer(learning_rate=5e-4, min_lr_ratio=0.0, max_grad_norm=10.0)
     """Warm-up and schedule count environment steps."""
     evaluation: ReturnEvaluation = ReturnEvaluation()
     checkpoints: Checkpoints = Checkpoints(every=10)
@@ -173,7 +173,7 @@ class PolicyGradientStage(Row):
     """Where the logarithm of a Gaussian's standard deviation starts (continuous actions)."""
     normalisation: Normalisation = Normalisation()
     optimizer: Optimizer = Optimizer(
-        learning_rate=3e-4, final_share=0.0, epsilon=1e-5, max_grad_norm=0.5
+        learning_rate=3e-4, min_lr_ratio=0.0, epsilon=1e-5, max_grad_norm=0.5
     )
     """Warm-up and schedule count environment steps."""
     reference: ReferenceConfig = ReferenceConfig()

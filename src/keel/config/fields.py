@@ -34,8 +34,8 @@ Ids = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], AsTuple]
 Real = Annotated[float, Field(ge=-1e9, le=1e9)]
 """A reward or its weight; the square of 1e9 is finite in float32."""
 SEPARATE_VALIDATION = UnusedIf(
-    lambda key: key.table.heldout_path is not None,
-    "heldout_path is the validation split, so no share is split off",
+    lambda key: key.table.validation_path is not None,
+    "validation_path is the validation split, so no share is split off",
 )
 BadRows = Literal["stop", "quarantine"]
 """What becomes of a row of data that cannot be read."""

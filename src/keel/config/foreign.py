@@ -5,6 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 FOREIGN: Final[dict[str, str]] = {
+    # earlier names of Keel
+    "ahead": "rollout.async_level",
+    "final_share": "optimizer.min_lr_ratio",
+    "heldout_share": "tasks.validation_fraction",
+    "heldout_path": "tasks.validation_path",
+    "gate": "rewards.functions.gate_below",
+    "closed": "rewards.functions.gated_reward",
+    "learns": "objective",
     # sizes
     "num_generations": "rollout.group_size",
     "n": "rollout.group_size",
@@ -37,7 +45,7 @@ FOREIGN: Final[dict[str, str]] = {
     "prompts_per_step": "rollout.prompts_per_step",
     "mask_truncated_completions": "rollout.mask_truncated",
     "filter_groups": "rollout.dynamic_sampling",
-    "overlong_buffer": "rollout.soft_overlong",
+    "soft_overlong": "rollout.overlong_buffer",
     "stop_token_ids": "rollout.stop_ids",
     # objective
     "adv_estimator": "algorithm.preset",
@@ -98,7 +106,7 @@ FOREIGN: Final[dict[str, str]] = {
     # data, rewards, bookkeeping
     "dataset_name": "tasks.name",
     "train_files": "tasks.path",
-    "val_files": "tasks.heldout_path",
+    "val_files": "tasks.validation_path",
     "reward_funcs": "rewards.functions",
     "reward_weights": "rewards.functions.weight",
     "custom_reward_function": "rewards.functions",

@@ -155,7 +155,7 @@ class RewardModelStage(JudgingStage):
     trains_policy: ClassVar[bool] = False
     stage: Literal["reward_model"] = "reward_model"
     name: str = "reward_model"
-    learns: Literal["pairs", "labels"] = "pairs"
+    objective: Literal["pairs", "labels"] = "pairs"
     """Bradley–Terry on prompt/chosen/rejected, or cross-entropy on prompt/completion/label."""
     centering: Coefficient = 0.0
     """Of the squared sum of a pair's scores, which holds them around 0."""
@@ -163,7 +163,7 @@ class RewardModelStage(JudgingStage):
 
     @property
     def records(self) -> Literal["pairs", "labels"]:
-        return self.learns
+        return self.objective
 
     @property
     def base_model(self) -> BaseModelChoice:
@@ -171,12 +171,12 @@ class RewardModelStage(JudgingStage):
 
     @model_validator(mode="after")
     def _comparisons(self) -> RewardModelStage:
-        if self.learns == "labels" and self.centering:
+        if self.objective == "labels" and self.centering:
             raise ValueError(
                 f"centering = {self.centering:g} is of pairs, and labels fix the score's zero: "
                 "drop it"
             )
-        if self.sampled is not None and self.learns == "pairs" and self.sampled.group_size < 2:
+        if self.sampled is not None and self.objective == "pairs" and self.sampled.group_size < 2:
             raise ValueError(
                 "sampled.group_size = 1 gives no two answers to compare: set 2 or more"
             )

@@ -28,7 +28,7 @@ def explain_stage(stage: RLStage, lora: bool) -> Explanation:
         lora=lora,
         temperature=rollout.temperature,
         dynamic_sampling=rollout.dynamic_sampling,
-        soft_overlong=rollout.soft_overlong,
+        overlong_buffer=rollout.overlong_buffer,
         mask_truncated=rollout.mask_truncated,
         old_log_probs=rollout.old_log_probs,
         reference_reset_every=stage.reference.reset_every,

@@ -25,7 +25,7 @@ class Optimizer(Row):
 
     learning_rate: LearningRate = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    final_share: Annotated[Unit, _CONSTANT] = 0.1
+    min_lr_ratio: Annotated[Unit, _CONSTANT] = 0.1
     """What is left of the learning rate at the end of a linear or cosine schedule."""
     warmup_steps: Index = 0
     betas: Annotated[tuple[Decay, Decay], AsTuple] = (0.9, 0.999)

@@ -17,9 +17,9 @@ class PreferenceData(Row):
     name: str
     path: str | None = None
     """Data file of the train side (jsonl, parquet), or the `datasets` name."""
-    heldout_path: str | None = None
+    validation_path: str | None = None
     """Data file (or split) of the held-out side; without it a share is split off by content."""
-    heldout_share: Annotated[float, Field(gt=0, lt=1), SEPARATE_VALIDATION] = 0.1
+    validation_fraction: Annotated[float, Field(gt=0, lt=1), SEPARATE_VALIDATION] = 0.1
     group: str | None = None
     """Column whose equal values stay on one side, and are one cluster in an interval; the prompt
     unless set."""

@@ -88,4 +88,4 @@ def _minibatches(preset: Preset, rollout: Any) -> int:
 def _loop_defaults(preset: Preset, rollout: Mapping[str, Any]) -> dict[str, Any]:
     budget = rollout.get("max_tokens", 256)
     tokens = int(preset.overlong_share * budget) if isinstance(budget, int) else 0
-    return {"dynamic_sampling": preset.dynamic_sampling, "soft_overlong": tokens}
+    return {"dynamic_sampling": preset.dynamic_sampling, "overlong_buffer": tokens}

@@ -53,7 +53,7 @@ class Rollout(Row):
     mask_truncated: bool = False
     """Leave completions that hit the budget out of the loss; they still count in its weights, so
     that the others weigh what they would."""
-    soft_overlong: Index = 0
+    overlong_buffer: Index = 0
     """Punish length over the last so many tokens of the budget (DAPO); the preset's unless set."""
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     """Who computes log π_old: the trainer's own forward, or the engine as it sampled."""
@@ -70,7 +70,7 @@ class Rollout(Row):
     """How many sequences the native engine decodes at once."""
     overlap_rewards: Annotated[bool, _MANY_TURNS] = False
     """Ask the rewards about the first groups while the last are still being drawn."""
-    ahead: Literal[0, 1] = 0
+    async_level: Literal[0, 1] = 0
     """Steps that rollouts may be ahead of the weights: with 1 the next step's are drawn, by a copy
     of the model, while this one is learned from. Takes algorithm.correction."""
 

@@ -155,11 +155,11 @@ class RLStage(StageConfig):
                 "rollout.dynamic_sampling drops groups without variance, and a group of one never "
                 "has any: set rollout.dynamic_sampling = false, or rollout.group_size = 2 or more"
             )
-        if r.ahead and (self.algorithm.correction is None or r.old_log_probs == "engine"):
+        if r.async_level and (self.algorithm.correction is None or r.old_log_probs == "engine"):
             raise ValueError(
-                f"rollout.ahead = {r.ahead} learns from rollouts of weights one step older: set "
+                f"rollout.async_level = {r.async_level} trains on rollouts of older weights: set "
                 'algorithm.correction.kind = "truncate" or "mask" and rollout.old_log_probs = '
-                '"trainer", which weigh them, or rollout.ahead = 0'
+                '"trainer", which weigh them, or rollout.async_level = 0'
             )
         if self.algorithm.correction is not None and r.old_log_probs == "engine":
             raise ValueError(
@@ -347,17 +347,18 @@ def _with_value_rate(stage: dict[str, Any]) -> dict[str, Any]:
 def _one_split(base: StageConfig, stage: StageConfig) -> None:
     """Records that a base was trained on must not be in the validation split of the next stage."""
     one, other = base.preference_data, stage.preference_data
-    if one is None or other is None or other.heldout_path is not None:
+    if one is None or other is None or other.validation_path is not None:
         return
     if (one.name, one.path, one.options) != (other.name, other.path, other.options):
         return
     # Sides follow from where a prompt or group lies: a smaller share holds out some of the same.
     if (
-        one.heldout_path is not None
+        one.validation_path is not None
         or one.group != other.group
-        or other.heldout_share > one.heldout_share
+        or other.validation_fraction > one.validation_fraction
     ):
         raise ValueError(
             f"{base.name} and {stage.name} split the same data otherwise, so that rows which "
-            f"{stage.name} holds out were learned from: give both the same group and heldout_share"
+            f"{stage.name} holds out were learned from: give both the same group and "
+            "validation_fraction"
         )

@@ -65,9 +65,9 @@ class TaskSource(Row):
     weight: Annotated[Positive, _ONE_TASK] = 1.0
     path: str | None = None
     """Data file of the train side (jsonl, parquet), or the `datasets` name."""
-    heldout_path: str | None = None
+    validation_path: str | None = None
     """Data file (or split) of the held-out side; without it a share is split off by content."""
-    heldout_share: Annotated[float, Field(gt=0, lt=1), SEPARATE_VALIDATION, _GENERATED] = 0.1
+    validation_fraction: Annotated[float, Field(gt=0, lt=1), SEPARATE_VALIDATION, _GENERATED] = 0.1
     prompt: str = "{prompt}"
     """How a row becomes a prompt: a format string over its columns (or the messages column)."""
     answer: str | None = None
@@ -104,11 +104,11 @@ class RewardSource(Row):
     """Bounds that its value is cut to, before it is normalised and weighed."""
     normalise: Annotated[Literal["none", "group", "batch"], _UNWEIGHTED] = "none"
     """Less the mean, over the standard deviation, of a prompt's completions or of the step's."""
-    gate: Real | None = None
-    """Under this value the gate is closed: `closed` is the completion's whole reward, and the
+    gate_below: Real | None = None
+    """Below this value `gated_reward` is the completion's whole reward, and the
     rewards that are no gates are not asked."""
-    closed: Real = 0.0
-    """What a completion gets behind a closed gate."""
+    gated_reward: Real = 0.0
+    """The reward of a completion that is below `gate_below`."""
     correctness: Annotated[bool | None, _UNREAD_VERDICT, NEVER_EVALUATED] = None
     """Whether evaluation.threshold of it means right, so that pass@k is defined; None: as the
     function declares itself (rules of right and wrong, code, verdicts of built-in tasks)."""
@@ -127,8 +127,10 @@ class RewardSource(Row):
     def _in_order(self) -> RewardSource:
         if self.clip is not None and self.clip[0] > self.clip[1]:
             raise ValueError(f"clip = {list(self.clip)}: give the lower bound first")
-        if self.gate is None and self.closed != 0.0:
-            raise ValueError(f"closed = {self.closed:g} belongs to a gate: set gate, or drop it")
+        if self.gate_below is None and self.gated_reward != 0.0:
+            raise ValueError(
+                f"gated_reward = {self.gated_reward:g} has no effect without gate_below: set it too"
+            )
         return self
 
 

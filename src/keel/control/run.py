@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from keel.analysis.plots import return_curve
-from keel.config.control import ControlRecipe, ControlStage, QLearningStage
+from keel.config.control import ControlRecipe, ControlStage
 from keel.config.control_load import load_control
 from keel.config.load import to_toml
 from keel.config.seeds import derive
@@ -29,6 +30,11 @@ from keel.runs.writer import Session
 from keel.types import KeelError
 
 REPORTED = ("keel-rl", "gymnasium", "torch", "numpy")
+LEARNERS: Mapping[str, Callable[[Any, int], ControlLearner]] = {
+    "q_learning": QLearning,
+    "policy_gradient": PolicyGradient,
+}
+"""The learner of each kind of stage, from its configuration and a seed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,10 +92,8 @@ def trained(folder: Path | str) -> ControlLearner:
 
 def build(recipe: ControlRecipe) -> ControlLearner:
     """The learner that a recipe asks for, at its beginning."""
-    stage, seed = recipe.stage, derive(recipe.seed, recipe.stage.name)
-    return (
-        QLearning(stage, seed) if isinstance(stage, QLearningStage) else PolicyGradient(stage, seed)
-    )
+    stage = recipe.stage
+    return LEARNERS[stage.stage](stage, derive(recipe.seed, stage.name))
 
 
 def _run(

@@ -98,16 +98,16 @@ def check_steps(algorithm: Algorithm, there: bool) -> None:
     kind = algorithm.advantage.kind
     if there and not reads_steps(algorithm):
         raise KeelError(
-            f'algorithm.advantage "{kind}" is of whole answers, and rewards.functions gives '
-            "rewards of steps, whose places would be lost: set algorithm = "
+            "rewards.functions gives rewards of steps, whose places would be lost, since "
+            f'algorithm.advantage "{kind}" is of whole answers: set algorithm = '
             '"grpo_process" or "ppo", or give one number for each answer (of the reward "process" '
             'with the option aggregate = "min")'
         )
     if algorithm.needs_steps and not there:
         raise KeelError(
-            f'algorithm.advantage "{kind}" needs rewards of steps and there are none: name a '
-            "process reward in rewards.functions (for each completion a list of "
-            "(index of the step's last token, reward))"
+            "rewards.functions gives no rewards of steps, and "
+            f'algorithm.advantage "{kind}" needs rewards of steps: name a process reward there '
+            "(for each completion a list of (index of the step's last token, reward))"
         )
 
 

@@ -23,16 +23,16 @@ def trainable(module: nn.Module, prefix: str = "") -> Named:
 def learning_rate(choice: Optimizer, step: int, steps: int) -> float:
     """The learning rate of a step (from 0) of a stage of `steps`, warm-up first.
 
-    Linear and cosine schedules fall from `learning_rate` to `final_share` of it at the last step.
+    Linear and cosine schedules fall from `learning_rate` to `min_lr_ratio` of it at the last step.
     """
     warm = min(1.0, (step + 1) / choice.warmup_steps) if choice.warmup_steps else 1.0
     span = max(steps - 1 - choice.warmup_steps, 1)
     done = min(max((step - choice.warmup_steps) / span, 0.0), 1.0)
     left = {
         "constant": 1.0,
-        "linear": 1 - (1 - choice.final_share) * done,
-        "cosine": choice.final_share
-        + (1 - choice.final_share) * 0.5 * (1 + math.cos(math.pi * done)),
+        "linear": 1 - (1 - choice.min_lr_ratio) * done,
+        "cosine": choice.min_lr_ratio
+        + (1 - choice.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done)),
     }[choice.schedule]
     return choice.learning_rate * warm * left
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,6 +90,8 @@ class TokenBudget:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that there is no memory, on whatever device."""
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _REFUSALS)

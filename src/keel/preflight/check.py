@@ -265,11 +265,11 @@ def _across(recipe: Recipe, seen: Sequence[StageContext]) -> Iterator[Finding]:
                 len(stage.source.heldout),
                 before.name,
                 stage.name,
-                f"{prefix}data.heldout_path"
+                f"{prefix}data.validation_path"
                 if rows
-                else f"{prefix}tasks.0.heldout_share"
+                else f"{prefix}tasks.0.validation_fraction"
                 if before is stage
-                else f"{prefix}tasks.0.heldout_path",
+                else f"{prefix}tasks.0.validation_path",
             )
             if finding is not None:
                 yield finding

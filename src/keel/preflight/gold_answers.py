@@ -190,7 +190,10 @@ def _scored(
     on_error: Literal["stop", "skip"],
 ) -> dict[str, list[float | None]]:
     """What each function says, none of them shut out by another or left to watch."""
-    alone = [replace(f, gate=None, closed=0.0, weight=1.0, normalise="none") for _, f in functions]
+    alone = [
+        replace(f, gate_below=None, gated_reward=0.0, weight=1.0, normalise="none")
+        for _, f in functions
+    ]
     # Not closed: the functions are the batch's scorer's, which closes them.
     scored = Scorer(alone, tasks, timeout=timeout, on_error=on_error)(groups, 0)
     out = {f.name: [judged[0].components[f.name] for judged in scored.verdicts] for f in alone}

@@ -95,7 +95,7 @@ def _timed(context: StageContext, memory: StageMemory, trial: Trial, policy: Pol
     learned = work.tokens / max(memory.tokens, 1.0)
     sampled = work.sequences * work.decoded / max(trial.sampled_tokens(context.name), 1)
     return Timed(
-        measuring=seconds.get("measure", 0.0) * learned,
+        measuring=seconds.get("score", 0.0) * learned,
         learning=seconds.get("update", 0.0) * learned,
         checkpoint=policy.checkpoint_bytes / DISK_BYTES,
         sequences=work.sequences,

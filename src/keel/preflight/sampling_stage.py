@@ -316,9 +316,9 @@ def _scorer(
     """The stage's scorer; where rewards are missing, of the others, whatever they weigh."""
     if partial and functions and not any(f.weight for f in functions):
         functions = [replace(f, weight=1.0) for f in functions]
-    soft = plan.rollout.soft_overlong
+    soft = plan.rollout.overlong_buffer
     budget = plan.rollout.max_tokens
-    made = scorer(plan.rewards, functions, source.tasks, max_tokens=budget, soft_overlong=soft)
+    made = scorer(plan.rewards, functions, source.tasks, max_tokens=budget, overlong_buffer=soft)
     made.check(source.first)
     return made
 

@@ -39,11 +39,11 @@ class CallConfig:
 
     @property
     def gates(self) -> list[NamedReward]:
-        return [f for f in self.functions if f.gate is not None]
+        return [f for f in self.functions if f.gate_below is not None]
 
     @property
     def others(self) -> list[NamedReward]:
-        return [f for f in self.functions if f.gate is None]
+        return [f for f in self.functions if f.gate_below is None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 """From what each reward said of a completion to its one reward: clip, normalise, weigh, gate.
 
-R_i = closed_g                                  where a gate g is shut: x_g < gate_g
+R_i = gated_reward_g                            where a gate g is shut: x_g < gate_below_g
     = Σ_k weight_k · normalise(clip(x_k))_i     else, over the components that spoke
 """
 
@@ -33,7 +33,7 @@ class Composed:
 
 def shut(gate: NamedReward, said: Said) -> bool:
     """Whether a gate lets a completion no further; one that says nothing is open."""
-    return gate.gate is not None and said.value is not None and said.value < gate.gate
+    return gate.gate_below is not None and said.value is not None and said.value < gate.gate_below
 
 
 def compose(
@@ -52,7 +52,7 @@ def _one(
 ) -> Composed:
     for function in functions:
         if shut(function, said[function.name][at]):
-            return Composed(function.closed, outcome=function.closed)
+            return Composed(function.gated_reward, outcome=function.gated_reward)
     weighed: list[float] = []
     outcomes: list[float] = []
     steps: dict[int, float] = {}

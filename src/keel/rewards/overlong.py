@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def soft_overlong(length: int, max_tokens: int, cache: int) -> float:
+def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
     """What an answer of `length` tokens gets for its length, in [−1, 0].
 
     0 up to `max_tokens − cache`; ((max_tokens − cache) − length) / cache over the last `cache`

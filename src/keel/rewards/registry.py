@@ -57,8 +57,9 @@ class NamedReward:
 
     `function` None is the task's own verdict. `required` and `optional` are the arguments that it
     names and that are not bound; `everything` says that it takes all there are. `clip`,
-    `normalise`, `gate` and `closed` are the recipe's (`RewardSource`). `correctness` says whether
-    its value means right or wrong; None: the recipe does not say, and the function is no such rule.
+    `normalise`, `gate_below` and `gated_reward` are the recipe's (`RewardSource`). `correctness`
+    says whether its value means right or wrong; None: the recipe does not say, and the function is
+    no such rule.
     """
 
     name: str
@@ -71,8 +72,8 @@ class NamedReward:
     is_async: bool = False
     clip: tuple[float, float] | None = None
     normalise: Literal["none", "group", "batch"] = "none"
-    gate: float | None = None
-    closed: float = 0.0
+    gate_below: float | None = None
+    gated_reward: float = 0.0
     correctness: bool | None = None
 
     def wants(self, name: str) -> bool:
@@ -122,8 +123,8 @@ def load_reward(source: RewardSource, around: RewardContext | None = None) -> Na
         _load(source, around or RewardContext()),
         clip=source.clip,
         normalise=source.normalise,
-        gate=source.gate,
-        closed=source.closed,
+        gate_below=source.gate_below,
+        gated_reward=source.gated_reward,
         correctness=source.function in CORRECTNESS or None
         if source.correctness is None
         else source.correctness,

@@ -17,7 +17,7 @@ from keel.rewards.calls import BatchSlice, CallConfig, RewardCall
 from keel.rewards.compose import Composed, compose, shut
 from keel.rewards.executor import LoopThread
 from keel.rewards.overlap import Overlap
-from keel.rewards.overlong import soft_overlong
+from keel.rewards.overlong import overlong_penalty
 from keel.rewards.registry import RESERVED, TASK, NamedReward
 from keel.rewards.validation import Said
 from keel.types import Completion, Group, KeelError, Prompt, Task, Verdict
@@ -58,14 +58,14 @@ class Scorer:
         *,
         timeout: float = 60.0,
         on_error: Literal["stop", "skip"] = "stop",
-        soft_overlong: int = 0,
+        overlong_buffer: int = 0,
         max_tokens: int = 0,
     ) -> None:
         self.tasks = dict(tasks or {})
         self.by_task_alone = not functions
         self.functions = tuple(functions) or (NamedReward(TASK, None),)
         self.timeout = timeout
-        self.soft_overlong = soft_overlong
+        self.overlong_buffer = overlong_buffer
         self.max_tokens = max_tokens
         self._loop = LoopThread()
         self._manner = CallConfig(self.functions, self.tasks, timeout, on_error, self._loop)
@@ -117,7 +117,7 @@ class Scorer:
             )
         ]
         ends = np.cumsum([0, *(len(group.completions) for group in groups)])
-        names += [OVERLONG] * bool(self.soft_overlong)
+        names += [OVERLONG] * bool(self.overlong_buffer)
         shares = {
             f"rewards/{f.name}/shut": float(np.mean([shut(f, one) for one in said[f.name]]))
             for f in self._manner.gates
@@ -193,14 +193,14 @@ class Scorer:
         """What is kept of one completion: its reward, and each component as it was said."""
         components = {f.name: said[f.name][at].value for f in self.functions}
         verdict = Verdict(composed.reward, components, composed.steps, composed.outcome)
-        if not self.soft_overlong:
+        if not self.overlong_buffer:
             return verdict
         # Length alone is no verdict: where nothing else applies, neither does this.
         if verdict.reward is None:
             components[OVERLONG] = None
             return verdict
         written = int(completion.written.sum())
-        punishment = soft_overlong(written, self.max_tokens, self.soft_overlong)
+        punishment = overlong_penalty(written, self.max_tokens, self.overlong_buffer)
         components[OVERLONG] = punishment
         return replace(
             verdict,

@@ -59,7 +59,7 @@ def _fingerprint(key: str, value: str) -> str | None:
         return None if source is None else sha256(source)
     path = Path(value).expanduser()
     names = set(re.findall(r"\w+", key))
-    if names & {"path", "heldout_path", "data_files", "data_dir"}:
+    if names & {"path", "validation_path", "data_files", "data_dir"}:
         if path.is_dir():
             return _of_files(path, path.rglob("*"))
         return sha256(path) if path.is_file() else None

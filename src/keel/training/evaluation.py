@@ -31,7 +31,7 @@ from keel.training.setup import (
 )
 from keel.types import KeelError, Prompt, Task
 
-SPLITS = {"heldout_path", "heldout_share"}
+SPLITS = {"validation_path", "validation_fraction"}
 """Keys of a task that say which of its rows are held out."""
 
 
@@ -53,7 +53,8 @@ def evaluate(
     `model` is a run folder (its recipe says the task, the rewards and the budget unless given), a
     model folder or a hub name (which needs a `task`). `task_keys` are `key=value` of the task's
     table, `choices` keys of the recipe's `evaluation` table. Rows named for this evaluation
-    (a `task`, or the key `path`) are scored wholly, unless heldout_path or heldout_share is set.
+    (a `task`, or the key `path`) are scored wholly, unless validation_path or validation_fraction
+    is set.
     With `checkpoint="best"` of a run, on its own held-out prompts, `selected` is true: the
     checkpoint was chosen by these prompts.
     """
@@ -67,7 +68,7 @@ def evaluate(
     keys = {name for key in task_keys for name in parse_override(key)}
     whole_files = (task is not None or "path" in keys) and not keys & SPLITS
     if whole_files:
-        data["tasks"] = [{**source, "heldout_path": None} for source in data["tasks"]]
+        data["tasks"] = [{**source, "validation_path": None} for source in data["tasks"]]
     overrides = [f"evaluation.{key}={value}" for key, value in choices.items()]
     if max_tokens is not None:
         overrides.append(f"rollout.max_tokens={max_tokens}")

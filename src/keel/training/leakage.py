@@ -51,7 +51,7 @@ def leaks(recipe: Recipe) -> Iterator[str]:
                             f"WARNING: {shared} of the {len(held.prompts)} held-out prompts of "
                             f"stage {stage.name!r} ({held.name}) are train prompts of stage "
                             f"{before.name!r} ({learned.name}): its held-out figures are too high. "
-                            "Give both the same heldout_path, or leave these rows out of training"
+                            "Give both the same validation_path, or leave these rows out"
                         )
 
 
@@ -59,8 +59,8 @@ def _alike(recipe: Recipe) -> bool:
     """Whether all prompts come of one file split in one way, so that the sides are disjoint."""
     judged = any(stage.preference_data is not None for stage in recipe.stages)
     split = {
-        (source.name, source.path, source.heldout_path, source.heldout_share, source.prompt,
-         tuple(sorted((k, repr(v)) for k, v in source.options.items())))
+        (source.name, source.path, source.validation_path, source.validation_fraction,
+         source.prompt, tuple(sorted((k, repr(v)) for k, v in source.options.items())))
         for stage in recipe.stages for source in _sources(stage)
     }  # fmt: skip
     return not judged and len(split) < 2

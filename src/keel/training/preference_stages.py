@@ -57,7 +57,7 @@ def train_reward_model(run: RunContext, stage: RewardModelStage, progress: Progr
     learn: Callable[[Sequence[Any], int], Any]
     measure: Callable[[Sequence[Any]], Measured]
     judge = partial(model.judge, token_budget=stage.token_budget)
-    if stage.learns == "pairs":
+    if stage.objective == "pairs":
         pairs = _rows(run, stage, preferences.read_pairs, rows_sampled.pairs)
         rows = _ready(run, pairs, pair_encoder(reader), stage, model.context)
         learn = partial(reward_model.learn_pairs, model, stage)
@@ -208,7 +208,7 @@ def _rows(
     if said:
         run.session.note(f"{stage.name}: {said}")
     train, held = folder.rows(stage.name, "train"), folder.rows(stage.name, "heldout")
-    made = PreferenceData(name="jsonl", path=str(train), heldout_path=str(held), empty="keep")
+    made = PreferenceData(name="jsonl", path=str(train), validation_path=str(held), empty="keep")
     return read(made, run.recipe.seed)
 
 

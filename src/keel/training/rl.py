@@ -120,37 +120,29 @@ def run(loop: Loop, progress: Progress) -> Progress:
 
 def take_step(loop: Loop, progress: Progress, number: int) -> StepResult:
     """One step: rollouts with their rewards, the updates on them, and the engines' new weights."""
-    stage, clock = loop.stage, loop.session.clock
+    stage, learner, clock, beta = loop.stage, loop.learner, loop.session.clock, progress.beta
     with clock("rollout"):
         rollouts = loop.prefetcher(number)
-    with loop.prefetcher.prefetch(number + 1, stage.steps):
-        result = learn(loop, rollouts, progress, number)
-    if result.batch is not None:
-        with clock("sync"):
-            sync(loop)
-    return result
-
-
-def learn(loop: Loop, rollouts: Rollouts, progress: Progress, number: int) -> StepResult:
-    """The optimizer steps on a step's rollouts, and their metrics."""
-    stage, learner, clock, beta = loop.stage, loop.learner, loop.session.clock, progress.beta
     metrics = {**rollouts.metrics, "step/tokens": 0.0}
-    if not rollouts.groups:
-        loop.session.note(f"step {number}: no group had anything to learn from")
-        return StepResult(rollouts, None, None, metrics, beta)
-    with clock("score"):
-        batch = score(loop, rollouts)
-        rewards = outcome(rollouts.groups, rollouts.verdicts, rollouts.greedy)
-        estimates = estimate(stage.algorithm, batch, rewards, beta)
-    with clock("update"):
-        updated = update_models(loop, batch, estimates, rollouts, progress, number)
-    metrics |= updated.metrics
-    metrics["step/tokens"] = float(sum(batch.input_lengths))
-    if number > value_warm_up(stage):  # before, the policy did not move
-        beta = adapted(loop, updated.minibatches, metrics, beta)
-    every = stage.reference.reset_every
-    if learner.reference is not None and every is not None and number % every == 0:
-        learner.reference.refresh(learner.policy)
+    with loop.prefetcher.prefetch(number + 1, stage.steps):
+        if not rollouts.groups:
+            loop.session.note(f"step {number}: no group had anything to learn from")
+            return StepResult(rollouts, None, None, metrics, beta)
+        with clock("score"):
+            batch = score(loop, rollouts)
+            rewards = outcome(rollouts.groups, rollouts.verdicts, rollouts.greedy)
+            estimates = estimate(stage.algorithm, batch, rewards, beta)
+        with clock("update"):
+            updated = update_models(loop, batch, estimates, rollouts, progress, number)
+        metrics |= updated.metrics
+        metrics["step/tokens"] = float(sum(batch.input_lengths))
+        if number > value_warm_up(stage):  # before, the policy did not move
+            beta = adapted(loop, updated.minibatches, metrics, beta)
+        every = stage.reference.reset_every
+        if learner.reference is not None and every is not None and number % every == 0:
+            learner.reference.refresh(learner.policy)
+    with clock("sync"):
+        sync(loop)
     advantage_N = _trained_advantages(batch, updated.minibatches)
     return StepResult(rollouts, batch, advantage_N, metrics, beta, updated.skipped)
 

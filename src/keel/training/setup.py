@@ -186,7 +186,7 @@ def scorer(
     tasks: Mapping[str, Task],
     *,
     max_tokens: int,
-    soft_overlong: int = 0,
+    overlong_buffer: int = 0,
 ) -> Scorer:
     """A scorer that calls the functions as the recipe says."""
     return Scorer(
@@ -195,7 +195,7 @@ def scorer(
         timeout=rewards.timeout,
         on_error=rewards.on_error,
         max_tokens=max_tokens,
-        soft_overlong=soft_overlong,
+        overlong_buffer=overlong_buffer,
     )
 
 

@@ -74,7 +74,7 @@ def train_rl(run: RunContext, stage: RLStage, progress: Progress) -> Progress:
     seed = derive(recipe.seed, stage.name)
     # With prefetched rollouts the engine has weights of its own; copied before the learner adds
     # the reference's adapter to the policy.
-    sampled_with = frozen_copy(run.policy.model) if stage.rollout.ahead else run.policy.model
+    sampled_with = frozen_copy(run.policy.model) if stage.rollout.async_level else run.policy.model
     learner = build_learner(
         stage,
         recipe.model,
@@ -146,7 +146,7 @@ def build_loop(
         tokenizer=policy.tokenizer,
         tasks=source.tasks,
         stream=source.stream,
-        scorer=scored(soft_overlong=rollout.soft_overlong),
+        scorer=scored(overlong_buffer=rollout.overlong_buffer),
         choice=rollout,
         seed=seed,
     )
@@ -158,7 +158,7 @@ def build_loop(
     evaluator = Evaluator(exact, judge, prompts, stage.evaluation) if prompts else None
     prefetcher = RolloutPrefetcher(
         partial(collect, sampler, stage.algorithm),
-        ahead=rollout.ahead > 0,
+        ahead=rollout.async_level > 0,
         pending=read_pending(run.resume_from),
     )
     return rl.Loop(stage, learner, sampler, prefetcher, evaluator, run.session, seed)

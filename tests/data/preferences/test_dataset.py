@@ -73,7 +73,7 @@ def test_no_prompt_is_on_both_sides(tmp_path: Path) -> None:
     # Binomial(200, 0.1): standard deviation 4.2; four of them.
     assert 3 <= len(held) <= 37
     assert (sides.overlap, sides.dropped) == (0, 0)
-    half = read_pairs(of(str(tmp_path / "rows.jsonl"), heldout_share=0.5))
+    half = read_pairs(of(str(tmp_path / "rows.jsonl"), validation_fraction=0.5))
     assert 130 < len(half.heldout) < 270
 
 
@@ -87,7 +87,7 @@ def test_a_group_stays_together_and_so_does_a_prompt(tmp_path: Path) -> None:
     rows = [{**row, "book": 100 + n % 40} for n, row in enumerate(PAIRS)]
     path = jsonl(tmp_path / "rows.jsonl", rows)
     books = {row["chosen"]: row["book"] for row in rows}
-    sides = read_pairs(of(path, group="book", heldout_share=0.3))
+    sides = read_pairs(of(path, group="book", validation_fraction=0.3))
     train, held = ({books[p.chosen] for p in side} for side in (sides.train, sides.heldout))
     assert held
     assert not train & held
@@ -124,15 +124,17 @@ def test_which_side_a_position_is_on() -> None:
 def test_train_prompts_that_are_held_out_are_left_out(tmp_path: Path) -> None:
     train = jsonl(tmp_path / "train.jsonl", PAIRS[:50])
     held = jsonl(tmp_path / "held.jsonl", PAIRS[44:60])
-    sides = read_pairs(of(train, heldout_path=held))
+    sides = read_pairs(of(train, validation_path=held))
     assert (len(sides.train), len(sides.heldout), sides.overlap) == (44, 16, 6)
     assert sides.train[43].id == "jsonl:train/43"
     assert sides.heldout[15].id == "jsonl:train/heldout/15"
-    with pytest.raises(KeelError, match="every train prompt is also held out: drop heldout_path"):
-        read_pairs(of(train, heldout_path=train))
+    with pytest.raises(
+        KeelError, match="every train prompt is also held out: drop validation_path"
+    ):
+        read_pairs(of(train, validation_path=train))
     groups = [jsonl(tmp_path / f"{n}.jsonl", [{**PAIRS[n], "g": n % 4}]) for n in (0, 4)]
     with pytest.raises(KeelError, match="is also held out"):
-        read_pairs(of(groups[0], heldout_path=groups[1], group="g"))
+        read_pairs(of(groups[0], validation_path=groups[1], group="g"))
 
 
 def test_ids_are_the_rows_own_where_they_have_one(tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_two_files_may_number_their_rows_alike(tmp_path: Path) -> None:
         return jsonl(tmp_path / name, made)
 
     train, held = numbered("train.jsonl", PAIRS[:6]), numbered("held.jsonl", PAIRS[6:8])
-    sides = read_pairs(of(train, heldout_path=held))
+    sides = read_pairs(of(train, validation_path=held))
     assert [pair.id for pair in sides.train] == ["0", "1", "2", "3", "4", "5"]
     assert [pair.id for pair in sides.heldout] == ["heldout/0", "heldout/1"]
     # Of one file, split here, ids stay as they are.
@@ -161,13 +163,13 @@ def test_two_files_may_number_their_rows_alike(tmp_path: Path) -> None:
     # Within one file they still differ, and the prefix makes none that is there already.
     twice = numbered("twice.jsonl", PAIRS[6:8], id="a")
     with pytest.raises(KeelError, match=r"twice\.jsonl:2: two rows have the id 'heldout/a'"):
-        read_pairs(of(train, heldout_path=twice))
+        read_pairs(of(train, validation_path=twice))
     one = numbered("one.jsonl", PAIRS[:1], id="heldout/0")
     with pytest.raises(KeelError, match="two rows have the id 'heldout/0'"):
-        read_pairs(of(one, heldout_path=held))
+        read_pairs(of(one, validation_path=held))
     blank = jsonl(tmp_path / "blank.jsonl", [{**PAIRS[9], "chosen": ""}])
     with pytest.raises(KeelError, match=r"^jsonl:train/heldout: no rows are left"):
-        read_pairs(of(train, heldout_path=blank, empty="drop"))
+        read_pairs(of(train, validation_path=blank, empty="drop"))
 
 
 # ---------------------------------------------------------------- pairs
@@ -277,7 +279,7 @@ def test_empty_answers_are_dropped_or_kept_where_one_says_so(tmp_path: Path) -> 
     kept = read_pairs(of(path, empty="keep"))
     assert (len(kept.train) + len(kept.heldout), kept.dropped) == (8, 0)
     held = jsonl(tmp_path / "held.jsonl", [PAIRS[20], {**PAIRS[22], "chosen": ""}])
-    both = read_pairs(of(path, empty="drop", heldout_path=held))
+    both = read_pairs(of(path, empty="drop", validation_path=held))
     assert (len(both.train), len(both.heldout), both.dropped) == (6, 1, 3)
     with pytest.raises(KeelError, match="no rows are left: every one has an empty answer"):
         read_pairs(of(jsonl(tmp_path / "none.jsonl", rows[6:]), empty="drop"))
@@ -431,7 +433,7 @@ def test_a_datasets_name(tmp_path: Path) -> None:
     files = {"train": jsonl(tmp_path / "a.jsonl", PAIRS[:50])}
     files["test"] = jsonl(tmp_path / "b.jsonl", PAIRS[50:60])
     options = {"data_files": files, "cache_dir": str(tmp_path / "cache")}
-    sides = read_pairs(of("json", "datasets", heldout_path="test", options=options))
+    sides = read_pairs(of("json", "datasets", validation_path="test", options=options))
     assert (len(sides.train), len(sides.heldout)) == (50, 10)
     turned = read_pairs(of("json", "datasets", options={**options, "split": "test"}))
     assert len(turned.train) + len(turned.heldout) == 10
@@ -461,7 +463,7 @@ def test_columns_by_the_files_own_names(tmp_path: Path) -> None:
         ),
         ({"name": "jsonn", "path": "x"}, "unknown kind 'jsonn': did you mean 'jsonl'?"),
         ({"name": "m:f", "path": "x"}, "path is not read by a function: put it into options"),
-        ({"name": "m:f", "heldout_path": "x"}, "heldout_path is not read by a function"),
+        ({"name": "m:f", "validation_path": "x"}, "validation_path is not read by a function"),
         ({"name": "{dir}/made.py:number"}, "it is a int, not a function"),
         ({"name": "{dir}/made.py:fails"}, "raises ZeroDivisionError: division by zero"),
         ({"name": "{dir}/made.py:late"}, "raises ValueError: too late"),
@@ -492,7 +494,8 @@ def test_bad_sources_are_refused(tmp_path: Path, keys: dict[str, Any], line: str
 
 
 @pytest.mark.parametrize(
-    "keys", [{"heldout_share": 1.0}, {"heldout_share": 0.0}, {"empty": "no"}, {"pth": "x"}]
+    "keys",
+    [{"validation_fraction": 1.0}, {"validation_fraction": 0.0}, {"empty": "no"}, {"pth": "x"}],
 )
 def test_keys_are_checked(keys: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):

@@ -53,7 +53,7 @@ def test_the_side_of_a_row_does_not_depend_on_the_others(tmp_path: Path) -> None
     held = {whole.prompt("heldout", i).content for i in range(whole.size("heldout"))}
     for i in range(part.size("heldout")):
         assert part.prompt("heldout", i).content in held
-    more = build("jsonl", path=str(tmp_path / "a.jsonl"), heldout_share=0.5, **KEYS)
+    more = build("jsonl", path=str(tmp_path / "a.jsonl"), validation_fraction=0.5, **KEYS)
     assert 70 < more.size("heldout") < 130
 
 
@@ -70,11 +70,11 @@ def test_few_rows_still_have_two_sides(tmp_path: Path) -> None:
 def test_train_prompts_that_are_held_out_are_left_out(tmp_path: Path) -> None:
     train = jsonl(tmp_path / "train.jsonl", ROWS[:50])
     test = jsonl(tmp_path / "test.jsonl", ROWS[45:60])
-    task = build("jsonl", path=train, heldout_path=test, **KEYS)
+    task = build("jsonl", path=train, validation_path=test, **KEYS)
     assert (task.size("train"), task.size("heldout"), task.overlap) == (45, 15, 5)
     assert task.prompt("heldout", 0).id == "jsonl:train/heldout/0"
     with pytest.raises(KeelError, match="every train prompt is also in"):
-        build("jsonl", path=train, heldout_path=train, **KEYS)
+        build("jsonl", path=train, validation_path=train, **KEYS)
 
 
 def test_parquet_and_datasets_and_python_give_the_same(
@@ -104,10 +104,10 @@ def test_a_datasets_name(tmp_path: Path) -> None:
     files = {"train": jsonl(tmp_path / "a.jsonl", ROWS[:50])}
     files["test"] = jsonl(tmp_path / "b.jsonl", ROWS[50:60])
     options = {"data_files": files, "cache_dir": str(tmp_path / "cache")}
-    task = build("datasets", path="json", heldout_path="test", options=options, **KEYS)
+    task = build("datasets", path="json", validation_path="test", options=options, **KEYS)
     assert (task.size("train"), task.size("heldout")) == (50, 10)
     with pytest.raises(KeelError, match=r"unknown split 'tset': did you mean 'test'\?"):
-        build("datasets", path="json", heldout_path="tset", options=options, **KEYS)
+        build("datasets", path="json", validation_path="tset", options=options, **KEYS)
     with pytest.raises(KeelError, match="jsonn' cannot be loaded: "):
         build("datasets", path=str(tmp_path / "jsonn"), **KEYS)
 
@@ -264,7 +264,7 @@ def test_gsm8k() -> None:
     path = shared_path("data/gsm8k/train.jsonl")
     test = shared_path("data/gsm8k/test.jsonl")
     keys = {"prompt": "{question}", "answer": "answer", "system": "Think."}
-    task = build("jsonl", path=str(path), heldout_path=str(test), **keys)
+    task = build("jsonl", path=str(path), validation_path=str(test), **keys)
     assert task.size("train") + task.overlap == 7_473
     assert task.size("heldout") == 1_319
     first = json.loads(path.read_text(encoding="utf-8").splitlines()[0])

@@ -122,7 +122,7 @@ def test_a_side_without_prompts_is_named() -> None:
 
 
 def test_files_mean_nothing_to_a_generator() -> None:
-    for keys in ({"path": "x.jsonl"}, {"heldout_path": "x.jsonl"}, {"answer": "gold"}):
+    for keys in ({"path": "x.jsonl"}, {"validation_path": "x.jsonl"}, {"answer": "gold"}):
         with pytest.raises(KeelError, match="drop task"):
             build_task(source("addition", **keys), seed=0)
 

@@ -125,7 +125,7 @@ def test_a_row_without_a_gold_answer_is_bad_where_one_is_named(tmp_path: Path) -
 def test_overlap_is_left_out_whatever_bad_rows_says(tmp_path: Path) -> None:
     train = jsonl(tmp_path / "train.jsonl", [{"prompt": p} for p in "abc"])
     held = jsonl(tmp_path / "held.jsonl", [{"prompt": "b"}])
-    task = data_task(path=train, heldout_path=held)
+    task = data_task(path=train, validation_path=held)
     assert task.overlap == 1
     (row,) = task.left_out
     assert (row.source, row.line, row.row, row.why) == (train, 2, {"prompt": "b"}, "overlap")
@@ -198,7 +198,7 @@ def test_empty_answers_overlap_and_double_ids(tmp_path: Path) -> None:
     held = jsonl(tmp_path / "held.jsonl", [{**row, "prompt": "q"}])
     sides = read_pairs(
         PreferenceData(
-            name="jsonl", path=path, heldout_path=held, empty="drop", bad_rows="quarantine"
+            name="jsonl", path=path, validation_path=held, empty="drop", bad_rows="quarantine"
         )
     )
     assert [one.origin.line for one in sides.train if one.origin] == [1, 3]
@@ -308,12 +308,14 @@ def test_of_more_rows_than_are_looked_at_the_bad_are_left_out_in_flight(
     monkeypatch.setattr("keel.training.setup.ENCODED_BEFORE", 12)
     path = jsonl(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "é>", "answer": "1"}])
     stage = {**SFT, "steps": 5}
-    train(recipe({**stage, **tasks(path, heldout_share=0.01, **QUARANTINE)}), tmp_path / "run")
+    train(
+        recipe({**stage, **tasks(path, validation_fraction=0.01, **QUARANTINE)}), tmp_path / "run"
+    )
     (note,) = notes(tmp_path / "run")
     assert note.startswith("prompt left out, others of 'jsonl:rows' like it are counted only: ")
     assert "'jsonl:rows/train/12' holds 'é'" in note
     with pytest.raises(KeelError, match="jsonl:rows/train/12' holds 'é'"):
-        train(recipe({**stage, **tasks(path, heldout_share=0.01)}), tmp_path / "stopped")
+        train(recipe({**stage, **tasks(path, validation_fraction=0.01)}), tmp_path / "stopped")
 
 
 def test_a_reward_model_leaves_its_rows_where_they_can_be_read(tmp_path: Path) -> None:

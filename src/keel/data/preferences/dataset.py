@@ -92,7 +92,7 @@ class _DatasetReader(Generic[T]):
         ids: set[str] = set()
         kept, left = self._rows(train, name, ids)
         if heldout is None:
-            sides = sides_of([row.group for row in kept], source.heldout_share)
+            sides = sides_of([row.group for row in kept], source.validation_fraction)
             held = [row for row, side in zip(kept, sides, strict=True) if side == "heldout"]
             kept = [row for row, side in zip(kept, sides, strict=True) if side == "train"]
         else:
@@ -192,7 +192,7 @@ def _apart(
             kept.append(row)
     if not kept:
         raise KeelError(
-            f"{name}: every train prompt is also held out: drop heldout_path or group, "
+            f"{name}: every train prompt is also held out: drop validation_path or group, "
             "or give other rows"
         )
     items = tuple(row.item for row in kept), tuple(row.item for row in held)
@@ -233,19 +233,19 @@ def _tables(source: PreferenceData, seed: int) -> tuple[Table, Table | None]:
     split = str(options.pop("split", "train")) if source.name == "datasets" else "train"
     bad_rows = source.bad_rows
     train = read_table(source.name, source.path, options, split, bad_rows)
-    if source.heldout_path is None:
+    if source.validation_path is None:
         return train, None
     if source.name == "datasets":
-        other = source.path, options, source.heldout_path
+        other = source.path, options, source.validation_path
     else:
-        other = source.heldout_path, options, split
+        other = source.validation_path, options, split
     return train, read_table(source.name, *other, bad_rows)
 
 
 def _entry(source: PreferenceData, seed: int) -> Table:
     """What the Python function returns: rows, each a dict of columns."""
     where = f"preference data {source.name!r}"
-    for key, value in (("path", source.path), ("heldout_path", source.heldout_path)):
+    for key, value in (("path", source.path), ("validation_path", source.validation_path)):
         if value is not None:
             raise KeelError(f"{where}: {key} is not read by a function: put it into options")
     function: Callable[..., Any] = load_entry(source.name, "preference data")

@@ -37,13 +37,13 @@ class Sides(Generic[T]):
         return sum(row.why == "empty" for row in self.left_out)
 
 
-def sides_of(places: Sequence[float], heldout_share: float) -> list[Side]:
+def sides_of(places: Sequence[float], validation_fraction: float) -> list[Side]:
     """The side of each row from where its key lies in [0, 1) (`base.position`).
 
     Few rows may all fall on one side: the key nearest to the other goes over, so that two
     different keys always give two sides. One key alone is on the train side.
     """
-    held = {p for p in places if p < heldout_share}
+    held = {p for p in places if p < validation_fraction}
     different = set(places)
     if len(different) < 2:
         held = set()

@@ -68,9 +68,9 @@ def places(content: Content) -> Iterator[float]:
         yield position(turns[0]["content"])
 
 
-def side_of(content: Content, heldout_share: float = HELDOUT_SHARE) -> Side:
+def side_of(content: Content, validation_fraction: float = HELDOUT_SHARE) -> Side:
     """The side that a content is on, by its hash; so the sides never overlap."""
-    return "heldout" if position(content) < heldout_share else "train"
+    return "heldout" if position(content) < validation_fraction else "train"
 
 
 def side_and_index(prompt: Prompt) -> tuple[Side, int]:

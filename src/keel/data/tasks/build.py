@@ -118,7 +118,7 @@ def _generator(source: TaskSource, seed: int) -> Task:
 
 
 def _no_files(source: TaskSource) -> None:
-    for key in ("path", "heldout_path"):
+    for key in ("path", "validation_path"):
         if getattr(source, key) is not None:
             raise KeelError(f"task {source.name!r} reads no file: drop task.{key}")
     if source.answer is not None and (source.name in GENERATORS or PREFIX in source.name):

@@ -139,7 +139,7 @@ def heldout(
         found.append(prompt)
     if not found and n > 0:
         raise KeelError(
-            "there is no held-out prompt: give heldout_path or more rows, or set "
+            "there is no held-out prompt: give validation_path or more rows, or set "
             "evaluation.prompts = 0"
         )
     return found

@@ -136,12 +136,12 @@ def data_task(source: TaskSource) -> DataTask:
     split = str(options.pop("split", "train")) if source.name == "datasets" else "train"
     train = read_table(source.name, source.path, options, split, source.bad_rows)
     name = f"{source.name}:{Path(source.path).stem}"
-    if source.heldout_path is None:
+    if source.validation_path is None:
         return _split(name, train, source)
     if source.name == "datasets":
-        other = source.path, options, source.heldout_path
+        other = source.path, options, source.validation_path
     else:
-        other = source.heldout_path, options, split
+        other = source.validation_path, options, split
     held = read_table(source.name, *other, source.bad_rows)
     return _two_tables(name, train, held, source)
 
@@ -179,7 +179,7 @@ def entry_task(source: TaskSource, seed: int) -> Any:
 def _split(name: str, table: Table, source: TaskSource) -> DataTask:
     """Both sides from one table, by the hash of the prompt; each has at least one prompt."""
     entries, bad = _entries(table, source)
-    sides = [side_of(entry.body, source.heldout_share) for entry in entries]
+    sides = [side_of(entry.body, source.validation_fraction) for entry in entries]
     places = [position(entry.body) for entry in entries]
     if len(set(places)) > 1 and len(set(sides)) == 1:
         # Few rows may all fall on one side: the one nearest to the other goes over.
@@ -210,8 +210,8 @@ def _two_tables(name: str, train: Table, heldout: Table, source: TaskSource) -> 
             kept.append(entry)
     if not kept:
         raise KeelError(
-            f"task {name!r}: every train prompt is also in {source.heldout_path!r}: "
-            "drop heldout_path, or give other rows"
+            f"task {name!r}: every train prompt is also in {source.validation_path!r}: "
+            "drop validation_path, or give other rows"
         )
     sides = Stored(kept, train.where), Stored(held, heldout.where)
     return DataTask(name, *sides, source, [*bad, *overlap, *bad_held])

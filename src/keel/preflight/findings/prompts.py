@@ -109,12 +109,12 @@ def trained_on_held_out(
             f"stage {stage!r} learns from prompts that it evaluates on",
             f"{shared} of the {held} held-out prompts are train prompts of another task of it",
             key,
-            "give tasks of one file the same heldout_share, or the same heldout_path",
+            "give tasks of one file the same validation_fraction, or the same validation_path",
         )
     return found(
         "trained-on-held-out",
         f"stage {before!r} learns from prompts that {stage!r} evaluates on",
         f"{shared} of the {held} held-out prompts are train prompts there",
         key,
-        f"give both stages the same files, or the same heldout_path: {stage!r} says which",
+        f"give both stages the same files, or the same validation_path: {stage!r} says which",
     )

@@ -157,9 +157,9 @@ def _flattened(judged: ScoredBatch, plan: SamplingPlan, key: str) -> tuple[str, 
     """What makes one reward of all of them, a gate or a clip: its key, and what it does."""
     for at, (_, function) in enumerate(judged.pairs):
         values = judged.values(function.name)
-        gate, clip = function.gate, function.clip
+        gate, clip = function.gate_below, function.clip
         if gate is not None and values and max(values) < gate:
-            return f"{key}.{at}.gate", f"the gate {function.name!r} is shut for each of them"
+            return f"{key}.{at}.gate_below", f"the gate {function.name!r} is shut for each of them"
         if clip is not None and len(judged.weighed) == 1 and function.weight and values:
             cut = {min(max(value, clip[0]), clip[1]) for value in values}
             if len(cut) == 1 and len(set(values)) > 1:

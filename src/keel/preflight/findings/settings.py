@@ -70,14 +70,14 @@ def shared_interpreters(rewards: Rewards, key: str) -> Iterator[Finding]:
 
 def overlong(stage: RLStage, key: str) -> Finding | None:
     """A punishment of length that begins before the first token."""
-    over, budget = stage.rollout.soft_overlong, stage.rollout.max_tokens
+    over, budget = stage.rollout.overlong_buffer, stage.rollout.max_tokens
     if over <= budget:
         return None
     return found(
         "overlong-covers-all",
         "every completion is punished for its length, the shortest too",
-        f"soft_overlong = {over} tokens of a budget of {budget}",
-        f"{key}.soft_overlong",
+        f"overlong_buffer = {over} tokens of a budget of {budget}",
+        f"{key}.overlong_buffer",
         f"set it under {budget}; a fifth of the budget is usual",
     )
 

@@ -142,7 +142,7 @@ class _ShortStage:
         self.sampled = self._sampled_tokens(rollout, prompts)
         reward = stand_ins.STEP_REWARD if algorithm.needs_steps else stand_ins.REWARD
         return {
-            "steps": min(stage.steps, STEPS + rollout.ahead),
+            "steps": min(stage.steps, STEPS + rollout.async_level),
             "tasks": (self.task,),
             "epochs": 1,
             "minibatches": minibatches,
@@ -244,7 +244,7 @@ class _ShortStage:
 
     def _rewards(self, rewards: Rewards, stand_in: str) -> Rewards:
         """The learned rewards, whose models take memory, and a reward that always differs."""
-        plain = {"gate": None, "closed": 0.0, "clip": None, "normalise": "none"}
+        plain = {"gate_below": None, "gated_reward": 0.0, "clip": None, "normalise": "none"}
         kept = [one.model_copy(update=plain) for one in rewards.functions if self._kept(one)]
         functions = (*kept, RewardSource(function=stand_in, name="trial"))
         return rewards.model_copy(update={"functions": functions, "on_error": "stop"})
