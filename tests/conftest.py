@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import base64
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import pytest
 import torch
+from matplotlib.figure import Figure
 
 torch.set_num_threads(1)
+
+RENDERED = ("analysis", "control", "durability")
+"""Folders whose tests get plots as users do."""
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unrendered_plots(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plots are drawn but saved as one pixel: rendering takes longer than a small run itself."""
+
+    def save(figure: Figure, path: Path, **_: Any) -> None:
+        path.write_bytes(PIXEL)
+
+    with pytest.MonkeyPatch.context() as patched:
+        if not set(RENDERED) & set(request.path.parts):
+            patched.setattr(Figure, "savefig", save)
+        yield

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def mostly_slow(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Parameters of which only the `quick` ones run in `make test`, and all in `make check`."""
+    return [
+        value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values
+    ]
 
 
 def shared_path(relative: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,13 +35,14 @@ class Source:
         return " ".join(doc.split("\n\n")[0].split())
 
 
-def sources() -> list[Source]:
+@cache
+def sources() -> tuple[Source, ...]:
     """Every module of the package, in order of its path."""
     out = []
     for path in sorted(SOURCE.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         out.append(Source(path, text, ast.parse(text)))
-    return out
+    return tuple(out)
 
 
 def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ast
-import json
 import resource
 import subprocess
 import sys
 from collections import Counter
-
-import pytest
 
 from keel.algorithms.presets import PRESETS
 from tests.source_tree import functions, sources
@@ -83,24 +80,28 @@ def test_kinds_that_share_a_presets_word_are_kinds_there() -> None:
                 assert source.package in allowed[node.value], f"{source.name}:{node.lineno}"
 
 
-@pytest.mark.parametrize("module", TORCH_FREE)
-def test_torch_free_packages_import_no_torch(module: str) -> None:
-    code = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(json.loads(done.stdout))
-    assert not loaded & {"torch", "transformers"}
+def test_torch_free_packages_import_no_torch() -> None:
+    """One after the other in one process: the first that imports torch or transformers is named."""
+    code = (
+        "import importlib, sys\n"
+        f"for module in {TORCH_FREE!r}:\n"
+        "    importlib.import_module(module)\n"
+        "    found = {'torch', 'transformers'} & set(sys.modules)\n"
+        "    if found: sys.exit(f'{module} imports {found}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_help_is_instant() -> None:
     """Processor time of the whole process, the best of five: a busy machine does not count."""
-    best = float("inf")
-    for _ in range(5):
+
+    def spent() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(
-            [sys.executable, "-m", "keel", "--help"], capture_output=True, text=True, check=True
-        )
+        command = [sys.executable, "-m", "keel", "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert "train" in done.stdout
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        best = min(best, spent)
-    assert "train" in done.stdout
-    assert best < HELP_SECONDS
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert any(spent() < HELP_SECONDS for _ in range(5))

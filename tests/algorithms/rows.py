@@ -79,7 +79,7 @@ WITH_RATIO = ("k1", "k2", "k3", "abs")
 DIVERGENCES: dict[str, Algorithm] = {
     **{f"loss {e}": row(divergence={"estimator": e}) for e in IN_LOSS},
     **{f"loss ρ {e}": row(divergence={"estimator": e, "unbiased": True}) for e in WITH_RATIO},
-    **{f"old {e}": row(divergence={"to": "old", "estimator": e}) for e in ("k2", "k3", "abs")},
+    **{f"old {e}": row(divergence={"to": "old", "estimator": e}) for e in WITH_RATIO},
     **{
         f"old ρ {e}": row(divergence={"to": "old", "estimator": e, "unbiased": True})
         for e in WITH_RATIO

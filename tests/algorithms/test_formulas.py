@@ -297,6 +297,7 @@ CLAIMS: dict[str, tuple[str | None, tuple[tuple[float, str], ...]]] = {
     "loss ρ k2": (None, ((1, "E ½d²"),)),
     "loss ρ k3": ("π‖ref", ((1, "π‖ref"),)),
     "loss ρ abs": (None, ((1, "E |d|"),)),
+    "old k1": ("old‖π", ((1, "old‖π"),)),
     "old k3": ("old‖π", ((1, "old‖π"),)),
     "old ρ k1": ("π‖old", ((1, "π‖old"),)),
     "old ρ k3": ("π‖old", ((1, "π‖old"),)),

@@ -120,11 +120,22 @@ def test_a_long_text_takes_no_long_time(unit: str) -> None:
         assert sum(map(len, languages._passages(text))) <= len(text)
 
 
-def test_a_long_word_takes_no_long_time() -> None:
+def test_lingua_reads_long_words_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes time to the square of a word's length."""
     pytest.importorskip("lingua")
-    for letters in ("a" * 200_000, "ab\u00e9" * 70_000, "\u0e01\u0e32" * 100_000):
+    real, read = languages._detector(), []
+
+    class Detector:
+        def detect_language_of(self, text: str) -> Any:
+            read.append(text)
+            return real.detect_language_of(text)
+
+    monkeypatch.setattr(languages, "_detector", Detector)
+    for letters in ("a" * 20_000, "ab\u00e9" * 7_000, "\u0e01\u0e32" * 10_000):
+        read.clear()
         language_of(letters)
-        language_share(letters, "en")
+        assert ["".join(text.split()) for text in read] == [letters]
+        assert max(map(len, read[0].split())) == 200
 
 
 def test_many_environments_take_no_long_time() -> None:

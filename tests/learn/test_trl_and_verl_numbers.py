@@ -1,4 +1,4 @@
-"""Every outside number, through rows of data: what TRL and verl compute, to 1e-8."""
+"""Losses, gradients and advantages recorded from TRL 1.16.0 and verl 0.9.1, reproduced to 1e-8."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ CHECKS = {
 }
 
 
-def test_every_oracle_case_passes_through_its_row() -> None:
+def test_every_recorded_case_is_reproduced() -> None:
     """All cases of the file; a failure names the case."""
     seen: dict[str, int] = {}
     for number, data in enumerate(load()):
