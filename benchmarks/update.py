@@ -139,7 +139,7 @@ def rollouts(vocabulary: int, case: Case) -> Rollouts:
 
 def grpo() -> Algorithm:
     """GRPO's row, without its divergence."""
-    return PRESETS["grpo"].row.model_copy(update={"divergence": None})
+    return PRESETS["grpo"].algorithm.model_copy(update={"divergence": None})
 
 
 def prepared(row: Algorithm, made: Rollouts, shared: bool) -> TrainBatch[Batch]:

@@ -1,4 +1,4 @@
-"""What `keel explain` prints: every figure of a row in its formula, every kind, every source."""
+"""What `keel explain` prints: every figure in its formula, every kind, every source."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import json
 import pytest
 
 from keel.algorithms import spec
-from keel.algorithms.explain import Explanation, explain, explain_preset, explain_row
+from keel.algorithms.explain import Explanation, explain, explain_algorithm, explain_preset
 from keel.algorithms.presets import CHOICE, PRESETS
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.symbols import width
 from keel.algorithms.terms import Setting
 from keel.types import KeelError
-from tests.algorithms import rows
+from tests.algorithms import samples
 
 FULL = Setting(
     group_size=8, prompts_per_step=32, max_tokens=640, epochs=3, minibatches=5, reward="rule",
@@ -100,10 +100,10 @@ def test_the_advantage_of_a_preset(name: str, lines: list[str]) -> None:
 @pytest.mark.parametrize(
     ("table", "union"),
     [
-        (rows.ADVANTAGES, rows.kinds(spec.Advantage)),
-        (rows.SURROGATES, rows.kinds(spec.Surrogate)),
-        (rows.RATIOS, rows.kinds(spec.Ratio)),
-        (rows.WEIGHTS, rows.literals(spec.Weights, "kind")),
+        (samples.ADVANTAGES, samples.kinds(spec.Advantage)),
+        (samples.SURROGATES, samples.kinds(spec.Surrogate)),
+        (samples.RATIOS, samples.kinds(spec.Ratio)),
+        (samples.WEIGHTS, samples.literals(spec.Weights, "kind")),
     ],
     ids=["advantage", "surrogate", "ratio", "weights"],
 )
@@ -112,39 +112,45 @@ def test_there_is_a_row_of_every_kind(table: dict[str, Algorithm], union: set[st
 
 
 def test_there_is_a_row_of_every_divergence_rule_and_correction() -> None:
-    found = [r.divergence for r in rows.ALL.values() if r.divergence is not None]
-    assert {d.estimator for d in found} == rows.literals(spec.Divergence, "estimator")
-    assert {d.where for d in found} == rows.literals(spec.Divergence, "where")
-    assert {d.to for d in found} == rows.literals(spec.Divergence, "to")
+    found = [r.divergence for r in samples.ALL.values() if r.divergence is not None]
+    assert {d.estimator for d in found} == samples.literals(spec.Divergence, "estimator")
+    assert {d.where for d in found} == samples.literals(spec.Divergence, "where")
+    assert {d.to for d in found} == samples.literals(spec.Divergence, "to")
     rules = {d.adaptive.rule for d in found if d.adaptive is not None}
-    assert rules == rows.literals(spec.Adaptive, "rule")
-    fixes = [r.correction for r in rows.ALL.values() if r.correction is not None]
-    assert {c.kind for c in fixes} == rows.literals(spec.Correction, "kind")
-    assert {c.level for c in fixes} == rows.literals(spec.Correction, "level")
+    assert rules == samples.literals(spec.Adaptive, "rule")
+    fixes = [r.correction for r in samples.ALL.values() if r.correction is not None]
+    assert {c.kind for c in fixes} == samples.literals(spec.Correction, "kind")
+    assert {c.level for c in fixes} == samples.literals(spec.Correction, "level")
 
 
 @pytest.mark.parametrize("context", [Setting(), FULL], ids=["bare", "recipe"])
-@pytest.mark.parametrize("name", rows.ALL)
+@pytest.mark.parametrize("name", samples.ALL)
 def test_every_row_is_explained(name: str, context: Setting) -> None:
-    row = rows.ALL[name]
-    found = explain_row(row, None, context)
+    algorithm = samples.ALL[name]
+    found = explain_algorithm(algorithm, None, context)
     keys = [term.key for term in found.terms]
     assert keys[:5] == ["advantage", "ratio", "surrogate", "weights", "divergence"]
-    assert ("value" in keys) == (row.value is not None)
-    assert ("entropy" in keys) == (row.entropy > 0)
-    assert ("correction" in keys) == (row.correction is not None)
+    assert ("value" in keys) == (algorithm.value is not None)
+    assert ("entropy" in keys) == (algorithm.entropy > 0)
+    assert ("correction" in keys) == (algorithm.correction is not None)
     kinds = {term.key: term.kind for term in found.terms}
-    assert kinds["advantage"] == row.advantage.kind
-    assert kinds["surrogate"] == row.surrogate.kind
-    assert kinds["ratio"] == row.ratio
-    assert kinds["weights"] == row.weights.kind
+    assert kinds["advantage"] == algorithm.advantage.kind
+    assert kinds["surrogate"] == algorithm.surrogate.kind
+    assert kinds["ratio"] == algorithm.ratio
+    assert kinds["weights"] == algorithm.weights.kind
     assert all(term.text and term.source for term in found.terms)
     assert all(term.equations for term in found.terms if term.kind != "none")
 
 
 def test_kinds_of_one_choice_read_differently() -> None:
-    for table in (rows.ADVANTAGES, rows.RATIOS, rows.SURROGATES, rows.WEIGHTS, rows.DIVERGENCES):
-        texts = {explain_row(row).unicode() for row in table.values()}
+    for table in (
+        samples.ADVANTAGES,
+        samples.RATIOS,
+        samples.SURROGATES,
+        samples.WEIGHTS,
+        samples.DIVERGENCES,
+    ):
+        texts = {explain_algorithm(algorithm).unicode() for algorithm in table.values()}
         assert len(texts) == len(table)
 
 
@@ -179,8 +185,8 @@ def test_who_is_in_memory() -> None:
 
 
 def test_a_beta_of_zero_frees_the_reference() -> None:
-    row = rows.row(divergence={"beta": 0.0})
-    found = explain_row(row)
+    algorithm = samples.algorithm(divergence={"beta": 0.0})
+    found = explain_algorithm(algorithm)
     assert found.loaded == ("policy", "reward")
     assert objective(found) == "J(θ) = Σ_n w_n · min(ρ_n A_n, clip(ρ_n, 0.8, 1.2) A_n)"
 
@@ -201,17 +207,17 @@ def test_a_preset_states_its_sources(name: str) -> None:
 
 def test_an_unchanged_row_keeps_the_presets_sources() -> None:
     for name, preset in PRESETS.items():
-        found = explain_row(preset.row, name, Setting(epochs=preset.epochs))
+        found = explain_algorithm(preset.algorithm, name, Setting(epochs=preset.epochs))
         assert {t.key: t.source for t in found.terms} == dict(preset.sources)
 
 
 def test_what_the_recipe_sets_is_said_choice_by_choice() -> None:
-    data = PRESETS["grpo"].row.model_dump()
+    data = PRESETS["grpo"].algorithm.model_dump()
     data["divergence"]["beta"] = 0.5
     data["surrogate"] = {"kind": "sapo"}
     data["entropy"] = 0.01
     data["correction"] = {}
-    found = explain_row(Algorithm.model_validate(data), "grpo", Setting(epochs=2))
+    found = explain_algorithm(Algorithm.model_validate(data), "grpo", Setting(epochs=2))
     stated = {term.key: term.source for term in found.terms}
     sources = PRESETS["grpo"].sources
     assert stated == {
@@ -228,7 +234,7 @@ def test_what_the_recipe_sets_is_said_choice_by_choice() -> None:
 
 
 def test_a_row_without_a_preset_names_the_papers_of_its_equations_alone() -> None:
-    found = explain(rows.row(), name="mine", title="a trial", sources={})
+    found = explain(samples.algorithm(), name="mine", title="a trial", sources={})
     assert {term.key: term.source for term in found.terms} == {
         "advantage": "set in the recipe; the equation: arXiv:2402.03300 §4.1.2",
         "ratio": "set in the recipe; the equation: arXiv:1707.06347 §3",
@@ -236,7 +242,7 @@ def test_a_row_without_a_preset_names_the_papers_of_its_equations_alone() -> Non
         "weights": "set in the recipe; the equation: arXiv:2402.03300 eq. 3",
         "divergence": "set in the recipe",
     }
-    custom = explain(rows.SURROGATES["custom"], name="mine", title="a trial", sources={})
+    custom = explain(samples.SURROGATES["custom"], name="mine", title="a trial", sources={})
     assert custom.terms[2].source == "set in the recipe"
 
 
@@ -244,15 +250,15 @@ def test_an_unknown_preset_is_named_with_the_nearest() -> None:
     with pytest.raises(KeelError, match="unknown algorithm 'gmppo': did you mean 'gmpo'"):
         explain_preset("gmppo")
     with pytest.raises(KeelError, match="known: cispo, dapo"):
-        explain_row(rows.row(), "zzz")
+        explain_algorithm(samples.algorithm(), "zzz")
 
 
 # ---------------------------------------------------------------- the setting
 
 
 def test_what_the_setting_adds_is_said() -> None:
-    row = rows.row(advantage={"kind": "leave_one_out"}, weights={"kind": "constant"})
-    text = " ".join(explain_row(row, "grpo", FULL).unicode().split())
+    algorithm = samples.algorithm(advantage={"kind": "leave_one_out"}, weights={"kind": "constant"})
+    text = " ".join(explain_algorithm(algorithm, "grpo", FULL).unicode().split())
     assert "A_n = R_i − 1/7 Σ_{j≠i} R_j" in text
     assert "w_n = 1 / (S · 640)" in text
     assert "32 prompts of 8 completions, in 5 mini-batches: S ≤ 52" in text
@@ -262,7 +268,7 @@ def test_what_the_setting_adds_is_said() -> None:
     assert "Dynamic sampling" in text
     assert "left out of the loss" in text
     assert "The sampling engine's own log-probabilities" in text
-    bare = " ".join(explain_row(row, "grpo").unicode().split())
+    bare = " ".join(explain_algorithm(algorithm, "grpo").unicode().split())
     assert "w_n = 1 / (S · C)" in bare
     assert "C (the completion budget)" in bare
     assert "1/(G−1)" in bare
@@ -290,8 +296,8 @@ def test_one_update_a_batch_is_said_to_leave_the_ratio_at_one() -> None:
 
 def test_whose_lambda_the_critic_has() -> None:
     def words(**gae: object) -> str:
-        row = rows.row(advantage={"kind": "gae", **gae}, value=rows.VALUE)
-        [term] = [t for t in explain_row(row).json()["terms"] if t["term"] == "value"]
+        algorithm = samples.algorithm(advantage={"kind": "gae", **gae}, value=samples.VALUE)
+        [term] = [t for t in explain_algorithm(algorithm).json()["terms"] if t["term"] == "value"]
         return str(term["text"])
 
     assert "λ = 0.95 as the actor's" in words()
@@ -302,10 +308,10 @@ def test_whose_lambda_the_critic_has() -> None:
 # ---------------------------------------------------------------- on a terminal
 
 
-@pytest.mark.parametrize("name", rows.ALL)
+@pytest.mark.parametrize("name", samples.ALL)
 def test_text_keeps_to_the_terminal(name: str) -> None:
     for context in (Setting(), FULL):
-        found = explain_row(rows.ALL[name], "grpo", context)
+        found = explain_algorithm(samples.ALL[name], "grpo", context)
         for columns in (60, 80, 100, 120):
             text = found.unicode(columns)
             assert all(width(line) <= columns for line in text.split("\n"))
@@ -335,11 +341,13 @@ def test_json_is_plain_and_whole() -> None:
 
 def test_the_count_of_the_deviation_stands_in_the_formula() -> None:
     for ddof, below in ((1, "1 / (G − 1)"), (0, "1/G")):
-        found = explain_row(rows.row(advantage={"kind": "group_relative", "ddof": ddof}))
+        found = explain_algorithm(
+            samples.algorithm(advantage={"kind": "group_relative", "ddof": ddof})
+        )
         assert f"std_g(R)² = {below} · Σ_" in found.unicode()
 
 
 def test_a_value_baseline_is_explained() -> None:
-    text = explain_row(rows.ADVANTAGES["value_baseline"]).unicode()
+    text = explain_algorithm(samples.ADVANTAGES["value_baseline"]).unicode()
     assert "A_n = R_i − V_{q_i}" in text
     assert "R̂_n = Σ_{k≥0} r_{n+k}" in text

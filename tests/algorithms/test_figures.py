@@ -1,4 +1,4 @@
-"""Every figure of a row stands in the formula that is printed for it."""
+"""Every figure of an algorithm stands in the formula that is printed for it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from pydantic import ValidationError
 
 from keel.algorithms import spec
-from keel.algorithms.explain import explain_row
+from keel.algorithms.explain import explain_algorithm
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.terms import Setting
-from tests.algorithms import rows
+from tests.algorithms import samples
 from tests.algorithms.test_explain import formulas, objective
 
 
@@ -26,10 +26,10 @@ def leaves(data: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
         yield path, data
 
 
-def changed(row: Algorithm, path: tuple[str, ...]) -> tuple[Algorithm, float]:
-    """The row with another figure at the path: one that stands nowhere else."""
+def changed(algorithm: Algorithm, path: tuple[str, ...]) -> tuple[Algorithm, float]:
+    """The algorithm with another figure at the path: one that stands nowhere else."""
     for figure in (37, 3.3125, 0.3125):
-        data = row.model_dump()
+        data = algorithm.model_dump()
         table = data
         for key in path[:-1]:
             table = table[key]
@@ -43,9 +43,9 @@ def changed(row: Algorithm, path: tuple[str, ...]) -> tuple[Algorithm, float]:
     raise AssertionError(path)
 
 
-def idle(row: Algorithm, path: tuple[str, ...]) -> bool:
-    """Figures that the row's own kind does not read."""
-    d, c, a = row.divergence, row.correction, row.advantage
+def idle(algorithm: Algorithm, path: tuple[str, ...]) -> bool:
+    """Figures that the algorithm's own kind does not read."""
+    d, c, a = algorithm.divergence, algorithm.correction, algorithm.advantage
     return (
         (path[-1] == "horizon" and d is not None and d.adaptive is not None
          and d.adaptive.rule == "ppo")
@@ -59,17 +59,17 @@ def idle(row: Algorithm, path: tuple[str, ...]) -> bool:
 
 FIGURES = [
     (name, path)
-    for name, row in rows.ALL.items()
-    for path, _ in leaves(row.model_dump())
-    if not idle(row, path) and not (path == ("entropy",) and row.entropy == 0)
+    for name, algorithm in samples.ALL.items()
+    for path, _ in leaves(algorithm.model_dump())
+    if not idle(algorithm, path) and not (path == ("entropy",) and algorithm.entropy == 0)
 ]
 IN_OBJECTIVE = {"surrogate", "value", "entropy"}
 
 
 @pytest.mark.parametrize(("name", "path"), FIGURES, ids=[f"{n}: {'.'.join(p)}" for n, p in FIGURES])
 def test_a_changed_figure_stands_in_the_formula(name: str, path: tuple[str, ...]) -> None:
-    row, figure = changed(rows.ALL[name], path)
-    before, after = (explain_row(r, None, Setting()) for r in (rows.ALL[name], row))
+    algorithm, figure = changed(samples.ALL[name], path)
+    before, after = (explain_algorithm(r, None, Setting()) for r in (samples.ALL[name], algorithm))
     where = objective if path[0] in IN_OBJECTIVE or path[-1] == "beta" else formulas
     one = Decimal(1)
     shown = {str(figure), str(one - Decimal(str(figure))), str(one + Decimal(str(figure)))}
@@ -81,11 +81,13 @@ def test_a_changed_figure_stands_in_the_formula(name: str, path: tuple[str, ...]
 
 
 def test_the_entropy_bonus_enters_the_objective() -> None:
-    assert objective(explain_row(rows.row(entropy=0.25))).endswith("+ 0.25 · 1/N · Σ_n H_n")
-    assert "H_n" not in explain_row(rows.row()).unicode()
+    assert objective(explain_algorithm(samples.algorithm(entropy=0.25))).endswith(
+        "+ 0.25 · 1/N · Σ_n H_n"
+    )
+    assert "H_n" not in explain_algorithm(samples.algorithm()).unicode()
 
 
 def test_the_correction_multiplies_the_surrogate_alone() -> None:
-    text = objective(explain_row(rows.row(correction={}, divergence={})))
+    text = objective(explain_algorithm(samples.algorithm(correction={}, divergence={})))
     assert text.startswith("J(θ) = Σ_n w_n c_n · min(")
     assert "− 0.04 Σ_n w_n · (e^" in text

@@ -13,11 +13,11 @@ from matplotlib.mathtext import MathTextParser
 from torch import Tensor
 
 from keel.algorithms import symbols
-from keel.algorithms.explain import Explanation, explain_preset, explain_row
+from keel.algorithms.explain import Explanation, explain_algorithm, explain_preset
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.terms import Setting
-from tests.algorithms import rows
+from tests.algorithms import samples
 from tests.algorithms.test_explain import FULL
 
 # ---------------------------------------------------------------- from LaTeX to Unicode
@@ -97,18 +97,18 @@ def test_every_formula_typesets() -> None:
     parser = MathTextParser("path")
     found = {
         formula
-        for row in rows.ALL.values()
+        for algorithm in samples.ALL.values()
         for context in (Setting(), FULL)
-        for formula in latex_formulas(explain_row(row, "grpo", context))
+        for formula in latex_formulas(explain_algorithm(algorithm, "grpo", context))
     }
     assert len(found) > 150
     for formula in sorted(found):
         parser.parse(f"${formula}$")
 
 
-@pytest.mark.parametrize("name", rows.ALL)
+@pytest.mark.parametrize("name", samples.ALL)
 def test_the_latex_is_balanced(name: str) -> None:
-    text = explain_row(rows.ALL[name], "grpo", FULL).latex()
+    text = explain_algorithm(samples.ALL[name], "grpo", FULL).latex()
     bare = re.sub(r"\\[{}$%&#_]", "", text)
     depth = 0
     for character in bare:
@@ -157,8 +157,8 @@ def evaluate(expression: str, **signals: Any) -> Any:
     return eval(expression, {"__builtins__": {}}, {**known, **signals})
 
 
-def expression(row: Algorithm, key: str) -> str:
-    [term] = [t for t in explain_row(row).terms if t.key == key]
+def expression(algorithm: Algorithm, key: str) -> str:
+    [term] = [t for t in explain_algorithm(algorithm).terms if t.key == key]
     assert term.expression is not None
     return term.expression
 
@@ -174,12 +174,12 @@ def draws(seed: int = 0) -> dict[str, Tensor]:
 
 
 SURROGATES = {
-    **rows.SURROGATES,
-    "dapo": PRESETS["dapo"].row,
-    "gspo": PRESETS["gspo"].row,
-    "gmpo, uneven": rows.row(surrogate={"kind": "geometric", "low": 0.1, "high": 0.6}),
-    "cispo, floor": rows.row(surrogate={"kind": "cispo", "cap": 1.5, "floor": 0.6}),
-    "sapo": rows.row(
+    **samples.SURROGATES,
+    "dapo": PRESETS["dapo"].algorithm,
+    "gspo": PRESETS["gspo"].algorithm,
+    "gmpo, uneven": samples.algorithm(surrogate={"kind": "geometric", "low": 0.1, "high": 0.6}),
+    "cispo, floor": samples.algorithm(surrogate={"kind": "cispo", "cap": 1.5, "floor": 0.6}),
+    "sapo": samples.algorithm(
         surrogate={"kind": "sapo", "temperature_positive": 0.5, "temperature_negative": 2.0}
     ),
 }
@@ -187,11 +187,11 @@ SURROGATES = {
 
 @pytest.mark.parametrize("name", [n for n in SURROGATES if n != "custom"])
 def test_the_surrogate_is_what_the_loss_computes(name: str) -> None:
-    row, x = SURROGATES[name], draws()
-    log_ratio = x["new"] if row.ratio == "none" else x["new"] - x["old"]
-    wanted = row.surrogate.value(log_ratio, x["advantage"], LENGTHS, x["new"])
+    algorithm, x = SURROGATES[name], draws()
+    log_ratio = x["new"] if algorithm.ratio == "none" else x["new"] - x["old"]
+    wanted = algorithm.surrogate.value(log_ratio, x["advantage"], LENGTHS, x["new"])
     found = evaluate(
-        expression(row, "surrogate"),
+        expression(algorithm, "surrogate"),
         rho=np.exp(log_ratio.numpy()),
         A=x["advantage"].numpy(),
         log_prob=x["new"].numpy(),
@@ -200,10 +200,10 @@ def test_the_surrogate_is_what_the_loss_computes(name: str) -> None:
     np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", [n for n in rows.DIVERGENCES if "full" not in n])
+@pytest.mark.parametrize("name", [n for n in samples.DIVERGENCES if "full" not in n])
 def test_the_divergence_is_what_the_loss_computes(name: str) -> None:
-    row, x = rows.DIVERGENCES[name], draws(1)
-    d = row.divergence
+    algorithm, x = samples.DIVERGENCES[name], draws(1)
+    d = algorithm.divergence
     assert d is not None
     other = x["old"] if d.to == "old" else x["ref"]
     if d.where == "reward":
@@ -211,7 +211,7 @@ def test_the_divergence_is_what_the_loss_computes(name: str) -> None:
     else:
         wanted = d.value(x["new"], x["old"], x["ref"], None)
     found = evaluate(
-        expression(row, "divergence"),
+        expression(algorithm, "divergence"),
         d=(x["new"] - other).numpy(),
         rho=np.exp((x["new"] - x["old"]).numpy()),
     )
@@ -219,10 +219,10 @@ def test_the_divergence_is_what_the_loss_computes(name: str) -> None:
     np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("kind", rows.WEIGHTS)
+@pytest.mark.parametrize("kind", samples.WEIGHTS)
 def test_the_weights_are_what_the_loss_computes(kind: str) -> None:
-    wanted = rows.WEIGHTS[kind].weights.value(LENGTHS, 99)
-    text = expression(rows.WEIGHTS[kind], "weights")
+    wanted = samples.WEIGHTS[kind].weights.value(LENGTHS, 99)
+    text = expression(samples.WEIGHTS[kind], "weights")
     lengths = LENGTHS.numpy()[INDEX]
     found = evaluate(text, S=3, N=13, L=lengths) * np.ones(13)
     np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-15)
@@ -231,11 +231,16 @@ def test_the_weights_are_what_the_loss_computes(kind: str) -> None:
 @pytest.mark.parametrize("clip", [0.2, None])
 def test_the_value_loss_is_what_the_loss_computes(clip: float | None) -> None:
     x = draws(2)
-    row = rows.row(advantage={"kind": "gae"}, value={"coefficient": 0.3, "clip": clip})
-    assert row.value is not None
-    wanted, _ = row.value.value(x["new"], x["old"], x["ref"])
+    algorithm = samples.algorithm(
+        advantage={"kind": "gae"}, value={"coefficient": 0.3, "clip": clip}
+    )
+    assert algorithm.value is not None
+    wanted, _ = algorithm.value.value(x["new"], x["old"], x["ref"])
     found = evaluate(
-        expression(row, "value"), V=x["new"].numpy(), V_old=x["old"].numpy(), R=x["ref"].numpy()
+        expression(algorithm, "value"),
+        V=x["new"].numpy(),
+        V_old=x["old"].numpy(),
+        R=x["ref"].numpy(),
     )
     np.testing.assert_allclose(found, 0.3 * wanted.numpy(), rtol=1e-13)
 
@@ -243,10 +248,12 @@ def test_the_value_loss_is_what_the_loss_computes(clip: float | None) -> None:
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
 def test_the_correction_is_what_the_loss_computes(kind: str) -> None:
     x = draws(3)
-    row = rows.row(correction={"kind": kind, "cap": 1.5})
-    assert row.correction is not None
-    wanted = row.correction.value(x["engine"], x["old"], LENGTHS)
-    found = evaluate(expression(row, "correction"), omega=np.exp((x["old"] - x["engine"]).numpy()))
+    algorithm = samples.algorithm(correction={"kind": kind, "cap": 1.5})
+    assert algorithm.correction is not None
+    wanted = algorithm.correction.value(x["engine"], x["old"], LENGTHS)
+    found = evaluate(
+        expression(algorithm, "correction"), omega=np.exp((x["old"] - x["engine"]).numpy())
+    )
     np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-13)
 
 
@@ -263,13 +270,13 @@ def enumerated(name: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
     old, ref = torch.randn(2, 5, dtype=torch.float64).log_softmax(-1)
     new = logits.log_softmax(-1)
-    d = rows.DIVERGENCES[name].divergence
+    d = samples.DIVERGENCES[name].divergence
     assert d is not None
     sampled_by_old = d.unbiased or d.to == "old"
     sampler = (old if sampled_by_old else new.detach()).exp()
     other = old if d.to == "old" else ref
     difference, rho = new - other, (new - old).exp()
-    text = expression(rows.DIVERGENCES[name], "divergence")
+    text = expression(samples.DIVERGENCES[name], "divergence")
     known = {"exp": torch.exp, "abs": torch.abs, "d": difference, "rho": rho}
     estimate = eval(text, {"__builtins__": {}}, known)
     if d.where == "reward":
@@ -317,7 +324,7 @@ def test_an_estimator_does_what_its_text_says(name: str) -> None:
     )
     # Sums of five terms in float64.
     torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-12)
-    terms = explain_row(rows.DIVERGENCES[name]).json()["terms"]
+    terms = explain_algorithm(samples.DIVERGENCES[name]).json()["terms"]
     text = next(t["text"] for t in terms if t["term"] == "divergence")
     if said_value is not None:
         torch.testing.assert_close(expected, kls[said_value], rtol=1e-10, atol=1e-12)
@@ -330,8 +337,8 @@ def test_an_estimator_does_what_its_text_says(name: str) -> None:
 
 
 def test_the_token_wise_ones_say_that_states_are_held_fixed() -> None:
-    for name, row in rows.DIVERGENCES.items():
-        text = " ".join(explain_row(row).unicode().split())
+    for name, algorithm in samples.DIVERGENCES.items():
+        text = " ".join(explain_algorithm(algorithm).unicode().split())
         fixed = "with the distribution of states held fixed" in text
         assert fixed == ("reward" not in name), name
     exact = " ".join(explain_preset("rloo").unicode().split())

@@ -45,9 +45,14 @@ def test_a_page_has_its_sections_and_size(name: str) -> None:
 def test_the_index_names_each_row() -> None:
     index = (FOLDER / "README.md").read_text(encoding="utf-8")
     for name, preset in PRESETS.items():
-        row, paper = preset.row, preset.paper
+        algorithm, paper = preset.algorithm, preset.paper
         line = next(x for x in index.splitlines() if x.startswith(f"| [{name}]({name}.md) |"))
-        kinds = (row.advantage.kind, row.ratio, row.surrogate.kind, row.weights.kind)
+        kinds = (
+            algorithm.advantage.kind,
+            algorithm.ratio,
+            algorithm.surrogate.kind,
+            algorithm.weights.kind,
+        )
         assert all(f"| {kind} |" in line for kind in kinds)
         assert line.endswith(f"| {paper} |")
-        assert ("| none | " + paper in line) == (row.divergence is None)
+        assert ("| none | " + paper in line) == (algorithm.divergence is None)

@@ -113,7 +113,7 @@ KEELS_CHOICE = {
 
 
 def contains(found: Any, wanted: Any) -> bool:
-    """Whether every figure that the table gives stands in the row."""
+    """Whether every figure that the table gives stands in the algorithm."""
     if isinstance(wanted, dict):
         return isinstance(found, dict) and all(
             key in found and contains(found[key], value) for key, value in wanted.items()
@@ -131,7 +131,7 @@ def test_the_table_names_the_presets_in_order() -> None:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_a_preset_has_the_figures_of_the_table(name: str) -> None:
-    row = PRESETS[name].row.model_dump()
+    algorithm = PRESETS[name].algorithm.model_dump()
     advantage, ratio, surrogate, weights, divergence, value, epochs = TABLE[name]
     wanted = {
         "advantage": advantage,
@@ -143,7 +143,11 @@ def test_a_preset_has_the_figures_of_the_table(name: str) -> None:
         "entropy": 0.0,
         "correction": None,
     }
-    wrong = {key: row[key] for key, figure in wanted.items() if not contains(row[key], figure)}
+    wrong = {
+        key: algorithm[key]
+        for key, figure in wanted.items()
+        if not contains(algorithm[key], figure)
+    }
     assert wrong == {}
     assert PRESETS[name].epochs == epochs
     assert PRESETS[name].minibatches == MINIBATCHES.get(name, 1)
@@ -159,7 +163,7 @@ def test_only_dapo_brings_sampling_of_its_own() -> None:
 def test_every_choice_in_use_has_a_source(name: str) -> None:
     preset = PRESETS[name]
     used = {"advantage", "ratio", "surrogate", "weights", "divergence"}
-    used |= {"value"} if preset.row.value is not None else set()
+    used |= {"value"} if preset.algorithm.value is not None else set()
     used |= {"epochs"} if preset.epochs * preset.minibatches > 1 else set()
     assert set(preset.sources) == used
     assert all(
@@ -176,16 +180,16 @@ def test_what_no_paper_fixes_is_marked(name: str, choices: set[str]) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_row_survives_being_written_out(name: str) -> None:
-    row = PRESETS[name].row
-    assert Algorithm.model_validate(row.model_dump()) == row
+    algorithm = PRESETS[name].algorithm
+    assert Algorithm.model_validate(algorithm.model_dump()) == algorithm
 
 
 def test_rows_are_frozen_and_presets_too() -> None:
-    row = PRESETS["grpo"].row
+    algorithm = PRESETS["grpo"].algorithm
     with pytest.raises(ValidationError, match="frozen"):
-        row.ratio = "sequence"  # type: ignore[misc]
+        algorithm.ratio = "sequence"  # type: ignore[misc]
     with pytest.raises(ValidationError, match="frozen"):
-        row.advantage.epsilon = 0.0  # type: ignore[union-attr, misc]
+        algorithm.advantage.epsilon = 0.0  # type: ignore[union-attr, misc]
     with pytest.raises(TypeError):
         PRESETS["mine"] = PRESETS["grpo"]  # type: ignore[index]
 
@@ -200,7 +204,7 @@ def test_rows_are_frozen_and_presets_too() -> None:
     ],
 )
 def test_an_unknown_key_is_refused(path: tuple[str, ...], value: object) -> None:
-    data = PRESETS["grpo"].row.model_dump()
+    data = PRESETS["grpo"].algorithm.model_dump()
     table = data
     for key in path[:-1]:
         table = table[key]
@@ -211,14 +215,14 @@ def test_an_unknown_key_is_refused(path: tuple[str, ...], value: object) -> None
 
 @pytest.mark.parametrize("value", ["0.04", True, float("nan"), float("inf"), -0.1])
 def test_a_figure_must_be_a_finite_number(value: object) -> None:
-    data = PRESETS["grpo"].row.model_dump()
+    data = PRESETS["grpo"].algorithm.model_dump()
     data["divergence"]["beta"] = value
     with pytest.raises(ValidationError, match=r"divergence\.beta"):
         Algorithm.model_validate(data)
 
 
 def test_none_in_words_unsets_what_may_be_absent() -> None:
-    data = PRESETS["ppo"].row.model_dump()
+    data = PRESETS["ppo"].algorithm.model_dump()
     data["divergence"] = "none"
     assert Algorithm.model_validate(data).divergence is None
     data["value"]["clip"] = "none"

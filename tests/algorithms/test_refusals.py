@@ -25,7 +25,7 @@ REWARD = {"to": "reference", "where": "reward"}
 
 # Changes to the valid algorithm, a part of the reason, and a fix.
 CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
-    ({"surrogate": {"kind": "log_prob"}}, "has no ratio in it", {"ratio": "none"}),
+    ({"surrogate": {"kind": "log_prob"}}, "has no ratio", {"ratio": "none"}),
     ({"ratio": "none"}, "leaves it nothing", {"surrogate": {"kind": "log_prob"}}),
     (
         {"surrogate": {"kind": "geometric"}, "ratio": "sequence"},
@@ -129,10 +129,10 @@ def test_the_unchanged_algorithm_is_accepted() -> None:
     assert list(spec.contradictions(Algorithm.model_validate(SOUND))) == []
 
 
-def refusal(row: dict[str, Any]) -> str:
+def refusal(algorithm: dict[str, Any]) -> str:
     """The one reason that an invalid algorithm is refused with."""
     with pytest.raises(ValidationError) as caught:
-        Algorithm.model_validate(row)
+        Algorithm.model_validate(algorithm)
     [error] = caught.value.errors()
     return error["msg"]
 
@@ -192,26 +192,26 @@ def test_bounds_that_exclude_the_on_policy_ratio_are_refused(
 
 @pytest.mark.parametrize("ratio", ["token", "sequence", "sequence_product", "sequence_token"])
 def test_a_value_baseline_is_accepted_with_every_ratio(ratio: str) -> None:
-    row = {**SOUND, "ratio": ratio, "advantage": {"kind": "value_baseline"}, "value": VALUE}
-    assert Algorithm.model_validate(row).needs_value
+    algorithm = {**SOUND, "ratio": ratio, "advantage": {"kind": "value_baseline"}, "value": VALUE}
+    assert Algorithm.model_validate(algorithm).needs_value
     with pytest.raises(ValidationError, match="reads a value model and none is trained"):
-        Algorithm.model_validate({**row, "value": None})
+        Algorithm.model_validate({**algorithm, "value": None})
 
 
 @pytest.mark.parametrize("kind", ["gae", "td", "n_step", "monte_carlo"])
 @pytest.mark.parametrize("ratio", ["sequence", "sequence_product"])
 def test_a_sequence_ratio_refuses_per_token_advantages(kind: str, ratio: str) -> None:
-    row = {**SOUND, "ratio": ratio, "advantage": {"kind": kind}, "value": VALUE}
+    algorithm = {**SOUND, "ratio": ratio, "advantage": {"kind": kind}, "value": VALUE}
     with pytest.raises(ValidationError, match="differs from token to token"):
-        Algorithm.model_validate(row)
+        Algorithm.model_validate(algorithm)
 
 
 def test_a_return_to_go_is_per_token_only_with_discount_or_per_token_rewards() -> None:
-    def row(gamma: float, divergence: object) -> dict[str, Any]:
+    def algorithm(gamma: float, divergence: object) -> dict[str, Any]:
         advantage = {"kind": "monte_carlo", "baseline": "batch_mean", "gamma": gamma}
         return {**SOUND, "ratio": "sequence", "advantage": advantage, "divergence": divergence}
 
-    Algorithm.model_validate(row(1.0, None))
-    for per_token in (row(0.9, None), row(1.0, {**REWARD, "estimator": "k1"})):
+    Algorithm.model_validate(algorithm(1.0, None))
+    for per_token in (algorithm(0.9, None), algorithm(1.0, {**REWARD, "estimator": "k1"})):
         with pytest.raises(ValidationError, match="differs from token to token"):
             Algorithm.model_validate(per_token)

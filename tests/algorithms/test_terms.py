@@ -10,7 +10,7 @@ import torch
 
 from keel.algorithms.spec import Algorithm, Cispo, Clip, CustomSurrogate, Geometric, Unclipped
 from keel.algorithms.surrogates import SurrogateTerm
-from tests.algorithms import rows
+from tests.algorithms import samples
 
 OTHER = {"low": 0.1, "high": 0.3, "dual": 1.5, "cap": 1.2, "floor": 0.9}
 """Values other than the defaults; 2.0 for any other parameter."""
@@ -58,4 +58,4 @@ def test_the_edges_of_a_surrogate_are_where_it_turns(
 def test_every_kind_of_surrogate_is_in_the_schema() -> None:
     schema = Algorithm.model_json_schema()["properties"]["surrogate"]
     kinds = {term.model_fields["kind"].default for term in SurrogateTerm.__subclasses__()}
-    assert set(schema["discriminator"]["mapping"]) == kinds == rows.kinds(rows.spec.Surrogate)
+    assert set(schema["discriminator"]["mapping"]) == kinds == samples.kinds(samples.spec.Surrogate)

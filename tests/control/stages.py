@@ -28,7 +28,7 @@ def q_learning(name: str, *overrides: str) -> QLearningStage:
 def policy_gradient(preset: str, name: str, *overrides: str) -> PolicyGradientStage:
     """A small one without a reference policy."""
     row: dict[str, Any] = {"preset": preset}
-    found = PRESETS[preset].row
+    found = PRESETS[preset].algorithm
     if found.divergence is not None and found.divergence.to == "reference":
         row["divergence"] = "none"
     if found.value is not None:

@@ -24,7 +24,7 @@ def judged(*rewards: float) -> RolloutRewards:
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline", "grpo"])
 def test_a_silent_sequence_gets_zero_and_leaves_the_whitening(name: str) -> None:
-    row = PRESETS[name].row.model_copy(update={"divergence": None})
+    row = PRESETS[name].algorithm.model_copy(update={"divergence": None})
     if name == "grpo":
         row = row.model_copy(update={"advantage": GroupRelative(whiten=True)})
     made = blank(LENGTHS, GROUPS)
@@ -37,7 +37,7 @@ def test_a_silent_sequence_gets_zero_and_leaves_the_whitening(name: str) -> None
 
 def test_a_value_baseline_is_one_number_a_sequence_and_its_returns_go_to_the_end() -> None:
     """With the divergence in the reward: A = Σ r − V(first state), returns Σ of what follows."""
-    data = {**PRESETS["ppo"].row.model_dump(), "advantage": {"kind": "value_baseline"}}
+    data = {**PRESETS["ppo"].algorithm.model_dump(), "advantage": {"kind": "value_baseline"}}
     row = Algorithm.model_validate({**data, "ratio": "sequence"})
     made = sample(LENGTHS, GROUPS, 3, shift=0.0).batch
     assert made.old_log_prob_N is not None
@@ -79,7 +79,7 @@ def group(*rewards: tuple[float | None, tuple[Step, ...]]) -> tuple[Group, tuple
 
 def test_a_greedy_completion_without_reward_is_no_baseline() -> None:
     made, verdicts = group((1.0, ()), (3.0, ()))
-    row = PRESETS["remax"].row.model_copy(update={"divergence": None})
+    row = PRESETS["remax"].algorithm.model_copy(update={"divergence": None})
     batch = from_groups([made])
     for baseline, expected in ((0.5, [0.5] * 3 + [2.5] * 3), (NAN, [0.0] * 6)):
         found = estimate(row, batch, outcome([made], [verdicts], [baseline]), 0.0).advantage_N
@@ -107,7 +107,7 @@ def test_what_a_reward_holds_beside_its_steps_is_a_step_at_the_end() -> None:
 def test_a_batch_without_any_step_learns_from_each_answers_reward_as_its_step() -> None:
     """As where a gate shuts every completion out: equal rewards, so nothing to learn."""
     made, verdicts = group((1.0, ()), (0.0, ()))
-    row: Algorithm = PRESETS["grpo_process"].row.model_copy(update={"divergence": None})
+    row: Algorithm = PRESETS["grpo_process"].algorithm.model_copy(update={"divergence": None})
     batch = from_groups([made])
     apart = estimate(row, batch, outcome([made], [verdicts], None), 0.0).advantage_N
     assert apart is not None

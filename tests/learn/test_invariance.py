@@ -33,7 +33,7 @@ def made_for(row: Algorithm, seed: int = 0) -> Sample:
     return made
 
 
-ROWS = {name: with_everything(preset.row) for name, preset in PRESETS.items()}
+ROWS = {name: with_everything(preset.algorithm) for name, preset in PRESETS.items()}
 SPLITS = {
     "one": [[0, 1, 2, 3, 4, 5]],
     "two": [[0, 1, 2], [3, 4, 5]],
@@ -57,7 +57,7 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches_or_ranks(name: str, sp
 @pytest.mark.parametrize("name", ROWS)
 def test_a_twin_that_averages_each_micro_batch_is_caught(name: str) -> None:
     """Weights computed in each micro-batch, then averaged: the usual mistake."""
-    row = PRESETS[name].row
+    row = PRESETS[name].algorithm
     made = made_for(row)
     _, whole = gradient(row, made, SPLITS["one"])
     halves = []
@@ -124,8 +124,8 @@ def test_on_policy_the_ratio_is_one_bitwise_and_rows_agree() -> None:
     batch = replace(made.batch, old_log_prob_N=None)
     found = {}
     for name in ("grpo", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dapo", "opo"):
-        weights = PRESETS["grpo"].row.weights
-        row = PRESETS[name].row.model_copy(update={"weights": weights, "divergence": None})
+        weights = PRESETS["grpo"].algorithm.weights
+        row = PRESETS[name].algorithm.model_copy(update={"weights": weights, "divergence": None})
         leaf = made.log_prob_N.clone().requires_grad_()
         whole = prepare(row, batch, made.estimates, 16)
         out = loss(row, whole, Scores(leaf, None, None, None), 0.0)

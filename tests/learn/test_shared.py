@@ -155,7 +155,7 @@ def still(row: Algorithm) -> TrainBatch[Batch]:
 
 
 def row_of(name: str, **changes: object) -> Algorithm:
-    return PRESETS[name].row.model_copy(update=changes)
+    return PRESETS[name].algorithm.model_copy(update=changes)
 
 
 ROWS = {

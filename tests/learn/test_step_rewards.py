@@ -38,7 +38,7 @@ def steps(*rewards: float) -> Verdict:
 
 
 def row(name: str) -> Algorithm:
-    return PRESETS[name].row.model_copy(update={"divergence": None})
+    return PRESETS[name].algorithm.model_copy(update={"divergence": None})
 
 
 def advantages(chosen: Algorithm, *verdicts: Verdict, tokens: int = 3) -> list[list[float]]:

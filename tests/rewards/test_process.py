@@ -227,7 +227,7 @@ def test_verdicts_become_the_advantages_of_process_supervision(
     # The tool's two tokens are none of the policy's: "a\n12b" and its end are four written ones.
     assert judged.step_end_K.tolist() == [1, 3, 1, 4, 6, 0, 1, 3, 0]
     assert judged.step_sequence_K.tolist() == [0, 0, 1, 1, 1, 2, 3, 3, 4]
-    row = PRESETS["grpo_process"].row.model_copy(update={"divergence": None})
+    row = PRESETS["grpo_process"].algorithm.model_copy(update={"divergence": None})
     found = estimate(row, from_groups(groups), judged, 0.0).advantage_N
     assert found is not None
     expected: list[float] = []

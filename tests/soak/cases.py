@@ -67,7 +67,7 @@ def _varies(name: str) -> Shows:
 
 
 def _preset(name: str) -> tuple[Make, Shows]:
-    reward = STEPWISE if PRESETS[name].row.needs_steps else DENSE
+    reward = STEPWISE if PRESETS[name].algorithm.needs_steps else DENSE
     return _rl(f"algorithm.preset={name}", reward, "steps=3")
 
 

@@ -20,7 +20,7 @@ STEPS = "rewards.functions=[{function='tests.training.rewards:digits_in_order'}]
 
 
 def overrides(name: str) -> list[str]:
-    reward = STEPS if PRESETS[name].row.needs_steps else DENSE
+    reward = STEPS if PRESETS[name].algorithm.needs_steps else DENSE
     return [f"algorithm.preset={name}", reward, "steps=2", "evaluation.prompts=4"]
 
 
@@ -31,7 +31,7 @@ def test_a_preset_trains_and_logs_what_the_glossary_knows(name: str, tmp_path: P
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["grad_norm"] > 0 for row in rows), "nothing was learned from"
     assert unknown(set(rows[0]) - {"stage", "step"}) == []
-    row = PRESETS[name].row
+    row = PRESETS[name].algorithm
     assert ("kl/reference" in rows[1] or "kl" in rows[1]) == (row.divergence is not None)
     assert ("value/loss" in rows[1]) == row.needs_value
     assert ("reward/greedy" in rows[1]) == row.needs_greedy

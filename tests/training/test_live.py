@@ -228,7 +228,7 @@ def test_keywords_are_keys_of_the_recipe_nested_or_with_dots() -> None:
 def test_an_algorithm_is_a_name_a_preset_or_an_object(preset: str) -> None:
     named = stage_of(algorithm=preset)
     assert stage_of(algorithm=PRESETS[preset]) == named
-    row = stage_of(algorithm=PRESETS[preset].row).algorithm
+    row = stage_of(algorithm=PRESETS[preset].algorithm).algorithm
     assert row.model_dump() | {"preset": preset} == named.algorithm.model_dump()
     assert stage_of(algorithm=named.algorithm).algorithm == named.algorithm
 

@@ -1,1 +1,1 @@
-"""Algorithms as data: rows of five choices, the papers' presets, and the formula they stand for."""
+"""Algorithms as data: five choices each, the papers' presets, and the formula they stand for."""

@@ -66,7 +66,7 @@ class AdvantageTerm(TermChoice):
         """What the value model is regressed on, of shape (N,): A + V."""
         return gae.returns(advantage_N, signals.need("value_N"))
 
-    def describe(self, row: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
         """The equations of A, without the whitening."""
         raise NotImplementedError
 
@@ -90,32 +90,32 @@ class AdvantageTerm(TermChoice):
         """Whether it compares completions of one prompt, with these parameters."""
         return self.reads_groups
 
-    def varies(self, row: Algorithm) -> bool:
+    def varies(self, algorithm: Algorithm) -> bool:
         """Whether it may differ between the tokens of one sequence."""
         return self.bootstraps or self.reads_steps
 
 
-def return_symbol(row: Algorithm) -> str:
+def return_symbol(algorithm: Algorithm) -> str:
     """The reward of a whole completion: with a tilde where the divergence was taken from it."""
-    return r"\tilde{R}" if _penalised(row) else "R"
+    return r"\tilde{R}" if _penalised(algorithm) else "R"
 
 
-def _penalised(row: Algorithm) -> bool:
-    return row.reward_divergence is not None and row.reward_divergence.active
+def _penalised(algorithm: Algorithm) -> bool:
+    return algorithm.reward_divergence is not None and algorithm.reward_divergence.active
 
 
-def _less(row: Algorithm) -> str:
-    return ", less the divergence on every token" if _penalised(row) else ""
+def _less(algorithm: Algorithm) -> str:
+    return ", less the divergence on every token" if _penalised(algorithm) else ""
 
 
-def _rewards(row: Algorithm) -> str:
-    return f"$r_n$ is the completion's reward on its last token and 0 before{_less(row)}"
+def _rewards(algorithm: Algorithm) -> str:
+    return f"$r_n$ is the completion's reward on its last token and 0 before{_less(algorithm)}"
 
 
-def _state(row: Algorithm) -> str:
+def _state(algorithm: Algorithm) -> str:
     return (
-        f"{_rewards(row)}; $V_n$ is the value model's estimate before token $n$ is written, 0 "
-        "after the last: a completion cut at the budget ends like any other. The recursion skips "
+        f"{_rewards(algorithm)}; $V_n$ is the value model's estimate before token $n$ is written, "
+        "0 after the last: a completion cut at the budget ends like any other. The recursion skips "
         "tool output, it does not decay through it."
     )
 
@@ -142,7 +142,7 @@ def _temporal(signals: Signals, gamma: float) -> tuple[Tensor, Tensor]:
 class GAE(AdvantageTerm):
     """Generalised advantage estimation.
 
-    `critic_lam` None means the actor's λ, or 1 beside an adaptive one (VAPO).
+    `critic_lam` None means the actor's λ, or 1 with an adaptive one (VAPO).
     """
 
     kind: Literal["gae"] = "gae"
@@ -159,7 +159,7 @@ class GAE(AdvantageTerm):
 
     @property
     def _returns_lam(self) -> float | None:
-        """λ of the returns where it is not the actor's; 1 beside a length-adaptive actor."""
+        """λ of the returns where it is not the actor's; 1 with a length-adaptive actor."""
         if self.critic_lam is None and self.adaptive_alpha is not None:
             return 1.0
         return self.critic_lam
@@ -178,7 +178,7 @@ class GAE(AdvantageTerm):
             advantage_N = gae.gae(delta_N, continues_N, gamma=self.gamma, lam=self._returns_lam)
         return super().returns(signals, advantage_N)
 
-    def describe(self, row: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
         gamma, lam = number(self.gamma), number(self.lam)
         equations = [_td(r"\delta_n", self.gamma)]
         figures = rf"$\gamma = {gamma}$, $\lambda = {lam}$."
@@ -190,7 +190,7 @@ class GAE(AdvantageTerm):
                 rf"(VAPO's rule, $\alpha = {alpha}$)."
             )
         total = equation(A, rf"\sum_{{k\geq0}} ({gamma} \cdot {lam})^k \, \delta_{{n+k}}")
-        text = f"Generalised advantage estimation, {figures} {_state(row)}"
+        text = f"Generalised advantage estimation, {figures} {_state(algorithm)}"
         return Description((total, *equations), text)
 
     def describe_returns(self) -> tuple[Equation, str]:
@@ -218,8 +218,8 @@ class MonteCarlo(AdvantageTerm):
     def uses_value(self) -> bool:
         return self.baseline == "value"
 
-    def varies(self, row: Algorithm) -> bool:
-        return self.uses_value or self.gamma < 1 or row.reward_divergence is not None
+    def varies(self, algorithm: Algorithm) -> bool:
+        return self.uses_value or self.gamma < 1 or algorithm.reward_divergence is not None
 
     def value(self, signals: Signals) -> Tensor:
         return gae.monte_carlo(
@@ -231,18 +231,18 @@ class MonteCarlo(AdvantageTerm):
             baseline=self.baseline,
         )
 
-    def describe(self, row: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
         parts, words = {
             "value": (
                 ("- V_n",),
-                f"The return to go less the value model's estimate. {_state(row)}",
+                f"The return to go less the value model's estimate. {_state(algorithm)}",
             ),
             "batch_mean": (
-                (rf"- \mathrm{{mean}}_S({return_symbol(row)})",),
+                (rf"- \mathrm{{mean}}_S({return_symbol(algorithm)})",),
                 "The return to go less the mean reward of all completions of the step. "
-                f"{_rewards(row)}.",
+                f"{_rewards(algorithm)}.",
             ),
-            "none": ((), f"The return to go, with no baseline. {_rewards(row)}."),
+            "none": ((), f"The return to go, with no baseline. {_rewards(algorithm)}."),
         }[self.baseline]
         return Description(
             (equation(A, _to_go(self.gamma), *parts),), f"{words} $\\gamma = {number(self.gamma)}$."
@@ -261,8 +261,8 @@ class TD(AdvantageTerm):
     def value(self, signals: Signals) -> Tensor:
         return _temporal(signals, self.gamma)[0]
 
-    def describe(self, row: Algorithm, setting: Setting) -> Description:
-        text = f"The one-step temporal difference: least variance, most bias. {_state(row)}"
+    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
+        text = f"The one-step temporal difference: least variance, most bias. {_state(algorithm)}"
         return Description((_td(A, self.gamma),), text)
 
 
@@ -280,12 +280,12 @@ class NStep(AdvantageTerm):
         delta_N, continues_N = _temporal(signals, self.gamma)
         return gae.n_step(delta_N, continues_N, gamma=self.gamma, steps=self.steps)
 
-    def describe(self, row: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
         gamma = number(self.gamma)
         total = equation(A, rf"\sum_{{0\leq k<{self.steps}}} {gamma}^k \, \delta_{{n+k}}")
         text = (
             f"The temporal differences of the next {self.steps} tokens: rewards so far, then the "
-            f"value model's estimate. {_state(row)}"
+            f"value model's estimate. {_state(algorithm)}"
         )
         return Description((total, _td(r"\delta_n", self.gamma)), text)
 
@@ -310,8 +310,8 @@ class GroupRelative(AdvantageTerm):
             ddof=self.ddof,
         )
 
-    def describe(self, row: Algorithm, setting: Setting) -> Description:
-        reward = return_symbol(row)
+    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
+        reward = return_symbol(algorithm)
         centred = rf"{reward}_i - \mathrm{{mean}}_g({reward})"
         mean = rf"$\mathrm{{mean}}_g$ is over {_over(setting)}"
         if self.scale == "none":
@@ -350,8 +350,8 @@ class LeaveOneOut(AdvantageTerm):
     def value(self, signals: Signals) -> Tensor:
         return group.leave_one_out(signals.reward_S, signals.groups_S)
 
-    def describe(self, row: Algorithm, setting: Setting) -> Description:
-        reward, size = return_symbol(row), setting.group_size
+    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
+        reward, size = return_symbol(algorithm), setting.group_size
         others, count = ("G-1", "$G$") if size is None else (str(size - 1), str(size))
         text = (
             "The reward less the mean reward of the other completions of the prompt, of "
@@ -372,8 +372,8 @@ class Optimal(AdvantageTerm):
     def value(self, signals: Signals) -> Tensor:
         return group.optimal(signals.reward_S, signals.groups_S, signals.lengths_S)
 
-    def describe(self, row: Algorithm, setting: Setting) -> Description:
-        reward = return_symbol(row)
+    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
+        reward = return_symbol(algorithm)
         mean = rf"- \frac{{\sum_{{j\in g}} L_j {reward}_j}}{{\sum_{{j\in g}} L_j}}"
         text = (
             f"The baseline weighs {_over(setting)} by their length $L_j$ in tokens: the one of "
@@ -394,8 +394,8 @@ class BatchNormalised(AdvantageTerm):
     def uses_groups(self) -> bool:
         return self.group_baseline
 
-    def varies(self, row: Algorithm) -> bool:
-        return self.gamma < 1 or row.reward_divergence is not None
+    def varies(self, algorithm: Algorithm) -> bool:
+        return self.gamma < 1 or algorithm.reward_divergence is not None
 
     def value(self, signals: Signals) -> Tensor:
         # The group's baseline is of the outcome alone; the penalty is subtracted token by token.
@@ -408,7 +408,7 @@ class BatchNormalised(AdvantageTerm):
             group_baseline=self.group_baseline,
         )
 
-    def describe(self, row: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
         reward = (
             r"the completion's reward less the mean reward of its group, "
             r"$R_i - \mathrm{mean}_g(R)$,"
@@ -417,7 +417,7 @@ class BatchNormalised(AdvantageTerm):
         )
         text = (
             rf"The return to go, $\gamma = {number(self.gamma)}$; $r_n$ is {reward} on the last "
-            f"token and 0 before{_less(row)}."
+            f"token and 0 before{_less(algorithm)}."
         )
         return Description((equation(A, _to_go(self.gamma)),), text)
 
@@ -433,12 +433,12 @@ class GreedyBaseline(AdvantageTerm):
     def value(self, signals: Signals) -> Tensor:
         return group.greedy_baseline(signals.reward_S, signals.need("baseline_S"))
 
-    def describe(self, row: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
         text = (
             r"$R_\mathrm{greedy}$ is the reward of the greedy completion of the same prompt, "
-            "sampled and scored beside the others and never trained on. It needs no group."
+            "sampled and scored with the others and never trained on. It needs no group."
         )
-        total = equation(A, f"{return_symbol(row)}_i", r"- R_\mathrm{greedy}")
+        total = equation(A, f"{return_symbol(algorithm)}_i", r"- R_\mathrm{greedy}")
         return Description((total,), text)
 
 
@@ -460,7 +460,7 @@ class ProcessGroupRelative(AdvantageTerm):
             epsilon=self.epsilon,
         )
 
-    def describe(self, row: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
         below = r"\mathrm{std}_g(r)"
         if self.epsilon > 0:
             below += f" + {number(self.epsilon)}"
@@ -469,7 +469,7 @@ class ProcessGroupRelative(AdvantageTerm):
         text = (
             "$r_k$ is the reward of reasoning step $k$; mean and unbiased standard deviation are "
             f"over all steps of {_over(setting)}. A token gets the sum of the normalised rewards "
-            "of its completion's steps that end at it or after it; tokens behind the last step "
+            "of its completion's steps that end at it or after it; tokens after the last step "
             "get 0."
         )
         return Description((total, steps), text)
@@ -493,14 +493,14 @@ class ValueBaseline(AdvantageTerm):
         return_N = gae.returns_to_go(signals.reward_N, signals.lengths_S, gamma=1.0)
         return signals.need("value_N").where(return_N.isnan(), return_N)
 
-    def describe(self, row: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
         text = (
             "The completion as one action: its reward less the value model's estimate $V_{q_i}$ "
             "for its prompt, read at the prompt's last token, before anything is written. One "
             "number for all tokens of a completion, so that one ratio for each completion goes "
             "with it."
         )
-        return Description((equation(A, f"{return_symbol(row)}_i", "- V_{q_i}"),), text)
+        return Description((equation(A, f"{return_symbol(algorithm)}_i", "- V_{q_i}"),), text)
 
     def describe_returns(self) -> tuple[Equation, str]:
         text = (
@@ -528,10 +528,10 @@ class CustomAdvantage(AdvantageTerm):
     def uses_value(self) -> bool:
         return self.needs_value
 
-    def varies(self, row: Algorithm) -> bool:
+    def varies(self, algorithm: Algorithm) -> bool:
         return self.per_token
 
-    def describe(self, row: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
         formula, given = user_function(self.function, self.options, r"\mathrm{batch}")
         per = "token" if self.per_token else "completion"
         text = (

@@ -151,17 +151,17 @@ class Divergence(Row):
         formula = self._estimator()[0]
         return f"({formula})" if any(sign in formula[1:] for sign in ("+ ", "- ")) else formula
 
-    def in_reward(self, row: Algorithm) -> tuple[Equation, ...]:
+    def in_reward(self, algorithm: Algorithm) -> tuple[Equation, ...]:
         """How the divergence enters the reward, if it does."""
         if self.where == "loss" or not self.active:
             return ()
-        if row.per_token_advantage:
+        if algorithm.per_token_advantage:
             last = r"[n = \mathrm{last}_i] \, R_i"
             return (equation("r_n", last, rf"- {self.symbol} \, {self.summand}"),)
         total = rf"- {self.symbol} \sum_{{n\in i}} {self.summand}"
-        return (equation(f"{return_symbol(row)}_i", "R_i", total),)
+        return (equation(f"{return_symbol(algorithm)}_i", "R_i", total),)
 
-    def describe(self, row: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
         """The equations of D, of d, of the reward and of β's rule, where there are such."""
         if not self.active:
             text = r"$\beta = 0$: the term is gone, and with it the reference policy."
@@ -171,7 +171,7 @@ class Divergence(Row):
         if self.estimator != "full":
             other = "ref" if self.to == "reference" else "old"
             equations.append(equation("d_n", r"\ell_n", rf"- \ell_{{\mathrm{{{other}}},n}}"))
-        equations += self.in_reward(row)
+        equations += self.in_reward(algorithm)
         figure = rf"$\beta = {number(self.beta)}$"
         if self.adaptive is not None:
             rule = self.adaptive.describe(setting)
@@ -181,7 +181,7 @@ class Divergence(Row):
         if self.where == "reward":
             how = (
                 "taken from the reward of every token"
-                if row.per_token_advantage
+                if algorithm.per_token_advantage
                 else "summed over the completion and taken from its reward"
             )
             where = f"{how}, without a gradient of its own."
@@ -239,7 +239,7 @@ class Divergence(Row):
         }.get(self.estimator, exact)
         return formula, python, f"{text}{extra} {_FIXED}"
 
-    def refusals(self, row: Algorithm) -> Iterator[str]:
+    def refusals(self, algorithm: Algorithm) -> Iterator[str]:
         """Why its parameters do not go together, or not with the advantage."""
         plain = self.where == "loss" and self.to == "reference" and not self.unbiased
         if plain and self.estimator == "k1":
@@ -247,7 +247,7 @@ class Divergence(Row):
                 "the gradient of k1 in the loss is zero in expectation: use k2 or k3, "
                 'unbiased = true, or where = "reward"'
             )
-        if self.where == "reward" and row.advantage.kind == "process_group_relative":
+        if self.where == "reward" and algorithm.advantage.kind == "process_group_relative":
             yield (
                 'advantage "process_group_relative" reads the rewards of steps, not of tokens: '
                 'a divergence in the reward would be lost, set where = "loss"'

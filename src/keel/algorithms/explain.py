@@ -1,4 +1,4 @@
-"""The objective that a row stands for: the formula with its figures in place, term by term.
+"""The objective that an algorithm stands for: the formula with its figures in place, term by term.
 
 J(θ) = Σ_n w_n · s(ρ_n, A_n)  −  β Σ_n w_n · D_n
 """
@@ -56,29 +56,29 @@ class Explanation(render.Sheet):
 
 
 def explain(
-    row: Algorithm,
+    algorithm: Algorithm,
     *,
     name: str,
     title: str,
     sources: Mapping[str, str],
     context: Setting | None = None,
 ) -> Explanation:
-    """What a row optimises in a setting; `sources` by choice, as `Preset.sources`.
+    """What an algorithm optimises in a setting; `sources` by choice, as `Preset.sources`.
 
     A choice without a source was set by the recipe.
     """
     setting = Setting() if context is None else context
 
-    terms = list(_terms(row, setting, sources))
-    remarks = notes(row, setting)
+    terms = list(_terms(algorithm, setting, sources))
+    remarks = notes(algorithm, setting)
     return Explanation(
         name=name,
         title=title,
-        objective=_objective(row, setting),
-        reading=_reading(row, setting),
+        objective=_objective(algorithm, setting),
+        reading=_reading(algorithm, setting),
         terms=tuple(terms),
-        models=models(row, setting),
-        notes=remarks if "epochs" in sources else (updates(row, setting), *remarks),
+        models=models(algorithm, setting),
+        notes=remarks if "epochs" in sources else (updates(algorithm, setting), *remarks),
     )
 
 
@@ -86,7 +86,7 @@ def explain_preset(name: str, context: Setting | None = None) -> Explanation:
     """What the preset of this name optimises; KeelError where there is none."""
     preset = _preset(name)
     return explain(
-        preset.row,
+        preset.algorithm,
         name=preset.name,
         title=f"{preset.title} [{preset.paper}]",
         sources=_known(preset),
@@ -94,24 +94,28 @@ def explain_preset(name: str, context: Setting | None = None) -> Explanation:
     )
 
 
-def explain_row(
-    row: Algorithm, preset: str | None = None, context: Setting | None = None, name: str = ""
+def explain_algorithm(
+    algorithm: Algorithm, preset: str | None = None, context: Setting | None = None, name: str = ""
 ) -> Explanation:
-    """What a recipe's row optimises; sources are those of the preset that it started from.
+    """What a recipe's algorithm optimises; sources are those of the preset that it started from.
 
-    Where the row differs from the preset, the source says "set in the recipe" and which figures.
+    Where it differs from the preset, the source is "set in the recipe" with the figures.
     """
     setting = Setting() if context is None else context
     if preset is None:
         return explain(
-            row, name=name or "row", title="a row of its own", sources={}, context=setting
+            algorithm,
+            name=name or "algorithm",
+            title="an algorithm of its own",
+            sources={},
+            context=setting,
         )
     base = _preset(preset)
     return explain(
-        row,
+        algorithm,
         name=name or base.name,
         title=f"{base.title} [{base.paper}]",
-        sources=recipe_sources(row, base, setting),
+        sources=recipe_sources(algorithm, base, setting),
         context=setting,
     )
 
@@ -126,11 +130,11 @@ def preset_setting(preset: Preset) -> Setting:
     )
 
 
-def recipe_sources(row: Algorithm, preset: Preset, setting: Setting) -> dict[str, str]:
-    """The preset's sources, choice by choice, with what the recipe changed said first."""
+def recipe_sources(algorithm: Algorithm, preset: Preset, setting: Setting) -> dict[str, str]:
+    """The preset's sources, choice by choice, first what the recipe changed."""
     known, sources = _known(preset), dict[str, str]()
     for choice in _CHOICES:
-        now, before = getattr(row, choice), getattr(preset.row, choice)
+        now, before = getattr(algorithm, choice), getattr(preset.algorithm, choice)
         if now == before:
             if choice in known:
                 sources[choice] = known[choice]
@@ -174,106 +178,115 @@ def _preset(name: str) -> Preset:
     if name in PRESETS:
         return PRESETS[name]
     close = difflib.get_close_matches(name, list(PRESETS), n=1)
-    mend = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(PRESETS))}"
-    raise KeelError(f"unknown algorithm {name!r}: {mend}")
+    fix = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(PRESETS))}"
+    raise KeelError(f"unknown algorithm {name!r}: {fix}")
 
 
-def _terms(row: Algorithm, setting: Setting, sources: Mapping[str, str]) -> Iterator[Term]:
+def _terms(algorithm: Algorithm, setting: Setting, sources: Mapping[str, str]) -> Iterator[Term]:
     """The algorithm's terms, described, in the order in which they are printed."""
 
     def term(
-        key: TermKey, symbol: str, title: str, kind: str, said: Description, paper: str = ""
+        key: TermKey, symbol: str, title: str, kind: str, description: Description, paper: str = ""
     ) -> Term:
         source = sources.get(key, RECIPE)
         if source == RECIPE and paper:
             source = f"{RECIPE}; the equation: {paper}"
         return Term(
-            said.equations, said.text, said.expression,
+            description.equations, description.text, description.expression,
             key=key, symbol=symbol, title=title, kind=kind, source=source,
         )  # fmt: skip
 
-    a, rho, s, w = row.advantage, row.ratio_kind, row.surrogate, row.weights
-    d, c = row.divergence, row.correction
-    yield term("advantage", "A_n", "Advantage", a.kind, _advantage(row, setting), a.source)
-    yield term("ratio", r"\rho_n", "Ratio", row.ratio, rho.describe(setting), rho.source)
+    a, rho, s, w = algorithm.advantage, algorithm.ratio_kind, algorithm.surrogate, algorithm.weights
+    d, c = algorithm.divergence, algorithm.correction
+    yield term("advantage", "A_n", "Advantage", a.kind, _advantage(algorithm, setting), a.source)
+    yield term("ratio", r"\rho_n", "Ratio", algorithm.ratio, rho.describe(setting), rho.source)
     yield term("surrogate", "s", "Surrogate", s.kind, s.describe(), s.source)
     yield term("weights", "w_n", "Weights", w.kind, w.describe(setting), w.source)
     if d is None:
-        said = Description((), "No divergence: nothing but the surrogate holds the policy.")
+        description = Description((), "No divergence: nothing but the surrogate holds the policy.")
     else:
-        said = d.describe(row, setting)
+        description = d.describe(algorithm, setting)
     kind, paper = "none", ""
     if d is not None and d.active:
         kind = f"{d.estimator} to the {d.to} policy, in the {d.where}"
         paper = d.source
-    yield term("divergence", "D_n", "Divergence", kind, said, paper)
-    if row.value is not None:
-        kind = "squared error" if row.value.clip is None else "clipped"
+    yield term("divergence", "D_n", "Divergence", kind, description, paper)
+    if algorithm.value is not None:
+        kind = "squared error" if algorithm.value.clip is None else "clipped"
         yield term(
-            "value", "L_V", "Value loss", kind, row.value.describe(a, setting), row.value.source
+            "value",
+            "L_V",
+            "Value loss",
+            kind,
+            algorithm.value.describe(a, setting),
+            algorithm.value.source,
         )
-    if row.entropy > 0:
-        yield term("entropy", "H_n", "Entropy bonus", "exact", describe_entropy(row.entropy))
+    if algorithm.entropy > 0:
+        yield term("entropy", "H_n", "Entropy bonus", "exact", describe_entropy(algorithm.entropy))
     if c is not None:
         kind = f"{c.kind}, per {c.level}"
         yield term("correction", "c_n", "Off-policy correction", kind, c.describe(), c.source)
     if "epochs" in sources:
         parts = setting.minibatches
         kind = f"{setting.epochs}" + ("" if parts in (None, 1) else f", in {parts} mini-batches")
-        said = Description((), updates(row, setting))
-        yield term("epochs", r"\mu", "Passes over each batch", kind, said)
+        description = Description((), updates(algorithm, setting))
+        yield term("epochs", r"\mu", "Passes over each batch", kind, description)
 
 
-def _advantage(row: Algorithm, setting: Setting) -> Description:
+def _advantage(algorithm: Algorithm, setting: Setting) -> Description:
     """The advantage with its whitening."""
-    said = row.advantage.describe(row, setting)
-    if not row.advantage.whitens:
-        return said
+    description = algorithm.advantage.describe(algorithm, setting)
+    if not algorithm.advantage.whitens:
+        return description
     whitened = equation(
         "A_n",
         r"\frac{A_n - \mathrm{mean}(A)}{\sqrt{\mathrm{var}(A) + 10^{-8}}}",
         relation=r"\leftarrow",
     )
     text = (
-        f"{said.text} Whitened over all $N$ tokens of the optimizer batch, on all ranks, with the "
-        "unbiased variance"
-        + (", after the returns of the value model are taken." if row.value else ".")
+        f"{description.text} Whitened over all $N$ tokens of the optimizer batch, on all ranks, "
+        "with the unbiased variance"
+        + (", after the returns of the value model are taken." if algorithm.value else ".")
     )
-    return Description((*said.equations, whitened), text)
+    return Description((*description.equations, whitened), text)
 
 
-def _objective(row: Algorithm, setting: Setting) -> tuple[Equation, ...]:
-    surrogate, *details = row.surrogate.describe().equations
-    weight = "w_n c_n" if row.correction is not None else "w_n"
+def _objective(algorithm: Algorithm, setting: Setting) -> tuple[Equation, ...]:
+    surrogate, *details = algorithm.surrogate.describe().equations
+    weight = "w_n c_n" if algorithm.correction is not None else "w_n"
     parts = [rf"\sum_n {weight} \cdot {factor(' '.join(surrogate.parts))}"]
-    d = row.divergence if row.divergence is not None and row.divergence.active else None
+    d = (
+        algorithm.divergence
+        if algorithm.divergence is not None and algorithm.divergence.active
+        else None
+    )
     if d is not None and d.where == "loss":
         parts.append(rf"- {d.symbol} \sum_n w_n \cdot {d.summand}")
-    if row.entropy > 0:
-        parts.append(rf"+ {number(row.entropy)} \cdot \frac{{1}}{{N}} \cdot \sum_n H_n")
+    if algorithm.entropy > 0:
+        parts.append(rf"+ {number(algorithm.entropy)} \cdot \frac{{1}}{{N}} \cdot \sum_n H_n")
     lines = [Equation(r"J(\theta)", tuple(parts)), *details]
     if d is not None:
-        lines += d.in_reward(row)
+        lines += d.in_reward(algorithm)
     if d is not None and d.adaptive is not None:
         lines += [equation(r"\beta", number(d.beta), r"\text{ at first}")]
         lines += d.adaptive.describe(setting).equations
-    if row.value is not None:
-        lines.append(row.value.describe(row.advantage, setting).equations[0])
+    if algorithm.value is not None:
+        lines.append(algorithm.value.describe(algorithm.advantage, setting).equations[0])
     return tuple(lines)
 
 
-def _reading(row: Algorithm, setting: Setting) -> str:
+def _reading(algorithm: Algorithm, setting: Setting) -> str:
     goal = (
         r"$J$ is maximised"
-        if row.value is None
-        else r"$J$ is maximised and $L_V$ minimised beside it"
+        if algorithm.value is None
+        else r"$J$ is maximised and $L_V$ minimised with it"
     )
     tokens = (
         r"; $n$ runs over the $N$ completion tokens of the optimizer batch (those that the policy "
         r"wrote), $i$ is the completion that $n$ lies in, one of $S$, of $L_i$ tokens, $\ell_n = "
         r"\log \pi_\theta(o_n)$ in its context"
     )
-    if not row.needs_steps:
+    if not algorithm.needs_steps:
         tokens += ", $R_i$ the reward of completion $i$"
     if setting.temperature != 1.0:
         tokens += f", all logits divided by the temperature {number(setting.temperature)}"
@@ -298,17 +311,17 @@ def _batch(setting: Setting) -> str:
 # ---------------------------------------------------------------- models and the loop
 
 
-def models(row: Algorithm, setting: Setting) -> tuple[ModelUse, ...]:
-    """Policy, reference, reward, value: those that the row has a part for."""
+def models(algorithm: Algorithm, setting: Setting) -> tuple[ModelUse, ...]:
+    """Policy, reference, reward, value: those that the algorithm has a part for."""
     trained = "trained; adapters on a frozen base (LoRA)" if setting.lora else "trained"
     uses = [ModelUse("policy", trained, loaded=True)]
-    if row.needs_reference or setting.reference_measured:
-        uses.append(_reference(row, setting))
+    if algorithm.needs_reference or setting.reference_measured:
+        uses.append(_reference(algorithm, setting))
     if setting.reward == "model":
         uses.append(ModelUse("reward", "a reward model, frozen", loaded=True))
     else:
         uses.append(ModelUse("reward", "a rule: no model", loaded=False))
-    if row.needs_value:
+    if algorithm.needs_value:
         uses.append(
             ModelUse("value", "a critic, trained", loaded=True)
             if setting.value == "critic"
@@ -317,10 +330,10 @@ def models(row: Algorithm, setting: Setting) -> tuple[ModelUse, ...]:
     return tuple(uses)
 
 
-def _reference(row: Algorithm, setting: Setting) -> ModelUse:
+def _reference(algorithm: Algorithm, setting: Setting) -> ModelUse:
     every = setting.reference_reset_every
     reset = "" if every is None else f", re-set to the policy every {every} steps"
-    if not row.needs_reference:
+    if not algorithm.needs_reference:
         reset += ", to measure by"
     if not setting.lora:
         return ModelUse("reference", f"a frozen copy of the policy{reset}", loaded=True)
@@ -329,12 +342,12 @@ def _reference(row: Algorithm, setting: Setting) -> ModelUse:
     return ModelUse("reference", f"the base with a second, frozen adapter{reset}", loaded=False)
 
 
-def notes(row: Algorithm, setting: Setting) -> tuple[str, ...]:
+def notes(algorithm: Algorithm, setting: Setting) -> tuple[str, ...]:
     """What the loop adds that no term shows, one sentence or two each."""
     found: list[str] = []
-    if row.needs_greedy:
+    if algorithm.needs_greedy:
         found.append("One more completion of each prompt is sampled, greedily, for the baseline.")
-    if row.needs_steps:
+    if algorithm.needs_steps:
         found.append("The reward must speak of every reasoning step, not of the answer alone.")
     if setting.dynamic_sampling:
         found.append(
@@ -346,13 +359,13 @@ def notes(row: Algorithm, setting: Setting) -> tuple[str, ...]:
         found.append(overlong)
     if setting.mask_truncated:
         found.append("Completions cut at the budget are left out of the loss.")
-    d = row.loss_divergence
+    d = algorithm.loss_divergence
     if d is not None and d.estimator == "full":
         found.append("The full divergence runs both policies' heads over the whole vocabulary.")
     return tuple(found)
 
 
-def updates(row: Algorithm, setting: Setting) -> str:
+def updates(algorithm: Algorithm, setting: Setting) -> str:
     """How often a batch is used."""
     epochs, parts = setting.epochs, setting.minibatches
     passes = "one pass" if epochs == 1 else f"{epochs} passes"
@@ -364,7 +377,7 @@ def updates(row: Algorithm, setting: Setting) -> str:
         else f", {parts} mini-batches each"
     )
     text = rf"Each step's batch is used for {passes} ($\mu = {epochs}$){cut}."
-    if row.ratio == "none" and not setting.one_update:
+    if algorithm.ratio == "none" and not setting.one_update:
         return f"{text} After the first update it is off policy, and no ratio corrects for that."
     return text
 

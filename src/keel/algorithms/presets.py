@@ -1,4 +1,4 @@
-"""The papers' rows. The only place that knows an algorithm by its name.
+"""The papers' algorithms. The only place that knows an algorithm by its name.
 
 `sources` says, choice by choice, where a figure comes from; `CHOICE` marks what no paper fixes.
 """
@@ -43,12 +43,12 @@ Choice = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A row, the loop settings that its paper goes with, and where each comes from."""
+    """An algorithm, the loop settings that its paper goes with, and where each comes from."""
 
     name: str
     title: str
     paper: str
-    row: Algorithm
+    algorithm: Algorithm
     sources: Mapping[Choice, str]
     epochs: int = 1
     minibatches: int = 1
@@ -65,7 +65,7 @@ _RPP = "arXiv:2501.03262"
 _N_IMPL = "arXiv:2403.17031"
 
 
-def _row(
+def _of(
     advantage: Advantage,
     ratio: Ratio,
     surrogate: Surrogate,
@@ -94,7 +94,7 @@ _PRESETS: Final = (
         name="ppo",
         title="Proximal policy optimisation, clipped",
         paper=_PPO,
-        row=_row(
+        algorithm=_of(
             GAE(gamma=1.0, lam=0.95, whiten=True), "token", Clip(), "token_mean",
             _k1_in_reward(0.05), ValueLoss(coefficient=0.1, clip=0.2),
         ),
@@ -113,7 +113,7 @@ _PRESETS: Final = (
         name="ppo_kl_penalty",
         title="Proximal policy optimisation, KL-penalised with adaptive β",
         paper=f"{_PPO} §4",
-        row=_row(
+        algorithm=_of(
             GAE(gamma=1.0, lam=0.95, whiten=True), "token", Unclipped(), "token_mean",
             Divergence(
                 to="old", where="loss", estimator="k3", beta=1.0,
@@ -136,7 +136,7 @@ _PRESETS: Final = (
         name="grpo",
         title="Group relative policy optimisation",
         paper=_GRPO,
-        row=_row(GroupRelative(), "token", Clip(), "sequence_mean", _K3_IN_LOSS),
+        algorithm=_of(GroupRelative(), "token", Clip(), "sequence_mean", _K3_IN_LOSS),
         sources={
             "advantage": f"{_GRPO} §4.1.2",
             "ratio": f"{_GRPO} eq. 3",
@@ -149,7 +149,7 @@ _PRESETS: Final = (
         name="grpo_process",
         title="Group relative policy optimisation, process supervision",
         paper=f"{_GRPO} §4.1.3",
-        row=_row(ProcessGroupRelative(), "token", Clip(), "sequence_mean", _K3_IN_LOSS),
+        algorithm=_of(ProcessGroupRelative(), "token", Clip(), "sequence_mean", _K3_IN_LOSS),
         sources={
             "advantage": f"{_GRPO} §4.1.3",
             "ratio": f"{_GRPO} eq. 3",
@@ -162,7 +162,7 @@ _PRESETS: Final = (
         name="dr_grpo",
         title="GRPO done right: no std, no length normalisation",
         paper="arXiv:2503.20783",
-        row=_row(GroupRelative(scale="none"), "token", Clip(), "constant"),
+        algorithm=_of(GroupRelative(scale="none"), "token", Clip(), "constant"),
         sources={
             "advantage": "arXiv:2503.20783 §3.2",
             "ratio": f"{_GRPO} eq. 3",
@@ -175,7 +175,7 @@ _PRESETS: Final = (
         name="dapo",
         title="Decoupled clip and dynamic sampling",
         paper=_DAPO,
-        row=_row(GroupRelative(), "token", Clip(low=0.2, high=0.28), "token_mean"),
+        algorithm=_of(GroupRelative(), "token", Clip(low=0.2, high=0.28), "token_mean"),
         sources={
             "advantage": f"{_DAPO} eq. 9",
             "ratio": f"{_DAPO} eq. 9",
@@ -192,7 +192,7 @@ _PRESETS: Final = (
         name="gspo",
         title="Group sequence policy optimisation",
         paper="arXiv:2507.18071",
-        row=_row(GroupRelative(), "sequence", Clip(low=3e-4, high=4e-4), "sequence_mean"),
+        algorithm=_of(GroupRelative(), "sequence", Clip(low=3e-4, high=4e-4), "sequence_mean"),
         sources={
             "advantage": "arXiv:2507.18071 eq. 6",
             "ratio": "arXiv:2507.18071 eq. 7",
@@ -207,7 +207,9 @@ _PRESETS: Final = (
         name="gspo_token",
         title="Group sequence policy optimisation, token-level variant",
         paper="arXiv:2507.18071 §4.3",
-        row=_row(GroupRelative(), "sequence_token", Clip(low=3e-4, high=4e-4), "sequence_mean"),
+        algorithm=_of(
+            GroupRelative(), "sequence_token", Clip(low=3e-4, high=4e-4), "sequence_mean"
+        ),
         sources={
             "advantage": "arXiv:2507.18071 eq. 6",
             "ratio": "arXiv:2507.18071 eq. 14",
@@ -222,7 +224,7 @@ _PRESETS: Final = (
         name="rloo",
         title="REINFORCE leave-one-out",
         paper="arXiv:2402.14740",
-        row=_row(LeaveOneOut(), "none", LogProb(), "sequence_sum", _k1_in_reward(0.03)),
+        algorithm=_of(LeaveOneOut(), "none", LogProb(), "sequence_sum", _k1_in_reward(0.03)),
         sources={
             "advantage": "arXiv:2402.14740 §2.2",
             "ratio": "arXiv:2402.14740, none",
@@ -235,7 +237,7 @@ _PRESETS: Final = (
         name="reinforce",
         title="REINFORCE with the batch mean as baseline",
         paper="Williams 1992, Machine Learning 8",
-        row=_row(MonteCarlo(baseline="batch_mean"), "none", LogProb(), "sequence_sum"),
+        algorithm=_of(MonteCarlo(baseline="batch_mean"), "none", LogProb(), "sequence_sum"),
         sources={
             "advantage": f"Williams 1992; batch mean: {CHOICE}",
             "ratio": "Williams 1992, none",
@@ -248,7 +250,7 @@ _PRESETS: Final = (
         name="reinforce_pp",
         title="REINFORCE++",
         paper=_RPP,
-        row=_row(BatchNormalised(), "token", Clip(), "token_mean", _k1_in_reward(0.001)),
+        algorithm=_of(BatchNormalised(), "token", Clip(), "token_mean", _k1_in_reward(0.001)),
         sources={
             "advantage": f"{_RPP}, global batch normalisation",
             "ratio": _RPP,
@@ -261,7 +263,7 @@ _PRESETS: Final = (
         name="reinforce_pp_baseline",
         title="REINFORCE++ with the group mean as baseline",
         paper=_RPP,
-        row=_row(
+        algorithm=_of(
             BatchNormalised(group_baseline=True), "token", Clip(), "token_mean",
             Divergence(to="reference", where="loss", estimator="k2", beta=0.001),
         ),
@@ -277,7 +279,7 @@ _PRESETS: Final = (
         name="remax",
         title="ReMax: the greedy completion's reward as baseline",
         paper="arXiv:2310.10505",
-        row=_row(GreedyBaseline(), "none", LogProb(), "sequence_sum", _k1_in_reward(0.01)),
+        algorithm=_of(GreedyBaseline(), "none", LogProb(), "sequence_sum", _k1_in_reward(0.01)),
         sources={
             "advantage": "arXiv:2310.10505 §4",
             "ratio": "arXiv:2310.10505, none",
@@ -290,7 +292,7 @@ _PRESETS: Final = (
         name="opo",
         title="On-policy optimisation with the length-weighted optimal baseline",
         paper="arXiv:2505.23585",
-        row=_row(Optimal(), "none", LogProb(), "token_mean"),
+        algorithm=_of(Optimal(), "none", LogProb(), "token_mean"),
         sources={
             "advantage": "arXiv:2505.23585 §3",
             "ratio": "arXiv:2505.23585, none: exact on-policy",
@@ -303,7 +305,7 @@ _PRESETS: Final = (
         name="cispo",
         title="Clipped importance-sampling weights (MiniMax-M1)",
         paper="arXiv:2506.13585",
-        row=_row(GroupRelative(), "token", Cispo(cap=5.0), "token_mean"),
+        algorithm=_of(GroupRelative(), "token", Cispo(cap=5.0), "token_mean"),
         sources={
             "advantage": "arXiv:2506.13585 §3.1",
             "ratio": "arXiv:2506.13585 eq. 4",
@@ -318,7 +320,7 @@ _PRESETS: Final = (
         name="sapo",
         title="Soft adaptive policy optimisation",
         paper="arXiv:2511.20347",
-        row=_row(GroupRelative(), "token", Sapo(), "sequence_mean"),
+        algorithm=_of(GroupRelative(), "token", Sapo(), "sequence_mean"),
         sources={
             "advantage": "arXiv:2511.20347",
             "ratio": "arXiv:2511.20347",
@@ -333,7 +335,7 @@ _PRESETS: Final = (
         name="gmpo",
         title="Geometric-mean policy optimisation",
         paper="arXiv:2507.20673",
-        row=_row(GroupRelative(), "token", Geometric(), "sequence_mean"),
+        algorithm=_of(GroupRelative(), "token", Geometric(), "sequence_mean"),
         sources={
             "advantage": "arXiv:2507.20673",
             "ratio": "arXiv:2507.20673",

@@ -138,7 +138,7 @@ class Weights(Row):
         if self.kind == "constant":
             size = self.constant or setting.max_tokens
             below += "C" if size is None else str(size)
-            where = "set in the row" if self.constant else "the completion budget"
+            where = "set in the algorithm" if self.constant else "the completion budget"
             text += (
                 " C (the completion budget) is the recipe's rollout.max_tokens."
                 if size is None

@@ -187,7 +187,7 @@ def json(sheet: Sheet) -> dict[str, Any]:
 
 
 def page_equation(sheet: Sheet) -> str:
-    """The equation part of a page: the objective, then a table with a row for each term."""
+    """The equation part of a page: the objective, then a table with one line for each term."""
     lines = [f"$$ {line.latex} $$" for line in sheet.objective]
     lines = ["\n\n".join(lines), ""]
     lines += ["| symbol | here | formula | source |", "|---|---|---|---|"]

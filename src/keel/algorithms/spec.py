@@ -96,7 +96,7 @@ _OFF = UnusedIf(
 
 
 class Algorithm(Row):
-    """One row. `divergence`, `value` and `correction` are absent where None (`"none"` in TOML)."""
+    """`divergence`, `value` and `correction` are absent where None (`"none"` in TOML)."""
 
     advantage: Advantage
     ratio: Ratio
@@ -193,37 +193,37 @@ class Algorithm(Row):
         return self.advantage.varies(self)
 
 
-def contradictions(row: Algorithm) -> Iterator[str]:
+def contradictions(algorithm: Algorithm) -> Iterator[str]:
     """Why choices do not go together, each with what to set instead; nothing where they do."""
-    if row.ratio == "none" and row.surrogate.needs_ratio:
+    if algorithm.ratio == "none" and algorithm.surrogate.needs_ratio:
         yield (
-            f'surrogate "{row.surrogate.kind}" is a function of the ratio: ratio = "none" leaves '
-            "it nothing"
+            f'surrogate "{algorithm.surrogate.kind}" is a function of the ratio: ratio = "none" '
+            "leaves it nothing"
         )
-    yield from row.surrogate.refusals(row)
-    if row.ratio == "sequence_product" and row.weights.kind == "sequence_sum":
+    yield from algorithm.surrogate.refusals(algorithm)
+    if algorithm.ratio == "sequence_product" and algorithm.weights.kind == "sequence_sum":
         yield (
             'ratio "sequence_product" is one action a sequence, but weights "sequence_sum" would '
             'count it once for each token: set weights.kind = "sequence_mean"'
         )
-    if row.correction is not None:
-        yield from row.correction.refusals()
-    kind = row.advantage.kind
-    if row.ratio_kind.per_sequence and row.per_token_advantage:
+    if algorithm.correction is not None:
+        yield from algorithm.correction.refusals()
+    kind = algorithm.advantage.kind
+    if algorithm.ratio_kind.per_sequence and algorithm.per_token_advantage:
         yield (
-            f'ratio "{row.ratio}" is one number a sequence and advantage "{kind}" differs from '
-            'token to token: set ratio = "sequence_token" or "token", or advantage.kind = '
+            f'ratio "{algorithm.ratio}" is one number a sequence and advantage "{kind}" differs '
+            'from token to token: set ratio = "sequence_token" or "token", or advantage.kind = '
             '"value_baseline"'
         )
-    if row.needs_value and row.value is None:
+    if algorithm.needs_value and algorithm.value is None:
         yield (
-            f'advantage "{kind}" reads a value model and none is trained: give the row a value '
-            "loss ([algorithm.value] coefficient = 0.1)"
+            f'advantage "{kind}" reads a value model and none is trained: add a value loss '
+            "([algorithm.value] coefficient = 0.1)"
         )
-    if row.value is not None and not row.needs_value:
+    if algorithm.value is not None and not algorithm.needs_value:
         yield (
             f'a value loss is set, but advantage "{kind}" never reads the value model: '
             'set value = "none"'
         )
-    if row.divergence is not None:
-        yield from row.divergence.refusals(row)
+    if algorithm.divergence is not None:
+        yield from algorithm.divergence.refusals(algorithm)

@@ -60,7 +60,7 @@ class SurrogateTerm(TermChoice):
         """The ratios outside which it clips: what the clip fractions count by."""
         return 0.0, math.inf
 
-    def refusals(self, row: Algorithm) -> Iterator[str]:
+    def refusals(self, algorithm: Algorithm) -> Iterator[str]:
         """Why it does not go with the algorithm's other choices."""
         yield from ()
 
@@ -152,11 +152,11 @@ class Cispo(SurrogateTerm):
         python = f"clip(rho, {self.floor!r}, {self.cap!r})*A*log_prob"
         return Description((equation("s", formula),), text, python)
 
-    def refusals(self, row: Algorithm) -> Iterator[str]:
-        if row.ratio_kind.per_sequence:
+    def refusals(self, algorithm: Algorithm) -> Iterator[str]:
+        if algorithm.ratio_kind.per_sequence:
             yield (
                 'surrogate "cispo" weighs each token\'s log-probability by its own ratio: '
-                f'set ratio = "token" (or "sequence_token"), not "{row.ratio}"'
+                f'set ratio = "token" (or "sequence_token"), not "{algorithm.ratio}"'
             )
         if not self.floor <= 1 <= self.cap:
             yield (
@@ -241,16 +241,16 @@ class Geometric(SurrogateTerm):
         )
         return Description(equations, text, python)
 
-    def refusals(self, row: Algorithm) -> Iterator[str]:
-        if row.ratio != "token":
+    def refusals(self, algorithm: Algorithm) -> Iterator[str]:
+        if algorithm.ratio != "token":
             yield (
                 'surrogate "geometric" takes the mean over a sequence itself, of token ratios: '
-                f'set ratio = "token", not "{row.ratio}"'
+                f'set ratio = "token", not "{algorithm.ratio}"'
             )
-        if row.per_token_advantage:
+        if algorithm.per_token_advantage:
             yield (
                 'surrogate "geometric" is one number a sequence: advantage '
-                f'"{row.advantage.kind}" differs from token to token'
+                f'"{algorithm.advantage.kind}" differs from token to token'
             )
 
 
@@ -268,9 +268,9 @@ class LogProb(SurrogateTerm):
         text = r"REINFORCE: the gradient of $\ell_n$, times the advantage. Exact on policy only."
         return Description((equation("s", r"A_n \ell_n"),), text, "A*log_prob")
 
-    def refusals(self, row: Algorithm) -> Iterator[str]:
-        if row.ratio != "none":
-            yield f'surrogate "log_prob" has no ratio in it: set ratio = "none", not "{row.ratio}"'
+    def refusals(self, algorithm: Algorithm) -> Iterator[str]:
+        if algorithm.ratio != "none":
+            yield f'surrogate "log_prob" has no ratio: set ratio = "none", not "{algorithm.ratio}"'
 
 
 class CustomSurrogate(SurrogateTerm):

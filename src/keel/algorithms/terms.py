@@ -142,7 +142,7 @@ TermKey = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a recipe adds to a row. None leaves the symbol standing for the figure.
+    """What a recipe adds to an algorithm. None leaves the symbol standing for the figure.
 
     `max_tokens` is C, the completion budget; `overlong_buffer` is in tokens, `overlong_share` the
     same as a share of C, where C is not known.

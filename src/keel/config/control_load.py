@@ -45,7 +45,11 @@ def load_control(
 def algorithms() -> list[str]:
     """What `keel control` knows by name."""
     own = {name for name in _shipped() if "." not in name}
-    rows = {name for name, p in PRESETS.items() if not (p.row.needs_greedy or p.row.needs_steps)}
+    rows = {
+        name
+        for name, p in PRESETS.items()
+        if not (p.algorithm.needs_greedy or p.algorithm.needs_steps)
+    }
     return sorted(own | rows)
 
 
@@ -104,17 +108,17 @@ def _start(source: str) -> dict[str, Any]:
 def _of_preset(preset: Preset) -> dict[str, Any]:
     """A preset of language models as it goes on environments: γ < 1, and no reference policy."""
     row: dict[str, Any] = {"preset": preset.name}
-    if "gamma" in type(preset.row.advantage).model_fields:
+    if "gamma" in type(preset.algorithm.advantage).model_fields:
         row["advantage"] = {"gamma": 0.99}
-    if preset.row.divergence is not None and preset.row.divergence.to == "reference":
+    if preset.algorithm.divergence is not None and preset.algorithm.divergence.to == "reference":
         row["divergence"] = "none"
-    if preset.row.value is not None:
+    if preset.algorithm.value is not None:
         row["value"] = {"coefficient": 1.0, "clip": "none"}
     return {
         "stage": "policy_gradient",
         "algorithm": row,
         "environment": {"count": 8},
-        "group_size": 8 if preset.row.needs_groups else 1,
+        "group_size": 8 if preset.algorithm.needs_groups else 1,
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keel.algorithms.explain import Explanation, explain_row
+from keel.algorithms.explain import Explanation, explain_algorithm
 from keel.algorithms.terms import Setting
 from keel.config.schema import Recipe, RLStage
 from keel.config.sources import LEARNED
@@ -34,4 +34,4 @@ def explain_stage(stage: RLStage, lora: bool) -> Explanation:
         reference_reset_every=stage.reference.reset_every,
         reference_measured=stage.reference.measured,
     )
-    return explain_row(stage.algorithm, preset=stage.algorithm.preset, context=setting)
+    return explain_algorithm(stage.algorithm, preset=stage.algorithm.preset, context=setting)

@@ -30,7 +30,7 @@ def resolve_algorithm(stage: Mapping[str, Any]) -> dict[str, Any]:
     rollout = stage.get("rollout", {})
     return {
         **stage,
-        "algorithm": merge({**preset.row.model_dump(), "preset": name}, given),
+        "algorithm": merge({**preset.algorithm.model_dump(), "preset": name}, given),
         "epochs": stage.get("epochs", preset.epochs),
         "minibatches": stage.get("minibatches", _minibatches(preset, rollout)),
         "rollout": {**_loop_defaults(preset, rollout), **rollout}

@@ -260,7 +260,10 @@ class RLStage(StageConfig):
             return False
         preset = PRESETS[row.preset]
         on_policy = preset.epochs * preset.minibatches == 1
-        own = row.ratio == preset.row.ratio and row.surrogate.kind == preset.row.surrogate.kind
+        own = (
+            row.ratio == preset.algorithm.ratio
+            and row.surrogate.kind == preset.algorithm.surrogate.kind
+        )
         to_old = row.divergence is not None and row.divergence.to == "old"
         return (row.bounds_ratio and not (on_policy and own)) or to_old
 

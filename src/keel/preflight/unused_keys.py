@@ -135,7 +135,7 @@ def _default(table: BaseModel, default: Any, part: str) -> Any:
     """The default of a field: its preset's, else that of the field that holds the table, else that
     of its class."""
     if part == "algorithm":
-        return PRESETS[table.algorithm.preset].row  # type: ignore[attr-defined]
+        return PRESETS[table.algorithm.preset].algorithm  # type: ignore[attr-defined]
     if isinstance(default, BaseModel) and isinstance(table, type(default)):
         return getattr(default, part, None)
     return type(table).model_fields[part].get_default(call_default_factory=True)
