@@ -19,6 +19,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/lint-imports --config runtime-imports.toml
 	$(BIN)/python -m pytest -n auto
 
 # The documentation as a site in site/; a broken link fails.

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from keel.algorithms.symbols import number, quote
 from keel.algorithms.terms import (
+    Choices,
     Coefficient,
     Description,
     EntryPoint,
@@ -26,7 +27,6 @@ from keel.algorithms.terms import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from keel.algorithms.spec import Algorithm
     from keel.objective import gae, group, process, segments
     from keel.objective.signals import Signals
 else:
@@ -66,7 +66,7 @@ class AdvantageTerm(TermChoice):
         """What the value model is regressed on, of shape (N,): A + V."""
         return gae.returns(advantage_N, signals.need("value_N"))
 
-    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Choices, setting: Setting) -> Description:
         """The equations of A, without the whitening."""
         raise NotImplementedError
 
@@ -90,29 +90,29 @@ class AdvantageTerm(TermChoice):
         """Whether it compares completions of one prompt, with these parameters."""
         return self.reads_groups
 
-    def varies(self, algorithm: Algorithm) -> bool:
+    def varies(self, algorithm: Choices) -> bool:
         """Whether it may differ between the tokens of one sequence."""
         return self.bootstraps or self.reads_steps
 
 
-def return_symbol(algorithm: Algorithm) -> str:
+def return_symbol(algorithm: Choices) -> str:
     """The reward of a whole completion: with a tilde where the divergence was taken from it."""
     return r"\tilde{R}" if _penalised(algorithm) else "R"
 
 
-def _penalised(algorithm: Algorithm) -> bool:
+def _penalised(algorithm: Choices) -> bool:
     return algorithm.reward_divergence is not None and algorithm.reward_divergence.active
 
 
-def _less(algorithm: Algorithm) -> str:
+def _less(algorithm: Choices) -> str:
     return ", less the divergence on every token" if _penalised(algorithm) else ""
 
 
-def _rewards(algorithm: Algorithm) -> str:
+def _rewards(algorithm: Choices) -> str:
     return f"$r_n$ is the completion's reward on its last token and 0 before{_less(algorithm)}"
 
 
-def _state(algorithm: Algorithm) -> str:
+def _state(algorithm: Choices) -> str:
     return (
         f"{_rewards(algorithm)}; $V_n$ is the value model's estimate before token $n$ is written, "
         "0 after the last: a completion cut at the budget ends like any other. The recursion skips "
@@ -178,7 +178,7 @@ class GAE(AdvantageTerm):
             advantage_N = gae.gae(delta_N, continues_N, gamma=self.gamma, lam=self._returns_lam)
         return super().returns(signals, advantage_N)
 
-    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Choices, setting: Setting) -> Description:
         gamma, lam = number(self.gamma), number(self.lam)
         equations = [_td(r"\delta_n", self.gamma)]
         figures = rf"$\gamma = {gamma}$, $\lambda = {lam}$."
@@ -218,7 +218,7 @@ class MonteCarlo(AdvantageTerm):
     def uses_value(self) -> bool:
         return self.baseline == "value"
 
-    def varies(self, algorithm: Algorithm) -> bool:
+    def varies(self, algorithm: Choices) -> bool:
         return self.uses_value or self.gamma < 1 or algorithm.reward_divergence is not None
 
     def value(self, signals: Signals) -> Tensor:
@@ -231,7 +231,7 @@ class MonteCarlo(AdvantageTerm):
             baseline=self.baseline,
         )
 
-    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Choices, setting: Setting) -> Description:
         parts, words = {
             "value": (
                 ("- V_n",),
@@ -261,7 +261,7 @@ class TD(AdvantageTerm):
     def value(self, signals: Signals) -> Tensor:
         return _temporal(signals, self.gamma)[0]
 
-    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Choices, setting: Setting) -> Description:
         text = f"The one-step temporal difference: least variance, most bias. {_state(algorithm)}"
         return Description((_td(A, self.gamma),), text)
 
@@ -280,7 +280,7 @@ class NStep(AdvantageTerm):
         delta_N, continues_N = _temporal(signals, self.gamma)
         return gae.n_step(delta_N, continues_N, gamma=self.gamma, steps=self.steps)
 
-    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Choices, setting: Setting) -> Description:
         gamma = number(self.gamma)
         total = equation(A, rf"\sum_{{0\leq k<{self.steps}}} {gamma}^k \, \delta_{{n+k}}")
         text = (
@@ -310,7 +310,7 @@ class GroupRelative(AdvantageTerm):
             ddof=self.ddof,
         )
 
-    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Choices, setting: Setting) -> Description:
         reward = return_symbol(algorithm)
         centred = rf"{reward}_i - \mathrm{{mean}}_g({reward})"
         mean = rf"$\mathrm{{mean}}_g$ is over {_over(setting)}"
@@ -350,7 +350,7 @@ class LeaveOneOut(AdvantageTerm):
     def value(self, signals: Signals) -> Tensor:
         return group.leave_one_out(signals.reward_S, signals.groups_S)
 
-    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Choices, setting: Setting) -> Description:
         reward, size = return_symbol(algorithm), setting.group_size
         others, count = ("G-1", "$G$") if size is None else (str(size - 1), str(size))
         text = (
@@ -372,7 +372,7 @@ class Optimal(AdvantageTerm):
     def value(self, signals: Signals) -> Tensor:
         return group.optimal(signals.reward_S, signals.groups_S, signals.lengths_S)
 
-    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Choices, setting: Setting) -> Description:
         reward = return_symbol(algorithm)
         mean = rf"- \frac{{\sum_{{j\in g}} L_j {reward}_j}}{{\sum_{{j\in g}} L_j}}"
         text = (
@@ -394,7 +394,7 @@ class BatchNormalised(AdvantageTerm):
     def uses_groups(self) -> bool:
         return self.group_baseline
 
-    def varies(self, algorithm: Algorithm) -> bool:
+    def varies(self, algorithm: Choices) -> bool:
         return self.gamma < 1 or algorithm.reward_divergence is not None
 
     def value(self, signals: Signals) -> Tensor:
@@ -408,7 +408,7 @@ class BatchNormalised(AdvantageTerm):
             group_baseline=self.group_baseline,
         )
 
-    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Choices, setting: Setting) -> Description:
         reward = (
             r"the completion's reward less the mean reward of its group, "
             r"$R_i - \mathrm{mean}_g(R)$,"
@@ -433,7 +433,7 @@ class GreedyBaseline(AdvantageTerm):
     def value(self, signals: Signals) -> Tensor:
         return group.greedy_baseline(signals.reward_S, signals.need("baseline_S"))
 
-    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Choices, setting: Setting) -> Description:
         text = (
             r"$R_\mathrm{greedy}$ is the reward of the greedy completion of the same prompt, "
             "sampled and scored with the others and never trained on. It needs no group."
@@ -460,7 +460,7 @@ class ProcessGroupRelative(AdvantageTerm):
             epsilon=self.epsilon,
         )
 
-    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Choices, setting: Setting) -> Description:
         below = r"\mathrm{std}_g(r)"
         if self.epsilon > 0:
             below += f" + {number(self.epsilon)}"
@@ -493,7 +493,7 @@ class ValueBaseline(AdvantageTerm):
         return_N = gae.returns_to_go(signals.reward_N, signals.lengths_S, gamma=1.0)
         return signals.need("value_N").where(return_N.isnan(), return_N)
 
-    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Choices, setting: Setting) -> Description:
         text = (
             "The completion as one action: its reward less the value model's estimate $V_{q_i}$ "
             "for its prompt, read at the prompt's last token, before anything is written. One "
@@ -528,10 +528,10 @@ class CustomAdvantage(AdvantageTerm):
     def uses_value(self) -> bool:
         return self.needs_value
 
-    def varies(self, algorithm: Algorithm) -> bool:
+    def varies(self, algorithm: Choices) -> bool:
         return self.per_token
 
-    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Choices, setting: Setting) -> Description:
         formula, given = user_function(self.function, self.options, r"\mathrm{batch}")
         per = "token" if self.per_token else "completion"
         text = (

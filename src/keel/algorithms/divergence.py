@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 from keel.algorithms.advantages import return_symbol
 from keel.algorithms.symbols import number
 from keel.algorithms.terms import (
+    Choices,
     Coefficient,
     Description,
     Equation,
@@ -22,7 +23,6 @@ from keel.algorithms.terms import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from keel.algorithms.spec import Algorithm
     from keel.objective import divergences
 else:
     divergences = Lazy("divergences")
@@ -151,7 +151,7 @@ class Divergence(Row):
         formula = self._estimator()[0]
         return f"({formula})" if any(sign in formula[1:] for sign in ("+ ", "- ")) else formula
 
-    def in_reward(self, algorithm: Algorithm) -> tuple[Equation, ...]:
+    def in_reward(self, algorithm: Choices) -> tuple[Equation, ...]:
         """How the divergence enters the reward, if it does."""
         if self.where == "loss" or not self.active:
             return ()
@@ -161,7 +161,7 @@ class Divergence(Row):
         total = rf"- {self.symbol} \sum_{{n\in i}} {self.summand}"
         return (equation(f"{return_symbol(algorithm)}_i", "R_i", total),)
 
-    def describe(self, algorithm: Algorithm, setting: Setting) -> Description:
+    def describe(self, algorithm: Choices, setting: Setting) -> Description:
         """The equations of D, of d, of the reward and of β's rule, where there are such."""
         if not self.active:
             text = r"$\beta = 0$: the term is gone, and with it the reference policy."
@@ -239,7 +239,7 @@ class Divergence(Row):
         }.get(self.estimator, exact)
         return formula, python, f"{text}{extra} {_FIXED}"
 
-    def refusals(self, algorithm: Algorithm) -> Iterator[str]:
+    def refusals(self, algorithm: Choices) -> Iterator[str]:
         """Why its parameters do not go together, or not with the advantage."""
         plain = self.where == "loss" and self.to == "reference" and not self.unbiased
         if plain and self.estimator == "k1":

@@ -119,6 +119,11 @@ class Algorithm(Row):
         return RATIOS[self.ratio]
 
     @property
+    def ratio_per_sequence(self) -> bool:
+        """Whether a sequence has one ratio."""
+        return self.ratio_kind.per_sequence
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a frozen reference policy must be in memory (β = 0 needs none)."""
         d = self.divergence
@@ -172,7 +177,7 @@ class Algorithm(Row):
 
         They do for a return to go, where the loss has one advantage for each token.
         """
-        per_sequence = self.ratio_kind.per_sequence or self.surrogate.per_sequence
+        per_sequence = self.ratio_per_sequence or self.surrogate.per_sequence
         return self.needs_steps or (self.advantage.places_steps and not per_sequence)
 
     @property
@@ -209,7 +214,7 @@ def contradictions(algorithm: Algorithm) -> Iterator[str]:
     if algorithm.correction is not None:
         yield from algorithm.correction.refusals()
     kind = algorithm.advantage.kind
-    if algorithm.ratio_kind.per_sequence and algorithm.per_token_advantage:
+    if algorithm.ratio_per_sequence and algorithm.per_token_advantage:
         yield (
             f'ratio "{algorithm.ratio}" is one number a sequence and advantage "{kind}" differs '
             'from token to token: set ratio = "sequence_token" or "token", or advantage.kind = '

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from keel.algorithms.symbols import number, offset, quote
 from keel.algorithms.terms import (
+    Choices,
     Coefficient,
     Description,
     EntryPoint,
@@ -29,7 +30,6 @@ from keel.algorithms.terms import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from keel.algorithms.spec import Algorithm
     from keel.objective import surrogates
 else:
     surrogates = Lazy("surrogates")
@@ -60,7 +60,7 @@ class SurrogateTerm(TermChoice):
         """The ratios outside which it clips: what the clip fractions count by."""
         return 0.0, math.inf
 
-    def refusals(self, algorithm: Algorithm) -> Iterator[str]:
+    def refusals(self, algorithm: Choices) -> Iterator[str]:
         """Why it does not go with the algorithm's other choices."""
         yield from ()
 
@@ -152,8 +152,8 @@ class Cispo(SurrogateTerm):
         python = f"clip(rho, {self.floor!r}, {self.cap!r})*A*log_prob"
         return Description((equation("s", formula),), text, python)
 
-    def refusals(self, algorithm: Algorithm) -> Iterator[str]:
-        if algorithm.ratio_kind.per_sequence:
+    def refusals(self, algorithm: Choices) -> Iterator[str]:
+        if algorithm.ratio_per_sequence:
             yield (
                 'surrogate "cispo" weighs each token\'s log-probability by its own ratio: '
                 f'set ratio = "token" (or "sequence_token"), not "{algorithm.ratio}"'
@@ -241,7 +241,7 @@ class Geometric(SurrogateTerm):
         )
         return Description(equations, text, python)
 
-    def refusals(self, algorithm: Algorithm) -> Iterator[str]:
+    def refusals(self, algorithm: Choices) -> Iterator[str]:
         if algorithm.ratio != "token":
             yield (
                 'surrogate "geometric" takes the mean over a sequence itself, of token ratios: '
@@ -268,7 +268,7 @@ class LogProb(SurrogateTerm):
         text = r"REINFORCE: the gradient of $\ell_n$, times the advantage. Exact on policy only."
         return Description((equation("s", r"A_n \ell_n"),), text, "A*log_prob")
 
-    def refusals(self, algorithm: Algorithm) -> Iterator[str]:
+    def refusals(self, algorithm: Choices) -> Iterator[str]:
         if algorithm.ratio != "none":
             yield f'surrogate "log_prob" has no ratio: set ratio = "none", not "{algorithm.ratio}"'
 

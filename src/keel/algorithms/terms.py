@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Union, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -109,6 +109,28 @@ class TermChoice(Row):
     kind: str
     source: ClassVar[str] = ""
     """The paper, and the equation in it."""
+
+
+class RewardDivergence(Protocol):
+    """A divergence that is part of the reward."""
+
+    @property
+    def active(self) -> bool: ...
+
+
+class Choices(Protocol):
+    """What a term reads of the algorithm it belongs to (`spec.Algorithm`)."""
+
+    @property
+    def advantage(self) -> TermChoice: ...
+    @property
+    def ratio(self) -> str: ...
+    @property
+    def ratio_per_sequence(self) -> bool: ...
+    @property
+    def per_token_advantage(self) -> bool: ...
+    @property
+    def reward_divergence(self) -> RewardDivergence | None: ...
 
 
 def one_of(base: type[TermChoice]) -> Any:

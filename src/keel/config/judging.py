@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from keel.algorithms.spec import Coefficient, Positive, Row, Unit, UnusedIf
 from keel.config.fields import Answers, AsTuple, Count, Index, Temperature, Tokens
-from keel.config.model import Lora
+from keel.config.model import BaseModelChoice
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
 from keel.config.preference_data import PreferenceData
 from keel.config.sampling import PAST_THE_END, Rollout, SamplingSource
@@ -65,24 +65,6 @@ class SampledData(Row):
             seed_name=("sampled",),
             first_draw=("answers", "train", 0),
         )
-
-
-class BaseModelChoice(Row):
-    """What a reward model's backbone starts from."""
-
-    name: str | None = None
-    """Folder or hub name of a causal language model; None starts from the policy before the
-    stage."""
-    stage: str | None = None
-    """Name of an earlier stage of the same kind, whose reward model learns on, head and all."""
-    lora: Lora | None = None
-    """Adapters on a frozen backbone; the head always learns."""
-
-    @model_validator(mode="after")
-    def _one_base(self) -> BaseModelChoice:
-        if self.name is not None and self.stage is not None:
-            raise ValueError("set one of base.name (a model) and base.stage (an earlier stage)")
-        return self
 
 
 class JudgedEvaluation(Row):

@@ -76,3 +76,21 @@ class Model(Row):
         if (self.name is None) == (self.build is None):
             raise ValueError("set exactly one of model.name (a folder or hub name) and model.build")
         return self
+
+
+class BaseModelChoice(Row):
+    """What a reward model's backbone starts from."""
+
+    name: str | None = None
+    """Folder or hub name of a causal language model; None starts from the policy before the
+    stage."""
+    stage: str | None = None
+    """Name of an earlier stage of the same kind, whose reward model learns on, head and all."""
+    lora: Lora | None = None
+    """Adapters on a frozen backbone; the head always learns."""
+
+    @model_validator(mode="after")
+    def _one_base(self) -> BaseModelChoice:
+        if self.name is not None and self.stage is not None:
+            raise ValueError("set one of base.name (a model) and base.stage (an earlier stage)")
+        return self

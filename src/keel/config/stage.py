@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from keel.algorithms.spec import Row
 
 if TYPE_CHECKING:
-    from keel.config.judging import BaseModelChoice
+    from keel.config.model import BaseModelChoice
     from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
     from keel.config.preference_data import PreferenceData
     from keel.config.sampling import SamplingSource

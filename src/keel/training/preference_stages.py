@@ -8,13 +8,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from keel.config.judging import (
-    BaseModelChoice,
     DPOStage,
     JudgingStage,
     ProcessRewardModelStage,
     RewardModelStage,
 )
-from keel.config.model import Model
+from keel.config.model import BaseModelChoice, Model
 from keel.config.preference_data import PreferenceData
 from keel.config.seeds import derive
 from keel.data.preferences import dataset as preferences
