@@ -16,8 +16,8 @@ from keel.rewards.model_scorer import which_model
 from keel.runs.callbacks import Callback
 from keel.runs.fingerprints import fingerprints
 from keel.runs.reader import load
+from keel.training.evaluation import evaluate_reward_model
 from keel.training.export import export
-from keel.training.reward_evaluation import evaluate_reward_model
 from keel.training.run import train
 from keel.types import KeelError
 from tests.durability.same import TINY, same

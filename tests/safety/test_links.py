@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from keel.training.reward_evaluation import model_of
 
 from keel.config.load import load_recipe
 from keel.data.preferences.llmbar import read_llmbar
@@ -20,7 +21,6 @@ from keel.runs.lock import locked, refuse_if_taken
 from keel.runs.reader import load
 from keel.training.evaluation import evaluate
 from keel.training.export import export
-from keel.training.reward_evaluation import model_of
 from keel.training.run import train
 from keel.types import KeelError
 

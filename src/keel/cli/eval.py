@@ -73,7 +73,7 @@ def _judged(arguments: argparse.Namespace, files: dict[str, str]) -> None:
             f"{_names(strange)} {_say(strange)} how answers in steps are read: "
             f"drop {_them(strange)}, or give --steps"
         )
-    from keel.training.reward_evaluation import evaluate_reward_model
+    from keel.training.evaluation import evaluate_reward_model
 
     separator = arguments.separator
     measured = evaluate_reward_model(

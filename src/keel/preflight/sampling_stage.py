@@ -29,7 +29,7 @@ from keel.preflight.trial_batch import TrialBatch, sample
 from keel.rewards.registry import TASK, NamedReward
 from keel.rewards.scorer import Scorer
 from keel.runs.quarantine import WORDS, LeftOut
-from keel.training.later_stages import check_component, check_rewards, check_rewards_of_steps
+from keel.training.recipe_checks import check_component, check_rewards, check_rewards_of_steps
 from keel.training.setup import load_rewards, reward_context, scorer
 from keel.types import KeelError, Prompt, Verdict
 

@@ -139,7 +139,7 @@ def sample(
         tasks=dict(source.tasks),
         stream=PromptStream(list(source.tasks.values()), [1.0] * len(source.tasks), 0),
         scorer=scorer,
-        choice=rollout,
+        config=rollout,
         seed=plan.seed,
     )
     sampling = replace(sampler.sampling, max_tokens=size.tokens)

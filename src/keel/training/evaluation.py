@@ -1,26 +1,38 @@
-"""`keel eval`: a run's checkpoint or any model, on the held-out side of a task."""
+"""`keel eval`: a checkpoint or any model on a task, or a reward model on judged answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+from keel.config.judging import JudgingStage, ProcessRewardModelStage
 from keel.config.load import load_recipe, load_run_recipe, parse_override
 from keel.config.model import Model
+from keel.config.preference_data import PreferenceData
 from keel.config.presets import merge
 from keel.config.schema import Recipe, RLStage
+from keel.data.preferences.dataset import read_labelled, read_pairs, read_steps
 from keel.data.tasks import PromptStream, build_tasks, heldout, stored
 from keel.engines.registry import build_engine
 from keel.models.chat import Encoder
 from keel.models.loading import ADAPTER
 from keel.models.policy import Policy, load_policy
+from keel.models.reward import load_reward_model
 from keel.rewards.context import RewardContext
 from keel.runs.layout import RECIPE, RunFolder
-from keel.training.evaluate import Evaluator
-from keel.training.export import pick_checkpoint
-from keel.training.restore import checkpoint_policy
+from keel.training.evaluator import Evaluator
+from keel.training.export import pick_checkpoint, reward_model_of
+from keel.training.judged_data import label_encoder, pair_encoder, step_encoder
+from keel.training.reward_metrics import (
+    Measured,
+    measure_labels,
+    measure_pairs,
+    measure_steps,
+    plot_calibration,
+)
 from keel.training.rollout import Sampler
 from keel.training.setup import (
     load_rewards,
@@ -29,10 +41,14 @@ from keel.training.setup import (
     reward_context,
     scorer,
 )
+from keel.training.state import checkpoint_policy
 from keel.types import KeelError, Prompt, Task
 
 SPLITS = {"validation_path", "validation_fraction"}
-"""Keys of a task that say which of its rows are held out."""
+"""Keys of a task that set its validation split."""
+Rows = Literal["pairs", "labels", "steps"]
+SEPARATOR, THRESHOLD = "\n", 0.5
+"""How steps are read where no stage sets it."""
 
 
 def evaluate(
@@ -81,9 +97,9 @@ def evaluate(
     if recipe is None or folder is None:
         policy = load_policy(Model(name=str(model)), own_seed)
     else:
-        policy = checkpoint_policy(recipe, pick_checkpoint(folder, checkpoint))
+        policy = checkpoint_policy(recipe.model, recipe.seed, pick_checkpoint(folder, checkpoint))
     if recipe is None and max_tokens is None and policy.context is not None:
-        # Nobody said how long an answer may be: half of what the model can hold at the most.
+        # No limit was given: at most half of the context.
         budget = min(stage.rollout.max_tokens, policy.context // 2)
         rollout = stage.rollout.model_copy(update={"max_tokens": budget})
         stage = stage.model_copy(update={"rollout": rollout})
@@ -185,7 +201,7 @@ def _run(
         tasks=tasks,
         stream=PromptStream(ordered, weights, seed, encoder),
         scorer=judge,
-        choice=rollout,
+        config=rollout,
         seed=seed,
         less="lower --prompts or --max-tokens",
     )
@@ -201,3 +217,89 @@ def _unreadable(task: Task) -> int:
         return 0
     source = data.sides["heldout"].where.source
     return sum(row.why == "bad" and row.source == source for row in data.left_out)
+
+
+# ---------------------------------------------------------------- reward models
+
+
+def evaluate_reward_model(
+    model: Path | str,
+    rows: Rows,
+    path: str,
+    *,
+    stage: str | None = None,
+    separator: str | None = None,
+    threshold: float | None = None,
+    token_budget: int = 16_384,
+    pictures: Path | None = None,
+) -> Measured:
+    """An outcome model on pairs or labelled answers, or a process model on answers in steps.
+
+    `model` is a folder or hub name, or a run, of which `stage` names the stage that made the model.
+    All rows of the file count (JSONL, or Parquet by its ending). Steps are read by the `separator`
+    and `threshold` of that stage unless they are given; of another model by a newline and 0.5. With
+    `pictures`, a folder, the reliability and the margins are drawn there.
+
+    Raises KeelError where the model, the file or the folder for the pictures will not do.
+    """
+    name, made_by = reward_model_of(model, stage)
+    made = _stage_of(model, made_by)
+    if pictures is not None:
+        _make(pictures)
+    kind: Literal["outcome", "process"] = "process" if rows == "steps" else "outcome"
+    loaded = load_reward_model(Model(name=name), kind)
+    reader = loaded.reader(made is not None and made.raw)
+    judge = partial(loaded.judge, token_budget=token_budget)
+    source = PreferenceData(
+        name="parquet" if path.endswith(".parquet") else "jsonl", path=path, empty="keep"
+    )
+    encoded: list[Any]
+    if rows == "pairs":
+        pairs = read_pairs(source)
+        encoded = list(map(pair_encoder(reader), (*pairs.train, *pairs.heldout)))
+        measured = measure_pairs(_short(encoded, loaded.context), judge)
+    elif rows == "labels":
+        labelled = read_labelled(source)
+        encoded = list(map(label_encoder(reader), (*labelled.train, *labelled.heldout)))
+        measured = measure_labels(_short(encoded, loaded.context), judge)
+    else:
+        steps = read_steps(source)
+        if made is not None and made.records == "steps":
+            process = cast(ProcessRewardModelStage, made)
+            own_separator, own_threshold = process.separator, process.threshold
+        else:
+            own_separator, own_threshold = SEPARATOR, THRESHOLD
+        separator = own_separator if separator is None else separator
+        encoded = list(map(step_encoder(reader, separator), (*steps.train, *steps.heldout)))
+        threshold = own_threshold if threshold is None else threshold
+        measured = measure_steps(_short(encoded, loaded.context), judge, threshold)
+    if pictures is not None:
+        plot_calibration(measured, pictures, Path(path).stem, Path(name).name)
+    return measured
+
+
+def _stage_of(run: Path | str, stage: str | None) -> JudgingStage | None:
+    """The stage of a run that made a reward model; None of a model that is not of a run."""
+    if stage is None:
+        return None
+    recipe = load_run_recipe(RunFolder.open(run).recipe)
+    return cast(JudgingStage, next(one for one in recipe.stages if one.name == stage))
+
+
+def _make(pictures: Path) -> None:
+    """The folder, before the model is loaded: a wrong word should not cost minutes."""
+    try:
+        pictures.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = error.strerror or error
+        raise KeelError(f"cannot make {pictures}: {why}: give another --pictures") from error
+
+
+def _short(rows: list[Any], context: int | None) -> list[Any]:
+    long = [row for row in rows if context is not None and row.longest > context]
+    if long:
+        raise KeelError(
+            f"{len(long)} of the {len(rows)} rows are longer than the model's context of {context} "
+            "tokens: leave them out of the file"
+        )
+    return rows

@@ -14,7 +14,6 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from keel.config.load import load_run_recipe
-from keel.config.schema import Recipe
 from keel.models.policy import BASE
 from keel.models.tokenizer_round_trip import (
     PROBES,
@@ -25,13 +24,11 @@ from keel.models.tokenizer_round_trip import (
     written_in,
 )
 from keel.runs import checkpoint, files
-from keel.runs.checkpoint import MANIFEST
-from keel.runs.layout import FolderEntry, RunFolder
+from keel.runs.checkpoint import MANIFEST, check_model
+from keel.runs.layout import RECIPE, FolderEntry, RunFolder
 from keel.runs.lock import is_taken
 from keel.runs.reader import load
-from keel.training.restore import checkpoint_policy, holds_adapter
-from keel.training.reward_evaluation import model_of
-from keel.training.state import POLICY, read_progress
+from keel.training.state import POLICY, checkpoint_policy, holds_adapter, read_progress
 from keel.types import KeelError
 
 ADAPTER = "adapter"
@@ -105,7 +102,7 @@ def exported(
         raise KeelError("--stage exports the model at the stage's end: drop --checkpoint")
     running, place = is_taken(Path(run)), RunFolder.open(run)
     if stage is not None:
-        _write(place, Path(model_of(run, stage)), target, adapter)
+        _write(place, Path(reward_model_of(run, stage)[0]), target, adapter)
         return Exported(target, None, running)
     while True:
         source = pick_checkpoint(place, checkpoint)
@@ -128,7 +125,8 @@ def _write(
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as made:
             aside = Path(made) / target.name
             if of_checkpoint and not adapter and holds_adapter(source):
-                checkpoint_policy(recipe_of(place), source).save(aside)
+                recipe = load_run_recipe(place.recipe)
+                checkpoint_policy(recipe.model, recipe.seed, source).save(aside)
                 shutil.rmtree(aside / ADAPTER)
             else:
                 _copy(source / POLICY if of_checkpoint else source, aside, adapter)
@@ -195,9 +193,23 @@ def class_of(folder: Path) -> str:
     return "AutoModelForCausalLM"
 
 
-def recipe_of(folder: RunFolder) -> Recipe:
-    """The resolved recipe that a run folder holds."""
-    return load_run_recipe(folder.recipe)
+def reward_model_of(model: Path | str, stage: str | None) -> tuple[str, str | None]:
+    """A reward model's folder or name and, of a run, the stage that made it."""
+    if not (Path(model) / RECIPE).is_file():
+        if stage is not None:
+            raise KeelError(f"{model} is no run folder, so it has no stage {stage!r}: drop --stage")
+        return str(model), None
+    folder = RunFolder.open(model)
+    made = [name for name in folder.stages if folder.model(name).is_dir()]
+    if stage is None and len(made) == 1:
+        stage = made[0]
+    if stage not in made:
+        names = ", ".join(made) or "none"
+        raise KeelError(
+            f"run {model} has no reward model of stage {stage!r}: name one by --stage ({names})"
+        )
+    check_model(folder.model(stage))
+    return str(folder.model(stage)), stage
 
 
 def _warn(path: Path, wrong: str) -> None:

@@ -1,4 +1,4 @@
-"""Rows of judged answers, ready for a model: encoded, too long ones left out, in epochs."""
+"""Preference data as tokens: pairs and labelled answers, filtered by length, in epochs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
+import torch
 
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
 from keel.data.preferences.split import Sides
+from keel.models.packed import PackedSizes, sizes_on
 from keel.models.reward_inputs import Answered, Reader, joined
 from keel.types import KeelError
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedPair:
-    """Two answers to one prompt, in tokens. `cluster` is the same for rows that hang together."""
+    """Two answers to one prompt, in tokens. `cluster` is the same for related examples."""
 
     chosen: Answered
     rejected: Answered
@@ -36,7 +38,7 @@ class EncodedPair:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """One answer in tokens, and a label (0 to 1) for each of its ends; None where nobody judged."""
+    """One answer in tokens, and a label (0 to 1) for each of its ends; None where there is none."""
 
     answer: Answered
     labels: tuple[float | None, ...]
@@ -57,7 +59,7 @@ E = TypeVar("E", EncodedPair, Marked)
 
 @dataclass(frozen=True, slots=True)
 class Ready(Generic[E]):
-    """Both sides, encoded; how many rows of each were left out for being too long."""
+    """Both splits, encoded; how many examples of each were left out for being too long."""
 
     train: tuple[E, ...]
     heldout: tuple[E, ...]
@@ -72,10 +74,9 @@ def ready(
     heldout_rows: int,
     stage: str,
 ) -> Ready[E]:
-    """The rows that are no longer than `limit` tokens, at most `heldout_rows` of them held out.
+    """The rows of at most `limit` tokens; of the validation split a random `heldout_rows`.
 
-    Which ones these are does not depend on the order of a file that may be sorted. Raises KeelError
-    where no train row is left, or none of the held-out ones that there were.
+    Raises KeelError where no train row is left, or none of a validation split that had some.
     """
     train, long = _fitting(map(encode, sides.train), limit)
     held, long_heldout = _fitting(map(encode, _some(sides.heldout, heldout_rows)), limit)
@@ -128,7 +129,7 @@ def step_encoder(reader: Reader, separator: str) -> Callable[[Stepwise], Marked]
 
 
 def cluster_of(row: Preference | Labelled | Stepwise) -> str:
-    """What rows that hang together have in common: their group, or else their prompt."""
+    """What related examples have in common: their group, or else their prompt."""
     if row.group is not None:
         return row.group
     prompt = row.prompt
@@ -148,6 +149,11 @@ def of_step(rows: Sequence[E], size: int, number: int, seed: int) -> list[E]:
         for epoch in {place // n for place in places}
     }
     return [rows[int(orders[place // n][place % n])] for place in places]
+
+
+def sizes_of(rows: Sequence[EncodedPair] | Sequence[Marked], device: torch.device) -> PackedSizes:
+    """The sizes by which examples are cut into micro-batches."""
+    return sizes_on(device, [row.length for row in rows])
 
 
 def _some(rows: Sequence[R], n: int) -> Sequence[R]:

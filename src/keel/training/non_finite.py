@@ -1,4 +1,4 @@
-"""A step that could not be taken: what it was learned from is kept, and the cause named."""
+"""Optimizer steps that are not finite, and calls that hang: the cause is recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keel.config.optimisation import OnNonfinite
 from keel.learn.actions import TrainBatch
 from keel.learn.batch import Batch
 from keel.learn.finite import Cause, NotFinite, tensors_of
-from keel.learn.optimizer import Named, bad_weight
+from keel.learn.optimizer import AdamW, bad_weight
 from keel.learn.token_budget import LESS, oom_context
 from keel.runs import checkpoint
 from keel.runs.files import make_folder, write_text
@@ -21,115 +21,92 @@ from keel.runs.watchdog import Hung
 from keel.runs.writer import Session
 from keel.types import KeelError
 
-SEARCHED = 8
-"""Faults of a stage whose cause is searched for and whose batch is kept; more say no more."""
-ENOUGH = 20
-"""Optimizer steps not taken, with none ever taken, after which a stage is not worth going on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Metrics of a step that are not finite, and where they come from.
-
-    `sequence` says which, in words that the user can look up.
-    """
-
-    stage: str
-    step: int
-    number: int
-    """Optimizer steps of the step that were asked for before, from 0."""
-    names: tuple[str, ...]
-    cause: Cause
-    sequence: str
-
-    @property
-    def line(self) -> str:
-        """What came of it, in one line."""
-        token = "" if self.cause.token is None else f", token {self.cause.token}"
-        where = f" of {self.sequence}{token}" if self.sequence else ""
-        return (
-            f"{self.stage} step {self.step}: {', '.join(self.names)} came out non-finite, from "
-            f"{self.cause.term}{where}; the optimizer step was not taken"
-        )
+MAX_DIAGNOSED = 8
+"""Skipped optimizer steps of a stage whose cause is searched for and whose batch is kept."""
+MAX_CONSECUTIVE_SKIPS = 20
+"""Optimizer steps skipped before any was taken, after which the stage stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteStep:
-    """Where a step could not be taken, and what was before.
-
-    `skipped` counts the steps of the stage that were not taken before; `began` says whether one
-    ever was.
-    """
+    """An optimizer step that was not taken, since some of its metrics were not finite."""
 
     stage: str
     step: int
     number: int
+    """Optimizer steps of the step before this one."""
     names: tuple[str, ...]
-    skipped: int
-    began: bool
+    cause: Cause | None = None
+    sequence: str = ""
+    """The sequence at fault, in words that the user can look up."""
 
-    def fault(self, cause: Cause, sequence: str) -> Fault:
-        return Fault(self.stage, self.step, self.number, self.names, cause, sequence)
-
-
-def searched(session: Session, met: NonFiniteStep, choice: OnNonfinite, parameters: Named) -> bool:
-    """Whether the cause is to be searched for; where not, the fault is noted here.
-
-    The first of a stage are, and whatever ends the run.
-
-    Raises:
-        KeelError: no step of the stage was ever taken, and enough were tried.
-    """
-    line = f"{met.stage} step {met.step}: {', '.join(met.names)} came out non-finite"
-    if choice == "skip" and not met.began and met.skipped + 1 >= ENOUGH:
-        raise KeelError(
-            f"{line}, as in all {met.skipped + 1} optimizer steps of {met.stage}, so that nothing "
-            f"was learned: see the causes in {session.folder.faults}, and lower "
-            "optimizer.learning_rate or mend what they name"
-        )
-    if choice == "stop" or met.skipped < SEARCHED or bad_weight(parameters) is not None:
-        return True
-    session.note(f"{line}; the optimizer step was not taken (the first {SEARCHED} say more)")
-    return False
+    @property
+    def line(self) -> str:
+        """What happened, in one line."""
+        where = f"{self.stage} step {self.step}: {', '.join(self.names)} came out non-finite"
+        if self.cause is None:
+            return where
+        token = "" if self.cause.token is None else f", token {self.cause.token}"
+        place = f" of {self.sequence}{token}" if self.sequence else ""
+        return f"{where}, from {self.cause.term}{place}; the optimizer step was not taken"
 
 
-def kept(
+def report(
     session: Session,
-    fault: Fault,
-    choice: OnNonfinite,
-    fill: Callable[[Path], None],
+    found: NonFiniteStep,
     error: NotFinite,
+    *,
+    action: OnNonfinite,
+    skipped: int,
+    optimizers: Sequence[AdamW],
+    diagnose: Callable[[], tuple[Cause, str]],
+    keep: Callable[[Path], None],
 ) -> None:
-    """Keep what was learned from in the run folder; then stop, or note it and go on.
+    """Record a step that was not taken, `skipped` ones before it: its cause and its batch.
+
+    `diagnose` gives the cause and the sequence at fault, `keep` writes the batch into a folder;
+    both run for the first steps of a stage and for the one that ends the run.
 
     Raises:
-        KeelError: the recipe does not say to go on, or the weights themselves are not finite.
+        KeelError: the recipe stops here (`action`), the weights themselves are not finite, or
+            none of the stage's first steps was taken.
     """
-    name = f"{fault.stage}-step-{fault.step:06d}-{fault.number}"
-    target = session.folder.faults / name
+    if action == "skip" and not optimizers[0].began and skipped + 1 >= MAX_CONSECUTIVE_SKIPS:
+        raise KeelError(
+            f"{found.line}, as in all {skipped + 1} optimizer steps of {found.stage}, so that "
+            f"nothing was learned: see the causes in {session.folder.faults}, and lower "
+            "optimizer.learning_rate or fix what they name"
+        )
+    parameters = [pair for optimizer in optimizers for pair in optimizer.parameters]
+    if action == "skip" and skipped >= MAX_DIAGNOSED and bad_weight(parameters) is None:
+        limit = f"the first {MAX_DIAGNOSED} are diagnosed"
+        session.note(f"{found.line}; the optimizer step was not taken ({limit})")
+        return
+    cause, sequence = diagnose()
+    found = dataclasses.replace(found, cause=cause, sequence=sequence)
+    target = session.folder.faults / f"{found.stage}-step-{found.step:06d}-{found.number}"
     with checkpoint.writing(target) as aside:
-        fill(aside)
-        checkpoint.save_json(aside / "cause.json", dataclasses.asdict(fault))
-    session.recorder.event("not_finite", **dataclasses.asdict(fault))
-    if fault.cause.weights:
+        keep(aside)
+        checkpoint.save_json(aside / "cause.json", dataclasses.asdict(found))
+    session.recorder.event("not_finite", **dataclasses.asdict(found))
+    line = f"{found.line}; its batch is in {target}"
+    if cause.weights:
         raise KeelError(
-            f"{fault.line}; its batch is in {target}: no step can be taken from such weights: "
-            "lower optimizer.learning_rate and go on from a checkpoint before, or mend the model"
+            f"{line}: no step can be taken from such weights: lower optimizer.learning_rate and "
+            "resume from an earlier checkpoint, or fix the model"
         ) from error
-    if choice == "stop":
+    if action == "stop":
         raise KeelError(
-            f"{fault.line}; its batch is in {target}: lower optimizer.learning_rate, or set "
-            'on_nonfinite = "skip" to go on without such steps'
+            f"{line}: lower optimizer.learning_rate, or set "
+            'on_nonfinite = "skip" to continue without such steps'
         ) from error
-    session.note(f"{fault.line}; its batch is in {target}")
+    session.note(line)
 
 
 @contextmanager
 def keeping_stacks(session: Session) -> Iterator[None]:
-    """A call that gave no answer leaves its stack in the run folder.
-
-    Memory that runs out where nothing nearer says what for is a KeelError too.
-    """
+    """Write the stack of a call that hangs into the run folder; running out of memory is a
+    KeelError."""
     try:
         with oom_context("a model or batch was made ready", LESS):
             yield

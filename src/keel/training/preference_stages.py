@@ -7,6 +7,8 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from keel.config.judging import (
     DPOStage,
     JudgingStage,
@@ -28,11 +30,17 @@ from keel.models.reward import Kind, RewardModel, continued_reward_model, reward
 from keel.models.reward_inputs import Reader
 from keel.runs import checkpoint
 from keel.runs.quarantine import LeftOut, named_from, write_quarantine
-from keel.training import dpo, reward_model
-from keel.training import sampled_data as rows_sampled
+from keel.training import sampled_data, supervised
+from keel.training.dpo import DPO
 from keel.training.judged_data import Ready, label_encoder, pair_encoder, ready, step_encoder
-from keel.training.reward_evaluation import draw
-from keel.training.reward_metrics import Measured, measure_labels, measure_pairs, measure_steps
+from keel.training.reward_metrics import (
+    Measured,
+    measure_labels,
+    measure_pairs,
+    measure_steps,
+    plot_calibration,
+)
+from keel.training.reward_model import labels_backward, pairs_backward
 from keel.training.rollout import Sampler
 from keel.training.setup import (
     RunContext,
@@ -40,9 +48,11 @@ from keel.training.setup import (
     open_prompts,
     reward_context,
     scorer,
+    supervised_loop,
     token_budget,
 )
 from keel.training.state import Progress, read_reference, restore_modules, restore_optimizers
+from keel.training.supervised import GradientStep, judged_examples
 from keel.types import KeelError
 
 R = TypeVar("R", Preference, Labelled, Stepwise)
@@ -53,20 +63,20 @@ def train_reward_model(run: RunContext, stage: RewardModelStage, progress: Progr
     model = _new_model(run, stage.base, "outcome", stage.name)
     reader = model.reader(stage.raw)
     rows: Ready[Any]
-    learn: Callable[[Sequence[Any], int], Any]
+    backward: Callable[[Sequence[Any], int], GradientStep]
     measure: Callable[[Sequence[Any]], Measured]
     judge = partial(model.judge, token_budget=stage.token_budget)
     if stage.objective == "pairs":
-        pairs = _rows(run, stage, preferences.read_pairs, rows_sampled.pairs)
+        pairs = _rows(run, stage, preferences.read_pairs, sampled_data.pairs)
         rows = _ready(run, pairs, pair_encoder(reader), stage, model.context)
-        learn = partial(reward_model.learn_pairs, model, stage)
+        backward = partial(pairs_backward, model, stage.centering)
         measure = partial(measure_pairs, judge=judge)
     else:
-        labelled = _rows(run, stage, preferences.read_labelled, rows_sampled.labels)
+        labelled = _rows(run, stage, preferences.read_labelled, sampled_data.labels)
         rows = _ready(run, labelled, label_encoder(reader), stage, model.context)
-        learn = partial(reward_model.learn_marks, model)
+        backward = partial(labels_backward, model)
         measure = partial(measure_labels, judge=judge)
-    return _judging(run, stage, model, rows, learn, measure, progress)
+    return _train(run, stage, model, rows, backward, measure, progress)
 
 
 def train_process_reward_model(
@@ -75,20 +85,20 @@ def train_process_reward_model(
     """A process reward model, left in the run folder; the policy stays as it was."""
     model = _new_model(run, stage.base, "process", stage.name)
     tokenizer = run.policy.tokenizer
-    make = rows_sampled.steps(stage.separator, lambda ids: decode(tokenizer, [ids])[0])
+    make = sampled_data.steps(stage.separator, lambda ids: decode(tokenizer, [ids])[0])
     stepwise = _rows(run, stage, preferences.read_steps, make)
     encode = step_encoder(model.reader(stage.raw), stage.separator)
     rows = _ready(run, stepwise, encode, stage, model.context)
     judge = partial(model.judge, token_budget=stage.token_budget)
-    learn = partial(reward_model.learn_marks, model)
+    backward = partial(labels_backward, model)
     measure = partial(measure_steps, judge=judge, threshold=stage.threshold)
-    return _judging(run, stage, model, rows, learn, measure, progress)
+    return _train(run, stage, model, rows, backward, measure, progress)
 
 
 def train_dpo(run: RunContext, stage: DPOStage, progress: Progress) -> Progress:
     """DPO of the policy."""
     policy, start = run.policy, run.resume_from
-    pairs = _rows(run, stage, preferences.read_pairs, rows_sampled.pairs)
+    pairs = _rows(run, stage, preferences.read_pairs, sampled_data.pairs)
     optimizer = AdamW(trainable(policy), stage.optimizer)
     reference = reference_for(policy, None if start is None else read_reference(start))
     sampled = stage.sampled
@@ -96,62 +106,82 @@ def train_dpo(run: RunContext, stage: DPOStage, progress: Progress) -> Progress:
     reader = Reader(policy.tokenizer, policy.context, template, raw=stage.raw)
     if start is not None:
         restore_optimizers(start, {"optimizer": optimizer})
-    parts = dpo.Preferring(
-        stage=stage,
-        policy=policy,
-        reference=reference,
+    rows = _ready(run, pairs, pair_encoder(reader), stage, policy.context)
+    budget = token_budget(stage, progress, run.session)
+    trainer = DPO(policy, reference, budget, stage.loss, stage.beta, stage.smoothing)
+    loop = _loop(
+        run,
+        stage,
+        progress,
+        rows,
+        policy.device,
+        trainer.backward,
+        partial(measure_pairs, judge=trainer.implied_rewards),
+        budget=budget,
         optimizer=optimizer,
-        budget=token_budget(stage, progress, run.session),
-        rows=_ready(run, pairs, pair_encoder(reader), stage, policy.context),
-        show=partial(
-            draw,
-            folder=run.session.folder.pictures,
-            name=stage.name,
-            title=f"{run.recipe.name}: {stage.name}",
-        ),
-        session=run.session,
-        seed=derive(run.recipe.seed, stage.name, "rows"),
+        reference=reference,
     )
-    return dpo.run(parts, progress)
+    return supervised.run(loop, progress)
 
 
-def _judging(
+def _train(
     run: RunContext,
     stage: JudgingStage,
     model: RewardModel,
     rows: Ready[Any],
-    learn: Callable[[Sequence[Any], int], Any],
+    backward: Callable[[Sequence[Any], int], GradientStep],
     measure: Callable[[Sequence[Any]], Measured],
     progress: Progress,
 ) -> Progress:
-    optimizer = AdamW(trainable(model), stage.optimizer)
+    """Train a reward model, and save it in the run folder."""
+    optimizer, modules = AdamW(trainable(model), stage.optimizer), {"reward_model": model}
     if run.resume_from is not None:
-        restore_modules(run.resume_from, {"reward_model": model})
+        restore_modules(run.resume_from, modules)
         restore_optimizers(run.resume_from, {"optimizer": optimizer})
-    parts = reward_model.RewardModelTrainer(
-        stage=stage,
-        policy=run.policy,
-        model=model,
+    loop = _loop(
+        run,
+        stage,
+        progress,
+        rows,
+        model.device,
+        backward,
+        measure,
         optimizer=optimizer,
-        budget=token_budget(stage, progress, run.session),
-        rows=rows,
-        learn=learn,
-        measure=measure,
-        show=partial(
-            draw,
-            folder=run.session.folder.pictures,
-            name=stage.name,
-            title=f"{run.recipe.name}: {stage.name}",
-        ),
-        session=run.session,
-        seed=derive(run.recipe.seed, stage.name, "rows"),
+        modules=modules,
     )
-    progress = reward_model.run(parts, progress)
+    progress = supervised.run(loop, progress)
     target = run.session.folder.model(stage.name)
     if progress.step == stage.steps and not target.exists():
         with checkpoint.writing(target) as aside:
             model.save(aside)
     return progress
+
+
+def _loop(
+    run: RunContext,
+    stage: JudgingStage,
+    progress: Progress,
+    rows: Ready[Any],
+    device: torch.device,
+    backward: Callable[[Sequence[Any], int], GradientStep],
+    measure: Callable[[Sequence[Any]], Measured],
+    **parts: Any,
+) -> supervised.SupervisedLoop[Any]:
+    """The loop over preference data."""
+    seed = derive(run.recipe.seed, stage.name, "rows")
+    title = f"{run.recipe.name}: {stage.name}"
+    return supervised_loop(
+        run,
+        stage,
+        progress,
+        examples=judged_examples(rows.train, stage.batch_size, seed, device, backward),
+        evaluate=partial(measure, rows.heldout) if rows.heldout else None,
+        evaluate_every=stage.evaluation.every,
+        plot=partial(
+            plot_calibration, folder=run.session.folder.pictures, name=stage.name, title=title
+        ),
+        **parts,
+    )
 
 
 def _new_model(run: RunContext, base: BaseModelChoice, kind: Kind, stage: str) -> RewardModel:
@@ -167,14 +197,14 @@ def _new_model(run: RunContext, base: BaseModelChoice, kind: Kind, stage: str) -
 
 @contextmanager
 def _keys_of(base: str) -> Iterator[None]:
-    """Errors of loading name the keys of a base model, which are not those of `model`."""
+    """Errors of loading name the keys of a base model instead of those of `model`."""
     try:
         yield
     except KeelError as error:
-        said = str(error)
+        message = str(error)
         for key in ("name", "lora"):
-            said = said.replace(f"model.{key}", f"{base}.{key}")
-        raise KeelError(said) from error
+            message = message.replace(f"model.{key}", f"{base}.{key}")
+        raise KeelError(message) from error
 
 
 def _base(run: RunContext, base: BaseModelChoice) -> Policy:
@@ -197,21 +227,21 @@ def _rows(
     run: RunContext,
     stage: JudgingStage,
     read: Callable[[PreferenceData, int], Sides[R]],
-    make: rows_sampled.Make,
+    make: sampled_data.Make,
 ) -> Sides[R]:
     """The stage's rows: from its data, or sampled into the run folder and read from there."""
     if stage.data is not None:
         return read(stage.data, run.recipe.seed)
     folder = run.session.folder
-    said = _sample(run, stage, make)
-    if said:
-        run.session.note(f"{stage.name}: {said}")
+    counts = _sample(run, stage, make)
+    if counts:
+        run.session.note(f"{stage.name}: {counts}")
     train, held = folder.rows(stage.name, "train"), folder.rows(stage.name, "heldout")
     made = PreferenceData(name="jsonl", path=str(train), validation_path=str(held), empty="keep")
     return read(made, run.recipe.seed)
 
 
-def _sample(run: RunContext, stage: JudgingStage, make: rows_sampled.Make) -> str:
+def _sample(run: RunContext, stage: JudgingStage, make: sampled_data.Make) -> str:
     choice, policy = stage.sampled, run.policy
     assert choice is not None
     folder = run.session.folder
@@ -235,14 +265,14 @@ def _sample(run: RunContext, stage: JudgingStage, make: rows_sampled.Make) -> st
             tasks=source.tasks,
             stream=source.stream,
             scorer=judge,
-            choice=choice.sampling.rollout,
+            config=choice.sampling.rollout,
             seed=seed,
             less=f"lower {stage.name}.sampled.max_tokens or {stage.name}.sampled.group_size",
         )
         held = source.heldout(choice.heldout)
         judge.check(held)
-        parts = rows_sampled.SampledDataSource(sampler, judge, held, choice, seed)
-        return rows_sampled.write_rows(parts, folder, stage.name, make)
+        parts = sampled_data.SampledDataSource(sampler, judge, held, choice, seed)
+        return sampled_data.write_rows(parts, folder, stage.name, make)
 
 
 def _ready(
@@ -252,7 +282,7 @@ def _ready(
     stage: JudgingStage,
     context: int | None,
 ) -> Ready[Any]:
-    """The rows in tokens; what was left out on the way is noted where the stage begins."""
+    """The rows in tokens; a new stage notes what was left out."""
     limits = [limit for limit in (stage.max_tokens, context) if limit is not None]
     limit = min(limits) if limits else None
     sieve: Sieve[R, Any] = Sieve(encode, limit)
@@ -267,9 +297,9 @@ def _ready(
         (sides.dropped, "with an empty answer"),
         (sum(row.why == "bad" for row in sides.left_out), "that cannot be read"),
     )
-    said = [f"{n} {why}" for n, why in left if n]
-    if said and run.resume_from is None:
-        run.session.note(f"{stage.name}: rows left out: {', '.join(said)} ({kept})")
+    reasons = [f"{n} {why}" for n, why in left if n]
+    if reasons and run.resume_from is None:
+        run.session.note(f"{stage.name}: rows left out: {', '.join(reasons)} ({kept})")
     return rows
 
 
@@ -277,6 +307,6 @@ def _quarantined(run: RunContext, stage: JudgingStage, left: Sequence[LeftOut]) 
     """Put the rows left out into the quarantine; the file, as a note names it."""
     folder = run.session.folder
     target = folder.quarantine / f"{stage.name}-rows.jsonl"
-    # Rows sampled into the run folder are named from there, wherever it lies.
+    # Rows sampled into the run folder are named relative to it.
     write_quarantine(target, left if stage.data is not None else named_from(folder.path, left))
     return f"quarantine/{target.name}"

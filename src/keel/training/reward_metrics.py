@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -17,14 +18,16 @@ from keel.analysis.calibration import (
     length_correlation,
     pair_report,
 )
+from keel.analysis.reward_plots import margin_picture, reliability_picture
 from keel.data.preferences.schema import first_wrong
 from keel.models.reward_inputs import Answered
+from keel.runs.files import make_folder
 from keel.training.judged_data import EncodedPair, Marked
 from keel.types import KeelError
 
 HEADLINE = ("accuracy", "auc", "log_loss", "brier", "ece", "f1")
 Judge = Callable[[Sequence[Answered]], list[list[float]]]
-"""What a model says of answers, at each of their ends."""
+"""A model's scores of answers, at each of their steps' ends."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +56,7 @@ class Measured:
 def measure_pairs(rows: Sequence[EncodedPair], judge: Judge) -> Measured:
     """Of pairs: accuracy, log loss, Brier, calibration, margins, and scores against lengths."""
     answers = [answer for row in rows for answer in (row.chosen, row.rejected)]
-    score_S = np.array([said[0] for said in _finite(judge(answers))])
+    score_S = np.array([scores[0] for scores in _finite(judge(answers))])
     length_S = np.array([_length(answer) for answer in answers], dtype=np.float64)
     report = pair_report(
         score_S[0::2] - score_S[1::2],
@@ -69,7 +72,7 @@ def measure_pairs(rows: Sequence[EncodedPair], judge: Judge) -> Measured:
 def measure_labels(rows: Sequence[Marked], judge: Judge) -> Measured:
     """Of labelled answers: accuracy, AUC, log loss, Brier, calibration, scores against lengths."""
     answers = [row.answer for row in rows]
-    logit_S = np.array([said[0] for said in _finite(judge(answers))])
+    logit_S = np.array([scores[0] for scores in _finite(judge(answers))])
     report = label_report(
         logit_S, [float(row.labels[0] or 0) for row in rows], [row.cluster for row in rows]
     )
@@ -78,20 +81,20 @@ def measure_labels(rows: Sequence[Marked], judge: Judge) -> Measured:
 
 
 def measure_steps(rows: Sequence[Marked], judge: Judge, threshold: float) -> Measured:
-    """Of answers in steps: the first wrong step and, step by step, what `measure_labels` says.
+    """Of answers in steps: the first wrong step and, step by step, the metrics of `measure_labels`.
 
     The first step whose probability of being right is under `threshold` is the predicted mistake.
     """
     logits = _finite(judge([row.answer for row in rows]))
     found = first_error_report(
-        [first_under(said, threshold) for said in logits],
+        [first_under(scores, threshold) for scores in logits],
         [first_wrong(row.labels) for row in rows],
         [row.cluster for row in rows],
     )
     judged = [
         (z, y, row.cluster)
-        for said, row in zip(logits, rows, strict=True)
-        for z, y in zip(said, row.labels, strict=True)
+        for scores, row in zip(logits, rows, strict=True)
+        for z, y in zip(scores, row.labels, strict=True)
         if y is not None
     ]
     z_K, y_K, cluster_K = zip(*judged, strict=True)
@@ -106,16 +109,24 @@ def first_under(logits: Sequence[float], threshold: float) -> int | None:
     return next((i for i, z in enumerate(logits) if (1 + np.tanh(z / 2)) / 2 < threshold), None)
 
 
+def plot_calibration(measured: Measured, folder: Path, name: str, title: str) -> None:
+    """Plot reliability and, of pairs, margins: NAME-reliability.png and NAME-margins.png."""
+    make_folder(folder)
+    reliability_picture(measured.calibrated, folder / f"{name}-reliability.png", title)
+    if isinstance(measured.report, PairReport):
+        margin_picture(measured.report, folder / f"{name}-margins.png", title)
+
+
 def _length(answer: Answered) -> int:
-    """Tokens of the answer alone: prompts of many lengths would drown it."""
+    """Tokens of the answer alone: prompt lengths vary much more."""
     return len(answer.tokens) - answer.begins
 
 
-def _finite(said: list[list[float]]) -> list[list[float]]:
-    wrong = sum(not np.isfinite(one).all() for one in said)
+def _finite(scores: list[list[float]]) -> list[list[float]]:
+    wrong = sum(not np.isfinite(one).all() for one in scores)
     if wrong:
         raise KeelError(
-            f"the reward model's scores of {wrong} of {len(said)} held-out answers are not finite: "
-            "lower optimizer.learning_rate, or go on from an earlier checkpoint"
+            f"the reward model's scores of {wrong} of {len(scores)} held-out answers are not finite"
+            "lower optimizer.learning_rate, or resume from an earlier checkpoint"
         )
-    return said
+    return scores

@@ -2,71 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from keel.config.judging import JudgingStage, RewardModelStage
-from keel.learn.optimizer import AdamW
-from keel.learn.token_budget import TokenBudget
-from keel.models.policy import Policy
 from keel.models.reward import RewardModel
 from keel.models.reward_inputs import pack_answers
 from keel.objective.preference import bradley_terry, centering, label_cross_entropy
-from keel.runs.writer import Session
-from keel.training import supervised as fit
-from keel.training.judged_data import EncodedPair, Marked, Ready
-from keel.training.judged_steps import judged_rows, sizes_of
-from keel.training.reward_metrics import Measured
-from keel.training.state import Progress
+from keel.training.judged_data import EncodedPair, Marked, sizes_of
+from keel.training.supervised import GradientStep
 
 
-@dataclass(frozen=True, eq=False)
-class RewardModelTrainer:
-    """What a reward model's stage works with. The policy is kept for the stages behind it."""
-
-    stage: JudgingStage
-    policy: Policy
-    model: RewardModel
-    optimizer: AdamW
-    budget: TokenBudget
-    rows: Ready[Any]
-    learn: Callable[[Sequence[Any], int], fit.Learned]
-    measure: Callable[[Sequence[Any]], Measured]
-    show: Callable[[Measured], None]
-    session: Session
-    seed: int
-
-
-def run(work: RewardModelTrainer, progress: Progress) -> Progress:
-    """From `progress` to the last step of the stage, or until the run is asked to stop."""
-    stage = work.stage
-    return fit.run(
-        fit.Fit(
-            steps=stage.steps,
-            rows=judged_rows(work.rows, stage.batch_size, work.seed, work.model.device, work.learn),
-            policy=work.policy,
-            optimizer=work.optimizer,
-            choice=stage.optimizer,
-            budget=work.budget,
-            on_nonfinite=stage.on_nonfinite,
-            checkpoints=stage.checkpoints,
-            session=work.session,
-            modules={"reward_model": work.model},
-            evaluate=(lambda: work.measure(work.rows.heldout)) if work.rows.heldout else None,
-            evaluate_every=stage.evaluation.every,
-            show=work.show,
-        ),
-        progress,
-    )
-
-
-def learn_pairs(
-    model: RewardModel, stage: RewardModelStage, rows: Sequence[EncodedPair], token_budget: int
-) -> fit.Learned:
+def pairs_backward(
+    model: RewardModel, centering_weight: float, rows: Sequence[EncodedPair], token_budget: int
+) -> GradientStep:
     """The gradient of the mean Bradley–Terry loss over pairs, and of the centring."""
     sums: dict[str, float] = {}
     decided = sum(row.probability != 0.5 for row in rows)
@@ -82,22 +32,22 @@ def learn_pairs(
         margin_C = logit_K.new_tensor([row.margin for row in part])
         loss_C = bradley_terry(chosen_C, rejected_C, probability_C, margin_C)
         centre_C = centering(chosen_C, rejected_C)
-        ((loss_C + stage.centering * centre_C).sum() / len(rows)).backward()  # type: ignore[no-untyped-call]
+        ((loss_C + centering_weight * centre_C).sum() / len(rows)).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             gap_C = chosen_C - rejected_C
             _add(
                 sums,
                 len(rows),
-                loss=loss_C + stage.centering * centre_C,
+                loss=loss_C + centering_weight * centre_C,
                 margin=gap_C,
                 mean_reward=(chosen_C + rejected_C) / 2,
             )
             _add(sums, decided, accuracy=_right(gap_C, probability_C))
-    return fit.Learned(sums, sum(row.length for row in rows))
+    return GradientStep(sums, sum(row.length for row in rows))
 
 
-def learn_marks(model: RewardModel, rows: Sequence[Marked], token_budget: int) -> fit.Learned:
-    """The gradient of the mean cross-entropy over all judged ends of the step's rows."""
+def labels_backward(model: RewardModel, rows: Sequence[Marked], token_budget: int) -> GradientStep:
+    """The gradient of the mean cross-entropy over all labels of the step's answers."""
     sums: dict[str, float] = {}
     every = [label for row in rows for label in row.labels if label is not None]
     judged, decided = len(every), sum(label != 0.5 for label in every)
@@ -113,11 +63,11 @@ def learn_marks(model: RewardModel, rows: Sequence[Marked], token_budget: int) -
         with torch.no_grad():
             _add(sums, judged, loss=loss_K, mean_reward=logit_K)
             _add(sums, decided, accuracy=_right(logit_K, label_K))
-    return fit.Learned(sums, sum(row.length for row in rows))
+    return GradientStep(sums, sum(row.length for row in rows))
 
 
 def _right(logit_K: Tensor, label_K: Tensor) -> Tensor:
-    """1 where the sign is that of the label, ½ at a logit of 0; 0 where nothing was decided."""
+    """1 where the sign is that of the label, ½ at a logit of 0; 0 where the label is ½."""
     toward_K = torch.where(label_K > 0.5, logit_K, -logit_K).sign()
     return torch.where(label_K == 0.5, torch.zeros_like(toward_K), (toward_K + 1) / 2)
 

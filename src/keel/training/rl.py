@@ -10,17 +10,20 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from keel.config.schema import RLStage
+from keel.algorithms.spec import Algorithm
+from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer
 from keel.config.seeds import derive
 from keel.learn.actions import Estimates, TrainBatch
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import Batch, from_groups
-from keel.learn.finite import NotFinite
+from keel.learn.finite import Cause, NotFinite
 from keel.learn.learner import Learner, cause_of, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import learning_rate
@@ -28,20 +31,65 @@ from keel.learn.token_budget import LESS, oom_context
 from keel.objective import divergences
 from keel.objective.value import explained_variance
 from keel.runs.writer import Session, due
-from keel.training import non_finite as faults
-from keel.training.evaluate import Evaluator
-from keel.training.evaluate import metrics as evaluation_metrics
+from keel.training import non_finite
+from keel.training.evaluator import Evaluator
+from keel.training.evaluator import metrics as evaluation_metrics
 from keel.training.prefetch import RolloutPrefetcher
-from keel.training.rollout import Rollouts, Sampler
-from keel.training.rollout_records import rollout_rows
+from keel.training.rollout import Rollouts, Sampler, rollout_records
 from keel.training.state import Progress, State
+
+
+@dataclass(frozen=True, slots=True)
+class LossConfig:
+    """Which sequences of a step are in the loss, and what is computed for it before the update.
+
+    `score_old` and `score_reference` say whether the trainer computes the log-probabilities of
+    the policy before the update and of the reference; with `old_log_probs` = "engine" the former
+    are the engine's.
+    """
+
+    max_tokens: int
+    mask_truncated: bool = False
+    old_log_probs: Literal["trainer", "engine"] = "trainer"
+    score_old: bool = True
+    score_reference: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How often each batch is trained on, and the learning rates over the stage's steps."""
+
+    steps: int
+    epochs: int
+    minibatches: int
+    optimizer: Optimizer
+    value_optimizer: Optimizer
+    value_warmup_steps: int = 0
+    """Steps at the start in which only the value model learns; the policy's schedule begins after
+    them."""
+    reference_reset_every: int | None = None
+
+    def rates(self, number: int) -> tuple[float | None, float]:
+        """The learning rates of the policy (None: it does not learn yet) and the value model."""
+        warm_up = self.value_warmup_steps
+        rate = learning_rate(self.optimizer, number - 1 - warm_up, self.steps - warm_up)
+        return (
+            None if number <= warm_up else rate,
+            learning_rate(self.value_optimizer, number - 1, self.steps),
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Loop:
     """The parts of a stage; none of them is replaced while it runs."""
 
-    stage: RLStage
+    algorithm: Algorithm
+    loss: LossConfig
+    schedule: Schedule
+    evaluate_every: int
+    rollouts_every: int
+    checkpoints: Checkpoints
+    on_nonfinite: OnNonfinite
     learner: Learner
     sampler: Sampler
     prefetcher: RolloutPrefetcher
@@ -64,7 +112,7 @@ class StepResult:
 
 @dataclass(frozen=True, eq=False)
 class Minibatch:
-    """The sequences of a batch that one optimizer step is on, by their places in it."""
+    """The sequences of a batch that one optimizer step trains on, and their places in the batch."""
 
     places: Sequence[int]
     batch: TrainBatch[Batch]
@@ -72,10 +120,7 @@ class Minibatch:
 
 @dataclass(frozen=True, eq=False)
 class UpdateResult:
-    """The mini-batches of a step and the metrics of the updates on them.
-
-    `skipped` counts the optimizer steps that were not taken because they were not finite.
-    """
+    """The mini-batches of a step, the metrics of its updates, and how many were not finite."""
 
     minibatches: Sequence[Minibatch]
     metrics: dict[str, float]
@@ -83,13 +128,13 @@ class UpdateResult:
 
 
 def run(loop: Loop, progress: Progress) -> Progress:
-    """From `progress` to the last step of the stage, or until the run is asked to stop."""
-    stage, session = loop.stage, loop.session
+    """Train from `progress` to the last step of the stage, or until the run is to stop."""
+    steps, session = loop.schedule.steps, loop.session
     if progress.before is None and loop.evaluator is not None and not session.interrupted:
         result = loop.evaluator(progress.step)
         session.evaluated(progress, result, when="before")
         progress = replace(progress, before=result)
-    while progress.step < stage.steps and not session.interrupted:
+    while progress.step < steps and not session.interrupted:
         start = time.perf_counter()
         number = progress.step + 1
         made = take_step(loop, progress, number)
@@ -102,16 +147,16 @@ def run(loop: Loop, progress: Progress) -> Progress:
             token_budget=loop.learner.budget.found,
             skipped=progress.skipped + made.skipped,
         )
-        if stage.on_nonfinite == "skip":
+        if loop.on_nonfinite == "skip":
             made.metrics["steps_skipped"] = float(progress.skipped)
         made.metrics["num_tokens"] = float(progress.tokens)
         progress = _evaluate(loop, progress, made)
         seconds = time.perf_counter() - start
         with session.clock("record"):
-            wanted = due(stage.rollouts_every, number)
-            rows = rollout_rows(made.rollouts, made.batch, made.advantage_N) if wanted else []
-        session.recorded(progress, made.metrics, rows, seconds)
-        if session.checkpoint_due(progress, stage.steps, stage.checkpoints):
+            wanted = due(loop.rollouts_every, number)
+            records = rollout_records(made.rollouts, made.batch, made.advantage_N) if wanted else []
+        session.recorded(progress, made.metrics, records, seconds)
+        if session.checkpoint_due(progress, steps, loop.checkpoints):
             save(loop, progress)
     if session.interrupted and progress.step == 0:
         save(loop, progress)
@@ -120,25 +165,26 @@ def run(loop: Loop, progress: Progress) -> Progress:
 
 def take_step(loop: Loop, progress: Progress, number: int) -> StepResult:
     """One step: rollouts with their rewards, the updates on them, and the engines' new weights."""
-    stage, learner, clock, beta = loop.stage, loop.learner, loop.session.clock, progress.beta
+    algorithm, schedule, beta = loop.algorithm, loop.schedule, progress.beta
+    learner, clock = loop.learner, loop.session.clock
     with clock("rollout"):
         rollouts = loop.prefetcher(number)
     metrics = {**rollouts.metrics, "step/tokens": 0.0}
-    with loop.prefetcher.prefetch(number + 1, stage.steps):
+    with loop.prefetcher.prefetch(number + 1, schedule.steps):
         if not rollouts.groups:
             loop.session.note(f"step {number}: no group had anything to learn from")
             return StepResult(rollouts, None, None, metrics, beta)
         with clock("score"):
             batch = score(loop, rollouts)
             rewards = outcome(rollouts.groups, rollouts.verdicts, rollouts.greedy)
-            estimates = estimate(stage.algorithm, batch, rewards, beta)
+            estimates = estimate(algorithm, batch, rewards, beta)
         with clock("update"):
             updated = update_models(loop, batch, estimates, rollouts, progress, number)
         metrics |= updated.metrics
         metrics["step/tokens"] = float(sum(batch.input_lengths))
-        if number > value_warm_up(stage):  # before, the policy did not move
+        if number > schedule.value_warmup_steps:  # before, the policy did not move
             beta = adapted(loop, updated.minibatches, metrics, beta)
-        every = stage.reference.reset_every
+        every = schedule.reference_reset_every
         if learner.reference is not None and every is not None and number % every == 0:
             learner.reference.refresh(learner.policy)
     with clock("sync"):
@@ -149,7 +195,7 @@ def take_step(loop: Loop, progress: Progress, number: int) -> StepResult:
 
 @oom_context("the engine took the weights over", LESS)
 def sync(loop: Loop) -> None:
-    """Give the engines of rollouts and of evaluation the current weights."""
+    """Copy the current weights into the engines of rollouts and of evaluation."""
     named = loop.learner.policy.model.named_parameters()
     weights = {name: weight for name, weight in named if weight.requires_grad}
     loop.sampler.engine.sync(weights)
@@ -159,16 +205,11 @@ def sync(loop: Loop) -> None:
 
 def score(loop: Loop, rollouts: Rollouts) -> Batch:
     """The rollouts as a batch, with the scores that the algorithm needs before the first update."""
-    stage, learner, algorithm = loop.stage, loop.learner, loop.stage.algorithm
+    learner, config = loop.learner, loop.loss
     batch = from_groups(rollouts.groups, learner.policy.device)
-    if stage.rollout.old_log_probs == "engine":
+    if config.old_log_probs == "engine":
         batch = replace(batch, old_log_prob_N=batch.engine_log_prob_N)
-        return learner.score(batch, old=False, reference=stage.keeps_reference)
-    many = stage.epochs * stage.minibatches > 1
-    adaptive = algorithm.divergence is not None and algorithm.divergence.adaptive is not None
-    penalised = algorithm.reward_divergence is not None
-    old = many or adaptive or penalised or stage.reference.measured
-    return learner.score(batch, old=old, reference=stage.keeps_reference)
+    return learner.score(batch, old=config.score_old, reference=config.score_reference)
 
 
 def update_models(
@@ -180,33 +221,38 @@ def update_models(
     number: int,
 ) -> UpdateResult:
     """The optimizer steps on a batch: its mini-batches, once in every epoch."""
-    stage, algorithm = loop.stage, loop.stage.algorithm
-    keep = _learnable(stage, rollouts)
+    keep = _learnable(loop, rollouts)
     if not keep:
         return UpdateResult([], {})
-    parts = minibatches(stage, batch, estimates, keep, derive(loop.seed, "minibatches", number))
-    warm_up = value_warm_up(stage)
-    # The policy's schedule begins where the value model's warm-up ends.
-    rate = learning_rate(stage.optimizer, number - 1 - warm_up, stage.steps - warm_up)
-    rates = (
-        None if number <= warm_up else rate,
-        learning_rate(stage.value.optimizer or stage.optimizer, number - 1, stage.steps),
+    schedule, algorithm = loop.schedule, loop.algorithm
+    seed = derive(loop.seed, "minibatches", number)
+    parts = minibatches(
+        algorithm,
+        batch,
+        estimates,
+        keep,
+        count=schedule.minibatches,
+        max_tokens=loop.loss.max_tokens,
+        seed=seed,
     )
+    rates = schedule.rates(number)
     taken: list[dict[str, float]] = []
     skipped = 0
-    for at, part in enumerate([*parts] * stage.epochs):
+    for at, part in enumerate([*parts] * schedule.epochs):
         try:
             taken.append(update(loop.learner, algorithm, part.batch, progress.beta, rates))
         except NotFinite as error:
-            met = faults.NonFiniteStep(
-                loop.session.folder.stages[progress.stage],
-                number,
-                at,
-                error.names,
-                progress.skipped + skipped,
-                loop.learner.optimizer.began,
+            stage = loop.session.folder.stages[progress.stage]
+            non_finite.report(
+                loop.session,
+                non_finite.NonFiniteStep(stage, number, at, error.names),
+                error,
+                action=loop.on_nonfinite,
+                skipped=progress.skipped + skipped,
+                optimizers=list(loop.learner.optimizers.values()),
+                diagnose=partial(_diagnose, loop, rollouts, part, progress.beta),
+                keep=partial(non_finite.write_batch, batch=part.batch),
             )
-            _not_taken(loop, rollouts, part, met, progress.beta, error)
             skipped += 1
     metrics = {name: float(np.mean([m[name] for m in taken])) for name in taken[0]} if taken else {}
     kept = estimates.select(batch.action_index(keep))
@@ -221,26 +267,37 @@ def update_models(
 
 
 def minibatches(
-    stage: RLStage, batch: Batch, estimates: Estimates, keep: Sequence[int], seed: int
+    algorithm: Algorithm,
+    batch: Batch,
+    estimates: Estimates,
+    keep: Sequence[int],
+    *,
+    count: int,
+    max_tokens: int,
+    seed: int,
 ) -> list[Minibatch]:
-    """A batch cut at random into mini-batches, of whose sequences only those of `keep` are in the
-    loss; one without any is left out."""
+    """A batch split at random into mini-batches, of whose sequences only those of `keep` are in
+    the loss; one without any is left out."""
     every = range(batch.sequences)
     rng = np.random.default_rng(seed)
-    order = rng.permutation(every).tolist() if stage.minibatches > 1 else every
-    # In order again, so that answers to one prompt are neighbours: it is then computed once.
-    chunks = [sorted(chunk.tolist()) for chunk in np.array_split(order, stage.minibatches)]
-    inside = frozenset(keep)
-    return [
-        minibatch_of(stage, batch, estimates, chunk, inside)
-        for chunk in chunks
-        if inside & set(chunk)
-    ]
-
-
-def value_warm_up(stage: RLStage) -> int:
-    """The steps in which only the value model learns; 0 where there is none."""
-    return 0 if stage.algorithm.value is None else stage.value.warmup_steps
+    order = rng.permutation(every).tolist() if count > 1 else every
+    # Sorted again, so that completions of one prompt are neighbours: it is then computed once.
+    chunks = [sorted(chunk.tolist()) for chunk in np.array_split(order, count)]
+    kept = frozenset(keep)
+    parts = []
+    for chunk in chunks:
+        inside = [i for i, place in enumerate(chunk) if place in kept]
+        if not inside:
+            continue
+        part = prepare(
+            algorithm,
+            batch.select(chunk),
+            estimates.select(batch.action_index(chunk)),
+            max_tokens,
+            inside,
+        )
+        parts.append(Minibatch([chunk[i] for i in inside], part))
+    return parts
 
 
 def adapted(
@@ -250,7 +307,7 @@ def adapted(
     beta: float,
 ) -> float:
     """β for the next step: fixed, or by PPO's or Ziegler's rule."""
-    divergence = loop.stage.algorithm.divergence
+    divergence = loop.algorithm.divergence
     if divergence is None or divergence.adaptive is None or not parts:
         return beta
     rule = divergence.adaptive
@@ -273,9 +330,9 @@ def adapted(
 
 @oom_context("a checkpoint was written", LESS)
 def save(loop: Loop, progress: Progress) -> None:
-    """Leave a checkpoint."""
-    stage, state = loop.stage, state_of(loop, progress)
-    loop.session.checkpoint(progress, state.save, stage.checkpoints, stage.steps)
+    """Write a checkpoint."""
+    state = state_of(loop, progress)
+    loop.session.checkpoint(progress, state.save, loop.checkpoints, loop.schedule.steps)
 
 
 def state_of(loop: Loop, progress: Progress) -> State:
@@ -294,50 +351,17 @@ def state_of(loop: Loop, progress: Progress) -> State:
 # ---------------------------------------------------------------- details
 
 
-def _not_taken(
-    loop: Loop,
-    rollouts: Rollouts,
-    part: Minibatch,
-    met: faults.NonFiniteStep,
-    beta: float,
-    error: NotFinite,
-) -> None:
-    """Report an optimizer step that was not taken: its cause, and its batch in the run folder."""
-    choice, optimizers = loop.stage.on_nonfinite, loop.learner.optimizers.values()
-    parameters = [pair for optimizer in optimizers for pair in optimizer.parameters]
-    if not faults.searched(loop.session, met, choice, parameters):
-        return
-    cause = cause_of(loop.learner, loop.stage.algorithm, part.batch, beta)
-    where = ""
-    if cause.sequence is not None:
-        prompts = [group.prompt.id for group in rollouts.groups for _ in group.completions]
-        place = part.places[cause.sequence]
-        where = f"sequence {place} (prompt {prompts[place]!r})"
-    faults.kept(
-        loop.session,
-        met.fault(cause, where),
-        choice,
-        lambda folder: faults.write_batch(folder, part.batch),
-        error,
-    )
+def _diagnose(loop: Loop, rollouts: Rollouts, part: Minibatch, beta: float) -> tuple[Cause, str]:
+    """The cause of a loss or gradient that is not finite, and the sequence that it comes from."""
+    cause = cause_of(loop.learner, loop.algorithm, part.batch, beta)
+    if cause.sequence is None:
+        return cause, ""
+    prompts = [group.prompt.id for group in rollouts.groups for _ in group.completions]
+    place = part.places[cause.sequence]
+    return cause, f"sequence {place} (prompt {prompts[place]!r})"
 
 
-def minibatch_of(
-    stage: RLStage, batch: Batch, estimates: Estimates, chunk: list[int], keep: frozenset[int]
-) -> Minibatch:
-    """The sequences `chunk` of a batch, of which those of `keep` are in the loss."""
-    inside = [i for i, place in enumerate(chunk) if place in keep]
-    part = prepare(
-        stage.algorithm,
-        batch.select(chunk),
-        estimates.select(batch.action_index(chunk)),
-        stage.rollout.max_tokens,
-        inside,
-    )
-    return Minibatch([chunk[i] for i in inside], part)
-
-
-def _learnable(stage: RLStage, rollouts: Rollouts) -> list[int]:
+def _learnable(loop: Loop, rollouts: Rollouts) -> list[int]:
     """The sequences that are in the loss.
 
     Truncated ones are not where the recipe masks them, nor those without a reward where the
@@ -347,8 +371,8 @@ def _learnable(stage: RLStage, rollouts: Rollouts) -> list[int]:
     completions = [c for group in rollouts.groups for c in group.completions]
     keep = []
     for i, (completion, verdict) in enumerate(zip(completions, verdicts, strict=True)):
-        cut = stage.rollout.mask_truncated and completion.finish == "length"
-        unrewarded = verdict.reward is None and not stage.algorithm.needs_groups
+        cut = loop.loss.mask_truncated and completion.finish == "length"
+        unrewarded = verdict.reward is None and not loop.algorithm.needs_groups
         if not cut and not unrewarded and completion.written.any():
             keep.append(i)
     return keep
@@ -387,7 +411,7 @@ def _divergence_now(loop: Loop, parts: Sequence[Batch]) -> float:
 
 
 def _trained_advantages(batch: Batch, parts: Sequence[Minibatch]) -> Tensor:
-    """The advantages in the loss, whitened where it is so; 0 where a sequence was left out."""
+    """The advantages in the loss, whitened where the algorithm does so; 0 for sequences left out."""
     advantage_N = torch.zeros(
         len(batch.target_N), dtype=torch.float64, device=batch.target_N.device
     )
@@ -397,13 +421,13 @@ def _trained_advantages(batch: Batch, parts: Sequence[Minibatch]) -> Tensor:
 
 
 def _evaluate(loop: Loop, progress: Progress, made: StepResult) -> Progress:
-    every, last = loop.stage.evaluation.every, progress.step == loop.stage.steps
-    if loop.evaluator is None or not (last or due(every, progress.step)):
+    last = progress.step == loop.schedule.steps
+    if loop.evaluator is None or not (last or due(loop.evaluate_every, progress.step)):
         return progress
     result = loop.evaluator(progress.step)
     made.metrics.update(evaluation_metrics(result))
     loop.session.evaluated(progress, result, when="after" if last else "during")
-    mean = result["mean"]  # None where no reward spoke
+    mean = result["mean"]  # None where no reward scored
     if mean is not None and (progress.best is None or mean >= progress.best):
         progress = replace(progress, best=result["mean"], best_step=progress.step)
     return progress

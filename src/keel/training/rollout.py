@@ -1,23 +1,30 @@
-"""One step's rollouts: prompts, completions, verdicts; refilled where a row wants variance."""
+"""One step's rollouts: prompts, completions, verdicts; refilled with dynamic sampling."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from torch import Tensor
 
 from keel.algorithms.spec import Algorithm
-from keel.config.sampling import Rollout as RolloutChoice
+from keel.config.sampling import Rollout as SamplingConfig
 from keel.config.seeds import derive
 from keel.data.tasks.mixture import PromptStream
 from keel.engines.multi_turn import converse
+from keel.learn.advantages import outcome_of
+from keel.learn.batch import Batch
 from keel.learn.token_budget import oom_context
 from keel.rewards.judge.reward import spending
 from keel.rewards.scorer import Scored, Scorer
+from keel.runs.rollouts import RolloutRow
 from keel.runs.watchdog import Hung, watching
 from keel.types import (
+    Completion,
     Engine,
     Group,
     OnGroup,
@@ -44,21 +51,21 @@ class Rollouts:
 
 @dataclass(frozen=True, eq=False)
 class Sampler:
-    """What rollouts are made with."""
+    """The engine and the scorer that make rollouts, and their settings."""
 
     engine: Engine
     tokenizer: object
     tasks: dict[str, Task]
     stream: PromptStream
     scorer: Scorer
-    choice: RolloutChoice
+    config: SamplingConfig
     seed: int
     less: str = ""
-    """What asks less of the engine, where the recipe has no keys of `rollout` to set."""
+    """How to need less memory or time, where the recipe has no table `rollout`."""
 
     @property
     def sampling(self) -> Sampling:
-        c = self.choice
+        c = self.config
         return Sampling(
             max_tokens=c.max_tokens, temperature=c.temperature, stop=c.stop, stop_ids=c.stop_ids
         )
@@ -72,12 +79,12 @@ class Sampler:
         scorer: Scorer,
         step: int,
     ) -> tuple[list[Group], Scored]:
-        """Completions of the prompts, and what a scorer says of them.
+        """Completions of the prompts, with the verdicts of a scorer.
 
-        It is asked while the last of them are drawn, where the recipe says so and the engine can
-        hand over the first ones; a conversation must be over first.
+        With `overlap_rewards` the scorer runs while the engine samples the last completions, if
+        the engine streams groups and completions have one turn.
         """
-        overlaps = self.choice.overlap_rewards and self.choice.max_turns == 1
+        overlaps = self.config.overlap_rewards and self.config.max_turns == 1
         if not overlaps or not isinstance(self.engine, StreamingEngine):
             groups = self.sample(prompts, n, sampling, seed)
             return groups, scorer(groups, step)
@@ -95,14 +102,14 @@ class Sampler:
     ) -> list[Group]:
         """Completions of the prompts, through as many turns as the task and the recipe allow.
 
-        With `on_group` each goes there as well, as `StreamingEngine.stream` says, after one turn.
-        Raises KeelError where there is no answer in time, or no memory for it.
+        `on_group` gets each group as it is done (see `StreamingEngine.stream`). Raises KeelError
+        where the engine does not answer in time or memory runs out.
         """
-        smaller = self.less or f"lower rollout.max_rows (now {self.choice.max_rows})"
+        smaller = self.less or f"lower rollout.max_rows (now {self.config.max_rows})"
         try:
             with (
                 oom_context(f"{len(prompts)} prompts were answered", smaller),
-                watching("the engine", self.choice.timeout, "fix it, or raise rollout.timeout"),
+                watching("the engine", self.config.timeout, "fix it, or raise rollout.timeout"),
             ):
                 if on_group is not None and isinstance(self.engine, StreamingEngine):
                     return self.engine.stream(prompts, n, sampling, seed, on_group)
@@ -114,23 +121,23 @@ class Sampler:
                     seed,
                     tasks=self.tasks,
                     tokenizer=self.tokenizer,
-                    max_turns=self.choice.max_turns,
+                    max_turns=self.config.max_turns,
                 )
         except Hung as error:
             if not self.less:
                 raise
-            said = str(error).replace("raise rollout.timeout", self.less)
-            raise Hung(said, error.stack) from error
+            message = str(error).replace("raise rollout.timeout", self.less)
+            raise Hung(message, error.stack) from error
 
 
-def collect(sampler: Sampler, row: Algorithm, step: int) -> Rollouts:
+def collect(sampler: Sampler, algorithm: Algorithm, step: int) -> Rollouts:
     """The rollouts of a step, without groups that hold nothing to learn from.
 
     A group without any reward is dropped and counted; with dynamic sampling (DAPO,
     arXiv:2503.14476 §3.2) so is one whose rewards before the punishment of length are all equal (of
     0 and 1: all wrong or all right), and the step is refilled.
     """
-    choice = sampler.choice
+    config = sampler.config
     kept: list[tuple[Group, Judged]] = []
     every: list[tuple[Group, Judged]] = []
     rounds: list[Mapping[str, float]] = []
@@ -138,29 +145,29 @@ def collect(sampler: Sampler, row: Algorithm, step: int) -> Rollouts:
     extras: dict[str, list[object]] = {}
     refills = 0
     while True:
-        prompts = sampler.stream.take(choice.prompts_per_step - len(kept))
+        prompts = sampler.stream.take(config.prompts_per_step - len(kept))
         seed = derive(sampler.seed, "rollout", step, refills)
         groups, scored = sampler.judged(
-            prompts, choice.group_size, sampler.sampling, seed, sampler.scorer, step
+            prompts, config.group_size, sampler.sampling, seed, sampler.scorer, step
         )
         pairs = list(zip(groups, scored.verdicts, strict=True))
         keep = [
-            not all_alike(judged, row.needs_steps)
-            if choice.dynamic_sampling
+            not all_alike(judged, algorithm.needs_steps)
+            if config.dynamic_sampling
             else bool(_rewards(judged))
             for _, judged in pairs
         ]
         every += pairs
         kept += [pair for pair, good in zip(pairs, keep, strict=True) if good]
-        _gather_extras(extras, scored.extras, keep, choice.group_size, len(kept))
+        _gather_extras(extras, scored.extras, keep, config.group_size, len(kept))
         rounds.append(scored.metrics)
         for name, count in scored.failures.items():
             key = f"rewards/{name}/failures"
             failures[key] = failures.get(key, 0.0) + count
         if (
-            not choice.dynamic_sampling
-            or len(kept) >= choice.prompts_per_step
-            or refills >= choice.max_refills
+            not config.dynamic_sampling
+            or len(kept) >= config.prompts_per_step
+            or refills >= config.max_refills
         ):
             break
         refills += 1
@@ -172,11 +179,11 @@ def collect(sampler: Sampler, row: Algorithm, step: int) -> Rollouts:
             **_joined(rounds, spending(sampler.scorer.functions)),
             **failures,
             **describe(every),
-            **_dropped(every, kept, refills, choice),
+            **_dropped(every, kept, refills, config),
             "prompts/left_out": float(sum(sampler.stream.left_out.values())),
         },
     )
-    return _with_greedy(sampler, rollouts, step) if row.needs_greedy and kept else rollouts
+    return _with_greedy(sampler, rollouts, step) if algorithm.needs_greedy and kept else rollouts
 
 
 def describe(pairs: Sequence[tuple[Group, Judged]]) -> dict[str, float]:
@@ -237,10 +244,10 @@ def all_alike(judged: Sequence[Verdict], of_steps: bool) -> bool:
 
 
 def _dropped(
-    every: Sequence[object], kept: Sequence[object], refills: int, choice: RolloutChoice
+    every: Sequence[object], kept: Sequence[object], refills: int, config: SamplingConfig
 ) -> dict[str, float]:
     out = {"groups/dropped": float(len(every) - len(kept))}
-    return {**out, "rollout/refills": float(refills)} if choice.dynamic_sampling else out
+    return {**out, "rollout/refills": float(refills)} if config.dynamic_sampling else out
 
 
 def _gather_extras(
@@ -268,8 +275,8 @@ def _with_greedy(sampler: Sampler, rollouts: Rollouts, step: int) -> Rollouts:
     seed = derive(sampler.seed, "greedy", step)
     _, scored = sampler.judged(prompts, 1, greedy, seed, sampler.scorer, step)
     rewards = [judged[0].reward for judged in scored.verdicts]
-    spoken = [reward for reward in rewards if reward is not None]
-    mean = {"reward/greedy": float(np.mean(spoken))} if spoken else {}
+    known = [reward for reward in rewards if reward is not None]
+    mean = {"reward/greedy": float(np.mean(known))} if known else {}
     added = spending(sampler.scorer.functions)
     asked = {name: scored.metrics[name] for name in added if name in scored.metrics}
     return replace(
@@ -277,3 +284,60 @@ def _with_greedy(sampler: Sampler, rollouts: Rollouts, step: int) -> Rollouts:
         greedy=tuple(float("nan") if reward is None else reward for reward in rewards),
         metrics={**rollouts.metrics, **_joined([rollouts.metrics, asked], added), **mean},
     )
+
+
+# ---------------------------------------------------------------- records
+
+
+def rollout_records(
+    rollouts: Rollouts, batch: Batch | None, advantage_N: Tensor | None
+) -> list[RolloutRow]:
+    """A step's rollouts as the records of its Parquet file: one a completion, as in the batch."""
+    if batch is None:
+        return []
+    old = _pieces(batch, batch.old_log_prob_N)
+    advantages = _pieces(batch, advantage_N)
+    out: list[RolloutRow] = []
+    for g, (group, judged) in enumerate(zip(rollouts.groups, rollouts.verdicts, strict=True)):
+        for completion, verdict in zip(group.completions, judged, strict=True):
+            at = len(out)
+            out.append(
+                RolloutRow(
+                    group=g,
+                    prompt_id=group.prompt.id,
+                    task=group.prompt.task,
+                    prompt=group.prompt.content,
+                    completion=completion.transcript,
+                    tokens=completion.tokens,
+                    log_probs=completion.log_probs,
+                    written=completion.written,
+                    finish=completion.finish,
+                    reward=verdict.reward,
+                    old_log_probs=_placed(completion, next(old)),
+                    advantages=_placed(completion, next(advantages)),
+                    components=verdict.components,
+                    extras={name: values[at] for name, values in rollouts.extras.items()},
+                    steps=verdict.steps,
+                    outcome=outcome_of(verdict),
+                )
+            )
+    return out
+
+
+def _pieces(batch: Batch, values_N: Tensor | None) -> Iterator[npt.NDArray[Any] | None]:
+    if values_N is None:
+        yield from [None] * batch.sequences
+        return
+    ends = np.cumsum(batch.lengths)[:-1]
+    yield from np.split(values_N.detach().cpu().numpy(), ends)
+
+
+def _placed(
+    completion: Completion, written: npt.NDArray[Any] | None
+) -> npt.NDArray[np.float32] | None:
+    """Values of the written tokens at their places in the completion, 0 at the others."""
+    if written is None:
+        return None
+    out = np.zeros(len(completion), dtype=np.float32)
+    out[completion.written] = written
+    return out

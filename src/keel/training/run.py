@@ -23,13 +23,11 @@ from keel.runs.process import keep_freed
 from keel.runs.records import update_run_json
 from keel.runs.trackers import open_trackers
 from keel.runs.writer import Session
-from keel.training.later_stages import look_ahead
-from keel.training.leakage import leaks
 from keel.training.non_finite import keeping_stacks
-from keel.training.restore import check_base
+from keel.training.recipe_checks import leaks, validate_later_stages
 from keel.training.setup import RunContext
 from keel.training.stage_kinds import STAGE_KINDS
-from keel.training.state import Progress, read_progress, restore_policy
+from keel.training.state import Progress, check_base, read_progress, restore_policy
 from keel.types import KeelError
 
 REPORTED = ("keel-rl", "torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -79,7 +77,7 @@ def run_stages(recipe: Recipe, session: Session, progress: Progress, start: Path
         restore_policy(start, policy)
     threads = torch.get_num_threads()
     opening.declare(session, recipe.name, recipe.seed, threads, REPORTED, fingerprint("decode"))
-    look_ahead(recipe, policy, progress.stage)
+    validate_later_stages(recipe, policy, progress.stage)
     for line in leaks(recipe):
         session.note(line)
     for number in range(progress.stage, len(recipe.stages)):

@@ -1,6 +1,6 @@
-"""Builds what a stage works with, from its recipe: prompts, rewards, engine, models, optimizers.
+"""Builds the parts of a stage from its recipe: prompts, rewards, models, optimizers, settings.
 
-Loops and parts take what is built here; they read no recipe of their own.
+Loops and parts take what is built here; they do not read the recipe.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from keel.rewards.scorer import Scorer
 from keel.runs.layout import RunFolder
 from keel.runs.quarantine import LeftOut, counted, write_quarantine
 from keel.runs.writer import Session
+from keel.training.rl import LossConfig, Schedule
 from keel.training.state import (
     Progress,
     read_reference,
     restore_modules,
     restore_optimizers,
 )
+from keel.training.supervised import SupervisedLoop
 from keel.types import KeelError, Prompt, Task
 
 ENCODED_BEFORE = 10_000
@@ -45,7 +47,7 @@ ENCODED_BEFORE = 10_000
 
 @dataclass(frozen=True, eq=False)
 class RunContext:
-    """What a stage is given: the recipe, the run's writer, the policy, and where to resume from."""
+    """The recipe of a run, its writer, its policy, and the checkpoint to resume from."""
 
     recipe: Recipe
     session: Session
@@ -134,6 +136,50 @@ def _quarantine_prompts(
     write_quarantine(target, left)
     if left and run.resume_from is None:
         run.session.note(f"{stage}: rows left out: {counted(left)} (quarantine/{target.name})")
+
+
+def loss_config(stage: RLStage) -> LossConfig:
+    """What the loss of a stage reads of its recipe."""
+    algorithm, trainer = stage.algorithm, stage.rollout.old_log_probs == "trainer"
+    several_updates = stage.epochs * stage.minibatches > 1
+    adaptive = algorithm.divergence is not None and algorithm.divergence.adaptive is not None
+    penalised = algorithm.reward_divergence is not None
+    return LossConfig(
+        max_tokens=stage.rollout.max_tokens,
+        mask_truncated=stage.rollout.mask_truncated,
+        old_log_probs=stage.rollout.old_log_probs,
+        score_old=trainer
+        and (several_updates or adaptive or penalised or stage.reference.measured),
+        score_reference=stage.keeps_reference,
+    )
+
+
+def schedule(stage: RLStage) -> Schedule:
+    """The updates of a stage."""
+    return Schedule(
+        steps=stage.steps,
+        epochs=stage.epochs,
+        minibatches=stage.minibatches,
+        optimizer=stage.optimizer,
+        value_optimizer=stage.value.optimizer or stage.optimizer,
+        value_warmup_steps=0 if stage.algorithm.value is None else stage.value.warmup_steps,
+        reference_reset_every=stage.reference.reset_every,
+    )
+
+
+def supervised_loop(
+    run: RunContext, stage: StageConfig, progress: Progress, **parts: Any
+) -> SupervisedLoop[Any]:
+    """The loop of a stage that learns from examples; `parts` are those of its kind."""
+    return SupervisedLoop(
+        steps=stage.steps,
+        policy=run.policy,
+        schedule=stage.optimizer,
+        on_nonfinite=stage.on_nonfinite,
+        checkpoints=stage.checkpoints,
+        session=run.session,
+        **{"budget": token_budget(stage, progress, run.session), **parts},
+    )
 
 
 def token_budget(stage: StageConfig, progress: Progress, session: Session) -> TokenBudget:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from keel.config.schema import SFTStage
 from keel.config.seeds import derive
 from keel.data.tasks.mixture import PromptStream
 from keel.learn.batch import Batch, from_groups
-from keel.learn.optimizer import AdamW
-from keel.learn.token_budget import TokenBudget
 from keel.models.chat import encode_text
 from keel.models.policy import Policy
-from keel.runs.writer import Session
-from keel.training import non_finite as faults
-from keel.training import supervised as fit
-from keel.training.state import Progress
+from keel.training import non_finite
+from keel.training.supervised import Examples, GradientStep
 from keel.types import Completion, Group, KeelError, Prompt, Task
 
 Demonstrate = Callable[[Prompt, str, np.random.Generator], str]
@@ -26,108 +21,91 @@ Demonstrate = Callable[[Prompt, str, np.random.Generator], str]
 
 
 @dataclass(frozen=True, eq=False)
-class Imitation:
-    """What supervised fine-tuning works with."""
+class Demonstrations:
+    """Where the demonstrations of a stage come from, and the policy that learns from them."""
 
-    stage: SFTStage
-    policy: Policy
-    optimizer: AdamW
-    budget: TokenBudget
-    stream: PromptStream
-    tasks: dict[str, Task]
+    stage: str
+    entry: str
+    """The recipe's name of `demonstrate`."""
     demonstrate: Demonstrate
-    session: Session
+    tasks: Mapping[str, Task]
+    stream: PromptStream
+    batch_size: int
+    policy: Policy
     seed: int
 
+    def examples(self) -> Examples[Batch]:
+        """The demonstrations as the examples of a stage."""
+        return Examples(
+            batch=self.batch,
+            backward=self.backward,
+            sizes=lambda batch: batch.sizes,
+            split=lambda batch: [batch.select([i]) for i in range(batch.sequences)],
+            write=non_finite.write_batch,
+            state=self.stream.state,
+        )
 
-def run(work: Imitation, progress: Progress) -> Progress:
-    """From `progress` to the last step of the stage, or until the run is asked to stop."""
-    return fit.run(
-        fit.Fit(
-            steps=work.stage.steps,
-            rows=fit.Rows(
-                draw=lambda number: demonstrations(work, number),
-                learn=lambda batch, tokens: learn(work, batch, tokens),
-                sizes=lambda batch: batch.sizes,
-                alone=lambda batch: [batch.select([i]) for i in range(batch.sequences)],
-                keep=faults.write_batch,
-                stream=work.stream.state,
-            ),
-            policy=work.policy,
-            optimizer=work.optimizer,
-            choice=work.stage.optimizer,
-            budget=work.budget,
-            on_nonfinite=work.stage.on_nonfinite,
-            checkpoints=work.stage.checkpoints,
-            session=work.session,
-            modules={},
-        ),
-        progress,
-    )
+    def batch(self, number: int) -> Batch:
+        """The step's prompts, each with its demonstration as the completion, EOS at its end."""
+        rng = np.random.default_rng(derive(self.seed, "demonstrations", number))
+        groups = []
+        for prompt in self.stream.take(self.batch_size):
+            gold = self.tasks[prompt.task].gold(prompt)
+            if gold is None:
+                raise KeelError(
+                    f"stage {self.stage!r}: task {prompt.task!r} has no gold answer to imitate: "
+                    "name the answer column (tasks.answer) or leave the sft stage out"
+                )
+            groups.append(Group(prompt, (self._completion(prompt, gold, rng),)))
+        return from_groups(groups, self.policy.device)
 
+    def backward(self, batch: Batch, token_budget: int) -> GradientStep:
+        """The gradient of the mean cross-entropy of the demonstrations' tokens."""
+        weight = 1 / max(sum(batch.lengths), 1)
+        total, right = 0.0, 0.0
+        for micro in batch.micro_batches(token_budget):
+            scores = self.policy.scores(micro.packed, 1.0, entropy=False)
+            loss = -(weight * scores.log_prob_N).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+            right += float((weight * scores.log_prob_N.detach().exp()).sum())
+        metrics = {
+            "loss": total,
+            "mean_token_probability": right,
+            "completions/mean_length": float(np.mean(batch.lengths)),
+            "prompts/left_out": float(sum(self.stream.left_out.values())),
+        }
+        return GradientStep(metrics, sum(batch.input_lengths))
 
-def demonstrations(work: Imitation, number: int) -> Batch:
-    """The step's prompts, each with its demonstration as the completion, EOS at its end."""
-    rng = np.random.default_rng(derive(work.seed, "demonstrations", number))
-    groups = []
-    for prompt in work.stream.take(work.stage.batch_size):
-        gold = work.tasks[prompt.task].gold(prompt)
-        if gold is None:
+    def _completion(self, prompt: Prompt, gold: str, rng: np.random.Generator) -> Completion:
+        """The text to imitate. Raises KeelError where it cannot be made or does not fit."""
+        try:
+            text = self.demonstrate(prompt, gold, rng)
+        except Exception as error:
+            message = " ".join(f"{type(error).__name__}: {error}".split())
             raise KeelError(
-                f"stage {work.stage.name!r}: task {prompt.task!r} has no gold answer to imitate: "
-                "name the answer column (tasks.answer) or leave the sft stage out"
+                f"demonstration {self.entry!r} raised {message} at {prompt.id!r}"
+            ) from error
+        tokenizer, context = self.policy.tokenizer, self.policy.context
+        ids = encode_text(text, f"the demonstration for {prompt.id}", tokenizer)
+        eos = tokenizer.eos_token_id
+        if eos is None:
+            raise KeelError(
+                f"stage {self.stage!r}: the tokenizer has no end-of-sequence token to end a "
+                "demonstration with: set eos_token in its tokenizer_config.json"
             )
-        groups.append(Group(prompt, (_demonstration(work, prompt, gold, rng),)))
-    return from_groups(groups, work.policy.device)
-
-
-def learn(work: Imitation, batch: Batch, token_budget: int) -> fit.Learned:
-    """The gradient of the mean cross-entropy of the demonstrations' tokens."""
-    weight = 1 / max(sum(batch.lengths), 1)
-    total, right = 0.0, 0.0
-    for micro in batch.micro_batches(token_budget):
-        scores = work.policy.scores(micro.packed, 1.0, entropy=False)
-        loss = -(weight * scores.log_prob_N).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += float(loss.detach())
-        right += float((weight * scores.log_prob_N.detach().exp()).sum())
-    metrics = {
-        "loss": total,
-        "mean_token_probability": right,
-        "completions/mean_length": float(np.mean(batch.lengths)),
-    }
-    metrics["prompts/left_out"] = float(sum(work.stream.left_out.values()))
-    return fit.Learned(metrics, sum(batch.input_lengths))
-
-
-def _demonstration(
-    work: Imitation, prompt: Prompt, gold: str, rng: np.random.Generator
-) -> Completion:
-    """The text to imitate, with its end. Raises KeelError where it cannot be made or learned."""
-    name = work.stage.demonstration
-    try:
-        text = work.demonstrate(prompt, gold, rng)
-    except Exception as error:
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        raise KeelError(f"demonstration {name!r} raised {message} at {prompt.id!r}") from error
-    ids = encode_text(text, f"the demonstration for {prompt.id}", work.policy.tokenizer)
-    eos = work.policy.tokenizer.eos_token_id
-    if eos is None:
-        raise KeelError(
-            f"stage {work.stage.name!r}: the tokenizer has no end-of-sequence token to end a "
-            "demonstration with: set eos_token in its tokenizer_config.json"
+        tokens = np.array([*ids, eos], dtype=np.int64)
+        length = len(prompt.tokens) + len(tokens)
+        if context is not None and length > context:
+            raise KeelError(
+                f"prompt {prompt.id!r} and its demonstration are {length} tokens, more than the "
+                f"model's context of {context}: lower {self.stage}.prompts.max_tokens, or drop "
+                "the row"
+            )
+        return Completion(
+            tokens=tokens,
+            log_probs=np.zeros(len(tokens), dtype=np.float32),
+            written=np.ones(len(tokens), dtype=np.bool_),
+            finish="eos",
+            text=text,
         )
-    tokens = np.array([*ids, eos], dtype=np.int64)
-    whole, context = len(prompt.tokens) + len(tokens), work.policy.context
-    if context is not None and whole > context:
-        raise KeelError(
-            f"prompt {prompt.id!r} and its demonstration are {whole} tokens, more than the model's "
-            f"context of {context}: lower {work.stage.name}.prompts.max_tokens, or drop the row"
-        )
-    return Completion(
-        tokens=tokens,
-        log_probs=np.zeros(len(tokens), dtype=np.float32),
-        written=np.ones(len(tokens), dtype=np.bool_),
-        finish="eos",
-        text=text,
-    )

@@ -6,7 +6,7 @@ A new kind takes its configuration (a `keel.config.stage.StageConfig`, in the un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -14,18 +14,25 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from keel.analysis.overoptimisation import optimisation_of
+from keel.analysis.plots import reward_curve
+from keel.analysis.reward_plots import over_optimisation_picture
 from keel.config.entry import load_entry
 from keel.config.objective import explain_stage
 from keel.config.schema import RLStage, SFTStage
 from keel.config.seeds import derive
+from keel.config.sources import LEARNED
 from keel.engines.registry import build_engine
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.policy import frozen_copy
 from keel.rewards.judge.reward import Judge
+from keel.runs.files import make_folder
+from keel.runs.reader import load
 from keel.runs.records import update_run_json
-from keel.training import rl, sft
-from keel.training.evaluate import Evaluator
-from keel.training.plots import plot_over_optimisation, plot_rewards
+from keel.runs.writer import Session
+from keel.training import rl, supervised
+from keel.training.evaluator import Evaluator
+from keel.training.evaluator import metrics as evaluation_metrics
 from keel.training.preference_stages import (
     train_dpo,
     train_process_reward_model,
@@ -37,11 +44,15 @@ from keel.training.setup import (
     RunContext,
     build_learner,
     load_rewards,
+    loss_config,
     open_prompts,
     reward_context,
+    schedule,
     scorer,
+    supervised_loop,
     token_budget,
 )
+from keel.training.sft import Demonstrations
 from keel.training.state import Progress, restore_optimizers
 
 
@@ -54,18 +65,19 @@ def train_sft(run: RunContext, stage: SFTStage, progress: Progress) -> Progress:
     source = open_prompts(
         run, stage.name, stage.tasks, stage.prompts, seed, max_tokens=1, state=progress.stream
     )
-    parts = sft.Imitation(
-        stage=stage,
-        policy=run.policy,
-        optimizer=optimizer,
-        budget=token_budget(stage, progress, run.session),
-        stream=source.stream,
-        tasks=source.tasks,
+    demonstrations = Demonstrations(
+        stage=stage.name,
+        entry=stage.demonstration,
         demonstrate=load_entry(stage.demonstration, "demonstration"),
-        session=run.session,
+        tasks=source.tasks,
+        stream=source.stream,
+        batch_size=stage.batch_size,
+        policy=run.policy,
         seed=seed,
     )
-    return sft.run(parts, progress)
+    examples = demonstrations.examples()
+    loop = supervised_loop(run, stage, progress, examples=examples, optimizer=optimizer)
+    return supervised.run(loop, progress)
 
 
 def train_rl(run: RunContext, stage: RLStage, progress: Progress) -> Progress:
@@ -106,7 +118,7 @@ def train_rl(run: RunContext, stage: RLStage, progress: Progress) -> Progress:
 
 
 def paid(judge: Judge) -> str:
-    """What a judge has cost, evaluations and earlier runs with the same cache among it."""
+    """The cost of a judge, with evaluations and earlier runs that share its cache."""
     account = judge.account()
     lost = f", {account.lost_cost} on requests without an answer" if account.lost else ""
     return f"judge {judge.options.label!r}: {account.answers} answers for {account.spent}{lost}"
@@ -147,7 +159,7 @@ def build_loop(
         tasks=source.tasks,
         stream=source.stream,
         scorer=scored(overlong_buffer=rollout.overlong_buffer),
-        choice=rollout,
+        config=rollout,
         seed=seed,
     )
     judge = scored()
@@ -161,7 +173,54 @@ def build_loop(
         ahead=rollout.async_level > 0,
         pending=read_pending(run.resume_from),
     )
-    return rl.Loop(stage, learner, sampler, prefetcher, evaluator, run.session, seed)
+    return rl.Loop(
+        algorithm=stage.algorithm,
+        loss=loss_config(stage),
+        schedule=schedule(stage),
+        evaluate_every=stage.evaluation.every,
+        rollouts_every=stage.rollouts_every,
+        checkpoints=stage.checkpoints,
+        on_nonfinite=stage.on_nonfinite,
+        learner=learner,
+        sampler=sampler,
+        prefetcher=prefetcher,
+        evaluator=evaluator,
+        session=run.session,
+        seed=seed,
+    )
+
+
+def plot_rewards(session: Session, stage: RLStage, progress: Progress, title: str) -> None:
+    """The reward over the steps, and validation accuracy, also that before the first step."""
+    rows = load(session.folder.path).metrics(stage.name)
+    if rows:
+        before = progress.before
+        first = {} if before is None else evaluation_metrics(dict(before))
+        subtitle = stage.algorithm.preset
+        reward_curve(
+            session.folder.curve, [{"step": 0, **first}, *rows], title=title, subtitle=subtitle
+        )
+
+
+def plot_over_optimisation(
+    session: Session, stage: RLStage, names: Sequence[str], title: str
+) -> None:
+    """Learned rewards, and one of weight 0, against KL, where a stage has both."""
+    sources = list(zip(names, stage.rewards.functions, strict=False))
+    proxies = {n: s.weight for n, s in sources if s.function in LEARNED and s.weight}
+    watching = [n for n, s in sources if not s.weight]
+    if not proxies or not watching:
+        return
+    divergence = stage.algorithm.divergence
+    held = "" if divergence is None else f", β = {divergence.beta:g}"
+    label = f"{stage.algorithm.preset}{held}"
+    rows = load(session.folder.path).metrics(stage.name)
+    found = optimisation_of(rows, proxies, watching[0], label)
+    if found is not None:
+        target = session.folder.pictures / f"{stage.name}-over-optimisation.png"
+        make_folder(target.parent)
+        subtitle = f"learned from: {', '.join(proxies)}; watching: {watching[0]}"
+        over_optimisation_picture([found], target, title, subtitle)
 
 
 Run = Callable[[RunContext, Any, Progress], Progress]

@@ -1,7 +1,8 @@
-"""All that decides what comes next, as one declared object, and its way to the disk and back."""
+"""The state of a stage: everything that later steps depend on; written to and read from disk."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keel.config.model import Model
 from keel.learn.optimizer import AdamW
-from keel.models.policy import Policy
+from keel.models.policy import BASE, Policy, load_policy
 from keel.models.reference import Reference
 from keel.runs import checkpoint
 from keel.training.prefetch import Pending, save_pending
@@ -25,9 +27,9 @@ REFERENCE = "reference.safetensors"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage has come: what is no tensor of all that the loop carries from step to step.
+    """How far a stage has come: the part of its state that is not tensors.
 
-    `token_budget` is what memory had room for where it ran out, None before; `skipped` counts the
+    `token_budget` is what fitted into memory once it ran out, None before; `skipped` counts the
     optimizer steps that were not taken because they were not finite.
     """
 
@@ -40,18 +42,18 @@ class Progress:
     best: float | None = None
     best_step: int | None = None
     before: Mapping[str, Any] | None = None
-    """The evaluation made before the first step."""
+    """The evaluation before the first step."""
     token_budget: int | None = None
     skipped: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """All that decides what a stage does next: nothing else may change from step to step.
+    """Everything that a stage's later steps depend on.
 
-    The weights that learn (the policy's, and `modules`: value head, critic, reward model), the
-    optimizers' moments, the reference, rollouts that were drawn ahead (`pending`), and `progress`.
-    Random numbers are functions of the seed and the step, so none of their generators is state.
+    The trained weights (the policy's, and `modules`: value head, critic, reward model), the
+    optimizers' moments, the reference, prefetched rollouts (`pending`), and `progress`. Random
+    numbers are functions of the seed and the step, so no generator is part of the state.
     """
 
     progress: Progress
@@ -62,12 +64,11 @@ class State:
     pending: Pending | None = None
 
     def save(self, folder: Path) -> None:
-        """Fill a checkpoint folder.
+        """Write the files of a checkpoint.
 
-        `policy/` loads with plain transformers; with LoRA it is the adapter alone, which peft puts
-        on its base. `trainable.safetensors` holds the same trainable parameters bit for bit as the
-        run has them, the modules beside them; then the moments, and the reference where the
-        policy's own base is not it.
+        `policy/` loads with plain transformers; with LoRA it is the adapter alone, for peft.
+        `trainable.safetensors` holds the trainable parameters bit for bit, with those of the
+        modules. The reference is written unless it is the policy's own base.
         """
         if self.policy.has_lora:
             self.policy.save_adapter(folder / POLICY)
@@ -93,10 +94,8 @@ def read_progress(folder: Path) -> Progress:
 
 
 def restore_policy(folder: Path, policy: Policy) -> None:
-    """Give the policy the trainable parameters of a checkpoint, in place.
-
-    Raises KeelError where the recipe's model has others, or in other shapes.
-    """
+    """Load the trainable parameters of a checkpoint into the policy. Raises KeelError where names
+    or shapes differ."""
     tensors = checkpoint.load_tensors(folder / TRAINABLE)
     own = policy.trainable()
     there = {name: tuple(t.shape) for name, t in tensors.items() if "/" not in name}
@@ -107,7 +106,7 @@ def restore_policy(folder: Path, policy: Policy) -> None:
 
 
 def restore_modules(folder: Path, modules: Mapping[str, nn.Module]) -> None:
-    """Give modules the parameters that a checkpoint of their stage holds."""
+    """Load the parameters of modules from a checkpoint of their stage."""
     tensors = checkpoint.load_tensors(folder / TRAINABLE)
     for name, module in modules.items():
         prefix = f"{name}/"
@@ -124,7 +123,7 @@ def read_reference(folder: Path) -> dict[str, Tensor]:
 
 
 def restore_optimizers(folder: Path, optimizers: Mapping[str, AdamW]) -> None:
-    """Give optimizers their moments back."""
+    """Load the optimizers' moments."""
     for name, optimizer in optimizers.items():
         optimizer.restore(checkpoint.load_tensors(folder / f"{name}.safetensors"))
 
@@ -140,3 +139,56 @@ def _check_fit(folder: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]
             f"and {shapes[1]} in the model ({len(odd)} such weights): put the model's keys in "
             "recipe.toml back, or start a new run"
         )
+
+
+# ---------------------------------------------------------------- policies of checkpoints
+
+
+def holds_adapter(folder: Path) -> bool:
+    """Whether a checkpoint's policy is a LoRA adapter without its base."""
+    return (folder / POLICY / BASE).is_file()
+
+
+def checkpoint_policy(model: Model, seed: int, folder: Path) -> Policy:
+    """The policy of the checkpoint in `folder`; `model` and `seed` are those of its recipe.
+
+    Raises KeelError where it does not load; of an adapter also where its base is missing, or is
+    not the one that the adapter was trained on.
+    """
+    if not holds_adapter(folder):
+        update = {"name": str(folder / POLICY), "build": None, "lora": None, "revision": None}
+        return load_policy(model.model_copy(update=update), seed)
+    try:
+        policy = load_policy(model, seed)
+    except KeelError as error:
+        raise KeelError(
+            f"checkpoint {folder} holds an adapter, and its base ({base_name(model)}) "
+            f"does not load: {error}"
+        ) from error
+    check_base(policy, model, folder)
+    restore_policy(folder, policy)
+    return policy
+
+
+def check_base(policy: Policy, model: Model, folder: Path) -> None:
+    """Raise KeelError where a checkpoint's adapter was trained on other weights than the policy's
+    base has."""
+    if not holds_adapter(folder):
+        return
+    file = folder / POLICY / BASE
+    try:
+        recorded = json.loads(file.read_text("utf-8"))["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise KeelError(f"{file} cannot be read: use another checkpoint") from error
+    if recorded != policy.base_fingerprint:
+        raise KeelError(
+            f"the base model ({base_name(model)}) has other weights than those that the adapter "
+            f"of checkpoint {folder} was trained on: restore the same base"
+        )
+
+
+def base_name(model: Model) -> str:
+    """The base as the recipe names it."""
+    if model.build is not None:
+        return f"model.build of family {model.build.family!r}"
+    return f"model.name = {model.name!r}"

@@ -1,24 +1,32 @@
-"""The loop of every stage that learns from rows: draw, learn, record, evaluate, checkpoint."""
+"""The loop of every stage that learns from stored examples: SFT, DPO and reward models."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import nn
 
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer
-from keel.learn.finite import NotFinite, find_offending_sequence, in_weights, stop_unless_finite
+from keel.learn.finite import (
+    Cause,
+    NotFinite,
+    find_offending_sequence,
+    in_weights,
+    stop_unless_finite,
+)
 from keel.learn.optimizer import AdamW, learning_rate
 from keel.learn.token_budget import LESS, TokenBudget, oom_context
 from keel.models.packed import PackedSizes
 from keel.models.policy import Policy
 from keel.models.reference import Reference
 from keel.runs.writer import Session, due
-from keel.training import non_finite as faults
+from keel.training import non_finite
+from keel.training.judged_data import E, of_step, sizes_of
 from keel.training.reward_metrics import Measured
 from keel.training.state import Progress, State
 
@@ -26,161 +34,171 @@ B = TypeVar("B")
 
 
 @dataclass(frozen=True, eq=False)
-class Learned:
-    """What the backward passes of a step said; `tokens` are those of its rows."""
+class GradientStep:
+    """The metrics of the backward passes of a step, and the number of its tokens."""
 
     metrics: dict[str, float]
     tokens: int
 
 
 @dataclass(frozen=True, eq=False)
-class Rows(Generic[B]):
-    """What a step's rows are to the loop.
+class Examples(Generic[B]):
+    """How the loop reads the batches of its steps.
 
-    `draw` gives those of a step (counted from 1); `learn` leaves their gradient in the parameters,
-    so many tokens at a time; `sizes` are their tokens, `alone` is each by itself, `keep`
-    writes them into a folder; `stream` is what decides which come next beside the step.
+    `batch` gives that of a step (counted from 1); `backward` adds the gradient of a batch to the
+    parameters', so many tokens at a time; `sizes` are the batch's tokens, `split` its examples as
+    batches of one, `write` stores it in a folder; `state` is saved to resume the stream.
     """
 
-    draw: Callable[[int], B]
-    learn: Callable[[B, int], Learned]
+    batch: Callable[[int], B]
+    backward: Callable[[B, int], GradientStep]
     sizes: Callable[[B], PackedSizes]
-    alone: Callable[[B], Sequence[B]]
-    keep: Callable[[Path, B], None]
-    stream: Callable[[], Mapping[str, Any]] = dict
+    split: Callable[[B], Sequence[B]]
+    write: Callable[[Path, B], None]
+    state: Callable[[], Mapping[str, Any]] = dict
+
+
+def judged_examples(
+    train: Sequence[E],
+    batch_size: int,
+    seed: int,
+    device: torch.device,
+    backward: Callable[[Sequence[E], int], GradientStep],
+) -> Examples[Any]:
+    """`batch_size` examples a step, in epochs."""
+    return Examples(
+        batch=lambda number: of_step(train, batch_size, number, seed),
+        backward=backward,
+        sizes=lambda rows: sizes_of(rows, device),
+        split=lambda rows: [[row] for row in rows],
+        write=non_finite.write_rows,
+    )
 
 
 @dataclass(frozen=True, eq=False)
-class Fit(Generic[B]):
-    """A stage that learns from rows.
+class SupervisedLoop(Generic[B]):
+    """The parts of a stage that learns from examples.
 
-    `modules` are what is trained beside the policy, or instead of it. `evaluate` measures the
-    held-out rows every so many steps, and before and after; `show` makes pictures of the last.
+    `modules` are trained with the policy, or instead of it. `evaluate` runs on the validation
+    split before and after, and every `evaluate_every` steps; `plot` gets the last result.
     """
 
     steps: int
-    rows: Rows[B]
+    examples: Examples[B]
     policy: Policy
     optimizer: AdamW
-    choice: Optimizer
+    schedule: Optimizer
     budget: TokenBudget
     on_nonfinite: OnNonfinite
     checkpoints: Checkpoints
     session: Session
-    modules: Mapping[str, nn.Module]
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
     reference: Reference | None = None
     evaluate: Callable[[], Measured] | None = None
     evaluate_every: int = 0
-    show: Callable[[Measured], None] | None = None
-
-    def state(self, progress: Progress) -> State:
-        """All that decides what comes next."""
-        optimizers = {"optimizer": self.optimizer}
-        return State(progress, self.policy, optimizers, self.modules, self.reference)
+    plot: Callable[[Measured], None] | None = None
 
 
-def run(fit: Fit[Any], progress: Progress) -> Progress:
-    """From `progress` to the last step of the stage, or until the run is asked to stop."""
-    session = fit.session
-    if progress.before is None and fit.evaluate is not None and not session.interrupted:
-        before = measured(fit.evaluate)
+def run(loop: SupervisedLoop[Any], progress: Progress) -> Progress:
+    """Train from `progress` to the last step of the stage, or until the run is to stop."""
+    session = loop.session
+    if progress.before is None and loop.evaluate is not None and not session.interrupted:
+        before = evaluated(loop.evaluate)
         session.measured(progress, before.as_dict(), "before")
         progress = replace(progress, before=before.headline())
-    while progress.step < fit.steps and not session.interrupted:
+    while progress.step < loop.steps and not session.interrupted:
         start = time.perf_counter()
         number = progress.step + 1
-        learned = take_step(fit, progress, number)
-        progress = _after(fit, progress, learned)
-        metrics = {**learned.metrics, "num_tokens": float(progress.tokens)}
-        if fit.on_nonfinite == "skip":
+        step = take_step(loop, progress, number)
+        progress = replace(
+            progress,
+            step=number,
+            stream=loop.examples.state(),
+            tokens=progress.tokens + step.tokens,
+            token_budget=loop.budget.found,
+            skipped=progress.skipped + ("grad_norm" not in step.metrics),
+        )
+        metrics = {**step.metrics, "num_tokens": float(progress.tokens)}
+        if loop.on_nonfinite == "skip":
             metrics["steps_skipped"] = float(progress.skipped)
-        last = number == fit.steps
+        last = number == loop.steps
         result: Measured | None = None
-        if fit.evaluate is not None and (last or due(fit.evaluate_every, number)):
+        if loop.evaluate is not None and (last or due(loop.evaluate_every, number)):
             with session.clock("evaluate"):
-                result = measured(fit.evaluate)
+                result = evaluated(loop.evaluate)
             metrics |= {f"eval/{name}": value for name, value in result.headline().items()}
             session.measured(progress, result.as_dict(), "after" if last else "during")
         session.recorded(progress, metrics, [], time.perf_counter() - start)
-        if last and result is not None and fit.show is not None:
-            # Before the checkpoint: a run that dies behind it does not come here again.
-            fit.show(result)
-        if session.checkpoint_due(progress, fit.steps, fit.checkpoints):
-            save(fit, progress)
+        if last and result is not None and loop.plot is not None:
+            # Before the checkpoint: a run that is killed after it does not come here again.
+            loop.plot(result)
+        if session.checkpoint_due(progress, loop.steps, loop.checkpoints):
+            save(loop, progress)
     if session.interrupted and progress.step == 0:
-        save(fit, progress)
+        save(loop, progress)
     return progress
 
 
 @oom_context("the held-out rows were measured", f"lower token_budget, {LESS}")
-def measured(evaluate: Callable[[], Measured]) -> Measured:
-    """What the held-out rows say."""
+def evaluated(evaluate: Callable[[], Measured]) -> Measured:
+    """The result of an evaluation."""
     return evaluate()
 
 
-def take_step(fit: Fit[Any], progress: Progress, number: int) -> Learned:
-    """One optimizer step on the rows of a step, or none where it would not be finite."""
-    with fit.session.clock("data"):
-        rows = fit.rows.draw(number)
-    rate = learning_rate(fit.choice, number - 1, fit.steps)
-    with fit.session.clock("update"):
+def take_step(loop: SupervisedLoop[Any], progress: Progress, number: int) -> GradientStep:
+    """One optimizer step on the batch of a step, or none where it would not be finite."""
+    with loop.session.clock("data"):
+        batch = loop.examples.batch(number)
+    rate = learning_rate(loop.schedule, number - 1, loop.steps)
+    with loop.session.clock("update"):
         try:
-            learned = update(fit, rows, rate)
+            step = update(loop, batch, rate)
         except NotFinite as error:
-            fit.optimizer.clear()
-            _tell(fit, rows, progress, number, error)
-            learned = Learned({}, sum(fit.rows.sizes(rows).lengths))  # they were read
-    return replace(learned, metrics={**learned.metrics, "learning_rate": rate})
+            loop.optimizer.clear()
+            stage = loop.session.folder.stages[progress.stage]
+            non_finite.report(
+                loop.session,
+                non_finite.NonFiniteStep(stage, number, 0, error.names),
+                error,
+                action=loop.on_nonfinite,
+                skipped=progress.skipped,
+                optimizers=[loop.optimizer],
+                diagnose=lambda: _diagnose(loop, batch),
+                keep=lambda folder: loop.examples.write(folder, batch),
+            )
+            step = GradientStep({}, sum(loop.examples.sizes(batch).lengths))
+    return replace(step, metrics={**step.metrics, "learning_rate": rate})
 
 
-def update(fit: Fit[Any], rows: Any, rate: float) -> Learned:
+def update(loop: SupervisedLoop[Any], batch: Any, rate: float) -> GradientStep:
     """One optimizer step. Raises NotFinite where none was taken."""
-    learned = fit.budget.fitting(
-        lambda tokens: fit.rows.learn(rows, tokens), fit.rows.sizes(rows), fit.optimizer.clear
+    step = loop.budget.fitting(
+        lambda tokens: loop.examples.backward(batch, tokens),
+        loop.examples.sizes(batch),
+        loop.optimizer.clear,
     )
-    stop_unless_finite(learned.metrics)
-    norm = {"grad_norm": fit.optimizer.step(rate)}
+    stop_unless_finite(step.metrics)
+    norm = {"grad_norm": loop.optimizer.step(rate)}
     stop_unless_finite(norm)
-    return replace(learned, metrics={**learned.metrics, **norm})
+    return replace(step, metrics={**step.metrics, **norm})
 
 
 @oom_context("a checkpoint was written", LESS)
-def save(fit: Fit[Any], progress: Progress) -> None:
-    """Leave a checkpoint."""
-    fit.session.checkpoint(progress, fit.state(progress).save, fit.checkpoints, fit.steps)
+def save(loop: SupervisedLoop[Any], progress: Progress) -> None:
+    """Write a checkpoint."""
+    optimizers = {"optimizer": loop.optimizer}
+    state = State(progress, loop.policy, optimizers, loop.modules, loop.reference)
+    loop.session.checkpoint(progress, state.save, loop.checkpoints, loop.steps)
 
 
-def _after(fit: Fit[Any], progress: Progress, learned: Learned) -> Progress:
-    taken = "grad_norm" in learned.metrics
-    return replace(
-        progress,
-        step=progress.step + 1,
-        stream=fit.rows.stream(),
-        tokens=progress.tokens + learned.tokens,
-        token_budget=fit.budget.found,
-        skipped=progress.skipped + (not taken),
-    )
-
-
-def _tell(fit: Fit[Any], rows: Any, progress: Progress, number: int, error: NotFinite) -> None:
-    """Name the cause, keep the rows; stop, where the recipe does not say to go on."""
-    parameters = fit.optimizer.parameters
-    stage = fit.session.folder.stages[progress.stage]
-    met = faults.NonFiniteStep(stage, number, 0, error.names, progress.skipped, fit.optimizer.began)
-    if not faults.searched(fit.session, met, fit.on_nonfinite, parameters):
-        return
-    ones = fit.rows.alone(rows)
+def _diagnose(loop: SupervisedLoop[Any], batch: Any) -> tuple[Cause, str]:
+    """The cause of a loss or gradient that is not finite, and the example that it comes from."""
+    parameters = loop.optimizer.parameters
+    ones = loop.examples.split(batch)
     cause = in_weights(parameters) or find_offending_sequence(
-        lambda i: fit.rows.learn(ones[i], fit.budget.tokens).metrics,
+        lambda i: loop.examples.backward(ones[i], loop.budget.tokens).metrics,
         range(len(ones)),
         parameters,
-        fit.optimizer.clear,
+        loop.optimizer.clear,
     )
-    where = "" if cause.sequence is None else f"row {cause.sequence} of the step"
-    faults.kept(
-        fit.session,
-        met.fault(cause, where),
-        fit.on_nonfinite,
-        lambda folder: fit.rows.keep(folder, rows),
-        error,
-    )
+    return cause, "" if cause.sequence is None else f"row {cause.sequence} of the step"

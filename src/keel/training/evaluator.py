@@ -1,4 +1,4 @@
-"""The held-out side: greedy pass@1 and, where asked for, sampled pass@k; else the mean reward."""
+"""Evaluation on the validation split: greedy pass@1 and sampled pass@k, or the mean reward."""
 
 from __future__ import annotations
 
@@ -24,32 +24,31 @@ EXAMPLES = 4
 
 @dataclass(frozen=True, eq=False)
 class Evaluator:
-    """The held-out prompts and what they are judged by."""
+    """Evaluates the policy on validation prompts."""
 
     sampler: Sampler
     scorer: Scorer
     prompts: Sequence[Prompt]
-    choice: Evaluation
+    config: Evaluation
 
     def __post_init__(self) -> None:
-        name, names = self.choice.component, [f.name for f in self.scorer.functions]
+        name, names = self.config.component, [f.name for f in self.scorer.functions]
         if name is not None and name not in names:
             raise KeelError(f"evaluation.component: {unknown('reward', name, names)}")
 
     @property
     def judging(self) -> NamedReward | None:
-        """The reward that says right or wrong, if one is declared to."""
-        return self.scorer.judging(self.choice.component)
+        """The reward that is declared as correctness, if any."""
+        return self.scorer.judging(self.config.component)
 
     def __call__(self, step: int) -> dict[str, Any]:
         """`mean`, `low`, `high` (95 %), `n` of greedy pass@1; `sampled` and `pass@k` with k > 0.
 
         Where no reward is declared as correctness, `measure` is "reward", the figures are of the
-        reward (of `evaluation.component`, else the whole), and there is no pass@k. The draws are
-        the same at every evaluation, so that two of them compare like with like. `spent` is what
-        paid rewards cost for it, where there are any.
+        reward (of `evaluation.component`, else the whole), and there is no pass@k. Every evaluation
+        samples with the same random numbers. `spent` is what paid rewards cost, if there are any.
         """
-        budget = self.sampler.choice
+        budget = self.sampler.config
         greedy = Sampling(
             max_tokens=budget.max_tokens,
             temperature=0.0,
@@ -63,7 +62,7 @@ class Evaluator:
             **self._greedy([judged[0] for judged in verdicts]),
             "mean_length": sum(lengths) / len(lengths),
         }
-        if self.choice.samples > 0:
+        if self.config.samples > 0:
             result |= self._sampled(greedy, step, spent)
         if spent:
             result["spent"] = spent
@@ -73,7 +72,7 @@ class Evaluator:
         return result
 
     def _sampled(self, greedy: Sampling, step: int, spent: dict[str, float]) -> dict[str, Any]:
-        c, k = self.choice, self.choice.samples
+        c, k = self.config, self.config.samples
         sampling = replace(
             greedy, temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p
         )
@@ -107,17 +106,17 @@ class Evaluator:
     def _passed(self, verdict: Verdict) -> bool:
         assert self.judging is not None
         value = verdict.components.get(self.judging.name)
-        return value is not None and value >= self.choice.threshold
+        return value is not None and value >= self.config.threshold
 
     def _rewards(self, verdicts: Sequence[Verdict]) -> list[float]:
-        """What was said of the completions, where anything was."""
-        name = self.choice.component
-        said = [v.reward if name is None else v.components.get(name) for v in verdicts]
-        return [value for value in said if value is not None]
+        """The rewards of the completions that have one."""
+        name = self.config.component
+        rewards = [v.reward if name is None else v.components.get(name) for v in verdicts]
+        return [reward for reward in rewards if reward is not None]
 
 
 def metrics(result: dict[str, Any]) -> dict[str, float]:
-    """An evaluation as metrics of the step after which it was made."""
+    """An evaluation as metrics of its step."""
     found = {result.get("measure", "pass@1"): result}
     found |= {k: v for k, v in result.items() if k.startswith("pass@")}
     if "sampled" in result:
@@ -131,13 +130,13 @@ def metrics(result: dict[str, Any]) -> dict[str, float]:
 
 
 def _mean_reward(rewards: Sequence[Sequence[float]]) -> dict[str, float | int | None]:
-    """The mean over prompts of each one's mean reward; None is what too few rewards cannot tell."""
+    """The mean over prompts of each one's mean reward; None where there are too few rewards."""
     interval = mean_interval([mean(one) for one in rewards if one]).as_dict()
     return {name: value if math.isfinite(value) else None for name, value in interval.items()}
 
 
 def _rate_interval(rates: Sequence[float]) -> dict[str, float | int]:
-    """The mean of rates by prompt; where all are 0, or all 1, what so many prompts can say."""
+    """The mean of rates by prompt; Wilson's interval where all are 0, or all 1."""
     if len(set(rates)) == 1 and rates[0] in (0.0, 1.0):
         return wilson_interval(round(sum(rates)), len(rates)).as_dict()
     return mean_interval(rates).as_dict()

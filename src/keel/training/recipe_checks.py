@@ -1,0 +1,207 @@
+"""What a run checks in its recipe before the first step: later stages, leaks between splits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from keel.config.entry import load_entry
+from keel.config.errors import explain_validation
+from keel.config.sampling import Evaluation, SamplingSource
+from keel.config.schema import Recipe, Stage
+from keel.config.sources import Rewards, RewardSource, TaskSource
+from keel.config.suggest import unknown
+from keel.data.preferences import dataset as preferences
+from keel.data.preferences.dataset import READERS
+from keel.data.tasks import build_task, stored
+from keel.data.tasks.base import places
+from keel.data.tasks.stored import KINDS
+from keel.engines.registry import check_engine
+from keel.learn.advantages import check_steps
+from keel.models.policy import Policy
+from keel.models.reward import check_classifier
+from keel.rewards.judge.options import JudgeOptions
+from keel.rewards.process import HOW
+from keel.rewards.registry import MADE, NamedReward, load_reward
+from keel.rewards.scorer import Scorer
+from keel.types import KeelError, Side
+
+T = TypeVar("T")
+
+
+def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
+    """Check the data, models and rewards of the stages after number `current`; of that stage too
+    its engine, and whether its advantage and its rewards of steps fit.
+
+    Raises KeelError as the stage itself would.
+    """
+    for stage in recipe.stages[current:]:
+        if stage.sampling is not None:
+            _named_stage(stage.name, check_rewards_of_steps, stage.sampling)
+            _named_stage(stage.name, check_engine, stage.sampling.rollout.engine)
+    for stage in recipe.stages[current + 1 :]:
+        if stage.sampling is not None:
+            _named_stage(stage.name, check_evaluated, stage.sampling)
+        data, records = stage.preference_data, stage.records
+        # The records of a Python function may be expensive to make.
+        if data is not None and records is not None and data.name in preferences.KINDS:
+            READERS[records](data, recipe.seed)
+        base, kind = stage.base_model, stage.reward_model
+        if base is not None and kind is not None and base.name is None and base.stage is None:
+            check_classifier(policy.model.config, kind)
+
+
+def check_rewards(rewards: Rewards) -> list[str]:
+    """The names of a stage's rewards, without loading a model or calling a server.
+
+    Raises KeelError as the stage would: for an unknown option, a duplicate name, or weights that
+    are all 0.
+    """
+    named = [_named(source) for source in rewards.functions]
+    with closing(Scorer([replace(one, function=None) for one in named])) as scorer:
+        return [one.name for one in scorer.functions]
+
+
+def check_evaluated(sampling: SamplingSource) -> None:
+    """The rewards of a stage, and which of them decides its evaluation. Raises KeelError."""
+    names = check_rewards(sampling.rewards)
+    if sampling.evaluation is not None and sampling.evaluation.prompts:
+        check_component(sampling.evaluation, names)
+
+
+def check_rewards_of_steps(sampling: SamplingSource) -> None:
+    """Raise KeelError where the rewards are known to be of steps and the advantage cannot use them,
+    or the reverse. User functions show it when they are called."""
+    if sampling.algorithm is None:
+        return
+    learned = [source for source in sampling.rewards.functions if source.weight]
+    there = [_of_steps(source) for source in learned]
+    if True in there:
+        check_steps(sampling.algorithm, True)
+    elif None not in there:
+        check_steps(sampling.algorithm, False)
+
+
+def _of_steps(source: RewardSource) -> bool | None:
+    """Whether a reward is of steps; None for a user's function."""
+    if ":" in source.function:
+        return None
+    aggregate = source.options.get("aggregate", HOW[0])
+    return source.function == "step_match" or (source.function == "process" and aggregate == HOW[0])
+
+
+def check_component(choice: Evaluation, names: list[str]) -> None:
+    """Raise KeelError where the reward that decides an evaluation is none of the stage's."""
+    if choice.component is not None and choice.component not in names:
+        guess = unknown("reward", choice.component, names)
+        raise KeelError(f"evaluation.component: {guess}")
+
+
+def _named_stage(stage: str, look: Callable[[T], object], at: T) -> None:
+    try:
+        look(at)
+    except KeelError as error:
+        raise KeelError(f"stage {stage!r}: {error}") from error
+
+
+def _named(source: RewardSource) -> NamedReward:
+    """A reward by name and weight; of one that needs a model or a server only the options are
+    checked."""
+    if source.function not in MADE:
+        return load_reward(source)
+    name = source.name or source.function
+    parameters = inspect.signature(load_entry(MADE[source.function], "reward")).parameters
+    options = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for option in source.options:
+        if option not in options:
+            raise KeelError(f"reward {name!r}: {unknown('option', option, options)}")
+    if source.function == "judge":
+        try:
+            JudgeOptions.model_validate(source.options)
+        except ValidationError as error:
+            message = explain_validation(error, source.options, JudgeOptions)
+            raise KeelError(f"reward {name!r}: {message}") from None
+    how = source.options.get("aggregate", HOW[0])
+    if source.function == "process" and how not in HOW:
+        raise KeelError(f"reward {name!r}: aggregate = {how!r}: give {', '.join(HOW)}")
+    return NamedReward(name, None, source.weight)
+
+
+# ---------------------------------------------------------------- leaks between splits
+
+
+@dataclass(frozen=True)
+class _File:
+    """The places of the prompts of one file's split; a prompt has a place in each of its forms."""
+
+    name: str
+    prompts: frozenset[frozenset[float]]
+
+    @property
+    def places(self) -> frozenset[float]:
+        return frozenset(place for prompt in self.prompts for place in prompt)
+
+
+def leaks(recipe: Recipe) -> Iterator[str]:
+    """A line for each stage and file whose held-out prompts the stage, or one before it, trains on.
+
+    Of files and `datasets` names; rows that a Python function returns are not read for this. What
+    cannot be read is passed over: its own stage stops at it.
+    """
+    if _alike(recipe):
+        return
+    sides = [(stage, list(_files(recipe, stage))) for stage in recipe.stages]
+    for at, (stage, files) in enumerate(sides):
+        evaluation = None if stage.sampling is None else stage.sampling.evaluation
+        if evaluation is None or not evaluation.prompts:
+            continue
+        for held in (file for side, file in files if side == "heldout"):
+            for before, others in sides[: at + 1]:
+                for learned in (file for side, file in others if side == "train"):
+                    places = learned.places
+                    shared = sum(not prompt.isdisjoint(places) for prompt in held.prompts)
+                    if shared:
+                        yield (
+                            f"WARNING: {shared} of the {len(held.prompts)} held-out prompts of "
+                            f"stage {stage.name!r} ({held.name}) are train prompts of stage "
+                            f"{before.name!r} ({learned.name}): its held-out figures are too high. "
+                            "Give both the same validation_path, or leave these rows out"
+                        )
+
+
+def _alike(recipe: Recipe) -> bool:
+    """Whether all prompts are of one file, split in one way, so that the splits are disjoint."""
+    judged = any(stage.preference_data is not None for stage in recipe.stages)
+    split = {
+        (source.name, source.path, source.validation_path, source.validation_fraction,
+         source.prompt, tuple(sorted((k, repr(v)) for k, v in source.options.items())))
+        for stage in recipe.stages for source in _sources(stage)
+    }  # fmt: skip
+    return not judged and len(split) < 2
+
+
+def _sources(stage: Stage) -> tuple[TaskSource, ...]:
+    """The stage's tasks of stored rows."""
+    return tuple(source for source in stage.trained_tasks if source.name in KINDS)
+
+
+def _files(recipe: Recipe, stage: Stage) -> Iterator[tuple[Side, _File]]:
+    """The sides of the stage's files."""
+    for source in _sources(stage):
+        with suppress(KeelError):
+            data = stored(build_task(source, recipe.seed))
+            assert data is not None
+            for side, rows in data.sides.items():
+                prompts = frozenset(frozenset(places(entry.body)) for entry in rows.entries)
+                yield side, _File(rows.where.source, prompts)
+    pairs, records = stage.preference_data, stage.records
+    if pairs is not None and records is not None and pairs.name in preferences.KINDS:
+        with suppress(KeelError):
+            examples = READERS[records](pairs, recipe.seed).train
+            prompts = frozenset(frozenset(places(one.prompt)) for one in examples)
+            yield "train", _File(str(pairs.path), prompts)
