@@ -1,4 +1,4 @@
-"""Classic control beside stable-baselines3: environment steps a second, and return at equal steps.
+"""Classic control against stable-baselines3: environment steps a second, and return at equal steps.
 
     OMP_NUM_THREADS=1 python benchmarks/control_speed.py [NAME ...] [--repeats 3] [--json FILE]
 

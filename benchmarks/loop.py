@@ -9,7 +9,7 @@ A row is LENGTHS-GROUP-PROMPTS. 64 completions a step, in groups of GROUP, of a 
 4.8 M random weights (256 wide, 6 layers, one token a character). `ragged` lengths are geometric,
 of mean 60 and at most 200: the end's logit is set to the same at every place, and the learning
 rate (1e-7) moves nothing. `equal` ones are 60 tokens each, for the end is never drawn. `short`
-prompts have 16 to 24 tokens, `long` ones 450 to 550. With -bf16 behind it, Keel samples in
+prompts have 16 to 24 tokens, `long` ones 450 to 550. With the suffix -bf16, Keel samples in
 bfloat16, with the truncated correction, and TRL in fp32 as in the others.
 
 Both sides load one folder, read the same prompts, and are given the same reward, seed, AdamW and
@@ -22,9 +22,9 @@ combination makes. No checkpoint is written and nothing evaluated between steps.
 
 Every measurement is a process of its own, the sides taking turns. A step's seconds are those from
 the end of the step before, so that nothing of the loop is left out; the first step of a process,
-which also allocates and compiles, does not count. Told are medians over the steps of all
+which also allocates and compiles, does not count. Figures are medians over the steps of all
 measurements, and of the processes' peak resident memory (VmHWM, Linux). The two draw different
-completions, of the same distribution: the mean lengths stand beside the figures.
+completions, of the same distribution: the mean lengths are given with the figures.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Bench:
     keel: tuple[str, ...] = ()
 
     def job(self, case: Case) -> dict[str, Any]:
-        """All that a side is told."""
+        """The settings of a side."""
         size = self.size
         return {
             "model": str(self.folder / case.lengths),
@@ -337,8 +337,8 @@ def report(bench: Bench, rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     arguments = parsed()
     python = None if arguments.keel_only else arguments.trl_python
-    told = "TRL left out" if python is None else f"TRL {versions(python).get('trl')}"
-    if told.endswith("None"):
+    printed = "TRL left out" if python is None else f"TRL {versions(python).get('trl')}"
+    if printed.endswith("None"):
         raise SystemExit(f"{python} has no TRL: {ENVIRONMENT}")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
@@ -355,7 +355,7 @@ def main() -> None:
         size = bench.folder / "size.json"
         size.write_text(json.dumps(asdict(bench.size)), "utf-8")
         call([sys.executable, str(KEEL), "prepare", str(size), place], bench.threads)
-        print(f"{os.cpu_count()} cores, {bench.threads} threads, {told}\n", flush=True)
+        print(f"{os.cpu_count()} cores, {bench.threads} threads, {printed}\n", flush=True)
         if arguments.tune:
             tune(bench)
             return

@@ -216,15 +216,15 @@ def predict(name: str, folder: Path) -> dict[str, Any]:
 
     clock = time.perf_counter()
     report = check(recipes(folder)[name])
-    said = report.stages[0].predicted
-    if not said:
+    message = report.stages[0].predicted
+    if not message:
         raise SystemExit(f"{name}: {report.stages[0].unseen}")
     return {
-        "bytes": said["memory"]["peak"],
-        "seconds": said["seconds"],
-        "phase": said["memory"]["phase"],
-        "phases": said["memory"]["phases"],
-        "time": said["time"],
+        "bytes": message["memory"]["peak"],
+        "seconds": message["seconds"],
+        "phase": message["memory"]["phase"],
+        "phases": message["memory"]["phases"],
+        "time": message["time"],
         "check": time.perf_counter() - clock,
     }
 
@@ -244,20 +244,22 @@ def measure(names: list[str]) -> list[dict[str, Any]]:
     """A row for each recipe, printed as it comes."""
     rows = []
     print(f"{'':20} {'peak, MiB':>21}        {'seconds':>15}")
-    head = f"{'said':>10} {'taken':>10} {'ratio':>6}  {'said':>7} {'taken':>7} {'ratio':>6}"
+    head = (
+        f"{'predicted':>10} {'taken':>10} {'ratio':>6}  {'predicted':>9} {'taken':>7} {'ratio':>6}"
+    )
     print(f"{'recipe':20} {head}  at")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         child("prepare", "-", folder)
         for name in names:
-            said = child("predict", name, folder)
+            message = child("predict", name, folder)
             was = child("run", name, folder)
-            ratio = said["bytes"] / was["bytes"]
-            rows.append({"recipe": name, "predicted": said, "measured": was, "ratio": ratio})
+            ratio = message["bytes"] / was["bytes"]
+            rows.append({"recipe": name, "predicted": message, "measured": was, "ratio": ratio})
             print(
-                f"{name:20} {said['bytes'] / MIB:>10,.0f} {was['bytes'] / MIB:>10,.0f} "
-                f"{ratio:>6.2f}  {said['seconds']:>7.0f} {was['seconds']:>7.0f} "
-                f"{said['seconds'] / was['seconds']:>6.2f}  {said['phase']}",
+                f"{name:20} {message['bytes'] / MIB:>10,.0f} {was['bytes'] / MIB:>10,.0f} "
+                f"{ratio:>6.2f}  {message['seconds']:>7.0f} {was['seconds']:>7.0f} "
+                f"{message['seconds'] / was['seconds']:>6.2f}  {message['phase']}",
                 flush=True,
             )
     return rows

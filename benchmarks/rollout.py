@@ -1,4 +1,4 @@
-"""Generation alone, tokens a second: Keel's native engine beside three others.
+"""Generation alone, tokens a second: Keel's native engine against three others.
 
     python -m benchmarks.rollout --vllm-python ../vllm/bin/python   # prints a Markdown table
     python -m benchmarks.rollout --sides generate --repeats 9 --json rollout.json
@@ -19,9 +19,9 @@ place, or `equal`, 60 tokens each. Temperature 1, nothing truncated.
 - vllm: vLLM's CPU build, eager; all else but the threads is its default.
 
 Each side is a process that loads the model once; the sides then take turns, pass by pass, the first
-passes uncounted. A pass's seconds run from prompts as token ids to completions. Told are medians,
+passes uncounted. A pass's seconds run from prompts as token ids to completions. Medians are given,
 and Keel's tokens a second over each side's. The sides draw different completions of one
-distribution: the mean lengths stand beside the figures. --tune tells what vLLM makes of each
+distribution: the mean lengths are given with the figures. --tune tells what vLLM makes of each
 setting of its threads, of which --vllm-bind, --vllm-threads and --vllm-apart choose one.
 """
 
@@ -86,7 +86,7 @@ class Bench:
     vllm: Threads
 
     def job(self, case: str) -> dict[str, Any]:
-        """All that a side is told."""
+        """The settings of a side."""
         size = self.size
         most = size.most if case == "ragged" else size.mean
         return {
@@ -236,7 +236,7 @@ def tune(bench: Bench, repeats: int) -> None:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sides", nargs="+", choices=SIDES[1:], help="beside keel; else all")
+    parser.add_argument("--sides", nargs="+", choices=SIDES[1:], help="besides keel; else all")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--repeats", type=int, default=5, help="passes of each side that count")
     parser.add_argument("--warm", type=int, default=2, help="passes before, which do not")

@@ -9,7 +9,7 @@ wall time from its start to its end, and of the CPU in it and the processes it w
 two rows are of one `keel train quickstart`, which is ended there: `first step` begins where the
 time of the first row in timings.jsonl says so, and `first update` is when that row is written, the
 first optimizer step (of the imitation stage) done. CPU time is read then, of that process alone;
-for the step's beginning there is none. The medians are told.
+for the step's beginning there is none. Reported are medians.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "train": (*KEEL, "train", "tiny", "steps=1", "--quiet", "--run", "run"),
 }
 QUICKSTART = "quickstart"
-SAID = {
+LABELS = {
     "help": "`keel --help`",
     "import": "`python -c 'import keel'`",
     "explain": "`keel explain grpo`",
@@ -136,7 +136,7 @@ def summed(name: str, passes: Sequence[Took]) -> dict[str, Any]:
     cpu = [one.cpu for one in passes if one.cpu is not None]
     return {
         "row": name,
-        "what": SAID[name].replace("`", ""),
+        "what": LABELS[name].replace("`", ""),
         "wall": statistics.median(one.wall for one in passes),
         "cpu": statistics.median(cpu) if cpu else None,
         "fastest": min(one.wall for one in passes),
@@ -150,7 +150,7 @@ HEAD = "| what | wall, s | CPU, s | fastest, s |\n|---|---|---|---|"
 def line(row: Mapping[str, Any]) -> str:
     """A row of the table."""
     cpu = "" if row["cpu"] is None else f"{row['cpu']:.2f}"
-    return f"| {SAID[row['row']]} | {row['wall']:.2f} | {cpu} | {row['fastest']:.2f} |"
+    return f"| {LABELS[row['row']]} | {row['wall']:.2f} | {cpu} | {row['fastest']:.2f} |"
 
 
 def main(words: Sequence[str] | None = None) -> None:

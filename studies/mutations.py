@@ -1,7 +1,7 @@
 """Breaks the code on purpose, one place at a time, and sees whether the tests notice.
 
 The package is copied to a temporary folder, one passage of one file replaced, and the tests named
-beside it run on the copy. A mutant that no test notices has survived, and the command ends with 1.
+next to it run on the copy. A mutant that no test notices has survived, and the command ends with 1.
 
     python studies/mutations.py [--only TEXT] [--json FILE] [--jobs N]
 """

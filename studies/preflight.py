@@ -27,12 +27,12 @@ from keel.training.run import train
 
 DIGITS = {"name": "sort_digits", "options": {"min_digits": 2, "max_digits": 4}}
 ALPHABET = "0123456789># "
-REWARD = '''"""Right where what stands behind the last #### is the answer column, as it stands."""
+REWARD = '''"""Right where what stands after the last #### is the answer column, as it stands."""
 
 
 def correct(*, completions, answer):
-    said = [text.rpartition("####")[2].strip() for text in completions]
-    return [float(one == gold) for one, gold in zip(said, answer, strict=True)]
+    stated = [text.rpartition("####")[2].strip() for text in completions]
+    return [float(one == gold) for one, gold in zip(stated, answer, strict=True)]
 '''
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"

@@ -50,7 +50,9 @@ def section(name: str) -> str:
 def table(text: str) -> dict[str, Any]:
     """The options of a section's table, by name, with the defaults it tells."""
     rows = re.findall(r"^\| `(\w+)` \| (?:`(.*?)`|required) \|", text, re.M)
-    found = {name: tomllib.loads(f"x = {told}")["x"] if told else ... for name, told in rows}
+    found = {
+        name: tomllib.loads(f"x = {printed}")["x"] if printed else ... for name, printed in rows
+    }
     return {name: None if value == "none" else value for name, value in found.items()}
 
 
@@ -126,8 +128,8 @@ def test_process_has_its_own_options_and_those_of_outcome() -> None:
 
 
 def test_the_statuses_of_code_are_all_told() -> None:
-    told = re.findall(r"^\| `(\w+)` \| [^|`]*(?:`\w+`)?[^|`]* \|$", section("code"), re.M)
-    assert tuple(told) == Status.__args__  # type: ignore[attr-defined]
+    printed = re.findall(r"^\| `(\w+)` \| [^|`]*(?:`\w+`)?[^|`]* \|$", section("code"), re.M)
+    assert tuple(printed) == Status.__args__  # type: ignore[attr-defined]
 
 
 def test_its_links_lead_somewhere() -> None:

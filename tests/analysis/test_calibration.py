@@ -178,7 +178,7 @@ def test_margins_are_those_of_the_better_answer() -> None:
     assert sum(found.counts[below:]) == 3
 
 
-# To thousandths: a number that vanishes beside the reach of the bins lies on no side of 0 for them.
+# To thousandths: a number that is tiny for the bins lies on no side of 0 for them.
 @given(st.lists(st.floats(-1e6, 1e6).map(lambda x: round(x, 3)), min_size=1, max_size=60))
 def test_the_histogram_counts_every_pair(margins: list[float]) -> None:
     found = pair_report(margins, np.ones(len(margins))).margins

@@ -46,7 +46,7 @@ def keel(
 
 
 def test_as_a_process(tmp_path: Path) -> None:
-    """A wrong name is told without waiting for torch."""
+    """A wrong name is reported without waiting for torch."""
     code = "import sys; from keel.cli.main import main; code = main(['check', 'tinny']); "
     code += "print('torch' in sys.modules); sys.exit(code)"
     done = subprocess.run(
@@ -94,7 +94,7 @@ def test_json_holds_everything_and_a_finding_ends_1(keel: Keel, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("tinny",), "did you mean 'tiny'?"),
         (("tiny", "stepps=3"), "did you mean 'steps'?"),
@@ -103,10 +103,10 @@ def test_json_holds_everything_and_a_finding_ends_1(keel: Keel, tmp_path: Path) 
     ],
 )
 def test_what_cannot_be_loaded_is_one_line_and_ends_2(
-    words: tuple[str, ...], said: str, keel: Keel
+    words: tuple[str, ...], message: str, keel: Keel
 ) -> None:
     done = keel(*words)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert done.stdout == ""

@@ -13,7 +13,7 @@ from keel.control.replay import Replay, Transitions
 
 @dataclass(frozen=True)
 class Row:
-    """One step of one environment; its number is its observation, and one more what is behind."""
+    """One step of one environment; its number is its observation, and one more what comes after."""
 
     number: int
     action: int

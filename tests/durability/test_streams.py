@@ -166,9 +166,9 @@ def test_what_an_encoding_lacks_is_written_as_json_spells_it(
         print(json.dumps(text, ensure_ascii=False))
     stream.close()
     with os.fdopen(reading, "rb") as read:
-        said = read.read()
-    assert said == b'"\xe4 \\u03b8 \\ud83d\\ude00 \\udcff"\n'
-    assert json.loads(said.decode("latin-1")) == text
+        message = read.read()
+    assert message == b'"\xe4 \\u03b8 \\ud83d\\ude00 \\udcff"\n'
+    assert json.loads(message.decode("latin-1")) == text
 
 
 def test_a_stream_that_a_caller_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

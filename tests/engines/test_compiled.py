@@ -274,7 +274,7 @@ def test_the_adapter_that_speaks_is_merged(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def scores(model: PreTrainedModel) -> Tensor:
-    """Log-probabilities of the likeliest first token behind each of some prompts."""
+    """Log-probabilities of the likeliest first token after each of some prompts."""
     groups = NativeEngine(model, TOKENIZER).sample(
         prompts(3, 8, 20, 5), 1, Sampling(max_tokens=1, temperature=0), 0
     )

@@ -191,15 +191,15 @@ def test_the_context_covers_policy_and_task() -> None:
 
 
 def test_a_conversation_that_nobody_wants_ends_at_the_next_reply() -> None:
-    told = threading.Event()
+    printed = threading.Event()
 
     class Tells(Calculator):
         def reply(self, prompt: Prompt, text: str) -> str | None:
-            told.set()
+            printed.set()
             return super().reply(prompt, text)
 
     engine, task = ScriptedEngine(lambda prompt, index: "go", TOKENIZER), Tells()
-    with pytest.raises(giving_up.Cancelled), giving_up.until(told):
+    with pytest.raises(giving_up.Cancelled), giving_up.until(printed):
         talk(engine, [Prompt("p", "3+4", tokens=(5,))], 3, Sampling(90), task, max_turns=2)
     assert len(task.asked) == 1
 

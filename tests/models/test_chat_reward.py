@@ -71,7 +71,7 @@ def _stock(folder: Path, answer: str) -> float:
 def _ours(model: RewardModel, answers: tuple[str, ...], prompt: object = TURNS) -> list[float]:
     reader = model.reader()
     read = [reader.answer(prompt, answer, "row") for answer in answers]  # type: ignore[arg-type]
-    return [said[0] for said in model.judge(read, 4096)]
+    return [message[0] for message in model.judge(read, 4096)]
 
 
 def test_scores_are_the_stock_classes_on_the_rendered_conversation(folder: Path) -> None:

@@ -417,7 +417,7 @@ def test_the_worst_case_is_one() -> None:
 # ---------------------------------------------------------------- the file
 
 
-def answer(text: str = "said") -> StoredAnswer:
+def answer(text: str = "text") -> StoredAnswer:
     return StoredAnswer(text, "stop", "", Cost(7, 3, 0.25))
 
 

@@ -163,7 +163,7 @@ def test_an_answer_beyond_the_models_context_is_refused(
         scorer([group(around.tokenizer, "1+1=", [fits, "a" * 13])], 0)
 
 
-# ---------------------------------------------------------------- beside other rewards
+# ---------------------------------------------------------------- with other rewards
 
 
 def test_a_gate_spares_the_model(folder: Path, around: RewardContext) -> None:

@@ -70,7 +70,7 @@ def test_a_full_disk_leaves_the_one_before(tmp_path: Path, monkeypatch: Any) -> 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(files, "sync_file", full)
-    with pytest.raises(KeelError, match=r"step-000010: No space left on device: mend the disk"):
+    with pytest.raises(KeelError, match=r"step-000010: No space left on device: fix the disk"):
         save(folder, 0, 10)
     assert [path.name for path in folder.checkpoints_folder.iterdir()] == ["step-000005"]
 
@@ -90,7 +90,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "printed"),
     [
         (lambda c: flip(c / "policy/weights"), "policy/weights differs from its checksum"),
         (lambda c: (c / "policy/weights").write_bytes(b"x"), "policy/weights has 1 bytes, not 256"),
@@ -105,7 +105,7 @@ def flip(path: Path) -> None:
         ),
     ],
 )
-def test_damage_is_found_reported_and_passed_over(tmp_path: Path, harm: Any, told: str) -> None:
+def test_damage_is_found_reported_and_passed_over(tmp_path: Path, harm: Any, printed: str) -> None:
     folder = one_stage(tmp_path)
     for step in (5, 10, 15):
         save(folder, 0, step)
@@ -114,7 +114,7 @@ def test_damage_is_found_reported_and_passed_over(tmp_path: Path, harm: Any, tol
     found = newest_whole(folder, on_damaged=lambda path, why: reports.append((path, why)))
     assert found is not None
     assert found.path == folder.checkpoint(0, 10)
-    assert reports == [(folder.checkpoint(0, 15), told)]
+    assert reports == [(folder.checkpoint(0, 15), printed)]
 
 
 def test_the_newest_is_that_of_the_last_stage(tmp_path: Path) -> None:
@@ -370,11 +370,11 @@ def test_the_newest_of_the_run_stay_and_the_best_of_each_stage(tmp_path: Path) -
         "best": {"rl": 1, "warmup": 2},
         "best_selected_on": "held-out evaluation",
     }
-    told = [row for row in load(folder.path).events() if row["event"] == "checkpoint"]
-    assert [(row["stage"], row["step"]) for row in told][-1] == ("rl", 3)
+    printed = [row for row in load(folder.path).events() if row["event"] == "checkpoint"]
+    assert [(row["stage"], row["step"]) for row in printed][-1] == ("rl", 3)
     size = sum(p.stat().st_size for p in folder.checkpoint(1, 3).iterdir())
-    assert told[-1]["bytes"] == size > 2
-    assert told[-1]["seconds"] > 0
+    assert printed[-1]["bytes"] == size > 2
+    assert printed[-1]["seconds"] > 0
 
 
 def test_what_a_stop_left_goes_with_the_next(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class Notes(Callback):
 def go(
     folder: RunFolder, act: Callable[[Session], object], resume: bool, verb: Any = "train"
 ) -> None:
-    """A run that does something and then meets what a user can mend."""
+    """A run that does something and then meets what a user can fix."""
     with running(folder, resume, verb=verb) as (session, _):
         act(session)
         raise KeelError("reward 'x' raised ValueError")
@@ -59,17 +59,19 @@ def test_what_stops_a_run_is_told_with_the_step_reached(tmp_path: Path) -> None:
     folder = two_stages(tmp_path)
     why = "reward 'x' raised ValueError"
     loss = {"loss": 1.0}
-    told = stopped(folder, lambda s: s.recorded(Progress(0, 1), loss, [], 0.5), False)
-    said = f"stopped after warmup step 1 (no checkpoint yet): {why}"
-    assert told == f"{said}; {HOW}{folder.path}"
-    assert load(folder.path).events()[-1]["text"] == said
+    printed = stopped(folder, lambda s: s.recorded(Progress(0, 1), loss, [], 0.5), False)
+    message = f"stopped after warmup step 1 (no checkpoint yet): {why}"
+    assert printed == f"{message}; {HOW}{folder.path}"
+    assert load(folder.path).events()[-1]["text"] == message
 
     def two_steps(session: Session) -> None:
         session.checkpoint(Progress(0, 2), fill, Checkpoints())
         session.recorded(Progress(1, 1), loss, [], 0.5)
 
-    told = stopped(folder, two_steps, True)
-    assert told.startswith(f"stopped after rl step 1 (newest checkpoint: warmup step 2): {why}; ")
+    printed = stopped(folder, two_steps, True)
+    assert printed.startswith(
+        f"stopped after rl step 1 (newest checkpoint: warmup step 2): {why}; "
+    )
     assert stopped(folder, lambda s: None, True, "control") == (
         f"stopped after warmup step 2 (newest checkpoint: step 2): {why}; "
         f"go on with: keel control --resume --run {folder.path}"
@@ -78,9 +80,9 @@ def test_what_stops_a_run_is_told_with_the_step_reached(tmp_path: Path) -> None:
 
 def test_a_checkpoint_before_the_first_step_is_no_step(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
-    told = stopped(folder, lambda s: s.checkpoint(Progress(0, 0), fill, Checkpoints()), False)
-    assert told.startswith("stopped before the first step: reward")
-    assert stopped(folder, lambda s: None, True) == told
+    printed = stopped(folder, lambda s: s.checkpoint(Progress(0, 0), fill, Checkpoints()), False)
+    assert printed.startswith("stopped before the first step: reward")
+    assert stopped(folder, lambda s: None, True) == printed
 
 
 def test_what_fails_before_there_is_anything_to_keep_leaves_nothing(tmp_path: Path) -> None:
@@ -112,13 +114,13 @@ def test_a_folder_that_cannot_be_emptied_can_be_gone_on_with_or_begun(
 
     def sticking(path: Path) -> None:
         if path == folder.path / stuck:
-            raise KeelError(f"cannot remove {path}: Input/output error: mend the disk or folder")
+            raise KeelError(f"cannot remove {path}: Input/output error: fix the disk or folder")
         remove(path)
 
     monkeypatch.setattr(files, "remove", sticking)
-    told = stopped(folder, lambda session: None, False)
+    printed = stopped(folder, lambda session: None, False)
     monkeypatch.undo()
-    assert told.endswith(f"{HOW}{folder.path}") == left
+    assert printed.endswith(f"{HOW}{folder.path}") == left
     if left:
         with running(opening.resumed(folder.path), True) as (session, _):
             session.recorded(Progress(0, 1), {"loss": 1.0}, [row()], 0.25)
@@ -134,9 +136,9 @@ def test_what_was_paid_for_is_kept(kept: str, tmp_path: Path) -> None:
         (folder.path / kept).mkdir()
         (folder.path / kept / "rl-train.jsonl").write_text("{}\n")
 
-    told = stopped(folder, keep, False)
-    assert told.startswith("stopped before the first step: reward")
-    assert told.endswith(f"; {HOW}{folder.path}")
+    printed = stopped(folder, keep, False)
+    assert printed.startswith("stopped before the first step: reward")
+    assert printed.endswith(f"; {HOW}{folder.path}")
     assert (folder.path / kept / "rl-train.jsonl").exists()
 
 
@@ -147,7 +149,7 @@ def test_errors_of_the_disk_that_nobody_named_are_one_line_too(tmp_path: Path) -
     for error, path in ((full, folder.path), (missing, folder.path / "x" / "y.png")):
         with pytest.raises(KeelError) as caught, running(folder, True):
             raise error
-        assert f"cannot write {path}: {error.strerror}: mend" in str(caught.value)
+        assert f"cannot write {path}: {error.strerror}: fix" in str(caught.value)
     strange = ConnectionResetError(errno.ECONNRESET, "reset")
     with pytest.raises(ConnectionResetError), running(folder, True):
         raise strange
@@ -155,10 +157,10 @@ def test_errors_of_the_disk_that_nobody_named_are_one_line_too(tmp_path: Path) -
 
 def test_an_error_of_the_disk_in_the_words_of_a_library(tmp_path: Path) -> None:
     target = tmp_path / "x.safetensors"
-    told = f"cannot write {target}: No space left on device"
-    with pytest.raises(KeelError, match=told), files.told(target):
+    printed = f"cannot write {target}: No space left on device"
+    with pytest.raises(KeelError, match=printed), files.os_errors(target):
         raise RuntimeError("Error: I/O error: No space (os error 28)")
-    with pytest.raises(RuntimeError), files.told(target):
+    with pytest.raises(RuntimeError), files.os_errors(target):
         raise RuntimeError("Error 28")
 
 
@@ -186,8 +188,8 @@ def test_the_timings_of_a_step_come_last(tmp_path: Path) -> None:
         shutil.rmtree(folder.rollouts_folder)
         session.recorded(Progress(0, 1), {"loss": 1.0}, [row()], 0.25)
 
-    told = stopped(folder, without_room, True)
-    assert f"cannot write {folder.rollouts(0, 1)}: No such file" in told
+    printed = stopped(folder, without_room, True)
+    assert f"cannot write {folder.rollouts(0, 1)}: No such file" in printed
     assert len(load(folder.path).metrics()) == 1
     assert load(folder.path).timings() == []
 
@@ -242,15 +244,15 @@ def test_other_threads_or_versions_are_noted(tmp_path: Path) -> None:
     assert declared(folder, True, 2, ["numpy", "torch"]) == []
     known = dict(begun["versions"], numpy="1.0")
     folder.run_json.write_text(json.dumps({**begun, "versions": known, "finished": True}))
-    (told,) = declared(folder, True, 4, ["numpy", "torch"])
+    (printed,) = declared(folder, True, 4, ["numpy", "torch"])
     now = begun["versions"]["numpy"]
-    assert told == (
+    assert printed == (
         f"this run began with threads 2 (now 4), numpy 1.0 (now {now}): it goes on, but not byte "
         "for byte as if it had never stopped"
     )
     after = json.loads(folder.run_json.read_text())
     assert (after["threads"], after["versions"]["numpy"], after["finished"]) == (2, "1.0", False)
-    assert load(folder.path).events()[-1]["text"] == told
+    assert load(folder.path).events()[-1]["text"] == printed
 
 
 def test_a_run_that_begins_anew_says_what_it_is_made_with_now(tmp_path: Path) -> None:
@@ -346,8 +348,8 @@ def test_what_a_run_calls_may_change_the_working_directory(
 
 def test_a_new_run_in_a_folder_that_is_held_names_its_holder(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
-    told = f"is in use by process {os.getpid()}"
-    with locked(folder), pytest.raises(KeelError, match=told):
+    printed = f"is in use by process {os.getpid()}"
+    with locked(folder), pytest.raises(KeelError, match=printed):
         opening.created("", "x", folder.path)
     with pytest.raises(KeelError, match="exists and is not empty"):
         opening.created('[[stages]]\nstage = "rl"\n', "x", folder.path)

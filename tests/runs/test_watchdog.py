@@ -15,7 +15,7 @@ from keel.runs.watchdog import Hung, beat, limited, place, stack_of, watching
 
 
 def deaf() -> None:
-    """Goes on whatever an ordinary `except` is told."""
+    """Goes on whatever an ordinary `except` catches."""
     while True:
         try:
             time.sleep(0.01)
@@ -43,9 +43,9 @@ def test_it_is_named_where_it_hangs(hangs: object) -> None:
         watching("the engine", 0.2, "fix it, or raise rollout.timeout"),
     ):
         hangs()
-    said = str(caught.value)
-    assert said.startswith("the engine gives no answer within 0.2 s (it is in " + name)
-    assert said.endswith("raise rollout.timeout")
+    message = str(caught.value)
+    assert message.startswith("the engine gives no answer within 0.2 s (it is in " + name)
+    assert message.endswith("raise rollout.timeout")
     assert "test_watchdog.py" in caught.value.stack
 
 
@@ -228,7 +228,7 @@ def test_in_a_thread_an_inner_limit_leaves_the_outer_one_pending() -> None:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(30)
-    assert [said[:10] for said in found] == ["the engine"]
+    assert [message[:10] for message in found] == ["the engine"]
 
 
 def test_where_no_thread_starts_it_raises_and_the_next_is_limited(

@@ -280,11 +280,11 @@ def test_math_verify_reaches_nothing_and_judges_on(tmp_path: Path) -> None:
         server.setblocking(False)
         known = {"marker": str(tmp_path / "marker"), "port": server.getsockname()[1]}
         texts = [text.format(**known) for text in REACHING.values()] + list(HEAVY.values())
-        said = [f"\\boxed{{{text}}}" for text in texts] + [f"${text}$" for text in texts]
-        said += [f"\\boxed{{2x + {text}}}" for text in texts]
-        said += ["$9^{9^{9}}$", "\\boxed{" * 500, "$x" + "^{x" * 200 + "}" * 200 + "$"]
+        message = [f"\\boxed{{{text}}}" for text in texts] + [f"${text}$" for text in texts]
+        message += [f"\\boxed{{2x + {text}}}" for text in texts]
+        message += ["$9^{9^{9}}$", "\\boxed{" * 500, "$x" + "^{x" * 200 + "}" * 200 + "$"]
         try:
-            assert "same" not in judge.compare([(gold, text) for text in said])
+            assert "same" not in judge.compare([(gold, text) for text in message])
             verdicts = judge.compare([(gold, "$x + 1 + x$"), (gold, "$2x$")])
             assert verdicts == ["same", "different"]
         finally:

@@ -144,7 +144,7 @@ def test_the_policy_that_is_left_is_the_one_that_learned(tmp_path: Path) -> None
     left = load_file(end / "policy" / "model.safetensors")
     name = "model.embed_tokens.weight"
     assert not torch.equal(left[name], before[name])
-    # The reference lies beside it, and is where the policy began.
+    # The reference is next to it, and is where the policy began.
     reference = load_file(end / "reference.safetensors")
     assert torch.equal(reference[name], before[name])
     assert not folder.model("dpo").exists()
@@ -189,7 +189,7 @@ def moved(policy: Policy) -> None:
 
 
 def plain_log_probs(model: Any, tokenizer: Any, side: str) -> tuple[Tensor, Tensor]:
-    """Σ log π of answer and end behind the prompt, and how many tokens; padded by hand."""
+    """Σ log π of answer and end after the prompt, and how many tokens; padded by hand."""
     texts = [(str(row.prompt), getattr(row, side)) for row in PAIRS]
     ids = [[*tokenizer(a + b)["input_ids"], tokenizer.eos_token_id] for a, b in texts]
     longest = max(map(len, ids))
@@ -322,7 +322,7 @@ CHAT = (
 
 
 def test_conversations_are_read_by_the_chat_template(tmp_path: Path) -> None:
-    """The answer stands behind the header of the assistant's turn, with an end behind it."""
+    """The answer stands after the header of the assistant's turn, with an end after it."""
 
     def chat(made: list[dict[str, Any]], whole: bool) -> list[dict[str, Any]]:
         out = []

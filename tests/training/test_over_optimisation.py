@@ -61,12 +61,12 @@ def test_without_what_it_takes_there_is_none(
 def test_measuring_changes_nothing_else(tmp_path: Path) -> None:
     """At β = 0 the policy learns the same with and without the reference in memory."""
     plain = metrics(run(tmp_path / "plain", "algorithm.divergence.beta=0"))
-    beside = metrics(
+    others = metrics(
         run(tmp_path / "measured", "algorithm.divergence.beta=0", "reference.measured=true")
     )
     assert not any(name in row for row in plain for name in KL)
-    assert all(name in row for row in beside for name in KL)
-    for row, other in zip(plain, beside, strict=True):
+    assert all(name in row for row in others for name in KL)
+    for row, other in zip(plain, others, strict=True):
         assert {k: other[k] for k in row} == row
 
 

@@ -1,4 +1,4 @@
-"""Rows made on the spot: what the rewards said of the policy's answers, as files of the run."""
+"""Rows made on the spot: rewards of the policy's answers, as files of the run."""
 
 from __future__ import annotations
 
@@ -63,8 +63,10 @@ def test_the_answer_of_the_higher_reward_is_chosen(tmp_path: Path) -> None:
     assert not counts.keys() & {row["prompt"] for row in held}
     assert len({json.dumps(row) for row in train_rows}) == len(train_rows)
     notes = [event["text"] for event in load(folder.path).events() if event["event"] == "note"]
-    said = f"{len(train_rows)} train rows from 60 prompts; {len(held)} heldout rows from 20 prompts"
-    assert notes == [f"reward_model: {said}"]
+    message = (
+        f"{len(train_rows)} train rows from 60 prompts; {len(held)} heldout rows from 20 prompts"
+    )
+    assert notes == [f"reward_model: {message}"]
 
 
 def test_more_pairs_of_a_prompt_where_asked(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Glossary entries: what a run on environments is told and does."""
+"""Glossary entries: what a run on environments receives and does."""
 
 from __future__ import annotations
 

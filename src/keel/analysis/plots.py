@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[np.float64]
 
-# Okabe and Ito's palette: told apart with any of the common colour vision deficiencies.
+# Okabe and Ito's palette: distinguishable with any of the common colour vision deficiencies.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 INK, FAINT = "#222222", "#8a8a8a"
@@ -325,9 +325,9 @@ def drawing(path: Path, height: float) -> Iterator[Figure]:
         figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
-        # Beside the target and renamed, so that a reader never sees half a picture.
+        # Next to the target and renamed, so that a reader never sees half a picture.
         temporary = path.with_name(f".tmp-{path.name}")
-        with files.told(path):
+        with files.os_errors(path):
             try:
                 figure.savefig(temporary, format="png", metadata={"Software": None})
                 os.replace(temporary, path)

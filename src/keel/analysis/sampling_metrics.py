@@ -90,7 +90,7 @@ SAMPLING = Section(
         ),
         Metric(
             "groups/dropped",
-            "Groups left out of the step: no reward spoke, or (rollout.dynamic_sampling) all "
+            "Groups left out of the step: none has a reward, or (rollout.dynamic_sampling) all "
             "rewards were equal.",
             "groups",
             "Sampling spent on nothing: see frac_reward_zero_std.",
@@ -98,7 +98,7 @@ SAMPLING = Section(
         Metric(
             "prompts/left_out",
             "Prompts passed over so far because they were longer than prompts.max_tokens, or than "
-            "what the context leaves beside the answer, or could not be encoded.",
+            "what the context leaves besides the answer, or could not be encoded.",
             "prompts",
             "A rising count trains on the short questions only.",
         ),

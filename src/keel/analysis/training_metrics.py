@@ -1,4 +1,4 @@
-"""Glossary entries: what training is told and does."""
+"""Glossary entries: what training receives and does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REWARD = Section(
         Metric(
             "reward",
             "Mean over the step's completions of the weighted sum of all rewards, before any KL "
-            "penalty. Completions that no reward spoke of are left out.",
+            "penalty. Completions without a reward are left out.",
             "reward",
             "Should rise, with noise. Flat from the start: see frac_reward_zero_std.",
         ),
@@ -31,7 +31,7 @@ REWARD = Section(
         ),
         Metric(
             "rewards/*/mean",
-            "Mean of one reward function, unweighted, over the completions it spoke of.",
+            "Mean of one reward function, unweighted, over the completions it scored.",
             "reward",
             "One that rises while the others fall is being gamed.",
         ),

@@ -17,7 +17,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments of a verb; overrides may stand before, between or behind its options."""
+    """The arguments of a verb; overrides may stand before, between or after its options."""
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     strange = [word for word in rest if word.startswith("-") or "=" not in word]

@@ -157,8 +157,8 @@ def read_recipe(source: Source, seen: tuple[str, ...] = ()) -> dict[str, Any]:
         return gather(data)
     if not isinstance(base, str) or base in seen:
         raise KeelError(f"{label}: extends = {base!r} is not another recipe's name or file")
-    beside = Path(label).parent / base
-    below = read_recipe(str(beside) if beside.is_file() else base, (*seen, base))
+    sibling = Path(label).parent / base
+    below = read_recipe(str(sibling) if sibling.is_file() else base, (*seen, base))
     return layer(below, data)
 
 

@@ -37,7 +37,7 @@ class Optimizer(Row):
 class Checkpoints(Row):
     every: Count = 100
     keep: Count = 2
-    """How many of the run's newest are kept, of whatever stage, beside the best of each stage."""
+    """How many of the newest are kept, of any stage, in addition to the best of each."""
 
 
 class Trackers(Row):

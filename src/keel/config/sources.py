@@ -119,8 +119,8 @@ class RewardSource(Row):
         """Before the recipe is written anywhere."""
         for option, wrong in (("api_key_env", wrong_key_name), ("url", wrong_address)):
             value = self.options.get(option)
-            if self.function == "judge" and isinstance(value, str) and (said := wrong(value)):
-                raise ValueError(said)
+            if self.function == "judge" and isinstance(value, str) and (reason := wrong(value)):
+                raise ValueError(reason)
         return self
 
     @model_validator(mode="after")

@@ -131,7 +131,7 @@ class Environments:
         if not (np.isfinite(reward_E).all() and np.isfinite(self.observation_EO).all()):
             raise KeelError(
                 f"environment {self.id!r} gave a reward or an observation that is not finite, "
-                f"{int(self.length_E.max()) + 1} steps into an episode: mend it"
+                f"{int(self.length_E.max()) + 1} steps into an episode: fix it"
             )
         self.length_E += 1
         self._return_E += reward_E
@@ -168,15 +168,15 @@ class Environments:
         self._reset(np.full(self.count, True))
         # Copies step together: each begins its episode so late that all arrive at once.
         for at in range(longest):
-            behind = np.array([longest - len(actions) for actions in taken])
-            if at > 0 and (behind == at).any():
-                self._reset(behind == at)
+            missing = np.array([longest - len(actions) for actions in taken])
+            if at > 0 and (missing == at).any():
+                self._reset(missing == at)
             action_E = self._taken_LE[0].copy()
             for slot, actions in enumerate(taken):
-                if at >= behind[slot]:
-                    action_E[slot] = actions[at - behind[slot]]
+                if at >= missing[slot]:
+                    action_E[slot] = actions[at - missing[slot]]
             moves = self.step(action_E)
-            ended = (moves.terminated_E | moves.truncated_E) & (at < behind)
+            ended = (moves.terminated_E | moves.truncated_E) & (at < missing)
             if ended.any():
                 self._reset(ended)
         fresh = np.array([len(actions) == 0 for actions in taken])

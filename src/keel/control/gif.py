@@ -84,7 +84,7 @@ def _write(path: Path, frames: list[npt.NDArray[np.uint8]], rate: float) -> None
 
     pictures = [Image.fromarray(frame).quantize(64) for frame in frames]
     temporary = files.aside(path)
-    with files.told(path):
+    with files.os_errors(path):
         pictures[0].save(
             temporary,
             format="GIF",

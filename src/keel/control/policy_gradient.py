@@ -122,10 +122,10 @@ class PolicyGradient:
         value_N = next_value_N = None
         if self.critic is not None:
             value_N = self.critic(experience.observation_NO).squeeze(-1)
-            behind_S = self.critic(tensor(self._normal(collected.behind_SO))).squeeze(-1)
-            behind_S = behind_S.masked_fill(torch.from_numpy(collected.terminated_S), 0.0)
+            last_state_S = self.critic(tensor(self._normal(collected.last_state_SO))).squeeze(-1)
+            last_state_S = last_state_S.masked_fill(torch.from_numpy(collected.terminated_S), 0.0)
             next_value_N = segments.shift(value_N, lengths_S)
-            next_value_N[lengths_S.cumsum(0) - 1] = behind_S
+            next_value_N[lengths_S.cumsum(0) - 1] = last_state_S
         return Signals(
             outcome_S=segments.segment_sum(earned_N, lengths_S),
             penalty_N=penalty_N,

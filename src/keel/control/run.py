@@ -58,7 +58,7 @@ def control(
 
     With `resume` the folder's newest whole checkpoint is where it goes on, under the folder's own
     recipe. Raises Interrupted, a checkpoint left, when Ctrl-C or SIGTERM came; KeelError for
-    whatever a user can mend.
+    whatever a user can fix.
     """
     if recipe is None and not resume:
         raise KeelError("there is no recipe to run: name one, or resume a run")

@@ -47,7 +47,7 @@ class ControlLearner(Protocol):
 
 @dataclass(frozen=True)
 class ControlProgress:
-    """How far a run has come, beside what its learner knows."""
+    """How far a run has come, apart from what its learner knows."""
 
     stage: int = 0
     step: int = 0
@@ -72,7 +72,7 @@ def read(folder: Path) -> ControlProgress:
 
 
 def learned(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    """A checkpoint's tensors, and the facts of its learner beside them."""
+    """A checkpoint's tensors, and the facts of its learner."""
     return checkpoint.load_tensors(folder / TENSORS), read(folder).learner
 
 

@@ -26,8 +26,8 @@ def from_table(
     transition_XAY = torch.zeros(states, actions, states, dtype=torch.float64)
     for state in range(states):
         for action in range(actions):
-            for probability, behind, reward, terminated in table[state][action]:
+            for probability, after, reward, terminated in table[state][action]:
                 reward_XA[state, action] += probability * reward
                 if not terminated:
-                    transition_XAY[state, action, behind] += probability
+                    transition_XAY[state, action, after] += probability
     return reward_XA, transition_XAY

@@ -1,4 +1,4 @@
-"""Repetition: how much of a text it has said before."""
+"""Repetition: how much of a text repeats earlier words."""
 
 from __future__ import annotations
 

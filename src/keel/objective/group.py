@@ -1,7 +1,7 @@
 """Advantages per sequence: a reward against those of the other answers to the same prompt.
 
-NaN in `reward_S` says that no reward spoke: the sequence leaves every mean and deviation and gets
-0. A group whose rewards are all equal gives exactly 0. A group of one gives 0, with a warning.
+NaN in `reward_S` means no reward: the sequence leaves every mean and deviation and gets 0. A
+group whose rewards are all equal gives exactly 0. A group of one gives 0, with a warning.
 Group ids are any integers, in any order.
 """
 

@@ -23,7 +23,7 @@ def process_group_relative(
         r̃_k = (r_k − mean) / (std + ε) over all steps of the group,   A_t = Σ_{k : end(k) ≥ t} r̃_k
 
     `step_end_K` is the index among the N of a step's last token, `step_sequence_K` the sequence
-    that it lies in. A NaN step reward is no reward. Tokens behind the last step get 0.
+    that it lies in. A NaN step reward is no reward. Tokens after the last step get 0.
 
     Source: GRPO with process supervision, arXiv:2402.03300 §4.1.3.
     """

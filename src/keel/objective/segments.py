@@ -135,7 +135,7 @@ def linear_recurrence(
         x_n = b_n + a_n x_{n+1},   x_{N+1} = 0
         with a horizon h:  x_n = Σ_{l<h} (Π_{j<l} a_{n+j}) b_{n+l}
 
-    A decay of exactly 0 ends a segment: nothing behind it, infinite or NaN, is seen before it. (So
+    A decay of exactly 0 ends a segment: nothing after it, infinite or NaN, is seen before it. (So
     no gradient flows into a decay that is 0.)
 
     Source: Hillis and Steele 1986, "Data parallel algorithms"; Blelloch 1990 §1.4.1.
@@ -143,7 +143,7 @@ def linear_recurrence(
     total = input_N.numel()
     # Windows reach past the end, where there is nothing: round up to a power of two.
     wanted = 1 << max(total - 1, 0).bit_length() if horizon is None else min(horizon, total)
-    # A window maps what comes behind it to the sum at its start: x -> state + decay · x.
+    # A window maps what comes after it to the sum at its start: x -> state + decay · x.
     decay, state, window = decay_N, input_N, 1
     head_decay, head, covered = torch.ones_like(decay_N), torch.zeros_like(input_N), 0
     while True:

@@ -219,7 +219,7 @@ class AsyncCalls:
         }
 
     def _wait(self, given_up: GivesUp | None) -> bool:
-        """Whether the loop told in time how the calls ended."""
+        """Whether the loop reported in time how the calls ended."""
         # It keeps time itself, unless a coroutine blocks it.
         until = self._started + self.timeout + NOTICE
         while True:
@@ -232,7 +232,7 @@ class AsyncCalls:
                 return False
 
     def cancel(self) -> None:
-        """Give the calls up, so that none goes on behind an error of another."""
+        """Give the calls up, so that none goes on after an error of another."""
         self._ending.__exit__()
         if self._served is not None and not self._gone.is_set():
             with contextlib.suppress(RuntimeError):  # left behind by another, and closed since

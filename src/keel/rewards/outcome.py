@@ -18,7 +18,7 @@ class OutcomeReward:
 
     def __call__(self, *, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
         """A score for each completion; Bradley–Terry scores have no zero of their own."""
-        return [said[0] for said in self.judging.judge(prompts, texts(completions))]
+        return [scores[0] for scores in self.judging.judge(prompts, texts(completions))]
 
     def close(self) -> None:
         """Let the model go."""

@@ -63,7 +63,7 @@ class Overlap:
             self._begin(ready)
 
     def asked(self) -> list[RewardCall]:
-        """What was said of each part, once all groups are in.
+        """The outputs of each part, once all groups are in.
 
         Raises what the first part raised that could not be judged.
         """
@@ -109,7 +109,7 @@ class Overlap:
         self._parts[-1].thread.start()
 
     def _failed_before(self, number: int) -> bool:
-        """Whether a part before this one failed, which is then what is told."""
+        """Whether a part before this one failed, which is then what is reported."""
         return any(part.error is not None for part in self._parts[:number])
 
     def _running(self) -> bool:

@@ -39,13 +39,13 @@ class Process:
 
         An answer without any step gets 0.
         """
-        said = texts(completions)
-        right = [[_sigmoid(z) for z in logits] for logits in self.judging.judge(prompts, said)]
+        answers = texts(completions)
+        right = [[_sigmoid(z) for z in logits] for logits in self.judging.judge(prompts, answers)]
         if self.how != "steps":
             return [aggregate(steps, self.how) for steps in right]
         return [
             on_tokens(self.tokenizer, ids, text, self.separator, steps)
-            for ids, text, steps in zip(completion_ids, said, right, strict=True)
+            for ids, text, steps in zip(completion_ids, answers, right, strict=True)
         ]
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ def on_tokens(
     ends = [*token_ends(tokenizer, ids, [end for _, end in spans[:-1]]), last]
     if len(set(ends)) < len(ends):
         raise KeelError(
-            f"two steps of {text[:40]!r} end in one token, so they cannot be told apart: "
+            f"two steps of {text[:40]!r} end in one token, so they cannot be distinguished: "
             f"choose another separator than {separator!r}"
         )
     return list(zip(ends, rewards, strict=True))

@@ -12,7 +12,7 @@ from keel.types import KeelError
 
 
 def repetition(*, completions: Sequence[Any], n: int = 3, max_penalty: float = 1.0) -> list[float]:
-    """−`max_penalty` times the share of the words' `n`-grams that the text has said before.
+    """−`max_penalty` times the share of the words' `n`-grams that occur earlier in the text.
 
     0 for a text of fewer than `n` words. Raises KeelError for `n` under 1 or a penalty under 0.
     """

@@ -42,7 +42,7 @@ def writing(target: Path, stop: bool = False) -> Iterator[Path]:
         KeelError: the disk is full, or the folder cannot be written.
     """
     aside = files.aside(target)
-    with files.told(target):
+    with files.os_errors(target):
         files.make_folder(target.parent)
         if aside.exists():
             files.remove(aside)
@@ -160,7 +160,7 @@ def bring_back(folder: RunFolder) -> None:
     for path in sorted(folder.checkpoints_folder.glob(f"{_REPLACED}*")):
         target = path.with_name(path.name.removeprefix(_REPLACED))
         if not target.exists():
-            with files.told(target):
+            with files.os_errors(target):
                 path.rename(target)
                 files.sync_folder(target.parent)
 
@@ -222,7 +222,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         storage = tensor.untyped_storage().data_ptr()
         own[name] = tensor.clone() if storage in seen else tensor
         seen.add(storage)
-    with files.told(path):
+    with files.os_errors(path):
         save_file(own, path)
 
 
@@ -244,7 +244,7 @@ def load_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
 def save_json(path: Path, state: Mapping[str, Any]) -> None:
     """Writes state as JSON such that `load_json` gives an equal value (see `encoding.exact`)."""
     text = json.dumps(encoding.exact(state), ensure_ascii=True, allow_nan=False, indent=1)
-    with files.told(path):
+    with files.os_errors(path):
         path.write_text(text + "\n", "utf-8")
 
 

@@ -56,12 +56,12 @@ def read(checkpoint: Path) -> Recorded | None:
 
 def changed(known: Recorded, recipe: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     """How recipe and inputs differ from those of a checkpoint; empty if they do not."""
-    said = [f"{c.name} = {c.b} (was {c.a})" for c in changes(known.recipe, recipe)]
+    parts = [f"{c.name} = {c.b} (was {c.a})" for c in changes(known.recipe, recipe)]
     # A name that only one of them has is a change of the recipe.
     both = sorted(known.inputs.keys() & inputs.keys())
-    said += [f"the content of {name}" for name in both if known.inputs[name] != inputs[name]]
-    more = f" and {len(said) - SHOWN} more" if len(said) > SHOWN else ""
-    return ", ".join(said[:SHOWN]) + more
+    parts += [f"the content of {name}" for name in both if known.inputs[name] != inputs[name]]
+    more = f" and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
+    return ", ".join(parts[:SHOWN]) + more
 
 
 def records_until(folder: RunFolder, last: Place) -> list[tuple[Place, bytes]]:

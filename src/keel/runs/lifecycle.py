@@ -187,11 +187,11 @@ def _where_to_begin(place: RunFolder) -> tuple[FolderEntry | None, Damage]:
             "stages and their names back as they were"
         )
     if newest is None and damaged:
-        said = "; ".join(f"{path.name}: {wrong}" for path, wrong in damaged[:2])
+        message = "; ".join(f"{path.name}: {wrong}" for path, wrong in damaged[:2])
         more = f"; and {len(damaged) - 2} more" if len(damaged) > 2 else ""
         raise KeelError(
-            f"no checkpoint in {place.checkpoints_folder} is whole ({said}{more}): bring one back, "
-            "or delete them all and --resume begins at the first step"
+            f"no checkpoint in {place.checkpoints_folder} is whole ({message}{more}): bring one "
+            "back, or delete them all and --resume begins at the first step"
         )
     return newest, damaged
 
@@ -237,12 +237,12 @@ def _reporting(place: RunFolder, reached: Reached, resume: bool, verb: str) -> I
     try:
         yield
     except (KeelError, OSError) as error:
-        said = _fixable(place, error)
-        if said is None:
+        message = _fixable(place, error)
+        if message is None:
             raise
         if not resume and _leaves_nothing(place):
-            raise KeelError(said) from error
-        text = f"stopped {reached.told(place.stages)}: {said}"
+            raise KeelError(message) from error
+        text = f"stopped {reached.describe(place.stages)}: {message}"
         with suppress(KeelError), Recorder(place) as recorder:
             recorder.event("stopped", text=text)
         how = f"keel {verb} --resume --run {place.path}"
@@ -257,7 +257,7 @@ def _fixable(place: RunFolder, error: KeelError | OSError) -> str | None:
     ours = name is not None and Path(name).is_relative_to(place.path)
     if not ours and error.errno not in DISK:
         return None
-    return f"cannot write {name or place.path}: {error.strerror}: mend the disk or folder"
+    return f"cannot write {name or place.path}: {error.strerror}: fix the disk or folder"
 
 
 def _leaves_nothing(place: RunFolder) -> bool:

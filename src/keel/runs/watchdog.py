@@ -28,7 +28,7 @@ from typing import Any
 from keel.types import KeelError
 
 GRACE = 10.0
-"""Seconds behind its time that a call gets before the process is ended from below."""
+"""Seconds beyond its time that a call gets before the process is ended from below."""
 TICK = 1.0
 """Seconds between two looks at the time. One that took much longer found the process suspended
 (Ctrl-Z, a debugger), and does not count."""
@@ -91,7 +91,7 @@ def _raising(watch: _Watch, what: str, advice: str) -> Iterator[None]:
 
 
 def beat() -> None:
-    """A sign of life of what is watched in this thread: its time begins anew."""
+    """A sign of life of what is watched in this thread: its time begins again."""
     thread = threading.get_ident()
     for watch in reversed(_TICKER.watches):
         if watch.thread == thread:
@@ -319,7 +319,7 @@ def raise_in(thread: int, error: type[BaseException] | None) -> None:
     """Let a thread meet an error at its next step; None takes back one that it has not met yet.
 
     One that is just starting another thread may hang by it, and the other not begin: the two have
-    one id until then. `Ending` is behind that too; what can ask does better (`runs.cancel`).
+    one id until then. `Ending` is late too; what can ask does better (`runs.cancel`).
     """
     what = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)

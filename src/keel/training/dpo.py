@@ -110,7 +110,7 @@ def pair_loss(
 def log_probs(
     work: Preferring, answers: Sequence[Answered], reference: bool
 ) -> Float[Tensor, " S"]:
-    """Of each answer behind its prompt: summed over its tokens, or their mean (ipo)."""
+    """Of each answer: summed over its tokens, or their mean (ipo)."""
     packed, lengths = packed_answers(answers, work.policy.device)
     if reference:
         log_prob_N = work.reference.log_probs(packed)
@@ -122,7 +122,7 @@ def log_probs(
 
 
 def packed_answers(answers: Sequence[Answered], device: torch.device) -> tuple[Packed, list[int]]:
-    """The answers as one input, all tokens behind the prompts scored; how many those are."""
+    """The answers as one input, all tokens after the prompts scored; how many those are."""
     lengths = [len(answer.tokens) - answer.begins for answer in answers]
     return pack(
         [torch.tensor(answer.tokens) for answer in answers],
@@ -136,12 +136,12 @@ def measure(work: Preferring) -> Measured:
 
     @torch.no_grad()
     def judge(answers: Sequence[Answered]) -> list[list[float]]:
-        said: list[list[float]] = []
+        scores: list[list[float]] = []
         lengths = [len(answer.tokens) for answer in answers]
         for span in sizes_on(work.policy.device, lengths).spans(work.budget.tokens):
             now_S = log_probs(work, answers[span], reference=False)
             then_S = log_probs(work, answers[span], reference=True)
-            said += [[value] for value in (work.stage.beta * (now_S - then_S)).tolist()]
-        return said
+            scores += [[value] for value in (work.stage.beta * (now_S - then_S)).tolist()]
+        return scores
 
     return measure_pairs(work.rows.heldout, judge)

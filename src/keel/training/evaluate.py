@@ -110,10 +110,10 @@ class Evaluator:
         return value is not None and value >= self.choice.threshold
 
     def _rewards(self, verdicts: Sequence[Verdict]) -> list[float]:
-        """What was said of the completions, where anything was."""
+        """The rewards of the completions that have one."""
         name = self.choice.component
-        said = [v.reward if name is None else v.components.get(name) for v in verdicts]
-        return [value for value in said if value is not None]
+        values = [v.reward if name is None else v.components.get(name) for v in verdicts]
+        return [value for value in values if value is not None]
 
 
 def metrics(result: dict[str, Any]) -> dict[str, float]:

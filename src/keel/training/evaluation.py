@@ -83,7 +83,7 @@ def evaluate(
     else:
         policy = checkpoint_policy(recipe, pick_checkpoint(folder, checkpoint))
     if recipe is None and max_tokens is None and policy.context is not None:
-        # Nobody said how long an answer may be: half of what the model can hold at the most.
+        # No limit is given: half of what the model can hold at the most.
         budget = min(stage.rollout.max_tokens, policy.context // 2)
         rollout = stage.rollout.model_copy(update={"max_tokens": budget})
         stage = stage.model_copy(update={"rollout": rollout})

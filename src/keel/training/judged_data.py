@@ -36,7 +36,7 @@ class EncodedPair:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """One answer in tokens, and a label (0 to 1) for each of its ends; None where nobody judged."""
+    """One answer in tokens, and a label (0 to 1) for each end; None where it was not judged."""
 
     answer: Answered
     labels: tuple[float | None, ...]

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def look_ahead(recipe: Recipe, policy: Policy, begun: int) -> None:
-    """Read the data of stages behind stage number `begun`, and see that their models can be made
+    """Read the data of the stages after stage number `begun`, and see that their models can be made
     and that their rewards are named and set as they may be; of that stage too, that its advantage
     and the rewards of steps go together, and that its engine can be found.
 
@@ -57,7 +57,7 @@ def look_ahead(recipe: Recipe, policy: Policy, begun: int) -> None:
 def check_rewards(rewards: Rewards) -> list[str]:
     """The names of a stage's rewards, as far as these can be looked at before they are made.
 
-    Nothing is loaded of a model, and nobody is asked. Raises KeelError as the stage would: for an
+    Nothing is loaded of a model, and no judge is asked. Raises KeelError as the stage would: for an
     option that there is not, two of one name, or weights that are all 0.
     """
     named = [_named(source) for source in rewards.functions]
@@ -108,7 +108,7 @@ def _told(stage: str, look: Callable[[T], object], at: T) -> None:
 
 
 def _named(source: RewardSource) -> NamedReward:
-    """A reward by name and weight; one that a model or a server stands behind by its options."""
+    """A reward by name and weight; one that uses a model or a server, by its options."""
     if source.function not in MADE:
         return load_reward(source)
     name = source.name or source.function
@@ -121,8 +121,8 @@ def _named(source: RewardSource) -> NamedReward:
         try:
             JudgeOptions.model_validate(source.options)
         except ValidationError as error:
-            said = explain_validation(error, source.options, JudgeOptions)
-            raise KeelError(f"reward {name!r}: {said}") from None
+            reason = explain_validation(error, source.options, JudgeOptions)
+            raise KeelError(f"reward {name!r}: {reason}") from None
     how = source.options.get("aggregate", HOW[0])
     if source.function == "process" and how not in HOW:
         raise KeelError(f"reward {name!r}: aggregate = {how!r}: give {', '.join(HOW)}")

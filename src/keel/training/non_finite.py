@@ -85,7 +85,7 @@ def searched(session: Session, met: NonFiniteStep, choice: OnNonfinite, paramete
         raise KeelError(
             f"{line}, as in all {met.skipped + 1} optimizer steps of {met.stage}, so that nothing "
             f"was learned: see the causes in {session.folder.faults}, and lower "
-            "optimizer.learning_rate or mend what they name"
+            "optimizer.learning_rate or fix what they name"
         )
     if choice == "stop" or met.skipped < SEARCHED or bad_weight(parameters) is not None:
         return True
@@ -114,7 +114,7 @@ def kept(
     if fault.cause.weights:
         raise KeelError(
             f"{fault.line}; its batch is in {target}: no step can be taken from such weights: "
-            "lower optimizer.learning_rate and go on from a checkpoint before, or mend the model"
+            "lower optimizer.learning_rate and go on from a checkpoint before, or fix the model"
         ) from error
     if choice == "stop":
         raise KeelError(

@@ -171,10 +171,10 @@ def _keys_of(base: str) -> Iterator[None]:
     try:
         yield
     except KeelError as error:
-        said = str(error)
+        message = str(error)
         for key in ("name", "lora"):
-            said = said.replace(f"model.{key}", f"{base}.{key}")
-        raise KeelError(said) from error
+            message = message.replace(f"model.{key}", f"{base}.{key}")
+        raise KeelError(message) from error
 
 
 def _base(run: RunContext, base: BaseModelChoice) -> Policy:
@@ -203,9 +203,9 @@ def _rows(
     if stage.data is not None:
         return read(stage.data, run.recipe.seed)
     folder = run.session.folder
-    said = _sample(run, stage, make)
-    if said:
-        run.session.note(f"{stage.name}: {said}")
+    summary = _sample(run, stage, make)
+    if summary:
+        run.session.note(f"{stage.name}: {summary}")
     train, held = folder.rows(stage.name, "train"), folder.rows(stage.name, "heldout")
     made = PreferenceData(name="jsonl", path=str(train), validation_path=str(held), empty="keep")
     return read(made, run.recipe.seed)
@@ -267,9 +267,9 @@ def _ready(
         (sides.dropped, "with an empty answer"),
         (sum(row.why == "bad" for row in sides.left_out), "that cannot be read"),
     )
-    said = [f"{n} {why}" for n, why in left if n]
-    if said and run.resume_from is None:
-        run.session.note(f"{stage.name}: rows left out: {', '.join(said)} ({kept})")
+    reasons = [f"{n} {why}" for n, why in left if n]
+    if reasons and run.resume_from is None:
+        run.session.note(f"{stage.name}: rows left out: {', '.join(reasons)} ({kept})")
     return rows
 
 

@@ -1,6 +1,6 @@
 """The next step's rollouts, drawn while this one is learned from: one step off policy.
 
-They are drawn with the weights from before the update beside which they are drawn, so that they are
+They are sampled while an update runs, with the weights from before it, so that they are
 a function of recipe and seed and not of time. A checkpoint holds those that no step has learned
 from yet: nothing is drawn, and no reward asked, a second time.
 """
@@ -58,7 +58,7 @@ class RolloutPrefetcher:
 
     @contextmanager
     def prefetch(self, step: int, last: int) -> Iterator[None]:
-        """Draw the rollouts of a step, unless it is behind the `last`, while the block lasts.
+        """Sample the rollouts of a step, unless it is after the `last`, while the block lasts.
 
         Raises what the drawing raises, once the block is done; an error of the block's own ends the
         drawing. In either case no thread is left but one that hangs in code that is not Keel's.

@@ -53,7 +53,7 @@ class Measured:
 def measure_pairs(rows: Sequence[EncodedPair], judge: Judge) -> Measured:
     """Of pairs: accuracy, log loss, Brier, calibration, margins, and scores against lengths."""
     answers = [answer for row in rows for answer in (row.chosen, row.rejected)]
-    score_S = np.array([said[0] for said in _finite(judge(answers))])
+    score_S = np.array([scores[0] for scores in _finite(judge(answers))])
     length_S = np.array([_length(answer) for answer in answers], dtype=np.float64)
     report = pair_report(
         score_S[0::2] - score_S[1::2],
@@ -69,7 +69,7 @@ def measure_pairs(rows: Sequence[EncodedPair], judge: Judge) -> Measured:
 def measure_labels(rows: Sequence[Marked], judge: Judge) -> Measured:
     """Of labelled answers: accuracy, AUC, log loss, Brier, calibration, scores against lengths."""
     answers = [row.answer for row in rows]
-    logit_S = np.array([said[0] for said in _finite(judge(answers))])
+    logit_S = np.array([scores[0] for scores in _finite(judge(answers))])
     report = label_report(
         logit_S, [float(row.labels[0] or 0) for row in rows], [row.cluster for row in rows]
     )
@@ -84,14 +84,14 @@ def measure_steps(rows: Sequence[Marked], judge: Judge, threshold: float) -> Mea
     """
     logits = _finite(judge([row.answer for row in rows]))
     found = first_error_report(
-        [first_under(said, threshold) for said in logits],
+        [first_under(scores, threshold) for scores in logits],
         [first_wrong(row.labels) for row in rows],
         [row.cluster for row in rows],
     )
     judged = [
         (z, y, row.cluster)
-        for said, row in zip(logits, rows, strict=True)
-        for z, y in zip(said, row.labels, strict=True)
+        for scores, row in zip(logits, rows, strict=True)
+        for z, y in zip(scores, row.labels, strict=True)
         if y is not None
     ]
     z_K, y_K, cluster_K = zip(*judged, strict=True)
@@ -111,11 +111,11 @@ def _length(answer: Answered) -> int:
     return len(answer.tokens) - answer.begins
 
 
-def _finite(said: list[list[float]]) -> list[list[float]]:
-    wrong = sum(not np.isfinite(one).all() for one in said)
+def _finite(scores: list[list[float]]) -> list[list[float]]:
+    wrong = sum(not np.isfinite(one).all() for one in scores)
     if wrong:
         raise KeelError(
-            f"the reward model's scores of {wrong} of {len(said)} held-out answers are not finite: "
-            "lower optimizer.learning_rate, or go on from an earlier checkpoint"
+            f"the reward model's scores of {wrong} of {len(scores)} held-out answers are not finite"
+            ": lower optimizer.learning_rate, or go on from an earlier checkpoint"
         )
-    return said
+    return scores

@@ -26,7 +26,7 @@ from keel.training.state import Progress
 
 @dataclass(frozen=True, eq=False)
 class RewardModelTrainer:
-    """What a reward model's stage works with. The policy is kept for the stages behind it."""
+    """What a reward model's stage works with. The policy is kept for the stages after it."""
 
     stage: JudgingStage
     policy: Policy

@@ -403,7 +403,7 @@ def _evaluate(loop: Loop, progress: Progress, made: StepResult) -> Progress:
     result = loop.evaluator(progress.step)
     made.metrics.update(evaluation_metrics(result))
     loop.session.evaluated(progress, result, when="after" if last else "during")
-    mean = result["mean"]  # None where no reward spoke
+    mean = result["mean"]  # None where no reward gave a value
     if mean is not None and (progress.best is None or mean >= progress.best):
         progress = replace(progress, best=result["mean"], best_step=progress.step)
     return progress

@@ -119,8 +119,8 @@ class Sampler:
         except Hung as error:
             if not self.less:
                 raise
-            said = str(error).replace("raise rollout.timeout", self.less)
-            raise Hung(said, error.stack) from error
+            message = str(error).replace("raise rollout.timeout", self.less)
+            raise Hung(message, error.stack) from error
 
 
 def collect(sampler: Sampler, row: Algorithm, step: int) -> Rollouts:

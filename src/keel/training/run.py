@@ -50,7 +50,7 @@ def train(
 
     With `resume` the folder's newest whole checkpoint is where it goes on, under the folder's own
     recipe. Raises Interrupted, a checkpoint left, when Ctrl-C or SIGTERM came; KeelError for
-    whatever a user can mend.
+    whatever a user can fix.
     """
     if recipe is None and not resume:
         raise KeelError("there is no recipe to run: name one, or resume a run")
@@ -123,7 +123,7 @@ def _begun(start: Path, recipe: Recipe) -> Progress:
 
 
 def _let_go(recipe: Recipe, folder: RunFolder) -> None:
-    """Delete the checkpoints that a process which died behind the last one had no time to."""
+    """Delete old checkpoints that a killed process left."""
     best: dict[str, int] = update_run_json(folder, {}).get("best", {})
     known = {
         folder.stages.index(name): step for name, step in best.items() if name in folder.stages

@@ -66,7 +66,7 @@ class State:
 
         `policy/` loads with plain transformers; with LoRA it is the adapter alone, which peft puts
         on its base. `trainable.safetensors` holds the same trainable parameters bit for bit as the
-        run has them, the modules beside them; then the moments, and the reference where the
+        run has them, its other modules; then the moments, and the reference where the
         policy's own base is not it.
         """
         if self.policy.has_lora:

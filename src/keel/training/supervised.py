@@ -27,7 +27,7 @@ B = TypeVar("B")
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """What the backward passes of a step said; `tokens` are those of its rows."""
+    """The sums of a step's backward passes; `tokens` are those of its rows."""
 
     metrics: dict[str, float]
     tokens: int
@@ -39,7 +39,7 @@ class Rows(Generic[B]):
 
     `draw` gives those of a step (counted from 1); `learn` leaves their gradient in the parameters,
     so many tokens at a time; `sizes` are their tokens, `alone` is each by itself, `keep`
-    writes them into a folder; `stream` is what decides which come next beside the step.
+    writes them into a folder; `stream` is what decides which come next, in addition to the step.
     """
 
     draw: Callable[[int], B]
@@ -54,7 +54,7 @@ class Rows(Generic[B]):
 class Fit(Generic[B]):
     """A stage that learns from rows.
 
-    `modules` are what is trained beside the policy, or instead of it. `evaluate` measures the
+    `modules` are trained with the policy, or instead of it. `evaluate` measures the
     held-out rows every so many steps, and before and after; `show` makes pictures of the last.
     """
 
@@ -103,7 +103,7 @@ def run(fit: Fit[Any], progress: Progress) -> Progress:
             session.measured(progress, result.as_dict(), "after" if last else "during")
         session.recorded(progress, metrics, [], time.perf_counter() - start)
         if last and result is not None and fit.show is not None:
-            # Before the checkpoint: a run that dies behind it does not come here again.
+            # Before the checkpoint: a run that dies after it does not come here again.
             fit.show(result)
         if session.checkpoint_due(progress, fit.steps, fit.checkpoints):
             save(fit, progress)

@@ -53,7 +53,7 @@ def test_it_is_compiled_once_and_kept(tmp_path: Path) -> None:
     assert Path(first[0]).parent.stat().st_mode & 0o077 == 0
     assert loaded(tmp_path / "cache", CC=str(compiler)) == first
     assert (tmp_path / "calls").read_text() == f"{calls}called\n"
-    # Nothing is left beside it.
+    # Nothing is left next to it.
     assert len(list(Path(first[0]).parent.iterdir())) == 1
 
 
@@ -61,7 +61,7 @@ def test_it_is_compiled_once_and_kept(tmp_path: Path) -> None:
 def test_what_is_damaged_is_made_again(tmp_path: Path) -> None:
     first = loaded(tmp_path)
     whole = Path(first[0]).read_bytes()
-    # Cut behind its headers it would load, and end the process at the first call.
+    # Cut after its headers it would load, and end the process at the first call.
     for content in (b"", whole[:64], whole[: len(whole) // 2], whole[:-4096]):
         Path(first[0]).write_bytes(content)
         again = loaded(tmp_path)

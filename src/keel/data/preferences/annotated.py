@@ -65,10 +65,10 @@ class Annotated:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What a published file holds; `mended` counts the answers that were a JSON true or false."""
+    """What a published file holds; `read_as_text` counts answers that were true or false."""
 
     rows: tuple[Annotated, ...]
-    mended: int = 0
+    read_as_text: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Cell:
         """The column is refused."""
         return KeelError(
             f"{self.path}: row {self.number}: {column} = {self.row[column]!r} {why}: "
-            "mend the file, or fetch it anew"
+            "fix the file, or download it again"
         )
 
 

@@ -34,7 +34,7 @@ def read_pairs(source: PreferenceData, seed: int = 0) -> Sides[Preference]:
 
     The prompt is text or messages, an answer text or messages; without a `prompt` the answers are
     whole conversations. `seed` goes to a Python entry that has a parameter of that name. Raises
-    KeelError for a row that is none of these, naming file, line, column and mend.
+    KeelError for a row that is none of these, naming file, line, column and fix.
     """
     return _DatasetReader(source, judged.pair, judged.PAIR).sides(seed)
 
@@ -47,7 +47,7 @@ def read_labelled(source: PreferenceData, seed: int = 0) -> Sides[Labelled]:
 def read_steps(source: PreferenceData, seed: int = 0) -> Sides[Stepwise]:
     """Rows of `prompt/completions/labels`, or of `prompt/steps/first_error`.
 
-    A step's label is a boolean, a number from 0 to 1, or null where nobody judged it; a first
+    A step's label is a boolean, a number from 0 to 1, or null where it was not judged; a first
     error is the index (from 0) of the first wrong step, or null where all are right. BIG-Bench
     Mistake's `input` and `mistake_index` are taken for `prompt` and `first_error`. A step may be
     blank, an answer not.
@@ -73,8 +73,8 @@ class _Placed(Generic[T]):
     def left_out(self, reason: str, why: Why) -> LeftOut:
         origin = self.item.origin
         assert origin is not None
-        said = shortened(f"{origin.place}: {reason}")
-        return LeftOut(origin.source, origin.line, said, origin.row, why)
+        text = shortened(f"{origin.place}: {reason}")
+        return LeftOut(origin.source, origin.line, text, origin.row, why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +153,8 @@ class _DatasetReader(Generic[T]):
             return True
         if self.source.empty == "refuse":
             name = fields.first(*empty[0].split("/"))
-            mend = 'the answer is empty: leave the row out, or set empty = "drop" (or "keep")'
-            raise fields.wrong(name, mend)
+            fix = 'the answer is empty: leave the row out, or set empty = "drop" (or "keep")'
+            raise fields.wrong(name, fix)
         return False
 
     def _group(self, fields: Fields) -> str | None:
@@ -209,7 +209,7 @@ def _answers(item: Preference | Labelled | Stepwise) -> Iterable[tuple[str, str]
 
 
 def _id(fields: Fields, number: str, prefix: str) -> str:
-    """The row's own `id`, a text or an integer, behind the prefix; else its number in its file."""
+    """The row's own `id`, a text or an integer, after the prefix; else its number in its file."""
     own = fields.row.get("id")
     if isinstance(own, bool) or not isinstance(own, str | int) or own == "":
         return number

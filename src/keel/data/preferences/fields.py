@@ -1,4 +1,4 @@
-"""One row of judged answers, read column by column; a refusal names row, column, value, mend."""
+"""One row of judged answers, read column by column; a refusal names row, column, value and fix."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Fields:
         """The first of the names that the row has a column for; the first of all where none."""
         return next((n for n in names if self.there(n)), names[0])
 
-    def wrong(self, name: str, mend: str) -> KeelError:
-        """The column's value is refused; `mend` says what to give instead."""
+    def wrong(self, name: str, fix: str) -> KeelError:
+        """The column's value is refused; `fix` is what to give instead."""
         column = self.names.get(name, name)
         shown = _shown(self.row.get(column))
         shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 1] + "…"
-        return KeelError(f"{self.place}: column {column!r} = {shown}: {mend}")
+        return KeelError(f"{self.place}: column {column!r} = {shown}: {fix}")
 
     # ------------------------------------------------------------ what a column may hold
 
@@ -97,12 +97,12 @@ class Fields:
             raise self.wrong(name, "give a number from 0 to 1")
         return found
 
-    def _messages(self, name: str, mend: str) -> tuple[Message, ...]:
+    def _messages(self, name: str, fix: str) -> tuple[Message, ...]:
         value = self.value(name)
         turns = value if isinstance(value, list | tuple) else []
         form = '[{"role": …, "content": …}, …]'
         if not turns or not all(_is_message(turn) for turn in turns):
-            raise self.wrong(name, f"{mend} ({form}, each content a text)")
+            raise self.wrong(name, f"{fix} ({form}, each content a text)")
         return tuple(
             Message(
                 role=self._whole(name, turn["role"]),
@@ -113,7 +113,7 @@ class Fields:
 
     def _whole(self, name: str, text: str) -> str:
         if not encodable(text):
-            raise self.wrong(name, "it holds half of a character, which is no text: mend it")
+            raise self.wrong(name, "it holds invalid UTF-8 (a lone surrogate): fix it")
         return text
 
 

@@ -19,9 +19,9 @@ AS_PUBLISHED = "dataset.json"
 def read_llmbar(path: Path) -> Imported:
     """One file, or those under a folder; the label is the one vote.
 
-    Of a folder laid out as published (`Natural/dataset.json`) only files of that name are read, as
-    models' verdicts stand beside them, and only LLMBar's own sets where there are any, as other
-    benchmarks do; of any other every `*.json`. Raises KeelError.
+    Of a folder with the published layout (`Natural/dataset.json`) only files of that name are read,
+    since models' verdicts are next to them, and only LLMBar's own sets where there are any; of any
+    other folder every `*.json`. Raises KeelError.
     """
     if not path.is_dir():
         return Imported(_file(path))
@@ -39,7 +39,7 @@ def read_llmbar(path: Path) -> Imported:
 
 
 def is_llmbar(folder: Path) -> bool:
-    """Whether the folder holds the natural set, as one file or laid out as published."""
+    """Whether the folder holds the natural set, as one file or with the published layout."""
     names = ("Natural.json", f"Natural/{AS_PUBLISHED}")
     inside = any(True for name in names for _ in folder.rglob(name))
     return inside or (_set(folder / AS_PUBLISHED) in SETS and (folder / AS_PUBLISHED).is_file())

@@ -41,7 +41,7 @@ class PandaLMJudge:
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """A judge beside the people's majority.
+    """A judge compared with the people's majority.
 
     `accuracy` and `kappa` are over the `accuracy.n` rows that have a majority and a usable verdict;
     `accuracy_of_all` counts the `unusable` ones as wrong. `split` are rows without a majority.
@@ -57,27 +57,27 @@ class Against:
 def read_pandalm(path: Path) -> Imported:
     """The test set, from its file or the folder that holds it.
 
-    The prompt is the instruction, and the input, where there is one, behind a blank line. Raises
+    The prompt is the instruction, and the input, where there is one, after a blank line. Raises
     KeelError, naming file, row and column.
     """
     file = path / TEST_SET if path.is_dir() else path
-    rows, mended = [], 0
+    rows, read_as_text = [], 0
     for cell in read_cells(file, f"PandaLM's {TEST_SET}"):
         parts = [cell.text("instruction"), cell.text("input")]
         prompt = "\n\n".join(part for part in parts if part.strip())
         if not prompt:
             raise cell.wrong("instruction", "is empty")
         answers = cell.text("response1"), cell.text("response2")
-        mended += sum(isinstance(cell.row[c], bool) for c in ("response1", "response2"))
+        read_as_text += sum(isinstance(cell.row[c], bool) for c in ("response1", "response2"))
         votes = tuple(cell.verdict(person, (TIE, FIRST, SECOND)) for person in PEOPLE)
         rows.append(Annotated(f"pandalm/{_number(cell)}", prompt, answers, votes))
     if len({row.id for row in rows}) < len(rows):
-        raise KeelError(f"{file}: two rows have the same idx: mend the file, or fetch it anew")
-    return Imported(tuple(rows), mended)
+        raise KeelError(f"{file}: two rows have the same idx: fix the file, or download it again")
+    return Imported(tuple(rows), read_as_text)
 
 
 def read_judges(folder: Path, rows: Sequence[Annotated]) -> list[PandaLMJudge]:
-    """The models' verdict files beside the test set (`NAME-testset-v1.json`), by name.
+    """The models' verdict files next to the test set (`NAME-testset-v1.json`), by name.
 
     Their verdicts are numbers, or texts such as "1", "Tie" and "garbage"; the last is unusable.
     """
@@ -117,7 +117,7 @@ def _judge(path: Path, rows: Sequence[Annotated]) -> PandaLMJudge:
     if missing:
         raise KeelError(
             f"{path}: {len(missing)} rows have no verdict, {missing[0]} the first: "
-            "move the file away, or fetch it anew"
+            "move the file away, or download it again"
         )
     return PandaLMJudge(name, tuple(found[row.id] for row in rows))
 

@@ -24,7 +24,7 @@ GENERATORS: dict[str, type[Generated]] = {
 
 
 def build_tasks(sources: Sequence[TaskSource], seed: int) -> tuple[Task, ...]:
-    """The tasks of a mixture, each with a name of its own (`#2`, … behind a second of a name).
+    """The tasks of a mixture, each with a name of its own (`#2`, … for the second of a name).
 
     Raises KeelError for whatever is wrong with a source.
     """
