@@ -7,7 +7,7 @@
 64 conversations, groups of 8 for 8 prompts of 500 random tokens, of the fp32 Llama that `update.py`
 has (256 wide, 6 layers): 4 turns whose end is as likely at every token, 60 tokens on average, and
 after each a reply of 20. Both sides go through `converse`, which calls the engine once a turn; one
-of them is not offered a memory. They take turns in going first; figures are medians over the repeats,
+of them is not offered a memory. They take turns in going first; figures are medians,
 the fastest and slowest, and how many tokens went through the model.
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.runs import lifecycle as opening
+from keel.runs import lifecycle
 from keel.runs.reader import load
 from keel.types import KeelError
 from tests.durability.processes import keel
@@ -184,7 +184,7 @@ def test_a_record_that_is_damaged_before_the_checkpoint_is_refused(
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     with (
         pytest.raises(KeelError) as error,
-        opening.running(opening.resumed(run), True),
+        lifecycle.run_lifecycle(lifecycle.resume_run(run), True),
     ):
         pass
     assert why in str(error.value)

@@ -170,8 +170,8 @@ def test_what_there_was_room_for_counts_where_it_is_less(
     found: int | None, asked: int, used: int, tmp_path: Path
 ) -> None:
     stage = small(f"token_budget={asked}").stages[0]
-    session = SimpleNamespace(note=lambda text: None)
-    budget = token_budget(stage, Progress(0, token_budget=found), session)  # type: ignore[arg-type]
+    writer = SimpleNamespace(note=lambda text: None)
+    budget = token_budget(stage, Progress(0, token_budget=found), writer)  # type: ignore[arg-type]
     assert budget.tokens == used
     assert budget.found == (used if used < asked else None)
 

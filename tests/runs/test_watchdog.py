@@ -11,7 +11,7 @@ import time
 import pytest
 
 from keel.runs import watchdog
-from keel.runs.watchdog import Hung, beat, limited, place, stack_of, watching
+from keel.runs.watchdog import Hung, heartbeat, limited, place, stack_of, watching
 
 
 def deaf() -> None:
@@ -91,7 +91,7 @@ HELD = """
 import re
 from keel.runs import watchdog
 watchdog.GRACE = 0.2
-watchdog.Ending.EVERY = 0.0
+watchdog.KillTimer.EVERY = 0.0
 watchdog.TICK = 0.05
 {block}
 """
@@ -134,7 +134,7 @@ def test_who_gives_signs_of_life_has_all_the_time() -> None:
     with watching("the engine", 0.4, "rollout.timeout"):
         while time.monotonic() - start < 1.5:
             time.sleep(0.05)
-            beat()
+            heartbeat()
 
 
 def test_somebody_elses_signal_ends_nothing() -> None:
@@ -199,7 +199,7 @@ def test_a_sign_of_life_is_of_its_own_thread() -> None:
         for _ in range(3000):
             if not thread.is_alive():
                 break
-            beat()
+            heartbeat()
             time.sleep(0.01)
     assert len(caught) == 1
 

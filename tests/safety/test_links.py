@@ -12,8 +12,7 @@ import pytest
 from keel.config.load import load_recipe
 from keel.data.preferences.llmbar import read_llmbar
 from keel.data.preferences.pandalm import TEST_SET, read_pandalm
-from keel.runs import files
-from keel.runs import lifecycle as opening
+from keel.runs import files, lifecycle
 from keel.runs.diff import diff
 from keel.runs.layout import RunFolder
 from keel.runs.lock import locked, refuse_if_taken
@@ -104,7 +103,7 @@ def test_a_new_run_follows_no_link(name: str, outside: Path, tmp_path: Path) -> 
     elsewhere.mkdir()
     (run / name).symlink_to(outside if name.startswith(".") else elsewhere)
     with pytest.raises(KeelError, match="not empty"):
-        opening.created("[[stages]]\nname = 'rl'\n", "x", run)
+        lifecycle.create_run("[[stages]]\nname = 'rl'\n", "x", run)
     assert outside.read_text() == SECRET
 
 

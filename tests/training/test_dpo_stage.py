@@ -174,7 +174,7 @@ def work_of(policy: Policy, reference: Any, **keys: Any) -> Preferring:
         optimizer=AdamW(trainable(policy), stage.optimizer),
         rows=Ready(pairs, pairs, 0, 0),
         show=lambda measured: None,
-        session=cast(Any, None),  # learning and measuring write nothing
+        writer=cast(Any, None),  # learning and measuring write nothing
         seed=0,
     )
 

@@ -262,7 +262,7 @@ def test_weights_that_are_not_finite_end_it_also_where_steps_are_skipped(
         return real(work, *given)
 
     monkeypatch.setattr(module, name, broken)
-    monkeypatch.setattr("keel.training.non_finite.SEARCHED", 0)
+    monkeypatch.setattr("keel.training.non_finite.MAX_DIAGNOSED", 0)
     keys = {"on_nonfinite": "skip", "evaluation": {"rows": 0}}
     chosen = (
         small(*EVERY, 'on_nonfinite="skip"', "evaluation.prompts=0")

@@ -18,7 +18,7 @@ import torch
 from keel.engines import native
 from keel.engines.native import NativeEngine
 from keel.engines.registry import ENGINES
-from keel.runs import cancel as giving_up
+from keel.runs import cancel
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.signals import Interrupted
@@ -373,7 +373,7 @@ def test_a_drawing_is_ended_at_its_next_look() -> None:
         began.set()
         while True:
             time.sleep(0.01)
-            giving_up.look()
+            cancel.raise_if_cancelled()
 
     def learn() -> None:
         with RolloutPrefetcher(draw, ahead=True).prefetch(2, 9):

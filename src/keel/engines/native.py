@@ -25,8 +25,8 @@ from keel.models.backbone import autocast_for
 from keel.models.chat import decode
 from keel.models.families import context_length, head_of
 from keel.models.head import steady_logits
-from keel.runs.cancel import look
-from keel.runs.watchdog import beat
+from keel.runs.cancel import raise_if_cancelled
+from keel.runs.watchdog import heartbeat
 from keel.types import Completion, Group, KeelError, OnGroup, Prompt, Sampling
 
 Ints = npt.NDArray[np.int64]
@@ -138,8 +138,8 @@ class NativeEngine:
             groups: dict[int, Group | None] = {}
             while run.batch.live:
                 over = run.step()
-                beat()
-                look()
+                heartbeat()
+                raise_if_cancelled()
                 for number in over.tolist():
                     group = groups[number] = run.group(prompts[number], number, self.tokenizer)
                     if on_group is not None and group is not None:

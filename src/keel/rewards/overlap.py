@@ -16,7 +16,7 @@ from types import TracebackType
 from keel.rewards.batch import RewardBatch, column_names
 from keel.rewards.calls import BatchSlice, RewardCall
 from keel.rewards.executor import LOOK
-from keel.runs.cancel import Cancelled, GivesUp, look
+from keel.runs.cancel import Cancelled, GivesUp, raise_if_cancelled
 from keel.types import Group, Prompt
 
 PARTS = 8
@@ -70,7 +70,7 @@ class Overlap:
         if self._first < len(self._groups):
             raise ValueError("not every group was handed over")
         while self._running():
-            look()
+            raise_if_cancelled()
         self._raise()
         return [part.asking for part in self._parts]
 

@@ -33,7 +33,7 @@ def until(event: threading.Event) -> Iterator[None]:
         _EVENT.reset(before)
 
 
-def look() -> None:
+def raise_if_cancelled() -> None:
     """Raise Cancelled if this work is cancelled. Call it at every step of long work, and regularly
     while waiting."""
     event = _EVENT.get()

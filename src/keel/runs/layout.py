@@ -69,7 +69,7 @@ class RunFolder:
 
         `inputs` writes what was passed as Python objects into the folder that it is given.
 
-        Whoever may not be alone calls it under the folder's lock, as `opening.created` does.
+        Whoever may not be alone calls it under the folder's lock, as `lifecycle.create_run` does.
 
         Raises:
             KeelError: the folder exists and is not empty, or cannot be made; the recipe is no TOML

@@ -22,7 +22,7 @@ from keel.runs.layout import FolderEntry, RunFolder, make_free, make_next, stage
 from keel.runs.lock import locked, refuse_if_taken
 from keel.runs.records import Recorder, truncate_after, update_run_json
 from keel.runs.signals import catching
-from keel.runs.writer import Reached, Session
+from keel.runs.writer import Reached, RunWriter
 from keel.types import KeelError
 
 RUNS = "runs"
@@ -32,7 +32,7 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 Damage = list[tuple[Path, str]]
 
 
-def created(
+def create_run(
     recipe: str,
     name: str,
     path: Path | str | None,
@@ -56,7 +56,7 @@ def created(
         return replace(RunFolder.create(place, recipe, inputs), made=made)
 
 
-def resumed(path: Path | str | None) -> RunFolder:
+def resume_run(path: Path | str | None) -> RunFolder:
     """The run folder of a run to resume."""
     if path is None:
         raise KeelError("--resume goes on with a run: name its folder with --run DIR")
@@ -64,12 +64,12 @@ def resumed(path: Path | str | None) -> RunFolder:
 
 
 @contextmanager
-def running(
+def run_lifecycle(
     place: RunFolder,
     resume: bool,
     callbacks: Sequence[object] = (),
     verb: Literal["train", "control"] = "train",
-) -> Iterator[tuple[Session, Path | None]]:
+) -> Iterator[tuple[RunWriter, Path | None]]:
     """Within the block: the writer of the folder, and the checkpoint to continue from.
 
     What was written after that checkpoint is deleted. Signals ask the run to stop. An error that
@@ -96,33 +96,33 @@ def running(
             truncate_after(place, stage, step)
         recorder = stack.enter_context(Recorder(place, inputs=inputs, known=files_known))
         called = Callbacks(place.path, callbacks, interrupt.stop, recorder.event)
-        session = Session(place, recorder, called, interrupt, reached=reached)
+        writer = RunWriter(place, recorder, called, interrupt, reached=reached)
         for path, wrong in damaged:
             recorder.event("damaged", checkpoint=path.name, why=wrong)
-            session.callbacks.note(
+            writer.callbacks.note(
                 f"checkpoint {path} is damaged ({wrong}): going on from the one before"
             )
         changed = "" if known is None else recorded.changed(known, recipe, inputs)
         if start is not None and changed:
-            session.note(
+            writer.note(
                 f"since checkpoint {start.path.name} was written there changed: {changed}: from "
                 "here on this is another run, and not byte for byte one that never stopped"
             )
         if lost:
-            session.note(_losses(lost))
+            writer.note(_losses(lost))
         if start is not None and known is None:
-            session.note(_without_record(place, start))
+            writer.note(_without_record(place, start))
         if resume and predates_raw(recipe):
-            session.note(
+            writer.note(
                 f"{place.recipe.name} has no key raw (an earlier version of Keel wrote it): plain "
                 "prompts go without the chat template, as they did in that version; set raw of "
                 "its tasks and data to choose"
             )
-        yield session, None if start is None else start.path
+        yield writer, None if start is None else start.path
 
 
-def declare(
-    session: Session,
+def write_metadata(
+    writer: RunWriter,
     name: str,
     seed: int,
     threads: int,
@@ -137,16 +137,16 @@ def declare(
     if kernels is not None:
         now["versions"]["kernels"] = kernels
     begun: dict[str, Any] = {}
-    if session.reached.step is not None:
-        begun = update_run_json(session.folder, {})
+    if writer.reached.step is not None:
+        begun = update_run_json(writer.folder, {})
     changed = _changed(begun, now)
     if changed:
-        session.note(
+        writer.note(
             f"this run began with {changed}: it goes on, but not byte for byte as if it had never "
             "stopped"
         )
     kept: dict[str, Any] = {k: begun[k] for k in ("versions", "threads") if k in begun}
-    update_run_json(session.folder, {**now, **kept})
+    update_run_json(writer.folder, {**now, **kept})
 
 
 def facts(name: str, seed: int, threads: int, packages: Sequence[str]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Reached:
 
 
 @dataclass(frozen=True, eq=False)
-class Session:
+class RunWriter:
     """Writes a run folder, for one stage."""
 
     folder: RunFolder

@@ -18,7 +18,7 @@ from keel.models.reference import Reference
 from keel.models.reward_inputs import Answered
 from keel.objective import preference
 from keel.objective.segments import segment_mean, segment_sum
-from keel.runs.writer import Session
+from keel.runs.writer import RunWriter
 from keel.training import supervised as fit
 from keel.training.judged_data import EncodedPair, Ready
 from keel.training.judged_steps import judged_rows, sizes_of
@@ -37,7 +37,7 @@ class Preferring:
     budget: TokenBudget
     rows: Ready[EncodedPair]
     show: Callable[[Measured], None]
-    session: Session
+    writer: RunWriter
     seed: int
 
 
@@ -60,7 +60,7 @@ def run(work: Preferring, progress: Progress) -> Progress:
             budget=work.budget,
             on_nonfinite=stage.on_nonfinite,
             checkpoints=stage.checkpoints,
-            session=work.session,
+            writer=work.writer,
             modules={},
             reference=work.reference,
             evaluate=(lambda: measure(work)) if work.rows.heldout else None,

@@ -18,12 +18,12 @@ from keel.learn.token_budget import LESS, oom_context
 from keel.runs import checkpoint
 from keel.runs.files import make_folder, write_text
 from keel.runs.watchdog import Hung
-from keel.runs.writer import Session
+from keel.runs.writer import RunWriter
 from keel.types import KeelError
 
-SEARCHED = 8
+MAX_DIAGNOSED = 8
 """Faults of a stage whose cause is searched for and whose batch is kept; more say no more."""
-ENOUGH = 20
+MAX_CONSECUTIVE_SKIPS = 20
 """Optimizer steps not taken, with none ever taken, after which a stage is not worth going on."""
 
 
@@ -72,7 +72,7 @@ class NonFiniteStep:
         return Fault(self.stage, self.step, self.number, self.names, cause, sequence)
 
 
-def searched(session: Session, met: NonFiniteStep, choice: OnNonfinite, parameters: Named) -> bool:
+def searched(writer: RunWriter, met: NonFiniteStep, choice: OnNonfinite, parameters: Named) -> bool:
     """Whether the cause is to be searched for; where not, the fault is noted here.
 
     The first of a stage are, and whatever ends the run.
@@ -81,20 +81,20 @@ def searched(session: Session, met: NonFiniteStep, choice: OnNonfinite, paramete
         KeelError: no step of the stage was ever taken, and enough were tried.
     """
     line = f"{met.stage} step {met.step}: {', '.join(met.names)} came out non-finite"
-    if choice == "skip" and not met.began and met.skipped + 1 >= ENOUGH:
+    if choice == "skip" and not met.began and met.skipped + 1 >= MAX_CONSECUTIVE_SKIPS:
         raise KeelError(
             f"{line}, as in all {met.skipped + 1} optimizer steps of {met.stage}, so that nothing "
-            f"was learned: see the causes in {session.folder.faults}, and lower "
+            f"was learned: see the causes in {writer.folder.faults}, and lower "
             "optimizer.learning_rate or fix what they name"
         )
-    if choice == "stop" or met.skipped < SEARCHED or bad_weight(parameters) is not None:
+    if choice == "stop" or met.skipped < MAX_DIAGNOSED or bad_weight(parameters) is not None:
         return True
-    session.note(f"{line}; the optimizer step was not taken (the first {SEARCHED} say more)")
+    writer.note(f"{line}; the optimizer step was not taken (the first {MAX_DIAGNOSED} say more)")
     return False
 
 
 def kept(
-    session: Session,
+    writer: RunWriter,
     fault: Fault,
     choice: OnNonfinite,
     fill: Callable[[Path], None],
@@ -106,11 +106,11 @@ def kept(
         KeelError: the recipe does not say to go on, or the weights themselves are not finite.
     """
     name = f"{fault.stage}-step-{fault.step:06d}-{fault.number}"
-    target = session.folder.faults / name
+    target = writer.folder.faults / name
     with checkpoint.writing(target) as aside:
         fill(aside)
         checkpoint.save_json(aside / "cause.json", dataclasses.asdict(fault))
-    session.recorder.event("not_finite", **dataclasses.asdict(fault))
+    writer.recorder.event("not_finite", **dataclasses.asdict(fault))
     if fault.cause.weights:
         raise KeelError(
             f"{fault.line}; its batch is in {target}: no step can be taken from such weights: "
@@ -121,11 +121,11 @@ def kept(
             f"{fault.line}; its batch is in {target}: lower optimizer.learning_rate, or set "
             'on_nonfinite = "skip" to go on without such steps'
         ) from error
-    session.note(f"{fault.line}; its batch is in {target}")
+    writer.note(f"{fault.line}; its batch is in {target}")
 
 
 @contextmanager
-def keeping_stacks(session: Session) -> Iterator[None]:
+def keeping_stacks(writer: RunWriter) -> Iterator[None]:
     """A call that gave no answer leaves its stack in the run folder.
 
     Memory that runs out where nothing nearer says what for is a KeelError too.
@@ -136,11 +136,11 @@ def keeping_stacks(session: Session) -> Iterator[None]:
     except Hung as error:
         if not error.stack:
             raise
-        count = len(list(session.folder.faults.glob("hang-*.txt")))
-        target = session.folder.faults / f"hang-{count + 1}.txt"
+        count = len(list(writer.folder.faults.glob("hang-*.txt")))
+        target = writer.folder.faults / f"hang-{count + 1}.txt"
         make_folder(target.parent)
         write_text(target, f"{error}\n\n{error.stack}")
-        session.recorder.event("hung", text=str(error), stack=target.name)
+        writer.recorder.event("hung", text=str(error), stack=target.name)
         raise KeelError(f"{error}; its stack is in {target}") from error
 
 

@@ -11,25 +11,25 @@ from keel.config.schema import RLStage
 from keel.config.sources import LEARNED
 from keel.runs.files import make_folder
 from keel.runs.reader import load
-from keel.runs.writer import Session
+from keel.runs.writer import RunWriter
 from keel.training.evaluate import metrics as evaluation_metrics
 from keel.training.state import Progress
 
 
-def plot_rewards(session: Session, stage: RLStage, progress: Progress, title: str) -> None:
+def plot_rewards(writer: RunWriter, stage: RLStage, progress: Progress, title: str) -> None:
     """The reward over the steps, and validation accuracy, also that before the first step."""
-    rows = load(session.folder.path).metrics(stage.name)
+    rows = load(writer.folder.path).metrics(stage.name)
     if rows:
         before = progress.before
         first = {} if before is None else evaluation_metrics(dict(before))
         subtitle = stage.algorithm.preset
         reward_curve(
-            session.folder.curve, [{"step": 0, **first}, *rows], title=title, subtitle=subtitle
+            writer.folder.curve, [{"step": 0, **first}, *rows], title=title, subtitle=subtitle
         )
 
 
 def plot_over_optimisation(
-    session: Session, stage: RLStage, names: Sequence[str], title: str
+    writer: RunWriter, stage: RLStage, names: Sequence[str], title: str
 ) -> None:
     """Learned rewards, and one of weight 0, against KL, where a stage has both."""
     sources = list(zip(names, stage.rewards.functions, strict=False))
@@ -40,10 +40,10 @@ def plot_over_optimisation(
     divergence = stage.algorithm.divergence
     held = "" if divergence is None else f", β = {divergence.beta:g}"
     label = f"{stage.algorithm.preset}{held}"
-    rows = load(session.folder.path).metrics(stage.name)
+    rows = load(writer.folder.path).metrics(stage.name)
     found = optimisation_of(rows, proxies, watching[0], label)
     if found is not None:
-        target = session.folder.pictures / f"{stage.name}-over-optimisation.png"
+        target = writer.folder.pictures / f"{stage.name}-over-optimisation.png"
         make_folder(target.parent)
         subtitle = f"learned from: {', '.join(proxies)}; watching: {watching[0]}"
         over_optimisation_picture([found], target, title, subtitle)

@@ -101,15 +101,15 @@ def train_dpo(run: RunContext, stage: DPOStage, progress: Progress) -> Progress:
         policy=policy,
         reference=reference,
         optimizer=optimizer,
-        budget=token_budget(stage, progress, run.session),
+        budget=token_budget(stage, progress, run.writer),
         rows=_ready(run, pairs, pair_encoder(reader), stage, policy.context),
         show=partial(
             draw,
-            folder=run.session.folder.pictures,
+            folder=run.writer.folder.pictures,
             name=stage.name,
             title=f"{run.recipe.name}: {stage.name}",
         ),
-        session=run.session,
+        writer=run.writer,
         seed=derive(run.recipe.seed, stage.name, "rows"),
     )
     return dpo.run(parts, progress)
@@ -133,21 +133,21 @@ def _judging(
         policy=run.policy,
         model=model,
         optimizer=optimizer,
-        budget=token_budget(stage, progress, run.session),
+        budget=token_budget(stage, progress, run.writer),
         rows=rows,
         learn=learn,
         measure=measure,
         show=partial(
             draw,
-            folder=run.session.folder.pictures,
+            folder=run.writer.folder.pictures,
             name=stage.name,
             title=f"{run.recipe.name}: {stage.name}",
         ),
-        session=run.session,
+        writer=run.writer,
         seed=derive(run.recipe.seed, stage.name, "rows"),
     )
     progress = reward_model.run(parts, progress)
-    target = run.session.folder.model(stage.name)
+    target = run.writer.folder.model(stage.name)
     if progress.step == stage.steps and not target.exists():
         with checkpoint.writing(target) as aside:
             model.save(aside)
@@ -159,7 +159,7 @@ def _new_model(run: RunContext, base: BaseModelChoice, kind: Kind, stage: str) -
     with _keys_of(f"{stage}.base"):
         if base.stage is None:
             return reward_model_from(_base(run, base), kind, seed, base.lora)
-        made = run.session.folder.model(base.stage)
+        made = run.writer.folder.model(base.stage)
         checkpoint.check_model(made)
         before = _named(run, str(made))
         return continued_reward_model(before, kind, run.policy, seed, base.lora)
@@ -202,10 +202,10 @@ def _rows(
     """The stage's rows: from its data, or sampled into the run folder and read from there."""
     if stage.data is not None:
         return read(stage.data, run.recipe.seed)
-    folder = run.session.folder
+    folder = run.writer.folder
     summary = _sample(run, stage, make)
     if summary:
-        run.session.note(f"{stage.name}: {summary}")
+        run.writer.note(f"{stage.name}: {summary}")
     train, held = folder.rows(stage.name, "train"), folder.rows(stage.name, "heldout")
     made = PreferenceData(name="jsonl", path=str(train), validation_path=str(held), empty="keep")
     return read(made, run.recipe.seed)
@@ -214,7 +214,7 @@ def _rows(
 def _sample(run: RunContext, stage: JudgingStage, make: rows_sampled.Make) -> str:
     choice, policy = stage.sampled, run.policy
     assert choice is not None
-    folder = run.session.folder
+    folder = run.writer.folder
     if folder.rows(stage.name, "train").exists() and folder.rows(stage.name, "heldout").exists():
         return ""
     seed = derive(run.recipe.seed, stage.name, "sampled")
@@ -269,13 +269,13 @@ def _ready(
     )
     reasons = [f"{n} {why}" for n, why in left if n]
     if reasons and run.resume_from is None:
-        run.session.note(f"{stage.name}: rows left out: {', '.join(reasons)} ({kept})")
+        run.writer.note(f"{stage.name}: rows left out: {', '.join(reasons)} ({kept})")
     return rows
 
 
 def _quarantined(run: RunContext, stage: JudgingStage, left: Sequence[LeftOut]) -> str:
     """Put the rows left out into the quarantine; the file, as a note names it."""
-    folder = run.session.folder
+    folder = run.writer.folder
     target = folder.quarantine / f"{stage.name}-rows.jsonl"
     # Rows sampled into the run folder are named from there, wherever it lies.
     write_quarantine(target, left if stage.data is not None else named_from(folder.path, left))

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from keel.runs import cancel as giving_up
-from keel.runs import checkpoint, encoding
+from keel.runs import cancel, checkpoint, encoding
 from keel.training.rollout import Rollouts
 from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
 
@@ -94,7 +93,7 @@ class _Thread(threading.Thread):
     def run(self) -> None:
         try:
             torch.set_num_threads(self._threads)
-            with giving_up.until(self._told):
+            with cancel.until(self._told):
                 self._rollouts = self._draw()
         except BaseException as error:
             self._error = error
@@ -108,7 +107,7 @@ class _Thread(threading.Thread):
         return self._rollouts
 
     def give_up(self) -> None:
-        """End the drawing at its next look (`giving_up`), and wait for that.
+        """End the drawing at its next look (`cancel`), and wait for that.
 
         Where it does not look, in a task's own code that hangs, it is left behind.
         """

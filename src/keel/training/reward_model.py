@@ -16,7 +16,7 @@ from keel.models.policy import Policy
 from keel.models.reward import RewardModel
 from keel.models.reward_inputs import pack_answers
 from keel.objective.preference import bradley_terry, centering, label_cross_entropy
-from keel.runs.writer import Session
+from keel.runs.writer import RunWriter
 from keel.training import supervised as fit
 from keel.training.judged_data import EncodedPair, Marked, Ready
 from keel.training.judged_steps import judged_rows, sizes_of
@@ -37,7 +37,7 @@ class RewardModelTrainer:
     learn: Callable[[Sequence[Any], int], fit.Learned]
     measure: Callable[[Sequence[Any]], Measured]
     show: Callable[[Measured], None]
-    session: Session
+    writer: RunWriter
     seed: int
 
 
@@ -54,7 +54,7 @@ def run(work: RewardModelTrainer, progress: Progress) -> Progress:
             budget=work.budget,
             on_nonfinite=stage.on_nonfinite,
             checkpoints=stage.checkpoints,
-            session=work.session,
+            writer=work.writer,
             modules={"reward_model": work.model},
             evaluate=(lambda: work.measure(work.rows.heldout)) if work.rows.heldout else None,
             evaluate_every=stage.evaluation.every,

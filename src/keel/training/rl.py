@@ -27,7 +27,7 @@ from keel.learn.optimizer import learning_rate
 from keel.learn.token_budget import LESS, oom_context
 from keel.objective import divergences
 from keel.objective.value import explained_variance
-from keel.runs.writer import Session, due
+from keel.runs.writer import RunWriter, due
 from keel.training import non_finite as faults
 from keel.training.evaluate import Evaluator
 from keel.training.evaluate import metrics as evaluation_metrics
@@ -46,7 +46,7 @@ class Loop:
     sampler: Sampler
     prefetcher: RolloutPrefetcher
     evaluator: Evaluator | None
-    session: Session
+    writer: RunWriter
     seed: int
 
 
@@ -84,12 +84,12 @@ class UpdateResult:
 
 def run(loop: Loop, progress: Progress) -> Progress:
     """From `progress` to the last step of the stage, or until the run is asked to stop."""
-    stage, session = loop.stage, loop.session
-    if progress.before is None and loop.evaluator is not None and not session.interrupted:
+    stage, writer = loop.stage, loop.writer
+    if progress.before is None and loop.evaluator is not None and not writer.interrupted:
         result = loop.evaluator(progress.step)
-        session.evaluated(progress, result, when="before")
+        writer.evaluated(progress, result, when="before")
         progress = replace(progress, before=result)
-    while progress.step < stage.steps and not session.interrupted:
+    while progress.step < stage.steps and not writer.interrupted:
         start = time.perf_counter()
         number = progress.step + 1
         made = take_step(loop, progress, number)
@@ -107,26 +107,26 @@ def run(loop: Loop, progress: Progress) -> Progress:
         made.metrics["num_tokens"] = float(progress.tokens)
         progress = _evaluate(loop, progress, made)
         seconds = time.perf_counter() - start
-        with session.clock("record"):
+        with writer.clock("record"):
             wanted = due(stage.rollouts_every, number)
             rows = rollout_rows(made.rollouts, made.batch, made.advantage_N) if wanted else []
-        session.recorded(progress, made.metrics, rows, seconds)
-        if session.checkpoint_due(progress, stage.steps, stage.checkpoints):
+        writer.recorded(progress, made.metrics, rows, seconds)
+        if writer.checkpoint_due(progress, stage.steps, stage.checkpoints):
             save(loop, progress)
-    if session.interrupted and progress.step == 0:
+    if writer.interrupted and progress.step == 0:
         save(loop, progress)
     return progress
 
 
 def take_step(loop: Loop, progress: Progress, number: int) -> StepResult:
     """One step: rollouts with their rewards, the updates on them, and the engines' new weights."""
-    stage, learner, clock, beta = loop.stage, loop.learner, loop.session.clock, progress.beta
+    stage, learner, clock, beta = loop.stage, loop.learner, loop.writer.clock, progress.beta
     with clock("rollout"):
         rollouts = loop.prefetcher(number)
     metrics = {**rollouts.metrics, "step/tokens": 0.0}
     with loop.prefetcher.prefetch(number + 1, stage.steps):
         if not rollouts.groups:
-            loop.session.note(f"step {number}: no group had anything to learn from")
+            loop.writer.note(f"step {number}: no group had anything to learn from")
             return StepResult(rollouts, None, None, metrics, beta)
         with clock("score"):
             batch = score(loop, rollouts)
@@ -199,7 +199,7 @@ def update_models(
             taken.append(update(loop.learner, algorithm, part.batch, progress.beta, rates))
         except NotFinite as error:
             met = faults.NonFiniteStep(
-                loop.session.folder.stages[progress.stage],
+                loop.writer.folder.stages[progress.stage],
                 number,
                 at,
                 error.names,
@@ -275,7 +275,7 @@ def adapted(
 def save(loop: Loop, progress: Progress) -> None:
     """Leave a checkpoint."""
     stage, state = loop.stage, state_of(loop, progress)
-    loop.session.checkpoint(progress, state.save, stage.checkpoints, stage.steps)
+    loop.writer.checkpoint(progress, state.save, stage.checkpoints, stage.steps)
 
 
 def state_of(loop: Loop, progress: Progress) -> State:
@@ -305,7 +305,7 @@ def _not_taken(
     """Report an optimizer step that was not taken: its cause, and its batch in the run folder."""
     choice, optimizers = loop.stage.on_nonfinite, loop.learner.optimizers.values()
     parameters = [pair for optimizer in optimizers for pair in optimizer.parameters]
-    if not faults.searched(loop.session, met, choice, parameters):
+    if not faults.searched(loop.writer, met, choice, parameters):
         return
     cause = cause_of(loop.learner, loop.stage.algorithm, part.batch, beta)
     where = ""
@@ -314,7 +314,7 @@ def _not_taken(
         place = part.places[cause.sequence]
         where = f"sequence {place} (prompt {prompts[place]!r})"
     faults.kept(
-        loop.session,
+        loop.writer,
         met.fault(cause, where),
         choice,
         lambda folder: faults.write_batch(folder, part.batch),
@@ -402,7 +402,7 @@ def _evaluate(loop: Loop, progress: Progress, made: StepResult) -> Progress:
         return progress
     result = loop.evaluator(progress.step)
     made.metrics.update(evaluation_metrics(result))
-    loop.session.evaluated(progress, result, when="after" if last else "during")
+    loop.writer.evaluated(progress, result, when="after" if last else "during")
     mean = result["mean"]  # None where no reward gave a value
     if mean is not None and (progress.best is None or mean >= progress.best):
         progress = replace(progress, best=result["mean"], best_step=progress.step)

@@ -30,7 +30,7 @@ from keel.rewards.registry import NamedReward
 from keel.rewards.scorer import Scorer
 from keel.runs.layout import RunFolder
 from keel.runs.quarantine import LeftOut, counted, write_quarantine
-from keel.runs.writer import Session
+from keel.runs.writer import RunWriter
 from keel.training.state import (
     Progress,
     read_reference,
@@ -48,13 +48,13 @@ class RunContext:
     """What a stage is given: the recipe, the run's writer, the policy, and where to resume from."""
 
     recipe: Recipe
-    session: Session
+    writer: RunWriter
     policy: Policy
     resume_from: Path | None
 
     @property
     def folder(self) -> RunFolder:
-        return self.session.folder
+        return self.writer.folder
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ def open_prompts(
         longest_prompt(prompts.max_tokens, run.policy.context, max_tokens),
         prompts.chat_template,
         forgiven=lenient,
-        note=run.session.note,
+        note=run.writer.note,
         raw=raw_tasks(tasks, sources),
         served=run.policy.served,
     )
@@ -133,12 +133,12 @@ def _quarantine_prompts(
     target = run.folder.quarantine / f"{stage}-prompts.jsonl"
     write_quarantine(target, left)
     if left and run.resume_from is None:
-        run.session.note(f"{stage}: rows left out: {counted(left)} (quarantine/{target.name})")
+        run.writer.note(f"{stage}: rows left out: {counted(left)} (quarantine/{target.name})")
 
 
-def token_budget(stage: StageConfig, progress: Progress, session: Session) -> TokenBudget:
+def token_budget(stage: StageConfig, progress: Progress, writer: RunWriter) -> TokenBudget:
     """The stage's token budget, or what has fitted into memory since, where that is less."""
-    budget = TokenBudget(stage.token_budget, session.note)
+    budget = TokenBudget(stage.token_budget, writer.note)
     budget.tokens = min(progress.token_budget or budget.asked, budget.asked)
     return budget
 

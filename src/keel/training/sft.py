@@ -15,7 +15,7 @@ from keel.learn.optimizer import AdamW
 from keel.learn.token_budget import TokenBudget
 from keel.models.chat import encode_text
 from keel.models.policy import Policy
-from keel.runs.writer import Session
+from keel.runs.writer import RunWriter
 from keel.training import non_finite as faults
 from keel.training import supervised as fit
 from keel.training.state import Progress
@@ -36,7 +36,7 @@ class Imitation:
     stream: PromptStream
     tasks: dict[str, Task]
     demonstrate: Demonstrate
-    session: Session
+    writer: RunWriter
     seed: int
 
 
@@ -59,7 +59,7 @@ def run(work: Imitation, progress: Progress) -> Progress:
             budget=work.budget,
             on_nonfinite=work.stage.on_nonfinite,
             checkpoints=work.stage.checkpoints,
-            session=work.session,
+            writer=work.writer,
             modules={},
         ),
         progress,

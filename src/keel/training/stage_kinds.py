@@ -58,11 +58,11 @@ def train_sft(run: RunContext, stage: SFTStage, progress: Progress) -> Progress:
         stage=stage,
         policy=run.policy,
         optimizer=optimizer,
-        budget=token_budget(stage, progress, run.session),
+        budget=token_budget(stage, progress, run.writer),
         stream=source.stream,
         tasks=source.tasks,
         demonstrate=load_entry(stage.demonstration, "demonstration"),
-        session=run.session,
+        writer=run.writer,
         seed=seed,
     )
     return sft.run(parts, progress)
@@ -70,7 +70,7 @@ def train_sft(run: RunContext, stage: SFTStage, progress: Progress) -> Progress:
 
 def train_rl(run: RunContext, stage: RLStage, progress: Progress) -> Progress:
     """Reinforcement learning; plots the reward curve at its end."""
-    recipe, session = run.recipe, run.session
+    recipe, writer = run.recipe, run.writer
     seed = derive(recipe.seed, stage.name)
     # With prefetched rollouts the engine has weights of its own; copied before the learner adds
     # the reference's adapter to the policy.
@@ -80,15 +80,15 @@ def train_rl(run: RunContext, stage: RLStage, progress: Progress) -> Progress:
         recipe.model,
         run.policy,
         seed,
-        token_budget(stage, progress, session),
+        token_budget(stage, progress, writer),
         run.resume_from,
     )
     if run.resume_from is None and stage.algorithm.divergence is not None:
         progress = replace(progress, beta=stage.algorithm.divergence.beta)
     objective = explain_stage(stage, lora=recipe.model.lora is not None)
-    update_run_json(session.folder, {"objective": objective.unicode()})
+    update_run_json(writer.folder, {"objective": objective.unicode()})
     if stage.ratio_stays_one and run.resume_from is None:
-        session.note(
+        writer.note(
             f"{stage.name}: with one optimizer step a batch (epochs = 1, minibatches = 1) the "
             "importance ratio stays 1, so neither its bounds nor a divergence to the old policy "
             "act: set minibatches or epochs higher"
@@ -98,10 +98,10 @@ def train_rl(run: RunContext, stage: RLStage, progress: Progress) -> Progress:
         progress = rl.run(loop, progress)
         for function in loop.sampler.scorer.functions:
             if isinstance(function.function, Judge):
-                session.note(f"{stage.name}: {paid(function.function)}")
-    plot_rewards(session, stage, progress, title=recipe.name)
+                writer.note(f"{stage.name}: {paid(function.function)}")
+    plot_rewards(writer, stage, progress, title=recipe.name)
     names = [function.name for function in loop.sampler.scorer.functions]
-    plot_over_optimisation(session, stage, names, title=recipe.name)
+    plot_over_optimisation(writer, stage, names, title=recipe.name)
     return progress
 
 
@@ -161,7 +161,7 @@ def build_loop(
         ahead=rollout.async_level > 0,
         pending=read_pending(run.resume_from),
     )
-    return rl.Loop(stage, learner, sampler, prefetcher, evaluator, run.session, seed)
+    return rl.Loop(stage, learner, sampler, prefetcher, evaluator, run.writer, seed)
 
 
 Run = Callable[[RunContext, Any, Progress], Progress]

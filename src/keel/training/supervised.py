@@ -17,7 +17,7 @@ from keel.learn.token_budget import LESS, TokenBudget, oom_context
 from keel.models.packed import PackedSizes
 from keel.models.policy import Policy
 from keel.models.reference import Reference
-from keel.runs.writer import Session, due
+from keel.runs.writer import RunWriter, due
 from keel.training import non_finite as faults
 from keel.training.reward_metrics import Measured
 from keel.training.state import Progress, State
@@ -66,7 +66,7 @@ class Fit(Generic[B]):
     budget: TokenBudget
     on_nonfinite: OnNonfinite
     checkpoints: Checkpoints
-    session: Session
+    writer: RunWriter
     modules: Mapping[str, nn.Module]
     reference: Reference | None = None
     evaluate: Callable[[], Measured] | None = None
@@ -81,12 +81,12 @@ class Fit(Generic[B]):
 
 def run(fit: Fit[Any], progress: Progress) -> Progress:
     """From `progress` to the last step of the stage, or until the run is asked to stop."""
-    session = fit.session
-    if progress.before is None and fit.evaluate is not None and not session.interrupted:
+    writer = fit.writer
+    if progress.before is None and fit.evaluate is not None and not writer.interrupted:
         before = measured(fit.evaluate)
-        session.measured(progress, before.as_dict(), "before")
+        writer.measured(progress, before.as_dict(), "before")
         progress = replace(progress, before=before.headline())
-    while progress.step < fit.steps and not session.interrupted:
+    while progress.step < fit.steps and not writer.interrupted:
         start = time.perf_counter()
         number = progress.step + 1
         learned = take_step(fit, progress, number)
@@ -97,17 +97,17 @@ def run(fit: Fit[Any], progress: Progress) -> Progress:
         last = number == fit.steps
         result: Measured | None = None
         if fit.evaluate is not None and (last or due(fit.evaluate_every, number)):
-            with session.clock("evaluate"):
+            with writer.clock("evaluate"):
                 result = measured(fit.evaluate)
             metrics |= {f"eval/{name}": value for name, value in result.headline().items()}
-            session.measured(progress, result.as_dict(), "after" if last else "during")
-        session.recorded(progress, metrics, [], time.perf_counter() - start)
+            writer.measured(progress, result.as_dict(), "after" if last else "during")
+        writer.recorded(progress, metrics, [], time.perf_counter() - start)
         if last and result is not None and fit.show is not None:
             # Before the checkpoint: a run that dies after it does not come here again.
             fit.show(result)
-        if session.checkpoint_due(progress, fit.steps, fit.checkpoints):
+        if writer.checkpoint_due(progress, fit.steps, fit.checkpoints):
             save(fit, progress)
-    if session.interrupted and progress.step == 0:
+    if writer.interrupted and progress.step == 0:
         save(fit, progress)
     return progress
 
@@ -120,10 +120,10 @@ def measured(evaluate: Callable[[], Measured]) -> Measured:
 
 def take_step(fit: Fit[Any], progress: Progress, number: int) -> Learned:
     """One optimizer step on the rows of a step, or none where it would not be finite."""
-    with fit.session.clock("data"):
+    with fit.writer.clock("data"):
         rows = fit.rows.draw(number)
     rate = learning_rate(fit.choice, number - 1, fit.steps)
-    with fit.session.clock("update"):
+    with fit.writer.clock("update"):
         try:
             learned = update(fit, rows, rate)
         except NotFinite as error:
@@ -147,7 +147,7 @@ def update(fit: Fit[Any], rows: Any, rate: float) -> Learned:
 @oom_context("a checkpoint was written", LESS)
 def save(fit: Fit[Any], progress: Progress) -> None:
     """Leave a checkpoint."""
-    fit.session.checkpoint(progress, fit.state(progress).save, fit.checkpoints, fit.steps)
+    fit.writer.checkpoint(progress, fit.state(progress).save, fit.checkpoints, fit.steps)
 
 
 def _after(fit: Fit[Any], progress: Progress, learned: Learned) -> Progress:
@@ -165,9 +165,9 @@ def _after(fit: Fit[Any], progress: Progress, learned: Learned) -> Progress:
 def _tell(fit: Fit[Any], rows: Any, progress: Progress, number: int, error: NotFinite) -> None:
     """Name the cause, keep the rows; stop, where the recipe does not say to go on."""
     parameters = fit.optimizer.parameters
-    stage = fit.session.folder.stages[progress.stage]
+    stage = fit.writer.folder.stages[progress.stage]
     met = faults.NonFiniteStep(stage, number, 0, error.names, progress.skipped, fit.optimizer.began)
-    if not faults.searched(fit.session, met, fit.on_nonfinite, parameters):
+    if not faults.searched(fit.writer, met, fit.on_nonfinite, parameters):
         return
     ones = fit.rows.alone(rows)
     cause = in_weights(parameters) or find_offending_sequence(
@@ -178,7 +178,7 @@ def _tell(fit: Fit[Any], rows: Any, progress: Progress, number: int, error: NotF
     )
     where = "" if cause.sequence is None else f"row {cause.sequence} of the step"
     faults.kept(
-        fit.session,
+        fit.writer,
         met.fault(cause, where),
         fit.on_nonfinite,
         lambda folder: fit.rows.keep(folder, rows),

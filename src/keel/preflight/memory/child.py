@@ -26,7 +26,7 @@ from keel.preflight.memory.machine import PROC, resident_memory
 from keel.preflight.memory.stand_ins import full_length
 from keel.runs import lifecycle
 from keel.runs.callbacks import Callback, RunState
-from keel.runs.writer import Clock, Session
+from keel.runs.writer import Clock, RunWriter
 from keel.training.run import run_stages
 from keel.training.state import Progress
 from keel.types import KeelError
@@ -142,12 +142,12 @@ def run_trial(job: TrialJob) -> None:
         ENGINES[name] = full_length(name, lambda: job.sampled[monitor.name])  # type: ignore[assignment]
     if device.type == "cuda":
         # A checkpoint takes no memory of the device, and many gigabytes of the disk.
-        Session.checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
+        RunWriter.checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
     try:
         recipe = load_run_recipe(folder / RECIPE)
-        place = lifecycle.created(to_toml(recipe), recipe.name, folder / "run")
-        with lifecycle.running(place, False, [monitor]) as (session, _):
-            run_stages(recipe, replace(session, clock=monitor), Progress(stage=0), None)
+        place = lifecycle.create_run(to_toml(recipe), recipe.name, folder / "run")
+        with lifecycle.run_lifecycle(place, False, [monitor]) as (writer, _):
+            run_stages(recipe, replace(writer, clock=monitor), Progress(stage=0), None)
         monitor.end_phase(OUTSIDE)
         monitor.emit(finished=True)
     except Exception as caught:

@@ -33,8 +33,8 @@ class PairVerdict:
 
     `choices` holds "first", "second" or "tie" for the order with `a` first, then with `b` first;
     None where that order was not asked, or gave no verdict (`wrong` holds the reason). `value` is
-    the worth of `a` against `b`: 1, 0, or ½ for a tie and for orders that differ; None where an order
-    is missing.
+    the worth of `a` against `b`: 1, 0, or ½ for a tie and for orders that differ; None where an
+    order is missing.
     """
 
     choices: tuple[str | None, str | None]
