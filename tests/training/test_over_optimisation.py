@@ -25,10 +25,11 @@ def learned(tmp_path: Path, *functions: dict[str, Any], **keys: Any) -> Path:
     brief = {"steps": 3, "batch_size": 8, "optimizer": {"learning_rate": 4e-3}}
     against = {
         "stage": "rl",
-        "steps": 5,
+        "steps": 20,
         "tasks": [TASK],
         "algorithm": {"preset": "ppo", "divergence": {"beta": 0.0}},
         "rewards": {"functions": list(functions)},
+        "optimizer": {"learning_rate": 1e-3},
         "rollout": {"prompts_per_step": 4, "group_size": 2, "max_tokens": 6},
         "evaluation": {"prompts": 4},
         **keys,
@@ -43,7 +44,7 @@ def test_the_run_draws_it(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     for row in load(folder).metrics("rl"):
         assert {"kl/sequence", "rewards/outcome/mean", "rewards/hidden_rule/mean"} <= set(row)
-    assert [row["kl/sequence"] != 0 for row in load(folder).metrics("rl")] == [False] + [True] * 4
+    assert [row["kl/sequence"] != 0 for row in load(folder).metrics("rl")] == [False] + [True] * 19
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,9 @@ class Start(Protocol):
 def run(arguments: argparse.Namespace) -> int:
     """Run, or go on with a run; shows how it went."""
     recipe = _recipe(arguments)
+    if recipe is not None and recipe.description:
+        console = Console(stderr=arguments.json, quiet=arguments.quiet)
+        console.print(f"{recipe.name}: {recipe.description}", highlight=False, soft_wrap=True)
     from keel.training.run import train
 
     start = partial(train, recipe, arguments.run, resume=arguments.resume)
@@ -93,6 +96,12 @@ def show(console: Console, folder: RunFolder) -> None:
     console.print(f"\nrun folder  {folder.path}")
     if folder.curve.exists():
         console.print(f"curve       {folder.curve}")
+    console.print("next")
+    steps = [row["step"] for row in run.metrics() if row.get("reward") is not None]
+    if steps:
+        console.print(f"  keel rollouts {folder.path} --step {steps[-1]}", soft_wrap=True)
+    console.print(f"  keel eval {folder.path} --samples 4", soft_wrap=True)
+    console.print(f"  keel export {folder.path} {folder.path.name}-model", soft_wrap=True)
 
 
 def _recipe(arguments: argparse.Namespace) -> Any:

@@ -14,6 +14,7 @@ from keel.config.entry import PYTHON, load_entry
 from keel.config.load import load_run_recipe, to_toml
 from keel.config.schema import Recipe
 from keel.models.kernels.build import fingerprint
+from keel.models.loading import describe_model
 from keel.models.policy import load_policy
 from keel.runs import checkpoint, lifecycle
 from keel.runs.fingerprints import texts
@@ -79,6 +80,10 @@ def run_stages(recipe: Recipe, writer: RunWriter, progress: Progress, start: Pat
         check_base(policy, recipe.model, start)
         restore_policy(start, policy)
     threads = torch.get_num_threads()
+    writer.callbacks.note(
+        f"model: {describe_model(recipe.model, policy.model)}, {recipe.model.dtype} on "
+        f"{policy.device}; CPU threads: {threads}"
+    )
     lifecycle.write_metadata(
         writer, recipe.name, recipe.seed, threads, REPORTED, fingerprint("decode")
     )

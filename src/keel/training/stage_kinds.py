@@ -25,7 +25,7 @@ from keel.rewards.judge.reward import Judge
 from keel.runs.records import update_run_json
 from keel.training import rl, sft
 from keel.training.evaluate import Evaluator
-from keel.training.plots import plot_over_optimisation, plot_rewards
+from keel.training.plots import plot_over_optimisation, plot_rewards, titles
 from keel.training.preference_stages import (
     train_dpo,
     train_process_reward_model,
@@ -99,9 +99,10 @@ def train_rl(run: RunContext, stage: RLStage, progress: Progress) -> Progress:
         for function in loop.sampler.scorer.functions:
             if isinstance(function.function, Judge):
                 writer.note(f"{stage.name}: {paid(function.function)}")
-    plot_rewards(writer, stage, progress, title=recipe.name)
+    title, subtitle = titles(recipe, stage, run.policy.model)
+    plot_rewards(writer, stage, progress, title, subtitle)
     names = [function.name for function in loop.sampler.scorer.functions]
-    plot_over_optimisation(writer, stage, names, title=recipe.name)
+    plot_over_optimisation(writer, stage, names, title)
     return progress
 
 
