@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from keel.algorithms.spec import Algorithm
-from keel.learn.actions import Estimates
-from keel.learn.batch import Batch
+from keel.learn.batch import Batch, Estimates
 from keel.learn.loss import loss, prepare
 from keel.models.head import Scores
 

@@ -10,8 +10,7 @@ import torch
 
 from keel.algorithms.spec import Algorithm, Clip, GroupRelative, Weights
 from keel.config.optimisation import Optimizer
-from keel.learn.actions import Estimates, TrainBatch
-from keel.learn.batch import Batch
+from keel.learn.batch import Batch, Estimates, TrainBatch
 from keel.learn.finite import (
     Cause,
     NotFinite,

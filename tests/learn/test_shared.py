@@ -14,8 +14,7 @@ from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm
 from keel.config.optimisation import Optimizer
 from keel.learn import learner as room
-from keel.learn.actions import Estimates, TrainBatch
-from keel.learn.batch import Batch, from_groups
+from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.learner import Learner, backward, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable

@@ -10,9 +10,8 @@ import torch
 
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import GAE, Algorithm, CustomAdvantage, MonteCarlo
-from keel.learn.advantages import estimate, outcome
+from keel.learn.advantages import estimate, outcome, reads_steps
 from keel.learn.batch import from_groups
-from keel.learn.custom import reads_steps
 from keel.learn.loss import prepare
 from keel.rewards.compose import compose
 from keel.rewards.registry import NamedReward

@@ -29,8 +29,8 @@ from keel.algorithms.spec import (
     ValueLoss,
     Weights,
 )
-from keel.learn.actions import Estimates
 from keel.learn.advantages import RolloutRewards, estimate
+from keel.learn.batch import Estimates
 from keel.learn.loss import loss, prepare
 from keel.models.head import Scores
 from tests.learn.flat import blank

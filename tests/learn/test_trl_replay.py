@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from keel.algorithms.spec import Algorithm, Clip, GroupRelative, Weights
 from keel.config.optimisation import Optimizer
-from keel.learn.actions import Estimates
-from keel.learn.batch import Batch, from_groups
+from keel.learn.batch import Batch, Estimates, from_groups
 from keel.learn.learner import Learner, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable

@@ -7,20 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.models.chat import encode, limited_template
-from keel.preflight.finding import Finding
-from keel.preflight.finding_kinds import found
+from keel.preflight.finding import Finding, shorten
 from keel.runs.watchdog import Hung
 from keel.types import KeelError, Message, Prompt
 
 PROBE = "An answer to close"
 """An answer that no template has reason to change."""
 THINKING = ("<think>", "</think>")
-"""Templates of thinking models write these only where a turn begins, or drop them behind it."""
+"""Templates of thinking models write these only where a turn begins, or drop them after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """What the chat template puts behind the assistant's words: the text, and its first special
+    """What the chat template writes after the assistant's words: the text, and its first special
     token, where there is one."""
 
     text: str
@@ -29,7 +28,7 @@ class Closing:
 
 
 def closing(tokenizer: Any, template: Mapping[str, Any]) -> Closing | None:
-    """How the template closes an assistant's turn; None where it does not, or cannot be asked."""
+    """How the template closes an assistant's turn; None where it does not, or fails."""
     turns = [
         Message(role="user", content="A question"),
         Message(role="assistant", content=PROBE),
@@ -56,20 +55,20 @@ def end_of_turn(
     if any(text in closed.text for text in stop_texts):
         return None
     if closed.token is None:
-        mend = f'set {key}.stop = ["{closed.spelled}"]'
+        fix = f'set {key}.stop = ["{closed.spelled}"]'
     else:
-        mend = (
+        fix = (
             f"set {key}.stop_ids = [{closed.token}], or name it in eos_token_id of the model's "
             "generation_config.json"
         )
-    return found(
+    return Finding(
         "end-of-turn-not-stop",
         "a completion does not end where the assistant's turn does, and the model runs on",
         f"the chat template closes a turn with {closed.spelled!r}"
         + ("" if closed.token is None else f" (id {closed.token})")
         + f"; completions end at the ids {', '.join(map(str, stops))}",
         f"{key}.stop_ids" if closed.token is not None else f"{key}.stop",
-        mend,
+        fix,
         "error",
     )
 
@@ -82,7 +81,7 @@ def eos_pair(own: int | None, generation: Sequence[int], spelled: str, key: str)
     """
     if own is None or not generation or own in generation:
         return None
-    return found(
+    return Finding(
         "eos-differs",
         "the model learns to end where a server of the saved model will not stop",
         f"the tokenizer's eos_token is {spelled!r} (id {own}); generation_config.json stops at "
@@ -97,7 +96,7 @@ def doubled_bos(prompts: Sequence[Prompt], bos: int | None, key: str) -> Finding
     doubled = [p for p in prompts if bos is not None and p.tokens[:2] == (bos, bos)]
     if not doubled:
         return None
-    return found(
+    return Finding(
         "bos-doubled",
         "prompts begin with two begin-of-sequence tokens, which the model has never seen",
         f"{len(doubled)} of {len(prompts)} prompts, {doubled[0].id!r} the first: the tokenizer "
@@ -118,7 +117,7 @@ def special_in_messages(
             inside = [token for token in specials if token and token in turn["content"]]
             if inside:
                 many = sum(_spells(other, specials) for other in prompts[at:])
-                return found(
+                return Finding(
                     "special-token-in-message",
                     "a message spells a special token, and the model reads it as one",
                     f"{many} of {len(prompts)} prompts; {prompt.id!r}: {inside[0]!r} in the "
@@ -145,11 +144,11 @@ def template_text(
             continue
         for turn in turns:
             if _squeezed(turn["content"]) not in _squeezed(text):
-                return found(
+                return Finding(
                     "template-loses-text",
                     f"the chat template drops or changes the {turn['role']}'s words",
-                    f"prompt {prompt.id!r}: {_cut(turn['content'])!r} is not in "
-                    f"{_cut(text, 160)!r}",
+                    f"prompt {prompt.id!r}: {shorten(turn['content'])!r} is not in "
+                    f"{shorten(text, 160)!r}",
                     key,
                     "use a template that shows every message as it is (model.chat_template), or "
                     "put the words into another role",
@@ -157,7 +156,7 @@ def template_text(
                 )
         back = _back(tokenizer, prompt, template)
         if back is not None and _squeezed(back) != _squeezed(text):
-            return found(
+            return Finding(
                 "template-loses-text",
                 "a prompt in tokens does not read as the chat template wrote it",
                 f"prompt {prompt.id!r}: {_difference(text, back)}",
@@ -173,8 +172,8 @@ def template_prefix(
 ) -> Finding | None:
     """A prompt that is not how the conversation with an answer in it begins.
 
-    A server that is handed the conversation reads other tokens than those that were learned from.
-    What thinking models put round their thoughts does not count.
+    A server that gets the conversation reads other tokens than those that were learned from. What
+    thinking models put round their thoughts does not count.
     """
     for prompt in prompts:
         if isinstance(prompt.content, str):
@@ -187,7 +186,7 @@ def template_prefix(
             return None
         if _thoughtless(whole).startswith(_thoughtless(asked) + _squeezed(PROBE)):
             return None
-        return found(
+        return Finding(
             "template-not-prefix",
             "the prompt is not how a conversation with the answer in it begins",
             f"prompt {prompt.id!r} ends {asked[-60:]!r}; with the answer it reads {whole[-120:]!r}",
@@ -210,13 +209,13 @@ def special_in_answers(
     if not spelled:
         return None
     name, token = spelled[0]
-    return found(
+    return Finding(
         "special-token-in-message",
         "an answer spells a special token, and the model learns "
         + ("to spell it letter by letter" if letters else "to write it there"),
         f"{len({name for name, _ in spelled})} rows of {len(answers)} answers; {name!r}: {token!r}",
         key,
-        "the end of an answer is set behind it: take them out of the data",
+        "the end of an answer is added to it: take them out of the data",
     )
 
 
@@ -262,7 +261,7 @@ def _rendered(
         return str(text)
     except Hung:
         raise
-    except Exception:  # a template raises what it likes; as a prompt it is told of elsewhere
+    except Exception:  # a template raises what it likes; as a prompt it is reported elsewhere
         return None
 
 
@@ -288,10 +287,6 @@ def _thoughtless(text: str) -> str:
     for mark in THINKING:
         text = text.replace(mark, "")
     return _squeezed(text)
-
-
-def _cut(text: str, width: int = 80) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _difference(wanted: str, got: str) -> str:
