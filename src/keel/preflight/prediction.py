@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ def predict(
                 context.unseen.append(f"memory and time: {stopped!r}{why}")
             predicted.append({})
             continue
-        parts = step_parts(context, memory, trial, policy)
+        parts = _parts(context, memory, trial, policy.checkpoint_bytes / DISK_BYTES)
         seconds = sum(parts.values())
         found: dict[str, Any] = {
             "memory": {
@@ -103,54 +103,39 @@ def _check_memory(context: StageContext, result: TrialResult, room: int | None) 
         context.add(out_of_memory(None, room, evidence, key))
 
 
-def step_parts(
-    context: StageContext, memory: StageMemory, trial: Trial, policy: PolicyFacts
+def _parts(
+    context: StageContext, memory: StageMemory, trial: Trial, checkpoint: float
 ) -> dict[str, float]:
     """The seconds of a stage by part, from those of the trial's step."""
-    work, timed = context.work, memory.seconds
+    stage, work, timed = context.stage, context.work, memory.seconds
     learned = work.tokens / max(memory.tokens, 1.0)
-    sampled = work.sequences * work.decoded / max(trial.sampled_tokens(context.stage.name), 1)
-    return stage_parts(
-        context.stage,
-        sampling=timed.get("rollout", 0.0) * sampled,
-        scoring=work.scoring,
-        measuring=timed.get("score", 0.0) * learned,
-        learning=timed.get("update", 0.0) * learned,
-        checkpoint=policy.checkpoint_bytes / DISK_BYTES,
-        sequences=work.sequences,
-        evaluated=work.evaluated,
-    )
+    sampled = work.sequences * work.decoded / max(trial.sampled_tokens(stage.name), 1)
+    step = {
+        "sampling": timed.get("rollout", 0.0) * sampled,
+        "scoring": work.scoring,
+        "measuring": timed.get("score", 0.0) * learned,
+        "learning": timed.get("update", 0.0) * learned,
+    }
+    evaluation = None if stage.sampling is None else stage.sampling.evaluation
+    answers = 0 if evaluation is None else work.evaluated * (1 + evaluation.samples)
+    one = (step["sampling"] + step["scoring"]) / max(work.sequences, 1)
+    return stage_parts(stage, step, checkpoint, one * answers)
 
 
 def stage_parts(
-    stage: StageConfig,
-    *,
-    sampling: float,
-    scoring: float,
-    measuring: float,
-    learning: float,
-    checkpoint: float,
-    sequences: int,
-    evaluated: int,
+    stage: StageConfig, step: Mapping[str, float], checkpoint: float, evaluation: float
 ) -> dict[str, float]:
     """The seconds of a whole stage by part, without parts of 0.
 
-    Given are the seconds of a checkpoint and of one step: to sample and score its `sequences` (0
-    where nothing is sampled), to score its tokens with the models, and for one pass over them. An
-    evaluation is of `evaluated` prompts. Left out are loading, evaluations on preference data, and
-    what longer answers would take.
+    Given are the seconds of one step ("sampling", "scoring", "measuring", and "learning" in one
+    pass), of a checkpoint and of an evaluation. Left out are loading, evaluations on preference
+    data, and what longer answers would take.
     """
-    evaluation = None if stage.sampling is None else stage.sampling.evaluation
-    answers = 0 if evaluation is None else evaluated * (1 + evaluation.samples)
-    parts = {
-        "sampling": sampling * stage.steps,
-        "scoring": scoring * stage.steps,
-        "measuring": measuring * stage.steps,
-        "learning": learning * stage.passes * stage.steps,
-        "evaluation": (sampling + scoring) / max(sequences, 1) * answers * evaluations_of(stage),
-        # Every so many steps, and at the end.
-        "checkpoints": checkpoint * ((stage.steps - 1) // stage.checkpoints.every + 1),
-    }
+    parts = {name: seconds * stage.steps for name, seconds in step.items()}
+    parts["learning"] *= stage.passes
+    parts["evaluation"] = evaluation * evaluations_of(stage)
+    # Every so many steps, and at the end.
+    parts["checkpoints"] = checkpoint * ((stage.steps - 1) // stage.checkpoints.every + 1)
     return {name: seconds for name, seconds in parts.items() if seconds}
 
 

@@ -110,22 +110,25 @@ def special_in_messages(
     prompts: Sequence[Prompt], specials: Sequence[str], key: str
 ) -> Finding | None:
     """Messages whose words are special tokens: a turn may end, or another begin, inside of them."""
-    for at, prompt in enumerate(prompts):
-        if isinstance(prompt.content, str):
-            continue
-        for turn in prompt.content:
-            inside = [token for token in specials if token and token in turn["content"]]
-            if inside:
-                many = sum(_spells(other, specials) for other in prompts[at:])
-                return Finding(
-                    "special-token-in-message",
-                    "a message spells a special token, and the model reads it as one",
-                    f"{many} of {len(prompts)} prompts; {prompt.id!r}: {inside[0]!r} in the "
-                    f"{turn['role']}'s words",
-                    key,
-                    "the template sets these itself: take them out of the data",
-                )
-    return None
+    spelled = [
+        (at, turn["role"], token)
+        for at, prompt in enumerate(prompts)
+        if not isinstance(prompt.content, str)
+        for turn in prompt.content
+        for token in specials
+        if token and token in turn["content"]
+    ]
+    if not spelled:
+        return None
+    first, role, token = spelled[0]
+    many = len({at for at, _, _ in spelled})
+    return Finding(
+        "special-token-in-message",
+        "a message spells a special token, and the model reads it as one",
+        f"{many} of {len(prompts)} prompts; {prompts[first].id!r}: {token!r} in the {role}'s words",
+        key,
+        "the template sets these itself: take them out of the data",
+    )
 
 
 def template_text(
@@ -142,24 +145,26 @@ def template_text(
         text = _rendered(tokenizer, turns, template, prompt=True)
         if text is None:
             continue
-        for turn in turns:
-            if _squeezed(turn["content"]) not in _squeezed(text):
-                return Finding(
-                    "template-loses-text",
-                    f"the chat template drops or changes the {turn['role']}'s words",
-                    f"prompt {prompt.id!r}: {shorten(turn['content'])!r} is not in "
-                    f"{shorten(text, 160)!r}",
-                    key,
-                    "use a template that shows every message as it is (model.chat_template), or "
-                    "put the words into another role",
-                    "error",
-                )
-        back = _back(tokenizer, prompt, template)
-        if back is not None and _squeezed(back) != _squeezed(text):
+        lost = next((t for t in turns if _squeezed(t["content"]) not in _squeezed(text)), None)
+        if lost is not None:
+            return Finding(
+                "template-loses-text",
+                f"the chat template drops or changes the {lost['role']}'s words",
+                f"prompt {prompt.id!r}: {shorten(lost['content'])!r} is not in "
+                f"{shorten(text, 160)!r}",
+                key,
+                "use a template that shows every message as it is (model.chat_template), or put "
+                "the words into another role",
+                "error",
+            )
+        a, b = _squeezed(text), _squeezed(_back(tokenizer, prompt, template) or text)
+        if a != b:
+            same = next((i for i in range(len(a)) if a[i] != b[i : i + 1]), len(a))
+            part = slice(max(same - 10, 0), same + 20)
             return Finding(
                 "template-loses-text",
                 "a prompt in tokens does not read as the chat template wrote it",
-                f"prompt {prompt.id!r}: {_difference(text, back)}",
+                f"prompt {prompt.id!r}: {a[part]!r} comes back as {b[part]!r}",
                 key,
                 "use the tokenizer that the model was trained with, or leave these characters out",
                 "error",
@@ -175,25 +180,25 @@ def template_prefix(
     A server that gets the conversation reads other tokens than those that were learned from. What
     thinking models put round their thoughts does not count.
     """
-    for prompt in prompts:
-        if isinstance(prompt.content, str):
-            continue
-        turns = list(prompt.content)
-        asked = _rendered(tokenizer, turns, template, prompt=True)
-        answer = Message(role="assistant", content=PROBE)
-        whole = _rendered(tokenizer, [*turns, answer], template, prompt=False)
-        if asked is None or whole is None:
-            return None
-        if _thoughtless(whole).startswith(_thoughtless(asked) + _squeezed(PROBE)):
-            return None
-        return Finding(
-            "template-not-prefix",
-            "the prompt is not how a conversation with the answer in it begins",
-            f"prompt {prompt.id!r} ends {asked[-60:]!r}; with the answer it reads {whole[-120:]!r}",
-            key,
-            "make the template write the same header for an answer to come and one that is there",
-        )
-    return None
+    first = next((p for p in prompts if not isinstance(p.content, str)), None)
+    if first is None:
+        return None
+    assert not isinstance(first.content, str)
+    turns = list(first.content)
+    asked = _rendered(tokenizer, turns, template, prompt=True)
+    answer = Message(role="assistant", content=PROBE)
+    whole = _rendered(tokenizer, [*turns, answer], template, prompt=False)
+    if asked is None or whole is None:
+        return None
+    if _thoughtless(whole).startswith(_thoughtless(asked) + _squeezed(PROBE)):
+        return None
+    return Finding(
+        "template-not-prefix",
+        "the prompt is not how a conversation with the answer in it begins",
+        f"prompt {first.id!r} ends {asked[-60:]!r}; with the answer it reads {whole[-120:]!r}",
+        key,
+        "make the template write the same header for a future answer and a given one",
+    )
 
 
 def special_in_answers(
@@ -236,12 +241,6 @@ def unread(
         for word in template
         if None not in every and texts({k: v for k, v in template.items() if k != word}) == every
     )
-
-
-def _spells(prompt: Prompt, specials: Sequence[str]) -> bool:
-    if isinstance(prompt.content, str):
-        return False
-    return any(token and token in t["content"] for t in prompt.content for token in specials)
 
 
 def _rendered(
@@ -287,12 +286,3 @@ def _thoughtless(text: str) -> str:
     for mark in THINKING:
         text = text.replace(mark, "")
     return _squeezed(text)
-
-
-def _difference(wanted: str, got: str) -> str:
-    """Where two texts part, blanks aside."""
-    a, b = _squeezed(wanted), _squeezed(got)
-    at = next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
-    return f"{a[max(at - 10, 0) : at + 20]!r} comes back as {b[max(at - 10, 0) : at + 20]!r}"
