@@ -13,7 +13,7 @@ from torch import Tensor
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm
 from keel.config.optimisation import Optimizer
-from keel.learn import learner as module
+from keel.learn import learner as learner_module
 from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.learner import Learner, backward, update
 from keel.learn.loss import prepare
@@ -152,7 +152,7 @@ def with_zero_advantages(algorithm: Algorithm) -> TrainBatch[Batch]:
 
 
 def algorithm_of(name: str, **changes: object) -> Algorithm:
-    return PRESETS[name].algorithm.model_copy(update=changes)
+    return PRESETS[name].row.model_copy(update=changes)
 
 
 CASES = {
@@ -172,7 +172,7 @@ def test_sequences_without_gradient_are_in_the_metrics(
 ) -> None:
     found = learner(tokens=20, value=algorithm.value is not None)
     prepared = with_zero_advantages(algorithm)
-    assert module._by_gradient(algorithm, prepared, beta)[1].sequences == left_out
+    assert learner_module._by_gradient(algorithm, prepared, beta)[1].sequences == left_out
     whole = backward(found, algorithm, prepared, beta, 1000)
     wanted = gradients(found)
     found.clear()
@@ -183,7 +183,7 @@ def test_sequences_without_gradient_are_in_the_metrics(
         found.clear()
         return [1.0]
 
-    monkeypatch.setattr(module, "step_all", stop)
+    monkeypatch.setattr(learner_module, "step_all", stop)
     metrics = update(found, algorithm, prepared, beta, (0.0, 0.0))
     alike(seen, wanted)
     assert list(metrics) == [*whole, "grad_norm"]
@@ -199,7 +199,7 @@ def test_all_advantages_zero_give_zero_gradients() -> None:
         advantage_N=torch.zeros_like(with_zero_advantages(algorithm).advantage_N),
     )
     found = learner()
-    moving, others = module._by_gradient(algorithm, prepared, 0.0)
+    moving, others = learner_module._by_gradient(algorithm, prepared, 0.0)
     assert (moving.sequences, others.sequences) == (1, 10)
     backward(found, algorithm, moving, 0.0, 1000)
     assert all(g is not None and not g.any() for g in gradients(found).values())
@@ -208,6 +208,6 @@ def test_all_advantages_zero_give_zero_gradients() -> None:
 def test_users_surrogate_leaves_no_sequence_out() -> None:
     algorithm = algorithm_of("grpo", divergence=None)
     own = algorithm.surrogate.model_copy(update={"kind": "custom"})
-    assert not module._by_gradient(
+    assert not learner_module._by_gradient(
         algorithm.model_copy(update={"surrogate": own}), with_zero_advantages(algorithm), 0.0
     )[1].sequences
