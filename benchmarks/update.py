@@ -44,8 +44,7 @@ from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm
 from keel.config.model import BuildModel, Model
 from keel.config.optimisation import Optimizer
-from keel.learn.actions import Estimates, TrainBatch
-from keel.learn.batch import Batch, from_groups
+from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.learner import Learner, backward
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable

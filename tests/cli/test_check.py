@@ -85,7 +85,7 @@ def test_json_holds_everything_and_a_finding_ends_1(keel: Keel, tmp_path: Path) 
     report = json.loads(done.stdout)
     assert set(report) == {"recipe", "stages", "findings", "predicted", "seconds"}
     (found,) = report["findings"]
-    assert set(found) == {"kind", "severity", "what", "evidence", "key", "mend"}
+    assert set(found) == {"kind", "severity", "what", "evidence", "key", "fix"}
     assert found["key"] == "rollout.max_refills"
     (stage,) = report["stages"]
     assert stage["figures"]["sampled completions"] == 16

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from keel.control.experience import Experience
-from keel.learn.actions import Estimates
+from keel.learn.batch import Estimates
 
 LENGTHS = (3, 1, 4, 2)
 N = sum(LENGTHS)

@@ -21,7 +21,7 @@ from keel.control.collect import Collected, collect_episodes, collect_steps
 from keel.control.experience import Experience
 from keel.control.normalise import Moments
 from keel.control.policy_gradient import FALLBACK_BUDGET, PolicyGradient
-from keel.learn.actions import Estimates, TrainBatch
+from keel.learn.batch import Estimates, TrainBatch
 from keel.learn.loss import loss, prepare
 from keel.types import KeelError
 from tests.control import stages, worlds

@@ -63,7 +63,7 @@ def inside(folder: Path) -> Iterator[None]:
 
 
 def command(words: Sequence[str], folder: Path, *, leaves: bool = False) -> Outcome:
-    """`keel WORDS` ends with 0, or with 2 and one line; it leaves no file behind unless it may."""
+    """`keel WORDS` ends with 0, or with 2 and one line; it leaves no file unless it may."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     path = list(sys.path)
     out, err = io.StringIO(), io.StringIO()
@@ -74,17 +74,17 @@ def command(words: Sequence[str], folder: Path, *, leaves: bool = False) -> Outc
             code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         finally:
             sys.path[:] = path
-    said = err.getvalue()
+    output = err.getvalue()
     if code not in (0, 2):
-        raise Fault(f"exit code {code}: {said[:300]!r}")
+        raise Fault(f"exit code {code}: {output[:300]!r}")
     # By the end of a line alone: a terminal begins a new one at nothing else.
-    if code == 2 and not re.fullmatch(r"keel: error: [^\n\r]+\n", said):
-        raise Fault(f"not one line: {said[:300]!r}")
-    if code == 2 and len(said) > 10_000:
-        raise Fault(f"a line of {len(said)} characters: {said[:300]!r}")
+    if code == 2 and not re.fullmatch(r"keel: error: [^\n\r]+\n", output):
+        raise Fault(f"not one line: {output[:300]!r}")
+    if code == 2 and len(output) > 10_000:
+        raise Fault(f"a line of {len(output)} characters: {output[:300]!r}")
     left = sorted(path for path in folder.rglob("*") if path.is_file())
     if left != files and not leaves:
-        raise Fault(f"files left behind: {[str(p) for p in left if p not in files]}")
+        raise Fault(f"files left over: {[str(p) for p in left if p not in files]}")
     return Outcome(OK if code == 0 else REFUSED)
 
 
@@ -124,11 +124,11 @@ def accounted(
     if len(kept) != len(left):
         raise Fault(f"{len(left)} rows left out, {len(kept)} in the quarantine")
     for line, row in zip(kept, left, strict=True):
-        said = json.loads(line)
-        if list(said) != ["source", "line", "reason", "row"] or said["line"] != row.line:
+        output = json.loads(line)
+        if list(output) != ["source", "line", "reason", "row"] or output["line"] != row.line:
             raise Fault(f"a quarantined row is {line[:300]!r}")
-        if not said["reason"] or len(said["reason"].splitlines()) != 1:
-            raise Fault(f"its reason is {said['reason'][:300]!r}")
+        if not output["reason"] or len(output["reason"].splitlines()) != 1:
+            raise Fault(f"its reason is {output['reason'][:300]!r}")
     return Outcome(QUARANTINED if left else OK, len(every), len(used), len(left))
 
 

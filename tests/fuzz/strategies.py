@@ -50,7 +50,7 @@ ODD = (
     "{prompt.__class__}",
     "{prompt:>1000000000}",
     "../../etc",
-    "~nobody/x",
+    "~absent/x",
     "a/b\0c",
     "x" * 300,
     *SPECIAL,

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from keel.learn.actions import Estimates
-from keel.learn.batch import from_groups
+from keel.learn.batch import Estimates, from_groups
 from keel.preflight.check import check
 from keel.rewards.registry import named_reward
 from keel.rewards.scorer import Scorer

@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.device is not None:
         return _estimate(recipe, arguments)
-    from keel.preflight.memory.process import TrialProcess
+    from keel.preflight.trial_process import TrialProcess
 
     # It imports torch while this process does.
     with TrialProcess() as process:
@@ -91,7 +91,7 @@ def lines(report: Report) -> Iterator[str]:
     for number, one in enumerate(report.findings, start=1):
         yield f"{number}. {one.severity}: {one.what} [{one.kind}]"
         yield f"   {one.evidence}"
-        yield f"   {one.key}: {one.mend}"
+        yield f"   {one.key}: {one.fix}"
 
 
 def _predicted(prediction: Mapping[str, Any]) -> Iterator[str]:

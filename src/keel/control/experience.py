@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from keel.learn.actions import Actions, Estimates
+from keel.learn.batch import Actions, Estimates
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,8 +29,8 @@ from keel.control.experience import Experience
 from keel.control.named_tensors import prefixed, within
 from keel.control.networks import TrainedNetwork, perceptron
 from keel.control.normalise import Moments
-from keel.learn.actions import Estimates, TrainBatch
 from keel.learn.advantages import advantages, penalties, returns
+from keel.learn.batch import Estimates, TrainBatch
 from keel.learn.finite import stop_unless_finite
 from keel.learn.loss import loss, prepare
 from keel.learn.optimizer import AdamW, learning_rate

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keel.learn.actions import TrainBatch
+from keel.learn.batch import TrainBatch
 from keel.learn.optimizer import Named, bad_weight
 from keel.types import KeelError
 

@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keel.algorithms.spec import Algorithm, CustomSurrogate
-from keel.learn.actions import A, Actions, Estimates, TrainBatch
-from keel.learn.custom import SURROGATE, call_custom
+from keel.learn.advantages import SURROGATE, call_custom
+from keel.learn.batch import A, Actions, Estimates, TrainBatch
 from keel.models.head import Scores
 from keel.objective import divergences, ratios, whitening
 from keel.types import KeelError

@@ -11,9 +11,8 @@ from keel.analysis.statistics import mean_interval
 from keel.config.sampling import SamplingSource
 from keel.config.schema import Stage
 from keel.config.sources import RewardSource
-from keel.preflight.duration import evaluations_of
+from keel.config.stage import StageConfig
 from keel.preflight.finding import Finding
-from keel.preflight.finding_kinds import found
 from keel.rewards.judge.options import GROUP, JudgeOptions
 from keel.rewards.judge.pairs import choose_pairs
 from keel.rewards.judge.prompts import Question, pair_question, score_question
@@ -121,7 +120,7 @@ def over_budget(forecasts: Sequence[Forecast]) -> Iterator[Finding]:
             continue
         over, option = _named(budget, high)
         sure, likely = not budget.covers(low), not budget.covers(estimate)
-        yield found(
+        yield Finding(
             "judge-over-budget",
             f"the budget of the judge {one.name!r} "
             + ("ends" if sure else "probably ends" if likely else "may end")
@@ -131,6 +130,14 @@ def over_budget(forecasts: Sequence[Forecast]) -> Iterator[Finding]:
             "raise it, or ask less: fewer steps, prompts, evaluations or answers to a prompt",
             "error" if sure else "warning",
         )
+
+
+def evaluations_of(stage: StageConfig) -> int:
+    """How often a stage evaluates, if it does: before, every so many steps, and after."""
+    every = stage.evaluation_interval
+    if every is None:
+        return 0
+    return 2 + ((stage.steps - 1) // every if every else 0)
 
 
 def _named(budget: Any, high: Cost) -> tuple[str, str]:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.config.optimisation import OnNonfinite
-from keel.learn.actions import TrainBatch
-from keel.learn.batch import Batch
+from keel.learn.batch import Batch, TrainBatch
 from keel.learn.finite import Cause, NotFinite, tensors_of
 from keel.learn.optimizer import Named, bad_weight
 from keel.learn.token_budget import LESS, oom_context

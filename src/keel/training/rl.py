@@ -17,9 +17,8 @@ from torch import Tensor
 
 from keel.config.schema import RLStage
 from keel.config.seeds import derive
-from keel.learn.actions import Estimates, TrainBatch
 from keel.learn.advantages import estimate, outcome
-from keel.learn.batch import Batch, from_groups
+from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.finite import NotFinite
 from keel.learn.learner import Learner, cause_of, update
 from keel.learn.loss import prepare

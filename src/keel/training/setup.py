@@ -16,7 +16,7 @@ from keel.config.seeds import derive
 from keel.config.sources import Prompts, Rewards, TaskSource
 from keel.config.stage import StageConfig
 from keel.data.tasks import PromptStream, build_tasks, heldout, stored
-from keel.learn.custom import check_entries
+from keel.learn.advantages import check_entries
 from keel.learn.learner import Learner
 from keel.learn.optimizer import AdamW, trainable
 from keel.learn.token_budget import TokenBudget

@@ -1,8 +1,8 @@
-"""The process of a trial run: `python -m keel.preflight.memory.child`.
+"""The process of a trial run: `python -m keel.preflight.trial_child`.
 
 It reads one line of JSON (`TrialJob`) from its standard input, trains the trial's recipe and writes
-what each phase took to `events.jsonl` in the trial's folder, a line at a time, so that what there
-is can be read after the process was killed.
+what each phase took to `events.jsonl` in the trial's folder, a line at a time, so that they can be
+read after the process was killed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +22,15 @@ import torch
 from keel.config.load import load_run_recipe, to_toml
 from keel.engines.registry import ENGINES
 from keel.learn.token_budget import out_of_memory
-from keel.preflight.memory.machine import PROC, resident_memory
-from keel.preflight.memory.stand_ins import full_length
+from keel.preflight.memory import PROC, resident_memory
+from keel.preflight.trial import full_length
+from keel.preflight.trial_process import OUTSIDE, TrialJob
 from keel.runs import lifecycle
 from keel.runs.callbacks import Callback, RunState
 from keel.runs.writer import Clock, RunWriter
 from keel.training.run import run_stages
 from keel.training.state import Progress
 from keel.types import KeelError
-
-EVENTS, EXAMPLES, RECIPE = "events.jsonl", "examples.json", "recipe.toml"
-"""Files of the trial's folder."""
-OUTSIDE = "setup, checkpoints, plots"
-"""The phase between those that a stage's clock names."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrialJob:
-    """What the process is to do.
-
-    `folder` holds the recipe and is where the run goes. `limit` bounds the memory of the process
-    (None: unbounded, as on a GPU). `sampled` gives by stage how many tokens of a completion are
-    sampled, `engines` are the names of all engines.
-    """
-
-    folder: str
-    device: str
-    limit: int | None
-    sampled: Mapping[str, int]
-    engines: tuple[str, ...]
 
 
 class PeakMeter:
@@ -72,7 +52,7 @@ class PeakMeter:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def reset(self) -> bool:
-        """Begin again; False where the system does not allow it."""
+        """Start over; False where the system does not allow it."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return True
@@ -84,7 +64,7 @@ class PeakMeter:
 
 
 class TrialMonitor(Clock, Callback):
-    """Writes down the peak and the seconds of each phase: the run's clock and a callback of it."""
+    """Records the peak and the seconds of each phase: the run's clock and a callback of it."""
 
     def __init__(self, meter: PeakMeter, events: Path) -> None:
         super().__init__()
@@ -100,7 +80,7 @@ class TrialMonitor(Clock, Callback):
         self.events.flush()
 
     def end_phase(self, phase: str) -> None:
-        """Write down the peak since the last phase ended, as that of this one."""
+        """Record the peak since the last phase ended, as that of this one."""
         self.emit(phase=phase, peak=self.meter.peak())
         self.meter.reset()
 
@@ -134,9 +114,9 @@ class TrialMonitor(Clock, Callback):
 
 
 def run_trial(job: TrialJob) -> None:
-    """Run the trial; how it ends is its last event."""
+    """Run the trial; its last event is how it ends."""
     folder, device = Path(job.folder), torch.device(job.device)
-    monitor = TrialMonitor(PeakMeter(device), folder / EVENTS)
+    monitor = TrialMonitor(PeakMeter(device), folder / "events.jsonl")
     monitor.emit(resets=monitor.meter.resets)
     for name in job.engines:
         ENGINES[name] = full_length(name, lambda: job.sampled[monitor.name])  # type: ignore[assignment]
@@ -144,7 +124,7 @@ def run_trial(job: TrialJob) -> None:
         # A checkpoint takes no memory of the device, and many gigabytes of the disk.
         RunWriter.checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
     try:
-        recipe = load_run_recipe(folder / RECIPE)
+        recipe = load_run_recipe(folder / "recipe.toml")
         place = lifecycle.create_run(to_toml(recipe), recipe.name, folder / "run")
         with lifecycle.run_lifecycle(place, False, [monitor]) as (writer, _):
             run_stages(recipe, replace(writer, clock=monitor), Progress(stage=0), None)

@@ -1,42 +1,50 @@
-"""The shortened run of a recipe that shows what memory each of its stages takes.
+"""The shortened run of a recipe that shows how much memory each of its stages takes.
 
-It is the recipe itself with two steps a stage, each sequence as long as the longest that there can
-be, and no more sequences than it takes to fill the memory.
+It is the recipe itself with two steps a stage, each sequence as long as the longest possible, and
+only as many sequences as fill the memory. Data, rewards and engines are replaced: rewards differ
+within a group, so that each completion enters the loss.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
+from transformers import PreTrainedModel
 
+from keel.config.entry import load_entry
 from keel.config.judging import PROMPTS_AT_ONCE, JudgingStage
 from keel.config.optimisation import Checkpoints, Trackers
 from keel.config.preference_data import PreferenceData
 from keel.config.sampling import Evaluation, Rollout
 from keel.config.schema import Recipe, RLStage, SFTStage, Stage
 from keel.config.sources import Rewards, RewardSource, TaskSource
+from keel.data.tasks.base import BaseTask
+from keel.engines.native import NativeEngine
+from keel.models.families import context_length
 from keel.models.packed import sizes_on
 from keel.preflight.context import LongestExample, StageContext
-from keel.preflight.memory import stand_ins
 from keel.preflight.trial_batch import OPERATIONS, SHORTEST, Load
+from keel.types import Completion, Engine, Group, Prompt, Sampling, Side
 
 LEARNED = ("outcome", "process")
 """Built-in rewards that are models."""
 STEPS = 2
 """Of a stage: an optimizer's state is there from the second on."""
 COUNTED = 65_536
-"""Sequences of a step that are looked at, to see how many fill a micro-batch."""
+"""Sequences of a step that are counted, to see how many fill a micro-batch."""
 
 
 @dataclass(frozen=True, eq=False)
 class Trial:
     """A recipe to run, and by stage: its longest example, the tokens of a completion that are
-    sampled, and what of its memory does not show."""
+    sampled, and what of its memory is not measured."""
 
     recipe: Recipe
     examples: Mapping[str, LongestExample]
@@ -52,15 +60,14 @@ class Trial:
         return rollout.prompts_per_step * rollout.group_size * self.sampled[name]
 
 
-def trial_of(
-    recipe: Recipe, contexts: Sequence[StageContext], load: Load, path: Path
-) -> Trial | None:
+def trial_of(contexts: Sequence[StageContext], load: Load, path: Path) -> Trial | None:
     """The trial of the stages of which an example is known; None where there are none.
 
     `path` is where the examples will be. A stage whose reward model starts from that of a stage
     without an example is left out too.
     """
-    examples = {c.name: c.work.longest for c in contexts if c.work.longest is not None}
+    recipe = contexts[0].recipe
+    examples = {c.stage.name: c.work.longest for c in contexts if c.work.longest is not None}
     stages: list[Stage] = []
     sampled: dict[str, int] = {}
     omitted: dict[str, tuple[str, ...]] = {}
@@ -89,13 +96,12 @@ class _ShortStage:
     ) -> None:
         self.original, self.example, self.load, self.known = stage, example, load, known
         self.options = {"path": path, "stage": stage.name}
-        self.task = TaskSource(name=stand_ins.TASK, options=self.options, raw=example.raw)
-        self.device = torch.device(load.device)
+        self.task = TaskSource(name=f"{__name__}:task", options=self.options, raw=example.raw)
         self.sampled = 0
         """Tokens of a completion that are sampled; 0 where nothing is."""
 
     def stage(self) -> Stage:
-        """The stage with what is shorter in it."""
+        """The shortened stage."""
         stage = self.original
         changes: dict[str, Any] = {
             "steps": min(stage.steps, STEPS),
@@ -106,19 +112,24 @@ class _ShortStage:
         if stage.records is not None:
             changes |= self._judged(cast(JudgingStage, stage))
         elif stage.demonstrated:
-            changes |= self._demonstrated(cast(SFTStage, stage))
+            changes |= {
+                "tasks": (self.task,),
+                "demonstration": "keel.data.tasks.demonstrations:gold",
+                "batch_size": self._examples(cast(SFTStage, stage).batch_size),
+            }
         else:
             changes |= self._rl(cast(RLStage, stage))
         found: Stage = stage.model_copy(update=changes)
         return found
 
     def omitted(self) -> Iterator[str]:
-        """What of the stage's memory the trial does not show."""
+        """What of the stage's memory the trial does not measure."""
         sampling = self.original.sampling
         if sampling is None:
             return
         rollout = sampling.rollout
-        n, rows = rollout.prompts_per_step * rollout.group_size, self._rows(rollout)
+        n = rollout.prompts_per_step * rollout.group_size
+        rows = min(rollout.max_rows, self._prompts(rollout) * rollout.group_size)
         if self.sampled < rollout.max_tokens or rows < min(n, rollout.max_rows):
             yield (
                 f"memory of sampling beyond {self.sampled} tokens of {rows} completions at a time: "
@@ -133,43 +144,25 @@ class _ShortStage:
     # ------------------------------------------------------------ kinds of stages
 
     def _rl(self, stage: RLStage) -> dict[str, Any]:
-        rollout, algorithm, evaluation = stage.rollout, stage.algorithm, stage.evaluation
+        rollout, evaluation = stage.rollout, stage.evaluation
         minibatches = min(stage.minibatches, STEPS)
         of_minibatch = math.ceil(rollout.prompts_per_step / stage.minibatches)
         filling = self._groups_of_two_passes(rollout, stage.token_budget)
         learned = minibatches * min(of_minibatch, filling)
         prompts = min(rollout.prompts_per_step, max(learned, self._prompts(rollout)))
         self.sampled = self._sampled_tokens(rollout, prompts)
-        reward = stand_ins.STEP_REWARD if algorithm.needs_steps else stand_ins.REWARD
+        short = {"prompts_per_step": prompts, "stop": (), "stop_ids": (), "mask_truncated": False}
+        evaluated = self._evaluated(rollout, evaluation, prompts)
+        silent = {"every": 0, "component": None, "prompts": evaluated}
         return {
             "steps": min(stage.steps, STEPS + rollout.async_level),
             "tasks": (self.task,),
             "epochs": 1,
             "minibatches": minibatches,
-            "rollout": rollout.model_copy(
-                update={
-                    "prompts_per_step": prompts,
-                    "stop": (),
-                    "stop_ids": (),
-                    "mask_truncated": False,
-                }
-            ),
-            "rewards": self._rewards(stage.rewards, reward),
+            "rollout": rollout.model_copy(update=short),
+            "rewards": self._rewards(stage.rewards, of_steps=stage.algorithm.needs_steps),
             "value": stage.value.model_copy(update={"warmup_steps": 0}),
-            "evaluation": evaluation.model_copy(
-                update={
-                    "every": 0,
-                    "component": None,
-                    "prompts": self._evaluated(rollout, evaluation, prompts),
-                }
-            ),
-        }
-
-    def _demonstrated(self, stage: SFTStage) -> dict[str, Any]:
-        return {
-            "tasks": (self.task,),
-            "demonstration": "keel.data.tasks.demonstrations:gold",
-            "batch_size": self._examples(stage.batch_size),
+            "evaluation": evaluation.model_copy(update=silent),
         }
 
     def _judged(self, stage: JudgingStage) -> dict[str, Any]:
@@ -180,15 +173,15 @@ class _ShortStage:
         choice = stage.sampled
         if choice is None:
             options = {**self.options, "count": changes["batch_size"]}
-            data = PreferenceData(name=stand_ins.ROWS, options=options, raw=stage.raw, empty="keep")
+            name = f"{__name__}:rows"
+            data = PreferenceData(name=name, options=options, raw=stage.raw, empty="keep")
             return {**changes, "data": data}
         rollout = choice.sampling.rollout
         prompts = self._prompts(rollout)
         self.sampled = self._sampled_tokens(rollout, prompts)
-        reward = stand_ins.STEP_REWARD if stage.records == "steps" else stand_ins.REWARD
         update = {
             "tasks": (self.task,),
-            "rewards": self._rewards(choice.rewards, reward),
+            "rewards": self._rewards(choice.rewards, of_steps=stage.records == "steps"),
             "train": min(choice.train, PROMPTS_AT_ONCE, prompts),
             "heldout": 1,
             "noise": 0.0,
@@ -200,7 +193,7 @@ class _ShortStage:
     # ------------------------------------------------------------ how much
 
     def _groups_of_two_passes(self, rollout: Rollout, token_budget: int) -> int:
-        """Prompts whose completions fill two micro-batches: the second runs beside gradients."""
+        """Prompts whose completions fill two micro-batches: the second adds to gradients."""
         n = rollout.group_size
         count = max(1, min(rollout.prompts_per_step, COUNTED // n))
         prompt, whole = self.example.tokens, self.example.tokens + rollout.max_tokens
@@ -213,20 +206,17 @@ class _ShortStage:
         return self._two_passes(lengths, (), self.original.token_budget)
 
     def _two_passes(self, lengths: list[int], shared: Sequence[int], token_budget: int) -> int:
-        spans = sizes_on(self.device, lengths, shared).spans(token_budget)
+        spans = sizes_on(torch.device(self.load.device), lengths, shared).spans(token_budget)
         return spans[1].stop + 1 if len(spans) > 2 else len(lengths)
 
     def _prompts(self, rollout: Rollout) -> int:
-        """Prompts whose completions are sampled at a time, as far as seconds allow."""
+        """Prompts whose completions are sampled at a time, as many as take seconds."""
         affordable = OPERATIONS[self.load.device] / (2 * self.load.parameters * SHORTEST)
         completions = min(rollout.max_rows, affordable)
         return max(1, min(rollout.prompts_per_step, math.ceil(completions / rollout.group_size)))
 
-    def _rows(self, rollout: Rollout) -> int:
-        return min(rollout.max_rows, self._prompts(rollout) * rollout.group_size)
-
     def _sampled_tokens(self, rollout: Rollout, prompts: int) -> int:
-        """Tokens of each completion that seconds are enough for."""
+        """Tokens of each completion, as many as take seconds."""
         tokens = OPERATIONS[self.load.device] / (2 * self.load.parameters)
         length = min(self.load.steps, int(tokens / (prompts * rollout.group_size)))
         return min(rollout.max_tokens, max(SHORTEST, length))
@@ -242,14 +232,128 @@ class _ShortStage:
 
     # ------------------------------------------------------------ rewards
 
-    def _rewards(self, rewards: Rewards, stand_in: str) -> Rewards:
+    def _rewards(self, rewards: Rewards, *, of_steps: bool) -> Rewards:
         """The learned rewards, whose models take memory, and a reward that always differs."""
         plain = {"gate_below": None, "gated_reward": 0.0, "clip": None, "normalise": "none"}
         kept = [one.model_copy(update=plain) for one in rewards.functions if self._kept(one)]
-        functions = (*kept, RewardSource(function=stand_in, name="trial"))
-        return rewards.model_copy(update={"functions": functions, "on_error": "stop"})
+        entry = alternating_step_reward if of_steps else alternating_reward
+        trial = RewardSource(function=f"{__name__}:{entry.__name__}", name="trial")
+        return rewards.model_copy(update={"functions": (*kept, trial), "on_error": "stop"})
 
     def _kept(self, source: RewardSource) -> bool:
         stage = source.options.get("stage")
         here = not source.options.get("process")
         return source.function in LEARNED and here and (stage is None or stage in self.known)
+
+
+# ---------------------------------------------------------------- in the trial's process
+
+
+class RepeatedPrompt(BaseTask):
+    """One prompt, repeated, with its answer; validation may have another prompt."""
+
+    def __init__(self, name: str, example: dict[str, Any]) -> None:
+        self.name = name
+        self.example = example
+
+    def prompt(self, side: Side, index: int) -> Prompt:
+        content = self.example["prompt"]
+        if side == "heldout":
+            content = self.example.get("heldout", content)
+        return Prompt(f"{self.name}/{side}/{index}", content, {}, self.name)
+
+    def gold(self, prompt: Prompt) -> str | None:
+        answer: str | None = self.example.get("answer")
+        return answer
+
+
+def task(*, path: str, stage: str) -> RepeatedPrompt:
+    """The task of a stage: its longest prompt."""
+    return RepeatedPrompt(stage, _example(path, stage))
+
+
+def rows(*, path: str, stage: str, count: int) -> list[dict[str, Any]]:
+    """The preference data of a stage: its longest example, `count` times."""
+    return [_example(path, stage)] * count
+
+
+def _example(path: str, stage: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))[stage]
+    return found
+
+
+def alternating_reward(*, completions: Sequence[Any], **_: Any) -> list[float]:
+    """0 and 1 in turn."""
+    return [float(at % 2) for at in range(len(completions))]
+
+
+def alternating_step_reward(
+    *, completion_ids: Sequence[Sequence[int]], **_: Any
+) -> list[list[tuple[int, float]]]:
+    """The same, as the reward of a completion's only step."""
+    return [[(len(ids) - 1, float(at % 2))] for at, ids in enumerate(completion_ids)]
+
+
+class FullLengthEngine:
+    """Completions of `max_tokens` tokens each.
+
+    After `sampled` tokens, and where `inner` stops earlier, the last token is repeated.
+    """
+
+    def __init__(self, inner: Engine, context: int | None, sampled: int) -> None:
+        self.inner = inner
+        self.context = context
+        self.sampled = sampled
+
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
+    ) -> list[Group]:
+        """See `keel.types.Engine`."""
+        groups = []
+        shorter = replace(sampling, max_tokens=min(sampling.max_tokens, self.sampled))
+        for group in self.inner.sample(prompts, n, shorter, seed):
+            length = sampling.max_tokens
+            if self.context is not None:
+                length = min(length, self.context - len(group.prompt.tokens))
+            completions = tuple(_lengthened(c, length) for c in group.completions)
+            groups.append(Group(group.prompt, completions))
+        return groups
+
+    def sync(self, weights: Any) -> None:
+        """See `keel.types.Engine`."""
+        self.inner.sync(weights)
+
+
+def full_length(name: str, sampled: Callable[[], int]) -> Callable[..., FullLengthEngine]:
+    """An entry for `keel.engines.registry.ENGINES` that replaces the engine `name`.
+
+    The native engine samples on after the end-of-sequence token.
+    """
+
+    def build(
+        model: PreTrainedModel, tokenizer: Any, *, dtype: torch.dtype | None, **options: Any
+    ) -> FullLengthEngine:
+        inner: Engine
+        if name == "native":
+            inner = native = NativeEngine(model, tokenizer, dtype=dtype, **options)
+            native.eos = ()
+        else:
+            kind = "model" if dtype is None else str(dtype).removeprefix("torch.")
+            make = load_entry(name, "engine")
+            inner = make(model=model, tokenizer=tokenizer, dtype=kind, **options)
+        return FullLengthEngine(inner, context_length(model), sampled())
+
+    return build
+
+
+def _lengthened(completion: Completion, length: int) -> Completion:
+    missing = length - len(completion)
+    if missing <= 0 or not len(completion):
+        return completion
+    return replace(
+        completion,
+        tokens=np.pad(completion.tokens, (0, missing), mode="edge"),
+        log_probs=np.pad(completion.log_probs, (0, missing), mode="edge"),
+        written=np.pad(completion.written, (0, missing), mode="edge"),
+        finish="length",
+    )

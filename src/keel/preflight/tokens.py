@@ -7,20 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.models.chat import encode, limited_template
-from keel.preflight.finding import Finding
-from keel.preflight.finding_kinds import found
+from keel.preflight.finding import Finding, shorten
 from keel.runs.watchdog import Hung
 from keel.types import KeelError, Message, Prompt
 
 PROBE = "An answer to close"
 """An answer that no template has reason to change."""
 THINKING = ("<think>", "</think>")
-"""Templates of thinking models write these only where a turn begins, or drop them behind it."""
+"""Templates of thinking models write these only where a turn begins, or drop them after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """What the chat template puts behind the assistant's words: the text, and its first special
+    """What the chat template writes after the assistant's words: the text, and its first special
     token, where there is one."""
 
     text: str
@@ -29,7 +28,7 @@ class Closing:
 
 
 def closing(tokenizer: Any, template: Mapping[str, Any]) -> Closing | None:
-    """How the template closes an assistant's turn; None where it does not, or cannot be asked."""
+    """How the template closes an assistant's turn; None where it does not, or fails."""
     turns = [
         Message(role="user", content="A question"),
         Message(role="assistant", content=PROBE),
@@ -56,20 +55,20 @@ def end_of_turn(
     if any(text in closed.text for text in stop_texts):
         return None
     if closed.token is None:
-        mend = f'set {key}.stop = ["{closed.spelled}"]'
+        fix = f'set {key}.stop = ["{closed.spelled}"]'
     else:
-        mend = (
+        fix = (
             f"set {key}.stop_ids = [{closed.token}], or name it in eos_token_id of the model's "
             "generation_config.json"
         )
-    return found(
+    return Finding(
         "end-of-turn-not-stop",
         "a completion does not end where the assistant's turn does, and the model runs on",
         f"the chat template closes a turn with {closed.spelled!r}"
         + ("" if closed.token is None else f" (id {closed.token})")
         + f"; completions end at the ids {', '.join(map(str, stops))}",
         f"{key}.stop_ids" if closed.token is not None else f"{key}.stop",
-        mend,
+        fix,
         "error",
     )
 
@@ -82,7 +81,7 @@ def eos_pair(own: int | None, generation: Sequence[int], spelled: str, key: str)
     """
     if own is None or not generation or own in generation:
         return None
-    return found(
+    return Finding(
         "eos-differs",
         "the model learns to end where a server of the saved model will not stop",
         f"the tokenizer's eos_token is {spelled!r} (id {own}); generation_config.json stops at "
@@ -97,7 +96,7 @@ def doubled_bos(prompts: Sequence[Prompt], bos: int | None, key: str) -> Finding
     doubled = [p for p in prompts if bos is not None and p.tokens[:2] == (bos, bos)]
     if not doubled:
         return None
-    return found(
+    return Finding(
         "bos-doubled",
         "prompts begin with two begin-of-sequence tokens, which the model has never seen",
         f"{len(doubled)} of {len(prompts)} prompts, {doubled[0].id!r} the first: the tokenizer "
@@ -111,22 +110,25 @@ def special_in_messages(
     prompts: Sequence[Prompt], specials: Sequence[str], key: str
 ) -> Finding | None:
     """Messages whose words are special tokens: a turn may end, or another begin, inside of them."""
-    for at, prompt in enumerate(prompts):
-        if isinstance(prompt.content, str):
-            continue
-        for turn in prompt.content:
-            inside = [token for token in specials if token and token in turn["content"]]
-            if inside:
-                many = sum(_spells(other, specials) for other in prompts[at:])
-                return found(
-                    "special-token-in-message",
-                    "a message spells a special token, and the model reads it as one",
-                    f"{many} of {len(prompts)} prompts; {prompt.id!r}: {inside[0]!r} in the "
-                    f"{turn['role']}'s words",
-                    key,
-                    "the template sets these itself: take them out of the data",
-                )
-    return None
+    spelled = [
+        (at, turn["role"], token)
+        for at, prompt in enumerate(prompts)
+        if not isinstance(prompt.content, str)
+        for turn in prompt.content
+        for token in specials
+        if token and token in turn["content"]
+    ]
+    if not spelled:
+        return None
+    first, role, token = spelled[0]
+    many = len({at for at, _, _ in spelled})
+    return Finding(
+        "special-token-in-message",
+        "a message spells a special token, and the model reads it as one",
+        f"{many} of {len(prompts)} prompts; {prompts[first].id!r}: {token!r} in the {role}'s words",
+        key,
+        "the template sets these itself: take them out of the data",
+    )
 
 
 def template_text(
@@ -143,24 +145,26 @@ def template_text(
         text = _rendered(tokenizer, turns, template, prompt=True)
         if text is None:
             continue
-        for turn in turns:
-            if _squeezed(turn["content"]) not in _squeezed(text):
-                return found(
-                    "template-loses-text",
-                    f"the chat template drops or changes the {turn['role']}'s words",
-                    f"prompt {prompt.id!r}: {_cut(turn['content'])!r} is not in "
-                    f"{_cut(text, 160)!r}",
-                    key,
-                    "use a template that shows every message as it is (model.chat_template), or "
-                    "put the words into another role",
-                    "error",
-                )
-        back = _back(tokenizer, prompt, template)
-        if back is not None and _squeezed(back) != _squeezed(text):
-            return found(
+        lost = next((t for t in turns if _squeezed(t["content"]) not in _squeezed(text)), None)
+        if lost is not None:
+            return Finding(
+                "template-loses-text",
+                f"the chat template drops or changes the {lost['role']}'s words",
+                f"prompt {prompt.id!r}: {shorten(lost['content'])!r} is not in "
+                f"{shorten(text, 160)!r}",
+                key,
+                "use a template that shows every message as it is (model.chat_template), or put "
+                "the words into another role",
+                "error",
+            )
+        a, b = _squeezed(text), _squeezed(_back(tokenizer, prompt, template) or text)
+        if a != b:
+            same = next((i for i in range(len(a)) if a[i] != b[i : i + 1]), len(a))
+            part = slice(max(same - 10, 0), same + 20)
+            return Finding(
                 "template-loses-text",
                 "a prompt in tokens does not read as the chat template wrote it",
-                f"prompt {prompt.id!r}: {_difference(text, back)}",
+                f"prompt {prompt.id!r}: {a[part]!r} comes back as {b[part]!r}",
                 key,
                 "use the tokenizer that the model was trained with, or leave these characters out",
                 "error",
@@ -173,28 +177,28 @@ def template_prefix(
 ) -> Finding | None:
     """A prompt that is not how the conversation with an answer in it begins.
 
-    A server that is handed the conversation reads other tokens than those that were learned from.
-    What thinking models put round their thoughts does not count.
+    A server that gets the conversation reads other tokens than those that were learned from. What
+    thinking models put round their thoughts does not count.
     """
-    for prompt in prompts:
-        if isinstance(prompt.content, str):
-            continue
-        turns = list(prompt.content)
-        asked = _rendered(tokenizer, turns, template, prompt=True)
-        answer = Message(role="assistant", content=PROBE)
-        whole = _rendered(tokenizer, [*turns, answer], template, prompt=False)
-        if asked is None or whole is None:
-            return None
-        if _thoughtless(whole).startswith(_thoughtless(asked) + _squeezed(PROBE)):
-            return None
-        return found(
-            "template-not-prefix",
-            "the prompt is not how a conversation with the answer in it begins",
-            f"prompt {prompt.id!r} ends {asked[-60:]!r}; with the answer it reads {whole[-120:]!r}",
-            key,
-            "make the template write the same header for an answer to come and one that is there",
-        )
-    return None
+    first = next((p for p in prompts if not isinstance(p.content, str)), None)
+    if first is None:
+        return None
+    assert not isinstance(first.content, str)
+    turns = list(first.content)
+    asked = _rendered(tokenizer, turns, template, prompt=True)
+    answer = Message(role="assistant", content=PROBE)
+    whole = _rendered(tokenizer, [*turns, answer], template, prompt=False)
+    if asked is None or whole is None:
+        return None
+    if _thoughtless(whole).startswith(_thoughtless(asked) + _squeezed(PROBE)):
+        return None
+    return Finding(
+        "template-not-prefix",
+        "the prompt is not how a conversation with the answer in it begins",
+        f"prompt {first.id!r} ends {asked[-60:]!r}; with the answer it reads {whole[-120:]!r}",
+        key,
+        "make the template write the same header for a future answer and a given one",
+    )
 
 
 def special_in_answers(
@@ -210,13 +214,13 @@ def special_in_answers(
     if not spelled:
         return None
     name, token = spelled[0]
-    return found(
+    return Finding(
         "special-token-in-message",
         "an answer spells a special token, and the model learns "
         + ("to spell it letter by letter" if letters else "to write it there"),
         f"{len({name for name, _ in spelled})} rows of {len(answers)} answers; {name!r}: {token!r}",
         key,
-        "the end of an answer is set behind it: take them out of the data",
+        "the end of an answer is added to it: take them out of the data",
     )
 
 
@@ -239,12 +243,6 @@ def unread(
     )
 
 
-def _spells(prompt: Prompt, specials: Sequence[str]) -> bool:
-    if isinstance(prompt.content, str):
-        return False
-    return any(token and token in t["content"] for t in prompt.content for token in specials)
-
-
 def _rendered(
     tokenizer: Any, turns: Sequence[Message], template: Mapping[str, Any], *, prompt: bool
 ) -> str | None:
@@ -262,7 +260,7 @@ def _rendered(
         return str(text)
     except Hung:
         raise
-    except Exception:  # a template raises what it likes; as a prompt it is told of elsewhere
+    except Exception:  # a template raises what it likes; as a prompt it is reported elsewhere
         return None
 
 
@@ -288,16 +286,3 @@ def _thoughtless(text: str) -> str:
     for mark in THINKING:
         text = text.replace(mark, "")
     return _squeezed(text)
-
-
-def _cut(text: str, width: int = 80) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def _difference(wanted: str, got: str) -> str:
-    """Where two texts part, blanks aside."""
-    a, b = _squeezed(wanted), _squeezed(got)
-    at = next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
-    return f"{a[max(at - 10, 0) : at + 20]!r} comes back as {b[max(at - 10, 0) : at + 20]!r}"

@@ -42,6 +42,10 @@ def rl(**keys: Any) -> dict[str, Any]:
     return {"model": keys.pop("model", BUILD), "tasks": keys.pop("tasks", [TASK]), **keys}
 
 
+def rewarded(*functions: dict[str, Any]) -> dict[str, Any]:
+    return rl(rewards={"functions": list(functions)})
+
+
 def before(recipe: dict[str, Any]) -> dict[str, Any]:
     """The recipe's stage followed by another, so that no `keel eval` reads its keys."""
     model = recipe.pop("model")
@@ -68,54 +72,20 @@ CASES: list[tuple[Any, ...]] = [
     ("tasks.0.weight", rl(tasks=[{**TASK, "weight": 2.0}]), ()),
     ("tasks.0.validation_fraction", rl(tasks=[{**TASK, "validation_fraction": 0.2}]), ()),
     ("tasks.0.bad_rows", rl(tasks=[{**TASK, "bad_rows": "quarantine"}]), ()),
-    (
-        "tasks.0.validation_fraction",
-        rl(tasks=[{**FILE, "validation_path": "b.jsonl", "validation_fraction": 0.2}]),
-        (),
-    ),
-    (
-        "rewards.functions.1.clip",
-        rl(
-            rewards={
-                "functions": [
-                    {"function": "task"},
-                    {"function": "place_match", "weight": 0.0, "clip": [0.0, 0.5]},
-                ]
-            }
-        ),
-        (),
-    ),
-    (
-        "rewards.functions.0.options.timeout",
-        rl(
-            rewards={
-                "functions": [{"function": "outcome", "options": {"model": "m", "timeout": 9.0}}]
-            }
-        ),
-        (),
-    ),
-    (
-        "rewards.functions.0.options.rivals",
-        rl(rewards={"functions": [{"function": "judge", "options": {"model": "m", "rivals": 3}}]}),
-        (),
-    ),
-    (
-        "rewards.functions.0.options.low",
-        rl(rewards={"functions": [{"function": "judge", "options": {**PAIRWISE, "low": 1.0}}]}),
-        (),
-    ),
-    (
-        "rewards.functions.0.options.rivals",
-        rl(rewards={"functions": [{"function": "judge",
-                                   "options": {**PAIRWISE, "against": "gold", "rivals": 3}}]}),
-        (),
-    ),
-    (
-        "sampled.rewards.functions.0.correctness",
-        judging("dpo", sampled={**SAMPLED, "rewards": {
-            "functions": [{"function": "task", "correctness": True}]}}),
-        (),
-    ),
+    ("tasks.0.validation_fraction",
+     rl(tasks=[{**FILE, "validation_path": "b.jsonl", "validation_fraction": 0.2}]), ()),
+    ("rewards.functions.1.clip", rewarded({"function": "task"}, {
+        "function": "place_match", "weight": 0.0, "clip": [0.0, 0.5]}), ()),
+    ("rewards.functions.0.options.timeout",
+     rewarded({"function": "outcome", "options": {"model": "m", "timeout": 9.0}}), ()),
+    ("rewards.functions.0.options.rivals",
+     rewarded({"function": "judge", "options": {"model": "m", "rivals": 3}}), ()),
+    ("rewards.functions.0.options.low",
+     rewarded({"function": "judge", "options": {**PAIRWISE, "low": 1.0}}), ()),
+    ("rewards.functions.0.options.rivals", rewarded({
+        "function": "judge", "options": {**PAIRWISE, "against": "gold", "rivals": 3}}), ()),
+    ("sampled.rewards.functions.0.correctness", judging("dpo", sampled={
+        **SAMPLED, "rewards": {"functions": [{"function": "task", "correctness": True}]}}), ()),
     ("rollout.max_turns", rl(), ("rollout.max_turns=3",)),
     ("rollout.overlap_rewards", rl(),
      ("rollout.max_turns=2", "rollout.overlap_rewards=true"), replace(HERE, replies={})),
@@ -176,7 +146,7 @@ UNUSED = [(*case, HERE)[:4] for case in CASES]
 @pytest.mark.parametrize(
     ("key", "recipe", "overrides", "facts"), UNUSED, ids=[c[0] for c in UNUSED]
 )
-def test_an_unused_key_is_found_alone(
+def test_unused_key_is_reported_alone(
     key: str, recipe: dict[str, Any], overrides: tuple[str, ...], facts: Facts
 ) -> None:
     assert found(recipe, *overrides, facts=facts) == [key]
@@ -208,7 +178,7 @@ EFFECTIVE: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("recipe", "overrides"), EFFECTIVE)
-def test_a_key_with_an_effect_is_not_found(
+def test_key_with_an_effect_is_not_reported(
     recipe: dict[str, Any], overrides: tuple[str, ...]
 ) -> None:
     assert found(recipe, *overrides, facts=CHAT) == []
@@ -219,7 +189,7 @@ def test_a_key_with_an_effect_is_not_found(
 def test_shipped_recipes_set_no_unused_key(name: str, facts: Facts, tmp_path: Path) -> None:
     """Neither as they are shipped, nor written out with every default, as a run folder has them.
 
-    (Written out, what one recipe takes over from another looks as though it had set it itself.)
+    (Written out, what one recipe inherits from another looks as if it had set it itself.)
     """
     recipe = load_recipe(name)
     assert unused_keys(name, (), recipe, facts) == []
@@ -248,14 +218,14 @@ def test_only_written_keys_that_differ_from_their_default_are_reported(tmp_path:
     ]
 
 
-def test_a_preset_that_replaces_the_algorithm_takes_its_values_along() -> None:
+def test_keys_of_a_replaced_preset_are_not_reported() -> None:
     changes = {"divergence": {"beta": 0.0, "where": "reward"}, "surrogate": {"low": 0.1}}
     recipe = rl(algorithm={"preset": "grpo", **changes})
     assert len(found(recipe)) == 2
     assert found(recipe, "algorithm=rloo") == []
 
 
-def test_keys_are_shown_with_their_stage() -> None:
+def test_unused_keys_are_named_with_their_stage() -> None:
     recipe = {
         "model": BUILD,
         "stages": [
@@ -270,7 +240,7 @@ def test_keys_are_shown_with_their_stage() -> None:
     ]
 
 
-def test_every_condition_of_the_schema_is_tried() -> None:
+def test_every_condition_of_the_schema_has_a_case() -> None:
     """A new condition needs a recipe in `UNUSED` where it holds."""
     reasons = [
         one.evidence
