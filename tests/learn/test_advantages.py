@@ -16,7 +16,7 @@ from keel.learn.batch import from_groups
 from keel.learn.loss import prepare
 from keel.rewards.compose import compose
 from keel.rewards.registry import NamedReward
-from keel.rewards.validation import Said, read_rewards
+from keel.rewards.validation import RewardOutput, read_rewards
 from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
 from tests.learn.flat import blank, sample
 
@@ -192,11 +192,16 @@ def test_outcomes_that_are_all_zero_are_steps_where_a_reward_gave_them() -> None
 def test_composed_rewards_keep_the_outcome_apart_from_steps() -> None:
     plain, gate = NamedReward("steps", None), NamedReward("format", None, gate_below=1.0)
     functions = [plain, NamedReward("right", None, weight=2.0)]
-    of_steps = [Said(1.0, (Step(0, 1.0),)), Said(0.0, (Step(0, 0.0),))]
-    first, second = compose(functions, {"steps": of_steps, "right": [Said(0.0), Said()]}, [0, 0])
+    of_steps = [RewardOutput(1.0, (Step(0, 1.0),)), RewardOutput(0.0, (Step(0, 0.0),))]
+    first, second = compose(
+        functions, {"steps": of_steps, "right": [RewardOutput(0.0), RewardOutput()]}, [0, 0]
+    )
     assert (first.reward, first.outcome) == (1.0, 0.0)
     assert (second.reward, second.outcome) == (0.0, None)
-    values = {"format": [Said(1.0), Said(0.0)], "steps": [of_steps[0], Said(0.0, ())]}
+    values = {
+        "format": [RewardOutput(1.0), RewardOutput(0.0)],
+        "steps": [of_steps[0], RewardOutput(0.0, ())],
+    }
     _, shut = compose([gate, plain], values, [0, 0])
     assert (shut.reward, shut.steps, shut.outcome) == (0.0, (), 0.0)
 

@@ -22,10 +22,9 @@ from keel.models.policy import Policy, load_policy
 from keel.models.reward import check_classifier
 from keel.models.reward_inputs import Reader
 from keel.preflight import tokens
-from keel.preflight.context import LongestExample, StageContext
+from keel.preflight.context import LongestExample, PromptStats, StageContext
 from keel.preflight.finding import quantile
 from keel.preflight.prompts import (
-    PromptStats,
     encoded_prompts,
     how_read,
     over_length,

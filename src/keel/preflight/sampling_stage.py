@@ -13,11 +13,10 @@ from keel.config.sources import RewardSource
 from keel.engines.stopping import eos_ids, split_stops
 from keel.learn.advantages import check_steps
 from keel.preflight import tokens
-from keel.preflight.context import LongestExample, StageContext, StageStops
+from keel.preflight.context import LongestExample, PromptStats, StageContext, StageStops
 from keel.preflight.gold_answers import Gold, check_readable, gold_of
 from keel.preflight.judge_cost import forecast_judge
 from keel.preflight.prompts import (
-    PromptStats,
     SamplingPlan,
     plain_content,
     read_prompts,
