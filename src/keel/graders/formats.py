@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Sequence
 
 SECONDS = 5
@@ -70,3 +71,14 @@ def tag_content(text: str, tag: str) -> str | None:
     if end < 0 or start < 0:
         return None
     return text[start + len(tag) + 2 : end].strip()
+
+
+def normalise(text: str) -> str:
+    """Case folded, composed (NFKC), runs of blanks as one, without full stops at the end."""
+    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    return " ".join(folded.split()).rstrip(" .")
+
+
+def same_text(a: str, b: str, *, normalised: bool = False) -> bool:
+    """Whether two texts are equal: less the blanks around them, or `normalised`."""
+    return normalise(a) == normalise(b) if normalised else a.strip() == b.strip()

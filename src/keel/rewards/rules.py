@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keel.graders.answers import only_repeats, stated_number
-from keel.graders.formats import SECONDS, has_tags, matches, tag_content
+from keel.graders.formats import SECONDS, has_tags, matches, same_text, tag_content
 from keel.graders.numbers import Number, read_number, same_number
-from keel.graders.text import same_text
 from keel.rewards.validation import Wrong
 from keel.types import KeelError
 

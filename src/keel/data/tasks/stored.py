@@ -15,7 +15,7 @@ from keel.data.tables import Gathered, Row, Table, Where, all_bad, encodable, re
 from keel.data.tasks.base import BaseTask, Presentation, position, side_of
 from keel.data.tasks.generated import take_options
 from keel.data.tasks.user import UserTask
-from keel.graders.text import same_text
+from keel.graders.formats import same_text
 from keel.runs.quarantine import LeftOut, Why
 from keel.types import Completion, Content, KeelError, Prompt, Side
 
