@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from keel.config.sources import RewardSource
 from keel.graders import languages
+from keel.graders.formats import repeated_share, units
 from keel.graders.languages import language_of, language_share, prose
-from keel.graders.repetition import repeated_share, units
 from keel.rewards.registry import load_reward
 from keel.rewards.texture import repetition
 from keel.rewards.validation import Wrong

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from keel.graders.repetition import repeated_share
+from keel.graders.formats import repeated_share
 from keel.rewards.rules import texts
 from keel.types import KeelError
 
