@@ -31,7 +31,6 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Literal
 
-from keel.graders.stepwise import SETTLE, stepwise
 from keel.sandbox import inside
 from keel.sandbox.bubblewrap import Ran, Sandbox
 from keel.sandbox.inside import CODE
@@ -436,3 +435,27 @@ def _cause(ran: Ran, lines: Sequence[str]) -> tuple[Status, str]:
     elif "can't start new thread" in message:
         status = "processes"
     return status, f"{where}: {message}"[:300]
+
+
+SETTLE = "__keel_settle__"
+"""The function that tests call before each statement (`keel.sandbox.boundary`)."""
+
+
+@lru_cache(4096)
+def stepwise(text: str) -> str:
+    """The source of tests with a call of `SETTLE` before each statement."""
+    tree = ast.parse(text)
+    for node in list(ast.walk(tree)):
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(node, field, None)
+            if isinstance(block, list):
+                setattr(node, field, [part for one in block for part in _settled(one)])
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def _settled(statement: ast.stmt) -> list[ast.stmt]:
+    first = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+    if first or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
+        return [statement]  # what must stand first: imports from the future, docstrings
+    call = ast.Expr(ast.Call(ast.Name(SETTLE, ast.Load()), [], []))
+    return [call, statement]
