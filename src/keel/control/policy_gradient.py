@@ -26,9 +26,9 @@ from keel.control.collect import (
 )
 from keel.control.environments import Environments
 from keel.control.experience import Experience
-from keel.control.named_tensors import prefixed, within
 from keel.control.networks import TrainedNetwork, perceptron
 from keel.control.normalise import Moments
+from keel.control.state import prefixed, within
 from keel.learn.advantages import advantages, penalties, returns
 from keel.learn.batch import Estimates, TrainBatch
 from keel.learn.finite import stop_unless_finite
