@@ -10,8 +10,8 @@ from torch import Tensor
 
 from keel.config.control import QLearningStage
 from keel.config.control_load import load_control
+from keel.control.environments import Table, from_table
 from keel.control.q_learning import QLearning
-from keel.control.tabular import Table, from_table
 from keel.objective import tabular
 
 STATES, ACTIONS, GOAL, GAMMA = 16, 4, 15, 0.99
