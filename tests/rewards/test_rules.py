@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.rewards.overlong import overlong_penalty
-from keel.rewards.rules import exact_match, format_match, length, numeric_match, place_match
+from keel.rewards.rules import (
+    exact_match,
+    format_match,
+    length,
+    numeric_match,
+    overlong_penalty,
+    place_match,
+)
 from keel.rewards.validation import Wrong
 from keel.types import KeelError
 from tests.shared import shared_path

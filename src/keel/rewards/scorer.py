@@ -17,8 +17,8 @@ from keel.rewards.calls import BatchSlice, CallConfig, RewardCall
 from keel.rewards.compose import Composed, compose, shut
 from keel.rewards.executor import LoopThread
 from keel.rewards.overlap import Overlap
-from keel.rewards.overlong import overlong_penalty
 from keel.rewards.registry import RESERVED, TASK, NamedReward
+from keel.rewards.rules import overlong_penalty
 from keel.rewards.validation import RewardOutput
 from keel.types import Completion, Group, KeelError, Prompt, Task, Verdict
 
