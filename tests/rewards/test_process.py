@@ -20,7 +20,7 @@ from keel.rewards import Scorer
 from keel.rewards.context import RewardContext
 from keel.rewards.process import _sigmoid
 from keel.rewards.registry import NamedReward
-from keel.rewards.step_texts import on_tokens
+from keel.rewards.steps import on_tokens
 from keel.types import Completion, Group, KeelError, Prompt
 from tests.models.test_encode import tokenizer as words
 from tests.rewards.learned import completion, group, policy, reward, save_model, values

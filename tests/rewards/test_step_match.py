@@ -9,7 +9,7 @@ import pytest
 from keel.models.build import byte_tokenizer
 from keel.rewards import Scorer
 from keel.rewards.context import RewardContext
-from keel.rewards.step_texts import on_tokens
+from keel.rewards.steps import on_tokens
 from keel.types import KeelError
 from tests.rewards.learned import group, policy, reward, values
 

@@ -10,7 +10,7 @@ from keel.graders.steps import Aggregate, aggregate
 from keel.rewards.context import RewardContext
 from keel.rewards.model_scorer import Elsewhere, Here, ModelScorer, Spec, which_model
 from keel.rewards.rules import texts
-from keel.rewards.step_texts import needs_tokenizer, on_tokens
+from keel.rewards.steps import needs_tokenizer, on_tokens
 from keel.types import KeelError
 
 HOW = ("steps", "min", "last", "product", "mean")
