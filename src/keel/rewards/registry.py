@@ -30,7 +30,7 @@ MADE: Mapping[str, str] = {
     "code": "keel.rewards.code:code",
     "language": "keel.rewards.language:language",
     "judge": "keel.rewards.judge.reward:judge",
-    "outcome": "keel.rewards.outcome:outcome",
+    "outcome": "keel.rewards.learned:outcome",
     "process": "keel.rewards.process:process",
     "step_match": "keel.rewards.steps:step_match",
 }

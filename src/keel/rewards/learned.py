@@ -1,4 +1,4 @@
-"""A learned reward: what an outcome reward model says of a completion."""
+"""Rewards of learned models: outcome and process reward models."""
 
 from __future__ import annotations
 
