@@ -18,7 +18,7 @@ from keel.learn.batch import from_groups
 from keel.models.loading import quiet
 from keel.rewards import Scorer
 from keel.rewards.context import RewardContext
-from keel.rewards.process import _sigmoid
+from keel.rewards.learned import _sigmoid
 from keel.rewards.registry import NamedReward
 from keel.rewards.steps import on_tokens
 from keel.types import Completion, Group, KeelError, Prompt

@@ -31,7 +31,7 @@ MADE: Mapping[str, str] = {
     "language": "keel.rewards.language:language",
     "judge": "keel.rewards.judge.reward:judge",
     "outcome": "keel.rewards.learned:outcome",
-    "process": "keel.rewards.process:process",
+    "process": "keel.rewards.learned:process",
     "step_match": "keel.rewards.steps:step_match",
 }
 """Built-ins that hold something (a model, processes, a connection), by what makes them.
