@@ -8,9 +8,8 @@ from typing import Any
 
 from keel.config.sources import TaskSource
 from keel.config.suggest import unknown
-from keel.data.tasks.arithmetic import Addition
 from keel.data.tasks.base import Presentation
-from keel.data.tasks.generated import Generated, take_options
+from keel.data.tasks.generated import Addition, Generated, take_options
 from keel.data.tasks.gym import PREFIX, GymProcess, gym_installed, gym_names, gym_task
 from keel.data.tasks.stored import KINDS, DataTask, data_task, entry_task
 from keel.data.tasks.symbols import Reverse, SortDigits
