@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from keel.data.preferences.annotated import FIRST, SECOND, Annotated, Imported, read_cells
+from keel.data.preferences.published import FIRST, SECOND, Annotated, Imported, read_cells
 from keel.types import KeelError
 
 SETS = ("Natural", "Neighbor", "GPTInst", "GPTOut", "Manual")

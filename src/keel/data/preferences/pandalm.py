@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keel.data.preferences.agreement import Agreement, Bootstrap, cohen_kappa, percent_agreement
-from keel.data.preferences.annotated import (
+from keel.data.preferences.published import (
     FIRST,
     SECOND,
     TIE,

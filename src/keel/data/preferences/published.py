@@ -1,4 +1,4 @@
-"""Pairs with the verdicts that people gave of them, and the files that hold them. Torch-free."""
+"""Published preference data (PandaLM, LLMBar), read into pairs."""
 
 from __future__ import annotations
 
