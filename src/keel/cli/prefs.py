@@ -12,9 +12,8 @@ from typing import Any
 
 from keel.data.preferences import records as judged
 from keel.data.preferences.fields import Fields
-from keel.data.preferences.llmbar import is_llmbar, read_llmbar
 from keel.data.preferences.pandalm import TEST_SET, compare, read_judges, read_pandalm
-from keel.data.preferences.published import Annotated, Imported
+from keel.data.preferences.published import Annotated, Imported, is_llmbar, read_llmbar
 from keel.data.preferences.schema import Preference
 from keel.data.preferences.summary import agreement, summarise
 from keel.data.tables import read_table

@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 
 from keel.data.preferences.agreement import cohen_kappa, count_votes, fleiss_kappa
-from keel.data.preferences.llmbar import SETS, is_llmbar, read_llmbar
 from keel.data.preferences.pandalm import TEST_SET, PandaLMJudge, compare, read_judges, read_pandalm
-from keel.data.preferences.published import FIRST, SECOND, TIE, Annotated
+from keel.data.preferences.published import (
+    FIRST,
+    SECOND,
+    SETS,
+    TIE,
+    Annotated,
+    is_llmbar,
+    read_llmbar,
+)
 from keel.data.preferences.schema import Preference
 from keel.types import KeelError
 from tests.shared import shared_path
