@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from keel.config.load import load_recipe
-from keel.data.preferences.pandalm import TEST_SET, read_pandalm
-from keel.data.preferences.published import read_llmbar
+from keel.data.preferences.published import TEST_SET, read_llmbar, read_pandalm
 from keel.runs import files, lifecycle
 from keel.runs.diff import diff
 from keel.runs.layout import RunFolder

@@ -12,8 +12,16 @@ from typing import Any
 
 from keel.data.preferences import records as judged
 from keel.data.preferences.fields import Fields
-from keel.data.preferences.pandalm import TEST_SET, compare, read_judges, read_pandalm
-from keel.data.preferences.published import Annotated, Imported, is_llmbar, read_llmbar
+from keel.data.preferences.published import (
+    TEST_SET,
+    Annotated,
+    Imported,
+    compare,
+    is_llmbar,
+    read_judges,
+    read_llmbar,
+    read_pandalm,
+)
 from keel.data.preferences.schema import Preference
 from keel.data.preferences.summary import agreement, summarise
 from keel.data.tables import read_table

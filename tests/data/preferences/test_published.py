@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 
 from keel.data.preferences.agreement import cohen_kappa, count_votes, fleiss_kappa
-from keel.data.preferences.pandalm import TEST_SET, PandaLMJudge, compare, read_judges, read_pandalm
 from keel.data.preferences.published import (
     FIRST,
     SECOND,
     SETS,
+    TEST_SET,
     TIE,
     Annotated,
+    PandaLMJudge,
+    compare,
     is_llmbar,
+    read_judges,
     read_llmbar,
+    read_pandalm,
 )
 from keel.data.preferences.schema import Preference
 from keel.types import KeelError
