@@ -17,8 +17,7 @@ from keel.engines.compiled import angles, rules_of
 from keel.engines.model_runner import ModulePass, cast_copy
 from keel.engines.native import NativeEngine
 from keel.models.attention import install
-from keel.models.backbone import states_at
-from keel.models.families import head_of
+from keel.models.families import head_of, states_at
 from keel.models.head import logits
 from keel.models.lora import add_lora, affine, lora_layers
 from keel.models.packed import Packed

@@ -15,7 +15,7 @@ from keel.engines import compiled
 from keel.engines.kv_cache import DecodeRows, Prefill
 from keel.engines.native import NativeEngine
 from keel.models.attention import install
-from keel.models.backbone import states_at
+from keel.models.families import states_at
 from keel.models.lora import (
     adapter_off,
     add_lora,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from keel.models import backbone, probe
+from keel.models import probe
 from keel.models.attention import PackedLayout
 from keel.models.build import build_config, build_model
 from keel.models.families import FAMILIES, check_family

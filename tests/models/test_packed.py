@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keel.models.backbone import hidden_states, states_at
+from keel.models.families import hidden_states, states_at
 from keel.models.packed import Packed, pack
 from tests.engines.test_compiled import model_of
 

@@ -221,7 +221,7 @@ def test_the_backbone_starts_as_the_policy_is_now(kind: Kind, rank: int, family:
 
 def states(parent: Policy, model: Any) -> Tensor:
     """The last hidden states of the rows under the policy's own tokenizer."""
-    from keel.models.backbone import states_at
+    from keel.models.families import states_at
 
     reader = Reader(parent.tokenizer)
     tokens = [torch.tensor(reader.answer(p, c, "row").tokens) for p, c in ROWS]

@@ -21,9 +21,8 @@ from keel.engines.sampler import Uniforms, check, draw
 from keel.engines.scheduler import DecodeBatch, DecodeEntry
 from keel.engines.stopping import LENGTH, REASONS, Stops, budgets, eos_ids
 from keel.models.attention import ATTENTION, install
-from keel.models.backbone import autocast_for
 from keel.models.chat import decode
-from keel.models.families import context_length, head_of
+from keel.models.families import autocast_for, context_length, head_of
 from keel.models.head import steady_logits
 from keel.runs.cancel import raise_if_cancelled
 from keel.runs.watchdog import heartbeat

@@ -21,8 +21,7 @@ from transformers import (
 
 from keel.config.model import Lora, Model
 from keel.models import lora
-from keel.models.backbone import states_at
-from keel.models.families import context_length
+from keel.models.families import context_length, states_at
 from keel.models.loading import (
     choose_device,
     load_pretrained,
