@@ -150,7 +150,7 @@ MUTATIONS: tuple[Mutation, ...] = (
              "0.5 * torch.maximum(", "0.5 * torch.minimum(", VALUE),
     Mutation("value loss without the half", "objective/value.py",
              "0.5 * torch.maximum(", "torch.maximum(", VALUE),
-    Mutation("entropy's sign", "objective/entropy.py",
+    Mutation("entropy's sign", "objective/divergences.py",
              "return -(log_prob_NV", "return (log_prob_NV", VALUE),
     Mutation("correction turned round", "objective/correction.py",
              "ratio(old_N.detach(), engine_N.detach()",
