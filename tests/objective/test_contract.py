@@ -31,7 +31,6 @@ from keel.objective import (
     tabular,
     value,
     weights,
-    whitening,
 )
 from tests.objective import loops
 
@@ -130,7 +129,7 @@ EXAMPLES: dict[Function, Example] = {
     segments.shift: example(OWN, x_N=n(1)),
     segments.to_go: example(OWN, x_N=n(1)),
     segments.linear_recurrence: example({"horizon": 3}, decay_N=n(1), input_N=n(2)),
-    whitening.whiten: example({"present_N": FLAGS}, x_N=n(1)),
+    segments.whiten: example({"present_N": FLAGS}, x_N=n(1)),
     gae.td_error: example({"gamma": 0.9}, reward_N=n(1), value_N=n(2), next_value_N=n(3)),
     gae.gae: example({"continues_N": FLAGS, "gamma": 0.9, "lam": 0.8}, td_error_N=n(1)),
     gae.n_step: example({"continues_N": FLAGS, "gamma": 0.9, "steps": 3}, td_error_N=n(1)),

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.objective import group, process, whitening
+from keel.objective import group, process, segments
 from tests.objective import loops
 
 NAN = float("nan")
@@ -202,17 +202,17 @@ def test_batch_normalised_against_the_loop(
 
 def test_whiten() -> None:
     x_N = loops.random(50, 1) * 3 + 2
-    out_N = whitening.whiten(x_N)
+    out_N = segments.whiten(x_N)
     loops.close(out_N, loops.whiten(x_N.tolist()))
     loops.close(out_N.mean(), torch.tensor(0.0))
-    wide = whitening.whiten(x_N, epsilon=4.0)
+    wide = segments.whiten(x_N, epsilon=4.0)
     loops.close(wide, loops.whiten(x_N.tolist(), 4.0))
     present_N = torch.arange(50) % 3 != 0
-    masked_N = whitening.whiten(torch.where(present_N, x_N, NAN), present_N)
+    masked_N = segments.whiten(torch.where(present_N, x_N, NAN), present_N)
     loops.close(masked_N[present_N], loops.whiten(x_N[present_N].tolist()))
     assert masked_N[~present_N].tolist() == [0.0] * 17
-    assert whitening.whiten(loops.tensor([3.0])).tolist() == [0.0]
-    assert whitening.whiten(torch.zeros(0)).shape == (0,)
+    assert segments.whiten(loops.tensor([3.0])).tolist() == [0.0]
+    assert segments.whiten(torch.zeros(0)).shape == (0,)
 
 
 def test_process_rewards_by_hand() -> None:

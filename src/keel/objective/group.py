@@ -16,8 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keel.objective.gae import returns_to_go
-from keel.objective.segments import on_last, segment_sum, spread
-from keel.objective.whitening import whiten
+from keel.objective.segments import on_last, segment_sum, spread, whiten
 
 
 @dataclass(frozen=True, eq=False)
