@@ -86,7 +86,7 @@ MUTATIONS: tuple[Mutation, ...] = (
              "(variance + epsilon).sqrt()", "(variance.sqrt() + epsilon)", GROUP),
     Mutation("whitening: biased variance", "objective/segments.py",
              "(count - 1).clamp(min=1)", "count", GROUP),
-    Mutation("process: sum up to the token", "objective/process.py",
+    Mutation("process: sum up to the token", "objective/group.py",
              "return to_go(at_end_N, lengths_S)",
              "return at_end_N + at_end_N.sum() - to_go(at_end_N, lengths_S)", GROUP),
     Mutation("GAE without lambda", "objective/gae.py",

@@ -237,7 +237,7 @@ def test_advantage_of_whole_answers_refuses_steps(name: str) -> None:
     ("function", "reads"),
     [
         ("keel.objective.gae:returns_to_go", True),
-        ("keel.objective.process:process_group_relative", True),
+        ("keel.objective.group:process_group_relative", True),
         ("keel.objective.group:optimal", False),
     ],
 )

@@ -24,7 +24,6 @@ from keel.objective import (
     gaussian,
     group,
     preference,
-    process,
     ratios,
     segments,
     surrogates,
@@ -147,7 +146,7 @@ EXAMPLES: dict[Function, Example] = {
     group.baselined_returns: example(
         {"groups_S": GROUPS, **OWN, "gamma": 0.9, "group_baseline": True}, **PLUS),
     group.batch_normalised: example({"groups_S": GROUPS, **OWN, "gamma": 0.9}, **PLUS),
-    process.process_group_relative: example(
+    group.process_group_relative: example(
         {"step_end_K": loops.ints([0, 2, 3, 6]), "step_sequence_K": loops.ints([0, 0, 1, 2]),
          "groups_S": GROUPS, **OWN, "epsilon": 1e-4},
         step_reward_K=loops.random(4, 1)),

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.objective import group, process, segments
+from keel.objective import group, segments
 from tests.objective import loops
 
 NAN = float("nan")
@@ -218,7 +218,7 @@ def test_whiten() -> None:
 def test_process_rewards_by_hand() -> None:
     """Two answers of one prompt, 5 and 4 tokens, steps that end at tokens 1, 4 and at token 2."""
     reward, lengths = loops.tensor([1.0, 0.0, 0.5]), loops.ints([5, 4])
-    out = process.process_group_relative(
+    out = group.process_group_relative(
         reward,
         loops.ints([1, 4, 5 + 2]),
         loops.ints([0, 0, 1]),
@@ -250,7 +250,7 @@ def test_process_rewards_against_the_loop(data: st.DataObject) -> None:
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        actual = process.process_group_relative(
+        actual = group.process_group_relative(
             loops.tensor([r for _, _, r in steps]),
             loops.ints([starts[i] + end for i, end, _ in steps]),
             loops.ints([i for i, _, _ in steps]),
@@ -268,7 +268,7 @@ def test_one_step_at_the_end_is_the_outcome() -> None:
         loops.ints([2, 5, 1, 3, 4, 6]),
     )
     ends = lengths.cumsum(0) - 1
-    out = process.process_group_relative(
+    out = group.process_group_relative(
         reward, ends, loops.ints(range(6)), groups, lengths, epsilon=1e-4
     )
     outcome = group.group_relative(reward, groups, scale="std", epsilon=1e-4)
