@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keel.analysis.metric import Metric, Section
+from keel.analysis.metrics import Metric, Section
 
 CONTROL = Section(
     "Classic control",

@@ -1,4 +1,4 @@
-"""The form of a glossary entry."""
+"""Glossary entries of every metric."""
 
 from __future__ import annotations
 
