@@ -10,10 +10,9 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from keel.analysis.control_metrics import CONTROL
-from keel.analysis.metrics import Metric
+from keel.analysis.metrics import POLICY, REWARD, SUPERVISED, VALUE, Metric
 from keel.analysis.reward_model_metrics import JUDGE, JUDGING
 from keel.analysis.sampling_metrics import COMPLETIONS, EVALUATION, SAMPLING
-from keel.analysis.training_metrics import POLICY, REWARD, SUPERVISED, VALUE
 
 SECTIONS = (
     *(REWARD, COMPLETIONS, POLICY, VALUE, SAMPLING, EVALUATION, SUPERVISED),
