@@ -10,9 +10,17 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from keel.analysis.control_metrics import CONTROL
-from keel.analysis.metrics import POLICY, REWARD, SUPERVISED, VALUE, Metric
+from keel.analysis.metrics import (
+    COMPLETIONS,
+    EVALUATION,
+    POLICY,
+    REWARD,
+    SAMPLING,
+    SUPERVISED,
+    VALUE,
+    Metric,
+)
 from keel.analysis.reward_model_metrics import JUDGE, JUDGING
-from keel.analysis.sampling_metrics import COMPLETIONS, EVALUATION, SAMPLING
 
 SECTIONS = (
     *(REWARD, COMPLETIONS, POLICY, VALUE, SAMPLING, EVALUATION, SUPERVISED),
