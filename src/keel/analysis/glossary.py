@@ -13,6 +13,8 @@ from keel.analysis.control_metrics import CONTROL
 from keel.analysis.metrics import (
     COMPLETIONS,
     EVALUATION,
+    JUDGE,
+    JUDGING,
     POLICY,
     REWARD,
     SAMPLING,
@@ -20,7 +22,6 @@ from keel.analysis.metrics import (
     VALUE,
     Metric,
 )
-from keel.analysis.reward_model_metrics import JUDGE, JUDGING
 
 SECTIONS = (
     *(REWARD, COMPLETIONS, POLICY, VALUE, SAMPLING, EVALUATION, SUPERVISED),
