@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from keel.analysis.control_metrics import CONTROL
 from keel.analysis.metrics import (
     COMPLETIONS,
+    CONTROL,
     EVALUATION,
     JUDGE,
     JUDGING,
