@@ -13,7 +13,7 @@ from keel.config.entry import load_entry
 from keel.config.preference_data import PreferenceData
 from keel.config.stage import Records
 from keel.config.suggest import unknown
-from keel.data.preferences import records as judged
+from keel.data.preferences import fields as judged
 from keel.data.preferences.fields import Fields
 from keel.data.preferences.schema import Labelled, Origin, Preference, Stepwise
 from keel.data.preferences.split import Sides, sides_of
