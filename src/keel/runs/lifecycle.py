@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from keel.config.load import predates_raw
 from keel.runs import checkpoint, files
-from keel.runs import checkpoint_record as recorded
+from keel.runs import checkpoint as recorded
 from keel.runs.callbacks import Callbacks
-from keel.runs.checkpoint_record import Recorded
+from keel.runs.checkpoint import Recorded
 from keel.runs.fingerprints import fingerprints
 from keel.runs.layout import FolderEntry, RunFolder, make_free, make_next, stages_of
 from keel.runs.lock import locked, refuse_if_taken

@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Any
 
 from keel.config.secrets import without_secrets
-from keel.runs import checkpoint_record as recorded
+from keel.runs import checkpoint as recorded
 from keel.runs import encoding, files
 from keel.runs import rollouts as rollout_table
-from keel.runs.checkpoint_record import Recorded
+from keel.runs.checkpoint import Recorded
 from keel.runs.layout import Place, RunFolder
 from keel.runs.rollouts import RolloutRow
 from keel.runs.run_json import read_run_json
