@@ -5,18 +5,50 @@ Times (T), environments (E). An environment whose episodes have run out rests wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from keel.control.actor import Actor
 from keel.control.environments import Environments
+from keel.learn.batch import Actions, Estimates
 from keel.types import KeelError
+
+
+@dataclass(frozen=True, eq=False)
+class Experience(Actions):
+    """Sequences of actions with the observations they answered."""
+
+    observation_NO: Float[Tensor, "N O"]
+    action_N: Tensor
+    """Numbers (N) or vectors (N, D)."""
+
+    def minibatch(self, indices: Sequence[int], *, steps: bool) -> Experience:
+        """These sequences; with `steps`, these actions, each as a sequence of its own."""
+        if not steps:
+            return self.select(indices)
+        index_K = torch.tensor(list(indices))
+        lengths = (1,) * len(index_K)
+        return replace(self, lengths=lengths, groups_S=index_K, **self._per_action(index_K))
+
+    def split(
+        self, estimates: Estimates, count: int, rng: np.random.Generator, *, steps: bool
+    ) -> Iterator[tuple[Experience, Estimates]]:
+        """`count` mini-batches in random order, of whole sequences or of single steps."""
+        if count == 1:
+            yield self, estimates
+            return
+        order = rng.permutation(sum(self.lengths) if steps else self.sequences)
+        for chosen in filter(len, np.array_split(order, count)):
+            index_K = torch.from_numpy(chosen) if steps else self.action_index(chosen.tolist())
+            yield self.minibatch(chosen.tolist(), steps=steps), estimates.select(index_K)
+
 
 Draw = Callable[[npt.NDArray[np.float32]], npt.NDArray[Any]]
 """Observations (E, O) -> actions."""

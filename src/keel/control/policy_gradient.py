@@ -18,6 +18,7 @@ from keel.control.actor import Actor, build_actor
 from keel.control.collect import (
     Collected,
     Draw,
+    Experience,
     collect_episodes,
     collect_steps,
     greedy,
@@ -25,7 +26,6 @@ from keel.control.collect import (
     tensor,
 )
 from keel.control.environments import Environments
-from keel.control.experience import Experience
 from keel.control.networks import TrainedNetwork, perceptron
 from keel.control.normalise import Moments
 from keel.control.state import prefixed, within
