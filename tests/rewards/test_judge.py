@@ -20,8 +20,7 @@ from keel.rewards.judge.pairs import (
     position_bias,
     verdict,
 )
-from keel.rewards.judge.parsing import ParsedReply
-from keel.rewards.judge.prompts import pair_question, score_question
+from keel.rewards.judge.prompts import ParsedReply, pair_question, score_question
 from keel.rewards.judge.requests import Judgement
 from keel.types import Group, KeelError, Prompt
 from tests.data.tasks.made import completion

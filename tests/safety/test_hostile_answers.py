@@ -24,8 +24,7 @@ from keel.graders.formats import has_tags, tag_content
 from keel.graders.languages import language_of
 from keel.graders.mathematics import Mathematics
 from keel.graders.numbers import read_number
-from keel.rewards.judge.parsing import parse
-from keel.rewards.judge.prompts import Question
+from keel.rewards.judge.prompts import Question, parse
 from keel.rewards.judge.spending import Cost
 from keel.rewards.judge.store import StoredAnswer
 from keel.sandbox.resident import Resident
