@@ -17,8 +17,7 @@ from keel.config.sources import RewardSource
 from keel.rewards import Scorer, load_reward
 from keel.rewards.context import RewardContext
 from keel.rewards.judge.reward import Judge
-from keel.rewards.judge.spending import Cost, Prices, SpendLimit
-from keel.rewards.judge.store import Account, JudgeStore, StoredAnswer
+from keel.rewards.judge.store import Account, Cost, JudgeStore, Prices, SpendLimit, StoredAnswer
 from keel.rewards.registry import named_reward
 from keel.types import KeelError
 from tests.rewards.judge_made import call, group, made, rewards, scored

@@ -25,8 +25,7 @@ from keel.graders.languages import language_of
 from keel.graders.mathematics import Mathematics
 from keel.graders.numbers import read_number
 from keel.rewards.judge.prompts import Question, parse
-from keel.rewards.judge.spending import Cost
-from keel.rewards.judge.store import StoredAnswer
+from keel.rewards.judge.store import Cost, StoredAnswer
 from keel.sandbox.resident import Resident
 from keel.types import KeelError, Prompt
 from tests.data.tasks.made import completion

@@ -16,7 +16,7 @@ from keel.preflight.finding import Finding
 from keel.rewards.judge.options import GROUP, JudgeOptions
 from keel.rewards.judge.pairs import choose_pairs
 from keel.rewards.judge.prompts import Question, pair_question, score_question
-from keel.rewards.judge.spending import Cost, Prices
+from keel.rewards.judge.store import Cost, Prices
 from keel.types import Group
 
 BYTES_PER_TOKEN = (5.0, 4.0, 2.5)

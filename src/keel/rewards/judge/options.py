@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from keel.algorithms.spec import Coefficient, Positive, Row
 from keel.config.fields import Count, Index, Words
 from keel.rewards.judge.prompts import RUBRIC, Structured
-from keel.rewards.judge.spending import Prices, SpendLimit
+from keel.rewards.judge.store import Prices, SpendLimit
 
 GROUP = "group"
 """An answer is compared with others of its group."""

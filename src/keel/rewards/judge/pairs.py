@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from keel.data.preferences.schema import Preference
 from keel.rewards.judge.prompts import RUBRIC, pair_question
 from keel.rewards.judge.requests import Asker, Judgement
-from keel.rewards.judge.spending import Cost
+from keel.rewards.judge.store import Cost
 from keel.types import Content
 
 SWAPPED = {"first": "second", "second": "first", "tie": "tie"}

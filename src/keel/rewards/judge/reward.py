@@ -26,8 +26,7 @@ from keel.rewards.judge.pairs import (
 )
 from keel.rewards.judge.prompts import score_question
 from keel.rewards.judge.requests import Asker, Judgement
-from keel.rewards.judge.spending import Cost
-from keel.rewards.judge.store import Account, JudgeStore
+from keel.rewards.judge.store import Account, Cost, JudgeStore
 from keel.rewards.registry import NamedReward
 from keel.rewards.rules import texts
 from keel.types import KeelError
