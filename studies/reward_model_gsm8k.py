@@ -40,8 +40,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from keel.analysis.proportions import share_interval  # noqa: E402
 from keel.config.model import Model  # noqa: E402
-from keel.models.reward import load_reward_model  # noqa: E402
-from keel.models.reward_inputs import Reader  # noqa: E402
+from keel.models.reward import (
+    Reader,
+    load_reward_model,
+)
 from studies.gsm8k_pairs import (  # noqa: E402
     Array,
     Pair,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keel.models.chat import Encoder, encode, encode_text
-from keel.models.reward_inputs import Reader
+from keel.models.reward import Reader
 from keel.types import KeelError, Prompt
 from tests.fuzz.tokenizers import CHATS, MADE, made
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from keel.models.build import byte_tokenizer, character_tokenizer
 from keel.models.chat import Encoder, decode
-from keel.models.reward_inputs import Reader
+from keel.models.reward import Reader
 from keel.types import KeelError, Prompt
 from tests.fuzz.held import OK, REFUSED, Fault, Outcome, one_line
 

@@ -10,8 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from keel.config.model import Model
 from keel.models.build import build_config, byte_tokenizer
-from keel.models.reward import RewardModel, load_reward_model
-from keel.models.reward_inputs import Reader
+from keel.models.reward import Reader, RewardModel, load_reward_model
 from keel.types import Message
 from tests.models.tiny import build, stir
 

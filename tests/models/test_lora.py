@@ -17,8 +17,7 @@ from keel.models.families import FAMILIES
 from keel.models.packed import Packed
 from keel.models.policy import Policy, load_policy
 from keel.models.reference import AdapterOff, reference_for
-from keel.models.reward import LABELS, STOCK, Kind, reward_model_from
-from keel.models.reward_inputs import Answered
+from keel.models.reward import LABELS, STOCK, Answered, Kind, reward_model_from
 from keel.types import KeelError
 from tests.models.tiny import batch, policy, separate_log_probs, sequences, spec, stock
 

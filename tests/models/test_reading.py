@@ -14,7 +14,7 @@ from keel.graders.steps import split_steps
 from keel.models.build import byte_tokenizer, character_tokenizer
 from keel.models.chat import decode, token_ends
 from keel.models.packed import PackedSizes
-from keel.models.reward_inputs import Answered, Reader, joined, pack_answers
+from keel.models.reward import Answered, Reader, joined, pack_answers
 from keel.types import KeelError
 from tests.models.test_encode import TEMPLATE
 from tests.models.test_encode import tokenizer as word_tokenizer

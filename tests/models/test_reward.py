@@ -20,12 +20,14 @@ from keel.models.packed import pack
 from keel.models.policy import Policy, load_policy
 from keel.models.probe import prepare_backbone
 from keel.models.reward import (
+    Answered,
+    Reader,
     RewardModel,
     head_of_classifier,
     load_reward_model,
+    pack_answers,
     reward_model_from,
 )
-from keel.models.reward_inputs import Answered, Reader, pack_answers
 from keel.types import KeelError
 from tests.models.tiny import build, stir
 

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from keel.models.loading import quiet
-from keel.models.reward_inputs import Answered
+from keel.models.reward import Answered
 from keel.rewards import Scorer
 from keel.rewards.context import RewardContext
 from keel.rewards.registry import NamedReward

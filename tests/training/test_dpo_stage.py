@@ -21,7 +21,7 @@ from keel.learn.token_budget import TokenBudget
 from keel.models import lora
 from keel.models.policy import Policy, load_policy
 from keel.models.reference import reference_for
-from keel.models.reward_inputs import Reader
+from keel.models.reward import Reader
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training.dpo import Preferring, learn, measure

@@ -20,8 +20,7 @@ from keel.config.preference_data import PreferenceData
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
 from keel.data.preferences.split import Sides
 from keel.learn.optimizer import AdamW, trainable
-from keel.models.reward import RewardModel, reward_model_from
-from keel.models.reward_inputs import Answered, Reader
+from keel.models.reward import Answered, Reader, RewardModel, reward_model_from
 from keel.training.judged_data import (
     EncodedPair,
     Marked,

@@ -19,8 +19,7 @@ from keel.data.preferences.split import Sieve
 from keel.data.tasks.base import places
 from keel.models.chat import encode_text
 from keel.models.policy import Policy, load_policy
-from keel.models.reward import check_classifier
-from keel.models.reward_inputs import Reader
+from keel.models.reward import Reader, check_classifier
 from keel.preflight import tokens
 from keel.preflight.context import LongestExample, PromptStats, StageContext
 from keel.preflight.finding import quantile

@@ -11,7 +11,7 @@ import numpy as np
 
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
 from keel.data.preferences.split import Sides
-from keel.models.reward_inputs import Answered, Reader, joined
+from keel.models.reward import Answered, Reader, joined
 from keel.types import KeelError
 
 

@@ -24,8 +24,7 @@ from keel.learn.optimizer import AdamW, trainable
 from keel.models.chat import decode
 from keel.models.policy import Policy, load_policy
 from keel.models.reference import reference_for
-from keel.models.reward import Kind, RewardModel, continued_reward_model, reward_model_from
-from keel.models.reward_inputs import Reader
+from keel.models.reward import Kind, Reader, RewardModel, continued_reward_model, reward_model_from
 from keel.runs import checkpoint
 from keel.runs.quarantine import LeftOut, named_from, write_quarantine
 from keel.training import dpo, reward_model

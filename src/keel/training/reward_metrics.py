@@ -18,7 +18,7 @@ from keel.analysis.calibration import (
     pair_report,
 )
 from keel.data.preferences.schema import first_wrong
-from keel.models.reward_inputs import Answered
+from keel.models.reward import Answered
 from keel.training.judged_data import EncodedPair, Marked
 from keel.types import KeelError
 

@@ -13,8 +13,7 @@ from keel.config.judging import JudgingStage, RewardModelStage
 from keel.learn.optimizer import AdamW
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
-from keel.models.reward import RewardModel
-from keel.models.reward_inputs import pack_answers
+from keel.models.reward import RewardModel, pack_answers
 from keel.objective.preference import bradley_terry, centering, label_cross_entropy
 from keel.runs.writer import RunWriter
 from keel.training import supervised as fit
