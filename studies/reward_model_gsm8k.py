@@ -40,7 +40,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from keel.analysis.proportions import share_interval  # noqa: E402
 from keel.config.model import Model  # noqa: E402
-from keel.models.reward import (
+from keel.models.reward import (  # noqa: E402
     Reader,
     load_reward_model,
 )
