@@ -17,8 +17,8 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from keel.config.judging import RewardModelStage
 from keel.config.optimisation import Optimizer
 from keel.config.preference_data import PreferenceData
+from keel.data.preferences.dataset import Sides
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
-from keel.data.preferences.split import Sides
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.reward import Answered, Reader, RewardModel, reward_model_from
 from keel.training.judged_data import (

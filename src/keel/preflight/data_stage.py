@@ -13,9 +13,8 @@ from keel.config.judging import JudgingStage, ProcessRewardModelStage
 from keel.config.schema import SFTStage
 from keel.config.seeds import derive
 from keel.data.preferences import dataset as preferences
-from keel.data.preferences.dataset import READERS
+from keel.data.preferences.dataset import READERS, Sieve
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
-from keel.data.preferences.split import Sieve
 from keel.data.tasks.base import places
 from keel.models.chat import encode_text
 from keel.models.policy import Policy, load_policy

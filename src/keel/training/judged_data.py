@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from keel.data.preferences.dataset import Sides
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
-from keel.data.preferences.split import Sides
 from keel.models.reward import Answered, Reader, joined
 from keel.types import KeelError
 

@@ -17,8 +17,8 @@ from keel.config.model import BaseModelChoice, Model
 from keel.config.preference_data import PreferenceData
 from keel.config.seeds import derive
 from keel.data.preferences import dataset as preferences
+from keel.data.preferences.dataset import Sides, Sieve
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
-from keel.data.preferences.split import Sides, Sieve
 from keel.engines.registry import build_engine
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.chat import decode

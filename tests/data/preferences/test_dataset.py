@@ -12,9 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from keel.config.preference_data import PreferenceData
-from keel.data.preferences.dataset import read_labelled, read_pairs, read_steps
+from keel.data.preferences.dataset import Sides, read_labelled, read_pairs, read_steps, sides_of
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
-from keel.data.preferences.split import Sides, sides_of
 from keel.types import KeelError
 from tests.data.tasks.made import jsonl
 from tests.shared import shared_path
