@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 from benchmarks.turns import tokens_fed
 from keel.config.model import Lora
 from keel.engines import compiled
-from keel.engines.kv_cache import Prefill
+from keel.engines.kv_cache import Prefill, PrefixCache
 from keel.engines.multi_turn import converse
 from keel.engines.native import NativeEngine
-from keel.engines.prefix_cache import PrefixCache
 from keel.engines.scheduler import DecodeBatch
 from keel.engines.slots import PagePool
 from keel.models.lora import add_lora, lora_layers

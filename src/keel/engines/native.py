@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keel.engines.kv_cache import DecodeRows, Prefill
+from keel.engines.kv_cache import DecodeRows, Prefill, PrefixCache
 from keel.engines.model_runner import pass_of
 from keel.engines.multi_step import steps_of
-from keel.engines.prefix_cache import PrefixCache
 from keel.engines.sampler import Uniforms, check, draw
 from keel.engines.scheduler import DecodeBatch, DecodeEntry
 from keel.engines.stopping import LENGTH, REASONS, Stops, budgets, eos_ids
