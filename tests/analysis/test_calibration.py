@@ -9,6 +9,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+import scipy.special  # noqa: F401 - the first import takes longer than hypothesis allows
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,9 +20,9 @@ from keel.analysis.calibration import (
     length_correlation,
     pair_report,
 )
-from keel.analysis.proportions import clustered_mean, share_interval, wilson_ends
+from keel.analysis.proportions import clustered_mean, share_interval
 from keel.analysis.ranks import auc_interval, pearson, spearman
-from keel.analysis.statistics import wilson_interval
+from keel.analysis.statistics import wilson_ends, wilson_interval
 
 # Sums of a few dozen numbers in float64, in another order.
 EXACT = 1e-12
