@@ -1,4 +1,4 @@
-"""Odd tokenizers, made on the spot, and what must hold of a text that they encode."""
+"""Odd tokenizers, and what must hold of a text that they encode."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ MADE = {
     "no eos": lambda: _whole(_pieces(), unk_token="<unk>"),
     "no unk": lambda: _whole(_words("a", "b", unk=None), eos_token="<eos>", pad_token="<pad>"),
     "nothing": lambda: _whole(_words("a", "b", unk=None)),
-    "eos after": lambda: _whole(
+    "eos added": lambda: _whole(
         _closed(_unigram(), "", "<eos>"), eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
     ),
     "bos is eos": lambda: _whole(
@@ -106,7 +106,7 @@ def made(name: str, chat: str = "none") -> Any:
 
 
 def encoded(name: str, chat: str, content: Any, answer: str, steps: list[str]) -> Outcome:
-    """A prompt and answers to it become tokens that decode, or one line says why not."""
+    """A prompt and answers to it become tokens that decode, or one line states why not."""
     tokenizer = made(name, chat)
     made_of = 0
     try:
@@ -130,9 +130,9 @@ def encoded(name: str, chat: str, content: Any, answer: str, steps: list[str]) -
         _tokens(tokenizer, found.tokens)
         if not all(0 <= end < len(found.tokens) for end in found.ends):
             raise Fault(f"ends {found.ends} of {len(found.tokens)} tokens")
-        decoded = decode(tokenizer, [found.tokens[found.begins :]])[0]
-        if name in LOSSLESS and decoded != text:
-            raise Fault(f"{text!r} is read as {decoded!r}")
+        read_back = decode(tokenizer, [found.tokens[found.begins :]])[0]
+        if name in LOSSLESS and read_back != text:
+            raise Fault(f"{text!r} is read as {read_back!r}")
     return Outcome(OK if made_of else REFUSED)
 
 

@@ -15,8 +15,6 @@ from keel.learn.finite import (
     Cause,
     NotFinite,
     find_offending_sequence,
-    first_bad,
-    place_of,
     stop_unless_finite,
 )
 from keel.learn.learner import Learner, cause_of, update
@@ -76,13 +74,6 @@ def test_only_loss_and_gradient_decide_on_a_step() -> None:
         with pytest.raises(NotFinite, match=name) as caught:
             stop_unless_finite({"kl": 0.0, name: math.nan})
         assert caught.value.names == (name,)
-
-
-def test_place_of_an_action_and_of_the_first_bad_value() -> None:
-    places = [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (2, 2)]
-    assert [place_of(at, (2, 1, 3)) for at in range(6)] == places
-    assert first_bad(torch.tensor([0.0, math.inf, math.nan])) == 1
-    assert first_bad(torch.tensor([0.0])) is None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

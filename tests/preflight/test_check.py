@@ -23,8 +23,9 @@ from keel.models.chat import Encoder
 from keel.models.policy import load_policy
 from keel.preflight.check import Report
 from keel.preflight.check import check as whole_check
+from keel.preflight.context import StageContext
 from keel.preflight.gold_answers import shapes
-from keel.preflight.prompts import prompt_stats, sampling_plan
+from keel.preflight.prompts import read_prompts, sampling_plan
 from keel.preflight.trial_batch import GROUPS, MEMBERS, SHORTEST, Load, Size, sample, size_for
 from keel.rewards.scorer import Scorer
 from keel.training.evaluation import evaluate
@@ -212,9 +213,9 @@ def test_batch_is_that_of_the_first_step(made: dict[str, Case]) -> None:
     assert isinstance(stage, RLStage)
     plan = sampling_plan(loaded, stage)
     assert plan is not None
-    stats = prompt_stats(
-        stage.tasks, stage.prompts, policy, loaded.seed, plan.seed,
-        answer_tokens=10, take=4, validation=0,
+    stats = read_prompts(
+        StageContext(loaded, stage, policy), stage.tasks, stage.prompts, plan.seed,
+        prefix="", answer_key="", answer_tokens=10, take=4,
     )  # fmt: skip
     scorer = Scorer((), stats.tasks, max_tokens=10)
     batch = sample(policy, plan, stats, scorer, trial=False)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from keel.control.actor import Actor
 from keel.control.environments import Environments
-from keel.learn.batch import Actions, Estimates
+from keel.learn.batch import Actions, Estimates, per_action
 from keel.types import KeelError
 
 
@@ -35,7 +35,7 @@ class Experience(Actions):
             return self.select(indices)
         index_K = torch.tensor(list(indices))
         lengths = (1,) * len(index_K)
-        return replace(self, lengths=lengths, groups_S=index_K, **self._per_action(index_K))
+        return replace(self, lengths=lengths, groups_S=index_K, **per_action(self, index_K))
 
     def split(
         self, estimates: Estimates, count: int, rng: np.random.Generator, *, steps: bool

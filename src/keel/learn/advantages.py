@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -121,25 +121,22 @@ def estimate(
 
     Raises KeelError where there are rewards of steps that the advantage cannot use.
     """
+    device, lengths_S = actions.groups_S.device, actions.lengths_S
+    judged = _on(judged, device)
     if algorithm.needs_steps and judged.step_reward_K is None:
-        judged = _as_steps(judged, actions.lengths_S)
+        judged = _as_steps(judged, lengths_S)
     check_steps(algorithm, judged.step_reward_K is not None)
-    device = actions.groups_S.device
-    lengths_S = actions.lengths_S
-    outcome_S = judged.reward_S.to(device)
+    outcome_S = judged.reward_S
     unrewarded_S = outcome_S.isnan()
     penalty_N = penalties(algorithm, actions, beta).to(outcome_S)
-    value_N, starts_S = actions.value_N, lengths_S.cumsum(0) - lengths_S
-    step_reward_K = _on(judged.step_reward_K, device)
-    step_sequence_K = _on(judged.step_sequence_K, device)
-    step_end_K = None
-    if step_reward_K is None or step_sequence_K is None or judged.step_end_K is None:
+    value_N, step_end_K = actions.value_N, judged.step_end_K
+    if judged.step_reward_K is None or judged.step_sequence_K is None or step_end_K is None:
         placed_N = segments.on_last(outcome_S, lengths_S)
     else:
-        step_end_K = judged.step_end_K.to(device) + starts_S[step_sequence_K]
+        step_end_K = step_end_K + (lengths_S.cumsum(0) - lengths_S)[judged.step_sequence_K]
         zero_S = torch.where(unrewarded_S, outcome_S, torch.zeros_like(outcome_S))
         placed_N = segments.on_last(zero_S, lengths_S)
-        placed_N = placed_N.index_add(0, step_end_K, step_reward_K)
+        placed_N = placed_N.index_add(0, step_end_K, judged.step_reward_K)
     reward_N = penalty_N + placed_N
     signals = Signals(
         outcome_S=outcome_S,
@@ -150,9 +147,9 @@ def estimate(
         groups_S=actions.groups_S,
         value_N=value_N,
         next_value_N=None if value_N is None else segments.shift(value_N, lengths_S),
-        baseline_S=_on(judged.baseline_S, device),
-        step_reward_K=step_reward_K,
-        step_sequence_K=step_sequence_K,
+        baseline_S=judged.baseline_S,
+        step_reward_K=judged.step_reward_K,
+        step_sequence_K=judged.step_sequence_K,
         step_end_K=step_end_K,
     )
     advantage_N = advantages(algorithm, signals)
@@ -200,9 +197,8 @@ def penalties(algorithm: Algorithm, actions: Actions, beta: float) -> Float[Tens
 
 
 def _as_steps(judged: RolloutRewards, lengths_S: Tensor) -> RolloutRewards:
-    """Each completion's reward as its one step, for a batch in which no reward gave steps (a gate
-    may have refused all of them)."""
-    lengths_S = lengths_S.cpu()
+    """Each reward as the one step of its completion, where no reward gave steps (a gate may have
+    refused all completions)."""
     at = (~judged.reward_S.isnan() & (lengths_S > 0)).nonzero().flatten()
     return replace(
         judged,
@@ -212,8 +208,9 @@ def _as_steps(judged: RolloutRewards, lengths_S: Tensor) -> RolloutRewards:
     )
 
 
-def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)
+def _on(judged: RolloutRewards, device: torch.device) -> RolloutRewards:
+    tensors = {f.name: getattr(judged, f.name) for f in fields(judged)}
+    return replace(judged, **{n: t.to(device) for n, t in tensors.items() if t is not None})
 
 
 # ---------------------------------------------------------------- the user's functions

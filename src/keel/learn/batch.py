@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -62,21 +62,16 @@ class Actions:
             self,
             lengths=tuple(self.lengths[i] for i in indices),
             groups_S=self.groups_S[chosen_S],
-            **self._per_action(self.action_index(indices)),
+            **per_action(self, self.action_index(indices)),
         )
-
-    def _per_action(self, index_K: Int[Tensor, " K"]) -> dict[str, Tensor]:
-        """The fields that have one value an action, at these places."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if "_N" in f.name}
-        return {name: value[index_K] for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, eq=False)
 class Estimates:
-    """What is estimated of each action from the rewards, in float64.
+    """Estimates per action from the rewards, in float64.
 
     `advantage_N` is not whitened; `return_N` is the value model's target, None without one;
-    `rewarded_N` says which actions are in a sequence with a reward, None where all are.
+    `rewarded_N` marks the actions of sequences with a reward, None where all have one.
     """
 
     advantage_N: Float[Tensor, " N"]
@@ -85,11 +80,7 @@ class Estimates:
 
     def select(self, index_K: Int[Tensor, " K"]) -> Estimates:
         """The estimates of the actions at these places."""
-        return Estimates(
-            self.advantage_N[index_K],
-            None if self.return_N is None else self.return_N[index_K],
-            None if self.rewarded_N is None else self.rewarded_N[index_K],
-        )
+        return replace(self, **per_action(self, index_K))
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,15 +109,17 @@ class TrainBatch(Generic[A]):
         return self.actions.sequences
 
     def select(self, indices: Sequence[int]) -> TrainBatch[A]:
-        """These sequences, in this order, with the weights that they have."""
-        index_K = self.actions.action_index(indices)
-        return replace(
-            self,
-            actions=self.actions.select(indices),
-            advantage_N=self.advantage_N[index_K],
-            weight_N=self.weight_N[index_K],
-            return_N=None if self.return_N is None else self.return_N[index_K],
-        )
+        """These sequences, in this order, with the same weights."""
+        values = per_action(self, self.actions.action_index(indices))
+        return replace(self, actions=self.actions.select(indices), **values)
+
+
+def per_action(
+    part: Actions | Estimates | TrainBatch[Any], index_K: Int[Tensor, " K"]
+) -> dict[str, Any]:
+    """The fields that have one value per action, at these places."""
+    values = {f.name: getattr(part, f.name) for f in fields(part) if "_N" in f.name}
+    return {name: value[index_K] for name, value in values.items() if value is not None}
 
 
 # ---------------------------------------------------------------- of a language model
@@ -163,20 +156,20 @@ class Batch(Actions):
         """The model's view of the batch: a prompt once for all its neighbouring answers."""
         if not any(self.shared):
             return Packed(self.tokens_T, self.input_lengths, self.target_N)
-        cut = _cut(self.input_lengths, self.shared)
         device = self.target_N.device
-        moved = torch.tensor(cut.moved, device=device)
-        shift_N = moved.repeat_interleave(self.lengths_S, output_size=sum(self.lengths))
+        spans, follows, moved = _pieces(self.input_lengths, self.shared)
+        shift_S = torch.tensor(moved, device=device)
+        shift_N = shift_S.repeat_interleave(self.lengths_S, output_size=sum(self.lengths))
         return Packed(
-            tokens_T=self.tokens_T[ranges(cut.spans, device)],
-            lengths=tuple(length for _, length in cut.spans),
+            tokens_T=self.tokens_T[ranges(spans, device)],
+            lengths=tuple(length for _, length in spans),
             target_N=self.target_N + shift_N,
-            follows=cut.follows,
+            follows=follows,
         )
 
     @property
     def sizes(self) -> PackedSizes:
-        """What micro-batches are cut by."""
+        """The sizes that decide where micro-batches end."""
         return sizes_on(self.target_N.device, self.input_lengths, self.shared)
 
     def select(self, indices: Sequence[int]) -> Batch:
@@ -215,66 +208,55 @@ def from_groups(groups: Sequence[Group], device: torch.device | str = "cpu") -> 
     targets: list[int] = []
     engine: list[float] = []
     lengths: list[int] = []
-    input_lengths: list[int] = []
-    prompt_lengths: list[int] = []
-    index: list[int] = []
-    for g, group in enumerate(groups):
-        prompt = group.prompt.tokens
+    for group in groups:
         for completion in group.completions:
-            start = len(tokens) + len(prompt)
+            tokens.extend(group.prompt.tokens)
             written = completion.written.nonzero()[0]
-            tokens.extend(prompt)
+            targets.extend((written + len(tokens)).tolist())
             tokens.extend(completion.tokens.tolist())
-            targets.extend((written + start).tolist())
             engine.extend(completion.log_probs[written].tolist())
             lengths.append(len(written))
-            input_lengths.append(len(prompt) + len(completion))
-            prompt_lengths.append(len(prompt))
-            index.append(g)
+    pairs = [(g, group, c) for g, group in enumerate(groups) for c in group.completions]
     return Batch(
         tokens_T=torch.tensor(tokens, dtype=torch.long, device=device),
-        input_lengths=tuple(input_lengths),
-        prompt_lengths=tuple(prompt_lengths),
+        input_lengths=tuple(len(group.prompt.tokens) + len(c) for _, group, c in pairs),
+        prompt_lengths=tuple(len(group.prompt.tokens) for _, group, _ in pairs),
         target_N=torch.tensor(targets, dtype=torch.long, device=device),
         lengths=tuple(lengths),
-        groups_S=torch.tensor(index, dtype=torch.long, device=device),
+        groups_S=torch.tensor([g for g, _, _ in pairs], dtype=torch.long, device=device),
         engine_log_prob_N=torch.tensor(engine, dtype=torch.float32, device=device),
     )
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """Sequences as pieces: the start and length of each among the T, and the piece that it follows.
+def _pieces(
+    lengths: Sequence[int], shared: Sequence[int]
+) -> tuple[list[tuple[int, int]], tuple[int, ...], list[int]]:
+    """Sequences as pieces: prompts that neighbours share before their answers, the others whole.
 
-    `moved` is by how many places the own tokens of each sequence shift.
+    Returned are the start and length of each piece among the T, the piece that it follows (-1 for
+    none), and by how many places the own tokens of each sequence move.
     """
-
-    spans: tuple[tuple[int, int], ...]
-    follows: tuple[int, ...]
-    moved: tuple[int, ...]
-
-
-def _cut(lengths: Sequence[int], shared: Sequence[int]) -> _Cut:
-    """Prompts that neighbours share, each before its answers; other sequences are left whole."""
-    pieces: list[tuple[int, int, int]] = []
+    spans: list[tuple[int, int]] = []
+    follows: list[int] = []
     moved: list[int] = []
     used = prompt = 0
     following = [*shared[1:], 0]
     for start, length, own, after in zip(starts(lengths), lengths, shared, following, strict=True):
         if not own and after:  # the first of several
-            prompt = len(pieces)
-            pieces.append((start, after, -1))
+            prompt = len(spans)
+            spans.append((start, after))
+            follows.append(-1)
             used += after
         common = own or after
-        pieces.append((start + common, length - common, prompt if common else -1))
+        spans.append((start + common, length - common))
+        follows.append(prompt if common else -1)
         moved.append(used - start - common)
         used += length - common
-    spans = tuple((start, length) for start, length, _ in pieces)
-    return _Cut(spans, tuple(first for _, _, first in pieces), tuple(moved))
+    return spans, tuple(follows), moved
 
 
 def starts(lengths: Sequence[int]) -> list[int]:
-    """Where each of several pieces begins placed end to end."""
+    """The start of each of several pieces, end to end."""
     return list(accumulate(lengths, initial=0))[:-1]
 
 

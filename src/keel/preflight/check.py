@@ -19,6 +19,7 @@ import torch
 from keel.config.load import Source, load_recipe
 from keel.config.schema import Recipe, RLStage
 from keel.config.seeds import derive
+from keel.data.tasks.base import places
 from keel.engines.compiled import is_llama_like
 from keel.learn.advantages import check_entries
 from keel.learn.optimizer import trainable
@@ -199,16 +200,17 @@ def unmoved_share(policy: Policy, rate: float) -> float:
 def _leaks(contexts: Sequence[StageContext]) -> Iterator[Finding]:
     """Validation prompts that an earlier stage, or another task of the stage, learns from."""
     for at, context in enumerate(contexts):
-        held = frozenset() if context.prompts is None else context.prompts.validation_positions
+        held = () if context.prompts is None else context.prompts.validation
         for earlier in contexts[: at + 1]:
-            of_tasks = frozenset() if earlier.prompts is None else earlier.prompts.trained_positions
+            of_tasks = frozenset() if earlier.prompts is None else earlier.prompts.trained
             if not of_tasks:
                 key = f"{earlier.prefix}data.validation_path"
             elif earlier is context:
                 key = f"{earlier.prefix}tasks.0.validation_fraction"
             else:
                 key = f"{earlier.prefix}tasks.0.validation_path"
-            shared = len(held & (of_tasks | earlier.trained_positions))
+            trained = of_tasks | earlier.trained_positions
+            shared = sum(not trained.isdisjoint(places(prompt.content)) for prompt in held)
             names = earlier.stage.name, context.stage.name
             finding = trained_on_held_out(shared, len(held), *names, key)
             if finding is not None:

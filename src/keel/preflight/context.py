@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -15,7 +15,6 @@ from keel.data.tasks.user import UserTask
 from keel.models.chat import Encoder
 from keel.models.policy import Policy
 from keel.preflight.finding import Finding, key_in
-from keel.runs.quarantine import LeftOut
 from keel.types import KeelError, Prompt, Task
 
 if TYPE_CHECKING:
@@ -32,32 +31,20 @@ class StageStops(Exception):
 class PromptStats:
     """A stage's tasks and prompts.
 
-    `lengths` are in tokens, by task, of which `limit` is the longest allowed and `longest` the
-    longest prompt within it. `first` are the first step's prompts and `validation` those of an
-    evaluation, encoded (none where `stopped` says why). `rows` counts the train rows, None where a
-    task has no end; `repeated` how many of them have the prompt of an earlier row, `stored` the
-    rows of both splits. `trained_positions` and `validation_positions` identify the prompts of
-    train rows and of `validation` (`data.tasks.base.position`). `raw` are the tasks whose plain
-    prompts are not put through the chat template; `differs` shows a prompt that tokenizer.json and
-    AutoTokenizer read differently.
+    `first` are the first step's prompts, `validation` those of an evaluation, and `longest` is the
+    longest that fits. `rows` counts the train rows, None where a task has no end; `trained`
+    are their positions (`data.tasks.base.position`). `raw` are the tasks whose plain prompts are
+    not put through the chat template.
     """
 
     tasks: Mapping[str, Task]
     encoder: Encoder
-    limit: int | None
-    lengths: Mapping[str, tuple[int, ...]]
-    first: tuple[Prompt, ...]
+    first: Sequence[Prompt]
+    validation: Sequence[Prompt]
+    longest: Prompt | None
     rows: int | None
-    raw: frozenset[str] = frozenset()
-    validation: tuple[Prompt, ...] = ()
-    longest: Prompt | None = None
-    stopped: str | None = None
-    stored: int = 0
-    repeated: int = 0
-    left_out: tuple[LeftOut, ...] = ()
-    trained_positions: frozenset[float] = field(default_factory=frozenset)
-    validation_positions: frozenset[float] = field(default_factory=frozenset)
-    differs: str | None = None
+    trained: frozenset[float]
+    raw: Collection[str]
 
     @property
     def conversations(self) -> bool:

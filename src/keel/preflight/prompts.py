@@ -17,7 +17,6 @@ from keel.config.stage import StageConfig
 from keel.data.tasks import PromptStream, build_tasks, heldout, stored
 from keel.data.tasks.base import position
 from keel.models.chat import Encoder
-from keel.models.policy import Policy
 from keel.preflight.context import PromptStats, StageContext, StageStops
 from keel.preflight.finding import Finding, percent, quantile
 from keel.runs.quarantine import WORDS, LeftOut
@@ -77,76 +76,6 @@ def sampling_plan(recipe: Recipe, stage: StageConfig) -> SamplingPlan | None:
     )
 
 
-def prompt_stats(
-    sources: Sequence[TaskSource],
-    choice: Prompts,
-    policy: Policy,
-    recipe_seed: int,
-    stage_seed: int,
-    *,
-    answer_tokens: int,
-    take: int,
-    validation: int,
-) -> PromptStats:
-    """The prompts of a stage, of which the first step takes `take`.
-
-    Raises KeelError where a task cannot be built, or the answer leaves no room for a prompt.
-    """
-    tasks = {task.name: task for task in build_tasks(sources, recipe_seed)}
-    every = list(tasks.values())
-    weights = [source.weight for source in sources]
-    limit = longest_prompt(choice.max_tokens, policy.context, answer_tokens)
-    lenient = {n for n, s in zip(tasks, sources, strict=True) if s.bad_rows == "quarantine"}
-    raw = raw_tasks(tasks, sources)
-    encoder, unlimited = (
-        Encoder(
-            policy.tokenizer, tokens, choice.chat_template, forgiven=lenient, raw=raw,
-            served=policy.served,
-        )
-        for tokens in (limit, None)
-    )  # fmt: skip
-    stopped: str | None = None
-    lengths: dict[str, tuple[int, ...]] = dict.fromkeys(tasks, ())
-    first: list[Prompt] = []
-    held: list[Prompt] = []
-    longest: Prompt | None = None
-    try:
-        for name, task in tasks.items():
-            encoded = encoded_prompts(task, unlimited)
-            lengths[name] = tuple(len(prompt.tokens) for prompt in encoded)
-            within = [p for p in encoded if limit is None or len(p.tokens) <= limit]
-            candidates = [*([] if longest is None else [longest]), *within]
-            longest = max(candidates, key=lambda p: len(p.tokens), default=None)
-        stream = PromptStream(every, weights, derive(stage_seed, "prompts"), encoder)
-        taken = stream.take(take)
-        _check_task_names(taken, tasks)
-        first = taken
-        held = heldout(every, weights, validation, encoder) if validation else []
-    except KeelError as error:
-        stopped = str(error)
-    kept = [data for task in every if (data := stored(task)) is not None]
-    positions = [position(entry.body) for data in kept for entry in data.sides["train"].entries]
-    sizes = [task.size("train") for task in every]
-    return PromptStats(
-        tasks=tasks,
-        encoder=encoder,
-        limit=limit,
-        lengths=lengths,
-        first=tuple(first),
-        rows=None if None in sizes else sum(n for n in sizes if n is not None),
-        raw=frozenset(raw),
-        validation=tuple(held),
-        longest=longest,
-        stopped=stopped,
-        stored=sum(len(side.entries) for data in kept for side in data.sides.values()),
-        repeated=sum(n - 1 for n in Counter(positions).values()),
-        left_out=tuple(row for data in kept for row in data.left_out),
-        trained_positions=frozenset(positions),
-        validation_positions=frozenset(_row_position(p, sources, tasks) for p in held),
-        differs=unlimited.differs or encoder.differs,
-    )
-
-
 def read_prompts(
     context: StageContext,
     sources: Sequence[TaskSource],
@@ -159,61 +88,111 @@ def read_prompts(
     take: int,
     validation: int = 0,
 ) -> PromptStats:
-    """The prompts of a stage with their figures and findings, kept in `context.prompts` too.
+    """The prompts of a stage, of which the first step takes `take`; also in `context.prompts`.
 
     `prefix` is that of the keys of tasks and prompts; `answer_key` sets `answer_tokens`.
     Raises StageStops where the first step has no prompts.
     """
-    key = f"{prefix}tasks"
+    key, policy = f"{prefix}tasks", context.policy
     with context.stops("as its tasks are read", key):
-        stats = prompt_stats(
-            sources, choice, context.policy, context.recipe.seed, stage_seed,
-            answer_tokens=answer_tokens, take=take, validation=validation,
-        )  # fmt: skip
-    every = [n for lengths in stats.lengths.values() for n in lengths]
-    if stats.rows is not None:
-        context.figures["train rows"] = stats.rows
-    if every:
-        context.figures |= {
-            "prompt tokens (median)": quantile(every, 0.5),
-            "prompt tokens (95 %)": quantile(every, 0.95),
-            "prompt tokens (longest)": max(every),
-        }
-    raw = any(source.raw for source in sources)
-    context.figures["plain prompts are read"] = how_read(context.policy.tokenizer, raw)
-    if stats.differs is not None:
+        tasks = {task.name: task for task in build_tasks(sources, context.recipe.seed)}
+        limit = longest_prompt(choice.max_tokens, policy.context, answer_tokens)
+    every, weights = list(tasks.values()), [source.weight for source in sources]
+    lenient = {n for n, s in zip(tasks, sources, strict=True) if s.bad_rows == "quarantine"}
+    raw = raw_tasks(tasks, sources)
+    encoder, unlimited = (
+        Encoder(
+            policy.tokenizer, tokens, choice.chat_template, forgiven=lenient, raw=raw,
+            served=policy.served,
+        )
+        for tokens in (limit, None)
+    )  # fmt: skip
+    prompts: dict[str, list[Prompt]] = {name: [] for name in tasks}
+    first: list[Prompt] = []
+    held: list[Prompt] = []
+    stopped: KeelError | None = None
+    try:
+        for name, task in tasks.items():
+            prompts[name] = encoded_prompts(task, unlimited)
+        stream = PromptStream(every, weights, derive(stage_seed, "prompts"), encoder)
+        taken = stream.take(take)
+        _check_task_names(taken, tasks)
+        first = taken
+        held = heldout(every, weights, validation, encoder) if validation else []
+    except KeelError as error:
+        stopped = error
+    sizes = [task.size("train") for task in every]
+    rows = None if None in sizes else sum(n for n in sizes if n is not None)
+    if rows is not None:
+        context.figures["train rows"] = rows
+    lengths = {name: [len(p.tokens) for p in own] for name, own in prompts.items()}
+    fits = _check_lengths(context, lengths, limit, choice, prefix, (answer_key, answer_tokens))
+    read = how_read(policy.tokenizer, any(source.raw for source in sources))
+    context.figures["plain prompts are read"] = read
+    differs = unlimited.differs or encoder.differs
+    if differs is not None:
         context.figures["tokenizer.json"] = (
-            f"read otherwise by AutoTokenizer, whose class is used: {stats.differs}"
+            f"read otherwise by AutoTokenizer, whose class is used: {differs}"
         )
-    own = choice.max_tokens is not None
-    length_key = f"{prefix}prompts.max_tokens" if own else answer_key
-    bound = length_key if own else f"what {answer_tokens} tokens of answer leave of the context"
-    fix = (
-        "raise it to {held}, or give shorter prompts"
-        if own
-        else "make room for {held} tokens: lower the budget for answers, use a longer context, or "
-        "give shorter prompts"
-    )
-    over = [
-        over_length(
-            "prompts-over-length", f"prompts of task {name!r}", ns, stats.limit, bound, length_key,
-            fix,
-        )
-        for name, ns in stats.lengths.items()
-    ]  # fmt: skip
-    context.add(*over)
-    if stats.stopped is not None and not any(one and one.severity == "error" for one in over):
-        context.add_stop("as its prompts are read", KeelError(stats.stopped), key)
-    report_left_out(context, stats.left_out)
-    bad_rows = f"{key}.{_task_number(stats)}.bad_rows"
-    context.add(
-        unreadable(stats.left_out, stats.stored, bad_rows),
-        repeated(stats.repeated, stats.rows or 0, f"{key}.0.path"),
-    )
-    if not stats.first:
+    if stopped is not None and fits:
+        context.add_stop("as its prompts are read", stopped, key)
+    trained = _check_rows(context, every, rows, key)
+    if not first:
         raise StageStops
-    context.prompts = stats
-    return stats
+    within = [p for own in prompts.values() for p in own if limit is None or len(p.tokens) <= limit]
+    longest = max(within, key=lambda p: len(p.tokens), default=None)
+    context.prompts = PromptStats(tasks, encoder, first, held, longest, rows, trained, raw)
+    return context.prompts
+
+
+def _check_lengths(
+    context: StageContext,
+    by_task: Mapping[str, Sequence[int]],
+    limit: int | None,
+    choice: Prompts,
+    prefix: str,
+    answer: tuple[str, int],
+) -> bool:
+    """Figures and findings of the prompts' lengths; whether any prompt of each task fits."""
+    lengths = [n for own in by_task.values() for n in own]
+    if lengths:
+        context.figures |= {
+            "prompt tokens (median)": quantile(lengths, 0.5),
+            "prompt tokens (95 %)": quantile(lengths, 0.95),
+            "prompt tokens (longest)": max(lengths),
+        }
+    if choice.max_tokens is not None:
+        key = bound = f"{prefix}prompts.max_tokens"
+        fix = "raise it to {held}, or give shorter prompts"
+    else:
+        key, bound = answer[0], f"what {answer[1]} tokens of answer leave of the context"
+        fix = (
+            "make room for {held} tokens: lower the budget for answers, use a longer context, or "
+            "give shorter prompts"
+        )
+    found = [
+        over_length("prompts-over-length", f"prompts of task {name!r}", n, limit, bound, key, fix)
+        for name, n in by_task.items()
+    ]
+    context.add(*found)
+    return not any(one and one.severity == "error" for one in found)
+
+
+def _check_rows(
+    context: StageContext, tasks: Sequence[Task], rows: int | None, key: str
+) -> frozenset[float]:
+    """Findings of stored rows that are left out or repeated; the positions of the train rows."""
+    kept = [(at, data) for at, task in enumerate(tasks) if (data := stored(task)) is not None]
+    left = [row for _, data in kept for row in data.left_out]
+    report_left_out(context, left)
+    first = next((at for at, data in kept if data.left_out), 0)
+    entries = sum(len(side.entries) for _, data in kept for side in data.sides.values())
+    trained = [position(one.body) for _, data in kept for one in data.sides["train"].entries]
+    context.add(
+        unreadable(left, entries, f"{key}.{first}.bad_rows"),
+        repeated(len(trained) - len(set(trained)), rows or 0, f"{key}.0.path"),
+    )
+    return frozenset(trained)
 
 
 def encoded_prompts(task: Task, encoder: Encoder) -> list[Prompt]:
@@ -258,34 +237,6 @@ def _check_task_names(prompts: Sequence[Prompt], tasks: Mapping[str, Task]) -> N
                 f"prompt {prompt.id!r} says that it is of task {prompt.task!r}: give the Prompt "
                 f"its task's name ({', '.join(map(repr, tasks))}), by which its answers are judged"
             )
-
-
-def _row_position(
-    prompt: Prompt, sources: Sequence[TaskSource], tasks: Mapping[str, Task]
-) -> float:
-    """The position of the prompt without its system message, as that of a stored row."""
-    content = prompt.content
-    if isinstance(content, str):
-        return position(content)
-    turns = list(content)
-    if any(source.system for source in sources) and turns[0]["role"] == "system":
-        turns = turns[1:]
-    data = stored(tasks[prompt.task])
-    plain = data is None or isinstance(data.sides["heldout"].entries[0].body, str)
-    if len(turns) == 1 and (plain or any(source.system is not None for source in sources)):
-        return position(turns[0]["content"])
-    return position(turns)
-
-
-def _task_number(stats: PromptStats) -> int:
-    """The number of the task that the first row left out is of."""
-    for number, task in enumerate(stats.tasks.values()):
-        data = stored(task)
-        if data is not None and any(
-            row is one for row in stats.left_out[:1] for one in data.left_out
-        ):
-            return number
-    return 0
 
 
 # ---------------------------------------------------------------- findings of prompts and rows
