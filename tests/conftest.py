@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 
 torch.set_num_threads(1)
 
-RENDERED = ("analysis", "control", "durability")
-"""Folders whose tests get plots as users do."""
+RENDERED = ("analysis", "control", "durability", "test_twice.py")
+"""Folders and files whose tests get plots as users do."""
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 )

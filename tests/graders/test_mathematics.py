@@ -287,7 +287,7 @@ def test_a_gold_answer_whose_process_was_killed_is_read_again(
     monkeypatch.setattr(mathematics_worker, "Confined", Once)
     answer = mathematics_worker.start(b"")
     gc.unfreeze()
-    request = {"gold": "2x", "message": "$x + x$", "evaluated": True, "cpu": 1.0, "patience": 1.0}
+    request = {"gold": "2x", "stated": "$x + x$", "evaluated": True, "cpu": 1.0, "patience": 1.0}
     assert [answer(request) for _ in range(3)] == ["died", "same", "same"]
 
 

@@ -14,7 +14,7 @@ from keel.config.optimisation import Checkpoints
 from keel.runs import files, lifecycle
 from keel.runs.callbacks import Callback, RunState
 from keel.runs.layout import RunFolder
-from keel.runs.lifecycle import declare, running
+from keel.runs.lifecycle import run_lifecycle, write_metadata
 from keel.runs.lock import locked
 from keel.runs.reader import load
 from keel.runs.writer import RunWriter
@@ -40,7 +40,7 @@ def go(
     folder: RunFolder, act: Callable[[RunWriter], object], resume: bool, verb: Any = "train"
 ) -> None:
     """A run that does something and then meets what a user can fix."""
-    with running(folder, resume, verb=verb) as (writer, _):
+    with run_lifecycle(folder, resume, verb=verb) as (writer, _):
         act(writer)
         raise KeelError("reward 'x' raised ValueError")
 
@@ -86,7 +86,7 @@ def test_a_checkpoint_before_the_first_step_is_no_step(tmp_path: Path) -> None:
 
 def test_what_fails_before_there_is_anything_to_keep_leaves_nothing(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
-    with pytest.raises(KeelError) as caught, running(folder, False):
+    with pytest.raises(KeelError) as caught, run_lifecycle(folder, False):
         raise KeelError("no such model")
     assert str(caught.value) == "no such model"
     assert not folder.path.exists()
@@ -98,7 +98,7 @@ def test_a_folder_that_was_there_before_stays(tmp_path: Path) -> None:
         if name == "there":
             path.mkdir()
         folder = lifecycle.create_run(ONE, "x", path)
-        with pytest.raises(KeelError, match="no such model"), running(folder, False):
+        with pytest.raises(KeelError, match="no such model"), run_lifecycle(folder, False):
             raise KeelError("no such model")
         assert path.exists() == (name == "there")
     assert list(path.iterdir()) == []
@@ -121,7 +121,7 @@ def test_a_folder_that_cannot_be_emptied_can_be_gone_on_with_or_begun(
     monkeypatch.undo()
     assert printed.endswith(f"{HOW}{folder.path}") == left
     if left:
-        with running(lifecycle.resume_run(folder.path), True) as (writer, _):
+        with run_lifecycle(lifecycle.resume_run(folder.path), True) as (writer, _):
             writer.recorded(Progress(0, 1), {"loss": 1.0}, [row()], 0.25)
     else:
         assert lifecycle.create_run(ONE, "x", folder.path) == folder
@@ -146,11 +146,11 @@ def test_errors_of_the_disk_that_nobody_named_are_one_line_too(tmp_path: Path) -
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     missing = FileNotFoundError(errno.ENOENT, "No such file", str(folder.path / "x" / "y.png"))
     for error, path in ((full, folder.path), (missing, folder.path / "x" / "y.png")):
-        with pytest.raises(KeelError) as caught, running(folder, True):
+        with pytest.raises(KeelError) as caught, run_lifecycle(folder, True):
             raise error
         assert f"cannot write {path}: {error.strerror}: fix" in str(caught.value)
     strange = ConnectionResetError(errno.ECONNRESET, "reset")
-    with pytest.raises(ConnectionResetError), running(folder, True):
+    with pytest.raises(ConnectionResetError), run_lifecycle(folder, True):
         raise strange
 
 
@@ -165,7 +165,7 @@ def test_an_error_of_the_disk_in_the_words_of_a_library(tmp_path: Path) -> None:
 
 def test_a_step_on_record_holds_what_recording_took(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
-    with running(folder, False) as (writer, _):
+    with run_lifecycle(folder, False) as (writer, _):
         with writer.clock("rollout"):
             pass
         writer.recorded(Progress(0, 1), {"loss": 1.0}, [row()], 0.25)
@@ -218,7 +218,7 @@ class Gone:
 
 def test_a_run_outlives_whoever_watches(tmp_path: Path) -> None:
     folder, gone = one_stage(tmp_path), Gone()
-    with running(folder, False, [gone]) as (writer, _):
+    with run_lifecycle(folder, False, [gone]) as (writer, _):
         writer.callbacks.stage("rl", "rl", 3, 0)
         writer.callbacks.evaluation(0, {})
         writer.recorded(Progress(0, 1), {"loss": 1.0}, [], 0.5)
@@ -229,8 +229,8 @@ def test_a_run_outlives_whoever_watches(tmp_path: Path) -> None:
 
 def declared(folder: RunFolder, resume: bool, threads: int, packages: list[str]) -> list[str]:
     notes = Notes()
-    with running(folder, resume, [notes]) as (writer, _):
-        declare(writer, "sort", 3, threads, packages)
+    with run_lifecycle(folder, resume, [notes]) as (writer, _):
+        write_metadata(writer, "sort", 3, threads, packages)
         if not resume:
             writer.checkpoint(Progress(0, 5), fill, Checkpoints())
     return notes.notes
@@ -337,7 +337,7 @@ def test_what_a_run_calls_may_change_the_working_directory(
     for resume in (False, True):
         monkeypatch.chdir(tmp_path)
         folder = lifecycle.resume_run("run") if resume else lifecycle.create_run(ONE, "x", "run")
-        with running(folder, resume) as (writer, _):
+        with run_lifecycle(folder, resume) as (writer, _):
             monkeypatch.chdir(tmp_path / "other")
             writer.recorded(Progress(0, 1 + resume), {"loss": 1.0}, [row()], 0.25)
             writer.checkpoint(Progress(0, 1 + resume), fill, Checkpoints())

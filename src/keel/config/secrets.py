@@ -64,24 +64,24 @@ def wrong_secret(recipe: Mapping[str, Any]) -> str | None:
     return None
 
 
-def without_secrets(value: T) -> T:
+def without_secrets(message: T) -> T:
     """A text, or the texts in mappings and lists, with $NAME where a variable's secret stood.
 
     For what others have written and Keel shows: the error of a user's function may hold its key.
     """
-    return cast(T, _without(value, sorted(_held(CUT).items(), key=lambda one: -len(one[0]))))
+    return cast(T, _without(message, sorted(_held(CUT).items(), key=lambda one: -len(one[0]))))
 
 
-def _without(value: Any, held: Sequence[tuple[str, str]]) -> Any:
-    if isinstance(value, str):
+def _without(data: Any, held: Sequence[tuple[str, str]]) -> Any:
+    if isinstance(data, str):
         for value, name in held:
-            value = value.replace(value, f"${name}")
-        return value
-    if isinstance(value, Mapping):
-        return {_without(key, held): _without(value, held) for key, value in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without(value, held) for value in value]
-    return value
+            data = data.replace(value, f"${name}")
+        return data
+    if isinstance(data, Mapping):
+        return {_without(key, held): _without(value, held) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_without(value, held) for value in data]
+    return data
 
 
 def _held(shortest: int) -> dict[str, str]:

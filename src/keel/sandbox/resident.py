@@ -141,9 +141,8 @@ class Resident:
                 status = self._process.returncode
                 if message.startswith("bwrap"):
                     raise no_sandbox(message, status) from None
-                raise KeelError(
-                    f"a process in the sandbox does not start ({message or f'exit {status}'})"
-                ) from None
+                cause = message or f"exit status {status}"
+                raise KeelError(f"a process in the sandbox does not start ({cause})") from None
 
     def _send(self, what: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None

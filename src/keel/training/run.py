@@ -80,10 +80,11 @@ def run_stages(recipe: Recipe, writer: RunWriter, progress: Progress, start: Pat
         check_base(policy, recipe.model, start)
         restore_policy(start, policy)
     threads = torch.get_num_threads()
-    writer.callbacks.note(
-        f"model: {describe_model(recipe.model, policy.model)}, {recipe.model.dtype} on "
-        f"{policy.device}; CPU threads: {threads}"
-    )
+    if start is None:
+        writer.callbacks.note(
+            f"model: {describe_model(recipe.model, policy.model)}, {recipe.model.dtype} on "
+            f"{policy.device}; CPU threads: {threads}"
+        )
     lifecycle.write_metadata(
         writer, recipe.name, recipe.seed, threads, REPORTED, fingerprint("decode")
     )
