@@ -25,6 +25,15 @@ PIXEL = base64.b64decode(
 )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `quick(*ids)`, the parameters that are not named are slow."""
+    for item in items:
+        quick = item.get_closest_marker("quick")
+        if quick is not None and item.callspec.id not in quick.args:  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def unrendered_plots(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plots are drawn but saved as one pixel: rendering takes longer than a small run itself."""

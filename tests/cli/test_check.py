@@ -79,6 +79,7 @@ def test_a_finding_is_three_lines() -> None:
     assert what[2].startswith("   optimizer.warmup_steps: set it under 12")
 
 
+@pytest.mark.slow
 def test_json_holds_everything_and_a_finding_ends_1(keel: Keel, tmp_path: Path) -> None:
     done = keel(*TINY, "rollout.max_refills=3", "--json", "--price", "1")
     assert done.returncode == 1

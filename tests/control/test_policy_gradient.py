@@ -649,6 +649,12 @@ VALUE_BASELINE = ("algorithm.advantage.baseline=value", "algorithm.value.coeffic
 GAE_OF_PPO = ("epochs=2", "minibatches=2", "rollout_steps=4")
 
 
+@pytest.mark.quick(
+    "reinforce-settings4--1.0",
+    "reinforce-settings5-1.0",
+    "reinforce-settings5--1.0",
+    "reinforce-settings4-1.0",
+)
 @pytest.mark.parametrize("pay", [1.0, -1.0])
 @pytest.mark.parametrize(
     ("algorithm", "settings"),

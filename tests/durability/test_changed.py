@@ -118,6 +118,7 @@ CHANGES: dict[str, tuple[Callable[[Place], object], str]] = {
 }
 
 
+@pytest.mark.quick("data")
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_since_the_checkpoint_is_noted(what: str, copy: Place) -> None:
     change, message = CHANGES[what]

@@ -74,6 +74,7 @@ HARMS: list[tuple[str, Callable[[Path], object]]] = [
 ]
 
 
+@pytest.mark.quick("manifest.json is damaged-<lambda>")
 @pytest.mark.parametrize(("why", "harm"), HARMS)
 def test_the_newest_is_damaged(
     why: str, harm: Callable[[Path], object], tmp_path: Path, unharmed: Path
@@ -219,6 +220,7 @@ LOST: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.quick("all gone")
 @pytest.mark.parametrize("what", LOST)
 def test_rollouts_lost_before_the_checkpoint_are_noted_and_the_run_goes_on(
     what: str, tmp_path: Path, unharmed: Path

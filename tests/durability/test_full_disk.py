@@ -73,6 +73,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick("checkpoints/.tmp-step-000004/optimizer.safetensors")
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_stops_where_the_disk_is_full_and_goes_on(
     name: str, tmp_path: Path, unharmed: Path
@@ -114,6 +115,7 @@ def test_rows_that_find_no_room_are_dropped_whole(tmp_path: Path) -> None:
         same(run, other)
 
 
+@pytest.mark.slow
 def test_a_reward_model_and_its_rows_are_whole_or_not_there(tmp_path: Path) -> None:
     recipe, other = tmp_path / "judged.toml", tmp_path / "whole"
     recipe.write_text(JUDGED)

@@ -46,6 +46,7 @@ def lost(run: Path) -> list[tuple[str, str]]:
     return [(row["stream"], row["why"]) for row in rows]
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("quiet", [True, False])
 def test_a_run_outlives_the_reader_of_its_output(
     quiet: bool, tmp_path: Path, unharmed: Path

@@ -29,6 +29,7 @@ def goes_on(tmp_path: Path, run: Path, unharmed: Path) -> None:
     same(run, unharmed)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_and_turns_read_only(tmp_path: Path, unharmed: Path) -> None:
     image, place = tmp_path / "image", tmp_path / "disk"
     with mounts.breakable_disk(image, place, 64 << 20):
@@ -47,6 +48,7 @@ def test_a_disk_that_fails_and_turns_read_only(tmp_path: Path, unharmed: Path) -
         goes_on(tmp_path, run, unharmed)
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_mount_that_vanishes(inside: bool, tmp_path: Path, unharmed: Path) -> None:
     """Below it lies an empty folder, in which nothing may be made."""
@@ -70,6 +72,7 @@ def test_a_mount_that_vanishes(inside: bool, tmp_path: Path, unharmed: Path) -> 
         goes_on(tmp_path, run, unharmed)
 
 
+@pytest.mark.slow
 def test_a_folder_moved_away_and_another_in_its_place(tmp_path: Path, unharmed: Path) -> None:
     run, moved = tmp_path / "run", tmp_path / "moved"
     harm = plan(3, exchange=[str(run), str(moved)])

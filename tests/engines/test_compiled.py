@@ -180,6 +180,7 @@ def states_of(found: compiled.CompiledPass, tokens: Tensor, prompt: int) -> Tens
     return torch.cat(states)
 
 
+@pytest.mark.quick("mistral-dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_neither_company_nor_threads_change_a_bit_of_a_row(family: str, dtype: torch.dtype) -> None:

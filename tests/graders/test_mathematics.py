@@ -196,6 +196,7 @@ def test_gold_that_cannot_be_read(mathematics: Mathematics, gold: str) -> None:
     assert mathematics.compare([(gold, "1"), ("1", "1")]) == ["unreadable gold", "same"]
 
 
+@pytest.mark.slow
 def test_every_answer_of_math500_is_itself(
     mathematics: Mathematics, problems: list[dict[str, Any]]
 ) -> None:
@@ -226,6 +227,7 @@ def test_arithmetic_left_to_do_counts_only_if_asked() -> None:
     lenient.close()
 
 
+@pytest.mark.slow
 def test_expressions_that_hang_are_given_up_and_the_next_is_still_judged() -> None:
     """From a thread that is not the main one, where alarms fail."""
     towers = [r"$x^{10^{10^{10}}}$", r"$x + 9^{9^{9^{9}}}$", r"$x + ((((3!)!)!)!)!$"]

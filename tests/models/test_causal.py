@@ -41,6 +41,9 @@ def by_loop(lengths: list[int], follows: list[int], heads: list[Tensor], rules: 
     return each_by_hand(lengths, follows, tuple(x.transpose(0, 1)[None] for x in heads), rules)
 
 
+@pytest.mark.quick(
+    "a shared prompt-narrow-64", "one-apart-5", "all different-apart-1", "equal in a row-narrow-5"
+)
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 64])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("made", LAYOUTS.values(), ids=LAYOUTS)
@@ -54,6 +57,7 @@ def test_forward_and_backward_equal_a_loop(
     compare(made, shape, window)
 
 
+@pytest.mark.quick("longer than a block-40")
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("made", LONG.values(), ids=LONG)
 def test_blocks_join(made: tuple[list[int], list[int]], window: int | None) -> None:

@@ -40,6 +40,7 @@ def _batch(ours: Policy) -> Packed:
     return batch(len(ours.tokenizer))[1]
 
 
+@pytest.mark.quick("olmo", "starcoder2", "mixtral", "gpt_bigcode")
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_reference_is_the_base_bit_for_bit(family: str) -> None:
     bare, ours = policy(family), policy(family, rank=4)

@@ -210,6 +210,7 @@ def test_values_are_of_the_state_before_each_token() -> None:
     assert values.std() > 0.1
 
 
+@pytest.mark.quick("arcee", "cohere2", "olmoe", "granite")
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_gradient_of_a_value_head_reaches_the_backbone(family: str) -> None:
     ours = policy(family)

@@ -143,6 +143,7 @@ def close(found: list[list[float]], expected: list[list[float]]) -> None:
 # ---------------------------------------------------------------- the same with plain transformers
 
 
+@pytest.mark.quick("process-gpt2", "process-gpt_bigcode", "process-arcee", "process-seed_oss")
 @pytest.mark.parametrize(("kind", "family"), HAVE)
 def test_plain_transformers_says_the_same(kind: Kind, family: str, tmp_path: Path) -> None:
     ours = made(kind, family)

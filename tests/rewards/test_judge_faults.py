@@ -62,6 +62,7 @@ def server() -> Iterator[JudgeServer]:
         yield running
 
 
+@pytest.mark.quick("a gateway that gave up", "no message", "a list")
 @pytest.mark.parametrize("fault", BILLED_AND_LOST.values(), ids=BILLED_AND_LOST)
 def test_what_may_have_been_billed_is_counted_and_asked_again(
     server: JudgeServer, fault: Fault, tmp_path: Path
@@ -229,6 +230,7 @@ def test_what_repeating_cannot_mend_ends_at_once(
     reward.close()
 
 
+@pytest.mark.quick("off the scale", "prose", "nothing")
 @pytest.mark.parametrize("fault", SILENT.values(), ids=SILENT)
 def test_an_answer_that_says_nothing_is_no_verdict(
     server: JudgeServer, fault: Fault, tmp_path: Path

@@ -68,6 +68,7 @@ def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
 # ---------------------------------------------------------------- kills
 
 
+@pytest.mark.quick("36")
 @pytest.mark.parametrize("at", [0, 12, 36])
 def test_a_kill_loses_nothing_and_pays_nothing_twice(at: int, tmp_path: Path) -> None:
     whole = [n / 10 for _ in range(10) for n in range(4)]
@@ -106,6 +107,7 @@ def test_a_kill_loses_nothing_and_pays_nothing_twice(at: int, tmp_path: Path) ->
         assert len(server.log) == before
 
 
+@pytest.mark.slow
 def test_an_unbroken_run_says_the_same_as_one_that_was_killed(tmp_path: Path) -> None:
     with JudgeServer() as server:
         server.holds = lambda number: number >= 8
@@ -215,6 +217,7 @@ def test_equal_answers_are_asked_once(tmp_path: Path) -> None:
         assert found.metrics["judge/tokens"] == sum(server.billed)
 
 
+@pytest.mark.quick("other8", "other5", "other7")
 @pytest.mark.parametrize(
     "other",
     [

@@ -112,6 +112,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick("https://", "\\\\", "\\\\$", "$$ ")
 @pytest.mark.parametrize("unit", HOSTILE)
 def test_a_long_text_takes_no_long_time(unit: str) -> None:
     """Half a million characters, at which time to the square would be hours."""

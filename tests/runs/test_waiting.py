@@ -27,6 +27,7 @@ def shown(**settings: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.quick("settings2-set: None")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

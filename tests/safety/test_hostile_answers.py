@@ -143,6 +143,7 @@ def score(task: GymTask, text: str) -> float:
     return task.score(prompt(task), completion(text))
 
 
+@pytest.mark.quick("chain_sum")
 @needs_bubblewrap
 @pytest.mark.parametrize("name", scorers())
 def test_no_answer_reaches_anything_or_earns(
@@ -267,6 +268,7 @@ def test_replies_of_a_judge_are_read_whatever_their_depth_and_numbers() -> None:
     assert time.process_time() - start < 10.0
 
 
+@pytest.mark.slow
 @needs_bubblewrap
 def test_math_verify_reaches_nothing_and_judges_on(tmp_path: Path) -> None:
     pytest.importorskip("math_verify")
@@ -303,6 +305,7 @@ def test_math_refuses_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None
     assert "trusted" not in str(error.value)
 
 
+@pytest.mark.slow
 @needs_bubblewrap
 def test_a_process_killed_from_outside_scores_nothing_by_itself(
     monkeypatch: pytest.MonkeyPatch,

@@ -79,6 +79,7 @@ def finish(process: subprocess.Popen[str], how: str) -> None:
     assert process.wait() != 0
 
 
+@pytest.mark.quick("environments")
 @needs_bubblewrap
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_outlives_a_parent_that_is_killed(kind: str, tmp_path: Path) -> None:
@@ -128,6 +129,7 @@ options = {{ trusted = true, timeout = 600.0, prepend = "before", memory_mb = 40
 """
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_run(tmp_path: Path) -> None:
     """A second Ctrl-C ends a run at once, while its rewards are at work."""
     rows = [{"prompt": f"{n}>", "tests": "assert 1", "before": LOOP} for n in range(20)]

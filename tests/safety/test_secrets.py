@@ -111,6 +111,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.quick("a code", "another")
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_run_that_fails(
     kind: str,

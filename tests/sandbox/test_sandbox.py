@@ -273,6 +273,7 @@ def test_no_sandbox_outlives_a_parent_that_is_killed() -> None:
     assert eventually(lambda: not processes_with(mark))
 
 
+@pytest.mark.slow
 @needs_bubblewrap
 def test_nor_one_that_is_killed_while_the_sandbox_is_made() -> None:
     """A parent that is gone before bubblewrap has sent it anything.
