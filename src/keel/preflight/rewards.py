@@ -222,7 +222,7 @@ def reward_constant(
     evidence = (
         f"{totals[0]:g} for each of {len(totals)} completions, {texts} different ones among them"
     )
-    fix = "use a reward that tells the answers apart, or harder prompts"
+    fix = "use a reward that differs between answers, or harder prompts"
     if why is not None:
         evidence = f"{evidence}; {why}"
         fix = "set it to what some of the answers reach, or leave it out"
@@ -256,5 +256,5 @@ def zero_variance(
         evidence,
         key,
         "raise it, or the temperature too, mix in prompts of another difficulty, or add a reward "
-        "that tells answers apart",
+        "that differs between answers",
     )
