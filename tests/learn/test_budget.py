@@ -193,7 +193,7 @@ recipe = small(
     # Scores from before memory runs out are of larger passes, which round otherwise.
     "algorithm=dr_grpo", "algorithm.divergence.beta=0",
 )
-packed.ENOUGH_ON_CPU = 10**9  # passes of the processor's own choice would find room
+packed.ENOUGH_ON_CPU = 10**9  # passes of the processor's own choice would fit
 update_models = rl.update_models
 
 def limited(*given):

@@ -88,10 +88,12 @@ def test_only_loss_and_gradient_decide_on_a_step() -> None:
 def test_cause_names_an_input_with_its_token(field: str, term: str, bad: float) -> None:
     learner = learner_of()
     batch = replace(batch_of(2, 3, 4), old_log_prob_N=torch.full((9,), -2.0))
-    values = torch.linspace(-1, 1, 9) if field == "advantage_N" else getattr(batch, field).clone()
-    values[6] = bad  # the second token of the third sequence
-    part = prepared(batch, **{field: values})
-    assert cause_of(learner, ALGORITHM, part, 0.0) == Cause(term, 2, 1)
+    for at, token in ((5, 0), (6, 1)):  # of the third sequence
+        clean = torch.linspace(-1, 1, 9) if field == "advantage_N" else getattr(batch, field)
+        values = clean.clone()
+        values[at] = bad
+        part = prepared(batch, **{field: values})
+        assert cause_of(learner, ALGORITHM, part, 0.0) == Cause(term, 2, token)
 
 
 def test_update_takes_no_step_and_leaves_no_gradient() -> None:

@@ -36,7 +36,7 @@ from keel.models.head import Scores
 from tests.learn.flat import blank
 from tests.shared import oracle_cases
 
-TOLERANCE = 1e-8  # as the file says: verl adds 1e-8 to some denominators
+TOLERANCE = 1e-8  # as in the file: verl adds 1e-8 to some denominators
 
 COUNT = 92
 PER_TOKEN = CustomAdvantage(function="builtins:sum", per_token=True)

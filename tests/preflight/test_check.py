@@ -55,6 +55,10 @@ def penalty(*, completions, answer):
     return [0.0 if text.strip() == gold else -1.0 for text, gold in zip(completions, answer)]
 
 
+def half(*, completions, answer):
+    return [0.5 * (text.strip() == gold) for text, gold in zip(completions, answer)]
+
+
 def broken(*, completions, answer):
     raise ValueError("no such thing")
 
@@ -84,6 +88,11 @@ class Misnamed(Sum):
 class Spells(Sum):
     def reply(self, prompt, text):
         return f"no, {self.gold(prompt)}"
+
+
+class SpellsAndEchoes(Sum):
+    def reply(self, prompt, text):
+        return f"not {text} but {self.gold(prompt)}"
 
 
 class SpellsLate(Sum):
@@ -334,6 +343,8 @@ def test_reward_that_returns_none_and_one_that_only_punishes(own: str, tmp_path:
     penalty = {"function": f"{own}:penalty"}
     punished = check(recipe(rl(penalty, tasks=[task], evaluation={"threshold": 0.0})))
     assert "gold-refused" not in [one.kind for one in punished.findings]
+    half = check(recipe(rl({"function": f"{own}:half"}, tasks=[task])))
+    assert half.stages[0].figures["gold answers, half"] == 0.5  # the best shape counts
 
 
 def test_judge_is_not_called_and_its_price_is_estimated() -> None:
@@ -348,8 +359,8 @@ def test_judge_is_not_called_and_its_price_is_estimated() -> None:
 
 @pytest.mark.parametrize(
     ("task", "turns", "found"),
-    [("Spells", 2, True), ("SpellsLate", 3, True), ("SpellsLate", 2, False), ("Spells", 1, False),
-     ("Echoes", 3, False), ("Computes", 3, False)],
+    [("Spells", 2, True), ("SpellsAndEchoes", 2, True), ("SpellsLate", 3, True),
+     ("SpellsLate", 2, False), ("Spells", 1, False), ("Echoes", 3, False), ("Computes", 3, False)],
 )  # fmt: skip
 def test_reply_that_spells_the_answer(task: str, turns: int, found: bool, own: str) -> None:
     stage = rl(tasks=[{"name": f"{own}:{task}"}], rollout={**ROLLOUT, "max_turns": turns})

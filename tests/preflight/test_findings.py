@@ -183,7 +183,7 @@ def test_reward_zero_where_only_gold_answers_earn_it(
     found = r.reward_zero("correct", values, gold, "rewards.functions")
     assert (found is not None) == raised
     if found is not None:
-        assert found.severity == "warning"  # so few samples leave room for one in ten
+        assert found.severity == "warning"  # so few samples do not exclude one in ten
         assert "at most 11 %" in found.evidence
 
 

@@ -54,6 +54,15 @@ def tokenizer(template: str | None = SOUND) -> Any:
         (LOOP + HEADER.replace("assistant", "model"), False, True),
         # A thinking model's header opens a thought, which the answer's turn does not show.
         (LOOP + HEADER.replace("assistant\n", "assistant\n<think>\n"), False, False),
+        # Or an answer's turn shows an empty thought, which the header does not.
+        (
+            LOOP.replace(
+                "\n{{ m.c", "\n{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.c"
+            )
+            + HEADER,
+            False,
+            False,
+        ),
     ],
 )
 def test_template_keeps_text_and_prefix(template: str, loses: bool, differs: bool) -> None:

@@ -45,7 +45,7 @@ WEIGHTS_READ = 4_000_000
 
 @dataclass(frozen=True)
 class StageReport:
-    """A stage's figures in order, what of it could not be inspected, and its prediction."""
+    """A stage's figures, what of it could not be inspected (`unseen`), and its prediction."""
 
     name: str
     kind: str

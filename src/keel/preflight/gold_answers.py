@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -34,8 +34,8 @@ REFUSED = 0.1
 interval's lower end), the reward reads them otherwise than they are written."""
 OTHER_COLUMN = "name the column that holds the answer alone (tasks.answer), or another reward"
 
-Values = tuple[float | None, ...]
 Rated = tuple[RewardSource, NamedReward]
+OnError = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +48,11 @@ class Gold:
     prompt's gold answer instead.
     """
 
-    prompts: tuple[Prompt, ...]
-    texts: tuple[str, ...]
-    lengths: tuple[int, ...]
-    best: Mapping[str, Values]
-    unwritable: tuple[str, ...] = ()
-    wrong: Mapping[str, Values] = field(default_factory=dict)
+    known: Sequence[tuple[Prompt, str]]
+    lengths: Sequence[int]
+    best: Mapping[str, Sequence[float | None]]
+    unwritable: Sequence[str]
+    wrong: Mapping[str, Sequence[float | None]]
 
 
 def judged_by_gold(source: RewardSource, function: NamedReward) -> bool:
@@ -74,8 +73,7 @@ def gold_of(
 
     Raises KeelError where a reward fails on one as it stands, and `rewards` asks to stop then.
     """
-    known: list[Prompt] = []
-    texts: list[str] = []
+    known: list[tuple[Prompt, str]] = []
     lengths: list[int] = []
     unwritable: list[str] = []
     for prompt in prompts[:SHOWN]:
@@ -87,11 +85,17 @@ def gold_of(
         except KeelError as error:
             unwritable.append(str(error))
             continue
-        known.append(prompt)
-        texts.append(text)
+        known.append((prompt, text))
         lengths.append(len(ids) + 1)
     if not known and not unwritable:
         return None
+
+    def scored(
+        answers: Sequence[tuple[Prompt, str]], rated: Sequence[Rated], on_error: OnError
+    ) -> dict[str, list[float | None]]:
+        groups = [_answered(prompt, text, tokenizer) for prompt, text in answers]
+        return _scored(groups, tasks, rated, rewards.timeout, on_error)
+
     judging = [(s, f) for s, f in functions if judged_by_gold(s, f)]
     best: dict[str, list[float | None]] = {f.name: [None] * len(known) for _, f in judging}
     for number, shape in enumerate(shapes([source for source, _ in judging])):
@@ -99,28 +103,26 @@ def gold_of(
         left = [at for at in range(len(known)) if any((best[n][at] or 0) < 1 for n in best)]
         if not left:
             break
-        answered = [_answered(known[at], shape.replace("{}", texts[at]), tokenizer) for at in left]
-        for name, values in _scored(answered, tasks, judging, rewards.timeout, on_error).items():
+        answers = [(known[at][0], shape.replace("{}", known[at][1])) for at in left]
+        for name, values in scored(answers, judging, on_error).items():
             for at, value in zip(left, values, strict=True):
-                best[name][at] = max((v for v in (best[name][at], value) if v is not None),
-                                     default=None)  # fmt: skip
-    wrong: dict[str, Values] = {}
+                given = [v for v in (best[name][at], value) if v is not None]
+                best[name][at] = max(given, default=None)
+    wrong: dict[str, list[float | None]] = {}
     own = [(s, f) for s, f in judging if ":" in s.function]
+    texts = [text for _, text in known]
     if own and len(set(texts)) > 1:
-        others = [
-            next(t for t in (*texts[at:], *texts[:at]) if t != text)
-            for at, text in enumerate(texts)
+        swapped = [
+            (prompt, next(t for t in (*texts[at:], *texts[:at]) if t != text))
+            for at, (prompt, text) in enumerate(known)
         ]
-        answered = [_answered(p, t, tokenizer) for p, t in zip(known, others, strict=True)]
-        for name, values in _scored(answered, tasks, own, rewards.timeout, "skip").items():
-            wrong[name] = tuple(None if value == FAILED else value for value in values)
+        wrong = scored(swapped, own, "skip")
     return Gold(
-        tuple(known),
-        tuple(texts),
-        tuple(lengths),
-        {name: tuple(values) for name, values in best.items()},
-        tuple(unwritable),
-        wrong,
+        known,
+        lengths,
+        best,
+        unwritable,
+        {name: [None if v == FAILED else v for v in values] for name, values in wrong.items()},
     )
 
 
@@ -167,7 +169,7 @@ def _scored(
     tasks: Mapping[str, Task],
     functions: Sequence[Rated],
     timeout: float,
-    on_error: Literal["stop", "skip"],
+    on_error: OnError,
 ) -> dict[str, list[float | None]]:
     """The values of each function, without gates and weights."""
     plain = [

@@ -167,8 +167,8 @@ def _check_lengths(
     else:
         key, bound = answer[0], f"what {answer[1]} tokens of answer leave of the context"
         fix = (
-            "make room for {held} tokens: lower the budget for answers, use a longer context, or "
-            "give shorter prompts"
+            "leave {held} tokens for prompts: lower the budget for answers, use a longer context, "
+            "or give shorter prompts"
         )
     found = [
         over_length("prompts-over-length", f"prompts of task {name!r}", n, limit, bound, key, fix)
@@ -234,7 +234,7 @@ def _check_task_names(prompts: Sequence[Prompt], tasks: Mapping[str, Task]) -> N
     for prompt in prompts:
         if prompt.task not in tasks:
             raise KeelError(
-                f"prompt {prompt.id!r} says that it is of task {prompt.task!r}: give the Prompt "
+                f"prompt {prompt.id!r} is of task {prompt.task!r}: give the Prompt "
                 f"its task's name ({', '.join(map(repr, tasks))}), by which its answers are judged"
             )
 

@@ -68,7 +68,7 @@ def check_gold(
     gold = scored.gold
     if gold is None:
         return
-    n = len(gold.texts) + len(gold.unwritable)
+    n = len(gold.known) + len(gold.unwritable)
     context.figures["gold answers"] = n
     budget_key = plan.setting("max_tokens")
     context.add(
@@ -76,7 +76,7 @@ def check_gold(
         gold_over_budget(gold.lengths, plan.rollout.max_tokens, budget_key),
     )
     users = any(isinstance(task, UserTask) for task in stats.tasks.values())
-    refused = False
+    refused, texts = False, [text for _, text in gold.known]
     for reward, function in scored.rewards:
         name = function.name
         values = scored.gold_values(name)
@@ -87,9 +87,9 @@ def check_gold(
             context.figures[f"gold answers, {name}"] = round(float(np.mean(finite)), 3)
         full = reward.function in RIGHT and not (reward.function == TASK and users)
         own = ":" in reward.function
-        task = f"{plan.key}tasks.{list(stats.tasks).index(gold.prompts[0].task)}"
+        task = f"{plan.key}tasks.{list(stats.tasks).index(gold.known[0][0].task)}"
         finding = gold_refused(
-            name, gold.texts, gold.best[name], 1.0 if full else 1e-9, scored.values(name),
+            name, texts, gold.best[name], 1.0 if full else 1e-9, scored.values(name),
             f"{plan.key}rewards.functions" if own else f"{task}.answer", gold.wrong.get(name, ()),
             own_reward_fix(stats.conversations, task) if own else OTHER_COLUMN,
         )  # fmt: skip
@@ -222,7 +222,7 @@ def reward_constant(
     evidence = (
         f"{totals[0]:g} for each of {len(totals)} completions, {texts} different ones among them"
     )
-    fix = "use a reward that tells the answers apart, or harder prompts"
+    fix = "use a reward that differs between answers, or harder prompts"
     if why is not None:
         evidence = f"{evidence}; {why}"
         fix = "set it to what some of the answers reach, or leave it out"
@@ -256,5 +256,5 @@ def zero_variance(
         evidence,
         key,
         "raise it, or the temperature too, mix in prompts of another difficulty, or add a reward "
-        "that tells answers apart",
+        "that differs between answers",
     )

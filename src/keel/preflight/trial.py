@@ -147,7 +147,7 @@ class _ShortStage:
         rollout, evaluation = stage.rollout, stage.evaluation
         minibatches = min(stage.minibatches, STEPS)
         of_minibatch = math.ceil(rollout.prompts_per_step / stage.minibatches)
-        filling = self._groups_of_two_passes(rollout, stage.token_budget)
+        filling = self._groups_of_two_passes(rollout)
         learned = minibatches * min(of_minibatch, filling)
         prompts = min(rollout.prompts_per_step, max(learned, self._prompts(rollout)))
         self.sampled = self._sampled_tokens(rollout, prompts)
@@ -192,21 +192,21 @@ class _ShortStage:
 
     # ------------------------------------------------------------ how much
 
-    def _groups_of_two_passes(self, rollout: Rollout, token_budget: int) -> int:
+    def _groups_of_two_passes(self, rollout: Rollout) -> int:
         """Prompts whose completions fill two micro-batches: the second adds to gradients."""
         n = rollout.group_size
         count = max(1, min(rollout.prompts_per_step, COUNTED // n))
         prompt, whole = self.example.tokens, self.example.tokens + rollout.max_tokens
         shared = [0, *[prompt] * (n - 1)]
-        return math.ceil(self._two_passes([whole] * n * count, shared * count, token_budget) / n)
+        return math.ceil(self._two_passes([whole] * n * count, shared * count) / n)
 
     def _examples(self, batch_size: int) -> int:
         """Examples that fill two micro-batches, or the batch."""
-        lengths = [self.example.tokens] * min(batch_size, COUNTED)
-        return self._two_passes(lengths, (), self.original.token_budget)
+        return self._two_passes([self.example.tokens] * min(batch_size, COUNTED), ())
 
-    def _two_passes(self, lengths: list[int], shared: Sequence[int], token_budget: int) -> int:
-        spans = sizes_on(torch.device(self.load.device), lengths, shared).spans(token_budget)
+    def _two_passes(self, lengths: list[int], shared: Sequence[int]) -> int:
+        sizes = sizes_on(torch.device(self.load.device), lengths, shared)
+        spans = sizes.spans(self.original.token_budget)
         return spans[1].stop + 1 if len(spans) > 2 else len(lengths)
 
     def _prompts(self, rollout: Rollout) -> int:
@@ -301,9 +301,8 @@ class FullLengthEngine:
     """
 
     def __init__(self, inner: Engine, context: int | None, sampled: int) -> None:
-        self.inner = inner
-        self.context = context
-        self.sampled = sampled
+        self.inner, self.context, self.sampled = inner, context, sampled
+        self.sync = inner.sync
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
@@ -319,10 +318,6 @@ class FullLengthEngine:
             groups.append(Group(group.prompt, completions))
         return groups
 
-    def sync(self, weights: Any) -> None:
-        """See `keel.types.Engine`."""
-        self.inner.sync(weights)
-
 
 def full_length(name: str, sampled: Callable[[], int]) -> Callable[..., FullLengthEngine]:
     """An entry for `keel.engines.registry.ENGINES` that replaces the engine `name`.
@@ -330,17 +325,15 @@ def full_length(name: str, sampled: Callable[[], int]) -> Callable[..., FullLeng
     The native engine samples on after the end-of-sequence token.
     """
 
-    def build(
-        model: PreTrainedModel, tokenizer: Any, *, dtype: torch.dtype | None, **options: Any
-    ) -> FullLengthEngine:
+    def build(model: PreTrainedModel, tokenizer: Any, **options: Any) -> FullLengthEngine:
         inner: Engine
         if name == "native":
-            inner = native = NativeEngine(model, tokenizer, dtype=dtype, **options)
+            inner = native = NativeEngine(model, tokenizer, **options)
             native.eos = ()
         else:
-            kind = "model" if dtype is None else str(dtype).removeprefix("torch.")
-            make = load_entry(name, "engine")
-            inner = make(model=model, tokenizer=tokenizer, dtype=kind, **options)
+            dtype = options["dtype"]
+            options["dtype"] = "model" if dtype is None else str(dtype).removeprefix("torch.")
+            inner = load_entry(name, "engine")(model=model, tokenizer=tokenizer, **options)
         return FullLengthEngine(inner, context_length(model), sampled())
 
     return build
@@ -350,10 +343,8 @@ def _lengthened(completion: Completion, length: int) -> Completion:
     missing = length - len(completion)
     if missing <= 0 or not len(completion):
         return completion
-    return replace(
-        completion,
-        tokens=np.pad(completion.tokens, (0, missing), mode="edge"),
-        log_probs=np.pad(completion.log_probs, (0, missing), mode="edge"),
-        written=np.pad(completion.written, (0, missing), mode="edge"),
-        finish="length",
-    )
+    padded: dict[str, Any] = {
+        name: np.pad(getattr(completion, name), (0, missing), mode="edge")
+        for name in ("tokens", "log_probs", "written")
+    }
+    return replace(completion, finish="length", **padded)
