@@ -199,8 +199,9 @@ def length(*, completions: Any) -> list[float]:
 
 def run(name: str, folder: Path) -> dict[str, float]:
     """The recipe for real: its peak and its seconds."""
+    from keel.preflight.memory.machine import resident_memory
+
     from keel.config.load import load_recipe
-    from keel.preflight.memory import resident_memory
     from keel.training.run import train
 
     recipe = load_recipe(recipes(folder)[name])
@@ -211,20 +212,20 @@ def run(name: str, folder: Path) -> dict[str, float]:
 
 
 def predict(name: str, folder: Path) -> dict[str, Any]:
-    """What the check says of the recipe: bytes by phase, and seconds."""
+    """The prediction for the recipe: bytes by phase, and seconds."""
     from keel.preflight.check import check
 
     clock = time.perf_counter()
     report = check(recipes(folder)[name])
-    message = report.stages[0].predicted
-    if not message:
+    said = report.stages[0].predicted
+    if not said:
         raise SystemExit(f"{name}: {report.stages[0].unseen}")
     return {
-        "bytes": message["memory"]["peak"],
-        "seconds": message["seconds"],
-        "phase": message["memory"]["phase"],
-        "phases": message["memory"]["phases"],
-        "time": message["time"],
+        "bytes": said["memory"]["peak"],
+        "seconds": said["seconds"],
+        "phase": said["memory"]["phase"],
+        "phases": said["memory"]["phases"],
+        "time": said["time"],
         "check": time.perf_counter() - clock,
     }
 
@@ -244,22 +245,20 @@ def measure(names: list[str]) -> list[dict[str, Any]]:
     """A row for each recipe, printed as it comes."""
     rows = []
     print(f"{'':20} {'peak, MiB':>21}        {'seconds':>15}")
-    head = (
-        f"{'predicted':>10} {'taken':>10} {'ratio':>6}  {'predicted':>9} {'taken':>7} {'ratio':>6}"
-    )
+    head = f"{'predicted':>10} {'used':>10} {'ratio':>6}  {'pred.':>7} {'used':>7} {'ratio':>6}"
     print(f"{'recipe':20} {head}  at")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         child("prepare", "-", folder)
         for name in names:
-            message = child("predict", name, folder)
+            said = child("predict", name, folder)
             was = child("run", name, folder)
-            ratio = message["bytes"] / was["bytes"]
-            rows.append({"recipe": name, "predicted": message, "measured": was, "ratio": ratio})
+            ratio = said["bytes"] / was["bytes"]
+            rows.append({"recipe": name, "predicted": said, "measured": was, "ratio": ratio})
             print(
-                f"{name:20} {message['bytes'] / MIB:>10,.0f} {was['bytes'] / MIB:>10,.0f} "
-                f"{ratio:>6.2f}  {message['seconds']:>7.0f} {was['seconds']:>7.0f} "
-                f"{message['seconds'] / was['seconds']:>6.2f}  {message['phase']}",
+                f"{name:20} {said['bytes'] / MIB:>10,.0f} {was['bytes'] / MIB:>10,.0f} "
+                f"{ratio:>6.2f}  {said['seconds']:>7.0f} {was['seconds']:>7.0f} "
+                f"{said['seconds'] / was['seconds']:>6.2f}  {said['phase']}",
                 flush=True,
             )
     return rows

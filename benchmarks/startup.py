@@ -1,15 +1,13 @@
-"""How long Keel takes to begin: commands, the import, and the first steps of a run.
+"""How long Keel takes to start: commands, the import, and the first steps of a run.
 
     python -m benchmarks.startup                      # prints a Markdown table
     python -m benchmarks.startup --rows help import --repeats 15 --json startup.json
-    python -m benchmarks.startup --smoke              # each row that takes about a second, once
+    python -m benchmarks.startup --smoke              # each case that takes about a second, once
 
-Every measurement is a fresh process (its files in the page cache, but for the first): seconds of
-wall time from its start to its end, and of the CPU in it and the processes it waited for. The last
-two rows are of one `keel train quickstart`, which is ended there: `first step` begins where the
-time of the first row in timings.jsonl says so, and `first update` is when that row is written, the
-first optimizer step (of the imitation stage) done. CPU time is read then, of that process alone;
-for the step's beginning there is none. Reported are medians.
+Every measurement is a fresh process: seconds of wall time from start to end, and of CPU time in it
+and its children. The last two cases are of one `keel train quickstart`, which is then ended: `first
+step` is when the first step begins, by timings.jsonl (no CPU time); `first update` is when that
+record is written, after the first optimizer step of the sft stage. Reported are medians.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "train": (*KEEL, "train", "tiny", "steps=1", "--quiet", "--run", "run"),
 }
 QUICKSTART = "quickstart"
-LABELS = {
+SAID = {
     "help": "`keel --help`",
     "import": "`python -c 'import keel'`",
     "explain": "`keel explain grpo`",
@@ -136,7 +134,7 @@ def summed(name: str, passes: Sequence[Took]) -> dict[str, Any]:
     cpu = [one.cpu for one in passes if one.cpu is not None]
     return {
         "row": name,
-        "what": LABELS[name].replace("`", ""),
+        "what": SAID[name].replace("`", ""),
         "wall": statistics.median(one.wall for one in passes),
         "cpu": statistics.median(cpu) if cpu else None,
         "fastest": min(one.wall for one in passes),
@@ -150,7 +148,7 @@ HEAD = "| what | wall, s | CPU, s | fastest, s |\n|---|---|---|---|"
 def line(row: Mapping[str, Any]) -> str:
     """A row of the table."""
     cpu = "" if row["cpu"] is None else f"{row['cpu']:.2f}"
-    return f"| {LABELS[row['row']]} | {row['wall']:.2f} | {cpu} | {row['fastest']:.2f} |"
+    return f"| {SAID[row['row']]} | {row['wall']:.2f} | {cpu} | {row['fastest']:.2f} |"
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -5,8 +5,8 @@
 A Llama of 0.7 M random weights goes through one `keel train` a seed: language modelling on the
 problems and gold solutions of train.jsonl; Bradley–Terry there, gold against the same solution with
 one mistake that a program made; then, for each fold, one epoch of Bradley–Terry on the right and
-wrong solutions that models wrote to the problems of the other folds. It is measured on the pairs of
-the fold's own problems, against a bag of words on the same folds. The folds are by problem and
+wrong solutions that models wrote to the problems of the other folds. It is tested on the pairs of
+the fold's own problems, next to a bag of words on the same folds. The folds are by problem and
 differ from seed to seed; the intervals are clustered by problem. Nothing of the files is fetched:
 `--data` is a folder with train.jsonl and example_model_solutions.jsonl of
 https://github.com/openai/grade-school-math.
@@ -283,8 +283,8 @@ def differences(model: Path, pairs: Sequence[Pair]) -> Array:
     reader = Reader(loaded.tokenizer, loaded.context)
     texts = dict.fromkeys((p.problem, s) for p in pairs for s in (p.right, p.wrong))
     read = [reader.answer(*laid_out(*text), text[0]) for text in texts]
-    message = loaded.judge(read, token_budget=16_384)
-    score = dict(zip(texts, (value[0] for value in message), strict=True))
+    said = loaded.judge(read, token_budget=16_384)
+    score = dict(zip(texts, (value[0] for value in said), strict=True))
     return np.array([score[p.problem, p.right] - score[p.problem, p.wrong] for p in pairs])
 
 

@@ -8,7 +8,7 @@ copies with a mistake that a program put in. `studies/mistake_traces.py` says ho
 written. Folds are by input and differ from seed to seed; inputs that are the same
 but for names are on one side. What is counted is how often the first step whose probability of
 being right is under 1/2 is the first wrong one (none under it: all are right), over the held-out
-traces of all folds, against the most frequent answer of those very traces; a trace that is too long
+traces of all folds, next to the most frequent answer of these traces; a trace that is too long
 counts as missed. Intervals are Wilson's. Nothing is fetched: `--data` is a folder with the data
 set's JSONL files (https://github.com/WHGTyen/BIG-Bench-Mistake).
 """
@@ -185,7 +185,7 @@ def row(
     train side, it is a held-out one: whole, and other words are unknown ones."""
     steps, error = trace.steps, trace.first_error
     if known is None:
-        # One step after the error stays: else the end of a row would give the error away.
+        # One step behind the error stays: else the end of a row would give the error away.
         steps = steps[: trace.right + 2]
         while Trace("", trace.prompt, steps, None).length > longest:
             steps = steps[:-1]
@@ -233,8 +233,8 @@ def run_fold(
         cwd=ROOT,
         env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
     )
-    message = json.loads((folder / "run" / "run.json").read_text())
-    after = message["measured"]["process_reward_model"]["after"]
+    said = json.loads((folder / "run" / "run.json").read_text())
+    after = said["measured"]["process_reward_model"]["after"]
     if after["n"] != len(fit):
         raise SystemExit(f"{folder}: {after['n']} of {len(fit)} traces were judged")
     return {
