@@ -1,7 +1,7 @@
-"""The vocabulary: what flows between the rooms of the house, and the protocols that join them.
+"""The types that packages exchange, and the protocols between them.
 
-Values here are frozen and hold numpy arrays at most, so that every room can speak of a prompt, a
-completion or a verdict without importing torch.
+Values are frozen and hold numpy arrays at most, so that no package imports torch for a prompt, a
+completion or a verdict.
 """
 
 from __future__ import annotations

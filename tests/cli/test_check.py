@@ -23,7 +23,7 @@ TINY = ("tiny", "evaluation.prompts=4", "rollout.prompts_per_step=4", "threads=1
 
 @dataclass(frozen=True)
 class Done:
-    """How a verb ended: its code, and what it printed."""
+    """How a command ended: its code, and what it printed."""
 
     returncode: int
     stdout: str

@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Words, list[str]]] = {
     "no such reward": (reward("missing"), ["missing"]),
     "no such task": (["train", "small.toml", "tasks=[{name='sort'}]"], ["sort"]),
     "missing model": (["train", "small.toml", "model.name=./none"], ["none", "does not exist"]),
-    "no verb": (["trian"], ["trian"]),
+    "no command": (["trian"], ["trian"]),
     "unknown preset": (["explain", "grop"], ["grop"]),
     "not a run": (["train", "--resume", "--run", "none"], ["none", "does not exist"]),
     "no task to evaluate": (["eval", "./none"], ["--task"]),

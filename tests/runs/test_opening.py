@@ -37,20 +37,20 @@ class Notes(Callback):
 
 
 def go(
-    folder: RunFolder, act: Callable[[RunWriter], object], resume: bool, verb: Any = "train"
+    folder: RunFolder, act: Callable[[RunWriter], object], resume: bool, command: Any = "train"
 ) -> None:
     """A run that does something and then meets what a user can fix."""
-    with run_lifecycle(folder, resume, verb=verb) as (writer, _):
+    with run_lifecycle(folder, resume, command=command) as (writer, _):
         act(writer)
         raise KeelError("reward 'x' raised ValueError")
 
 
 def stopped(
-    folder: RunFolder, act: Callable[[RunWriter], object], resume: bool, verb: str = "train"
+    folder: RunFolder, act: Callable[[RunWriter], object], resume: bool, command: str = "train"
 ) -> str:
     """What it says."""
     with pytest.raises(KeelError) as caught:
-        go(folder, act, resume, verb)
+        go(folder, act, resume, command)
     return str(caught.value)
 
 

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def carry(
     arguments: argparse.Namespace,
-    verb: str,
+    command: str,
     start: Start,
     show: Callable[[Console, RunFolder], None],
 ) -> int:
@@ -59,7 +59,7 @@ def carry(
             except Interrupted as caught:
                 interrupted, code = caught, 128 + caught.signum
         if code:
-            how = f"keel {verb} --resume --run {interrupted.folder}"
+            how = f"keel {command} --resume --run {interrupted.folder}"
             console.print(f"stopped by {interrupted}; go on with: {how}", soft_wrap=True)
         elif arguments.json:
             run = load(folder.path)

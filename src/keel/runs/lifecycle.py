@@ -68,7 +68,7 @@ def run_lifecycle(
     place: RunFolder,
     resume: bool,
     callbacks: Sequence[object] = (),
-    verb: Literal["train", "control"] = "train",
+    command: Literal["train", "control"] = "train",
 ) -> Iterator[tuple[RunWriter, Path | None]]:
     """Within the block: the writer of the folder, and the checkpoint to continue from.
 
@@ -90,7 +90,7 @@ def run_lifecycle(
         reached = Reached()
         if start is not None:
             reached.step = reached.checkpoint = start.place
-        stack.enter_context(_reporting(place, reached, resume, verb))
+        stack.enter_context(_reporting(place, reached, resume, command))
         if resume:
             stage, step = (0, -1) if start is None else (start.place.stage, start.place.step)
             truncate_after(place, stage, step)
@@ -232,7 +232,7 @@ def _losses(lost: Sequence[str]) -> str:
 
 
 @contextmanager
-def _reporting(place: RunFolder, reached: Reached, resume: bool, verb: str) -> Iterator[None]:
+def _reporting(place: RunFolder, reached: Reached, resume: bool, command: str) -> Iterator[None]:
     """Reports errors that a user can fix, with the step reached and how to continue."""
     try:
         yield
@@ -245,7 +245,7 @@ def _reporting(place: RunFolder, reached: Reached, resume: bool, verb: str) -> I
         text = f"stopped {reached.describe(place.stages)}: {message}"
         with suppress(KeelError), Recorder(place) as recorder:
             recorder.event("stopped", text=text)
-        how = f"keel {verb} --resume --run {place.path}"
+        how = f"keel {command} --resume --run {place.path}"
         raise KeelError(f"{text}; go on with: {how}") from error
 
 

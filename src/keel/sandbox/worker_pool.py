@@ -47,8 +47,8 @@ class Worker:
         self.ready = False
         self.item: int | None = None
         self.deadline = time.monotonic() + START_SECONDS
-        house = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, [house, os.environ.get("PYTHONPATH")]))
+        package_root = str(Path(__file__).parents[2])
+        path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
         try:
             self.process = subprocess.Popen(
                 # -P: no file of the working folder stands in for a module.
