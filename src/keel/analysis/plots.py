@@ -96,12 +96,15 @@ def reward_curve(
             len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
         )[:, 0]
         _plot_steps(panels[0], reward, COLOURS[0], "training reward")
+        if len(reward.steps):
+            panels[0].legend(loc="best")
         if spread.values.any():
             _plot_steps(panels[1], spread, COLOURS[4], "std in a group")
             panels[1].set_ylim(bottom=0)
         if accuracies:
             _plot_evaluated(panels[-1], accuracies, share)
         panels[-1].set_xlabel("step")
+        figure.align_ylabels(panels)
         set_titles(figure, title, subtitle)
 
 
@@ -205,7 +208,6 @@ def _plot_steps(axes: Axes, curve: Curve, colour: str, label: str) -> None:
         axes.plot(steps, smooth(values, window), color=colour, linewidth=2.2, label=mean)
     else:
         axes.plot(steps, values, color=colour, marker="o", label="each step")
-    axes.legend(loc="best")
 
 
 def _plot_evaluated(axes: Axes, curves: Sequence[Curve], share: bool) -> None:
