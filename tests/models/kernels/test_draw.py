@@ -247,7 +247,7 @@ def test_numbers_beside_the_unit_choose_what_may_be_chosen(
 
 
 def draw_alone(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Row by row."""
+    """FrozenModel by row."""
     rows = [draw(logits[r, None], uniform[r, None], sampling) for r in range(len(logits))]
     return torch.cat([row[0] for row in rows]), torch.cat([row[1] for row in rows])
 
