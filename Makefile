@@ -20,6 +20,7 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/lint-imports --config runtime-imports.toml
+	$(MAKE) docs
 	$(BIN)/python -m pytest -n auto
 
 # The documentation as a site in site/; a broken link fails.

@@ -1,11 +1,11 @@
-"""Classic control beside stable-baselines3: environment steps a second, and return at equal steps.
+"""Classic control compared with stable-baselines3: environment steps per second, and return.
 
     OMP_NUM_THREADS=1 python benchmarks/control_speed.py [NAME ...] [--repeats 3] [--json FILE]
 
-Both train on CartPole-v1 under the same hyperparameters, in turns, each in a process of its own on
-one thread. Time is ours from the first step to the last row on record, rows and checkpoints
-included, and theirs in `learn()`. Returns are of 50 greedy episodes after the last step.
-Their Adam has epsilon 1e-5 (PPO) or 1e-8 (DQN), as ours here.
+Both train on CartPole-v1 with the same hyperparameters, alternating, each in a separate process on
+one thread. Keel's time runs from the first step to the last record, with records and checkpoints;
+stable-baselines3's is that of `learn()`. Returns are of 50 greedy episodes after the last step.
+Adam's epsilon is 1e-5 (PPO) or 1e-8 (DQN) in both.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ class Verdicts(BaseHTTPRequestHandler):
         """The one request there is."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         time.sleep(self.latency)
-        said = json.loads(body["messages"][-1]["content"])["answer"]
-        text = json.dumps({"reason": "by length", "score": len(said) % 10 + 1})
+        reported = json.loads(body["messages"][-1]["content"])["answer"]
+        text = json.dumps({"reason": "by length", "score": len(reported) % 10 + 1})
         message = {"role": "assistant", "content": text}
-        told: dict[str, Any] = {
+        printed: dict[str, Any] = {
             "id": "1",
             "object": "chat.completion",
             "created": 0,
@@ -39,7 +39,7 @@ class Verdicts(BaseHTTPRequestHandler):
             "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
             "usage": {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120},
         }
-        sent = json.dumps(told).encode()
+        sent = json.dumps(printed).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(sent)))

@@ -1,30 +1,27 @@
-"""The whole GRPO loop against TRL's: completion tokens generated, scored and trained a second.
+"""The whole GRPO loop of Keel and of TRL: tokens generated, scored and trained per second.
 
     python -m venv ../trl && ../trl/bin/pip install torch==2.13.0 trl==1.16 transformers==5.23.0
     python benchmarks/loop.py --trl-python ../trl/bin/python        # prints a Markdown table
     python benchmarks/loop.py --rows ragged-8-short --repeats 5 --json loop.json
     python benchmarks/loop.py --keel-only --keel token_budget=4096  # another setting of Keel's
 
-A row is LENGTHS-GROUP-PROMPTS. 64 completions a step, in groups of GROUP, of a fp32 Llama with
-4.8 M random weights (256 wide, 6 layers, one token a character). `ragged` lengths are geometric,
-of mean 60 and at most 200: the end's logit is set to the same at every place, and the learning
-rate (1e-7) moves nothing. `equal` ones are 60 tokens each, for the end is never drawn. `short`
-prompts have 16 to 24 tokens, `long` ones 450 to 550. With -bf16 behind it, Keel samples in
-bfloat16, with the truncated correction, and TRL in fp32 as in the others.
+A case (--rows) is LENGTHS-GROUP-PROMPTS: 64 completions per step, in groups of GROUP, of a fp32
+Llama with 4.8 M random weights (256 wide, 6 layers, one token per character). `ragged` lengths are
+geometric with mean 60 and at most 200: the logit of the end is the same at every position, and the
+learning rate (1e-7) changes nothing. `equal` ones are 60 tokens each. `short` prompts have 16 to 24
+tokens, `long` ones 450 to 550. With the suffix -bf16, Keel samples in bfloat16, with the truncated
+correction; TRL stays in fp32.
 
-Both sides load one folder, read the same prompts, and are given the same reward, seed, AdamW and
-GRPO: β 0 (TRL's default; no reference model), ε 0.2, rewards less the group's mean over its
-standard deviation, the mean over sequences of the mean over tokens, one pass, gradients cut to
-norm 1. All else is each one's default, but for TRL's micro-batches (--trl-micro): 16 completions,
-which is faster than 64 at once and takes less than half the memory. Transformers' continuous
-batching (--trl-continuous) runs on a CPU, slower than plain `generate`. --tune tells what each
-combination makes. No checkpoint is written and nothing evaluated between steps.
+Both load one folder and use the same prompts, reward, seed, AdamW and GRPO: β 0 (TRL's default; no
+reference model), ε 0.2, group-relative rewards, one pass, gradient norm 1. Other settings are each
+library's defaults, except TRL's micro-batches (--trl-micro): 16 completions, which is faster than
+64 and takes less than half the memory. Transformers' continuous batching (--trl-continuous) runs on
+a CPU, slower than plain `generate`; --tune measures each combination.
 
-Every measurement is a process of its own, the sides taking turns. A step's seconds are those from
-the end of the step before, so that nothing of the loop is left out; the first step of a process,
-which also allocates and compiles, does not count. Told are medians over the steps of all
-measurements, and of the processes' peak resident memory (VmHWM, Linux). The two draw different
-completions, of the same distribution: the mean lengths stand beside the figures.
+Every measurement is a separate process, alternating between the two. A step's seconds run from the
+end of the previous step; the first step of a process does not count. Reported are medians over the
+steps of all measurements, and of the processes' peak resident memory (VmHWM, Linux). The two sample
+different completions of one distribution, so mean lengths are reported as well.
 """
 
 from __future__ import annotations
@@ -106,7 +103,7 @@ def case_of(name: str) -> Case:
     known = lengths in ("ragged", "equal") and prompts in ("short", "long") and not rollouts
     if not known or not group.isdigit() or int(group) < 2 or plain.count("-") != 2:
         raise argparse.ArgumentTypeError(
-            f"'{name}' is no row: give ragged-8-short, equal-64-long-bf16 or the like"
+            f"'{name}' is not a case: give ragged-8-short, equal-64-long-bf16 or the like"
         )
     return Case(lengths, int(group), prompts, "fp32" if name == plain else "bf16")
 
@@ -125,7 +122,7 @@ class Bench:
     keel: tuple[str, ...] = ()
 
     def job(self, case: Case) -> dict[str, Any]:
-        """All that a side is told."""
+        """The settings of a process."""
         size = self.size
         return {
             "model": str(self.folder / case.lengths),
@@ -201,7 +198,7 @@ def summed(runs: list[dict[str, Any]], completions: int) -> dict[str, Any]:
 
 
 def compare(bench: Bench, case: Case, repeats: int) -> dict[str, Any]:
-    """A row's figures: the sides by turns, each going first every other time."""
+    """A case's figures, from alternating measurements."""
     sides = ["keel"] if bench.trl_python is None else ["keel", "trl"]
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for repeat in range(repeats):
@@ -244,7 +241,7 @@ def lines(row: dict[str, Any]) -> str:
 
 
 def tune(bench: Bench) -> list[dict[str, Any]]:
-    """What TRL makes of the first row with each of its settings, one measurement each."""
+    """TRL on the first case with each of its settings, one measurement each."""
     rows = []
     case, completions = case_of(MAIN[0]), bench.size.completions
     print("| micro-batch | continuous batching | tokens/s | s a step | generate | peak, MiB |")
@@ -337,8 +334,8 @@ def report(bench: Bench, rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     arguments = parsed()
     python = None if arguments.keel_only else arguments.trl_python
-    told = "TRL left out" if python is None else f"TRL {versions(python).get('trl')}"
-    if told.endswith("None"):
+    heading = "TRL left out" if python is None else f"TRL {versions(python).get('trl')}"
+    if heading.endswith("None"):
         raise SystemExit(f"{python} has no TRL: {ENVIRONMENT}")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
@@ -355,7 +352,7 @@ def main() -> None:
         size = bench.folder / "size.json"
         size.write_text(json.dumps(asdict(bench.size)), "utf-8")
         call([sys.executable, str(KEEL), "prepare", str(size), place], bench.threads)
-        print(f"{os.cpu_count()} cores, {bench.threads} threads, {told}\n", flush=True)
+        print(f"{os.cpu_count()} cores, {bench.threads} threads, {heading}\n", flush=True)
         if arguments.tune:
             tune(bench)
             return

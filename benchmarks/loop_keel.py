@@ -127,7 +127,7 @@ def end(model: Any, p: float | None) -> None:
     """Give the end of a sequence the same probability everywhere; None makes it never come.
 
     A Llama's head has no bias. So the first channel is 1 for every token, no layer writes to it,
-    and only the end's row of the head reads it. Behind the last norm it is about the same
+    and only the end's row of the head reads it. After the last norm it is about the same
     everywhere: by the root mean square of the others, of which there are many.
     """
     import torch
@@ -150,11 +150,11 @@ def end(model: Any, p: float | None) -> None:
 
 
 def main(words: list[str]) -> None:
-    told = json.loads(Path(words[1]).read_text("utf-8"))
+    printed = json.loads(Path(words[1]).read_text("utf-8"))
     if words[0] == "prepare":
-        prepare(told, Path(words[2]))
+        prepare(printed, Path(words[2]))
     else:
-        Path(words[2]).write_text(json.dumps(train(told)), "utf-8")
+        Path(words[2]).write_text(json.dumps(train(printed)), "utf-8")
 
 
 if __name__ == "__main__":

@@ -199,8 +199,9 @@ def length(*, completions: Any) -> list[float]:
 
 def run(name: str, folder: Path) -> dict[str, float]:
     """The recipe for real: its peak and its seconds."""
-    from keel.config.load import load_recipe
     from keel.preflight.memory.machine import resident_memory
+
+    from keel.config.load import load_recipe
     from keel.training.run import train
 
     recipe = load_recipe(recipes(folder)[name])
@@ -211,7 +212,7 @@ def run(name: str, folder: Path) -> dict[str, float]:
 
 
 def predict(name: str, folder: Path) -> dict[str, Any]:
-    """What the check says of the recipe: bytes by phase, and seconds."""
+    """The prediction for the recipe: bytes by phase, and seconds."""
     from keel.preflight.check import check
 
     clock = time.perf_counter()
@@ -244,7 +245,7 @@ def measure(names: list[str]) -> list[dict[str, Any]]:
     """A row for each recipe, printed as it comes."""
     rows = []
     print(f"{'':20} {'peak, MiB':>21}        {'seconds':>15}")
-    head = f"{'said':>10} {'taken':>10} {'ratio':>6}  {'said':>7} {'taken':>7} {'ratio':>6}"
+    head = f"{'predicted':>10} {'used':>10} {'ratio':>6}  {'pred.':>7} {'used':>7} {'ratio':>6}"
     print(f"{'recipe':20} {head}  at")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)

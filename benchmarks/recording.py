@@ -1,10 +1,10 @@
-"""What exactness costs: the share of a run's time inside recording and checkpoints.
+"""The share of a run's time that recording and checkpoints take.
 
     python benchmarks/recording.py [RECIPE ...] [-- key=value ...]
 
-Runs each recipe at its own intervals (checkpoints every 100 steps unless it says otherwise,
-rollouts of every step) and adds up what timings.jsonl and events.jsonl say: seconds of recording
-(metrics, rollouts), of checkpoints (written, hashed, put on the disk), and of everything else.
+Runs each recipe at its own intervals (checkpoints every 100 steps by default, rollouts of every
+step) and adds up timings.jsonl and events.jsonl: seconds of recording (metrics, rollouts), of
+checkpoints (written, hashed, synced), and of everything else.
 """
 
 from __future__ import annotations

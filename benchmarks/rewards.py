@@ -6,7 +6,7 @@
 
 Both sides are one `Scorer`, so that threads, checks and metrics are in both. Every pass gets
 completions that none before had, since equal ones are judged once; rows "8 equal" have them equal
-within each group. The median of the repeats is told, and the two sides take turns in going first.
+within each group. Figures are medians of the repeats; the two sides take turns in going first.
 What starts once a run (imports, worker processes, models, connections) has started before, but for
 the judge's, whose every pass begins with an empty cache and no connection. Before it is timed, each
 kind has to give the same rewards both ways.
@@ -213,14 +213,14 @@ WORDS = ("First", "To begin", "At first", "At the start", "Before all", "Now", "
 
 
 def worked(number: int) -> Made:
-    """A sum worked out in a few lines, told in eight ways; every other one ends wrongly."""
+    """A sum worked out in a few lines, written in eight ways; every other one ends wrongly."""
     a, b = 100 + 3 * number, 41 + 7 * number
     steps = "{}, the two numbers are added, which makes {}.\nThen the sum is doubled to {}."
     texts = []
     for k, word in enumerate(WORDS):
         twice = 2 * (a + b) + k % 2
-        said = steps.format(word, a + b, twice)
-        texts.append(f"<think>\n{said}\n</think>\n<answer>{twice}</answer>")
+        message = steps.format(word, a + b, twice)
+        texts.append(f"<think>\n{message}\n</think>\n<answer>{twice}</answer>")
     columns = {"answer": texts[0]}
     question = f"What is twice the sum of {a} and {b}?"
     return Prompt(f"sums/train/{number}", question, columns, ADDITION), texts

@@ -1,28 +1,26 @@
-"""Generation alone, tokens a second: Keel's native engine beside three others.
+"""Generation alone, in tokens per second: Keel's native engine compared with three others.
 
     python -m benchmarks.rollout --vllm-python ../vllm/bin/python   # prints a Markdown table
     python -m benchmarks.rollout --sides generate --repeats 9 --json rollout.json
     python -m benchmarks.rollout --tune --vllm-python ../vllm/bin/python
     python -m benchmarks.rollout --smoke          # tiny, without vLLM
 
-64 completions, groups of 8 for 8 prompts of 16 to 24 tokens, of the fp32 Llama that `loop.py` has
-(256 wide, 6 layers): `ragged` of mean length 60 and at most 200, the end being as likely at every
-place, or `equal`, 60 tokens each. Temperature 1, nothing truncated.
+64 completions, groups of 8 for 8 prompts of 16 to 24 tokens, of the fp32 Llama of `loop.py` (256
+wide, 6 layers): `ragged` lengths with mean 60 and at most 200, or `equal`, 60 tokens each.
+Temperature 1, no truncation.
 
-- keel: `NativeEngine.sample`, which also gives log-probabilities and text. The others are asked
-  for tokens alone.
-- keel-bf16: the same with `dtype=torch.bfloat16`, as `rollout.dtype = "bfloat16"` has it: weights,
-  keys and values rounded. All others are fp32.
+- keel: `NativeEngine.sample`, which also returns log-probabilities and text; the others tokens.
+- keel-bf16: the same with `dtype=torch.bfloat16` (`rollout.dtype = "bfloat16"`). Others are fp32.
 - generate: transformers' `generate`, prompts padded left, n sequences of each.
-- continuous: transformers' `generate_batch`, its manager kept between passes, and its cache bounded
-  to twice what the rows can fill (left to itself it takes most of the machine's memory).
-- vllm: vLLM's CPU build, eager; all else but the threads is its default.
+- continuous: transformers' `generate_batch`, its manager kept between passes, its cache limited to
+  twice what the sequences can fill (by default it takes most of the machine's memory).
+- vllm: vLLM's CPU build, eager; defaults except the threads.
 
-Each side is a process that loads the model once; the sides then take turns, pass by pass, the first
-passes uncounted. A pass's seconds run from prompts as token ids to completions. Told are medians,
-and Keel's tokens a second over each side's. The sides draw different completions of one
-distribution: the mean lengths stand beside the figures. --tune tells what vLLM makes of each
-setting of its threads, of which --vllm-bind, --vllm-threads and --vllm-apart choose one.
+Each engine is a process that loads the model once; passes alternate between them, the first ones
+uncounted. A pass's seconds run from prompts as token ids to completions. Reported are medians, and
+Keel's tokens per second over each engine's. The engines sample different completions of one
+distribution, so mean lengths are reported as well. --tune measures vLLM's thread settings, of which
+--vllm-bind, --vllm-threads and --vllm-apart choose one.
 """
 
 from __future__ import annotations
@@ -86,7 +84,7 @@ class Bench:
     vllm: Threads
 
     def job(self, case: str) -> dict[str, Any]:
-        """All that a side is told."""
+        """The settings of a process."""
         size = self.size
         most = size.most if case == "ragged" else size.mean
         return {
@@ -169,7 +167,7 @@ def started(bench: Bench, name: str, case: str) -> Iterator[Side]:
 
 
 def compare(bench: Bench, case: str, names: Sequence[str], repeats: int) -> list[dict[str, Any]]:
-    """A row for each side, from passes by turns, each side first in its turn."""
+    """A record for each engine, from alternating passes; each engine goes first in turn."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with ExitStack() as stack:
         sides = [stack.enter_context(started(bench, name, case)) for name in names]
@@ -236,7 +234,7 @@ def tune(bench: Bench, repeats: int) -> None:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sides", nargs="+", choices=SIDES[1:], help="beside keel; else all")
+    parser.add_argument("--sides", nargs="+", choices=SIDES[1:], help="engines besides keel")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--repeats", type=int, default=5, help="passes of each side that count")
     parser.add_argument("--warm", type=int, default=2, help="passes before, which do not")

@@ -96,7 +96,7 @@ def vllm(job: dict[str, Any]) -> Pass:
     return once
 
 
-# vLLM may start its engine in a process that imports this file anew.
+# vLLM may start its engine in a process that imports this file again.
 if __name__ == "__main__":
-    told = json.loads(Path(sys.argv[1]).read_text("utf-8"))
-    serve(lambda: vllm(told))
+    printed = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    serve(lambda: vllm(printed))

@@ -1,15 +1,13 @@
-"""How long Keel takes to begin: commands, the import, and the first steps of a run.
+"""How long Keel takes to start: commands, the import, and the first steps of a run.
 
     python -m benchmarks.startup                      # prints a Markdown table
     python -m benchmarks.startup --rows help import --repeats 15 --json startup.json
-    python -m benchmarks.startup --smoke              # each row that takes about a second, once
+    python -m benchmarks.startup --smoke              # each case that takes about a second, once
 
-Every measurement is a fresh process (its files in the page cache, but for the first): seconds of
-wall time from its start to its end, and of the CPU in it and the processes it waited for. The last
-two rows are of one `keel train quickstart`, which is ended there: `first step` begins where the
-time of the first row in timings.jsonl says so, and `first update` is when that row is written, the
-first optimizer step (of the imitation stage) done. CPU time is read then, of that process alone;
-for the step's beginning there is none. The medians are told.
+Every measurement is a fresh process: seconds of wall time from start to end, and of CPU time in it
+and its children. The last two cases are of one `keel train quickstart`, which is then ended: `first
+step` is when the first step begins, by timings.jsonl (no CPU time); `first update` is when that
+record is written, after the first optimizer step of the sft stage. Reported are medians.
 """
 
 from __future__ import annotations

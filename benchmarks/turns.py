@@ -1,4 +1,4 @@
-"""Conversations with and without the engine's memory of what was said.
+"""Conversations with and without the engine's memory of earlier turns.
 
     python -m benchmarks.turns                  # prints a Markdown table
     python -m benchmarks.turns --threads 1 --repeats 5
@@ -6,8 +6,8 @@
 
 64 conversations, groups of 8 for 8 prompts of 500 random tokens, of the fp32 Llama that `update.py`
 has (256 wide, 6 layers): 4 turns whose end is as likely at every token, 60 tokens on average, and
-behind each a reply of 20. Both sides go through `converse`, which calls the engine once a turn; one
-of them is not offered a memory. They take turns in going first; told are medians over the repeats,
+after each a reply of 20. Both sides go through `converse`, which calls the engine once a turn; one
+of them is not offered a memory. They take turns in going first; figures are medians,
 the fastest and slowest, and how many tokens went through the model.
 """
 
@@ -138,17 +138,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     talk = Talk(TINY if args.smoke else Size())
-    told: dict[str, list[tuple[float, int]]] = {side: [] for side in SIDES}
+    printed: dict[str, list[tuple[float, int]]] = {side: [] for side in SIDES}
     for repeat in range(1 if args.smoke else args.repeats):
         for side in SIDES if repeat % 2 else SIDES[::-1]:
-            told[side].append(talk.once(side))
+            printed[side].append(talk.once(side))
     print("| memory | seconds | fastest to slowest | tokens through the model |\n|---|---|---|---|")
-    for side, runs in told.items():
+    for side, runs in printed.items():
         seconds = [second for second, _ in runs]
         middle, low, high = statistics.median(seconds), min(seconds), max(seconds)
         print(f"| {side} | {middle:.1f} | {low:.1f} to {high:.1f} | {runs[0][1]:,} |")
     if args.json:
-        args.json.write_text(json.dumps(told), "utf-8")
+        args.json.write_text(json.dumps(printed), "utf-8")
 
 
 if __name__ == "__main__":

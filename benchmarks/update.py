@@ -18,7 +18,7 @@ fp32 Llama that `loop.py` has (256 wide, 6 layers), with random weights.
 All three have one loss, GRPO's without a divergence, on the first update of a step, and end in the
 same gradient: of each parameter to 1e-4 of its norm, which is checked before anything is timed. The
 packed sides also make what a run records (entropy, ratios), the padded one the loss alone. The
-sides take turns in going first; told are medians over the repeats, and their ratios.
+sides take turns in going first; reported are medians over the repeats, and their ratios.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm
 from keel.config.model import BuildModel, Model
 from keel.config.optimisation import Optimizer
-from keel.learn.actions import Estimates, TrainBatch
-from keel.learn.batch import Batch, from_groups
+from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.learner import Learner, backward
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable

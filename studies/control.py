@@ -52,7 +52,7 @@ def main() -> None:
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     rows = measure(arguments, list(seeds))
     result = summary(rows)
-    print(f"{name}: {said(result)}")
+    print(f"{name}: {message(result)}")
     for seed in seeds:
         print(f"  seed {seed}: {final(rows, seed):.1f}")
     if arguments.out is not None:
@@ -117,7 +117,7 @@ def summary(rows: Sequence[dict[str, float]]) -> Interval:
     return stratified_bootstrap(scores, iqm)
 
 
-def said(interval: Interval) -> str:
+def message(interval: Interval) -> str:
     return (
         f"IQM {interval.mean:.1f}, 95 % [{interval.low:.1f}, {interval.high:.1f}], "
         f"{interval.n} seeds"

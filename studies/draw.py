@@ -1,10 +1,10 @@
-"""Time of drawing a token for each of 64 rows: through torch against compiled code.
+"""Time of sampling one token for each of 64 rows of logits: torch against compiled code.
 
     python studies/draw.py [--json FILE] [--rows R] [--vocabulary V ...] [--threads N ...]
     python studies/draw.py --smoke         # tiny, in seconds
 
-Logits are normal, of standard deviation 3: top-p of 0.95 keeps some 1,400 of 32,000 tokens. The
-sides take turns; each figure is the least of several passes. Both draw the same tokens.
+Logits are normal with standard deviation 3: top-p 0.95 keeps some 1,400 of 32,000 tokens. The two
+alternate; each figure is the fastest of several passes. Both sample the same tokens.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def main() -> int:
         reward.write_text("from keel.rewards.rules import place_match as score\n")
         for family in words.families:
             model = exported(family, folder, words.steps)
-            said = keel.evaluate(
+            message = keel.evaluate(
                 model,
                 task="jsonl",
                 task_keys=[f"path={folder / 'test.jsonl'}", "answer=answer"],
@@ -108,9 +108,10 @@ def main() -> int:
                 max_tokens=MAX_TOKENS,
             )
             plain = by_transformers(model, test)
-            worst = max(worst, abs(plain - said["mean"]))
+            worst = max(worst, abs(plain - message["mean"]))
             print(
-                f"{family:<20}{said['mean']:>8.4f} keel eval {plain:>8.4f} transformers", flush=True
+                f"{family:<20}{message['mean']:>8.4f} keel eval {plain:>8.4f} transformers",
+                flush=True,
             )
     return int(worst > 1e-9)
 

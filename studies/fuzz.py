@@ -121,8 +121,8 @@ def _batch(kind: Kind, inputs: int, start: int, found: Found) -> None:
     except Exception:
         found.count["faults"] += 1
         shown = repr(failing[-1])
-        said = traceback.format_exc().strip().splitlines()[-25:]
-        found.faults.append("\n".join([shown[:2_000], "", *(line[:300] for line in said)]))
+        message = traceback.format_exc().strip().splitlines()[-25:]
+        found.faults.append("\n".join([shown[:2_000], "", *(line[:300] for line in message)]))
     if found.count["inputs"] == before:  # there are no other inputs of this kind
         found.count["inputs"] += inputs
 

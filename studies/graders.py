@@ -50,15 +50,15 @@ FALSE = (r"\boxed{{{0} + 1 = {0}}}", "#### 2 * 3 + {0} = {0}", "So 5 + {0} = {0}
 Right = Callable[[str, str], bool]
 
 
-def numeric(gold: str, said: str) -> bool:
+def numeric(gold: str, message: str) -> bool:
     """Whether the text ends on the gold number."""
-    wanted, given = stated_number(gold, evaluated=False), stated_number(said)
+    wanted, given = stated_number(gold, evaluated=False), stated_number(message)
     return wanted is not None and given is not None and given.value == wanted.value
 
 
-def mathematical(gold: str, said: str) -> bool:
+def mathematical(gold: str, message: str) -> bool:
     """Whether the text ends on the gold answer."""
-    return same_answer(gold, said) is True
+    return same_answer(gold, message) is True
 
 
 def _less_names(answer: str) -> str:
@@ -87,11 +87,11 @@ def measure(rows: list[tuple[str, str]], right: Right, generator: random.Random)
     counts: Counter[str] = Counter()
     answers = list(dict.fromkeys(gold for _, gold in rows))
 
-    def wrong(kind: str, gold: str, said: str, question: str = "") -> None:
+    def wrong(kind: str, gold: str, message: str, question: str = "") -> None:
         counts[kind] += 1
-        if right(gold, said) and not (question and only_repeats(said, question)):
+        if right(gold, message) and not (question and only_repeats(message, question)):
             counts[f"{kind}: accepted"] += 1
-            print(f"accepted ({kind}): {said[-100:]!r} for {gold!r}")
+            print(f"accepted ({kind}): {message[-100:]!r} for {gold!r}")
 
     for question, gold in rows:
         for name, dressing in DRESSINGS.items():

@@ -8,7 +8,7 @@ The model is the fp32 Llama that `loop.py` has (256 wide, 6 layers), with random
 that is never drawn. Generation is `NativeEngine.sample`, an update forward and backward
 (`keel.learn.learner.backward`) on made-up rollouts, in groups of 8. One thing grows at a time:
 
-- length: generation of 16 completions, of 64 to 1,024 tokens each, behind prompts of 16.
+- length: generation of 16 completions, of 64 to 1,024 tokens each, after prompts of 16.
 - length-shared: the same with one key-value head for four query heads, as most models now share
   them (Qwen2.5: one for six or seven, Llama 3: for four); the other series' has one for each.
 - length-qwen: the same by a model as wide as Qwen2.5-0.5B, of 4 of its 24 layers: weights, and keys
@@ -17,13 +17,13 @@ that is never drawn. Generation is `NativeEngine.sample`, an update forward and 
 - rows: generation of 8 to 128 completions of 64 tokens.
 - group: `sample` for one token, thus the prefill, of a prompt of 1,000 for 1 to 64 completions.
 - prompt: the same with a group of 8, and 125 to 2,000 tokens of prompt.
-- sequences: an update from 8 to 128 completions of 60 tokens, behind prompts of 20.
+- sequences: an update from 8 to 128 completions of 60 tokens, after prompts of 20.
 - update-length: an update from 8 completions of 64 to 1,024 tokens.
-- update-prompt: an update from 8 completions of 50 tokens, behind 125 to 2,000.
+- update-prompt: an update from 8 completions of 50 tokens, after 125 to 2,000.
 - width, update-width: generation of 64 completions of 32 tokens, and an update from 32 of 60, by a
   model 128 to 512 wide, whose weights grow with the square.
 
-Sizes take turns, and the medians of the repeats are told, with the least-squares slope of their
+Sizes take turns, and the medians of the repeats are reported, with the least-squares slope of their
 logarithms: time ~ size^slope. Attention alone grows with the square of a length, in any program.
 `last` is the slope from the last size but one to the last, where fixed costs weigh least.
 """
@@ -252,9 +252,9 @@ HEAD = (
 def line(row: Mapping[str, Any]) -> str:
     """A row of the table."""
     points = zip(row["sizes"], row["seconds"], strict=True)
-    said = ", ".join(f"{size:,}: {seconds:.3g}" for size, seconds in points)
+    message = ", ".join(f"{size:,}: {seconds:.3g}" for size, seconds in points)
     return (
-        f"| {row['series']} | {row['what']} | {said} | {row['exponent']:.2f} "
+        f"| {row['series']} | {row['what']} | {message} | {row['exponent']:.2f} "
         f"| {row['last_exponent']:.2f} | {row['last_over_first']:.2f} |"
     )
 

@@ -35,7 +35,7 @@ OPERATORS = {
     ast.Div: operator.truediv,
 }
 HEADING = 6
-"""Words of a problem that head its solutions, where the problem itself stands behind them."""
+"""Words of a problem that head its solutions, where the problem itself stands after them."""
 Array = npt.NDArray[np.float64]
 
 
@@ -52,9 +52,9 @@ def real_pairs(data: Path) -> list[Pair]:
     """Every right solution with every wrong one of the same problem."""
     found = []
     for row in _rows(data / "example_model_solutions.jsonl"):
-        said = [row[writer] for writer in WRITERS]
-        right = dict.fromkeys(s["solution"] for s in said if s["is_correct"])
-        wrong = dict.fromkeys(s["solution"] for s in said if not s["is_correct"])
+        message = [row[writer] for writer in WRITERS]
+        right = dict.fromkeys(s["solution"] for s in message if s["is_correct"])
+        wrong = dict.fromkeys(s["solution"] for s in message if not s["is_correct"])
         found += [Pair(row["question"], a, b) for a in right for b in wrong]
     return found
 
@@ -95,7 +95,7 @@ def _plain(text: str) -> str:
 
 
 def laid_out(problem: str, solution: str) -> tuple[str, str]:
-    """(prompt, answer): the solution, and behind it the problem.
+    """(prompt, answer): the solution, and after it the problem.
 
     A causal model's numbers of the problem see those of the solution only where the problem comes
     later. Its first words are the prompt, since a prompt must not be empty.
@@ -110,7 +110,7 @@ def broken(problem: str, solution: str, rng: random.Random) -> str | None:
     """The solution with one mistake of reasoning whose arithmetic is right again; None if it fails.
 
     It stops early (0.25), leaves out a step (0.15), takes another operator (0.35), or another
-    number of the problem or of an earlier step (0.25); what follows is computed anew. Three in four
+    number of the problem or of an earlier step (0.25); the rest is computed again. Three in four
     mistakes that a fraction or a negative number would give away are made again.
     """
     *lines, last = solution.split("\n")

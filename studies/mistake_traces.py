@@ -122,7 +122,7 @@ def _holdings(words: Sequence[str], things: dict[str, str]) -> list[str]:
     found: list[str] = []
     last = ""
     for word in words:
-        said = word
+        message = word
         if last == "(":
             option = "ABCDEFG".find(word)
             word = THINGS[option] if option >= 0 else word
@@ -130,7 +130,7 @@ def _holdings(words: Sequence[str], things: dict[str, str]) -> list[str]:
             word = people[word]
         else:
             word = things.get(word.lower(), word)
-        last = said
+        last = message
         if word in THINGS and found and found[-1] in PEOPLE:
             found[-1] += ":" + word
         elif word in THINGS and found and found[-1].endswith(word):
@@ -235,7 +235,7 @@ def _change_things(trace: Trace, k: int, rng: random.Random) -> Words | None:
 
 
 def _change_numbers(trace: Trace, k: int, rng: random.Random) -> Words | None:
-    """Behind the first equals sign: another digit, a minus more or less, another operation."""
+    """After the first equals sign: another digit, a minus more or less, another operation."""
     words = list(trace.steps[k])
     after = words.index("=") if "=" in words else -1
     digits = [i for i, word in enumerate(words) if i > after and word.isdigit()]
@@ -263,9 +263,12 @@ def _change_words(trace: Trace, k: int, rng: random.Random) -> Words | None:
     i, chance = rng.randrange(len(words)), rng.random()
     if chance < 0.6:
         before = words[i - 1] if i else None
-        said = (trace.prompt, *trace.steps[: k + 1])
+        message = (trace.prompt, *trace.steps[: k + 1])
         others = [
-            b for line in said for a, b in itertools.pairwise(line) if a == before and b != words[i]
+            b
+            for line in message
+            for a, b in itertools.pairwise(line)
+            if a == before and b != words[i]
         ]
         if not others:
             return None

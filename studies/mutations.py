@@ -1,7 +1,7 @@
 """Breaks the code on purpose, one place at a time, and sees whether the tests notice.
 
 The package is copied to a temporary folder, one passage of one file replaced, and the tests named
-beside it run on the copy. A mutant that no test notices has survived, and the command ends with 1.
+next to it run on the copy. A mutant that no test notices has survived, and the command ends with 1.
 
     python studies/mutations.py [--only TEXT] [--json FILE] [--jobs N]
 """
@@ -82,11 +82,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("optimal baseline without lengths", "objective/group.py",
              "_deviation(reward_S, groups_S, lengths_S.to(reward_S.dtype))",
              "_deviation(reward_S, groups_S)", GROUP),
-    Mutation("whitening: epsilon outside the root", "objective/whitening.py",
+    Mutation("whitening: epsilon outside the root", "objective/segments.py",
              "(variance + epsilon).sqrt()", "(variance.sqrt() + epsilon)", GROUP),
-    Mutation("whitening: biased variance", "objective/whitening.py",
+    Mutation("whitening: biased variance", "objective/segments.py",
              "(count - 1).clamp(min=1)", "count", GROUP),
-    Mutation("process: sum up to the token", "objective/process.py",
+    Mutation("process: sum up to the token", "objective/group.py",
              "return to_go(at_end_N, lengths_S)",
              "return at_end_N + at_end_N.sum() - to_go(at_end_N, lengths_S)", GROUP),
     Mutation("GAE without lambda", "objective/gae.py",
@@ -150,7 +150,7 @@ MUTATIONS: tuple[Mutation, ...] = (
              "0.5 * torch.maximum(", "0.5 * torch.minimum(", VALUE),
     Mutation("value loss without the half", "objective/value.py",
              "0.5 * torch.maximum(", "torch.maximum(", VALUE),
-    Mutation("entropy's sign", "objective/entropy.py",
+    Mutation("entropy's sign", "objective/divergences.py",
              "return -(log_prob_NV", "return (log_prob_NV", VALUE),
     Mutation("correction turned round", "objective/correction.py",
              "ratio(old_N.detach(), engine_N.detach()",

@@ -1,10 +1,10 @@
-"""The preflight's table: thirteen recipes with one planted fault each, and three that are sound.
+"""The table of docs/check.md: thirteen recipes with one fault each, and three without.
 
     python studies/preflight.py
 
-A small policy is trained first, half-way: it ends its answers, and a third of them are right. Most
-recipes learn on from it, so that a batch says something. What a fault has as its consequence (a
-budget too small for completions is too small for gold answers) counts as found, not as an alarm.
+A small policy is trained half-way first: it ends its answers, and a third of them are right. Most
+recipes start from it. A consequence of a fault (a budget too small for completions is too small for
+gold answers) is not a false alarm.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from keel.training.run import train
 
 DIGITS = {"name": "sort_digits", "options": {"min_digits": 2, "max_digits": 4}}
 ALPHABET = "0123456789># "
-REWARD = '''"""Right where what stands behind the last #### is the answer column, as it stands."""
+REWARD = '''"""Right where what stands after the last #### is the answer column, as it stands."""
 
 
 def correct(*, completions, answer):
-    said = [text.rpartition("####")[2].strip() for text in completions]
-    return [float(one == gold) for one, gold in zip(said, answer, strict=True)]
+    stated = [text.rpartition("####")[2].strip() for text in completions]
+    return [float(one == gold) for one, gold in zip(stated, answer, strict=True)]
 '''
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"

@@ -5,8 +5,8 @@
 A Llama of 0.7 M random weights goes through one `keel train` a seed: language modelling on the
 problems and gold solutions of train.jsonl; Bradley–Terry there, gold against the same solution with
 one mistake that a program made; then, for each fold, one epoch of Bradley–Terry on the right and
-wrong solutions that models wrote to the problems of the other folds. It is measured on the pairs of
-the fold's own problems, beside a bag of words on the same folds. The folds are by problem and
+wrong solutions that models wrote to the problems of the other folds. It is tested on the pairs of
+the fold's own problems, next to a bag of words on the same folds. The folds are by problem and
 differ from seed to seed; the intervals are clustered by problem. Nothing of the files is fetched:
 `--data` is a folder with train.jsonl and example_model_solutions.jsonl of
 https://github.com/openai/grade-school-math.
@@ -40,8 +40,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from keel.analysis.proportions import share_interval  # noqa: E402
 from keel.config.model import Model  # noqa: E402
-from keel.models.reward import load_reward_model  # noqa: E402
-from keel.models.reward_inputs import Reader  # noqa: E402
+from keel.models.reward import (  # noqa: E402
+    Reader,
+    load_reward_model,
+)
 from studies.gsm8k_pairs import (  # noqa: E402
     Array,
     Pair,
@@ -183,7 +185,7 @@ def pair_rows(pairs: Sequence[Pair], probability: float) -> list[dict[str, Any]]
 
 
 def broken_pairs(gold: Sequence[tuple[str, str]], count: int, rng: random.Random) -> list[Pair]:
-    """Gold solutions against broken ones, in epochs over the problems, each broken anew."""
+    """Gold solutions against broken ones, in epochs over the problems, each broken again."""
     found: list[Pair] = []
     while len(found) < count:
         for problem, solution in rng.sample(gold, len(gold)):

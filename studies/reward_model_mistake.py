@@ -8,7 +8,7 @@ copies with a mistake that a program put in. `studies/mistake_traces.py` says ho
 written. Folds are by input and differ from seed to seed; inputs that are the same
 but for names are on one side. What is counted is how often the first step whose probability of
 being right is under 1/2 is the first wrong one (none under it: all are right), over the held-out
-traces of all folds, beside the most frequent answer of those very traces; a trace that is too long
+traces of all folds, next to the most frequent answer of these traces; a trace that is too long
 counts as missed. Intervals are Wilson's. Nothing is fetched: `--data` is a folder with the data
 set's JSONL files (https://github.com/WHGTyen/BIG-Bench-Mistake).
 """

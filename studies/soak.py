@@ -158,8 +158,8 @@ def _drawn(soaked: Soaked, seed: int, number: int) -> list[Instant]:
 
 def _say(soaked: Soaked) -> None:
     e = soaked.ended
-    said = f"{e.rows} rows, {e.operations} operations, {e.seconds:.1f} s; {soaked.kills} kills"
-    print(f"{soaked.case.name}: {said}, {soaked.different} differ", flush=True)
+    message = f"{e.rows} rows, {e.operations} operations, {e.seconds:.1f} s; {soaked.kills} kills"
+    print(f"{soaked.case.name}: {message}, {soaked.different} differ", flush=True)
 
 
 def table(every: Sequence[Soaked]) -> str:

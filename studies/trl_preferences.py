@@ -6,7 +6,7 @@
 Runs `RewardTrainer.compute_loss` and `DPOTrainer.compute_loss` on batches that TRL's own collators
 pad, with tiny models of random weights, and writes what went into the loss (scores, or summed
 log-probabilities and lengths), the settings, the loss, and its gradient with regard to what went
-in. The models' outputs are handed on as float64, so that TRL's arithmetic behind them rounds at
+in. The models' outputs are handed on as float64, so that TRL's arithmetic after them rounds at
 1e-16 (its language head works in float32 whatever the model's type).
 
 TRL 1.16 knows label smoothing only in the losses robust, exo_pair and aot. For a batch of ONE

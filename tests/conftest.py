@@ -18,11 +18,20 @@ from matplotlib.figure import Figure
 
 torch.set_num_threads(1)
 
-RENDERED = ("analysis", "control", "durability")
-"""Folders whose tests get plots as users do."""
+RENDERED = ("analysis", "control", "durability", "test_twice.py")
+"""Folders and files whose tests get plots as users do."""
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `quick(*ids)`, the parameters that are not named are slow."""
+    for item in items:
+        quick = item.get_closest_marker("quick")
+        if quick is not None and item.callspec.id not in quick.args:  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", autouse=True)

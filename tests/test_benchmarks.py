@@ -23,14 +23,14 @@ from studies import draw, growth
 
 pytestmark = pytest.mark.slow
 
-Told = tuple[dict[str, Any], str]
+Printed = tuple[dict[str, Any], str]
 
 
 @pytest.fixture
-def smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Told]:
+def smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Printed]:
     """Runs a benchmark's `main`: what it wrote, and what it printed."""
 
-    def run(main: Callable[[list[str]], None], *words: str) -> Told:
+    def run(main: Callable[[list[str]], None], *words: str) -> Printed:
         file = tmp_path / "figures.json"
         main(["--smoke", "--threads", "1", "--json", str(file), *words])
         return json.loads(file.read_text("utf-8")), capsys.readouterr().out
@@ -45,7 +45,7 @@ def positive(values: list[Any]) -> bool:
 # ---------------------------------------------------------------- update
 
 
-def test_update_writes_its_ratios_and_a_row_for_each_case(smoke: Callable[..., Told]) -> None:
+def test_update_writes_its_ratios_and_a_row_for_each_case(smoke: Callable[..., Printed]) -> None:
     found, printed = smoke(update.main)
     names = ["ragged-20", "equal-20", "equal-2000"]
     assert [row["row"] for row in found["rows"]] == names
@@ -115,7 +115,7 @@ def test_ragged_lengths_have_the_mean_and_the_bound_that_the_case_says() -> None
 # ---------------------------------------------------------------- growth
 
 
-def test_growth_fits_each_series(smoke: Callable[..., Told]) -> None:
+def test_growth_fits_each_series(smoke: Callable[..., Printed]) -> None:
     found, printed = smoke(growth.main)
     rows = {row["series"]: row for row in found["rows"]}
     for row in rows.values():
@@ -151,7 +151,7 @@ def test_a_slope_is_the_power_that_times_grow_with(exponent: float) -> None:
 # ---------------------------------------------------------------- the others
 
 
-def test_startup_times_commands(smoke: Callable[..., Told]) -> None:
+def test_startup_times_commands(smoke: Callable[..., Printed]) -> None:
     found, printed = smoke(startup.main)
     assert [row["row"] for row in found["rows"]] == ["help", "import", "explain"]
     for row in found["rows"]:
@@ -176,7 +176,7 @@ def test_startup_tells_the_last_words_of_a_command_that_fails() -> None:
         startup.first("no-such-recipe", 1)
 
 
-def test_drawing_has_a_row_for_each_case(smoke: Callable[..., Told]) -> None:
+def test_drawing_has_a_row_for_each_case(smoke: Callable[..., Printed]) -> None:
     before = torch.get_num_threads()
     found, printed = smoke(draw.main)
     assert [row["case"] for row in found["rows"]] == list(draw.CASES)
@@ -188,7 +188,7 @@ def test_drawing_has_a_row_for_each_case(smoke: Callable[..., Told]) -> None:
     assert draw.compiled.library()
 
 
-def test_memory_tells_the_share(smoke: Callable[..., Told]) -> None:
+def test_memory_tells_the_share(smoke: Callable[..., Printed]) -> None:
     found, _ = smoke(memory.main)
     (row,) = found["rows"]
     assert found["share"] == row["share"] == row["chunked_bytes"] / row["naive_bytes"]
@@ -234,10 +234,10 @@ def test_rollout_times_keels_side(prepared: Path) -> None:
 # ---------------------------------------------------------------- turns
 
 
-def test_turns_with_a_memory_feed_what_is_said_once(smoke: Callable[..., Told]) -> None:
+def test_turns_with_a_memory_feed_what_is_said_once(smoke: Callable[..., Printed]) -> None:
     found, printed = smoke(turns.main)
-    ((seconds, once),), ((other, anew),) = found["with"], found["without"]
+    ((seconds, once),), ((other, repeated),) = found["with"], found["without"]
     assert positive([seconds, other])
-    # Two prompts, and the second and third turn behind each of four conversations.
-    assert 0 < once < anew - 2 * 4 * 20
-    assert f"{anew:,}" in printed
+    # Two prompts, and the second and third turn after each of four conversations.
+    assert 0 < once < repeated - 2 * 4 * 20
+    assert f"{repeated:,}" in printed

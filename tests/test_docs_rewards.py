@@ -1,4 +1,4 @@
-"""docs/rewards.md: its recipes load, and its tables of options are those of the rewards."""
+"""The pages on rewards: their recipes load, and the tables of options are those of the rewards."""
 
 from __future__ import annotations
 
@@ -24,40 +24,45 @@ from tests.rewards.learned import policy
 from tests.sandbox.processes import needs_bubblewrap
 from tests.shared import ROOT
 
-PAGE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reward-reference.md").read_text(encoding="utf-8")
 BASE = "[model.build]\nhidden_size = 32\nlayers = 1\nheads = 2\n"
 REST = '[[tasks]]\nname = "addition"\n'
 MODELS = {"my-reward-model": "outcome", "my-process-model": "process", "reward_model": "outcome"}
-"""The folders that the page names, and the stage."""
+"""The model folders and the stage that the pages name."""
 COLUMNS = ("answer", "tests", "test", "test_list", "test_setup_code", "entry_point", "prompt")
 
 
+def fences(language: str, text: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.M)
+
+
 def snippets() -> Iterator[Any]:
-    """Every TOML of the page; those that start a sandbox need bubblewrap."""
-    for number, text in enumerate(re.findall(r"^```toml\n(.*?)^```", PAGE, re.DOTALL | re.M)):
+    """Every TOML of the pages; those that start a sandbox need bubblewrap."""
+    for number, text in enumerate(fences("toml", GUIDE + PAGE)):
         sandboxed = 'function = "code"' in text and "trusted = true" not in text
         marks = [needs_bubblewrap] if sandboxed else []
         yield pytest.param(text, marks=marks, id=f"{number}-{text.split()[0]}")
 
 
 def section(name: str) -> str:
-    """What the page says of a reward."""
+    """The section of a reward."""
     found = re.search(rf"^### `{name}`\n(.*?)(?=^##|\Z)", PAGE, re.DOTALL | re.M)
-    assert found is not None, f"docs/rewards.md has no ### `{name}`"
+    assert found is not None, f"docs/reward-reference.md has no ### `{name}`"
     return found[1]
 
 
 def table(text: str) -> dict[str, Any]:
-    """The options of a section's table, by name, with the defaults it tells."""
+    """The options in a section's table, by name, with their defaults."""
     rows = re.findall(r"^\| `(\w+)` \| (?:`(.*?)`|required) \|", text, re.M)
-    found = {name: tomllib.loads(f"x = {told}")["x"] if told else ... for name, told in rows}
+    found = {name: tomllib.loads(f"x = {value}")["x"] if value else ... for name, value in rows}
     return {name: None if value == "none" else value for name, value in found.items()}
 
 
 def options(name: str) -> dict[str, Any]:
     """The options of a reward, by name, with their defaults."""
     made = load_entry(MADE[name], "reward") if name in MADE else BUILT_IN[name]
-    # Of a maker the options are keyword-only; of a rule, they are not what the run hands over.
+    # A rule's options are the parameters that the run does not pass.
     given = (*RESERVED, "answer", "around")
     parameters = inspect.signature(made).parameters.values()
     return {
@@ -69,15 +74,16 @@ def options(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working folder with the models that the page names."""
+    """A working folder with the models and the function that the pages name."""
     folder = tmp_path_factory.mktemp("page")
     for name, kind in MODELS.items():
         reward_model_from(policy(), kind, 0).save(folder / name)  # type: ignore[arg-type]
+    (folder / "my_rewards.py").write_text("".join(fences("python", GUIDE)), encoding="utf-8")
     return folder
 
 
 @pytest.mark.parametrize("snippet", snippets())
-def test_a_recipe_of_the_page_loads_and_so_do_its_rewards(
+def test_each_recipe_and_its_rewards_load(
     snippet: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = "[[stages]]" in snippet
@@ -107,7 +113,7 @@ def test_a_recipe_of_the_page_loads_and_so_do_its_rewards(
         scorer.close()
 
 
-def test_the_page_has_every_built_in() -> None:
+def test_the_reference_has_every_built_in() -> None:
     assert re.findall(r"^### `(\w+)`$", PAGE, re.M)[0] == TASK
     for name in (TASK, *BUILT_IN, *MADE):
         assert f'function = "{name}"' in section(name)
@@ -115,7 +121,7 @@ def test_the_page_has_every_built_in() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in (*BUILT_IN, *MADE) if n not in ("judge", "process")])
-def test_a_table_tells_every_option_and_its_default(name: str) -> None:
+def test_the_tables_have_every_option_and_its_default(name: str) -> None:
     assert table(section(name)) == options(name)
 
 
@@ -125,30 +131,15 @@ def test_process_has_its_own_options_and_those_of_outcome() -> None:
     assert table(section("outcome")) | own == options("process")
 
 
-def test_the_statuses_of_code_are_all_told() -> None:
-    told = re.findall(r"^\| `(\w+)` \| [^|`]*(?:`\w+`)?[^|`]* \|$", section("code"), re.M)
-    assert tuple(told) == Status.__args__  # type: ignore[attr-defined]
-
-
-def test_its_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]*)(?:#([\w-]+))?\)", PAGE)
-    assert links
-    for path, heading in links:
-        target = ROOT / "docs" / path if path else ROOT / "docs" / "rewards.md"
-        assert target.is_file(), path
-        if heading:
-            titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.M)
-            assert heading in [_anchor(title) for title in titles], heading
-
-
-def _anchor(title: str) -> str:
-    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+def test_the_statuses_of_code_are_all_listed() -> None:
+    listed = re.findall(r"^\| `(\w+)` \| [^|`]*(?:`\w+`)?[^|`]* \|$", section("code"), re.M)
+    assert tuple(listed) == Status.__args__  # type: ignore[attr-defined]
 
 
 def _functions() -> list[dict[str, Any]]:
     """Every reward of every snippet."""
     found: list[dict[str, Any]] = []
-    for text in re.findall(r"^```toml\n(.*?)^```", PAGE, re.DOTALL | re.M):
+    for text in fences("toml", PAGE):
         data = tomllib.loads(text)
         for place in (data, *data.get("stages", [])):
             found += place.get("rewards", {}).get("functions", [])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 import resource
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 from keel.algorithms.presets import PRESETS
-from tests.source_tree import functions, sources
+from tests.source_tree import ROOT, functions, sources
 
 FILE, OBJECTIVE_FILE, FUNCTION = 600, 250, 80
 TORCH_FREE = (
@@ -42,6 +44,22 @@ def test_class_names_are_unique() -> None:
 
 def test_every_file_says_what_it_is() -> None:
     assert [s.name for s in sources() if not s.line or "TODO" in s.line] == []
+
+
+def test_words_that_technical_english_does_not_use_this_way() -> None:
+    words = re.compile(r"\b(mend(s|ed|ing)?|anew|told|nobody|beside|spoke)\b", re.IGNORECASE)
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for folder in ("src", "tests", "docs", "benchmarks", "studies", "examples", ".")
+        for pattern in ("*.py", "*.md", "*.c", "*.toml")
+        for path in (
+            (ROOT / folder).glob(pattern) if folder == "." else (ROOT / folder).rglob(pattern)
+        )
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if words.search(line)
+    ]
+    assert found == []
 
 
 def test_presets_are_named_in_one_place() -> None:

@@ -1,7 +1,7 @@
-"""The vocabulary: what flows between the rooms of the house, and the protocols that join them.
+"""The types that packages exchange, and the protocols between them.
 
-Values here are frozen and hold numpy arrays at most, so that every room can speak of a prompt, a
-completion or a verdict without importing torch.
+Values are frozen and hold numpy arrays at most, so that no package imports torch for a prompt, a
+completion or a verdict.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FinishReason = Literal["eos", "stop", "length"]
 
 
 class KeelError(Exception):
-    """A user's mistake or a refused input: one line that says what, where, and how to mend it."""
+    """A user's mistake or a refused input: one line that says what, where, and how to fix it."""
 
 
 class Message(TypedDict):
@@ -119,9 +119,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the rewards said of one completion.
+    """The rewards of one completion.
 
-    `reward` is the weighted sum of the components that spoke; None when none of them did. `steps`
+    `reward` is the weighted sum of the components with a value; None when there is none. `steps`
     is filled by process rewards only, in order of their ends. `outcome` is the part of the reward
     that is of the whole answer; None where no reward gave one (or the verdict does not say: then it
     is what the reward holds besides its steps). `unshaped` is the reward before the punishment of

@@ -31,7 +31,7 @@ def kinds(union: Any) -> set[str]:
     return {arm.model_fields["kind"].default for arm in arms}
 
 
-def literals(model: type[spec.Row], field: str) -> set[str]:
+def literals(model: type[spec.FrozenModel], field: str) -> set[str]:
     """The values that a Literal field of an algorithm may have."""
     return set(get_args(model.model_fields[field].annotation))
 

@@ -286,10 +286,10 @@ def test_dapo_brings_its_sampling_without_a_recipe() -> None:
 
 
 def test_one_update_a_batch_is_said_to_leave_the_ratio_at_one() -> None:
-    said = "ρ_n = 1 in value"
-    assert said in explain_preset("grpo").unicode()
-    assert said not in explain_preset("ppo").unicode()
-    assert said not in explain_preset("grpo", Setting(minibatches=2)).unicode()
+    message = "ρ_n = 1 in value"
+    assert message in explain_preset("grpo").unicode()
+    assert message not in explain_preset("ppo").unicode()
+    assert message not in explain_preset("grpo", Setting(minibatches=2)).unicode()
     off = " ".join(explain_preset("rloo", Setting(epochs=2)).json()["notes"])
     assert "no ratio corrects" in off
 

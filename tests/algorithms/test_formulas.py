@@ -215,7 +215,7 @@ def test_the_divergence_is_what_the_loss_computes(name: str) -> None:
         d=(x["new"] - other).numpy(),
         rho=np.exp((x["new"] - x["old"]).numpy()),
     )
-    # k3 cancels near d = 0, where the loss uses expm1: an absolute 1e-14 beside the relative one.
+    # k3 cancels near d = 0, where the loss uses expm1: 1e-14 absolute as well.
     np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-12, atol=1e-14)
 
 
@@ -295,7 +295,7 @@ def enumerated(name: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     return logits, expected, sampler, kls
 
 
-# estimator: what its value is (None: said to be biased), what its gradient is (with signs).
+# estimator: what its value is (None: documented as biased), what its gradient is (with signs).
 CLAIMS: dict[str, tuple[str | None, tuple[tuple[float, str], ...]]] = {
     "loss k2": (None, ((1, "π‖ref"),)),
     "loss k3": ("π‖ref", ((1, "ref‖π"),)),

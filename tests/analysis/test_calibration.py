@@ -9,6 +9,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+import scipy.special  # noqa: F401 - the first import takes longer than hypothesis allows
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,9 +20,9 @@ from keel.analysis.calibration import (
     length_correlation,
     pair_report,
 )
-from keel.analysis.proportions import clustered_mean, share_interval, wilson_ends
+from keel.analysis.proportions import clustered_mean, share_interval
 from keel.analysis.ranks import auc_interval, pearson, spearman
-from keel.analysis.statistics import wilson_interval
+from keel.analysis.statistics import wilson_ends, wilson_interval
 
 # Sums of a few dozen numbers in float64, in another order.
 EXACT = 1e-12
@@ -178,7 +179,7 @@ def test_margins_are_those_of_the_better_answer() -> None:
     assert sum(found.counts[below:]) == 3
 
 
-# To thousandths: a number that vanishes beside the reach of the bins lies on no side of 0 for them.
+# To thousandths: a number that is tiny for the bins lies on no side of 0 for them.
 @given(st.lists(st.floats(-1e6, 1e6).map(lambda x: round(x, 3)), min_size=1, max_size=60))
 def test_the_histogram_counts_every_pair(margins: list[float]) -> None:
     found = pair_report(margins, np.ones(len(margins))).margins

@@ -44,7 +44,7 @@ def test_the_same_numbers_give_the_same_bytes(tmp_path: Path) -> None:
         reward_curve(tmp_path / f"{name}.png", rows(), "quickstart", "seed 0")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     width, height, chunks = size_and_chunks(tmp_path / "a.png")
-    assert (width, height) == (1280, 960)
+    assert (width, height) == (1280, 1120)
     # Texts and times would come in chunks of these kinds.
     assert not {b"tEXt", b"iTXt", b"zTXt", b"tIME"} & set(chunks)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "b.png"]
@@ -78,10 +78,11 @@ def test_the_picture_shows_what_was_measured(tmp_path: Path) -> None:
     assert reward > 1000
     assert greedy > 1000
     assert sampled > 500
-    # Without evaluation, one panel and one colour.
+    assert pixels(path, COLOURS[4]) > 300  # the spread within groups
+    # Without evaluation, the reward and its spread.
     bare = [{key: row[key] for key in row if "eval" not in key} for row in rows()]
     reward_curve(path, bare, "quickstart")
-    assert size_and_chunks(path)[:2] == (1280, 640)
+    assert size_and_chunks(path)[:2] == (1280, 800)
     assert pixels(path, COLOURS[0]) > 1000
     assert pixels(path, COLOURS[1]) == 0
 

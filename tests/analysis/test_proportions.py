@@ -14,9 +14,8 @@ from keel.analysis.proportions import (
     clustered_mean,
     codes,
     share_interval,
-    wilson_ends,
 )
-from keel.analysis.statistics import mean_interval, wilson_interval
+from keel.analysis.statistics import mean_interval, wilson_ends, wilson_interval
 
 
 def test_names_become_numbers_by_first_appearance() -> None:

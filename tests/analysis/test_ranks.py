@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.analysis.proportions import wilson_ends
 from keel.analysis.ranks import auc_interval, mid_ranks, pearson, spearman
+from keel.analysis.statistics import wilson_ends
 
 TRUTH = 0.7602499389065233
 """P(x⁺ > x⁻) of normals one apart: Φ(1/√2)."""

@@ -72,7 +72,7 @@ def test_reliability_shows_bins_and_their_sizes(tmp_path: Path) -> None:
 
 def test_reliability_says_the_figures_unless_told_otherwise(tmp_path: Path) -> None:
     d, p = data()
-    own, told = tmp_path / "own.png", tmp_path / "told.png"
+    own, printed = tmp_path / "own.png", tmp_path / "other.png"
     reliability_picture(pair_report(d, p), own, "Pairs")
     accuracy = pair_report(d, p).accuracy
     text = (
@@ -80,18 +80,18 @@ def test_reliability_says_the_figures_unless_told_otherwise(tmp_path: Path) -> N
         f"{100 * accuracy.high:.1f}), log loss {pair_report(d, p).log_loss:.3f}, "
         f"Brier {pair_report(d, p).brier:.3f}, ECE {pair_report(d, p).ece:.3f}"
     )
-    reliability_picture(pair_report(d, p), told, "Pairs", text)
-    assert own.read_bytes() == told.read_bytes()
-    reliability_picture(pair_report(d, p), told, "Pairs", "epoch 2")
-    assert own.read_bytes() != told.read_bytes()
+    reliability_picture(pair_report(d, p), printed, "Pairs", text)
+    assert own.read_bytes() == printed.read_bytes()
+    reliability_picture(pair_report(d, p), printed, "Pairs", "epoch 2")
+    assert own.read_bytes() != printed.read_bytes()
     tied = pair_report([*d, 1.0], [*p, 0.5])
     reliability_picture(tied, own, "Pairs")
     text = text.replace("200 pairs", "201 pairs (1 tied)")
     for name in ("log_loss", "brier", "ece"):
         before, after = (getattr(report, name) for report in (pair_report(d, p), tied))
         text = text.replace(f"{before:.3f}", f"{after:.3f}")
-    reliability_picture(tied, told, "Pairs", text)
-    assert own.read_bytes() == told.read_bytes()
+    reliability_picture(tied, printed, "Pairs", text)
+    assert own.read_bytes() == printed.read_bytes()
 
 
 def test_margins_show_the_wrong_side_in_its_own_colour(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_margins_show_the_wrong_side_in_its_own_colour(tmp_path: Path) -> None:
     assert right > 2 * wrong > 20_000
     margin_picture(pair_report(-d, np.ones(41)), path, "Margins")
     assert pixels(path, COLOURS[1]) > pixels(path, COLOURS[0])
-    # Beside the two there are a key's patches and nothing else of a colour.
+    # Apart from the two there are a key's patches and nothing else of a colour.
     margin_picture(pair_report([1.0, 2.0], [1, 1]), path, "All right")
     assert pixels(path, COLOURS[1]) < 1000
     margin_picture(pair_report([0.0, 0.0, 1.0], [1, 1, 1]), path, "Even")
@@ -113,18 +113,18 @@ def test_margins_show_the_wrong_side_in_its_own_colour(tmp_path: Path) -> None:
 
 
 def test_margins_say_what_is_even_and_what_lies_beyond(tmp_path: Path) -> None:
-    said, silent = tmp_path / "a.png", tmp_path / "b.png"
+    message, silent = tmp_path / "a.png", tmp_path / "b.png"
     report = pair_report([0.0, *np.linspace(-1, 1, 60), 1e4], np.ones(62))
     assert report.margins.beyond == 1
-    margin_picture(report, said, "Margins")
+    margin_picture(report, message, "Margins")
     for left_out in (
         {"beyond": 0},
         {"at_zero": 0.0, "below": report.margins.below + report.margins.at_zero},
     ):
         margins = dataclasses.replace(report.margins, **left_out)
         margin_picture(dataclasses.replace(report, margins=margins), silent, "Margins")
-        assert said.read_bytes() != silent.read_bytes()
-        assert pixels(said, INK) > pixels(silent, INK)
+        assert message.read_bytes() != silent.read_bytes()
+        assert pixels(message, INK) > pixels(silent, INK)
 
 
 def test_over_optimisation_draws_every_run_and_the_law(tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ def test_rollouts_prints_the_first_sequences_of_a_step(trained: Path, capsys: Ca
 
 def test_rollouts_of_a_step_that_is_not_there(trained: Path, capsys: Capture) -> None:
     assert main(["rollouts", str(trained), "--step", "37"]) == 2
-    assert "no rollouts of step 37" in (said := capsys.readouterr().err)
-    assert "steps 1 to 2" in said
+    assert "no rollouts of step 37" in (message := capsys.readouterr().err)
+    assert "steps 1 to 2" in message
 
 
 # ---------------------------------------------------------------- models

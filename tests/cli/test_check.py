@@ -23,7 +23,7 @@ TINY = ("tiny", "evaluation.prompts=4", "rollout.prompts_per_step=4", "threads=1
 
 @dataclass(frozen=True)
 class Done:
-    """How a verb ended: its code, and what it printed."""
+    """How a command ended: its code, and what it printed."""
 
     returncode: int
     stdout: str
@@ -46,7 +46,7 @@ def keel(
 
 
 def test_as_a_process(tmp_path: Path) -> None:
-    """A wrong name is told without waiting for torch."""
+    """A wrong name is reported without waiting for torch."""
     code = "import sys; from keel.cli.main import main; code = main(['check', 'tinny']); "
     code += "print('torch' in sys.modules); sys.exit(code)"
     done = subprocess.run(
@@ -79,13 +79,14 @@ def test_a_finding_is_three_lines() -> None:
     assert what[2].startswith("   optimizer.warmup_steps: set it under 12")
 
 
+@pytest.mark.slow
 def test_json_holds_everything_and_a_finding_ends_1(keel: Keel, tmp_path: Path) -> None:
     done = keel(*TINY, "rollout.max_refills=3", "--json", "--price", "1")
     assert done.returncode == 1
     report = json.loads(done.stdout)
     assert set(report) == {"recipe", "stages", "findings", "predicted", "seconds"}
     (found,) = report["findings"]
-    assert set(found) == {"kind", "severity", "what", "evidence", "key", "mend"}
+    assert set(found) == {"kind", "severity", "what", "evidence", "key", "fix"}
     assert found["key"] == "rollout.max_refills"
     (stage,) = report["stages"]
     assert stage["figures"]["sampled completions"] == 16
@@ -94,7 +95,7 @@ def test_json_holds_everything_and_a_finding_ends_1(keel: Keel, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("tinny",), "did you mean 'tiny'?"),
         (("tiny", "stepps=3"), "did you mean 'steps'?"),
@@ -103,10 +104,10 @@ def test_json_holds_everything_and_a_finding_ends_1(keel: Keel, tmp_path: Path) 
     ],
 )
 def test_what_cannot_be_loaded_is_one_line_and_ends_2(
-    words: tuple[str, ...], said: str, keel: Keel
+    words: tuple[str, ...], message: str, keel: Keel
 ) -> None:
     done = keel(*words)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert done.stdout == ""

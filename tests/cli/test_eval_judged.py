@@ -58,7 +58,7 @@ def process_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return train(recipe(stage), folder / "run")
 
 
-def said(words: list[str], capsys: Capture) -> str:
+def message(words: list[str], capsys: Capture) -> str:
     capsys.readouterr()  # progress bars of what was loaded before
     assert main(words) == 0
     return capsys.readouterr().out
@@ -70,7 +70,7 @@ def strict(words: list[str], capsys: Capture) -> dict[str, Any]:
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
 
-    found: dict[str, Any] = json.loads(said([*words, "--json"], capsys), parse_constant=refuse)
+    found: dict[str, Any] = json.loads(message([*words, "--json"], capsys), parse_constant=refuse)
     return found
 
 
@@ -104,7 +104,7 @@ def test_what_rows_cannot_tell_is_undefined(
     words = ["eval", model, f"--{rows}", path, "--pictures", str(tmp_path / "pictures")]
     # These traces lie without separators, as their tokens do.
     words += ["--separator", " "] if rows == "steps" else []
-    lines = dict(re.split(r"\s+", line, maxsplit=1) for line in said(words, capsys).splitlines())
+    lines = dict(re.split(r"\s+", line, maxsplit=1) for line in message(words, capsys).splitlines())
     for name in undefined:
         assert lines[name].startswith("undefined"), name
     for name in defined:
@@ -119,11 +119,11 @@ def test_an_interval_without_ends_is_a_dash(
     models: dict[Kind, str], tmp_path: Path, capsys: Capture
 ) -> None:
     path = write(tmp_path / "rows.jsonl", ALL_WRONG[:1])
-    out = said(["eval", models["process"], "--steps", path, "--separator", " "], capsys)
+    out = message(["eval", models["process"], "--steps", path, "--separator", " "], capsys)
     assert re.search(r"^gain +-?\d\.\d{3}   – +1$", out, re.MULTILINE), out
     assert re.search(r"^on_right +undefined   – +0$", out, re.MULTILINE), out
     path = write(tmp_path / "more.jsonl", labelled(8, 3))
-    out = said(["eval", models["outcome"], "--labels", path], capsys)
+    out = message(["eval", models["outcome"], "--labels", path], capsys)
     head, *rest = out.splitlines()
     assert head == "                    mean   95 % interval        n"
     assert re.match(r"accuracy           \d\.\d{3}   \[\d\.\d{3}, \d\.\d{3}\]       8$", rest[0])
@@ -140,7 +140,7 @@ def test_one_prompt_sampled_is_plain_json(capsys: Capture, tmp_path: Path) -> No
     words = ["eval", str(tmp_path / "run"), "--prompts", "1", "--samples", "3"]
     words += ["--reward", "tests.cli.test_eval_judged:by_turns"]
     assert strict(words, capsys)["sampled"] == {"mean": 2 / 3, "low": None, "high": None, "n": 1}
-    assert re.search(r"^sampled +0\.667   – +1$", said(words, capsys), re.MULTILINE)
+    assert re.search(r"^sampled +0\.667   – +1$", message(words, capsys), re.MULTILINE)
 
 
 def test_a_run_whose_heldout_rows_are_all_ties(tmp_path: Path, capsys: Capture) -> None:
@@ -151,7 +151,7 @@ def test_a_run_whose_heldout_rows_are_all_ties(tmp_path: Path, capsys: Capture) 
         "data": data(tmp_path, ones(8, 1), TIES),
     }
     (tmp_path / "ties.toml").write_text(to_toml(recipe(stage)))
-    out = said(["train", str(tmp_path / "ties.toml"), "--run", str(tmp_path / "run")], capsys)
+    out = message(["train", str(tmp_path / "ties.toml"), "--run", str(tmp_path / "run")], capsys)
     line = "held-out accuracy undefined (no decided row), n = 4; log loss 0.693"
     assert f"reward_model after 0 steps: {line}" in out
     assert f"reward_model after 1 steps: {line[:50]}" in out
@@ -167,7 +167,7 @@ def test_steps_of_a_run_are_read_as_its_stage_read_them(
     words = ["eval", str(process_run.path), "--steps", path]
     after = info(process_run)["measured"]["marks"]["after"]
     found = strict(words, capsys)
-    # What the stage said at its end, of the same rows; batches may differ in the last bits.
+    # What the stage reported at its end, of the same rows; batches may differ in the last bits.
     for name in ("accuracy", "auc", "on_wrong"):
         assert found[name] == pytest.approx(after[name], abs=1e-6), name
     assert found["log_loss"] == pytest.approx(after["log_loss"], abs=1e-6)

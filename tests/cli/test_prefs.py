@@ -1,4 +1,4 @@
-"""`keel prefs`: files written whole, read back by the reader, and told of."""
+"""`keel prefs`: files written whole, read back by the reader, and summarised."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PANDA = {
 }
 
 
-def told(words: list[str], capsys: Capture) -> Any:
+def printed(words: list[str], capsys: Capture) -> Any:
     assert main([*words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -56,7 +56,7 @@ def panda(folder: Path) -> Path:
 
 def test_import_writes_rows_that_are_read(tmp_path: Path, capsys: Capture) -> None:
     folder, out = panda(tmp_path / "panda"), tmp_path / "rows.jsonl"
-    result = told(["prefs", "import", "pandalm", str(folder), "--out", str(out)], capsys)
+    result = printed(["prefs", "import", "pandalm", str(folder), "--out", str(out)], capsys)
     assert result == {
         **{"out": str(out), "rows": 3, "ties": 1, "soft": 1},
         **{"left_out_empty": 1, "read_as_text": 1},
@@ -73,7 +73,7 @@ def test_import_writes_rows_that_are_read(tmp_path: Path, capsys: Capture) -> No
 def test_import_keeps_empty_answers_where_one_says_so(tmp_path: Path, capsys: Capture) -> None:
     folder, out = panda(tmp_path / "panda"), tmp_path / "rows.jsonl"
     words = ["prefs", "import", "pandalm", f"{folder}/testset-v1.json", "--out", str(out)]
-    assert told([*words, "--keep-empty"], capsys)["left_out_empty"] == 0
+    assert printed([*words, "--keep-empty"], capsys)["left_out_empty"] == 0
     assert len(every(out, empty="keep")) == 4
     before = out.read_bytes()
     assert "is there already: give another --out" in tried(words, capsys)
@@ -102,7 +102,7 @@ def test_what_import_refuses(tmp_path: Path, capsys: Capture) -> None:
 
 def test_import_to_where_nothing_can_be_written(tmp_path: Path, capsys: Capture) -> None:
     folder = panda(tmp_path / "panda")
-    # The second name leaves no room for that of the file beside it, which is renamed.
+    # The second name leaves no room for that of the file next to it, which is renamed.
     for out in ("/proc/rows.jsonl", str(tmp_path / ("x" * 252))):
         line = tried(["prefs", "import", "pandalm", str(folder), "--out", out], capsys)
         assert line.startswith(f"keel: error: cannot write {out}: ")
@@ -115,7 +115,7 @@ def test_stats_of_rows(tmp_path: Path, capsys: Capture) -> None:
     rows = [*PAIRS, {**PAIRS[0], "rejected": ""}]
     path = jsonl(tmp_path / "rows.jsonl", rows)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    found = told(["prefs", "stats", path, str(tmp_path / "rows.parquet")], capsys)
+    found = printed(["prefs", "stats", path, str(tmp_path / "rows.parquet")], capsys)
     assert [one.pop("file") for one in found] == [path, str(tmp_path / "rows.parquet")]
     assert found[0] == found[1]
     assert (found[0]["rows"], found[0]["prompts"], found[0]["empty_answers"]) == (5, 4, 1)
@@ -131,19 +131,19 @@ def test_stats_of_rows(tmp_path: Path, capsys: Capture) -> None:
 def test_stats_of_votes(tmp_path: Path, capsys: Capture) -> None:
     votes = [[1, 1, 1], [2, 2, 2], [1, 1, 2], [1, 1, 1]]
     rows = [{**row, "votes": vote} for row, vote in zip(PAIRS, votes, strict=True)]
-    (found,) = told(["prefs", "stats", jsonl(tmp_path / "a.jsonl", rows)], capsys)
+    (found,) = printed(["prefs", "stats", jsonl(tmp_path / "a.jsonl", rows)], capsys)
     assert (found["people"]["judges"], found["people"]["unanimous"]) == (3, 3)
     # By hand: P̄ = 10/12, P̄_e = (8/12)² + (4/12)² = 5/9.
     assert found["people"]["fleiss_kappa"]["value"] == pytest.approx(0.625, abs=1e-12)
     # Drawn over prompts: the rows of one prompt alone give no interval.
     alone = jsonl(tmp_path / "one.jsonl", [{**row, "prompt": "p"} for row in rows])
-    kappa = told(["prefs", "stats", alone], capsys)[0]["people"]["fleiss_kappa"]
+    kappa = printed(["prefs", "stats", alone], capsys)[0]["people"]["fleiss_kappa"]
     assert kappa == {"value": pytest.approx(0.625, abs=1e-12), "low": None, "high": None, "n": 4}
     assert main(["prefs", "stats", alone]) == 0
     assert "Fleiss' κ            0.625   –   n = 4" in capsys.readouterr().out
     same = [{**row, "votes": ["tie", "tie"]} for row in PAIRS]
     path = jsonl(tmp_path / "b.jsonl", same)
-    (found,) = told(["prefs", "stats", path], capsys)
+    (found,) = printed(["prefs", "stats", path], capsys)
     assert found["people"]["fleiss_kappa"]["value"] is None
     assert main(["prefs", "stats", path]) == 0
     assert "Fleiss' κ         undefined   n = 4" in capsys.readouterr().out
@@ -160,7 +160,7 @@ def test_stats_of_votes(tmp_path: Path, capsys: Capture) -> None:
 
 def test_stats_of_a_published_folder(tmp_path: Path, capsys: Capture) -> None:
     folder = str(panda(tmp_path / "panda"))
-    (found,) = told(["prefs", "stats", folder], capsys)
+    (found,) = printed(["prefs", "stats", folder], capsys)
     assert (found["rows"], found["empty_answers"], found["read_as_text"]) == (4, 1, 1)
     assert found["people"]["unanimous"] == 2
     judge = found["judges"]["j"]
@@ -169,7 +169,7 @@ def test_stats_of_a_published_folder(tmp_path: Path, capsys: Capture) -> None:
     assert judge["accuracy_of_all"]["value"] == 0.5
     assert main(["prefs", "stats", folder]) == 0
     text = capsys.readouterr().out
-    assert "j, beside the majority; 1 verdicts unusable" in text
+    assert "j, compared with the majority; 1 verdicts unusable" in text
     assert "these as wrong     0.500" in text
 
 
@@ -187,8 +187,8 @@ def test_what_stats_refuses(tmp_path: Path, capsys: Capture) -> None:
 def test_pandalm_as_published(tmp_path: Path, capsys: Capture) -> None:
     folder, out = shared_path("data/pandalm"), tmp_path / "rows.jsonl"
     words = ["prefs", "import", "pandalm", str(folder), "--out", str(out), "--keep-empty"]
-    assert told(words, capsys)["rows"] == 999
-    raw, rows = told(["prefs", "stats", str(folder), str(out)], capsys)
+    assert printed(words, capsys)["rows"] == 999
+    raw, rows = printed(["prefs", "stats", str(folder), str(out)], capsys)
     for found in (raw, rows):
         assert (found["rows"], found["prompts"], found["ties"]) == (999, 170, 85)
         assert found["people"]["unanimous"] == 879
@@ -204,9 +204,9 @@ def test_pandalm_as_published(tmp_path: Path, capsys: Capture) -> None:
 def test_llmbar_as_published(tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "rows.jsonl"
     words = ["prefs", "import", "llmbar", str(shared_path("data/llmbar")), "--out", str(out)]
-    assert told(words, capsys)["rows"] == 419
+    assert printed(words, capsys)["rows"] == 419
     assert {pair.probability for pair in every(out).values()} == {1.0}
-    (found,) = told(["prefs", "stats", str(shared_path("data/llmbar"))], capsys)
+    (found,) = printed(["prefs", "stats", str(shared_path("data/llmbar"))], capsys)
     assert found["rows"] == 419
     assert "people" not in found
 

@@ -1,4 +1,4 @@
-"""Wrong inputs: each ends with exit code 2 and one line that says what and how to mend it."""
+"""Wrong inputs: each ends with exit code 2 and one line that says what and how to fix it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Words, list[str]]] = {
     "no such reward": (reward("missing"), ["missing"]),
     "no such task": (["train", "small.toml", "tasks=[{name='sort'}]"], ["sort"]),
     "missing model": (["train", "small.toml", "model.name=./none"], ["none", "does not exist"]),
-    "no verb": (["trian"], ["trian"]),
+    "no command": (["trian"], ["trian"]),
     "unknown preset": (["explain", "grop"], ["grop"]),
     "not a run": (["train", "--resume", "--run", "none"], ["none", "does not exist"]),
     "no task to evaluate": (["eval", "./none"], ["--task"]),
@@ -149,6 +149,6 @@ def test_a_name_that_no_file_can_have_is_one_line(
 ) -> None:
     rest = ["out"] if words == ["export"] else []
     assert main([*words, "x/" + "y" * 300, *rest]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("keel: error: ")
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("keel: error: ")
+    assert message.count("\n") == 1

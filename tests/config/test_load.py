@@ -1,4 +1,4 @@
-"""Recipes: reading, overriding, writing out, and what is said of a mistake."""
+"""Recipes: reading, overriding, writing out, and messages about mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing that may be a key is written into a run folder, or said."""
+"""Nothing that may be a key is written into a run folder, or printed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_key_in_a_recipe_is_refused_before_anything_is_written(
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE.format(option=option))
     assert main(["train", str(path), "--run", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr()
-    assert "SESAME" not in said.out + said.err
-    assert "api_key_env" in said.err
+    message = capsys.readouterr()
+    assert "SESAME" not in message.out + message.err
+    assert "api_key_env" in message.err
     assert not (tmp_path / "run").exists()

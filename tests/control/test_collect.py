@@ -44,7 +44,7 @@ def assert_is(collected: Collected, parts: list[list[Step]]) -> None:
     np.testing.assert_array_equal(collected.reward_N, [s.reward for s in steps])
     assert collected.lengths == tuple(len(part) for part in parts)
     assert collected.episode_S.tolist() == [part[0].episode for part in parts]
-    np.testing.assert_array_equal(collected.behind_SO, [part[-1].after for part in parts])
+    np.testing.assert_array_equal(collected.last_state_SO, [part[-1].after for part in parts])
     assert collected.terminated_S.tolist() == [part[-1].terminated for part in parts]
 
 
@@ -116,13 +116,13 @@ def test_an_episode_over_three_iterations(ending: str, terminated: bool) -> None
         assert part.lengths == (3,)
         assert part.episode_S.tolist() == [0]
         assert part.terminated_S.tolist() == [False]  # cut by the end of the iteration
-        assert part.behind_SO[:, 1].tolist() == [count]
+        assert part.last_state_SO[:, 1].tolist() == [count]
         assert len(part.finished.numbers) == 0
     assert third.lengths == (1, 2)
     assert third.episode_S.tolist() == [0, 1]
     assert third.terminated_S.tolist() == [terminated, False]
-    # Behind the end lies the state that was reached, not the next episode's first.
-    assert third.behind_SO.tolist() == [
+    # After the end lies the state that was reached, not the next episode's first.
+    assert third.last_state_SO.tolist() == [
         [worlds.mark_of(SEED, 0), 7],
         [worlds.mark_of(SEED, 1), 2],
     ]
@@ -138,13 +138,13 @@ def test_an_end_on_the_last_step_of_an_iteration(ending: str) -> None:
         assert part.lengths == (4,)
         assert part.episode_S.tolist() == [number]
         assert part.terminated_S.tolist() == [ending == "terminated"]
-        assert part.behind_SO.tolist() == [[worlds.mark_of(SEED, number), 4]]
+        assert part.last_state_SO.tolist() == [[worlds.mark_of(SEED, number), 4]]
         assert part.finished.numbers.tolist() == [number]
     assert second.observation_NO[0, 1] == 0
 
 
 def test_copies_at_rest_count_for_nothing() -> None:
-    """Five copies for three episodes, and one long episode beside many short ends at rest."""
+    """Five copies for three episodes, and one long episode next to many short ones ends at rest."""
     for count, many in ((5, 3), (3, 3)):
         with opened(count=count, longest=40) as environments:
             collected = collect_episodes(environments, worlds.choose_all, many)

@@ -44,9 +44,9 @@ def opened(
 
 
 def transitions(collected: Collected) -> tuple[Rows, Rows]:
-    """What the learners make of an iteration: the states before and behind each action."""
+    """What the learners make of an iteration: the states before and after each action."""
     after_NO = np.roll(collected.observation_NO, -1, axis=0)
-    after_NO[np.cumsum(collected.lengths) - 1] = collected.behind_SO
+    after_NO[np.cumsum(collected.lengths) - 1] = collected.last_state_SO
     return collected.observation_NO, after_NO
 
 
@@ -78,10 +78,10 @@ def test_gymnasiums_own_reset_gives_a_false_transition() -> None:
     now, _ = vector.reset(seed=SEED)
     before, after, ended_steps = [], [], 0
     for _ in range(17):
-        behind, _, terminated, truncated, _ = vector.step(worlds.choose_all(now))
+        following, _, terminated, truncated, _ = vector.step(worlds.choose_all(now))
         before.append(now)
-        after.append(behind)
-        now, ended_steps = behind, ended_steps + int((terminated | truncated).sum())
+        after.append(following)
+        now, ended_steps = following, ended_steps + int((terminated | truncated).sum())
     vector.close()
     last = int((terminated | truncated).sum())  # its false step would be the next
     assert false_ones(np.concatenate(before), np.concatenate(after)) == ended_steps - last > 5
@@ -150,7 +150,7 @@ def assert_same(left: Environments, right: Environments, draw: Draw, times: int 
         one, two = (collect_episodes(e, draw, 4) for e in (left, right))
     else:
         one, two = (collect_steps(e, draw, times) for e in (left, right))
-    for name in ("observation_NO", "action_N", "reward_N", "episode_S", "behind_SO"):
+    for name in ("observation_NO", "action_N", "reward_N", "episode_S", "last_state_SO"):
         np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
 
 
@@ -189,7 +189,7 @@ def test_restore_of_copies_at_rest_and_before_the_start() -> None:
         assert (first.episode_E < 0).all()
         assert second.restore(there_and_back(first.state()))
         assert_same(first, second, worlds.choose_all)
-        # One at work among others at rest, which may end and begin anew meanwhile.
+        # One at work among others at rest, which may end and begin again meanwhile.
         first.begin([1])
         for _ in range(first.vector.envs[1].unwrapped.length - 1):  # type: ignore[attr-defined]
             first.step(worlds.choose_all(first.observation_EO))
@@ -223,7 +223,7 @@ def test_processes_give_the_same_episodes(name: str) -> None:
         assert isinstance(there.vector, Copies)
         for _ in range(2):
             one, two = (collect_episodes(e, worlds.choose_all, 5) for e in (here, there))
-            for field in ("observation_NO", "action_N", "reward_N", "episode_S", "behind_SO"):
+            for field in ("observation_NO", "action_N", "reward_N", "episode_S", "last_state_SO"):
                 np.testing.assert_array_equal(getattr(one, field), getattr(two, field))
             np.testing.assert_array_equal(one.terminated_S, two.terminated_S)
             assert one.lengths == two.lengths

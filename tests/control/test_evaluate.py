@@ -1,4 +1,4 @@
-"""Evaluation: the episodes of its own seeds, each once, whatever runs beside them."""
+"""Evaluation: the episodes of its own seeds, each once, whatever else runs."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from keel.control.experience import Experience
-from keel.learn.actions import Estimates
+from keel.control.collect import Experience
+from keel.learn.batch import Estimates
 
 LENGTHS = (3, 1, 4, 2)
 N = sum(LENGTHS)

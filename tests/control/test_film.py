@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageSequence
 
 from keel.config.control import Environment
-from keel.control.gif import FRAMES, film
+from keel.control.gif import COUNTER, FRAMES, film
 from keel.types import KeelError
 from tests.control import worlds
 
@@ -19,7 +19,7 @@ SEED = 6
 def shown(path: Path) -> list[tuple[int, int]]:
     """The step and the mark's last byte of each picture (see Drawn)."""
     with Image.open(path) as film_:
-        colours = [np.array(f.convert("RGB"))[0, 0] for f in ImageSequence.Iterator(film_)]
+        colours = [np.array(f.convert("RGB"))[COUNTER, 0] for f in ImageSequence.Iterator(film_)]
     return [(int(r) // 4 * 16 + int(g) // 16, int(b)) for r, g, b in colours]
 
 

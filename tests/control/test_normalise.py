@@ -77,7 +77,7 @@ def iteration(parts: dict[int, list[float]], ended: set[int]) -> Collected:
         reward_N=np.concatenate([parts[n] for n in sorted(parts)]),
         lengths=tuple(len(parts[n]) for n in sorted(parts)),
         episode_S=np.array(sorted(parts)),
-        behind_SO=nothing,
+        last_state_SO=nothing,
         terminated_S=np.array([n in ended for n in sorted(parts)]),
         finished=Finished(np.zeros(len(ended)), np.zeros(len(ended), dtype=np.int64), numbers),
     )

@@ -17,11 +17,10 @@ from torch import Tensor
 from keel.algorithms.presets import PRESETS
 from keel.config.control_load import load_control
 from keel.control.actor import Act
-from keel.control.collect import Collected, collect_episodes, collect_steps
-from keel.control.experience import Experience
+from keel.control.collect import Collected, Experience, collect_episodes, collect_steps
 from keel.control.normalise import Moments
 from keel.control.policy_gradient import FALLBACK_BUDGET, PolicyGradient
-from keel.learn.actions import Estimates, TrainBatch
+from keel.learn.batch import Estimates, TrainBatch
 from keel.learn.loss import loss, prepare
 from keel.types import KeelError
 from tests.control import stages, worlds
@@ -99,7 +98,7 @@ def of_sb3(
     starts = np.array([before is None or before[e].ended for e in range(count)])
     for row in rows:
         after = values([s.after for s in row]).numpy()
-        # Its convention: what lies behind a time limit is part of the reward.
+        # Its convention: what lies after a time limit is part of the reward.
         cut = np.array([s.truncated and not s.terminated for s in row])
         reward = np.array([s.reward for s in row]) + choice.gamma * after * cut
         buffer.add(
@@ -171,17 +170,17 @@ def test_other_advantages_are_those_of_a_loop(kind: str) -> None:
         experience, estimates = pg.estimate(collected)
         value_N = experience.value_N
         critic = pg.critic
-        behind = [0.0] * len(collected.lengths)
+        following = [0.0] * len(collected.lengths)
         if critic is not None:
             with torch.no_grad():
-                behind = critic(torch.from_numpy(collected.behind_SO)).squeeze(-1).tolist()
+                following = critic(torch.from_numpy(collected.last_state_SO)).squeeze(-1).tolist()
     assert collected.terminated_S.any()
     assert not collected.terminated_S.all()
     wanted, starts, at = [], [], 0
     for s, length in enumerate(collected.lengths):
         reward = collected.reward_N[at : at + length].tolist()
         value = [0.0] * length if value_N is None else value_N[at : at + length].tolist()
-        value.append(0.0 if collected.terminated_S[s] else behind[s])
+        value.append(0.0 if collected.terminated_S[s] else following[s])
         for t in range(length):
             steps = {"td": 1, "n_step": 3}.get(kind, length)
             end = min(t + steps, length)
@@ -585,14 +584,14 @@ def test_statistics_are_of_all_iterations_and_normalise_the_next() -> None:
             signals = pg.signals(experience, collected)  # with the statistics brought up to date
             reward = pg.earned.scaled(collected.reward_N)
             np.testing.assert_array_equal(signals.reward_N, reward)
-            # What lies behind is seen in the same way.
+            # What lies after is seen in the same way.
             last_S = np.cumsum(collected.lengths) - 1
             assert pg.critic is not None
             assert signals.next_value_N is not None
             with torch.no_grad():
-                behind_S = pg.critic(torch.from_numpy(pg.seen.normal(collected.behind_SO)))
-            behind_S[torch.from_numpy(collected.terminated_S)] = 0
-            assert torch.equal(signals.next_value_N[last_S], behind_S.squeeze(-1))
+                last_state_S = pg.critic(torch.from_numpy(pg.seen.normal(collected.last_state_SO)))
+            last_state_S[torch.from_numpy(collected.terminated_S)] = 0
+            assert torch.equal(signals.next_value_N[last_S], last_state_S.squeeze(-1))
             wanted = wanted.with_(collected.observation_NO)
             ends = np.cumsum(collected.lengths)
             for episode, length, end in zip(
@@ -650,6 +649,12 @@ VALUE_BASELINE = ("algorithm.advantage.baseline=value", "algorithm.value.coeffic
 GAE_OF_PPO = ("epochs=2", "minibatches=2", "rollout_steps=4")
 
 
+@pytest.mark.quick(
+    "reinforce-settings4--1.0",
+    "reinforce-settings5-1.0",
+    "reinforce-settings5--1.0",
+    "reinforce-settings4-1.0",
+)
 @pytest.mark.parametrize("pay", [1.0, -1.0])
 @pytest.mark.parametrize(
     ("algorithm", "settings"),

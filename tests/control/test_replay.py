@@ -12,8 +12,8 @@ from keel.control.replay import Replay, Transitions
 
 
 @dataclass(frozen=True)
-class Row:
-    """One step of one environment; its number is its observation, and one more what is behind."""
+class FrozenModel:
+    """One step of one environment; its number is its observation, and one more what comes after."""
 
     number: int
     action: int
@@ -24,14 +24,14 @@ class Row:
 
 def filled(
     times: int, count: int, capacity: int, *, end: float = 0.0, seed: int = 0
-) -> tuple[Replay, list[list[Row]]]:
+) -> tuple[Replay, list[list[FrozenModel]]]:
     """A memory after so many times, and all that went in, a column an environment."""
     rng = np.random.default_rng(seed)
     replay = Replay(capacity, count, 1)
-    columns: list[list[Row]] = [[] for _ in range(count)]
+    columns: list[list[FrozenModel]] = [[] for _ in range(count)]
     for t in range(times):
         rows = [
-            Row(
+            FrozenModel(
                 number=1000 * e + 2 * t,
                 action=int(rng.integers(4)),
                 reward=float(rng.integers(1, 100)),
@@ -54,9 +54,9 @@ def filled(
     return replay, columns
 
 
-def window(column: list[Row], at: int, horizon: int) -> list[Row]:
+def window(column: list[FrozenModel], at: int, horizon: int) -> list[FrozenModel]:
     """From a row on: up to `horizon` rows, no further than an end or the newest."""
-    out: list[Row] = []
+    out: list[FrozenModel] = []
     for row in column[at : at + horizon]:
         out.append(row)
         if row.terminated or row.truncated:

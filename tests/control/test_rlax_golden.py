@@ -6,9 +6,9 @@ and n-step returns Sutton and Barto 2018 chapters 7 and 12; Q(λ) Peng and Willi
 Q-learning Watkins 1989; double Q-learning arXiv:1509.06461.
 
 rlax takes a discount a step: 0 where the episode terminates, else γ. Ours take one γ, and a
-termination as a value of 0 behind it and a trace that stops. Where rlax's discounts differ from
+termination as a value of 0 after it and a trace that stops. Where rlax's discounts differ from
 step to step, γ is 1 here and the discount d_t goes where our functions take a number a step: into
-the value behind (d_t V) and into λ (d_t λ), or into the decay of `linear_recurrence`. So
+the value after (d_t V) and into λ (d_t λ), or into the decay of `linear_recurrence`. So
 `returns_to_go`, `monte_carlo`, `gae.n_step` and `n_step_target` with more than one reward are not
 among the functions called: no γ of theirs can express those numbers.
 """
@@ -39,21 +39,21 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = FLOAT32) -> None:
 # ---------------- GAE, one γ a row: multistep_test.py, TruncatedGeneralizedAdvantageEstimationTest
 
 # Row 0 is one episode that the window cuts off; row 1 has γ = 0.9 and terminates in its fourth
-# step, so that a second episode begins behind it.
+# step, so that a second episode begins after it.
 GAE_ROWS = (
     {
         "gamma": 0.99,
         "lengths": [5],
         "reward": [0.0, 0.0, 1.0, 0.0, -0.5],
         "value": [1.0, 4.0, -3.0, -2.0, -1.0],
-        "behind": [4.0, -3.0, -2.0, -1.0, -1.0],
+        "after": [4.0, -3.0, -2.0, -1.0, -1.0],
     },
     {
         "gamma": 0.9,
         "lengths": [4, 1],
         "reward": [0.0, 0.0, 0.0, 0.0, 1.0],
         "value": [-3.0, -2.0, -1.0, 0.0, 5.0],
-        "behind": [-2.0, -1.0, 0.0, 0.0, -1.0],
+        "after": [-2.0, -1.0, 0.0, 0.0, -1.0],
     },
 )
 GAE = {
@@ -67,13 +67,13 @@ GAE = {
 @pytest.mark.parametrize("lam", GAE)
 def test_truncated_gae(lam: float, row: int) -> None:
     given, gamma = GAE_ROWS[row], GAE_ROWS[row]["gamma"]
-    reward_N, value_N, behind_N = (real(given[k]) for k in ("reward", "value", "behind"))
+    reward_N, value_N, last_state_N = (real(given[k]) for k in ("reward", "value", "after"))
     lengths_S = torch.tensor(given["lengths"])
-    delta_N = gae.td_error(reward_N, value_N, behind_N, gamma=gamma)
+    delta_N = gae.td_error(reward_N, value_N, last_state_N, gamma=gamma)
     advantage_N = gae.gae(delta_N, segments.continues(lengths_S), gamma=gamma, lam=lam)
     close(advantage_N, real(GAE[lam][row]), PRINTED[lam])
     if lam == 1.0:
-        full_N = gae.monte_carlo(reward_N, lengths_S, value_N, behind_N, gamma=gamma)
+        full_N = gae.monte_carlo(reward_N, lengths_S, value_N, last_state_N, gamma=gamma)
         close(full_N, real(GAE[lam][row]), PRINTED[lam])
 
 
@@ -81,9 +81,9 @@ def test_truncated_gae(lam: float, row: int) -> None:
 
 REWARD = real([[1.0, 0.0, -1.0, 0.0, 1.0], [0.5, 0.8, -0.7, 0.0, 2.1]])
 DISCOUNT = real([[0.5, 0.9, 1.0, 0.5, 0.8], [0.9, 0.5, 0.3, 0.8, 0.7]])
-BEHIND = real([[3.0, 1.0, 5.0, -5.0, 3.0], [-1.7, 1.2, 2.3, 2.2, 2.7]])
+AFTER = real([[3.0, 1.0, 5.0, -5.0, 3.0], [-1.7, 1.2, 2.3, 2.2, 2.7]])
 # V of the first state is not given, and no return depends on it.
-VALUE = torch.cat([real([[7.0], [-7.0]]), BEHIND[:, :-1]], dim=1)
+VALUE = torch.cat([real([[7.0], [-7.0]]), AFTER[:, :-1]], dim=1)
 LENGTHS = torch.tensor([5, 5])
 
 LAMBDA_RETURNS = real(  # LambdaReturnsTest, λ = 0.75
@@ -106,13 +106,13 @@ N_STEP_RETURNS = {  # NStepBootstrappedReturnsTest; a window past the end bootst
 
 
 def lambda_advantages(
-    reward: Tensor, discount: Tensor, value: Tensor, behind: Tensor, lam: float
+    reward: Tensor, discount: Tensor, value: Tensor, after: Tensor, lam: float
 ) -> Tensor:
     """Rows of G^λ - V, through our GAE with a λ a step."""
     rows, length = reward.shape
     lengths_S = torch.full((rows,), length)
     delta_N = gae.td_error(
-        reward.reshape(-1), value.reshape(-1), (discount * behind).reshape(-1), gamma=1.0
+        reward.reshape(-1), value.reshape(-1), (discount * after).reshape(-1), gamma=1.0
     )
     advantage_N = gae.gae(
         delta_N, segments.continues(lengths_S), gamma=1.0, lam=lam * discount.reshape(-1)
@@ -122,14 +122,14 @@ def lambda_advantages(
 
 @pytest.mark.parametrize(("lam", "expected"), [(0.75, LAMBDA_RETURNS), (1.0, DISCOUNTED_RETURNS)])
 def test_lambda_and_discounted_returns(lam: float, expected: Tensor) -> None:
-    advantage = lambda_advantages(REWARD, DISCOUNT, VALUE, BEHIND, lam)
+    advantage = lambda_advantages(REWARD, DISCOUNT, VALUE, AFTER, lam)
     return_N = gae.returns(advantage.reshape(-1), VALUE.reshape(-1))
     close(return_N.reshape(2, 5), expected)
 
 
 def test_discounted_returns_are_a_linear_recurrence() -> None:
     last = ~segments.continues(LENGTHS)
-    bootstrap_N = torch.where(last, (DISCOUNT * BEHIND).reshape(-1), 0.0)
+    bootstrap_N = torch.where(last, (DISCOUNT * AFTER).reshape(-1), 0.0)
     return_N = segments.linear_recurrence(
         DISCOUNT.reshape(-1).masked_fill(last, 0.0), REWARD.reshape(-1) + bootstrap_N
     )
@@ -140,7 +140,7 @@ def test_discounted_returns_are_a_linear_recurrence() -> None:
 def test_n_step_bootstrapped_returns(steps: int) -> None:
     """`gae.n_step` is this recurrence with one γ for the decay."""
     value_N = VALUE.reshape(-1)
-    delta_N = gae.td_error(REWARD.reshape(-1), value_N, (DISCOUNT * BEHIND).reshape(-1), gamma=1.0)
+    delta_N = gae.td_error(REWARD.reshape(-1), value_N, (DISCOUNT * AFTER).reshape(-1), gamma=1.0)
     decay_N = DISCOUNT.reshape(-1) * segments.continues(LENGTHS)
     advantage_N = segments.linear_recurrence(decay_N, delta_N, horizon=steps)
     close(gae.returns(advantage_N, value_N).reshape(2, 5), N_STEP_RETURNS[steps])
@@ -164,15 +164,15 @@ def taken(q: Tensor, action: Tensor) -> Tensor:
 
 def test_td_lambda() -> None:
     value = real([[1.1, -1.1, 3.1], [2.1, -1.1, -2.1]])
-    behind = torch.cat([value[:, 1:], real([[2.2], [-1.2]])], dim=1)
+    after = torch.cat([value[:, 1:], real([[2.2], [-1.2]])], dim=1)
     expected = real([[-2.4, 3.2732253, 1.0700002], [-0.01701999, 2.6529999, -2.196]])
-    close(lambda_advantages(TRACE_REWARD, TRACE_DISCOUNT, value, behind, 0.75), expected)
+    close(lambda_advantages(TRACE_REWARD, TRACE_DISCOUNT, value, after, 0.75), expected)
 
 
-# The errors are of Q(s_t, a_t), but the traces lead through the values behind the steps, which are
+# The errors are of Q(s_t, a_t), but the traces lead through the values after the steps, which are
 # of other numbers (a target network's). So these make the target, and Q comes off at the end.
 @pytest.mark.parametrize(
-    ("behind", "expected"),
+    ("after", "expected"),
     [
         # QLambdaTest (Peng's)
         (TRACE_NEXT_Q.max(-1).values, [[-2.4, 0.427975, 1.07], [0.69348, 3.478, -2.196]]),
@@ -184,9 +184,9 @@ def test_td_lambda() -> None:
     ],
     ids=["q", "sarsa"],
 )
-def test_q_lambda_and_sarsa_lambda(behind: Tensor, expected: list[list[float]]) -> None:
-    value = torch.cat([real([[0.0], [0.0]]), behind[:, :-1]], dim=1)
-    advantage = lambda_advantages(TRACE_REWARD, TRACE_DISCOUNT, value, behind, 0.75)
+def test_q_lambda_and_sarsa_lambda(after: Tensor, expected: list[list[float]]) -> None:
+    value = torch.cat([real([[0.0], [0.0]]), after[:, :-1]], dim=1)
+    advantage = lambda_advantages(TRACE_REWARD, TRACE_DISCOUNT, value, after, 0.75)
     target_B = gae.returns(advantage.reshape(-1), value.reshape(-1))
     error_B = background.q_error(TRACE_Q.reshape(-1, 2), TRACE_ACTION.reshape(-1), target_B)
     # rlax's errors are target less Q, ours Q less target.

@@ -262,8 +262,8 @@ def test_what_was_learned_acts(tmp_path: Path) -> None:
         learner.stage.evaluation,
         derive(0, "policy_gradient"),
     )
-    said = json.loads(folder.run_json.read_text())["evaluation"]["policy_gradient"]["after"]
-    assert result["returns"] == said["returns"]
+    message = json.loads(folder.run_json.read_text())["evaluation"]["policy_gradient"]["after"]
+    assert result["returns"] == message["returns"]
 
 
 def test_a_recipe_of_ones_own_starts_from_what_its_algorithm_starts_from(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from keel.config.control import QLearningStage
 from keel.config.control_load import load_control
+from keel.control.environments import Table, from_table
 from keel.control.q_learning import QLearning
-from keel.control.tabular import Table, from_table
 from keel.objective import tabular
 
 STATES, ACTIONS, GOAL, GAMMA = 16, 4, 15, 0.99
@@ -52,7 +52,7 @@ def test_the_lakes_table(slippery: bool) -> None:
     # There the episode is over: nothing leads out of them, and what leads into them is left out.
     assert transition_XAY[holes_and_goal].count_nonzero() == 0
     assert transition_XAY[:, :, holes_and_goal].count_nonzero() == 0
-    # Only state 14 is beside the goal (11 is a hole): to the right, or slipping there.
+    # Only state 14 is next to the goal (11 is a hole): to the right, or slipping there.
     expected = torch.zeros(STATES, ACTIONS, dtype=torch.float64)
     expected[14, 1:] = 1 / 3 if slippery else torch.tensor([0.0, 1.0, 0.0])
     # Gymnasium's thirds differ in their last bit.
@@ -75,12 +75,12 @@ def simulated(table: Table, choices: list[int], episodes: int, seed: int) -> np.
     outcomes = [table[state][choice] for state, choice in enumerate(choices)]
     width = max(len(rows) for rows in outcomes)
     bound = np.ones((STATES, width))
-    behind = np.zeros((STATES, width), dtype=np.int64)
+    after = np.zeros((STATES, width), dtype=np.int64)
     reward, ended = np.zeros((STATES, width)), np.ones((STATES, width), dtype=np.bool_)
     for state, rows in enumerate(outcomes):
         bound[state, : len(rows) - 1] = np.cumsum([row[0] for row in rows])[:-1]
         for at, (_, next_state, paid, terminated) in enumerate(rows):
-            behind[state, at], reward[state, at] = next_state, paid
+            after[state, at], reward[state, at] = next_state, paid
             ended[state, at] = terminated
     total, discount = np.zeros(episodes), 1.0
     state, on = np.zeros(episodes, dtype=np.int64), np.ones(episodes, dtype=np.bool_)
@@ -89,7 +89,7 @@ def simulated(table: Table, choices: list[int], episodes: int, seed: int) -> np.
         drawn = (rng.random(episodes)[:, None] >= bound[state, :-1]).sum(1)
         total += on * discount * reward[state, drawn]
         on &= ~ended[state, drawn]
-        state = behind[state, drawn]
+        state = after[state, drawn]
         discount *= GAMMA
         if not on.any():
             break
@@ -124,6 +124,7 @@ SHORT = (
 )
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("double", [False, True])
 def test_q_learning_comes_to_the_optimum(double: bool) -> None:
     stage = load_control("dqn", "FrozenLake-v1", [*SHORT, f"double={str(double).lower()}"]).stage

@@ -22,7 +22,7 @@ CLONE_NEWNS = 0x00020000
 def own_namespace() -> bool:
     """Gives this process, and those it starts from now on, mounts of its own; whether it could.
 
-    They go with it, however it ends, and nobody else sees them.
+    They go with it, however it ends, and no one else sees them.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if os.geteuid() != 0 or libc.unshare(CLONE_NEWNS) != 0:
@@ -97,7 +97,7 @@ def break_disk(place: Path) -> None:
 
 
 def mend_disk(image: Path, place: Path) -> None:
-    """Mounts it anew, by its journal."""
+    """Mounts it again, by its journal."""
     subprocess.run(["umount", str(place)], check=True)
     _mount("-o", "loop", str(image), str(place))
 

@@ -36,7 +36,7 @@ class Keel:
         os.kill(self.pid, signum)
 
     def end(self, seconds: float = 60.0) -> tuple[int, str, str]:
-        """Its exit code (−n: signal n), what it printed, and what it said on stderr."""
+        """Its exit code (−n: signal n), what it printed, and its stderr."""
         self.process.join(seconds)
         code = self.process.exitcode
         if code is None:

@@ -43,7 +43,7 @@ def whole(folder: Path) -> list[int]:
 
 
 def one_line(err: str) -> str:
-    """What a run that stopped said: one line, no traceback."""
+    """The message of a run that stopped: one line, no traceback."""
     assert err.count("\n") == 1, err
     assert err.startswith("keel: error: ")
     return err.strip()

@@ -1,4 +1,4 @@
-"""Inputs that changed between a checkpoint and a resume: told in one line, or refused."""
+"""Inputs that changed between a checkpoint and a resume: reported in one line, or refused."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class Place:
         shutil.rmtree(self.run / "checkpoints" / "step-000004", ignore_errors=True)
         callback = Notes()
         train(None, self.run, resume=True, callbacks=[callback])
-        told = [row["text"] for row in load(self.run).events() if row["event"] == "note"]
-        assert told[-len(callback.notes) :] == callback.notes or not callback.notes
+        printed = [row["text"] for row in load(self.run).events() if row["event"] == "note"]
+        assert printed[-len(callback.notes) :] == callback.notes or not callback.notes
         return callback.notes
 
 
@@ -118,13 +118,14 @@ CHANGES: dict[str, tuple[Callable[[Place], object], str]] = {
 }
 
 
+@pytest.mark.quick("data")
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_since_the_checkpoint_is_noted(what: str, copy: Place) -> None:
-    change, said = CHANGES[what]
+    change, message = CHANGES[what]
     change(copy)
     notes = copy.resume()
     assert len(notes) == 1
-    assert notes[0].startswith("since checkpoint step-000002 was written there changed: " + said)
+    assert notes[0].startswith("since checkpoint step-000002 was written there changed: " + message)
     assert "from here on this is another run" in notes[0]
 
 

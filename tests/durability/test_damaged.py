@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged on the disk: told, the one before used, and nothing thrown away."""
+"""Checkpoints damaged on the disk are reported; the one before is used, and nothing deleted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.runs import lifecycle as opening
+from keel.runs import lifecycle
 from keel.runs.reader import load
 from keel.types import KeelError
 from tests.durability.processes import keel
@@ -74,6 +74,7 @@ HARMS: list[tuple[str, Callable[[Path], object]]] = [
 ]
 
 
+@pytest.mark.quick("manifest.json is damaged-<lambda>")
 @pytest.mark.parametrize(("why", "harm"), HARMS)
 def test_the_newest_is_damaged(
     why: str, harm: Callable[[Path], object], tmp_path: Path, unharmed: Path
@@ -86,8 +87,8 @@ def test_the_newest_is_damaged(
     assert "going on from the one before" in out
     assert "rl (rl): 6 steps, 4 done" in out
     same(run, unharmed)
-    told = [row for row in load(run).events() if row["event"] == "damaged"]
-    assert [(row["checkpoint"], why in row["why"]) for row in told] == [("step-000006", True)]
+    printed = [row for row in load(run).events() if row["event"] == "damaged"]
+    assert [(row["checkpoint"], why in row["why"]) for row in printed] == [("step-000006", True)]
 
 
 def test_two_are_damaged(tmp_path: Path, unharmed: Path) -> None:
@@ -101,7 +102,7 @@ def test_two_are_damaged(tmp_path: Path, unharmed: Path) -> None:
 
 
 def test_none_is_whole(tmp_path: Path, unharmed: Path) -> None:
-    """To begin anew would throw the run away: it is refused, and nothing is touched."""
+    """To begin again would throw the run away: it is refused, and nothing is touched."""
     run = shutil.copytree(unharmed, tmp_path / "run")
     for step in (2, 4, 6):
         (at(run, step) / TENSORS).unlink()
@@ -184,7 +185,7 @@ def test_a_record_that_is_damaged_before_the_checkpoint_is_refused(
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     with (
         pytest.raises(KeelError) as error,
-        opening.running(opening.resumed(run), True),
+        lifecycle.run_lifecycle(lifecycle.resume_run(run), True),
     ):
         pass
     assert why in str(error.value)
@@ -219,20 +220,21 @@ LOST: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.quick("all gone")
 @pytest.mark.parametrize("what", LOST)
 def test_rollouts_lost_before_the_checkpoint_are_noted_and_the_run_goes_on(
     what: str, tmp_path: Path, unharmed: Path
 ) -> None:
     run = shutil.copytree(unharmed, tmp_path / "run")
     shutil.rmtree(at(run, 6))
-    harm, said = LOST[what]
+    harm, message = LOST[what]
     harm(run)
     harmed = {path.name for path in (run / "rollouts").iterdir()} - {rollouts(run, 6).name}
     code, out, err = keel(tmp_path, "train", "--resume", "--run", run)
     assert (code, err) == (0, "")
     notes = [row["text"] for row in load(run).events() if row["event"] == "note"]
     assert len(notes) == 1
-    assert said in notes[0]
+    assert message in notes[0]
     assert notes[0] in out
     assert "the run goes on" in notes[0]
     # All but what was lost is as in a run that was never harmed, the last checkpoint too.

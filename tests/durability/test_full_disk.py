@@ -73,6 +73,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick("checkpoints/.tmp-step-000004/optimizer.safetensors")
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_stops_where_the_disk_is_full_and_goes_on(
     name: str, tmp_path: Path, unharmed: Path
@@ -87,7 +88,7 @@ def test_a_run_stops_where_the_disk_is_full_and_goes_on(
         assert code == 2
         assert one_line(err) == (
             f"keel: error: stopped after rl step {recorded} (newest checkpoint: step {newest}): "
-            f"cannot write {run / name}: No space left on device: mend the disk or folder; "
+            f"cannot write {run / name}: No space left on device: fix the disk or folder; "
             f"go on with: keel train --resume --run {run}"
         )
         assert whole(run) == [s for s in (2, 4) if s <= newest]
@@ -98,7 +99,7 @@ def test_a_run_stops_where_the_disk_is_full_and_goes_on(
 
 
 def test_rows_that_find_no_room_are_dropped_whole(tmp_path: Path) -> None:
-    """Until it is mended the disk stays full: going on changes nothing but the line."""
+    """Until space is freed the disk stays full: going on changes nothing but the line."""
     run, other = tmp_path / "disk" / "run", tmp_path / "whole"
     with mounts.small_disk(tmp_path / "disk", DISK) as disk:
         harm = plan(3, fill={"disk": str(disk), "leave": 0})
@@ -114,6 +115,7 @@ def test_rows_that_find_no_room_are_dropped_whole(tmp_path: Path) -> None:
         same(run, other)
 
 
+@pytest.mark.slow
 def test_a_reward_model_and_its_rows_are_whole_or_not_there(tmp_path: Path) -> None:
     recipe, other = tmp_path / "judged.toml", tmp_path / "whole"
     recipe.write_text(JUDGED)
@@ -125,7 +127,7 @@ def test_a_reward_model_and_its_rows_are_whole_or_not_there(tmp_path: Path) -> N
         assert code == 2
         assert one_line(err) == (
             f"keel: error: cannot write {run}/rows/judge-train.jsonl: No space left on device: "
-            "mend the disk or folder"
+            "fix the disk or folder"
         )
         assert not run.exists()  # there was nothing to keep
         mounts.empty(disk)
@@ -134,9 +136,9 @@ def test_a_reward_model_and_its_rows_are_whole_or_not_there(tmp_path: Path) -> N
         harm = plan(0, fill={"disk": str(disk), "leave": leave})
         code, _, err = keel(tmp_path, "train", recipe, "--run", run, environment=harm)
         assert code == 2
-        told = one_line(err)
-        assert "stopped after judge step 2 (newest checkpoint: step 2): cannot write" in told
-        assert f"{run}/models/judge: No space" in told
+        printed = one_line(err)
+        assert "stopped after judge step 2 (newest checkpoint: step 2): cannot write" in printed
+        assert f"{run}/models/judge: No space" in printed
         assert "models/judge/model.safetensors" not in contents(run)
         mounts.empty(disk)
         assert keel(tmp_path, "train", "--resume", "--run", run)[0] == 0
@@ -148,6 +150,6 @@ def test_a_disk_without_room_for_a_run_folder_stays_as_it_was(tmp_path: Path) ->
         mounts.fill(disk, 0)
         code, _, err = keel(tmp_path, "train", "tiny", *RUN, "--run", disk / "run")
         assert code == 2
-        assert "No space left on device: mend the disk or folder" in one_line(err)
+        assert "No space left on device: fix the disk or folder" in one_line(err)
         mounts.empty(disk)
         assert keel(tmp_path, "train", "tiny", *RUN, "steps=1", "--run", disk / "run")[0] == 2

@@ -39,6 +39,7 @@ def goes_on(tmp_path: Path, run: Path, other: Path) -> None:
     same(run, other)
 
 
+@pytest.mark.quick("1-4")
 @pytest.mark.parametrize(("signum", "step"), [(INT, 0), (INT, 1), (INT, 3), (TERM, 3), (HUP, 4)])
 def test_one_signal_saves_the_step_in_hand(
     signum: int, step: int, tmp_path: Path, unharmed: Path
@@ -57,6 +58,7 @@ def test_one_signal_saves_the_step_in_hand(
     goes_on(tmp_path, run, unharmed)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once_and_its_echo_does_not(tmp_path: Path) -> None:
     """An echo is what timeout(1) sends: one to the process, one to its group."""
     sign = tmp_path / "sign"

@@ -46,6 +46,7 @@ def lost(run: Path) -> list[tuple[str, str]]:
     return [(row["stream"], row["why"]) for row in rows]
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("quiet", [True, False])
 def test_a_run_outlives_the_reader_of_its_output(
     quiet: bool, tmp_path: Path, unharmed: Path
@@ -60,7 +61,7 @@ def test_a_run_outlives_the_reader_of_its_output(
     )
     with pipe.open("rb") as reader:
         if not quiet:
-            assert reader.readline() == b"stage rl (rl): 4 steps, 0 done\n"
+            assert reader.readline().startswith(b"tiny: 12 GRPO steps")
     code, _, err = process.end()
     assert (code, err) == (0, "")
     same(run, unharmed)
@@ -166,9 +167,9 @@ def test_what_an_encoding_lacks_is_written_as_json_spells_it(
         print(json.dumps(text, ensure_ascii=False))
     stream.close()
     with os.fdopen(reading, "rb") as read:
-        said = read.read()
-    assert said == b'"\xe4 \\u03b8 \\ud83d\\ude00 \\udcff"\n'
-    assert json.loads(said.decode("latin-1")) == text
+        message = read.read()
+    assert message == b'"\xe4 \\u03b8 \\ud83d\\ude00 \\udcff"\n'
+    assert json.loads(message.decode("latin-1")) == text
 
 
 def test_a_stream_that_a_caller_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def test_the_second_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "whole"
     assert keel(tmp_path, "train", "tiny", *RUN, "--run", other)[0] == 0
     first, sign = waiting(tmp_path, run)
-    told = (
+    printed = (
         f"keel: error: run folder {run} is in use by process {first.pid}: "
         "wait for it to end, or choose another with --run DIR"
     )
@@ -51,7 +51,7 @@ def test_the_second_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:
     for verb in verbs:
         code, _, err = keel(tmp_path, *verb, "--run", run)
         assert code == 2
-        assert one_line(err) == told
+        assert one_line(err) == printed
     assert (run / ".lock").read_text() == f"{first.pid}\n"
     sign.unlink()
     assert first.end()[0] == 0
@@ -97,9 +97,9 @@ def test_a_run_on_environments_is_its_own_and_ends_at_once_with_its_workers(
         while not (run / "run.json").exists():
             assert first.poll() is None, err.read_text()
             time.sleep(0.01)
-        code, _, told = keel(tmp_path, "control", "--resume", "--run", run)
+        code, _, printed = keel(tmp_path, "control", "--resume", "--run", run)
         assert code == 2
-        assert f"is in use by process {first.pid}" in one_line(told)
+        assert f"is in use by process {first.pid}" in one_line(printed)
         os.killpg(first.pid, signal.SIGINT)
         while not err.read_text():
             time.sleep(0.01)
@@ -174,13 +174,13 @@ def test_a_forked_child_that_ends_leaves_its_parents_lock_alone(tmp_path: Path) 
 def test_the_export_of_a_run_that_is_still_going_says_so(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "model"
     first, sign = waiting(tmp_path, run)
-    code, said, _ = keel(tmp_path, "export", run, out)
+    code, message, _ = keel(tmp_path, "export", run, out)
     assert code == 0
-    assert f"the run in {run} is still going; exported is the model of step-000002\n" in said
-    code, said, _ = keel(tmp_path, "export", run, tmp_path / "again", "--json")
+    assert f"the run in {run} is still going; exported is the model of step-000002\n" in message
+    code, message, _ = keel(tmp_path, "export", run, tmp_path / "again", "--json")
     facts = {"folder": str(tmp_path / "again"), "checkpoint": "step-000002", "running": True}
-    assert (code, json.loads(said)) == (0, facts)
+    assert (code, json.loads(message)) == (0, facts)
     sign.unlink()
     assert first.end()[0] == 0
-    code, said, _ = keel(tmp_path, "export", run, tmp_path / "whole")
-    assert (code, "still going" in said) == (0, False)
+    code, message, _ = keel(tmp_path, "export", run, tmp_path / "whole")
+    assert (code, "still going" in message) == (0, False)

@@ -29,6 +29,7 @@ def goes_on(tmp_path: Path, run: Path, unharmed: Path) -> None:
     same(run, unharmed)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_and_turns_read_only(tmp_path: Path, unharmed: Path) -> None:
     image, place = tmp_path / "image", tmp_path / "disk"
     with mounts.breakable_disk(image, place, 64 << 20):
@@ -36,9 +37,9 @@ def test_a_disk_that_fails_and_turns_read_only(tmp_path: Path, unharmed: Path) -
         harm = plan(3, **{"break": str(place)})
         code, _, err = keel(tmp_path, "train", "tiny", *RUN, "--run", run, environment=harm)
         assert code == 2
-        told = one_line(err)
-        assert "stopped after rl step 2 (newest checkpoint: step 2): cannot write" in told
-        assert f"{run}/metrics.jsonl: Read-only file system: mend the disk or folder;" in told
+        printed = one_line(err)
+        assert "stopped after rl step 2 (newest checkpoint: step 2): cannot write" in printed
+        assert f"{run}/metrics.jsonl: Read-only file system: fix the disk or folder;" in printed
         code, _, err = keel(tmp_path, "train", "--resume", "--run", run)
         assert code == 2
         assert f"cannot write {run}/.lock: Read-only file system" in one_line(err)
@@ -47,6 +48,7 @@ def test_a_disk_that_fails_and_turns_read_only(tmp_path: Path, unharmed: Path) -
         goes_on(tmp_path, run, unharmed)
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_mount_that_vanishes(inside: bool, tmp_path: Path, unharmed: Path) -> None:
     """Below it lies an empty folder, in which nothing may be made."""
@@ -70,6 +72,7 @@ def test_a_mount_that_vanishes(inside: bool, tmp_path: Path, unharmed: Path) -> 
         goes_on(tmp_path, run, unharmed)
 
 
+@pytest.mark.slow
 def test_a_folder_moved_away_and_another_in_its_place(tmp_path: Path, unharmed: Path) -> None:
     run, moved = tmp_path / "run", tmp_path / "moved"
     harm = plan(3, exchange=[str(run), str(moved)])
@@ -100,9 +103,9 @@ def test_a_folder_that_may_not_change(tmp_path: Path, unharmed: Path) -> None:
         if code == 0:
             pytest.skip("chattr is not there, or not permitted here")
         assert code == 2
-        told = one_line(err)
-        assert f"cannot write {folder}/step-000004: Operation not permitted: mend" in told
-        assert "after rl step 4 (newest checkpoint: step 2)" in told
+        printed = one_line(err)
+        assert f"cannot write {folder}/step-000004: Operation not permitted: fix" in printed
+        assert "after rl step 4 (newest checkpoint: step 2)" in printed
     finally:
         subprocess.run(["chattr", "-i", str(folder)], check=False)
     goes_on(tmp_path, run, unharmed)

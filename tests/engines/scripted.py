@@ -1,4 +1,4 @@
-"""An engine that says what it is told to: the double of a real one, for trials of a loop."""
+"""An engine that replays given completions: the double of a real one, for trials of a loop."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from keel.engines.compiled import angles, rules_of
 from keel.engines.model_runner import ModulePass, cast_copy
 from keel.engines.native import NativeEngine
 from keel.models.attention import install
-from keel.models.backbone import states_at
-from keel.models.families import head_of
+from keel.models.families import head_of, states_at
 from keel.models.head import logits
 from keel.models.lora import add_lora, affine, lora_layers
 from keel.models.packed import Packed
@@ -51,7 +50,7 @@ def near(x: Tensor) -> Tensor:
 
 
 def projected(linear: Any, x: Tensor, norm: Any = None) -> Tensor:
-    """Rounded inputs and weights, a norm's folded into them; the norm's scale behind the sum."""
+    """Rounded inputs and weights, a norm's folded into them; the norm's scale after the sum."""
     weight, bias = affine(linear)
     weight = weight if norm is None else weight * norm.weight
     out = near(x) @ near(weight).T
@@ -84,13 +83,13 @@ def attended(q: Tensor, k: Tensor, v: Tensor, prompt: int, rules: Any) -> Tensor
 
 @torch.no_grad()
 def written_out(model: PreTrainedModel, tokens: Tensor, prompt: int) -> Tensor:
-    """The states behind a prompt's last token and each one after, in float64."""
+    """The states after a prompt's last token and each one after, in float64."""
     backbone: Any = model.base_model
     x = backbone.embed_tokens.weight[tokens].double()
     cos, sin = (t.double()[:, None] for t in angles(backbone, torch.arange(len(tokens))))
     for layer in backbone.layers:
         own, mlp = layer.self_attn, layer.mlp
-        before, behind = layer.input_layernorm, layer.post_attention_layernorm
+        before, following = layer.input_layernorm, layer.post_attention_layernorm
         q, k, v = (
             projected(part, x, before).view(len(x), -1, own.head_dim)
             for part in (own.q_proj, own.k_proj, own.v_proj)
@@ -104,14 +103,14 @@ def written_out(model: PreTrainedModel, tokens: Tensor, prompt: int) -> Tensor:
             )
         seen = attended(*turned, v, prompt, rules_of(layer))
         x = x + projected(own.o_proj, seen.flatten(1))
-        gate, up = projected(mlp.gate_proj, x, behind), projected(mlp.up_proj, x, behind)
+        gate, up = projected(mlp.gate_proj, x, following), projected(mlp.up_proj, x, following)
         x = x + projected(mlp.down_proj, nn.functional.silu(gate) * up)
     return normed(backbone.norm, x)[prompt - 1 :]
 
 
 @torch.no_grad()
 def apart(x: Tensor, y: Tensor) -> float:
-    """The difference beside y, by norms."""
+    """The difference relative to y, by norms."""
     return float((x.double() - y.double()).norm() / y.double().norm())
 
 

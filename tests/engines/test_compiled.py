@@ -15,7 +15,7 @@ from keel.engines import compiled
 from keel.engines.kv_cache import DecodeRows, Prefill
 from keel.engines.native import NativeEngine
 from keel.models.attention import install
-from keel.models.backbone import states_at
+from keel.models.families import states_at
 from keel.models.lora import (
     adapter_off,
     add_lora,
@@ -180,6 +180,7 @@ def states_of(found: compiled.CompiledPass, tokens: Tensor, prompt: int) -> Tens
     return torch.cat(states)
 
 
+@pytest.mark.quick("mistral-dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_neither_company_nor_threads_change_a_bit_of_a_row(family: str, dtype: torch.dtype) -> None:
@@ -274,7 +275,7 @@ def test_the_adapter_that_speaks_is_merged(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def scores(model: PreTrainedModel) -> Tensor:
-    """Log-probabilities of the likeliest first token behind each of some prompts."""
+    """Log-probabilities of the likeliest first token after each of some prompts."""
     groups = NativeEngine(model, TOKENIZER).sample(
         prompts(3, 8, 20, 5), 1, Sampling(max_tokens=1, temperature=0), 0
     )

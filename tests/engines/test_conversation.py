@@ -1,4 +1,4 @@
-"""What was said is fed once: a conversation with the engine's memory is the one without it."""
+"""Earlier turns are fed once: a conversation with the engine's memory is the one without it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 from benchmarks.turns import tokens_fed
 from keel.config.model import Lora
 from keel.engines import compiled
-from keel.engines.kv_cache import Prefill
+from keel.engines.kv_cache import Prefill, PrefixCache
 from keel.engines.multi_turn import converse
 from keel.engines.native import NativeEngine
-from keel.engines.prefix_cache import PrefixCache
 from keel.engines.scheduler import DecodeBatch
 from keel.engines.slots import PagePool
 from keel.models.lora import add_lora, lora_layers
@@ -33,7 +32,7 @@ SHORT = "=7;"
 
 @dataclass
 class Host:
-    """A task that answers with 1 to 40 characters, by what was said; some hear nothing more."""
+    """A task that answers with 1 to 40 characters, by the turns before; some hear nothing more."""
 
     patience: int = 3
     name: str = "host"
@@ -154,7 +153,7 @@ def test_it_says_what_it_says_without_a_memory(
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_its_log_probabilities_are_those_of_the_whole(family: str) -> None:
-    """As the trainer has them: each token behind all that was said before."""
+    """As the trainer has them: each token after all earlier turns."""
     changes = {"sliding_window": 21} if family == "mistral" else {}
     model = wide(family, **changes)
     groups = talk(NativeEngine(model, TOKENIZER), prompts(16, 33, 40), 3)
@@ -163,8 +162,8 @@ def test_its_log_probabilities_are_those_of_the_whole(family: str) -> None:
         start = len(group.prompt.tokens)
         for completion in group.completions:
             tokens, written = completion.tokens.tolist(), completion.written
-            said = stock_logits(model, [*group.prompt.tokens, *tokens])[start - 1 : -1]
-            expected = said.log_softmax(-1)[range(len(tokens)), tokens].numpy()
+            message = stock_logits(model, [*group.prompt.tokens, *tokens])[start - 1 : -1]
+            expected = message.log_softmax(-1)[range(len(tokens)), tokens].numpy()
             # float32 in another order.
             np.testing.assert_allclose(completion.log_probs[written], expected[written], atol=1e-4)
 
@@ -188,7 +187,7 @@ def test_pages_of_bfloat16_stay_too(family: str, fed: list[int]) -> None:
 def test_whatever_is_kept_and_enters_together(
     max_rows: int, prefill_tokens: int, fed: list[int]
 ) -> None:
-    """Beginnings beside whole prompts and live rows, in many steps."""
+    """Cached prefixes with whole prompts and live rows, in many steps."""
     model, asked = wide("llama"), prompts(15, 16, 17, 33)
     small = NativeEngine(model, TOKENIZER, max_rows=max_rows, prefill_tokens=prefill_tokens)
     groups = talk(small, asked, 4)
@@ -272,7 +271,7 @@ def test_every_page_is_free_or_remembered_once() -> None:
 
 
 def test_identical_conversations_have_pages_of_their_own(fed: list[int]) -> None:
-    """Two that said the same are two entries; a third that begins alike is fed whole."""
+    """Two with the same text are two entries; a third that begins alike is fed whole."""
     engine = NativeEngine(wide("llama"), TOKENIZER)
     greedy = replace(WORDS, temperature=0, max_tokens=30)
     with engine.conversation() as conversation:
@@ -355,11 +354,11 @@ def test_a_prompt_finds_its_longest_beginning() -> None:
         return np.array(values, dtype=np.int64)
 
     def group(prompt: tuple[int, ...], *answers: tuple[int, ...]) -> Group:
-        said = [
+        message = [
             Completion(tokens(*a), np.zeros(len(a)), np.ones(len(a), np.bool_), "eos", "")
             for a in answers
         ]
-        return Group(Prompt("p", "", tokens=prompt), tuple(said))
+        return Group(Prompt("p", "", tokens=prompt), tuple(message))
 
     beginnings = PrefixCache(4)
     pool = beginnings.pool(4, torch.empty(0))

@@ -62,7 +62,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Group]]:
     return sample
 
 
-def said(groups: list[Group]) -> list[tuple[list[int], list[float], str]]:
+def message(groups: list[Group]) -> list[tuple[list[int], list[float], str]]:
     def each(answer: Completion) -> tuple[list[int], list[float], str]:
         return answer.tokens.tolist(), answer.log_probs.tolist(), answer.finish
 
@@ -83,7 +83,7 @@ def test_they_say_what_single_steps_say(
     engine = NativeEngine(make(), TOKENIZER, max_rows=max_rows)
     asked = (prompts(3, 9, 17), 4, Sampling(max_tokens=75), 0)
     ours, theirs = engine.sample(*asked), one_by_one(engine, *asked)
-    assert said(ours) == said(theirs)
+    assert message(ours) == message(theirs)
     assert {len(answer) for group in ours for answer in group.completions} > {75}
     assert max(calls) > 4
     if max_rows == 256:  # all entered at once: a call ends where a row does, or a page
@@ -109,7 +109,7 @@ def test_any_sampling(
 ) -> None:
     engine = NativeEngine(model_of("llama"), TOKENIZER, dtype=dtype)
     asked = (prompts(4, 7), 3, sampling, 2)
-    assert said(engine.sample(*asked)) == said(one_by_one(engine, *asked))
+    assert message(engine.sample(*asked)) == message(one_by_one(engine, *asked))
     assert len(calls) == 0 if sampling.max_tokens == 1 else max(calls) > 1
 
 
@@ -119,7 +119,7 @@ def test_they_end_at_the_context(calls: list[int], one_by_one: Callable[..., lis
     engine = NativeEngine(model, TOKENIZER)
     asked = (prompts(3, 40, 63), 3, Sampling(max_tokens=200), 1)
     ours = engine.sample(*asked)
-    assert said(ours) == said(one_by_one(engine, *asked))
+    assert message(ours) == message(one_by_one(engine, *asked))
     assert "length" in {answer.finish for group in ours for answer in group.completions}
     assert max(calls) > 1
 
@@ -153,7 +153,7 @@ def test_a_call_ends_when_its_time_is_over(
     monkeypatch.setattr(steps, "SLICE", 0.0)
     engine = NativeEngine(model_of("llama"), TOKENIZER)
     asked = (prompts(4, 7), 3, Sampling(max_tokens=30), 0)
-    assert said(engine.sample(*asked)) == said(one_by_one(engine, *asked))
+    assert message(engine.sample(*asked)) == message(one_by_one(engine, *asked))
     assert set(calls) == {1}
 
 
@@ -197,12 +197,12 @@ def test_embeddings_that_lie_otherwise(
     embedding.weight.data = embedding.weight.data.t().contiguous().t()
     engine = NativeEngine(model, TOKENIZER)
     asked = (prompts(4), 3, Sampling(max_tokens=9), 0)
-    assert said(engine.sample(*asked)) == said(one_by_one(engine, *asked))
+    assert message(engine.sample(*asked)) == message(one_by_one(engine, *asked))
     assert not calls
 
 
 def test_a_token_without_an_embedding_is_not_fed(calls: list[int]) -> None:
-    """Read by compiled code it would be whatever lies behind the embeddings."""
+    """Read by compiled code it would be whatever lies after the embeddings."""
     model = model_of("llama", tie_word_embeddings=False)
     words = model.config.vocab_size
     model.lm_head = torch.nn.Linear(model.config.hidden_size, 20 * words, bias=False)

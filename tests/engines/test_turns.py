@@ -12,7 +12,7 @@ import pytest
 from keel.engines.multi_turn import converse
 from keel.engines.native import NativeEngine
 from keel.models.build import byte_tokenizer
-from keel.runs import cancel as giving_up
+from keel.runs import cancel
 from keel.types import Completion, Group, KeelError, Prompt, Sampling, Side
 from tests.engines.scripted import ScriptedEngine
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_logits, tiny
@@ -191,15 +191,15 @@ def test_the_context_covers_policy_and_task() -> None:
 
 
 def test_a_conversation_that_nobody_wants_ends_at_the_next_reply() -> None:
-    told = threading.Event()
+    printed = threading.Event()
 
     class Tells(Calculator):
         def reply(self, prompt: Prompt, text: str) -> str | None:
-            told.set()
+            printed.set()
             return super().reply(prompt, text)
 
     engine, task = ScriptedEngine(lambda prompt, index: "go", TOKENIZER), Tells()
-    with pytest.raises(giving_up.Cancelled), giving_up.until(told):
+    with pytest.raises(cancel.Cancelled), cancel.until(printed):
         talk(engine, [Prompt("p", "3+4", tokens=(5,))], 3, Sampling(90), task, max_turns=2)
     assert len(task.asked) == 1
 

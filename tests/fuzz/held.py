@@ -1,4 +1,4 @@
-"""What is done with each input, and what must hold of it: a `Fault` says what did not."""
+"""What is done with each input, and what must hold of it: a `Fault` names what did not."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def inside(folder: Path) -> Iterator[None]:
 
 
 def command(words: Sequence[str], folder: Path, *, leaves: bool = False) -> Outcome:
-    """`keel WORDS` ends with 0, or with 2 and one line; it leaves no file behind unless it may."""
+    """`keel WORDS` ends with 0, or with 2 and one line; it leaves no file unless it may."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     path = list(sys.path)
     out, err = io.StringIO(), io.StringIO()
@@ -74,39 +74,39 @@ def command(words: Sequence[str], folder: Path, *, leaves: bool = False) -> Outc
             code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         finally:
             sys.path[:] = path
-    said = err.getvalue()
+    text = err.getvalue()
     if code not in (0, 2):
-        raise Fault(f"exit code {code}: {said[:300]!r}")
+        raise Fault(f"exit code {code}: {text[:300]!r}")
     # By the end of a line alone: a terminal begins a new one at nothing else.
-    if code == 2 and not re.fullmatch(r"keel: error: [^\n\r]+\n", said):
-        raise Fault(f"not one line: {said[:300]!r}")
-    if code == 2 and len(said) > 10_000:
-        raise Fault(f"a line of {len(said)} characters: {said[:300]!r}")
+    if code == 2 and not re.fullmatch(r"keel: error: [^\n\r]+\n", text):
+        raise Fault(f"not one line: {text[:300]!r}")
+    if code == 2 and len(text) > 10_000:
+        raise Fault(f"a line of {len(text)} characters: {text[:300]!r}")
     left = sorted(path for path in folder.rglob("*") if path.is_file())
     if left != files and not leaves:
-        raise Fault(f"files left behind: {[str(p) for p in left if p not in files]}")
+        raise Fault(f"files left: {[str(p) for p in left if p not in files]}")
     return Outcome(OK if code == 0 else REFUSED)
 
 
-def recipe(content: bytes, overrides: Sequence[str], folder: Path, verb: str) -> Outcome:
+def recipe(content: bytes, overrides: Sequence[str], folder: Path, name: str) -> Outcome:
     """A recipe's bytes, explained, or trained as far as its model, which is not there."""
     (folder / "recipe.toml").write_bytes(content)
-    absent = ["model.name=./none", "threads=1"] if verb == "train" else []
-    return command([verb, "recipe.toml", "--", *overrides, *absent], folder)
+    absent = ["model.name=./none", "threads=1"] if name == "train" else []
+    return command([name, "recipe.toml", "--", *overrides, *absent], folder)
 
 
 # ---------------------------------------------------------------- rows
 
 
 def lines_of(content: bytes) -> dict[int, str]:
-    """The lines of a file that hold something, by number, found without the reader's own code."""
+    """The lines of a file that are not blank, by number, found without the reader's own code."""
     text = content.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogateescape")
     found = enumerate(re.split("\r\n|\r|\n", text), start=1)
     return {number: line for number, line in found if line.strip()}
 
 
 def one_line(error: KeelError) -> None:
-    """What the command line would say of an error is one line that tells something."""
+    """An error is one line, with some content, on the command line."""
     text = shown(str(error))
     if len(text) < 10 or not text.isprintable():
         raise Fault(f"not one line: {text[:300]!r}")
@@ -115,7 +115,7 @@ def one_line(error: KeelError) -> None:
 def accounted(
     every: Sequence[int], used: Sequence[int], left: Sequence[LeftOut], target: Path
 ) -> Outcome:
-    """Each row is used once or left out once, and the quarantine says why."""
+    """Each row is used once or left out once, and the quarantine states why."""
     lines = [*used, *(row.line for row in left)]
     if sorted(lines) != sorted(every):
         raise Fault(f"rows {sorted(every)}, used {sorted(used)}, left out {[r.line for r in left]}")
@@ -124,11 +124,11 @@ def accounted(
     if len(kept) != len(left):
         raise Fault(f"{len(left)} rows left out, {len(kept)} in the quarantine")
     for line, row in zip(kept, left, strict=True):
-        said = json.loads(line)
-        if list(said) != ["source", "line", "reason", "row"] or said["line"] != row.line:
+        record = json.loads(line)
+        if list(record) != ["source", "line", "reason", "row"] or record["line"] != row.line:
             raise Fault(f"a quarantined row is {line[:300]!r}")
-        if not said["reason"] or len(said["reason"].splitlines()) != 1:
-            raise Fault(f"its reason is {said['reason'][:300]!r}")
+        if not record["reason"] or len(record["reason"].splitlines()) != 1:
+            raise Fault(f"its reason is {record['reason'][:300]!r}")
     return Outcome(QUARANTINED if left else OK, len(every), len(used), len(left))
 
 
@@ -162,7 +162,7 @@ def task(every: Sequence[int], target: Path, **keys: Any) -> Outcome:
 
 
 MADE: list[Any] = []
-"""What the Python entry below returns."""
+"""The rows of the Python entry below."""
 
 
 def rows() -> list[Any]:

@@ -1,4 +1,4 @@
-"""The kinds of input: what draws one, and what must hold of it."""
+"""The kinds of input: what generates one, and what must hold of it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.fuzz import held, tokenizers, trained
-from tests.fuzz import strategies as draw
+from tests.fuzz import held, strategies, tokenizers, trained
 
 
 @dataclass(frozen=True)
@@ -26,17 +25,17 @@ bad_rows = st.sampled_from(["stop", "quarantine", "quarantine"])
 task_keys = st.fixed_dictionaries(
     {
         "bad_rows": bad_rows,
-        "prompt": st.one_of(st.just("{prompt}"), st.just("prompt"), draw.templates),
+        "prompt": st.one_of(st.just("{prompt}"), st.just("prompt"), strategies.templates),
         "answer": st.sampled_from([None, None, "answer", "x"]),
-        "system": st.one_of(st.none(), draw.texts),
+        "system": st.one_of(st.none(), strategies.texts),
         "validation_fraction": st.floats(0.05, 0.95),
     }
 )
 
 
 def _recipe(value: tuple[bytes, list[str], str], folder: Path) -> held.Outcome:
-    content, overrides, verb = value
-    return held.recipe(content, overrides, folder, verb)
+    content, overrides, command = value
+    return held.recipe(content, overrides, folder, command)
 
 
 def _task(value: tuple[bytes, dict[str, Any]], folder: Path) -> held.Outcome:
@@ -82,7 +81,7 @@ def _encoded(value: tuple[str, str, Any, str, list[str]], folder: Path) -> held.
 
 def _command(words: list[str], folder: Path) -> held.Outcome:
     (folder / "rows.jsonl").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n')
-    return held.command(draw.harmless(words), folder)
+    return held.command(strategies.harmless(words), folder)
 
 
 judged_keys = st.fixed_dictionaries(
@@ -94,32 +93,38 @@ judged_keys = st.fixed_dictionaries(
         "columns": st.one_of(
             st.just({}),
             st.dictionaries(
-                st.sampled_from(["prompt", "chosen", "label", "x"]), draw.texts, max_size=1
+                st.sampled_from(["prompt", "chosen", "label", "x"]), strategies.texts, max_size=1
             ),
         ),
     }
 )
 judged_inputs = st.sampled_from(list(held.READERS)).flatmap(
     lambda kind: st.tuples(
-        st.just(kind), draw.jsonl(draw.good_rows(kind), draw.judged_rows(kind)), judged_keys
+        st.just(kind),
+        strategies.jsonl(strategies.good_rows(kind), strategies.judged_rows(kind)),
+        judged_keys,
     )
 )
-answers = st.one_of(*[draw.lone] * 12, draw.giants)
+answers = st.one_of(*[strategies.lone] * 12, strategies.giants)
 KINDS: dict[str, Kind] = {
     "recipes": Kind(
         25,
         st.tuples(
-            draw.recipes(),
-            st.lists(draw.overrides, max_size=2),
+            strategies.recipes(),
+            st.lists(strategies.overrides, max_size=2),
             st.sampled_from(["explain", "explain", "train"]),
         ),
         _recipe,
     ),
-    "task rows": Kind(20, st.tuples(draw.jsonl(draw.good_tasks, draw.task_rows), task_keys), _task),
-    "python rows": Kind(5, st.tuples(draw.python_rows(), task_keys), _python),
+    "task rows": Kind(
+        20,
+        st.tuples(strategies.jsonl(strategies.good_tasks, strategies.task_rows), task_keys),
+        _task,
+    ),
+    "python rows": Kind(5, st.tuples(strategies.python_rows(), task_keys), _python),
     "parquet": Kind(
         12,
-        st.tuples(draw.parquet(), task_keys, st.sampled_from(["task", *held.READERS])),
+        st.tuples(strategies.parquet(), task_keys, st.sampled_from(["task", *held.READERS])),
         _parquet,
     ),
     "preferences": Kind(18, judged_inputs, _judged),
@@ -128,12 +133,12 @@ KINDS: dict[str, Kind] = {
         st.tuples(
             st.sampled_from(sorted(tokenizers.MADE)),
             st.sampled_from(sorted(tokenizers.CHATS)),
-            st.one_of(answers, draw.conversations),
+            st.one_of(answers, strategies.conversations),
             answers,
-            st.lists(draw.lone, max_size=3),
+            st.lists(strategies.lone, max_size=3),
         ),
         _encoded,
     ),
-    "commands": Kind(8, draw.commands, _command),
+    "commands": Kind(8, strategies.commands, _command),
     "runs": Kind(0.4, trained.inputs, trained.hold),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib.util
 import io
 import json
 import tomllib
@@ -29,34 +28,13 @@ TOML = {name: (resources.files("keel.config") / "recipes" / f"{name}.toml") for 
 
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<s>", "</s>", "<|im_end|>", "<|endoftext|>")
 ODD = (
-    "",
-    " ",
-    "\n",
-    "\0",
-    "\x1b[31m",
-    "a\nb\rc",
-    "e\u0301\u0301\u0301",
-    "\u202eabc",
-    "\u200d\U0001f469\u200d\U0001f4bb",
-    "\ufeff",
-    "\ufffd",
-    "\U0010ffff",
-    "ﷺ",
-    "none",
-    "{",
-    "}",
-    "{0}",
-    "{prompt!r}",
-    "{prompt.__class__}",
-    "{prompt:>1000000000}",
-    "../../etc",
-    "~nobody/x",
-    "a/b\0c",
-    "x" * 300,
-    *SPECIAL,
-)
+    "", " ", "\n", "\0", "\x1b[31m", "a\nb\rc", "e\u0301\u0301\u0301", "\u202eabc", "\ufeff",
+    "\u200d\U0001f469\u200d\U0001f4bb", "\ufffd", "\U0010ffff", "ﷺ", "none", "{", "}", "{0}",
+    "{prompt!r}", "{prompt.__class__}", "{prompt:>1000000000}", "../../etc", "~no_user/x", "a/b\0c",
+    "x" * 300, *SPECIAL,
+)  # fmt: skip
 LONE = ("\ud800", "a\udfffb", "\udc80")
-"""Halves of characters."""
+"""Lone surrogates."""
 
 plain = st.text(max_size=12)
 texts = st.one_of(
@@ -125,37 +103,34 @@ def places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def changed(data: Any, path: tuple[Any, ...], change: Any) -> Any:
-    """The data with `change` called on what stands at the end of the path."""
+    """The data with `change` called on the value at a path."""
     if not path:
         return change(data)
     first, *rest = path
+    inner = changed(data[first], tuple(rest), change)
     if isinstance(data, Mapping):
-        return {**data, first: changed(data[first], tuple(rest), change)}
-    return [changed(v, tuple(rest), change) if at == first else v for at, v in enumerate(data)]
+        return {**data, first: inner}
+    return [*data[:first], inner, *data[first + 1 :]]
 
 
 @st.composite
 def mutated(draw: st.DrawFn, data: Any, values: st.SearchStrategy[Any] = toml_values) -> Any:
-    """A few places of the data replaced, doubled, emptied, renamed or given a key."""
+    """A few places of the data replaced, doubled, emptied, nested or given a key."""
     for _ in range(draw(st.integers(1, 3))):
         path = draw(st.sampled_from(places(data)))
-        kind = draw(st.sampled_from(("replace", "replace", "key", "drop", "double", "wrap")))
-        value = draw(values)
-        if kind == "replace" and path:
-            data = changed(data, path, lambda _: value)  # noqa: B023 - called at once
-        elif kind == "key":
-            name = draw(keys)
-            data = changed(
-                data,
-                path,
-                lambda old: {**old, name: value} if isinstance(old, dict) else value,  # noqa: B023
-            )
-        elif kind == "drop":
-            data = changed(data, path, lambda old: type(old)() if path else old)  # noqa: B023
-        elif kind == "double":
-            data = changed(data, path, lambda old: old * 2 if isinstance(old, list) else old)
-        elif path:
-            data = changed(data, path, lambda old: [old])
+        value, name = draw(values), draw(keys)
+        changes: dict[str, Any] = {
+            "replace": lambda old, value=value: value,
+            "key": lambda old, name=name, value=value: (
+                {**old, name: value} if isinstance(old, dict) else value
+            ),
+            "drop": lambda old: type(old)(),
+            "double": lambda old: old * 2 if isinstance(old, list) else old,
+            "wrap": lambda old: [old],
+        }
+        kind = draw(st.sampled_from(("replace", *changes)))
+        if path or kind in ("key", "double"):
+            data = changed(data, path, changes[kind])
         if not isinstance(data, Mapping):
             data = {"stages": data}
     return data
@@ -178,26 +153,24 @@ def recipes(draw: st.DrawFn) -> bytes:
     return draw(damaged(text.encode()))
 
 
+PIECES = st.sampled_from([b"\xff\xfe", b"\xef\xbb\xbf", b"\0", b"\r", b'"""', b"[[", b"\n"])
+
+
 @st.composite
 def damaged(draw: st.DrawFn, content: bytes) -> bytes:
-    """Bytes cut short, or with a few put in, taken out or overwritten."""
+    """Bytes cut short, or with a few inserted, deleted or overwritten."""
     for _ in range(draw(st.integers(1, 3))):
-        at = draw(st.integers(0, len(content)))
-        piece = draw(
-            st.one_of(
-                st.binary(max_size=6),
-                st.sampled_from([b"\xff\xfe", b"\xef\xbb\xbf", b"\0", b"\r", b'"""', b"[[", b"\n"]),
-            )
+        at, piece = (
+            draw(st.integers(0, len(content))),
+            draw(st.one_of(st.binary(max_size=6), PIECES)),
         )
-        kind = draw(st.sampled_from(("cut", "insert", "overwrite", "delete")))
-        if kind == "cut":
-            content = content[:at]
-        elif kind == "insert":
-            content = content[:at] + piece + content[at:]
-        elif kind == "overwrite":
-            content = content[:at] + piece + content[at + len(piece) :]
-        else:
-            content = content[:at] + content[at + len(piece) + 1 :]
+        before, after = content[:at], content[at:]
+        content = draw(
+            st.sampled_from(
+                [before, before + piece + after, before + piece + after[len(piece) :],
+                 before + after[len(piece) + 1 :]]
+            )
+        )  # fmt: skip
     return content
 
 
@@ -326,34 +299,22 @@ def jsonl(draw: st.DrawFn, good: st.SearchStrategy[Any], rows: st.SearchStrategy
 
 @st.composite
 def python_rows(draw: st.DrawFn) -> list[Any]:
-    """Rows as code may make them: of any type, with keys that are no texts, values not to show."""
-    odd = st.sampled_from(
-        [Sullen(), 10**5000, b"x", object, {1: 2}, {None: "x"}, {3, 4}, endless()]
-    )
-    rows = st.one_of(
-        good_tasks,
-        good_tasks,
-        task_rows,
-        st.fixed_dictionaries({"prompt": st.one_of(lone, odd), "answer": st.one_of(lone, odd)}),
-        odd,
-    )
+    """Rows as code may make them: of any type, with keys that are no strings."""
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+    odd = st.sampled_from([Unprintable(), 10**5000, b"x", object, {1: 2}, {None: "x"}, {3}, cyclic])
+    near = st.fixed_dictionaries({"prompt": st.one_of(lone, odd), "answer": st.one_of(lone, odd)})
+    rows = st.one_of(good_tasks, good_tasks, task_rows, near, odd)
     return draw(st.lists(rows, max_size=6))
 
 
-class Sullen:
-    """Raises whatever it is asked for."""
+class Unprintable:
+    """Raises where it is printed."""
 
     def __str__(self) -> str:
         raise RuntimeError("no\nword")
 
     __repr__ = __str__
-
-
-def endless() -> list[Any]:
-    """A list that holds itself."""
-    found: list[Any] = []
-    found.append(found)
-    return found
 
 
 # ---------------------------------------------------------------- Parquet
@@ -444,18 +405,8 @@ def parquet(draw: st.DrawFn) -> bytes:
 
 # ---------------------------------------------------------------- words
 
-VERBS = (
-    "train",
-    *(["check"] if importlib.util.find_spec("keel.cli.check") else []),
-    "eval",
-    "explain",
-    "export",
-    "control",
-    "prefs",
-    "runs",
-    "recipes",
-    "tasks",
-)
+COMMANDS = ("train", "check", "eval", "explain", "export", "control", "prefs", "runs", "recipes",
+            "tasks")  # fmt: skip
 OPTIONS = (
     *("--run", "--resume", "--quiet", "--json", "--task", "--set", "--reward", "--checkpoint"),
     *("--prompts", "--samples", "--temperature", "--top-k", "--seed", "--pairs", "--labels"),
@@ -470,7 +421,7 @@ words = st.lists(
     st.one_of(st.sampled_from(OPTIONS), st.sampled_from(WORDS), texts, overrides), max_size=6
 )
 commands = st.builds(
-    lambda verb, rest: [verb, *rest], st.one_of(st.sampled_from(VERBS), texts), words
+    lambda first, rest: [first, *rest], st.one_of(st.sampled_from(COMMANDS), texts), words
 )
 
 

@@ -1,4 +1,4 @@
-"""A few hundred inputs of every kind; `studies/fuzz.py` draws ten thousand."""
+"""A few hundred inputs of every kind; `studies/fuzz.py` generates ten thousand."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from tests.fuzz.held import Outcome
 from tests.fuzz.kinds import KINDS
 
-EXAMPLES = {"recipes": 50, "tokenizers": 40, "runs": 4}
+EXAMPLES = {"recipes": 40, "tokenizers": 40, "runs": 4}
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")
-def test_no_input_raises_and_no_row_is_lost(name: str) -> None:
+def test_fuzzed_input_never_raises_and_loses_no_row(name: str) -> None:
     kind = KINDS[name]
     ends: set[str] = set()
 
@@ -50,31 +50,28 @@ FOUND: dict[str, tuple[str, Any, str]] = {
     "digits in a row": ("task rows", (FINE + MANY, TASK), "quarantined"),
     "levels in a row": ("task rows", (FINE + DEEP, TASK), "quarantined"),
     "a key twice": ("task rows", (FINE + b'{"prompt": "a", "prompt": "b"}', TASK), "quarantined"),
-    "half a character": ("task rows", (FINE + b'{"prompt": "\\ud800"}', TASK), "quarantined"),
+    "a lone surrogate": ("task rows", (FINE + b'{"prompt": "\\ud800"}', TASK), "quarantined"),
     "a byte that is no text": ("task rows", (FINE + b'{"prompt": "\xff"}', TASK), "quarantined"),
     "every row": ("task rows", (b"{\n[1]\nnull\n", TASK), "refused"),
     "a width": ("task rows", (FINE, {**TASK, "prompt": "{prompt:>1000000000}"}), "refused"),
     "a width in a row": ("task rows", (FINE, {**TASK, "prompt": "{prompt:>{n}}"}), "refused"),
-    "Python's inside": ("task rows", (FINE, {**TASK, "prompt": "{prompt.__class__}"}), "refused"),
+    "a dunder": ("task rows", (FINE, {**TASK, "prompt": "{prompt.__class__}"}), "refused"),
     "a column with a dot": ("task rows", (b'{"a.b": "p"}', {**TASK, "prompt": "{a.b}"}), "ok"),
     "a column named None": ("python rows", ([{None: "x"}], TASK), "refused"),
-    "digits of Python": (
-        "python rows",
-        ([{"prompt": 10**5000}, {"prompt": "p"}], TASK),
-        "quarantined",
-    ),
+    "digits of Python": ("python rows", ([{"prompt": 10**5000}, {"prompt": "p"}], TASK),
+                         "quarantined"),
     "digits of a key": ("recipes", (b"", ["steps=" + "9" * 5_000], "explain"), "refused"),
     "a number of 4 kB": ("recipes", (b"", ["model=0x" + "f" * 5_000], "explain"), "refused"),
     "no table for a model": ("recipes", (b"model = false\n", [], "train"), "refused"),
     "no stage to change": ("recipes", (b"stages = []\n", ["steps=1"], "explain"), "refused"),
     "levels of a key": ("recipes", (b"a." * 5_000 + b"a = 1", [], "explain"), "refused"),
     "a name with a zero byte": ("commands", ["explain", "a\0/b.toml"], "refused"),
-    "no such user's home": ("commands", ["prefs", "stats", "~nobody_at_all/x.jsonl"], "refused"),
-}
+    "no such user's home": ("commands", ["prefs", "stats", "~no_such_user/x.jsonl"], "refused"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_what_the_fuzzer_found_once(case: str, tmp_path: Path) -> None:
+def test_input_that_once_failed(case: str, tmp_path: Path) -> None:
     name, value, how = FOUND[case]
     hold: Callable[[Any, Path], Outcome] = KINDS[name].hold
     if name.endswith("rows"):

@@ -1,11 +1,11 @@
-"""What odd tokenizers make of texts: one end of sequence at most, no character lost unsaid."""
+"""Odd tokenizers: at most one end of sequence, and no character is lost without an error."""
 
 from __future__ import annotations
 
 import pytest
 
 from keel.models.chat import Encoder, encode, encode_text
-from keel.models.reward_inputs import Reader
+from keel.models.reward import Reader
 from keel.types import KeelError, Prompt
 from tests.fuzz.tokenizers import CHATS, MADE, made
 
@@ -16,16 +16,16 @@ def tokens(name: str, text: str) -> list[str]:
     return list(tokenizer.convert_ids_to_tokens(found))
 
 
-def test_an_end_that_the_tokenizer_puts_behind_goes_and_one_that_was_written_stays() -> None:
-    assert tokens("eos behind", "a") == ["▁", "a"]
-    assert tokens("eos behind", "a<eos>") == ["▁", "a", "<eos>"]
+def test_added_eos_is_removed_and_written_eos_stays() -> None:
+    assert tokens("eos added", "a") == ["▁", "a"]
+    assert tokens("eos added", "a<eos>") == ["▁", "a", "<eos>"]
     assert tokens("bos is eos", "h") == ["<eos>", "h"]
     assert tokens("bos is eos", "h<eos>") == ["<eos>", "h", "<eos>"]
     assert tokens("pad is eos", "a") == ["▁", "a"]
 
 
-def test_an_unknown_character_is_named_beside_an_unknown_token_that_was_written() -> None:
-    tokenizer = made("eos behind")
+def test_unknown_character_is_named_and_written_unknown_token_is_not() -> None:
+    tokenizer = made("eos added")
     assert encode_text("a<unk>", "it", tokenizer)
     for text in ("aé", "<unk>é", "é<unk>"):
         with pytest.raises(KeelError, match="it holds 'é', which the tokenizer does not know"):
@@ -38,19 +38,19 @@ def test_an_unknown_character_is_named_beside_an_unknown_token_that_was_written(
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_what_an_encoder_may_leave_out(name: str) -> None:
-    said: list[str] = []
+def test_encoder_leaves_out_long_and_forgiven_prompts(name: str) -> None:
+    notes: list[str] = []
     tokenizer = made(name)
-    encoder = Encoder(tokenizer, 1, forgiven=["lenient"], note=said.append)
+    encoder = Encoder(tokenizer, 1, forgiven=["lenient"], note=notes.append)
     long = Prompt("x/1", "a b a b a b", task="lenient")
     half = Prompt("x/2", "\ud800", task="lenient")
     assert encoder(long) is None
     assert encoder(half) is None
-    (note,) = said  # the first of a task, and no other
+    (note,) = notes  # the first of a task, and no other
     assert note.startswith("prompt left out, others of 'lenient' like it are counted only: ")
     assert "'x/1'" in note
     assert encoder(Prompt("y/1", "a b a b a b", task="strict")) is None
-    assert len(said) == 2
+    assert len(notes) == 2
     with pytest.raises(KeelError, match="'y/2'"):
         encoder(Prompt("y/2", "\ud800", task="strict"))
     for prompt, why in ((long, "long"), (half, "bad")):
@@ -61,7 +61,7 @@ def test_what_an_encoder_may_leave_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("chat", CHATS)
-def test_a_chat_template_gives_tokens_or_one_line(chat: str) -> None:
+def test_chat_template_gives_tokens_or_one_line(chat: str) -> None:
     prompt = Prompt("p", ({"role": "user", "content": "a b"},))
     tokenizer = made("bytes", chat)
     if chat in ("plain", "loops", "special"):

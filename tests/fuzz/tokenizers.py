@@ -1,4 +1,4 @@
-"""Odd tokenizers, made on the spot, and what must hold of a text that they encode."""
+"""Odd tokenizers, and what must hold of a text that they encode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from keel.models.build import byte_tokenizer, character_tokenizer
 from keel.models.chat import Encoder, decode
-from keel.models.reward_inputs import Reader
+from keel.models.reward import Reader
 from keel.types import KeelError, Prompt
 from tests.fuzz.held import OK, REFUSED, Fault, Outcome, one_line
 
@@ -64,9 +64,9 @@ def _unigram() -> Tokenizer:
     return made
 
 
-def _closed(tokenizer: Tokenizer, before: str, behind: str) -> Tokenizer:
-    ids = [(t, tokenizer.token_to_id(t)) for t in {before, behind} if t]
-    single = [t for t in (before, "$A", behind) if t]
+def _closed(tokenizer: Tokenizer, before: str, after: str) -> Tokenizer:
+    ids = [(t, tokenizer.token_to_id(t)) for t in {before, after} if t]
+    single = [t for t in (before, "$A", after) if t]
     tokenizer.post_processor = processors.TemplateProcessing(" ".join(single), special_tokens=ids)
     return tokenizer
 
@@ -81,7 +81,7 @@ MADE = {
     "no eos": lambda: _whole(_pieces(), unk_token="<unk>"),
     "no unk": lambda: _whole(_words("a", "b", unk=None), eos_token="<eos>", pad_token="<pad>"),
     "nothing": lambda: _whole(_words("a", "b", unk=None)),
-    "eos behind": lambda: _whole(
+    "eos added": lambda: _whole(
         _closed(_unigram(), "", "<eos>"), eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
     ),
     "bos is eos": lambda: _whole(
@@ -106,7 +106,7 @@ def made(name: str, chat: str = "none") -> Any:
 
 
 def encoded(name: str, chat: str, content: Any, answer: str, steps: list[str]) -> Outcome:
-    """A prompt and answers to it become tokens that decode, or one line says why not."""
+    """A prompt and answers to it become tokens that decode, or one line states why not."""
     tokenizer = made(name, chat)
     made_of = 0
     try:
@@ -130,9 +130,9 @@ def encoded(name: str, chat: str, content: Any, answer: str, steps: list[str]) -
         _tokens(tokenizer, found.tokens)
         if not all(0 <= end < len(found.tokens) for end in found.ends):
             raise Fault(f"ends {found.ends} of {len(found.tokens)} tokens")
-        said = decode(tokenizer, [found.tokens[found.begins :]])[0]
-        if name in LOSSLESS and said != text:
-            raise Fault(f"{text!r} is read as {said!r}")
+        read_back = decode(tokenizer, [found.tokens[found.begins :]])[0]
+        if name in LOSSLESS and read_back != text:
+            raise Fault(f"{text!r} is read as {read_back!r}")
     return Outcome(OK if made_of else REFUSED)
 
 

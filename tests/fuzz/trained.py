@@ -14,8 +14,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from keel.models.loading import quiet
 from keel.runs.reader import load
-from tests.fuzz import held, tokenizers
-from tests.fuzz import strategies as draw
+from tests.fuzz import held, strategies, tokenizers
 from tests.fuzz.held import OK, QUARANTINED, Fault, Outcome
 
 RECIPE = """
@@ -82,8 +81,8 @@ def _model(name: str, chat: str, end: bool) -> Path:
 def _rows(stage: str) -> st.SearchStrategy[bytes]:
     kind = KIND.get(stage)
     if kind is None:
-        return draw.jsonl(draw.good_tasks, draw.task_rows)
-    return draw.jsonl(draw.good_rows(kind), draw.judged_rows(kind))
+        return strategies.jsonl(strategies.good_tasks, strategies.task_rows)
+    return strategies.jsonl(strategies.good_rows(kind), strategies.judged_rows(kind))
 
 
 inputs = st.sampled_from(sorted(MORE)).flatmap(

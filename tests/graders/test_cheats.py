@@ -25,6 +25,7 @@ def judged(sandbox: Sandbox, cheat: Cheat, isolation: Isolation) -> Checked:
     return run_tests(sandbox, prompt + cheat.code, read, isolation=isolation)
 
 
+@pytest.mark.slow
 @needs_bubblewrap
 def test_no_cheat_is_paid_where_the_code_has_a_process_of_its_own(sandbox: Sandbox) -> None:
     assert len(CHEATS) >= 60

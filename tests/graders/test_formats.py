@@ -5,8 +5,7 @@ import re
 import pytest
 
 from keel.graders import formats
-from keel.graders.formats import has_tags, matches, tag_content
-from keel.graders.text import normalise, same_text
+from keel.graders.formats import has_tags, matches, normalise, same_text, tag_content
 from keel.rewards.rules import format_match
 from keel.rewards.validation import Wrong
 

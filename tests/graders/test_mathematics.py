@@ -37,7 +37,7 @@ def problems() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("gold", "said"),
+    ("gold", "message"),
     [
         (r"\frac{1}{2}", "0.5"),
         (r"\frac{1}{2}", r"so it is $\frac{2}{4}$."),
@@ -122,12 +122,12 @@ def problems() -> list[dict[str, Any]]:
         (r"\frac{639}{40}", r"\boxed{15\frac{39}{40}}, or $\boxed{\frac{639}{40}}$"),
     ],
 )
-def test_the_same(mathematics: Mathematics, gold: str, said: str) -> None:
-    assert mathematics.compare([(gold, said)]) == ["same"]
+def test_the_same(mathematics: Mathematics, gold: str, message: str) -> None:
+    assert mathematics.compare([(gold, message)]) == ["same"]
 
 
 @pytest.mark.parametrize(
-    ("gold", "said"),
+    ("gold", "message"),
     [
         (r"\frac{1}{2}", r"\boxed{2}"),
         (r"\frac{1}{2}", r"\boxed{3} or \boxed{1/2}"),
@@ -187,8 +187,8 @@ def test_the_same(mathematics: Mathematics, gold: str, said: str) -> None:
         (r"\cot x", "Simplify\n\\[\\frac{\\cos x}{\\sin x}.\\]\nAnswer:"),
     ],
 )
-def test_different(mathematics: Mathematics, gold: str, said: str) -> None:
-    assert mathematics.compare([(gold, said)]) == ["different"]
+def test_different(mathematics: Mathematics, gold: str, message: str) -> None:
+    assert mathematics.compare([(gold, message)]) == ["different"]
 
 
 @pytest.mark.parametrize("gold", ["", "  ", ")(", r"\frac{1}{"])
@@ -196,18 +196,19 @@ def test_gold_that_cannot_be_read(mathematics: Mathematics, gold: str) -> None:
     assert mathematics.compare([(gold, "1"), ("1", "1")]) == ["unreadable gold", "same"]
 
 
+@pytest.mark.slow
 def test_every_answer_of_math500_is_itself(
     mathematics: Mathematics, problems: list[dict[str, Any]]
 ) -> None:
     gold = [problem["answer"] for problem in problems]
     assert len(gold) == 500
-    for said in (
+    for message in (
         [f"\\boxed{{{answer}}}" for answer in gold],
         gold,
         [f"Therefore the answer is ${answer}$." for answer in gold],
         [problem["solution"] for problem in problems],
     ):
-        assert set(mathematics.compare(list(zip(gold, said, strict=True)))) == {"same"}
+        assert set(mathematics.compare(list(zip(gold, message, strict=True)))) == {"same"}
 
 
 def test_and_no_other_problems(mathematics: Mathematics, problems: list[dict[str, Any]]) -> None:
@@ -226,6 +227,7 @@ def test_arithmetic_left_to_do_counts_only_if_asked() -> None:
     lenient.close()
 
 
+@pytest.mark.slow
 def test_expressions_that_hang_are_given_up_and_the_next_is_still_judged() -> None:
     """From a thread that is not the main one, where alarms fail."""
     towers = [r"$x^{10^{10^{10}}}$", r"$x + 9^{9^{9^{9}}}$", r"$x + ((((3!)!)!)!)!$"]
@@ -287,28 +289,28 @@ def test_a_gold_answer_whose_process_was_killed_is_read_again(
     monkeypatch.setattr(mathematics_worker, "Confined", Once)
     answer = mathematics_worker.start(b"")
     gc.unfreeze()
-    request = {"gold": "2x", "said": "$x + x$", "evaluated": True, "cpu": 1.0, "patience": 1.0}
+    request = {"gold": "2x", "stated": "$x + x$", "evaluated": True, "cpu": 1.0, "patience": 1.0}
     assert [answer(request) for _ in range(3)] == ["died", "same", "same"]
 
 
 def test_abandoned_it_ends_at_once_and_can_be_asked_again() -> None:
     mathematics_ = Mathematics(timeout=600.0)
     mathematics_.compare([("y", "$z$"), ("y", "$2z$")])
-    said: list[str] = []
+    message: list[str] = []
 
     def work() -> None:
         try:
             mathematics_.compare([("x", rf"$x + {n}^{{9^{{9^{{9}}}}}}$") for n in range(2, 9)])
         except KeelError as error:
-            said.append(str(error))
+            message.append(str(error))
 
     thread = threading.Thread(target=work)
     thread.start()
     time.sleep(0.5)  # most likely it computes by then; earlier it ends as well
     mathematics_.abandon()
     thread.join(60)
-    assert len(said) == 1
-    assert "abandoned" in said[0]
+    assert len(message) == 1
+    assert "abandoned" in message[0]
     assert mathematics_.compare([("2x", "$x + x$")]) == ["same"]
     mathematics_.close()
 

@@ -88,7 +88,7 @@ def test_what_is_left_to_do_is_read_of_gold_answers_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gold", "said", "fits"),
+    ("gold", "message", "fits"),
     [
         ("x = 5", "5", True),
         ("5", "x = 5", True),
@@ -101,9 +101,9 @@ def test_what_is_left_to_do_is_read_of_gold_answers_alone() -> None:
     ],
 )
 def test_a_name_or_unit_may_be_left_out_but_not_be_another(
-    gold: str, said: str, fits: bool
+    gold: str, message: str, fits: bool
 ) -> None:
-    wanted, given = read_number(gold), read_number(said)
+    wanted, given = read_number(gold), read_number(message)
     assert wanted is not None
     assert given is not None
     assert wanted.value == given.value

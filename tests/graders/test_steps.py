@@ -24,7 +24,7 @@ def steps(text: str, separator: str = "\n") -> list[str]:
         ("one\n", ["one\n"]),
         ("one\ntwo", ["one\n", "two"]),
         ("one\ntwo\n", ["one\n", "two\n"]),
-        # A blank step belongs to the one before it, the first to the one behind it.
+        # A blank step belongs to the one before it, the first to the one after it.
         ("one\n\n\ntwo", ["one\n\n\n", "two"]),
         ("\n\none\ntwo", ["\n\none\n", "two"]),
         ("one\n  \ntwo", ["one\n  \n", "two"]),

@@ -131,7 +131,7 @@ def test_what_passed_before_the_time_was_up_counts(isolation: Isolation) -> None
         "builtins.vars = builtins.dict = lambda *a: {}\ndef double(x): return 0",
         "def __exit__(*a): return True\n__builtins__['AssertionError'] = None\n"
         "def double(x): return 0",
-        # A child that is told to go on, while the parent ends.
+        # A child that is asked to go on, while the parent ends.
         "import os\nif os.fork(): os._exit(0)\ndef double(x): return 2 * x",
         "import os\nchild = os.fork()\nif child: os.waitpid(child, 0)\n"
         "def double(x): return 0 if child else 2 * x",
@@ -314,7 +314,7 @@ def test_chance_is_the_same_each_time(run: Run) -> None:
             "f([])\nassert True",
             "test 0: TypeError: what f returns or leaves",
         ),
-        # A change beside a value is seen from the next statement on, of whatever kind it is.
+        # A change next to a value is seen from the next statement on, of whatever kind it is.
         ("def f(x): x.sort(); return x", "n = [3, 1]\nassert f(n) == [1, 3] and n == [3, 1]", ""),
         (
             "def f(x): x.append(1); return len(x)",

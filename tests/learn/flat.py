@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from keel.algorithms.spec import Algorithm
-from keel.learn.actions import Estimates
-from keel.learn.batch import Batch
+from keel.learn.batch import Batch, Estimates
 from keel.learn.loss import loss, prepare
 from keel.models.head import Scores
 
@@ -29,7 +28,7 @@ class Sample:
 
 
 def blank(lengths: Sequence[int], groups: Sequence[int]) -> Batch:
-    """A batch of these completion lengths, each behind a prompt of two tokens."""
+    """A batch of these completion lengths, each after a prompt of two tokens."""
     targets, start = [], 0
     for length in lengths:
         targets += list(range(start + PROMPT, start + PROMPT + length))
@@ -73,7 +72,7 @@ def per_sequence(made: Sample, seed: int = 0) -> Sample:
 
 
 def gradient(
-    row: Algorithm, made: Sample, parts: Sequence[Sequence[int]], budget: int = 16
+    algorithm: Algorithm, made: Sample, parts: Sequence[Sequence[int]], budget: int = 16
 ) -> tuple[Tensor, Tensor]:
     """Loss and its gradient in (log-probs, entropies, values), summed over micro-batches.
 
@@ -83,14 +82,14 @@ def gradient(
         tensor.clone().requires_grad_()
         for tensor in (made.log_prob_N, made.entropy_N, made.value_N)
     ]
-    whole = prepare(row, made.batch, made.estimates, budget)
+    whole = prepare(algorithm, made.batch, made.estimates, budget)
     ends = torch.tensor(whole.lengths).cumsum(0).tolist()
     total = torch.zeros((), dtype=torch.float64)
     for part in parts:
         index = torch.cat([torch.arange(ends[i] - whole.lengths[i], ends[i]) for i in part])
         log_prob_N, entropy_N, value_N = (leaf[index] for leaf in leaves)
         scores = Scores(log_prob_N, entropy_N, value_N, None)
-        out = loss(row, whole.select(list(part)), scores, 0.04)
+        out = loss(algorithm, whole.select(list(part)), scores, 0.04)
         out.total.backward()  # type: ignore[no-untyped-call]
         total = total + out.total.detach()
     grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]

@@ -1,4 +1,4 @@
-"""Memory that runs out halves the budget, once for all; nothing else does."""
+"""A lack of memory halves the token budget for good; nothing else does."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.training.small import small
 
 
 def cpu_refusal() -> RuntimeError:
-    """What torch raises where a CPU has no memory: an exbibyte is more than any address space."""
+    """torch's error where a CPU has no memory: an exbibyte is more than any address space."""
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
     return caught.value
 
 
-class Narrow:
-    """Work that has room for so many tokens of a micro-batch."""
+class Limited:
+    """Work for which a micro-batch of `room` tokens fits."""
 
     def __init__(self, room: int, lengths: Sequence[int], error: Exception) -> None:
         self.room, self.lengths, self.error = room, lengths, error
@@ -54,60 +54,60 @@ class Narrow:
         self.undone += 1
 
 
-def test_torch_refuses_with_an_error_that_is_known() -> None:
+def test_out_of_memory_errors_of_torch_are_recognised() -> None:
     assert out_of_memory(cpu_refusal())
     assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert out_of_memory(MemoryError())
-    for said in (
+    for message in (
         "MPS backend out of memory (MPS allocated: 9.00 GB)",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "CUDA driver error: out of memory",
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
     ):
-        assert out_of_memory(RuntimeError(said)), said
+        assert out_of_memory(RuntimeError(message)), message
     assert not out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
     assert not out_of_memory(RuntimeError("shapes do not fit"))
     assert not out_of_memory(ValueError("DefaultCPUAllocator: can't allocate memory"))
 
 
-def test_halved_until_there_is_room_and_kept() -> None:
-    told: list[str] = []
-    budget = TokenBudget(1000, told.append)
-    work = Narrow(12, [10, 10, 10, 10], cpu_refusal())
+def test_budget_is_halved_until_it_fits_and_kept() -> None:
+    notes: list[str] = []
+    budget = TokenBudget(1000, notes.append)
+    work = Limited(12, [10, 10, 10, 10], cpu_refusal())
     assert budget.found is None
     assert budget.fitting(work.attempt, PackedSizes(work.lengths), work.undo) == "done"
     # 40 tokens are all there is, so that halving 1000 would ask for the same again.
     assert work.asked == [1000, 20, 10]
     assert work.undone == 2
     assert budget.tokens == budget.found == 10
-    assert [text.split(":")[0] for text in told] == [
+    assert [text.split(":")[0] for text in notes] == [
         "out of memory with 40 tokens at a time (token_budget 1000)",
         "out of memory with 20 tokens at a time (token_budget 20)",
     ]
-    assert "set token_budget = 10" in told[1]
-    again = Narrow(12, [10, 10], cpu_refusal())
+    assert "set token_budget = 10" in notes[1]
+    again = Limited(12, [10, 10], cpu_refusal())
     budget.fitting(again.attempt, PackedSizes(again.lengths))
     assert again.asked == [10]
 
 
-def test_a_sequence_alone_that_has_no_room_ends_it() -> None:
+def test_single_sequence_that_does_not_fit_is_an_error() -> None:
     budget = TokenBudget(64)
-    work = Narrow(12, [10, 30, 10], cpu_refusal())
+    work = Limited(12, [10, 30, 10], cpu_refusal())
     with pytest.raises(KeelError, match="one sequence of 30 tokens alone"):
         budget.fitting(work.attempt, PackedSizes(work.lengths), work.undo)
     assert work.undone == len(work.asked)
 
 
-def test_another_error_is_not_taken_for_it() -> None:
+def test_other_errors_pass_through() -> None:
     budget = TokenBudget(64)
-    work = Narrow(0, [10, 10], RuntimeError("shapes do not fit"))
+    work = Limited(0, [10, 10], RuntimeError("shapes do not fit"))
     with pytest.raises(RuntimeError, match="shapes"):
         budget.fitting(work.attempt, PackedSizes(work.lengths), work.undo)
     assert work.undone == 0
     assert budget.tokens == 64
 
 
-def test_what_no_smaller_batch_helps_names_what_it_was_for() -> None:
+def test_oom_context_names_action_and_hint() -> None:
     line = r"^out of memory while x was done: lower y$"
     with pytest.raises(KeelError, match=line), oom_context("x was done", "lower y"):
         torch.empty(1 << 60, dtype=torch.uint8)
@@ -116,13 +116,13 @@ def test_what_no_smaller_batch_helps_names_what_it_was_for() -> None:
 
 
 def hungry(log_ratio_N: torch.Tensor, advantage_N: torch.Tensor) -> torch.Tensor:
-    """A surrogate with room for so many tokens."""
+    """A surrogate for which 60 tokens fit."""
     if len(log_ratio_N) > 60:
         torch.empty(1 << 60, dtype=torch.uint8)
     return log_ratio_N.exp() * advantage_N
 
 
-def test_a_users_own_term_that_finds_no_memory_gets_less(tmp_path: Path) -> None:
+def test_users_surrogate_without_memory_gets_smaller_batches(tmp_path: Path) -> None:
     entry = "{kind='custom', function='tests.learn.test_budget:hungry'}"
     folder = train(small(f"algorithm.surrogate={entry}", "evaluation.prompts=0"), tmp_path / "run")
     texts = [event.get("text", "") for event in load(folder.path).events()]
@@ -135,7 +135,7 @@ def refuse(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "action"),
     [
         ("keel.learn.optimizer.AdamW.apply", "while the optimizer stepped: "),
         ("keel.engines.native.NativeEngine.sync", "while the engine took the weights over: "),
@@ -144,9 +144,9 @@ def refuse(*_: object, **__: object) -> None:
         ("keel.training.rl.estimate", "while a model or batch was made ready: "),
     ],
 )
-def test_a_run_says_in_one_line_where_it_ran_out(
+def test_run_reports_in_one_line_where_it_ran_out(
     what: str,
-    said: str,
+    action: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -157,21 +157,21 @@ def test_a_run_says_in_one_line_where_it_ran_out(
     assert main(["train", "tiny", "--run", str(folder), *keys, "rollout.group_size=2"]) == 2
     line = capfd.readouterr().err.rstrip().rpartition("\n")[2]
     assert line.startswith("keel: error: ")
-    assert said in line
+    assert action in line
     assert "smaller model" in line
-    # A folder without a step is not left behind; one with steps says how to go on.
+    # A folder without a step is removed; of one with steps the line explains how to resume.
     assert folder.exists() == ("--resume" in line) == ("step 2" in line)
 
 
 @pytest.mark.parametrize(
     ("found", "asked", "used"), [(None, 64, 64), (32, 64, 32), (32, 16, 16), (16, 16, 16)]
 )
-def test_what_there_was_room_for_counts_where_it_is_less(
+def test_budget_found_before_counts_where_it_is_less(
     found: int | None, asked: int, used: int, tmp_path: Path
 ) -> None:
     stage = small(f"token_budget={asked}").stages[0]
-    session = SimpleNamespace(note=lambda text: None)
-    budget = token_budget(stage, Progress(0, token_budget=found), session)  # type: ignore[arg-type]
+    writer = SimpleNamespace(note=lambda text: None)
+    budget = token_budget(stage, Progress(0, token_budget=found), writer)  # type: ignore[arg-type]
     assert budget.tokens == used
     assert budget.found == (used if used < asked else None)
 
@@ -190,10 +190,10 @@ recipe = small(
     "rewards.functions=[{function='place_match'}]", "steps=2", "rollout.prompts_per_step=256",
     "rollout.group_size=8", "evaluation.prompts=0", "optimizer.learning_rate=1e-3",
     "rollouts_every=1", f"token_budget={tokens}",
-    # What is measured before memory runs out was measured in larger passes, which round otherwise.
+    # Scores from before memory runs out are of larger passes, which round otherwise.
     "algorithm=dr_grpo", "algorithm.divergence.beta=0",
 )
-packed.ENOUGH_ON_CPU = 10**9  # passes of the processor's own choice would find room
+packed.ENOUGH_ON_CPU = 10**9  # passes of the processor's own choice would fit
 update_models = rl.update_models
 
 def limited(*given):
@@ -214,8 +214,8 @@ train(recipe, folder)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_run_that_meets_it_ends_as_one_with_that_budget(tmp_path: Path) -> None:
-    """A real limit of the address space, round the optimizer steps of a real run."""
+def test_run_with_a_halved_budget_equals_one_with_that_budget(tmp_path: Path) -> None:
+    """A real limit of the address space, during the optimizer steps of a real run."""
 
     def run(name: str, room: int, tokens: int) -> Path:
         folder = tmp_path / name

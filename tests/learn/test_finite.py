@@ -1,4 +1,4 @@
-"""Where a value that is not finite comes from."""
+"""Losses, gradients and weights that are not finite: their cause, and that no step is taken."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ import torch
 
 from keel.algorithms.spec import Algorithm, Clip, GroupRelative, Weights
 from keel.config.optimisation import Optimizer
-from keel.learn.actions import Estimates, TrainBatch
-from keel.learn.batch import Batch
+from keel.learn.batch import Batch, Estimates, TrainBatch
 from keel.learn.finite import (
     Cause,
     NotFinite,
     find_offending_sequence,
-    first_bad,
-    place_of,
     stop_unless_finite,
 )
 from keel.learn.learner import Learner, cause_of, update
@@ -27,7 +24,7 @@ from keel.learn.token_budget import TokenBudget
 from keel.types import KeelError
 from tests.models import tiny
 
-ROW = Algorithm(
+ALGORITHM = Algorithm(
     advantage=GroupRelative(), ratio="token", surrogate=Clip(), weights=Weights(kind="token_mean")
 )
 
@@ -53,7 +50,7 @@ def batch_of(*lengths: int, prompt: int = 2) -> Batch:
 def prepared(batch: Batch, **changes: torch.Tensor) -> TrainBatch[Batch]:
     """The batch with advantages, or with these fields in place of its own."""
     estimates = Estimates(changes.pop("advantage_N", torch.linspace(-1, 1, sum(batch.lengths))))
-    return prepare(ROW, replace(batch, **changes), estimates, 9)  # type: ignore[arg-type]
+    return prepare(ALGORITHM, replace(batch, **changes), estimates, 9)  # type: ignore[arg-type]
 
 
 def learner_of() -> Learner:
@@ -71,7 +68,7 @@ def same(learner: Learner, before: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(before, weights(learner), strict=True))
 
 
-def test_only_loss_and_gradient_decide() -> None:
+def test_only_loss_and_gradient_decide_on_a_step() -> None:
     stop_unless_finite({"loss": 1.0, "ratio/mean": math.inf, "entropy": math.nan})
     for name in ("loss", "loss/policy", "value/loss", "grad_norm", "value/grad_norm"):
         with pytest.raises(NotFinite, match=name) as caught:
@@ -79,60 +76,49 @@ def test_only_loss_and_gradient_decide() -> None:
         assert caught.value.names == (name,)
 
 
-def test_an_action_is_placed_in_its_sequence() -> None:
-    assert [place_of(at, (2, 1, 3)) for at in range(6)] == [
-        (0, 0),
-        (0, 1),
-        (1, 0),
-        (2, 0),
-        (2, 1),
-        (2, 2),
-    ]
-    assert first_bad(torch.tensor([0.0, math.inf, math.nan])) == 1
-    assert first_bad(torch.tensor([0.0])) is None
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(
-    ("field", "said"),
+    ("field", "term"),
     [
         ("advantage_N", "the advantage"),
         ("old_log_prob_N", "the old log-probability"),
         ("engine_log_prob_N", "the engine's log-probability"),
     ],
 )
-def test_what_was_known_before_is_named_with_its_token(field: str, said: str, bad: float) -> None:
+def test_cause_names_an_input_with_its_token(field: str, term: str, bad: float) -> None:
     learner = learner_of()
     batch = replace(batch_of(2, 3, 4), old_log_prob_N=torch.full((9,), -2.0))
-    values = torch.linspace(-1, 1, 9) if field == "advantage_N" else getattr(batch, field).clone()
-    values[6] = bad  # the second token of the third sequence
-    part = prepared(batch, **{field: values})
-    assert cause_of(learner, ROW, part, 0.0) == Cause(said, 2, 1)
+    for at, token in ((5, 0), (6, 1)):  # of the third sequence
+        clean = torch.linspace(-1, 1, 9) if field == "advantage_N" else getattr(batch, field)
+        values = clean.clone()
+        values[at] = bad
+        part = prepared(batch, **{field: values})
+        assert cause_of(learner, ALGORITHM, part, 0.0) == Cause(term, 2, token)
 
 
-def test_no_step_is_taken_and_no_gradient_left() -> None:
+def test_update_takes_no_step_and_leaves_no_gradient() -> None:
     learner = learner_of()
     before = weights(learner)
     advantage_N = torch.linspace(-1, 1, 5)
     advantage_N[3] = math.nan
     batch = prepared(batch_of(2, 3), advantage_N=advantage_N)
     with pytest.raises(NotFinite):
-        update(learner, ROW, batch, 0.0, (1e-2, 1e-2))
+        update(learner, ALGORITHM, batch, 0.0, (1e-2, 1e-2))
     assert same(learner, before)
     assert all(p.grad is None for _, p in learner.optimizer.parameters)
     assert not learner.optimizer.state()
 
 
-def test_a_weight_is_named() -> None:
+def test_cause_names_a_weight() -> None:
     learner = learner_of()
     name, parameter = learner.optimizer.parameters[3]
     with torch.no_grad():
         parameter.view(-1)[0] = math.nan
-    cause = cause_of(learner, ROW, prepared(batch_of(2, 3)), 0.0)
+    cause = cause_of(learner, ALGORITHM, prepared(batch_of(2, 3)), 0.0)
     assert cause == Cause(f"the weights {name}")
 
 
-def test_a_gradient_is_found_where_the_loss_is_finite() -> None:
+def test_cause_names_a_gradient_where_the_loss_is_finite() -> None:
     """√x at 0 has a finite value and an infinite slope; here at one token of one sequence."""
     learner = learner_of()
     batch = prepared(batch_of(3, 3))
@@ -152,16 +138,16 @@ def test_a_gradient_is_found_where_the_loss_is_finite() -> None:
     handle = embedding.register_forward_hook(spoil)
     before = weights(learner)
     with pytest.raises(NotFinite) as caught:
-        update(learner, ROW, batch, 0.0, (1e-2, 1e-2))
+        update(learner, ALGORITHM, batch, 0.0, (1e-2, 1e-2))
     assert caught.value.names == ("grad_norm",)
     assert same(learner, before)
-    cause = cause_of(learner, ROW, batch, 0.0)
+    cause = cause_of(learner, ALGORITHM, batch, 0.0)
     handle.remove()
     assert cause.sequence == 1
     assert cause.term.startswith("the gradient of ")
 
 
-def test_a_figure_that_is_only_looked_at_blames_no_sequence() -> None:
+def test_metric_that_decides_nothing_is_no_cause() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
 
     def learn(i: int) -> dict[str, float]:
@@ -173,7 +159,7 @@ def test_a_figure_that_is_only_looked_at_blames_no_sequence() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_step_that_breaks_the_weights_ends_it(bad: float) -> None:
+def test_step_that_makes_weights_non_finite_is_an_error(bad: float) -> None:
     one, two = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer = AdamW([("one", one), ("two", two)], Optimizer())
     one.grad, two.grad = torch.ones(2), torch.ones(2)
@@ -183,7 +169,7 @@ def test_a_step_that_breaks_the_weights_ends_it(bad: float) -> None:
         optimizer.step(0.1)
 
 
-def test_weights_whose_squares_overflow_are_still_finite() -> None:
+def test_weights_whose_squares_overflow_are_finite() -> None:
     parameter = torch.nn.Parameter(torch.full((3,), 1e30))
     optimizer = AdamW([("p", parameter)], Optimizer())
     assert not optimizer.began

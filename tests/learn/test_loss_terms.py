@@ -1,4 +1,4 @@
-"""The terms of the loss: what multiplies what, what is watched, and what users put in."""
+"""The terms of the loss: factors, metrics, and the user's own functions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.learn.flat import Sample, blank, per_sequence, sample
 LENGTHS, GROUPS = (5, 1, 9, 3), (0, 1, 0, 1)
 
 
-def row(**choices: Any) -> Algorithm:
+def algorithm(**choices: Any) -> Algorithm:
     base = {"advantage": GroupRelative(), "ratio": "token", "surrogate": Clip()}
     return Algorithm(**{**base, "weights": Weights(), **choices})
 
@@ -48,16 +48,16 @@ def grad(chosen: Algorithm, made: Sample, beta: float = 0.1) -> Tensor:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_correction_multiplies_the_surrogate_and_not_the_divergence(level: str) -> None:
+def test_correction_multiplies_the_surrogate_and_not_the_divergence(level: str) -> None:
     made = per_sequence(sample(LENGTHS, GROUPS, 0, shift=0.1))
     # So that weights lie on either side of the cap.
     batch = replace(made.batch, engine_log_prob_N=made.batch.engine_log_prob_N - 0.05)
     made = replace(made, batch=batch)
     divergence = Divergence(estimator="k3", beta=0.1)
     correction = Correction(level=level, cap=1.0)  # type: ignore[arg-type]
-    plain = grad(row(), made)
-    both = grad(row(divergence=divergence, correction=correction), made)
-    kl_alone = grad(row(divergence=divergence), made) - plain
+    plain = grad(algorithm(), made)
+    both = grad(algorithm(divergence=divergence, correction=correction), made)
+    kl_alone = grad(algorithm(divergence=divergence), made) - plain
     assert batch.old_log_prob_N is not None
     gap_N = batch.old_log_prob_N - batch.engine_log_prob_N
     if level == "sequence":
@@ -68,22 +68,22 @@ def test_the_correction_multiplies_the_surrogate_and_not_the_divergence(level: s
     torch.testing.assert_close(both, expected, rtol=0, atol=1e-15)
 
 
-def test_equal_log_probs_make_the_correction_a_bitwise_no_op() -> None:
+def test_correction_of_equal_log_probs_is_a_bitwise_no_op() -> None:
     made = per_sequence(sample(LENGTHS, GROUPS, 0, shift=0.1))
     assert made.batch.old_log_prob_N is not None
     engine_N = made.batch.old_log_prob_N.clone()
     made = replace(made, batch=replace(made.batch, engine_log_prob_N=engine_N))
     for kind in ("truncate", "mask"):
-        corrected = row(correction=Correction(kind=kind))  # type: ignore[arg-type]
-        assert torch.equal(grad(corrected, made), grad(row(), made))
+        corrected = algorithm(correction=Correction(kind=kind))  # type: ignore[arg-type]
+        assert torch.equal(grad(corrected, made), grad(algorithm(), made))
 
 
-def test_a_masked_token_keeps_its_place_in_the_normaliser() -> None:
+def test_masked_token_counts_in_the_normaliser() -> None:
     made = per_sequence(sample(LENGTHS, GROUPS, 0, shift=0.0))
     batch = made.batch
-    masked = row(correction=Correction(kind="mask", floor=0.9, cap=1.1))
+    masked = algorithm(correction=Correction(kind="mask", floor=0.9, cap=1.1))
     found = grad(masked, made)
-    plain = grad(row(), made)
+    plain = grad(algorithm(), made)
     assert batch.old_log_prob_N is not None
     weight_N = (batch.old_log_prob_N - batch.engine_log_prob_N).exp()
     inside_N = (weight_N >= 0.9) & (weight_N <= 1.1)
@@ -99,10 +99,6 @@ def doubled(reward_S: Tensor, groups_S: Tensor, *, factor: float = 2.0) -> Tenso
     return factor * group_relative(reward_S, groups_S, scale="std", epsilon=1e-4)
 
 
-def by_token(reward_N: Tensor, value_N: Tensor) -> Tensor:
-    return reward_N - value_N
-
-
 def wrong_shape(reward_S: Tensor) -> Tensor:
     return reward_S[:1]
 
@@ -111,18 +107,15 @@ def asks_too_much(moon_phase_N: Tensor) -> Tensor:
     return moon_phase_N
 
 
-def test_a_users_surrogate_and_advantage_stand_in_for_ours() -> None:
+def test_users_surrogate_and_advantage_equal_built_in_ones() -> None:
     made = per_sequence(sample(LENGTHS, GROUPS, 0, shift=0.3))
     own = CustomSurrogate(function=f"{__name__}:mine", options={"width": 0.1})
     ours = Clip(low=0.1, high=0.1)
-    assert torch.equal(
-        grad(row(surrogate=own), made),
-        grad(row(surrogate=ours), made),
-    )
+    assert torch.equal(grad(algorithm(surrogate=own), made), grad(algorithm(surrogate=ours), made))
     judged = RolloutRewards(torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64))
-    expected = estimate(row(), blank(LENGTHS, GROUPS), judged, 0.0).advantage_N
+    expected = estimate(algorithm(), blank(LENGTHS, GROUPS), judged, 0.0).advantage_N
     custom = CustomAdvantage(function=f"{__name__}:doubled", options={"factor": 3.0})
-    found = estimate(row(advantage=custom), blank(LENGTHS, GROUPS), judged, 0.0).advantage_N
+    found = estimate(algorithm(advantage=custom), blank(LENGTHS, GROUPS), judged, 0.0).advantage_N
     assert torch.equal(found, 3 * expected)
 
 
@@ -130,16 +123,16 @@ def test_a_users_surrogate_and_advantage_stand_in_for_ours() -> None:
     ("function", "reason"),
     [("wrong_shape", "wanted one number"), ("asks_too_much", "moon_phase_N"), ("none", "none")],
 )
-def test_a_users_mistake_is_named(function: str, reason: str) -> None:
+def test_error_in_a_users_function_is_named(function: str, reason: str) -> None:
     custom = CustomAdvantage(function=f"{__name__}:{function}")
     judged = RolloutRewards(torch.zeros(4, dtype=torch.float64))
     with pytest.raises(KeelError, match=reason):
-        estimate(row(advantage=custom), blank(LENGTHS, GROUPS), judged, 0.0)
+        estimate(algorithm(advantage=custom), blank(LENGTHS, GROUPS), judged, 0.0)
 
 
-def test_a_kl_in_the_reward_reaches_each_token_to_go() -> None:
+def test_kl_in_the_reward_is_in_each_return_to_go() -> None:
     made = sample(LENGTHS, GROUPS, 0, shift=0.0)
-    chosen = row(
+    chosen = algorithm(
         advantage=MonteCarlo(baseline="none"),
         divergence=Divergence(where="reward", estimator="k1", beta=0.5),
     )
@@ -160,13 +153,13 @@ def test_a_kl_in_the_reward_reaches_each_token_to_go() -> None:
     [Clip(low=0.1, high=0.3), Cispo(floor=0.9, cap=1.3), Geometric(low=0.1, high=0.3)],
     ids=lambda s: s.kind,
 )
-def test_the_clip_fractions_count_past_the_surrogates_edges(surrogate: Any) -> None:
+def test_clip_fractions_count_ratios_outside_the_surrogates_edges(surrogate: Any) -> None:
     made = per_sequence(sample(LENGTHS, GROUPS, 0, shift=0.0))
-    whole = prepare(row(surrogate=surrogate), made.batch, made.estimates, 16)
+    whole = prepare(algorithm(surrogate=surrogate), made.batch, made.estimates, 16)
     assert made.batch.old_log_prob_N is not None
     ratio_N = torch.tensor([0.8, 0.95, 1.4], dtype=torch.float64).repeat(6)
     scores = Scores(made.batch.old_log_prob_N + ratio_N.log(), None, None, None)
-    metrics = loss(row(surrogate=surrogate), whole, scores, 0.0).metrics
+    metrics = loss(algorithm(surrogate=surrogate), whole, scores, 0.0).metrics
     low, high = (0.9, 1.3) if surrogate.kind != "geometric" else (math.exp(-0.1), math.exp(0.3))
     below = ((ratio_N < low) & (whole.advantage_N < 0)).double().mean()
     above = ((ratio_N > high) & (whole.advantage_N > 0)).double().mean()
@@ -176,9 +169,9 @@ def test_the_clip_fractions_count_past_the_surrogates_edges(surrogate: Any) -> N
     assert float(metrics["clip_ratio/high_mean"]) == pytest.approx(float(above), rel=1e-12)
 
 
-def test_the_entropy_bonus_lowers_the_loss_by_its_mean_over_tokens() -> None:
+def test_entropy_bonus_lowers_the_loss_by_its_mean_over_tokens() -> None:
     made = per_sequence(sample(LENGTHS, GROUPS, 0, shift=0.1))
     scores = Scores(made.log_prob_N, made.entropy_N, None, None)
-    whole = prepare(row(), made.batch, made.estimates, 16)
-    plain, bonus = (loss(row(entropy=b), whole, scores, 0.0).total for b in (0.0, 0.3))
+    whole = prepare(algorithm(), made.batch, made.estimates, 16)
+    plain, bonus = (loss(algorithm(entropy=b), whole, scores, 0.0).total for b in (0.0, 0.3))
     torch.testing.assert_close(bonus - plain, -0.3 * made.entropy_N.mean(), rtol=0, atol=1e-12)

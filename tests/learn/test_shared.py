@@ -1,4 +1,4 @@
-"""A prompt once for its answers, and what has no gradient left out: against a plain pass."""
+"""Shared prompts, and sequences without gradient, against a plain pass over all tokens."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from torch import Tensor
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm
 from keel.config.optimisation import Optimizer
-from keel.learn import learner as room
-from keel.learn.actions import Estimates, TrainBatch
-from keel.learn.batch import Batch, from_groups
+from keel.learn import learner as learner_module
+from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.learner import Learner, backward, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable
@@ -101,13 +100,11 @@ ORDERS: dict[str, Sequence[int]] = {
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3"])
-def test_a_shared_prompt_changes_no_score_and_no_gradient(
-    family: str, order: Sequence[int]
-) -> None:
+def test_shared_prompt_changes_no_score_and_no_gradient(family: str, order: Sequence[int]) -> None:
     chosen = batch().select(order)
     found = learner(family, value=True)
     plain = Packed(chosen.tokens_T, chosen.input_lengths, chosen.target_N)
-    said = []
+    results = []
     for packed in (chosen.packed, plain):
         assert torch.equal(packed.scored(), plain.scored())
         scores = found.policy.scores(packed, 0.7, entropy=True, value_head=found.value_head)
@@ -117,14 +114,14 @@ def test_a_shared_prompt_changes_no_score_and_no_gradient(
         assert scores.entropy_N is not None and scores.value_N is not None  # noqa: PT018
         total = scores.log_prob_N + 0.3 * scores.entropy_N + scores.value_N
         (total * weight).sum().backward()
-        said.append((scores.log_prob_N.detach(), gradients(found)))
+        results.append((scores.log_prob_N.detach(), gradients(found)))
         found.clear()
     assert len(chosen.packed.tokens_T) < len(plain.tokens_T)
-    torch.testing.assert_close(said[0][0], said[1][0], rtol=0, atol=1e-5)
-    alike(said[0][1], said[1][1])
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=1e-5)
+    alike(results[0][1], results[1][1])
 
 
-def test_a_prompt_enters_once_for_neighbours_alone() -> None:
+def test_prompt_is_packed_once_for_neighbours_only() -> None:
     found = batch()
     #        p0       p1  p2          p3       p2 again; an answer without tokens goes alone
     assert found.shared == (0, 1, 1, 0, 0, 9, 9, 9, 0, 4, 4, 0, 9, 0)
@@ -136,8 +133,8 @@ def test_a_prompt_enters_once_for_neighbours_alone() -> None:
     assert entering == [len(m.packed.tokens_T) for m in micros] == [15, 14, 15, 12, 16, 16, 9]
 
 
-def still(row: Algorithm) -> TrainBatch[Batch]:
-    """A prepared batch in which every second group has nothing to learn from."""
+def with_zero_advantages(algorithm: Algorithm) -> TrainBatch[Batch]:
+    """A prepared batch in which the advantages of seven sequences are 0."""
     made = batch().select(range(11))
     generator = torch.Generator().manual_seed(3)
     old_N = -torch.rand(len(made.target_N), generator=generator, dtype=torch.float64) - 1
@@ -151,32 +148,32 @@ def still(row: Algorithm) -> TrainBatch[Batch]:
         value_N=old_N,
     )
     estimates = Estimates(advantage_S.repeat_interleave(made.lengths_S), old_N + 1)
-    return prepare(row, made, estimates, 8)
+    return prepare(algorithm, made, estimates, 8)
 
 
-def row_of(name: str, **changes: object) -> Algorithm:
+def algorithm_of(name: str, **changes: object) -> Algorithm:
     return PRESETS[name].algorithm.model_copy(update=changes)
 
 
-ROWS = {
-    "grpo without a divergence": (row_of("grpo", divergence=None), 0.0, 7),
-    "grpo, beta 0": (row_of("grpo"), 0.0, 7),
-    "grpo": (row_of("grpo"), 0.1, 0),
-    "gspo": (row_of("gspo", divergence=None), 0.0, 7),
-    "entropy": (row_of("grpo", divergence=None, entropy=0.01), 0.0, 0),
-    "dr_grpo": (row_of("dr_grpo", divergence=None), 0.0, 7),
-    "value": (row_of("ppo"), 0.0, 0),
+CASES = {
+    "grpo without a divergence": (algorithm_of("grpo", divergence=None), 0.0, 7),
+    "grpo, beta 0": (algorithm_of("grpo"), 0.0, 7),
+    "grpo": (algorithm_of("grpo"), 0.1, 0),
+    "gspo": (algorithm_of("gspo", divergence=None), 0.0, 7),
+    "entropy": (algorithm_of("grpo", divergence=None, entropy=0.01), 0.0, 0),
+    "dr_grpo": (algorithm_of("dr_grpo", divergence=None), 0.0, 7),
+    "value": (algorithm_of("ppo"), 0.0, 0),
 }
 
 
-@pytest.mark.parametrize(("row", "beta", "left_out"), ROWS.values(), ids=ROWS)
-def test_what_has_no_gradient_is_measured_all_the_same(
-    row: Algorithm, beta: float, left_out: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("algorithm", "beta", "left_out"), CASES.values(), ids=CASES)
+def test_sequences_without_gradient_are_in_the_metrics(
+    algorithm: Algorithm, beta: float, left_out: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = learner(tokens=20, value=row.value is not None)
-    prepared = still(row)
-    assert room._by_gradient(row, prepared, beta)[1].sequences == left_out
-    whole = backward(found, row, prepared, beta, 1000)
+    found = learner(tokens=20, value=algorithm.value is not None)
+    prepared = with_zero_advantages(algorithm)
+    assert learner_module._by_gradient(algorithm, prepared, beta)[1].sequences == left_out
+    whole = backward(found, algorithm, prepared, beta, 1000)
     wanted = gradients(found)
     found.clear()
     seen: dict[str, Tensor | None] = {}
@@ -186,28 +183,31 @@ def test_what_has_no_gradient_is_measured_all_the_same(
         found.clear()
         return [1.0]
 
-    monkeypatch.setattr(room, "step_all", stop)
-    metrics = update(found, row, prepared, beta, (0.0, 0.0))
+    monkeypatch.setattr(learner_module, "step_all", stop)
+    metrics = update(found, algorithm, prepared, beta, (0.0, 0.0))
     alike(seen, wanted)
     assert list(metrics) == [*whole, "grad_norm"]
     for name, value in whole.items():
         assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
 
 
-def test_where_nothing_has_a_gradient_each_weight_has_one_of_zero() -> None:
-    """Moments decay and weights shrink as they would."""
-    row = row_of("grpo", divergence=None)
-    prepared = replace(still(row), advantage_N=torch.zeros_like(still(row).advantage_N))
+def test_all_advantages_zero_give_zero_gradients() -> None:
+    """So that moments and weights decay as usual."""
+    algorithm = algorithm_of("grpo", divergence=None)
+    prepared = replace(
+        with_zero_advantages(algorithm),
+        advantage_N=torch.zeros_like(with_zero_advantages(algorithm).advantage_N),
+    )
     found = learner()
-    moving, others = room._by_gradient(row, prepared, 0.0)
+    moving, others = learner_module._by_gradient(algorithm, prepared, 0.0)
     assert (moving.sequences, others.sequences) == (1, 10)
-    backward(found, row, moving, 0.0, 1000)
+    backward(found, algorithm, moving, 0.0, 1000)
     assert all(g is not None and not g.any() for g in gradients(found).values())
 
 
-def test_a_users_own_surrogate_is_never_left_out() -> None:
-    row = row_of("grpo", divergence=None)
-    own = row.surrogate.model_copy(update={"kind": "custom"})
-    assert not room._by_gradient(row.model_copy(update={"surrogate": own}), still(row), 0.0)[
-        1
-    ].sequences
+def test_users_surrogate_leaves_no_sequence_out() -> None:
+    algorithm = algorithm_of("grpo", divergence=None)
+    own = algorithm.surrogate.model_copy(update={"kind": "custom"})
+    assert not learner_module._by_gradient(
+        algorithm.model_copy(update={"surrogate": own}), with_zero_advantages(algorithm), 0.0
+    )[1].sequences

@@ -29,16 +29,15 @@ from keel.algorithms.spec import (
     ValueLoss,
     Weights,
 )
-from keel.learn.actions import Estimates
 from keel.learn.advantages import RolloutRewards, estimate
+from keel.learn.batch import Estimates
 from keel.learn.loss import loss, prepare
 from keel.models.head import Scores
 from tests.learn.flat import blank
 from tests.shared import oracle_cases
 
-TOLERANCE = 1e-8  # as the file says: verl adds 1e-8 to some denominators
+TOLERANCE = 1e-8  # as in the file: verl adds 1e-8 to some denominators
 
-KINDS = (*("group_relative", "policy_loss", "gae_whitened", "advantage", "kl", "value_loss"),)
 COUNT = 92
 PER_TOKEN = CustomAdvantage(function="builtins:sum", per_token=True)
 AGGREGATE = {
@@ -82,14 +81,14 @@ class Group:
         return torch.tensor(values, dtype=torch.float64)
 
 
-def row(**choices: Any) -> Algorithm:
+def algorithm(**choices: Any) -> Algorithm:
     given = {"advantage": PER_TOKEN, "ratio": "token", "surrogate": Clip()} | choices
     given.setdefault("weights", Weights(kind="token_mean"))
     return Algorithm(**given)
 
 
 def check_policy_loss(case: dict[str, Any], group: Group) -> None:
-    chosen, budget = (trl_row if case["source"] == "trl" else verl_row)(case)
+    chosen, budget = (trl_algorithm if case["source"] == "trl" else verl_algorithm)(case)
     estimates = Estimates(group.flat(case["advantages"]))
     leaf = group.new_N.clone().requires_grad_()
     whole = prepare(chosen, group.batch, estimates, budget)
@@ -100,7 +99,7 @@ def check_policy_loss(case: dict[str, Any], group: Group) -> None:
     torch.testing.assert_close(grad, group.flat(case["grad"]), rtol=0, atol=TOLERANCE)
 
 
-def trl_row(case: dict[str, Any]) -> tuple[Algorithm, int]:
+def trl_algorithm(case: dict[str, Any]) -> tuple[Algorithm, int]:
     surrogate: Any = Clip(low=case["eps_low"], high=case["eps_high"])
     if case["loss_type"] == "cispo":
         surrogate = Cispo(cap=case["eps_high"])
@@ -108,7 +107,7 @@ def trl_row(case: dict[str, Any]) -> tuple[Algorithm, int]:
         positive, negative = case["sapo_temperatures"]
         surrogate = Sapo(temperature_positive=positive, temperature_negative=negative)
     divergence = Divergence(beta=case["beta"], estimator=case["kl"]) if case["beta"] else None
-    chosen = row(
+    chosen = algorithm(
         advantage=GroupRelative(),
         ratio=case["ratio"],
         surrogate=surrogate,
@@ -118,7 +117,7 @@ def trl_row(case: dict[str, Any]) -> tuple[Algorithm, int]:
     return chosen, case["dr_grpo_length"] or 1
 
 
-def verl_row(case: dict[str, Any]) -> tuple[Algorithm, int]:
+def verl_algorithm(case: dict[str, Any]) -> tuple[Algorithm, int]:
     low, high, name = case["eps_low"], case["eps_high"], case["name"]
     surrogate: Any = {
         "vanilla": Clip(low=low, high=high, dual=case["dual_clip"]),
@@ -129,7 +128,7 @@ def verl_row(case: dict[str, Any]) -> tuple[Algorithm, int]:
         "gpg": LogProb(),
     }[name]
     sequence = name in ("gspo", "geo_mean")
-    chosen = row(
+    chosen = algorithm(
         advantage=GroupRelative() if sequence else PER_TOKEN,
         ratio={"gspo": "sequence", "gpg": "none"}.get(name, "token"),
         surrogate=surrogate,
@@ -139,7 +138,7 @@ def verl_row(case: dict[str, Any]) -> tuple[Algorithm, int]:
 
 
 def check_group_relative(case: dict[str, Any], group: Group) -> None:
-    chosen = row(advantage=GroupRelative(epsilon=case["eps"]))
+    chosen = algorithm(advantage=GroupRelative(epsilon=case["eps"]))
     made = estimate(chosen, group.batch, RolloutRewards(group.rewards(case["rewards"])), 0.0)
     expected = group.flat(case["advantages"])
     torch.testing.assert_close(made.advantage_N, expected, rtol=0, atol=TOLERANCE)
@@ -158,18 +157,18 @@ def check_advantage(case: dict[str, Any], group: Group) -> None:
     if case["name"] == "remax":
         baseline = torch.full((group.batch.sequences,), case["baseline"], dtype=torch.float64)
     judged = RolloutRewards(group.rewards(case["rewards"]), baseline)
-    chosen = row(advantage=choice)
+    chosen = algorithm(advantage=choice)
     made = prepare(chosen, group.batch, estimate(chosen, group.batch, judged, 0.0), 1)
     expected = group.flat(case["advantages"])
     torch.testing.assert_close(made.advantage_N, expected, rtol=0, atol=TOLERANCE)
 
 
 def check_gae(case: dict[str, Any], group: Group) -> None:
-    """The case has a reward on every token: its outcome is put on through the penalty."""
+    """The case has a reward on every token: its outcome is added through the penalty."""
     choice = GAE(gamma=case["gamma"], lam=case["lam"], whiten=True)
     reward_N = group.flat(case["token_rewards"])
     zeros = torch.zeros_like(reward_N)
-    chosen = row(
+    chosen = algorithm(
         advantage=choice,
         value=ValueLoss(),
         divergence=Divergence(where="reward", estimator="k1", beta=1.0),
@@ -195,7 +194,7 @@ def check_kl(case: dict[str, Any], group: Group) -> None:
 
 
 def check_value_loss(case: dict[str, Any], group: Group) -> None:
-    chosen = row(advantage=GAE(), value=ValueLoss(coefficient=1.0, clip=case["clip"]))
+    chosen = algorithm(advantage=GAE(), value=ValueLoss(coefficient=1.0, clip=case["clip"]))
     batch = replace(group.batch, value_N=group.flat(case["old_values"]))
     estimates = Estimates(torch.zeros_like(group.new_N), group.flat(case["returns"]))
     leaf = group.flat(case["predicted"]).requires_grad_()
@@ -233,5 +232,5 @@ def test_every_recorded_case_is_reproduced() -> None:
             seen[case["kind"]] = seen.get(case["kind"], 0) + 1
     assert sum(seen.values()) == sum(len(data["cases"]) for data in load()) > 0
     if "KEEL_ORACLES" not in os.environ:
-        assert set(seen) == set(KINDS)
+        assert set(seen) == set(CHECKS)
         assert sum(seen.values()) == COUNT

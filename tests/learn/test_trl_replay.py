@@ -1,4 +1,4 @@
-"""Two recorded GRPO steps of TRL, replayed through Keel's update, land on TRL's weights."""
+"""Two recorded GRPO steps of TRL, replayed through Keel's update, give TRL's weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from keel.algorithms.spec import Algorithm, Clip, GroupRelative, Weights
 from keel.config.optimisation import Optimizer
-from keel.learn.actions import Estimates
-from keel.learn.batch import Batch, from_groups
+from keel.learn.batch import Batch, Estimates, from_groups
 from keel.learn.learner import Learner, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable
@@ -51,7 +50,7 @@ def batch_of(step: dict[str, Any]) -> Batch:
 
 
 @pytest.mark.parametrize("token_budget", [10_000, 11])
-def test_trl_oracle_replay_lands_on_trls_weights(token_budget: int) -> None:
+def test_replay_of_a_trl_run_gives_its_weights(token_budget: int) -> None:
     folder = shared_path("oracles/trl_grpo_replay/steps.json").parent
     record = json.loads((folder / "steps.json").read_text())
     config = dict(record["model_config"])
@@ -71,7 +70,7 @@ def test_trl_oracle_replay_lands_on_trls_weights(token_budget: int) -> None:
         max_grad_norm=None,
     )
     learner = Learner(policy, AdamW(trainable(policy), choice), TokenBudget(token_budget))
-    row = Algorithm(
+    algorithm = Algorithm(
         advantage=GroupRelative(),
         ratio="token",
         surrogate=Clip(),
@@ -80,7 +79,7 @@ def test_trl_oracle_replay_lands_on_trls_weights(token_budget: int) -> None:
     for step, logged in zip(record["steps"], record["logs"], strict=True):
         batch, estimates = batch_of(step)
         assert batch.target_N.numel() == step["num_items_in_batch"]
-        metrics = update(learner, row, prepare(row, batch, estimates, 9), 0.0, (lr, lr))
+        metrics = update(learner, algorithm, prepare(algorithm, batch, estimates, 9), 0.0, (lr, lr))
         assert metrics["loss"] == pytest.approx(logged["loss"], abs=1e-6)
         assert metrics["grad_norm"] == pytest.approx(logged["grad_norm"], rel=1e-5)
     end = load_file(folder / "end.safetensors")

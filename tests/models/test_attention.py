@@ -77,7 +77,7 @@ def inputs(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 def each_by_hand(
     lengths: list[int], follows: list[int], heads: tuple[Tensor, ...], rules: Rules
 ) -> Tensor:
-    """Every piece behind what it follows, one at a time."""
+    """Every piece after what it follows, one at a time."""
     spans = [list(range(b - a, b)) for a, b in zip(lengths, accumulate(lengths), strict=True)]
     parts = []
     for piece, span in enumerate(spans):

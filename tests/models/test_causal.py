@@ -41,6 +41,9 @@ def by_loop(lengths: list[int], follows: list[int], heads: list[Tensor], rules: 
     return each_by_hand(lengths, follows, tuple(x.transpose(0, 1)[None] for x in heads), rules)
 
 
+@pytest.mark.quick(
+    "a shared prompt-narrow-64", "one-apart-5", "all different-apart-1", "equal in a row-narrow-5"
+)
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 64])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("made", LAYOUTS.values(), ids=LAYOUTS)
@@ -54,6 +57,7 @@ def test_forward_and_backward_equal_a_loop(
     compare(made, shape, window)
 
 
+@pytest.mark.quick("longer than a block-40")
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("made", LONG.values(), ids=LONG)
 def test_blocks_join(made: tuple[list[int], list[int]], window: int | None) -> None:
@@ -165,7 +169,7 @@ def test_families_are_taken_where_they_keep_the_threads_busy(
 
 
 def test_the_longest_work_comes_first() -> None:
-    """By what queries see: a piece behind a prompt sees more than one of its length that is not."""
+    """By what queries see: a piece after a prompt sees more than one of its length that is not."""
     plan = causal.CausalPlan([30, 50, 10, 40, 10, 10], [-1, -1, 0, -1, 3, 3])
     assert plan.families.piece.tolist() == [3, 1, 0]
     assert plan.families.count.tolist() == [40, 50, 30]
@@ -222,12 +226,12 @@ def test_queries_keys_and_values_may_be_parts_of_one_tensor(view: str) -> None:
 
 @pytest.mark.parametrize("one", [True, False])
 def test_no_more_room_is_used_than_was_made(one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    behind: list[Tensor] = []
+    after: list[Tensor] = []
 
     def guarded(query: Tensor, plan: causal.CausalPlan) -> Tensor:
         size = plan.room(query.shape[-1])
         whole = torch.full((size + 4096,), 7.5)
-        behind.append(whole[size:])
+        after.append(whole[size:])
         return whole[:size].view(1, size)
 
     monkeypatch.setattr(causal, "_room", guarded)
@@ -235,8 +239,8 @@ def test_no_more_room_is_used_than_was_made(one: bool, monkeypatch: pytest.Monke
     given = leaves(2 * 577, (1, 1, 32))
     out = PackedLayout([577, 577], [-1, 0]).attend_tokens(*given, Rules(0.3))
     torch.autograd.grad(out.sum(), given)
-    assert len(behind) == 2
-    assert all((numbers == 7.5).all() for numbers in behind)
+    assert len(after) == 2
+    assert all((numbers == 7.5).all() for numbers in after)
 
 
 def test_a_weight_that_is_next_to_nothing_is_not_rounded_up() -> None:

@@ -10,8 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from keel.config.model import Model
 from keel.models.build import build_config, byte_tokenizer
-from keel.models.reward import RewardModel, load_reward_model
-from keel.models.reward_inputs import Reader
+from keel.models.reward import Reader, RewardModel, load_reward_model
 from keel.types import Message
 from tests.models.tiny import build, stir
 
@@ -71,7 +70,7 @@ def _stock(folder: Path, answer: str) -> float:
 def _ours(model: RewardModel, answers: tuple[str, ...], prompt: object = TURNS) -> list[float]:
     reader = model.reader()
     read = [reader.answer(prompt, answer, "row") for answer in answers]  # type: ignore[arg-type]
-    return [said[0] for said in model.judge(read, 4096)]
+    return [message[0] for message in model.judge(read, 4096)]
 
 
 def test_scores_are_the_stock_classes_on_the_rendered_conversation(folder: Path) -> None:

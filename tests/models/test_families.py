@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from keel.models import backbone, probe
+from keel.models import families, probe
 from keel.models.attention import PackedLayout
 from keel.models.build import build_config, build_model
 from keel.models.families import FAMILIES, check_family
@@ -95,7 +95,7 @@ def test_the_window_matters_here(family: str) -> None:
 
 def test_the_probe_refuses_a_leak_between_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        backbone, "PackedLayout", lambda lengths, follows: PackedLayout([sum(lengths)])
+        families, "PackedLayout", lambda lengths, follows: PackedLayout([sum(lengths)])
     )
     with pytest.raises(KeelError, match=r"'llama' fails the packing probe.* by 0\.\d+ of"):
         load_policy(spec("llama"), 0)

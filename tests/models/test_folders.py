@@ -129,13 +129,14 @@ def test_a_reward_models_adapter_names_the_revision_of_its_base(
 
 def test_an_adapter_as_the_model_is_refused_with_its_base(folder: Path, tmp_path: Path) -> None:
     made = adapter(str(folder), tmp_path / "adapter", revision="v2")
-    said = refused(made)
-    assert "holds only an adapter" in said
-    assert f"its base is {str(folder)!r} at revision 'v2'" in said
+    message = refused(made)
+    assert "holds only an adapter" in message
+    assert f"its base is {str(folder)!r} at revision 'v2'" in message
     assert (
-        "merge the two (peft: PeftModel.from_pretrained(base, folder).merge_and_unload())" in said
+        "merge the two (peft: PeftModel.from_pretrained(base, folder).merge_and_unload())"
+        in message
     )
-    assert "keel export RUN FOLDER" in said
+    assert "keel export RUN FOLDER" in message
     with pytest.raises(KeelError, match="holds only an adapter"):
         evaluate(made, task="sort_digits")
     shutil.copy(folder / "config.json", made)

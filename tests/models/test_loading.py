@@ -357,10 +357,10 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path:
     # The top-level domain .invalid never resolves (RFC 2606).
     monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    _refused("nobody/nothing", r"model hub \(hub.invalid\) cannot be reached")
+    _refused("someone/nothing", r"model hub \(hub.invalid\) cannot be reached")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1")
-    _refused("nobody/nothing", "cannot be reached")
+    _refused("someone/nothing", "cannot be reached")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -17,8 +17,7 @@ from keel.models.families import FAMILIES
 from keel.models.packed import Packed
 from keel.models.policy import Policy, load_policy
 from keel.models.reference import AdapterOff, reference_for
-from keel.models.reward import LABELS, STOCK, Kind, reward_model_from
-from keel.models.reward_inputs import Answered
+from keel.models.reward import LABELS, STOCK, Answered, Kind, reward_model_from
 from keel.types import KeelError
 from tests.models.tiny import batch, policy, separate_log_probs, sequences, spec, stock
 
@@ -41,6 +40,7 @@ def _batch(ours: Policy) -> Packed:
     return batch(len(ours.tokenizer))[1]
 
 
+@pytest.mark.quick("olmo", "starcoder2", "mixtral", "gpt_bigcode")
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_reference_is_the_base_bit_for_bit(family: str) -> None:
     bare, ours = policy(family), policy(family, rank=4)
@@ -148,7 +148,7 @@ HEADS: list[tuple[str, Kind, bool]] = [
 def test_a_reward_models_adapter_brings_its_head(
     family: str, kind: Kind, bias: bool, tmp_path: Path
 ) -> None:
-    """The saved language model as a classifier (its head drawn anew) and the adapter on it."""
+    """The saved language model as a classifier (its head drawn again) and the adapter on it."""
     base = policy(family)
     base.save(tmp_path / "base")
     made = reward_model_from(base, kind, 0, Lora(rank=4, alpha=8.0))
@@ -167,7 +167,7 @@ def test_a_reward_models_adapter_brings_its_head(
     assert loaded.peft_config["default"].task_type == task
     merged = auto.from_pretrained(tmp_path / "made").eval()
     answers = [Answered(tuple(t.tolist()), 2, (len(t) - 1,)) for t in sequences(15)]
-    for answer, said in zip(answers, made.judge(answers, 1000), strict=True):
+    for answer, message in zip(answers, made.judge(answers, 1000), strict=True):
         ids = torch.tensor([answer.tokens])
         with torch.no_grad():
             found, stock_says = (m(input_ids=ids).logits.flatten(0, -2) for m in (loaded, merged))
@@ -175,7 +175,7 @@ def test_a_reward_models_adapter_brings_its_head(
         torch.testing.assert_close(found, stock_says, rtol=0, atol=1e-5)
         last = found[-1]
         score = last[0] if kind == "outcome" else last[1] - last[0]
-        assert float(score) == pytest.approx(said[0], abs=1e-5)
+        assert float(score) == pytest.approx(message[0], abs=1e-5)
         assert abs(float(score)) > 1e-3
 
 

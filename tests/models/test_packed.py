@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keel.models.backbone import hidden_states, states_at
+from keel.models.families import hidden_states, states_at
 from keel.models.packed import Packed, pack
 from tests.engines.test_compiled import model_of
 
@@ -72,7 +72,7 @@ def test_as_many_targets_as_sequences() -> None:
 @settings(deadline=None)
 @given(st.data())
 def test_the_last_token_of_a_sequence_is_not_fed(data: st.DataObject) -> None:
-    """Sequences, and prompts with answers behind them: what is fed, piece by piece."""
+    """Sequences, and prompts with answers after them: what is fed, piece by piece."""
     lengths = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=8))
     follows: list[int] = []
     for piece in range(len(lengths)):

@@ -203,13 +203,14 @@ def test_values_are_of_the_state_before_each_token() -> None:
         t[3] = (t[3] + 1) % len(ours.tokenizer)
     again = critic.values(pack(changed, [torch.arange(2, len(t)) for t in changed]))
     place = torch.cat([torch.arange(2, len(t)) for t in tokens])
-    # A token is not seen by its own value, but by all behind it.
+    # A token is not seen by its own value, but by all after it.
     assert torch.equal(values[place <= 3], again[place <= 3])
     assert (values[place > 3] != again[place > 3]).all()
     assert (place > 3).any()
     assert values.std() > 0.1
 
 
+@pytest.mark.quick("arcee", "cohere2", "olmoe", "granite")
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_gradient_of_a_value_head_reaches_the_backbone(family: str) -> None:
     ours = policy(family)

@@ -14,7 +14,7 @@ from keel.graders.steps import split_steps
 from keel.models.build import byte_tokenizer, character_tokenizer
 from keel.models.chat import decode, token_ends
 from keel.models.packed import PackedSizes
-from keel.models.reward_inputs import Answered, Reader, joined, pack_answers
+from keel.models.reward import Answered, Reader, joined, pack_answers
 from keel.types import KeelError
 from tests.models.test_encode import TEMPLATE
 from tests.models.test_encode import tokenizer as word_tokenizer
@@ -298,7 +298,7 @@ def test_token_ends_where_a_tokens_text_depends_on_its_place(
 @same
 @given(wide.filter(bool), st.integers(1, 3))
 def test_token_ends_of_wide_characters(text: str, every: int) -> None:
-    """A place behind whole characters is reached by the last byte of the last of them."""
+    """A place after whole characters is reached by the last byte of the last of them."""
     ids = list(text.encode())
     ends = list(range(every, len(text) + 1, every))
     assert token_ends(BYTES, ids, ends) == [len(text[:end].encode()) - 1 for end in ends]

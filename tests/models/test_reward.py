@@ -20,12 +20,14 @@ from keel.models.packed import pack
 from keel.models.policy import Policy, load_policy
 from keel.models.probe import prepare_backbone
 from keel.models.reward import (
+    Answered,
+    Reader,
     RewardModel,
     head_of_classifier,
     load_reward_model,
+    pack_answers,
     reward_model_from,
 )
-from keel.models.reward_inputs import Answered, Reader, pack_answers
 from keel.types import KeelError
 from tests.models.tiny import build, stir
 
@@ -141,16 +143,17 @@ def close(found: list[list[float]], expected: list[list[float]]) -> None:
 # ---------------------------------------------------------------- the same with plain transformers
 
 
+@pytest.mark.quick("process-gpt2", "process-gpt_bigcode", "process-arcee", "process-seed_oss")
 @pytest.mark.parametrize(("kind", "family"), HAVE)
 def test_plain_transformers_says_the_same(kind: Kind, family: str, tmp_path: Path) -> None:
     ours = made(kind, family)
     rows = answers(ours)
-    said = ours.judge(rows, 1000)
-    assert len({round(v, 4) for row in said for v in row}) >= 4  # not one constant
+    message = ours.judge(rows, 1000)
+    assert len({round(v, 4) for row in message for v in row}) >= 4  # not one constant
     ours.save(tmp_path)
     theirs = stock(tmp_path, kind)
-    close(said, alone(theirs, kind, rows))
-    close(said, padded(theirs, kind, rows))
+    close(message, alone(theirs, kind, rows))
+    close(message, padded(theirs, kind, rows))
 
 
 @pytest.mark.parametrize(("kind", "family"), [p for p in PAIRS if p not in HAVE])
@@ -172,9 +175,9 @@ def test_the_same_where_padding_is_the_end_of_sequence(
     ours.save(tmp_path)
     theirs = stock(tmp_path, kind)
     assert theirs.config.pad_token_id == ours.tokenizer.eos_token_id
-    said = ours.judge(rows, 1000)
-    close(said, alone(theirs, kind, rows))
-    close(said, padded(theirs, kind, rows))
+    message = ours.judge(rows, 1000)
+    close(message, alone(theirs, kind, rows))
+    close(message, padded(theirs, kind, rows))
 
 
 @pytest.mark.parametrize("kind", ["outcome", "process"])
@@ -221,7 +224,7 @@ def test_the_backbone_starts_as_the_policy_is_now(kind: Kind, rank: int, family:
 
 def states(parent: Policy, model: Any) -> Tensor:
     """The last hidden states of the rows under the policy's own tokenizer."""
-    from keel.models.backbone import states_at
+    from keel.models.families import states_at
 
     reader = Reader(parent.tokenizer)
     tokens = [torch.tensor(reader.answer(p, c, "row").tokens) for p, c in ROWS]
@@ -273,17 +276,17 @@ def test_lora_is_merged_where_it_is_saved(kind: Kind, family: str, tmp_path: Pat
     rows = answers(reward)
     before = reward.judge(rows, 1000)
     learn(reward.model)
-    said = reward.judge(rows, 1000)
-    assert said != before
+    message = reward.judge(rows, 1000)
+    assert message != before
     kept = {name: p.clone() for name, p in reward.model.state_dict().items()}
     reward.save(tmp_path)
     assert all(torch.equal(kept[n], p) for n, p in reward.model.state_dict().items())
-    close(said, alone(stock(tmp_path, kind), kind, rows))
+    close(message, alone(stock(tmp_path, kind), kind, rows))
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
     # Without what the adapter learned the scores are others.
     with lora.adapter_off(reward.model):
         bare = reward.judge(rows, 1000)
-    assert abs(bare[0][0] - said[0][0]) > 1e-3
+    assert abs(bare[0][0] - message[0][0]) > 1e-3
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -323,12 +326,12 @@ def test_packed_is_one_by_one_and_no_budget_matters(kind: Kind, family: str) -> 
     expected = reward.judge(rows, 10_000)
     assert [len(x) for x in expected] == [len(row.ends) for row in rows]
     one_by_one = [reward.judge([row], 10_000)[0] for row in rows]
-    for said in (
+    for message in (
         one_by_one,
         *(reward.judge(rows, budget) for budget in (1, 12, 25)),
         reward.judge(rows[::-1], 30)[::-1],
     ):
-        for found, wanted in zip(said, expected, strict=True):
+        for found, wanted in zip(message, expected, strict=True):
             # float64 in another order of sums.
             assert found == pytest.approx(wanted, abs=1e-10)
 
@@ -398,10 +401,10 @@ def test_a_policys_folder_is_no_reward_model(kind: Kind, tmp_path: Path) -> None
     # Two labels, or transformers' own default would be the first complaint.
     parent.model.config.num_labels = 1 if kind == "outcome" else 2
     parent.save(tmp_path)
-    said = refused(tmp_path, kind)
-    assert "lacks" in said
-    assert "score.weight among them" in said.replace("score.bias", "score.weight")
-    assert "reward model" in said
+    message = refused(tmp_path, kind)
+    assert "lacks" in message
+    assert "score.weight among them" in message.replace("score.bias", "score.weight")
+    assert "reward model" in message
 
 
 def test_the_wrong_number_of_labels(tmp_path: Path) -> None:
@@ -414,8 +417,8 @@ def test_the_wrong_number_of_labels(tmp_path: Path) -> None:
         with quiet():
             other.save_pretrained(tmp_path / "other")
         shutil.copy(tmp_path / kind / "tokenizer.json", tmp_path / "other")
-        said = refused(tmp_path / "other", kind)  # type: ignore[arg-type]
-        assert f"has {labels + 1} labels, so it is not" in said
+        message = refused(tmp_path / "other", kind)  # type: ignore[arg-type]
+        assert f"has {labels + 1} labels, so it is not" in message
     assert "2 labels, so it is not an outcome reward model" in refused(
         tmp_path / "process", "outcome"
     )

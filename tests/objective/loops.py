@@ -158,7 +158,7 @@ Chances = Sequence[Sequence[Floats]]
 
 
 def bellman(values: Floats, rewards: Table, chances: Chances, gamma: float) -> list[list[float]]:
-    """Q of every state and action, given the values of the states behind."""
+    """Q of every state and action, given the values of the states after."""
     return [
         [
             reward + gamma * sum(p * v for p, v in zip(row, values, strict=True))

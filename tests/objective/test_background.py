@@ -70,7 +70,7 @@ WINDOW = loops.tensor([1.0, 2.0, 4.0])
 
 
 def target_of(reward: torch.Tensor, ends: list[bool], steps: int) -> torch.Tensor:
-    """Of one window, behind which 10 is to come, at γ = 1/2."""
+    """Of one window, after which 10 is to come, at γ = 1/2."""
     return background.n_step_target(
         reward[None],
         torch.tensor([ends]),

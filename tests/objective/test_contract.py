@@ -20,19 +20,16 @@ from keel.objective import (
     background,
     correction,
     divergences,
-    entropy,
     gae,
     gaussian,
     group,
     preference,
-    process,
     ratios,
     segments,
     surrogates,
     tabular,
     value,
     weights,
-    whitening,
 )
 from tests.objective import loops
 
@@ -131,7 +128,7 @@ EXAMPLES: dict[Function, Example] = {
     segments.shift: example(OWN, x_N=n(1)),
     segments.to_go: example(OWN, x_N=n(1)),
     segments.linear_recurrence: example({"horizon": 3}, decay_N=n(1), input_N=n(2)),
-    whitening.whiten: example({"present_N": FLAGS}, x_N=n(1)),
+    segments.whiten: example({"present_N": FLAGS}, x_N=n(1)),
     gae.td_error: example({"gamma": 0.9}, reward_N=n(1), value_N=n(2), next_value_N=n(3)),
     gae.gae: example({"continues_N": FLAGS, "gamma": 0.9, "lam": 0.8}, td_error_N=n(1)),
     gae.n_step: example({"continues_N": FLAGS, "gamma": 0.9, "steps": 3}, td_error_N=n(1)),
@@ -149,7 +146,7 @@ EXAMPLES: dict[Function, Example] = {
     group.baselined_returns: example(
         {"groups_S": GROUPS, **OWN, "gamma": 0.9, "group_baseline": True}, **PLUS),
     group.batch_normalised: example({"groups_S": GROUPS, **OWN, "gamma": 0.9}, **PLUS),
-    process.process_group_relative: example(
+    group.process_group_relative: example(
         {"step_end_K": loops.ints([0, 2, 3, 6]), "step_sequence_K": loops.ints([0, 0, 1, 2]),
          "groups_S": GROUPS, **OWN, "epsilon": 1e-4},
         step_reward_K=loops.random(4, 1)),
@@ -184,7 +181,7 @@ EXAMPLES: dict[Function, Example] = {
     divergences.old_to_policy: example(**TO_OLD),
     divergences.policy_to_old: example(**TO_OLD),
     value.value_loss: example({"clip": 0.2}, value_N=n(1), old_value_N=n(2), return_N=n(3)),
-    entropy.entropy: example(logits_NV=matrix(8, 5, 1)),
+    divergences.entropy: example(logits_NV=matrix(8, 5, 1)),
     correction.truncate: example({**CORRECTION, "cap": 1.2}),
     correction.mask: example({**CORRECTION, "floor": 0.8, "cap": 1.2}),
     background.state_value: example(probability_BA=matrix(4, 3, 2), q_BA=Q),

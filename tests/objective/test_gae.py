@@ -65,7 +65,7 @@ def test_lambda_0_is_td_and_1_is_monte_carlo(lengths: list[int], gamma: float) -
 def test_gae_is_the_mixture_of_n_step_advantages() -> None:
     _, _, delta_N, go_N = deltas([7, 3], 0.9, 2)
     lam, mixture = 0.6, torch.zeros(10, dtype=torch.float64)
-    # The terms behind the end of the longest episode are a geometric series of the last one.
+    # The terms after the end of the longest episode are a geometric series of the last one.
     for k in range(1, 200):
         mixture += (1 - lam) * lam ** (k - 1) * gae.n_step(delta_N, go_N, gamma=0.9, steps=k)
     loops.close(gae.gae(delta_N, go_N, gamma=0.9, lam=lam), mixture)
@@ -169,13 +169,17 @@ def test_lambda_1_is_monte_carlo_where_episodes_are_truncated_too(
     lengths_S = loops.ints(lengths)
     reward_N, value_N = loops.random(sum(lengths), seed), loops.random(sum(lengths), seed + 1)
     # Every other episode is cut off, and V of where it was cut is not 0.
-    behind = [0.0 if i % 2 else 5.0 + i for i in range(len(lengths))]
-    next_N = segments.shift(value_N, lengths_S) + segments.on_last(loops.tensor(behind), lengths_S)
+    following = [0.0 if i % 2 else 5.0 + i for i in range(len(lengths))]
+    next_N = segments.shift(value_N, lengths_S) + segments.on_last(
+        loops.tensor(following), lengths_S
+    )
     delta_N = gae.td_error(reward_N, value_N, next_N, gamma=gamma)
     full_N = gae.monte_carlo(reward_N, lengths_S, value_N, next_N, gamma=gamma)
     loops.close(gae.gae(delta_N, segments.continues(lengths_S), gamma=gamma, lam=1.0), full_N)
-    parts = zip(loops.split(reward_N, lengths), loops.split(value_N, lengths), behind, strict=True)
-    # One more reward in the loop: the value behind the last action.
+    parts = zip(
+        loops.split(reward_N, lengths), loops.split(value_N, lengths), following, strict=True
+    )
+    # One more reward in the loop: the value after the last action.
     expected = [
         [u - v for u, v in zip(loops.to_go([*rewards, after], gamma), values, strict=False)]
         for rewards, values, after in parts

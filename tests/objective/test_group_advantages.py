@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.objective import group, process, whitening
+from keel.objective import group, segments
 from tests.objective import loops
 
 NAN = float("nan")
@@ -202,23 +202,23 @@ def test_batch_normalised_against_the_loop(
 
 def test_whiten() -> None:
     x_N = loops.random(50, 1) * 3 + 2
-    out_N = whitening.whiten(x_N)
+    out_N = segments.whiten(x_N)
     loops.close(out_N, loops.whiten(x_N.tolist()))
     loops.close(out_N.mean(), torch.tensor(0.0))
-    wide = whitening.whiten(x_N, epsilon=4.0)
+    wide = segments.whiten(x_N, epsilon=4.0)
     loops.close(wide, loops.whiten(x_N.tolist(), 4.0))
     present_N = torch.arange(50) % 3 != 0
-    masked_N = whitening.whiten(torch.where(present_N, x_N, NAN), present_N)
+    masked_N = segments.whiten(torch.where(present_N, x_N, NAN), present_N)
     loops.close(masked_N[present_N], loops.whiten(x_N[present_N].tolist()))
     assert masked_N[~present_N].tolist() == [0.0] * 17
-    assert whitening.whiten(loops.tensor([3.0])).tolist() == [0.0]
-    assert whitening.whiten(torch.zeros(0)).shape == (0,)
+    assert segments.whiten(loops.tensor([3.0])).tolist() == [0.0]
+    assert segments.whiten(torch.zeros(0)).shape == (0,)
 
 
 def test_process_rewards_by_hand() -> None:
     """Two answers of one prompt, 5 and 4 tokens, steps that end at tokens 1, 4 and at token 2."""
     reward, lengths = loops.tensor([1.0, 0.0, 0.5]), loops.ints([5, 4])
-    out = process.process_group_relative(
+    out = group.process_group_relative(
         reward,
         loops.ints([1, 4, 5 + 2]),
         loops.ints([0, 0, 1]),
@@ -250,7 +250,7 @@ def test_process_rewards_against_the_loop(data: st.DataObject) -> None:
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        actual = process.process_group_relative(
+        actual = group.process_group_relative(
             loops.tensor([r for _, _, r in steps]),
             loops.ints([starts[i] + end for i, end, _ in steps]),
             loops.ints([i for i, _, _ in steps]),
@@ -268,7 +268,7 @@ def test_one_step_at_the_end_is_the_outcome() -> None:
         loops.ints([2, 5, 1, 3, 4, 6]),
     )
     ends = lengths.cumsum(0) - 1
-    out = process.process_group_relative(
+    out = group.process_group_relative(
         reward, ends, loops.ints(range(6)), groups, lengths, epsilon=1e-4
     )
     outcome = group.group_relative(reward, groups, scale="std", epsilon=1e-4)

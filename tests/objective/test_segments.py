@@ -89,7 +89,7 @@ def test_a_sequence_is_summed_alike_wherever_it_lies(dtype: torch.dtype) -> None
 
 
 def test_long_sums_are_exact_in_float32() -> None:
-    """A difference of cumulative sums would lose the short sequence behind the long one."""
+    """A difference of cumulative sums would lose the short sequence after the long one."""
     x_N = torch.cat([torch.full((100_000,), 1e4), torch.tensor([0.1, 0.2])])
     lengths_S = loops.ints([100_000, 2])
     loops.close(segments.to_go(x_N, lengths_S)[-2:], [0.3, 0.2], 1e-7)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from keel.objective import correction, entropy, value
+from keel.objective import correction, divergences, value
 from tests.objective import loops
 
 
@@ -52,9 +52,9 @@ def test_entropy() -> None:
     logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 0.0, -1.0]], dtype=torch.float64)
     p = logits[1].softmax(-1).tolist()
     expected = [math.log(4), -sum(x * math.log(x) for x in p)]
-    loops.close(entropy.entropy(logits), expected)
+    loops.close(divergences.entropy(logits), expected)
     ruled_out = torch.tensor([[0.0, 0.0, -torch.inf]], dtype=torch.float64, requires_grad=True)
-    out = entropy.entropy(ruled_out)
+    out = divergences.entropy(ruled_out)
     (slope,) = torch.autograd.grad(out.sum(), ruled_out)
     loops.close(out, [math.log(2)])
     loops.close(slope, torch.zeros(1, 3))

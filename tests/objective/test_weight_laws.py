@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keel.objective import gae, ratios, segments, surrogates, weights, whitening
+from keel.objective import gae, ratios, segments, surrogates, weights
 from keel.objective import group as groups
 from tests.objective import loops
 
@@ -149,7 +149,7 @@ def test_advantages_follow_their_sequences_when_rows_are_permuted() -> None:
             True,
             lambda r, p, g, n: groups.batch_normalised(r, p, g, n, gamma=0.9, group_baseline=True),
         )
-        both(True, lambda r, p, g, n: whitening.whiten(p))
+        both(True, lambda r, p, g, n: segments.whiten(p))
         both(True, lambda r, p, g, n: gae.gae(p, segments.continues(n), gamma=0.9, lam=0.8))
         both(True, lambda r, p, g, n: gae.n_step(p, segments.continues(n), gamma=0.9, steps=3))
         both(True, lambda r, p, g, n: gae.monte_carlo(p, n, gamma=0.9, baseline="batch_mean"))

@@ -1,4 +1,4 @@
-"""What a judge will be paid: the forecast, and what a server bills for the run."""
+"""The cost of a judge: the forecast, and what a server bills for the run."""
 
 from __future__ import annotations
 
@@ -46,11 +46,13 @@ def forecast(validation: int = 0, *overrides: str, **options: Any) -> Forecast:
         ({"mode": "pairwise", "against": "other", "both_orders": False}, 10 * 4),
     ],
 )
-def test_questions_of_all_steps_are_counted(options: dict[str, Any], of_a_step: int) -> None:
+def test_forecast_counts_the_questions_of_all_steps(
+    options: dict[str, Any], of_a_step: int
+) -> None:
     assert forecast(**options).questions == 20 * of_a_step
 
 
-def test_questions_of_every_evaluation_are_counted() -> None:
+def test_forecast_counts_the_questions_of_every_evaluation() -> None:
     """Before, after 5, 10 and 15 steps, and after: one greedy answer and four sampled of each."""
     found = forecast(7, "evaluation.every=5", "evaluation.samples=4")
     assert found.evaluation == 5 * 7 * 5
@@ -60,7 +62,7 @@ def test_questions_of_every_evaluation_are_counted() -> None:
     assert paired.evaluation == 5 * 7 * 8
 
 
-def test_the_interval_holds_the_estimate_and_the_bound_holds_all() -> None:
+def test_forecast_interval_holds_the_estimate_and_the_bound_all() -> None:
     found = forecast(5, **PRICES)
     dollars = [c.dollars for c in (found.low, found.estimate, found.high, found.bound)]
     assert dollars == sorted(dollars)
@@ -74,7 +76,7 @@ def test_the_interval_holds_the_estimate_and_the_bound_holds_all() -> None:
     assert refilled.estimate == found.estimate
 
 
-def test_nothing_sampled_is_nothing_forecast() -> None:
+def test_forecast_is_none_without_samples() -> None:
     source = RewardSource(function="judge", options={"model": "m"})
     assert forecast_judge(source, [], stage(), 0, "k") is None
 
@@ -83,7 +85,7 @@ def test_nothing_sampled_is_nothing_forecast() -> None:
     ("share", "severity", "words"),
     [(0.5, "error", " ends "), (2.0, "warning", "probably ends"), (1e9, None, "")],
 )
-def test_a_budget_below_the_forecast_is_found(
+def test_budget_below_the_forecast_is_a_finding(
     share: float, severity: str | None, words: str
 ) -> None:
     plain = forecast(**PRICES)
@@ -105,13 +107,13 @@ def test_stages_that_share_a_cache_share_the_budget() -> None:
     assert list(over_budget([held, forecast(budget=budget, label="other", **PRICES)])) == []
 
 
-def test_a_budget_of_tokens_is_named() -> None:
+def test_token_budget_is_named() -> None:
     (finding,) = over_budget([forecast(budget_tokens=10)])
     assert finding.key.endswith("options.budget_tokens")
     assert finding.severity == "error"
 
 
-def test_a_run_is_billed_within_the_forecast_interval(tmp_path: Path) -> None:
+def test_run_is_billed_within_the_forecast_interval(tmp_path: Path) -> None:
     """The server bills a token for four bytes read and for each character written."""
     with JudgeServer() as server:
         options = {"model": "judge-1", "url": server.url, "low": 0, "high": 100, **PRICES}
@@ -121,16 +123,15 @@ def test_a_run_is_billed_within_the_forecast_interval(tmp_path: Path) -> None:
             "evaluation": {"every": 2, "prompts": 6, "samples": 2},
             "steps": 4,
         }
-        report = check(recipe)
+        report = check(recipe, predicts=False)
         assert server.log == []
         keel.train(load_recipe(recipe), tmp_path / "run")
         billed_in, billed_out = server.billed
     run = keel.load(tmp_path / "run")
     spent = (billed_in * 1.0 + billed_out * 10.0) / 1e6
-    told = report.predicted
     judge = report.stages[-1].predicted["judge"]
     assert judge["low"] <= spent <= judge["high"]
-    assert told["cost"] == pytest.approx(judge["estimate"], abs=1e-4)
+    assert report.predicted["cost"] == pytest.approx(judge["estimate"], abs=1e-4)
     # Metrics hold what evaluations cost too; the note at the end, what was billed in all.
     rows = run.metrics()
     assert sum(row["judge/dollars"] for row in rows) > 0
@@ -148,9 +149,7 @@ def test_a_run_is_billed_within_the_forecast_interval(tmp_path: Path) -> None:
     ],
     ids=["refills", "greedy"],
 )
-def test_the_metrics_count_all_that_a_step_asks(
-    keys: list[str], asked: int, tmp_path: Path
-) -> None:
+def test_metrics_count_all_questions_of_a_step(keys: list[str], asked: int, tmp_path: Path) -> None:
     with JudgeServer(lambda request: '{"reason": "alike", "score": 50}') as server:
         options = {"model": "judge-1", "url": server.url, "low": 0, "high": 100, **PRICES}
         recipe = {

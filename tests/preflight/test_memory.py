@@ -1,28 +1,29 @@
-"""Memory measured by a trial run: against real runs, within limits, and what the trial is."""
+"""Memory and time from a trial run: against real runs, within limits, and what the trial is."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+import tomllib
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from keel.cli.main import main
 from keel.config.load import load_recipe, to_toml
-from keel.config.schema import Recipe, RLStage
+from keel.config.schema import Recipe, RLStage, Stage
 from keel.engines.native import NativeEngine
 from keel.models.policy import load_policy
-from keel.preflight.check import check
-from keel.preflight.context import LongestExample, StageContext
-from keel.preflight.memory.machine import available_memory, resident_memory
-from keel.preflight.memory.measure import read_result
-from keel.preflight.memory.stand_ins import full_length
-from keel.preflight.memory.trial import Trial, trial_of
+from keel.preflight.check import Report, check
+from keel.preflight.context import LongestExample
+from keel.preflight.judge_cost import evaluations_of
+from keel.preflight.memory import available_memory, read_result, resident_memory
+from keel.preflight.prediction import stage_parts
+from keel.preflight.trial import Trial, full_length, trial_of
 from keel.preflight.trial_batch import Load
 from keel.types import Prompt, Sampling
 
@@ -43,28 +44,44 @@ print(int(status.split("VmHWM:")[1].split()[0]) * 1024)
 SMALL = Load(800_000, 4, 4, "cpu")
 
 
-def real_peak(folder: Path, overrides: list[str]) -> int:
-    """The most memory of a process that runs the recipe."""
-    words = [sys.executable, "-c", REAL, str(folder / "run"), *overrides]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    return int(done.stdout.splitlines()[-1])
+# ---------------------------------------------------------------- measured
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Report:
+    return check("tiny", SHORT, price=3.6)
+
+
+def test_memory_time_and_cost_are_predicted(tiny: Report) -> None:
+    predicted = tiny.stages[0].predicted
+    assert 0 < predicted["memory"]["peak"] < predicted["memory"]["room"]
+    assert {"sampling", "learning"} <= set(predicted["time"])
+    assert predicted["seconds"] > 0
+    assert predicted["cost"] == pytest.approx(predicted["seconds"] / 1000, abs=1e-3)
+    assert tiny.predicted == {"seconds": predicted["seconds"], "cost": predicted["cost"]}
+    assert tiny.findings == ()
 
 
 @linux
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [[], WIDE], ids=["tiny", "512 wide"])
-def test_the_predicted_peak_is_that_of_the_run(overrides: list[str], tmp_path: Path) -> None:
+def test_predicted_peak_is_that_of_the_run(
+    overrides: list[str], tiny: Report, tmp_path: Path
+) -> None:
     """Within a tenth: a run has more steps, and so more holes in its heap."""
-    (stage,) = check("tiny", [*SHORT, *overrides]).stages
-    memory = stage.predicted["memory"]
-    assert memory["peak"] == pytest.approx(real_peak(tmp_path, [*SHORT, *overrides]), rel=0.1)
+    report = check("tiny", [*SHORT, *overrides]) if overrides else tiny
+    memory = report.stages[0].predicted["memory"]
+    words = [sys.executable, "-c", REAL, str(tmp_path / "run"), *SHORT, *overrides]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert memory["peak"] == pytest.approx(int(done.stdout.splitlines()[-1]), rel=0.1)
     assert memory["device"] == "cpu"
     assert {"rollout", "score", "update"} <= set(memory["phases"])
     assert memory["peak"] == max(memory["phases"].values())
 
 
 @linux
-@pytest.mark.parametrize("limit", [300, 450])
-def test_a_recipe_that_does_not_fit_is_a_finding(
+@pytest.mark.parametrize("limit", [pytest.param(300, marks=pytest.mark.slow), 450])
+def test_recipe_that_does_not_fit_is_a_finding(
     limit: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whether its peak is above the limit, or it does not come so far."""
@@ -79,6 +96,7 @@ def test_a_recipe_that_does_not_fit_is_a_finding(
 
 
 @linux
+@pytest.mark.slow
 def test_every_kind_of_stage_is_measured_with_the_models_of_earlier_ones(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     rows = [
@@ -88,26 +106,28 @@ def test_every_kind_of_stage_is_measured_with_the_models_of_earlier_ones(tmp_pat
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {"name": "sort_digits", "options": {"min_digits": 2, "max_digits": 4}}
     sampled = {"tasks": [task], "max_tokens": 10, "train": 20, "heldout": 5}
-    place = {"functions": [{"function": "place_match"}]}
-    steps = {"functions": [{"function": "step_match"}]}
     data = {"name": "jsonl", "path": str(path)}
-    process = {"stage": "process_reward_model"}
-    learned = [
+
+    def scored(*functions: dict[str, Any]) -> dict[str, Any]:
+        return {"functions": list(functions)}
+
+    place, steps = scored({"function": "place_match"}), scored({"function": "step_match"})
+    learned = scored(
         {"function": "outcome", "options": {"stage": "reward_model"}},
         {"function": "process", "options": {"stage": "process_reward_model"}},
-    ]
+    )
     stages = [
         {"stage": "sft", "tasks": [task]},
         {"stage": "reward_model", "sampled": {**sampled, "rewards": place}},
         {"stage": "reward_model", "name": "again", "base": {"stage": "reward_model"}, "data": data},
-        {**process, "sampled": {**sampled, "rewards": steps}},
+        {"stage": "process_reward_model", "sampled": {**sampled, "rewards": steps}},
         {"stage": "dpo", "data": data},
         {
             "stage": "rl",
             "algorithm": "grpo_process",
             "tasks": [task],
             "rollout": {"max_tokens": 10, "prompts_per_step": 4, "group_size": 3},
-            "rewards": {"functions": learned},
+            "rewards": learned,
         },
     ]
     build = load_recipe("tiny").model.model_dump()["build"]
@@ -118,82 +138,70 @@ def test_every_kind_of_stage_is_measured_with_the_models_of_earlier_ones(tmp_pat
     assert peaks == sorted(peaks)  # one process, which keeps what it has freed
 
 
-# ---------------------------------------------------------------- what the trial writes down
+# ---------------------------------------------------------------- the trial's events
 
-
-def event(stage: str, **keys: Any) -> dict[str, Any]:
-    return {"stage": stage, **keys}
-
-
-EVENTS: list[Mapping[str, Any]] = [
-    event("", resets=True),
-    event("sft", begins="setup"),
-    event("sft", phase="setup", peak=100),
-    event("sft", begins="update"),
-    event("sft", phase="update", peak=200),
-    event("sft", step=2, tokens=64.0, seconds={"update": 0.5}),
-    event("sft", phase="checkpoints", peak=201),
-    event("rl", begins="setup"),
-    event("rl", phase="setup", peak=150),
-    event("rl", begins="rollout"),
+EVENTS: list[dict[str, Any]] = [
+    {"stage": "", "resets": True},
+    {"stage": "sft", "begins": "setup"},
+    {"stage": "sft", "phase": "setup", "peak": 100},
+    {"stage": "sft", "begins": "update"},
+    {"stage": "sft", "phase": "update", "peak": 200},
+    {"stage": "sft", "step": 2, "tokens": 64.0, "seconds": {"update": 0.5}},
+    {"stage": "sft", "phase": "checkpoints", "peak": 201},
+    {"stage": "rl", "begins": "setup"},
+    {"stage": "rl", "phase": "setup", "peak": 150},
+    {"stage": "rl", "begins": "rollout"},
 ]
 
 
-def test_what_a_stage_took() -> None:
+def test_events_of_a_finished_trial_give_peaks_and_seconds() -> None:
     """A later phase that has hardly more does not decide the peak."""
-    result = read_result([*EVENTS, event("rl", finished=True)], 0)
+    end = {"stage": "rl", "finished": True}
+    result = read_result([*EVENTS, end], 0)
     memory = result.stages["sft"]
     assert (memory.peak, memory.phase) == (201, "update")
     assert memory.phases == {"setup": 100, "update": 200, "checkpoints": 201}
     assert (memory.tokens, memory.seconds) == (64.0, {"update": 0.5})
     assert result.stages["rl"].peak == 150
     assert not result.full
-    every = read_result([event("", resets=False), *EVENTS[1:], event("rl", finished=True)], 0)
-    assert every.stages["sft"].phases == {}
-    assert every.stages["sft"].peak == 201
+    whole = read_result([{"stage": "", "resets": False}, *EVENTS[1:], end], 0)
+    assert (whole.stages["sft"].phases, whole.stages["sft"].peak) == ({}, 201)
 
 
-def test_a_trial_that_did_not_end_well() -> None:
+def test_events_of_a_trial_that_ended_early_name_the_reason() -> None:
     killed = read_result(EVENTS, -9)
     assert (killed.stopped, killed.phase, killed.full) == ("rl", "rollout", True)
     assert "SIGKILL" in killed.why
     assert set(killed.stages) == {"sft"}
-    full = read_result([*EVENTS, event("rl", full="out of memory with 9 tokens")], 0)
+    full = read_result([*EVENTS, {"stage": "rl", "full": "out of memory with 9 tokens"}], 0)
     assert (full.full, full.why) == (True, "out of memory with 9 tokens")
-    wrong = read_result([*EVENTS, event("rl", error="no such thing")], 0)
+    wrong = read_result([*EVENTS, {"stage": "rl", "error": "no such thing"}], 0)
     assert (wrong.full, wrong.why) == (False, "no such thing")
     assert read_result([], 1).full
 
 
-# ---------------------------------------------------------------- what the trial is
+# ---------------------------------------------------------------- the trial's recipe
 
 
-def trial(recipe: Recipe, load: Load = SMALL, *, tokens: int = 9) -> Trial | None:
-    contexts = []
-    for stage in recipe.stages:
-        context = StageContext(stage.name, stage.stage)
-        context.work.longest = LongestExample(tokens, {"prompt": "12>"})
-        contexts.append(context)
-    return trial_of(recipe, contexts, load, Path("examples.json"))
+def trial(recipe: Recipe, load: Load = SMALL, *, without: tuple[str, ...] = ()) -> Trial | None:
+    examples = {s.name: LongestExample(9, {"prompt": "12>"}) for s in recipe.stages}
+    examples |= dict.fromkeys(without)
+    contexts: Any = [
+        SimpleNamespace(recipe=recipe, stage=s, work=SimpleNamespace(longest=examples[s.name]))
+        for s in recipe.stages
+    ]
+    return trial_of(contexts, load, Path("examples.json"))
 
 
 def trial_stage(*overrides: str, load: Load = SMALL, **keys: Any) -> tuple[RLStage, Trial]:
     found = trial(load_recipe({"extends": "tiny", **keys}, overrides), load)
     assert found is not None
     # What the process reads is a recipe like any other.
-    assert load_recipe_text(found.recipe) == found.recipe
-    (stage,) = found.recipe.stages
-    assert isinstance(stage, RLStage)
-    return stage, found
+    assert load_recipe(tomllib.loads(to_toml(found.recipe))) == found.recipe
+    return cast(RLStage, found.recipe.stages[0]), found
 
 
-def load_recipe_text(recipe: Recipe) -> Recipe:
-    import tomllib
-
-    return load_recipe(tomllib.loads(to_toml(recipe)))
-
-
-def test_nothing_is_paid_logged_or_called_in_a_trial() -> None:
+def test_trial_pays_logs_and_calls_nothing() -> None:
     functions = [
         {"function": "judge", "options": {"model": "m", "url": "http://127.0.0.1:9/v1"}},
         {"function": "own:reward"},
@@ -205,28 +213,27 @@ def test_nothing_is_paid_logged_or_called_in_a_trial() -> None:
     )
     assert [f.function for f in stage.rewards.functions][:-1] == ["outcome"]
     assert stage.rewards.functions[0].gate_below is None
-    assert stage.rewards.functions[-1].function.endswith("alternating_reward")
+    assert stage.rewards.functions[-1].function.endswith(":alternating_reward")
     assert not stage.trackers.tensorboard
     assert stage.evaluation.component is None
     assert found.omitted["rl"] == ("memory of reward 'apart'",)
 
 
-def test_a_trial_has_two_steps_of_what_fills_memory() -> None:
-    stage, found = trial_stage(
-        "rollout.max_rows=8", "token_budget=640", "epochs=3", "minibatches=1"
-    )
+def test_trial_has_two_steps_of_what_fills_memory() -> None:
+    rows = "rollout.max_rows=8"
+    stage, found = trial_stage(rows, "token_budget=640", "epochs=3", "minibatches=1")
     assert (stage.steps, stage.epochs, found.sampled["rl"]) == (2, 1, 10)
     assert stage.rollout.prompts_per_step == 8
-    # Of a prompt of 9 tokens and four answers of 10, six fit into 300; two passes, and one more.
-    many, _ = trial_stage("rollout.max_rows=8", "token_budget=300", "rollout.prompts_per_step=500")
-    assert many.rollout.prompts_per_step == 13
-    # Or as many as are sampled at a time.
-    wide, _ = trial_stage("token_budget=300", "rollout.prompts_per_step=500")
-    assert wide.rollout.prompts_per_step == 256 // 4
-    ahead, _ = trial_stage("rollout.async_level=1", "algorithm.correction.kind=truncate")
-    assert ahead.steps == 3
-    one, _ = trial_stage("steps=1")
-    assert one.steps == 1
+    for overrides, prompts in (
+        # Of a prompt of 9 tokens and four answers of 10, six fit into 300; two passes, and one
+        # more; or as many as are sampled at a time.
+        ([rows, "token_budget=300", "rollout.prompts_per_step=500"], 13),
+        (["token_budget=300", "rollout.prompts_per_step=500"], 256 // 4),
+    ):
+        assert trial_stage(*overrides)[0].rollout.prompts_per_step == prompts
+    async_level = ["rollout.async_level=1", "algorithm.correction.kind=truncate"]
+    assert trial_stage(*async_level)[0].steps == 3
+    assert trial_stage("steps=1")[0].steps == 1
     large, omitted = trial_stage(
         "rollout.max_tokens=4000", "model.build.context=4096", load=Load(10**9, 4, 24, "cpu")
     )
@@ -235,24 +242,24 @@ def test_a_trial_has_two_steps_of_what_fills_memory() -> None:
     assert large.rollout.max_tokens == 4000
 
 
-def test_a_stage_without_an_example_is_left_out_and_so_is_what_needs_it() -> None:
-    data = {"name": "own:rows"}
-    model = {"stage": "reward_model", "name": "first", "data": data}
+def test_trial_leaves_out_stages_without_example_and_those_that_need_them() -> None:
+    model = {"stage": "reward_model", "name": "first", "data": {"name": "own:rows"}}
     again = {**model, "name": "second", "base": {"stage": "first"}}
     recipe = load_recipe({"model": {"build": {}}, "stages": [model, again]})
-    contexts = [StageContext(stage.name, stage.stage) for stage in recipe.stages]
-    contexts[1].work.longest = LongestExample(9, {})
-    assert trial_of(recipe, contexts, SMALL, Path("examples.json")) is None
+    assert trial(recipe, without=("first",)) is None
+    alone = trial(recipe, without=("second",))
+    assert alone is not None
+    assert [stage.name for stage in alone.recipe.stages] == ["first"]
 
 
-def test_completions_are_as_long_as_their_budget() -> None:
-    """Sampled on beyond the end, then repeated; no longer than the context."""
+def test_full_length_engine_fills_the_budget_within_the_context() -> None:
+    """Sampled on after the end, then repeated."""
     policy = load_policy(load_recipe("tiny").model, 0)
     prompts = [Prompt("a", "12>", tokens=(3, 4, 5)), Prompt("b", "1>", tokens=(3, 5))]
     engine = full_length("native", lambda: 6)(policy.model, policy.tokenizer, dtype=None)
     groups = engine.sample(prompts, 4, Sampling(max_tokens=12), 0)
-    assert {len(c) for group in groups for c in group.completions} == {12}
     for completion in (c for group in groups for c in group.completions):
+        assert len(completion) == 12
         assert set(completion.tokens[6:]) == {completion.tokens[5]}
         assert completion.written.all()
     context = NativeEngine(policy.model, policy.tokenizer).context
@@ -261,12 +268,48 @@ def test_completions_are_as_long_as_their_budget() -> None:
     assert len(long[0].completions[0]) == context - 3
 
 
-# ---------------------------------------------------------------- what there is
+# ---------------------------------------------------------------- time
+
+
+def rl(*overrides: str) -> Stage:
+    return load_recipe("tiny", ["steps=10", "checkpoints.every=4", *overrides]).stages[0]
+
+
+def on_rows(stage: str) -> Stage:
+    kind = {"stage": stage, "steps": 10, "data": {"name": "jsonl", "path": "rows.jsonl"}}
+    return load_recipe({"model": {"build": {}}, "stages": [kind]}).stages[0]
+
+
+STEP = {"sampling": 6.0, "scoring": 2.0, "measuring": 2.0, "learning": 3.0}
+
+
+def test_time_multiplies_a_step_and_each_epoch() -> None:
+    """Three checkpoints: after 4, 8 and 10 steps. Three evaluations: before,
+    after 5, and at the end."""
+    stage = rl("algorithm=grpo", "epochs=2", "evaluation.every=5")
+    assert stage_parts(stage, STEP, 0.5, 4.0) == pytest.approx(
+        {"sampling": 60, "scoring": 20, "measuring": 20, "learning": 60, "evaluation": 12,
+         "checkpoints": 1.5}
+    )  # fmt: skip
+    data = stage_parts(on_rows("dpo"), {"sampling": 0.0, "learning": 3.0}, 0.5, 0.0)
+    assert data == pytest.approx({"learning": 30, "checkpoints": 0.5})
+    assert stage_parts(rl("checkpoints.every=5"), STEP, 0.5, 0.0)["checkpoints"] == 1.0
+
+
+def test_evaluations_are_counted() -> None:
+    counts = [evaluations_of(rl(f"evaluation.every={every}")) for every in (0, 3, 5)]
+    assert counts == [2, 2 + 3, 2 + 1]  # the tenth step is the last
+    assert evaluations_of(on_rows("reward_model")) == 2
+    sft = {"stage": "sft", "tasks": [{"name": "sort_digits"}]}
+    assert evaluations_of(load_recipe({"model": {"build": {}}, "stages": [sft]}).stages[0]) == 0
+
+
+# ---------------------------------------------------------------- available memory
 
 KB, CPU = 1024, torch.device("cpu")
 
 
-def test_memory_that_is_free_and_that_this_process_has(tmp_path: Path) -> None:
+def test_available_memory_is_what_is_free_and_what_this_process_has(tmp_path: Path) -> None:
     proc, group = tmp_path / "proc", tmp_path / "group"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 600 kB\nHugePages_Total: 0\n")
@@ -283,7 +326,7 @@ def test_memory_that_is_free_and_that_this_process_has(tmp_path: Path) -> None:
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ],
 )
-def test_a_control_group_bounds_it(tmp_path: Path, limit: str, used: str) -> None:
+def test_control_group_bounds_the_available_memory(tmp_path: Path, limit: str, used: str) -> None:
     (tmp_path / "meminfo").write_text("MemAvailable: 600 kB\n")
     (tmp_path / "memory").mkdir()
     for most, now, found in ((400, 100, 300), (400, 900, 0), ("max", 100, 600)):

@@ -171,11 +171,11 @@ def _handler(server: JudgeServer) -> type[BaseHTTPRequestHandler]:
                 self.send(json.dumps(error).encode(), fault)
                 return
             text = server.verdict(asked) if fault.text is None else fault.text
-            said = sum(len(m["content"].encode()) for m in asked.body["messages"]) // 4 + 9
+            reported = sum(len(m["content"].encode()) for m in asked.body["messages"]) // 4 + 9
             # No model writes more than it may, whatever the test made it say.
             limit = asked.body.get("max_tokens", asked.body.get("max_completion_tokens"))
-            asked.billed = (said, min(len(text), limit))
-            told: dict[str, Any] = {
+            asked.billed = (reported, min(len(text), limit))
+            printed: dict[str, Any] = {
                 "id": "chatcmpl-1",
                 "object": "chat.completion",
                 "created": 0,
@@ -191,13 +191,13 @@ def _handler(server: JudgeServer) -> type[BaseHTTPRequestHandler]:
             }
             if fault.usage == "true":
                 spent = dict(zip(("prompt_tokens", "completion_tokens"), asked.billed, strict=True))
-                told["usage"] = spent | {"total_tokens": sum(asked.billed)}
+                printed["usage"] = spent | {"total_tokens": sum(asked.billed)}
             elif fault.usage is not None:
-                told["usage"] = fault.usage
+                printed["usage"] = fault.usage
             if fault.drop:
                 self.hang_up()
                 return
-            whole = json.dumps(told).encode() if fault.body is None else fault.body.encode()
+            whole = json.dumps(printed).encode() if fault.body is None else fault.body.encode()
             self.send(whole, fault)
 
         def send(self, body: bytes, fault: Fault) -> None:

@@ -43,7 +43,7 @@ def save_model(
 
 
 def completion(tokenizer: Any, text: str, *, end: bool = True) -> Completion:
-    """The text in the policy's tokens, with an end of sequence behind it."""
+    """The text in the policy's tokens, with an end of sequence after it."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     tokens = np.array([*ids, *([tokenizer.eos_token_id] if end else [])], dtype=np.int64)
     return Completion(

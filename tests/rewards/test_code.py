@@ -30,13 +30,13 @@ class Asked:
     def __call__(self, completions: list[Any], **columns: list[Any]) -> list[float | None]:
         assert self.reward.function is not None
         self.metrics.clear()
-        said: list[float | None] = self.reward.function(
+        message: list[float | None] = self.reward.function(
             completions=completions,
             log_extra=self.extras.__setitem__,
             log_metric=self.metrics.__setitem__,
             **columns,
         )
-        return said
+        return message
 
     @property
     def causes(self) -> list[str]:
@@ -48,13 +48,13 @@ class Asked:
 def test_the_reward() -> None:
     asked = Asked()
     assert asked.reward.required == ("completions", "tests", "log_extra", "log_metric")
-    said = [
+    message = [
         f"So:\n```python\n{RIGHT}```\n",
         [{"role": "assistant", "content": RIGHT}],
         "def double(x): return x * x",
         RIGHT,
     ]
-    assert asked(said, tests=[ASSERTS, "\n".join(ASSERTS), ASSERTS, None]) == [1, 1, 0, None]
+    assert asked(message, tests=[ASSERTS, "\n".join(ASSERTS), ASSERTS, None]) == [1, 1, 0, None]
     assert asked.causes == ["", "", "test 0: AssertionError", ""]
     assert asked.metrics == {"code/passed": 2 / 3, "code/failed": 1 / 3}
     assert asked([], tests=[]) == []
@@ -63,8 +63,8 @@ def test_the_reward() -> None:
 @needs_bubblewrap
 def test_a_share_of_the_tests() -> None:
     asked = Asked(partial=True, tests="list")
-    said = ["def double(x): return x * x", RIGHT, "1 / 0"]
-    assert asked(said, list=[ASSERTS] * 3) == [2 / 3, 1, 0]
+    message = ["def double(x): return x * x", RIGHT, "1 / 0"]
+    assert asked(message, list=[ASSERTS] * 3) == [2 / 3, 1, 0]
 
 
 @needs_bubblewrap
@@ -77,10 +77,15 @@ def test_humanevals_columns() -> None:
         "entry_point": "double",
         "test": "def check(candidate):\n    assert candidate(2) == 4",
     }
-    said = ["    return math.ceil(2 * x)\n", f"```python\n{RIGHT}```", "    return x\n", "\nreturn"]
-    assert asked(said, **{name: [value] * 4 for name, value in row.items()}) == [1, 1, 0, 0]
+    message = [
+        "    return math.ceil(2 * x)\n",
+        f"```python\n{RIGHT}```",
+        "    return x\n",
+        "\nreturn",
+    ]
+    assert asked(message, **{name: [value] * 4 for name, value in row.items()}) == [1, 1, 0, 0]
     row["prompt"] = prompt
-    assert asked(said[1:2], **{name: [value] for name, value in row.items()}) == [1]
+    assert asked(message[1:2], **{name: [value] for name, value in row.items()}) == [1]
     row["prompt"] = prompt + "\n    return"
     assert asked([" 2 * x"], **{name: [value] for name, value in row.items()}) == [1]
 
@@ -91,10 +96,10 @@ def test_mbpps_columns() -> None:
     assert asked.reward.required[1:3] == ("test_list", "test_setup_code")
     tests = ["assert isclose(area(2), 12.566, rel_tol=1e-3)", "assert area(n) == 0"]
     setups = ["from math import isclose\nn = 0", ["from math import isclose", "n = 0"], "", None]
-    said = ["import math\ndef area(r):\n    return math.pi * r * r\n"] * 4
-    assert asked(said, test_list=[tests] * 4, test_setup_code=setups) == [1, 1, 0, 0]
+    message = ["import math\ndef area(r):\n    return math.pi * r * r\n"] * 4
+    assert asked(message, test_list=[tests] * 4, test_setup_code=setups) == [1, 1, 0, 0]
     with pytest.raises(KeelError, match="sample 0: the set-up code 'from' is not Python"):
-        asked(said[:1], test_list=[tests], test_setup_code=["from"])
+        asked(message[:1], test_list=[tests], test_setup_code=["from"])
 
 
 @needs_bubblewrap
@@ -113,8 +118,8 @@ def test_a_helper_of_the_prompt_is_not_the_completions() -> None:
         "entry_point": "double",
         "test": "def check(candidate):\n    assert half(candidate(6)) == 6",
     }
-    said = ["    return x + x\n", "    return 0\ndef half(x): return 6\n"]
-    assert asked(said, **{name: [value] * 2 for name, value in row.items()}) == [1, 0]
+    message = ["    return x + x\n", "    return 0\ndef half(x): return 6\n"]
+    assert asked(message, **{name: [value] * 2 for name, value in row.items()}) == [1, 0]
 
 
 @needs_bubblewrap

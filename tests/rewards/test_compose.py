@@ -13,7 +13,7 @@ from keel.rewards import Scorer, load_reward
 from keel.rewards.compose import Composed, compose, shut
 from keel.rewards.registry import NamedReward, named_reward
 from keel.rewards.scorer import Scored
-from keel.rewards.validation import Said
+from keel.rewards.validation import RewardOutput
 from keel.types import Completion, Group, KeelError, Prompt, Step
 from tests.data.tasks.made import completion
 
@@ -24,16 +24,16 @@ def component(name: str = "f", **keys: Any) -> NamedReward:
     return NamedReward(name, None, **keys)
 
 
-def numbers(*values: float | None) -> list[Said]:
-    return [Said(value) for value in values]
+def numbers(*values: float | None) -> list[RewardOutput]:
+    return [RewardOutput(value) for value in values]
 
 
 def rewards(composed: Sequence[Composed]) -> list[float | None]:
     return [one.reward for one in composed]
 
 
-def one(said: Sequence[Said], groups: Sequence[int] | None = None, **keys: Any) -> Any:
-    return rewards(compose([component(**keys)], {"f": said}, groups or [0] * len(said)))
+def one(message: Sequence[RewardOutput], groups: Sequence[int] | None = None, **keys: Any) -> Any:
+    return rewards(compose([component(**keys)], {"f": message}, groups or [0] * len(message)))
 
 
 def standard(values: Sequence[float]) -> list[float]:
@@ -46,13 +46,13 @@ def standard(values: Sequence[float]) -> list[float]:
 
 def test_weights_make_a_sum_of_those_that_spoke() -> None:
     functions = [component("a", weight=2.0), component("b", weight=-1.0)]
-    said = {"a": numbers(1, 2, None, None), "b": numbers(3, None, 5, None)}
-    assert rewards(compose(functions, said, [0, 0, 0, 0])) == [-1.0, 4.0, -5.0, None]
+    message = {"a": numbers(1, 2, None, None), "b": numbers(3, None, 5, None)}
+    assert rewards(compose(functions, message, [0, 0, 0, 0])) == [-1.0, 4.0, -5.0, None]
 
 
 def test_weight_zero_watches() -> None:
     functions = [component("a", weight=0.0), component("b")]
-    steps = Said(3.0, (Step(0, 1.0), Step(1, 2.0)))
+    steps = RewardOutput(3.0, (Step(0, 1.0), Step(1, 2.0)))
     composed = compose(functions, {"a": [steps, steps], "b": numbers(5, None)}, [0, 0])
     assert composed == [Composed(5.0, outcome=5.0), Composed(None)]
 
@@ -63,13 +63,15 @@ def test_a_clip_comes_before_the_weight() -> None:
 
 
 def test_normalising_by_group_and_by_batch() -> None:
-    said, groups = numbers(1, 5, 2, 4, 9), [0, 1, 0, 1, 1]
+    message, groups = numbers(1, 5, 2, 4, 9), [0, 1, 0, 1, 1]
     first, second = standard([1, 2]), standard([5, 4, 9])
     expected = [first[0], second[0], first[1], second[1], second[2]]
-    assert one(said, groups, normalise="group", weight=2.0) == pytest.approx(
+    assert one(message, groups, normalise="group", weight=2.0) == pytest.approx(
         [2 * x for x in expected], **ABOUT
     )
-    assert one(said, groups, normalise="batch") == pytest.approx(standard([1, 5, 2, 4, 9]), **ABOUT)
+    assert one(message, groups, normalise="batch") == pytest.approx(
+        standard([1, 5, 2, 4, 9]), **ABOUT
+    )
 
 
 def test_a_clip_comes_before_the_normalisation() -> None:
@@ -94,38 +96,38 @@ def test_where_all_are_equal_or_alone_there_is_nothing_to_tell(how: str) -> None
 
 def test_one_component_does_not_move_another() -> None:
     functions = [component("a", normalise="batch"), component("b", clip=(0.0, 1.0))]
-    said = {"a": numbers(1, 3), "b": numbers(9, -9)}
+    message = {"a": numbers(1, 3), "b": numbers(9, -9)}
     low, high = standard([1, 3])
-    assert rewards(compose(functions, said, [0, 0])) == pytest.approx([low + 1, high], **ABOUT)
+    assert rewards(compose(functions, message, [0, 0])) == pytest.approx([low + 1, high], **ABOUT)
 
 
 # ---------------------------------------------------------------- steps
 
 
 def test_steps_are_clipped_one_by_one_and_add_up_to_the_reward() -> None:
-    steps = Said(5.5, (Step(1, 4.0), Step(3, -0.5), Step(4, 2.0)))
+    steps = RewardOutput(5.5, (Step(1, 4.0), Step(3, -0.5), Step(4, 2.0)))
     (found,) = compose([component(clip=(-0.25, 1.0), weight=2.0)], {"f": [steps]}, [0])
     assert found.steps == (Step(1, 2.0), Step(3, -0.5), Step(4, 2.0))
     assert found.reward == sum(step.reward for step in found.steps) == 3.5
 
 
 def test_steps_of_two_components_meet_at_their_ends_in_order() -> None:
-    said = {
-        "a": [Said(3.0, (Step(2, 1.0), Step(5, 2.0)))],
-        "b": [Said(7.0, (Step(1, 3.0), Step(5, 4.0)))],
+    message = {
+        "a": [RewardOutput(3.0, (Step(2, 1.0), Step(5, 2.0)))],
+        "b": [RewardOutput(7.0, (Step(1, 3.0), Step(5, 4.0)))],
         "c": numbers(0.5),
     }
     functions = [component("a"), component("b", weight=0.5), component("c")]
-    (found,) = compose(functions, said, [0])
+    (found,) = compose(functions, message, [0])
     assert found.steps == (Step(1, 1.5), Step(2, 1.0), Step(5, 4.0))
     assert found.reward == 7.0
 
 
 @pytest.mark.parametrize("how", ["group", "batch"])
 def test_steps_are_not_normalised_as_whole_answers(how: str) -> None:
-    said = [Said(1.0), Said(1.0, (Step(0, 1.0),))]
+    message = [RewardOutput(1.0), RewardOutput(1.0, (Step(0, 1.0),))]
     with pytest.raises(KeelError, match=f"reward 'f' speaks of steps, and normalise = \"{how}\""):
-        one(said, normalise=how)
+        one(message, normalise=how)
 
 
 # ---------------------------------------------------------------- gates
@@ -133,15 +135,15 @@ def test_steps_are_not_normalised_as_whole_answers(how: str) -> None:
 
 def test_a_gate_is_shut_under_its_value_alone() -> None:
     gate = component(gate_below=0.5)
-    assert [shut(gate, said) for said in numbers(0.4, 0.5, 0.6, None)] == [
+    assert [shut(gate, message) for message in numbers(0.4, 0.5, 0.6, None)] == [
         True, False, False, False,
     ]  # fmt: skip
-    assert not shut(component(), Said(-9.0))
+    assert not shut(component(), RewardOutput(-9.0))
 
 
 def test_behind_a_closed_gate_there_is_its_reward_and_no_step() -> None:
     functions = [component("a"), component("g", gate_below=1.0, gated_reward=-2.0, weight=0.0)]
-    steps = Said(3.0, (Step(0, 3.0),))
+    steps = RewardOutput(3.0, (Step(0, 3.0),))
     found = compose(functions, {"a": [steps, steps], "g": numbers(0, 1)}, [0, 0])
     assert found == [Composed(-2.0, outcome=-2.0), Composed(3.0, (Step(0, 3.0),))]
 
@@ -151,15 +153,15 @@ def test_the_first_closed_gate_tells() -> None:
         component("g", gate_below=1.0, gated_reward=-1.0),
         component("h", gate_below=1.0, gated_reward=-5.0),
     ]
-    said = {"g": numbers(0, 0, 1, 1), "h": numbers(0, 1, 0, 1)}
-    assert rewards(compose(functions, said, [0] * 4)) == [-1.0, -1.0, -5.0, 2.0]
+    message = {"g": numbers(0, 0, 1, 1), "h": numbers(0, 1, 0, 1)}
+    assert rewards(compose(functions, message, [0] * 4)) == [-1.0, -1.0, -5.0, 2.0]
 
 
 def test_what_is_shut_out_is_no_part_of_the_others_mean() -> None:
     functions = [component("g", gate_below=1.0, weight=0.0), component("f", normalise="group")]
-    said = {"g": numbers(1, 0, 1), "f": numbers(2, None, 6)}
+    message = {"g": numbers(1, 0, 1), "f": numbers(2, None, 6)}
     low, high = standard([2, 6])
-    assert rewards(compose(functions, said, [0] * 3)) == pytest.approx([low, 0.0, high], **ABOUT)
+    assert rewards(compose(functions, message, [0] * 3)) == pytest.approx([low, 0.0, high], **ABOUT)
 
 
 # ---------------------------------------------------------------- through the scorer
@@ -263,7 +265,7 @@ def test_normalisation_by_group_follows_the_prompts() -> None:
     scorer = Scorer([asked.named("length", lambda t: float(len(t)), normalise="group")])
     scored = scorer(groups(["a", "bb", "ccc"], ["aaaa", "aaaa"], ["bb"]), 0)
     assert flat(scored) == pytest.approx([*standard([1, 2, 3]), 0.0, 0.0, 0.0], **ABOUT)
-    # What is logged, and kept of each completion, is what was said.
+    # What is logged, and kept of each completion, is the raw value.
     assert scored.verdicts[0][1].components == {"length": 2.0}
     assert scored.metrics["rewards/length/mean"] == pytest.approx(16 / 6)
 

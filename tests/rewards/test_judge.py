@@ -20,8 +20,7 @@ from keel.rewards.judge.pairs import (
     position_bias,
     verdict,
 )
-from keel.rewards.judge.parsing import ParsedReply
-from keel.rewards.judge.prompts import pair_question, score_question
+from keel.rewards.judge.prompts import ParsedReply, pair_question, score_question
 from keel.rewards.judge.requests import Judgement
 from keel.types import Group, KeelError, Prompt
 from tests.data.tasks.made import completion
@@ -47,10 +46,10 @@ def test_the_judge_sees_prompt_rubric_and_reference() -> None:
         scored(server.url, None, [group(["ab"], 4, **columns)], **keys)
         asked = server.log[0]
         assert asked.material == {"prompt": "question 4", "reference": "the truth", "answer": "ab"}
-        told = asked.body["messages"][0]
-        assert told["role"] == "system"
+        printed = asked.body["messages"][0]
+        assert printed["role"] == "system"
         for words in ("be {brief}", "from 0 (worst) to 3 (best)", "The reference is"):
-            assert words in told["content"]
+            assert words in printed["content"]
 
 
 def test_rows_without_a_reference_are_judged_without() -> None:
@@ -59,7 +58,7 @@ def test_rows_without_a_reference_are_judged_without() -> None:
         scored(server.url, None, groups, reference="gold", concurrency=1)
         assert ["reference" in asked.material for asked in server.log] == [True, False]
         systems = [asked.body["messages"][0]["content"] for asked in server.log]
-        assert ["The reference is" in told for told in systems] == [True, False]
+        assert ["The reference is" in printed for printed in systems] == [True, False]
 
 
 def test_conversations_are_shown_turn_by_turn() -> None:
@@ -163,7 +162,7 @@ def test_an_order_that_says_nothing_leaves_the_pair_out() -> None:
         assert found.extras["judge_unparsed"][2] == "not one JSON object: '?'"
 
 
-def said(value: str | None) -> Judgement:
+def message(value: str | None) -> Judgement:
     return Judgement(ParsedReply(value, "", "" if value else "nothing"), {})
 
 
@@ -184,11 +183,11 @@ def said(value: str | None) -> Judgement:
 def test_what_two_orders_say(
     with_a_first: str, with_b_first: str, worth: float | None, inconsistent: bool
 ) -> None:
-    found = verdict(said(with_a_first), said(with_b_first))
+    found = verdict(message(with_a_first), message(with_b_first))
     assert found.value == worth
     assert found.inconsistent == inconsistent
-    one = verdict(None, said("first"))
-    assert (one.value, one.said, one.inconsistent) == (0.0, (None, "first"), False)
+    one = verdict(None, message("first"))
+    assert (one.value, one.choices, one.inconsistent) == (0.0, (None, "first"), False)
 
 
 def test_position_bias_counts_pairs_with_both_orders() -> None:

@@ -62,6 +62,7 @@ def server() -> Iterator[JudgeServer]:
         yield running
 
 
+@pytest.mark.quick("a gateway that gave up", "no message", "a list")
 @pytest.mark.parametrize("fault", BILLED_AND_LOST.values(), ids=BILLED_AND_LOST)
 def test_what_may_have_been_billed_is_counted_and_asked_again(
     server: JudgeServer, fault: Fault, tmp_path: Path
@@ -229,6 +230,7 @@ def test_what_repeating_cannot_mend_ends_at_once(
     reward.close()
 
 
+@pytest.mark.quick("off the scale", "prose", "nothing")
 @pytest.mark.parametrize("fault", SILENT.values(), ids=SILENT)
 def test_an_answer_that_says_nothing_is_no_verdict(
     server: JudgeServer, fault: Fault, tmp_path: Path
@@ -262,8 +264,8 @@ def test_thoughts_before_the_answer_are_passed_over(server: JudgeServer) -> None
 @pytest.mark.parametrize("frame", ["{}", "```json\n{}\n```", "<think>hm {{</think>\n{}"])
 def test_a_reason_may_hold_the_mark_of_thoughts(server: JudgeServer, frame: str) -> None:
     reason = "no mark here" if "think" in frame else "it ends on </think>, badly"
-    said = json.dumps({"reason": reason, "score": 3})
-    server.faults = [Fault(text=frame.format(said))]
+    reported = json.dumps({"reason": reason, "score": 3})
+    server.faults = [Fault(text=frame.format(reported))]
     found = scored(server.url, None, [group(["a"])], attempts=1, **FIVE)
     assert rewards(found) == [0.3]
     assert found.extras["judge_reason"] == [reason]
@@ -502,12 +504,12 @@ def test_the_key_is_sent_and_stands_nowhere(
     monkeypatch.setenv("MY_KEY", key)
 
     def tell(asked: Asked) -> str:
-        return json.dumps({"reason": f"you said {asked.headers['authorization']}", "score": 3})
+        return json.dumps({"reason": f"you sent {asked.headers['authorization']}", "score": 3})
 
     server.verdict = tell
     found = scored(server.url, tmp_path, [group(["a"])], api_key_env="MY_KEY", **FIVE)
     assert server.log[0].headers["authorization"] == f"Bearer {key}"
-    assert found.extras["judge_reason"] == ["you said Bearer [key]"]
+    assert found.extras["judge_reason"] == ["you sent Bearer [key]"]
     words = {"message": f"wrong key {key}"}
     server.faults = [Fault(status=401, error=words)]
     with pytest.raises(KeelError, match=r"wrong key \[key\]\): check the key in MY_KEY") as caught:

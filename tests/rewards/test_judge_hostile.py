@@ -85,9 +85,9 @@ def test_a_key_echoed_in_escapes_is_in_no_reason_and_no_file(
     monkeypatch.setenv("MY_KEY", KEY)
     server.fault_of = lambda asked: Fault(text=f'{{"reason": "{reason}", "score": 7}}')
     found = scored(server.url, tmp_path, [group(["a"])], api_key_env="MY_KEY", **FIVE)
-    told = json.dumps(found.extras["judge_reason"])
+    printed = json.dumps(found.extras["judge_reason"])
     for form in (KEY, KEY[:12], escaped(KEY[:12])[1:]):
-        assert form not in told
+        assert form not in printed
         for path in tmp_path.rglob("*"):
             assert form.encode() not in path.read_bytes()
 

@@ -17,8 +17,7 @@ from keel.config.sources import RewardSource
 from keel.rewards import Scorer, load_reward
 from keel.rewards.context import RewardContext
 from keel.rewards.judge.reward import Judge
-from keel.rewards.judge.spending import Cost, Prices, SpendLimit
-from keel.rewards.judge.store import Account, JudgeStore, StoredAnswer
+from keel.rewards.judge.store import Account, Cost, JudgeStore, Prices, SpendLimit, StoredAnswer
 from keel.rewards.registry import named_reward
 from keel.types import KeelError
 from tests.rewards.judge_made import call, group, made, rewards, scored
@@ -69,6 +68,7 @@ def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
 # ---------------------------------------------------------------- kills
 
 
+@pytest.mark.quick("36")
 @pytest.mark.parametrize("at", [0, 12, 36])
 def test_a_kill_loses_nothing_and_pays_nothing_twice(at: int, tmp_path: Path) -> None:
     whole = [n / 10 for _ in range(10) for n in range(4)]
@@ -107,6 +107,7 @@ def test_a_kill_loses_nothing_and_pays_nothing_twice(at: int, tmp_path: Path) ->
         assert len(server.log) == before
 
 
+@pytest.mark.slow
 def test_an_unbroken_run_says_the_same_as_one_that_was_killed(tmp_path: Path) -> None:
     with JudgeServer() as server:
         server.holds = lambda number: number >= 8
@@ -216,6 +217,7 @@ def test_equal_answers_are_asked_once(tmp_path: Path) -> None:
         assert found.metrics["judge/tokens"] == sum(server.billed)
 
 
+@pytest.mark.quick("other8", "other5", "other7")
 @pytest.mark.parametrize(
     "other",
     [
@@ -417,7 +419,7 @@ def test_the_worst_case_is_one() -> None:
 # ---------------------------------------------------------------- the file
 
 
-def answer(text: str = "said") -> StoredAnswer:
+def answer(text: str = "text") -> StoredAnswer:
     return StoredAnswer(text, "stop", "", Cost(7, 3, 0.25))
 
 

@@ -21,10 +21,10 @@ def test_the_reward() -> None:
     )
     logged: dict[str, float] = {}
     texts = ["it is $1/2$", "0.25", "1/2", "what?"]
-    said = [[{"role": "assistant", "content": text}] for text in texts]
+    message = [[{"role": "assistant", "content": text}] for text in texts]
     gold = [r"\frac{1}{2}", 0.5, None, "0.5"]
     assert reward.function is not None
-    for completions in (texts, said):
+    for completions in (texts, message):
         values = reward.function(
             completions=completions, answer=gold, log_metric=logged.__setitem__
         )

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from keel.models.loading import quiet
-from keel.models.reward_inputs import Answered
+from keel.models.reward import Answered
 from keel.rewards import Scorer
 from keel.rewards.context import RewardContext
 from keel.rewards.registry import NamedReward
@@ -163,7 +163,7 @@ def test_an_answer_beyond_the_models_context_is_refused(
         scorer([group(around.tokenizer, "1+1=", [fits, "a" * 13])], 0)
 
 
-# ---------------------------------------------------------------- beside other rewards
+# ---------------------------------------------------------------- with other rewards
 
 
 def test_a_gate_spares_the_model(folder: Path, around: RewardContext) -> None:

@@ -18,9 +18,9 @@ from keel.learn.batch import from_groups
 from keel.models.loading import quiet
 from keel.rewards import Scorer
 from keel.rewards.context import RewardContext
-from keel.rewards.process import _sigmoid
+from keel.rewards.learned import _sigmoid
 from keel.rewards.registry import NamedReward
-from keel.rewards.step_texts import on_tokens
+from keel.rewards.steps import on_tokens
 from keel.types import Completion, Group, KeelError, Prompt
 from tests.models.test_encode import tokenizer as words
 from tests.rewards.learned import completion, group, policy, reward, save_model, values
@@ -87,7 +87,7 @@ def test_an_aggregate_is_one_number(how: Any, folder: Path, around: RewardContex
 
 
 def test_the_policys_tokens_need_not_be_the_models(folder: Path) -> None:
-    """Steps end where the policy's tokens do: here bytes, with no end of sequence behind."""
+    """Steps end where the policy's tokens do: here bytes, with no end of sequence after."""
     bytewise = policy(tokenizer="bytes").tokenizer
     named = process(folder, RewardContext(tokenizer=bytewise))
     made = Group(Prompt("p", "1+1="), (completion(bytewise, "1+1\n=2\n2", end=False),))

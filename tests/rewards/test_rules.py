@@ -7,18 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.rewards.overlong import overlong_penalty
-from keel.rewards.rules import exact_match, format_match, length, numeric_match, place_match
+from keel.rewards.rules import (
+    exact_match,
+    format_match,
+    length,
+    numeric_match,
+    overlong_penalty,
+    place_match,
+)
 from keel.rewards.validation import Wrong
 from keel.types import KeelError
 from tests.shared import shared_path
 
 
-def said(text: str) -> list[dict[str, str]]:
+def message(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
-@pytest.mark.parametrize("wrap", [str, said])
+@pytest.mark.parametrize("wrap", [str, message])
 def test_exact_match(wrap: Any) -> None:
     texts = [wrap(t) for t in (" 12 ", "12.", "13", "<answer>12</answer>", "x")]
     gold = ["12", "12", "12", "12", None]
@@ -28,7 +34,7 @@ def test_exact_match(wrap: Any) -> None:
     assert exact_match(completions=[wrap("3")], answer=[3]) == [1]
 
 
-@pytest.mark.parametrize("wrap", [str, said])
+@pytest.mark.parametrize("wrap", [str, message])
 def test_numeric_match(wrap: Any) -> None:
     texts = [wrap(t) for t in ("so 1,234", "#### 1234.0\n7", r"\boxed{1233}", "none", "1")]
     gold = ["a b <<1=1>> #### 1,234"] * 4 + [None]
@@ -45,7 +51,7 @@ def test_numeric_match(wrap: Any) -> None:
             numeric_match(completions=[], answer=[], tolerance=tolerance)
 
 
-@pytest.mark.parametrize("wrap", [str, said])
+@pytest.mark.parametrize("wrap", [str, message])
 def test_premises_are_no_answer(wrap: Any) -> None:
     prompts = [wrap("Each box holds 12 eggs. There are 3 boxes. How many eggs are there?")] * 2
     texts = [wrap("There are 3 boxes. Each box holds 12 eggs."), wrap("There are 12 eggs.")]
@@ -76,7 +82,7 @@ def test_numeric_match_reads_gold_and_marked_answers_as_a_whole() -> None:
     assert logged == {"numeric_match/unread": 0.5}
 
 
-@pytest.mark.parametrize("wrap", [str, said])
+@pytest.mark.parametrize("wrap", [str, message])
 def test_format_match(wrap: Any) -> None:
     texts = [wrap("<think>a</think><answer>b</answer>"), wrap("<answer>b</answer>")]
     assert format_match(completions=texts, tags=["think", "answer"]) == [1, 0]
@@ -143,9 +149,9 @@ def test_gsm8k_solutions_are_judged_as_their_labels_say() -> None:
 
 
 def test_place_match_counts_characters_at_their_places() -> None:
-    said = ["123", "132", "1", "12345", "", " 123\n"]
+    message = ["123", "132", "1", "12345", "", " 123\n"]
     expected = [1.0, 1 / 3, 1 / 3, 3 / 5, 0.0, 1.0]
-    found = place_match(completions=said, answer=["123"] * len(said))
+    found = place_match(completions=message, answer=["123"] * len(message))
     assert found == pytest.approx(expected)
     assert place_match(completions=["abc", " abc"], answer=[" abc\n", "ab "]) == [1.0, 2 / 3]
     assert place_match(completions=["x", ""], answer=[None, ""]) == [None, 0.0]

@@ -120,11 +120,11 @@ def test_what_one_function_does_to_its_arguments_no_other_sees() -> None:
     assert values(scored) == [[1, 0, 0], [1]]
 
     def deeper(completions: Any, prompts: Any, tests: Any) -> list[float]:
-        said = [len(tests[0]["in"]), len(tests[1]["in"]), len(prompts[0]), len(completions[0])]
+        reported = [len(tests[0]["in"]), len(tests[1]["in"]), len(prompts[0]), len(completions[0])]
         tests[0]["in"].append("more")
         prompts[0].append("more")
         completions[0].append("more")
-        return [float(n) for n in said[:2]] if said[2:] == [1, 1] else [9.0, 9.0]
+        return [float(n) for n in reported[:2]] if reported[2:] == [1, 1] else [9.0, 9.0]
 
     turns = ({"role": "user", "content": "say"},)
     prompt = Prompt("p", turns, {"tests": {"in": ["a"]}})  # type: ignore[arg-type]
@@ -470,15 +470,15 @@ def test_a_reward_that_hangs_does_not_keep_the_process() -> None:
         "except KeelError as error: print(error)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         env=environment,
         timeout=120,  # it takes the imports; with a thread that counts it would take ten minutes
     )
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.startswith("reward 'hangs' at step 0")
+    assert printed.returncode == 0, printed.stderr
+    assert printed.stdout.startswith("reward 'hangs' at step 0")
 
 
 def test_an_async_reward_may_keep_what_belongs_to_its_event_loop() -> None:
@@ -513,9 +513,9 @@ def test_rewards_are_handed_the_policy_s_words_and_the_environment_s_on_request(
         got["turns"] = turns
         return [0.0] * len(turns)
 
-    said = conversation(["a?", "b"], "no, 12")
+    reported = conversation(["a?", "b"], "no, 12")
     talk = Prompt("t/train/1", ({"role": "user", "content": "go"},), {}, "t")
-    groups = [Group(Prompt("t/train/0", "go", {}, "t"), (said,)), Group(talk, (said,))]
+    groups = [Group(Prompt("t/train/0", "go", {}, "t"), (reported,)), Group(talk, (reported,))]
     Scorer([named_reward(plain), named_reward(whole)])(groups, 1)
     completions, ids, rest = got["plain"]
     turns = [{"role": "assistant", "content": "a?"}, {"role": "assistant", "content": "b"}]
@@ -538,8 +538,8 @@ def test_an_environment_that_spells_the_answer_earns_nothing() -> None:
         load_reward(RewardSource(function="length", options={"target": 1, "width": 4})),
     ]
     scored = Scorer(rules, max_tokens=10, overlong_buffer=10)([group], 1)
-    said = [dict(verdict.components) for verdict in scored.verdicts[0]]
-    assert said == [
+    reported = [dict(verdict.components) for verdict in scored.verdicts[0]]
+    assert reported == [
         {"numeric_match": 0.0, "length": -0.25, "overlong": -0.2},
         {"numeric_match": 1.0, "length": -0.5, "overlong": pytest.approx(-0.3)},
     ]

@@ -9,7 +9,7 @@ import pytest
 from keel.models.build import byte_tokenizer
 from keel.rewards import Scorer
 from keel.rewards.context import RewardContext
-from keel.rewards.step_texts import on_tokens
+from keel.rewards.steps import on_tokens
 from keel.types import KeelError
 from tests.rewards.learned import group, policy, reward, values
 
@@ -18,7 +18,7 @@ GOLD = "1+1\n=2\n2"
 
 
 def marks(text: str, gold: str | None = GOLD, **options: Any) -> Any:
-    """Each step's (index of its last token, reward); None where nothing is said."""
+    """Each step's (index of its last token, reward); None where there is none."""
     named = reward("step_match", RewardContext(tokenizer=LETTERS), options=options)
     (verdict,) = Scorer([named])([group(LETTERS, "a:", [text], answer=gold)], 0).verdicts[0]
     if verdict.reward is None:

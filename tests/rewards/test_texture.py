@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from keel.config.sources import RewardSource
 from keel.graders import languages
+from keel.graders.formats import repeated_share, units
 from keel.graders.languages import language_of, language_share, prose
-from keel.graders.repetition import repeated_share, units
 from keel.rewards.registry import load_reward
 from keel.rewards.texture import repetition
 from keel.rewards.validation import Wrong
@@ -22,9 +22,9 @@ CHINESE = "首先我们把两个数字加起来，然后看看还剩下什么。
 
 
 def test_repetition() -> None:
-    text = "a b c A  b\nC d"  # abc bca cab abc bcd: one of five has been said before
-    said = [text, [{"role": "assistant", "content": text}], "a b", "", "x x x x", "a b c d"]
-    rewards = repetition(completions=said)
+    text = "a b c A  b\nC d"  # abc bca cab abc bcd: one of five is a repeat
+    message = [text, [{"role": "assistant", "content": text}], "a b", "", "x x x x", "a b c d"]
+    rewards = repetition(completions=message)
     assert rewards == pytest.approx([-0.2, -0.2, 0, 0, -0.5, 0], abs=1e-12)
     assert str(rewards[2]) == "0.0"
     assert repetition(completions=["x x x x"], n=1, max_penalty=2.0) == [-1.5]
@@ -73,7 +73,7 @@ def test_prose() -> None:
 
 
 def test_prose_ends_its_sentences() -> None:
-    """A full stop behind a number or a formula is one; what else stands there goes with it."""
+    """A full stop after a number or a formula is one; what else stands there goes with it."""
     text = "It makes 579. Und x_1=3; also (y+1), 3.5! Ja 2。 Nein."
     assert prose(text).split() == [
         "It", "makes", ".", "Und", ";", "also", "!", "Ja", "。", "Nein.",
@@ -112,6 +112,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick("https://", "\\\\", "\\\\$", "$$ ")
 @pytest.mark.parametrize("unit", HOSTILE)
 def test_a_long_text_takes_no_long_time(unit: str) -> None:
     """Half a million characters, at which time to the square would be hours."""
@@ -154,29 +155,29 @@ def test_the_reward_of_a_language() -> None:
         assert reward.function is not None
         return reward.function(completions=completions, **columns)
 
-    said = [ENGLISH, [{"role": "assistant", "content": GERMAN}], "12"]
-    assert ask(said, {}, wanted="en") == [1, 0, None]
-    assert ask(said, {"tongue": ["de", "de", "de"]}, column="tongue") == [0, 1, None]
-    assert ask(said[:1], {"tongue": [None]}, column="tongue") == [None]
+    message = [ENGLISH, [{"role": "assistant", "content": GERMAN}], "12"]
+    assert ask(message, {}, wanted="en") == [1, 0, None]
+    assert ask(message, {"tongue": ["de", "de", "de"]}, column="tongue") == [0, 1, None]
+    assert ask(message[:1], {"tongue": [None]}, column="tongue") == [None]
     assert 0.4 < ask([f"{ENGLISH} {GERMAN}"], {}, wanted="en", share=True)[0] < 0.6
     with pytest.raises(KeelError, match="exactly one of the options wanted and column"):
-        ask(said, {})
+        ask(message, {})
     with pytest.raises(KeelError, match="exactly one"):
-        ask(said, {}, wanted="en", column="tongue")
+        ask(message, {}, wanted="en", column="tongue")
     with pytest.raises(KeelError, match=r"no language 'english': .*ISO 639-1.* en "):
-        ask(said, {}, wanted="english")
-    wrong, right = ask(said[:1] * 2, {"tongue": ["xx", "en"]}, column="tongue")
+        ask(message, {}, wanted="english")
+    wrong, right = ask(message[:1] * 2, {"tongue": ["xx", "en"]}, column="tongue")
     assert isinstance(wrong, Wrong)
     assert wrong.why.startswith("no language 'xx'")
     assert right == 1
     with pytest.raises(
         KeelError, match=r"'language': column = 'my tongue' cannot .*: rename the c"
     ):
-        ask(said, {}, column="my tongue")
+        ask(message, {}, column="my tongue")
     with pytest.raises(KeelError, match="column = 'class' cannot be an argument's name"):
-        ask(said, {}, column="class")
+        ask(message, {}, column="class")
     with pytest.raises(KeelError, match="column = 'completions' comes from the run"):
-        ask(said, {}, column="completions")
+        ask(message, {}, column="completions")
 
 
 def test_without_lingua_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

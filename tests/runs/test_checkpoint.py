@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.config.optimisation import Checkpoints
-from keel.runs import checkpoint, encoding, files
-from keel.runs import lifecycle as opening
+from keel.runs import checkpoint, encoding, files, lifecycle
 from keel.runs.checkpoint import damage, newest_whole, prune, writing
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
@@ -70,7 +69,7 @@ def test_a_full_disk_leaves_the_one_before(tmp_path: Path, monkeypatch: Any) -> 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(files, "sync_file", full)
-    with pytest.raises(KeelError, match=r"step-000010: No space left on device: mend the disk"):
+    with pytest.raises(KeelError, match=r"step-000010: No space left on device: fix the disk"):
         save(folder, 0, 10)
     assert [path.name for path in folder.checkpoints_folder.iterdir()] == ["step-000005"]
 
@@ -90,7 +89,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "printed"),
     [
         (lambda c: flip(c / "policy/weights"), "policy/weights differs from its checksum"),
         (lambda c: (c / "policy/weights").write_bytes(b"x"), "policy/weights has 1 bytes, not 256"),
@@ -105,7 +104,7 @@ def flip(path: Path) -> None:
         ),
     ],
 )
-def test_damage_is_found_reported_and_passed_over(tmp_path: Path, harm: Any, told: str) -> None:
+def test_damage_is_found_reported_and_passed_over(tmp_path: Path, harm: Any, printed: str) -> None:
     folder = one_stage(tmp_path)
     for step in (5, 10, 15):
         save(folder, 0, step)
@@ -114,7 +113,7 @@ def test_damage_is_found_reported_and_passed_over(tmp_path: Path, harm: Any, tol
     found = newest_whole(folder, on_damaged=lambda path, why: reports.append((path, why)))
     assert found is not None
     assert found.path == folder.checkpoint(0, 10)
-    assert reports == [(folder.checkpoint(0, 15), told)]
+    assert reports == [(folder.checkpoint(0, 15), printed)]
 
 
 def test_the_newest_is_that_of_the_last_stage(tmp_path: Path) -> None:
@@ -356,11 +355,11 @@ def fill(aside: Path) -> None:
 
 def test_the_newest_of_the_run_stay_and_the_best_of_each_stage(tmp_path: Path) -> None:
     folder = two_stages(tmp_path)
-    with opening.running(folder, False) as (session, _):
+    with lifecycle.run_lifecycle(folder, False) as (writer, _):
         best = {(0, 1): None, (0, 2): 2, (0, 3): 2, (0, 4): 2, (1, 1): 1, (1, 2): 1, (1, 3): 1}
         kept = []
         for (stage, step), at in best.items():
-            session.checkpoint(Progress(stage, step, at), fill, Checkpoints(keep=2))
+            writer.checkpoint(Progress(stage, step, at), fill, Checkpoints(keep=2))
             kept.append([entry.path.name for entry in folder.list_checkpoints()])
     assert kept[1] == ["warmup-step-000001", "warmup-step-000002"]
     assert kept[3] == [f"warmup-step-00000{n}" for n in (2, 3, 4)]
@@ -370,20 +369,20 @@ def test_the_newest_of_the_run_stay_and_the_best_of_each_stage(tmp_path: Path) -
         "best": {"rl": 1, "warmup": 2},
         "best_selected_on": "held-out evaluation",
     }
-    told = [row for row in load(folder.path).events() if row["event"] == "checkpoint"]
-    assert [(row["stage"], row["step"]) for row in told][-1] == ("rl", 3)
+    printed = [row for row in load(folder.path).events() if row["event"] == "checkpoint"]
+    assert [(row["stage"], row["step"]) for row in printed][-1] == ("rl", 3)
     size = sum(p.stat().st_size for p in folder.checkpoint(1, 3).iterdir())
-    assert told[-1]["bytes"] == size > 2
-    assert told[-1]["seconds"] > 0
+    assert printed[-1]["bytes"] == size > 2
+    assert printed[-1]["seconds"] > 0
 
 
 def test_what_a_stop_left_goes_with_the_next(tmp_path: Path) -> None:
     """Every two steps of six, with a stop wherever one may come: as if there had been none."""
     folder = one_stage(tmp_path)
     choice, kept = Checkpoints(every=2, keep=2), []
-    with opening.running(folder, False) as (session, _):
+    with lifecycle.run_lifecycle(folder, False) as (writer, _):
         for step in range(6):
-            session.checkpoint(Progress(0, step, 1 if step else None), fill, choice, 5)
+            writer.checkpoint(Progress(0, step, 1 if step else None), fill, choice, 5)
             kept.append([entry.place.step for entry in folder.list_checkpoints()])
     assert kept == [[0], [1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 4, 5]]
     assert '"stop"' not in "".join(p.read_text() for p in folder.path.glob("checkpoints/*/man*"))
@@ -407,10 +406,10 @@ def test_a_stop_outlived_by_its_mark_is_still_known(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_there_is_not_written_again(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
     for resume in (False, True):
-        with opening.running(folder, resume) as (session, _):
-            session.checkpoint(Progress(0, 2, None), fill, Checkpoints())
+        with lifecycle.run_lifecycle(folder, resume) as (writer, _):
+            writer.checkpoint(Progress(0, 2, None), fill, Checkpoints())
             before = folder.checkpoint(0, 2).stat().st_ino
-            session.checkpoint(Progress(0, 2, None), lambda aside: 1 / 0, Checkpoints())
+            writer.checkpoint(Progress(0, 2, None), lambda aside: 1 / 0, Checkpoints())
     assert folder.checkpoint(0, 2).stat().st_ino == before
 
 
@@ -433,7 +432,7 @@ def test_one_that_died_while_replaced_is_where_a_run_goes_on(tmp_path: Path) -> 
             os._exit(1)
     assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
     assert folder.list_checkpoints() == []
-    with opening.running(folder, True) as (_, start):
+    with lifecycle.run_lifecycle(folder, True) as (_, start):
         assert start == target
     assert (target / "state.json").read_text() == "old"
     assert list(folder.checkpoints_folder.iterdir()) == [target]
@@ -443,8 +442,8 @@ def test_going_back_forgets_the_best_that_is_gone(tmp_path: Path) -> None:
     """run.json may know a best that lies past the checkpoint gone back to."""
     folder = two_stages(tmp_path)
     (folder.run_json).write_text('{"best": {"warmup": 2, "rl": 7}}')
-    with opening.running(folder, False) as (session, _):
-        session.checkpoint(Progress(1, 1, None), fill, Checkpoints(keep=1))
+    with lifecycle.run_lifecycle(folder, False) as (writer, _):
+        writer.checkpoint(Progress(1, 1, None), fill, Checkpoints(keep=1))
     assert json.loads(folder.run_json.read_text())["best"] == {"warmup": 2}
 
 

@@ -39,8 +39,8 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path) -> 
     folder = one_stage(tmp_path)
     process = holder(folder)
     try:
-        told = rf"is in use by process {process.pid}: wait .* --run DIR"
-        with pytest.raises(KeelError, match=told), locked(folder):
+        printed = rf"is in use by process {process.pid}: wait .* --run DIR"
+        with pytest.raises(KeelError, match=printed), locked(folder):
             pass
     finally:
         process.send_signal(signal.SIGKILL)

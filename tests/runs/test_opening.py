@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from keel.config.optimisation import Checkpoints
-from keel.runs import files
-from keel.runs import lifecycle as opening
+from keel.runs import files, lifecycle
 from keel.runs.callbacks import Callback, RunState
 from keel.runs.layout import RunFolder
-from keel.runs.lifecycle import declare, running
+from keel.runs.lifecycle import run_lifecycle, write_metadata
 from keel.runs.lock import locked
 from keel.runs.reader import load
-from keel.runs.writer import Session
+from keel.runs.writer import RunWriter
 from keel.types import KeelError
 from tests.runs.example import ONE, Progress, one_stage, row, two_stages
 
@@ -38,20 +37,20 @@ class Notes(Callback):
 
 
 def go(
-    folder: RunFolder, act: Callable[[Session], object], resume: bool, verb: Any = "train"
+    folder: RunFolder, act: Callable[[RunWriter], object], resume: bool, command: Any = "train"
 ) -> None:
-    """A run that does something and then meets what a user can mend."""
-    with running(folder, resume, verb=verb) as (session, _):
-        act(session)
+    """A run that does something and then meets what a user can fix."""
+    with run_lifecycle(folder, resume, command=command) as (writer, _):
+        act(writer)
         raise KeelError("reward 'x' raised ValueError")
 
 
 def stopped(
-    folder: RunFolder, act: Callable[[Session], object], resume: bool, verb: str = "train"
+    folder: RunFolder, act: Callable[[RunWriter], object], resume: bool, command: str = "train"
 ) -> str:
     """What it says."""
     with pytest.raises(KeelError) as caught:
-        go(folder, act, resume, verb)
+        go(folder, act, resume, command)
     return str(caught.value)
 
 
@@ -59,17 +58,19 @@ def test_what_stops_a_run_is_told_with_the_step_reached(tmp_path: Path) -> None:
     folder = two_stages(tmp_path)
     why = "reward 'x' raised ValueError"
     loss = {"loss": 1.0}
-    told = stopped(folder, lambda s: s.recorded(Progress(0, 1), loss, [], 0.5), False)
-    said = f"stopped after warmup step 1 (no checkpoint yet): {why}"
-    assert told == f"{said}; {HOW}{folder.path}"
-    assert load(folder.path).events()[-1]["text"] == said
+    printed = stopped(folder, lambda s: s.recorded(Progress(0, 1), loss, [], 0.5), False)
+    message = f"stopped after warmup step 1 (no checkpoint yet): {why}"
+    assert printed == f"{message}; {HOW}{folder.path}"
+    assert load(folder.path).events()[-1]["text"] == message
 
-    def two_steps(session: Session) -> None:
-        session.checkpoint(Progress(0, 2), fill, Checkpoints())
-        session.recorded(Progress(1, 1), loss, [], 0.5)
+    def two_steps(writer: RunWriter) -> None:
+        writer.checkpoint(Progress(0, 2), fill, Checkpoints())
+        writer.recorded(Progress(1, 1), loss, [], 0.5)
 
-    told = stopped(folder, two_steps, True)
-    assert told.startswith(f"stopped after rl step 1 (newest checkpoint: warmup step 2): {why}; ")
+    printed = stopped(folder, two_steps, True)
+    assert printed.startswith(
+        f"stopped after rl step 1 (newest checkpoint: warmup step 2): {why}; "
+    )
     assert stopped(folder, lambda s: None, True, "control") == (
         f"stopped after warmup step 2 (newest checkpoint: step 2): {why}; "
         f"go on with: keel control --resume --run {folder.path}"
@@ -78,14 +79,14 @@ def test_what_stops_a_run_is_told_with_the_step_reached(tmp_path: Path) -> None:
 
 def test_a_checkpoint_before_the_first_step_is_no_step(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
-    told = stopped(folder, lambda s: s.checkpoint(Progress(0, 0), fill, Checkpoints()), False)
-    assert told.startswith("stopped before the first step: reward")
-    assert stopped(folder, lambda s: None, True) == told
+    printed = stopped(folder, lambda s: s.checkpoint(Progress(0, 0), fill, Checkpoints()), False)
+    assert printed.startswith("stopped before the first step: reward")
+    assert stopped(folder, lambda s: None, True) == printed
 
 
 def test_what_fails_before_there_is_anything_to_keep_leaves_nothing(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
-    with pytest.raises(KeelError) as caught, running(folder, False):
+    with pytest.raises(KeelError) as caught, run_lifecycle(folder, False):
         raise KeelError("no such model")
     assert str(caught.value) == "no such model"
     assert not folder.path.exists()
@@ -96,47 +97,47 @@ def test_a_folder_that_was_there_before_stays(tmp_path: Path) -> None:
         path = tmp_path / name
         if name == "there":
             path.mkdir()
-        folder = opening.created(ONE, "x", path)
-        with pytest.raises(KeelError, match="no such model"), running(folder, False):
+        folder = lifecycle.create_run(ONE, "x", path)
+        with pytest.raises(KeelError, match="no such model"), run_lifecycle(folder, False):
             raise KeelError("no such model")
         assert path.exists() == (name == "there")
     assert list(path.iterdir()) == []
-    assert opening.created(ONE, "x", path).recipe.read_text() == ONE
+    assert lifecycle.create_run(ONE, "x", path).recipe.read_text() == ONE
 
 
 @pytest.mark.parametrize(("stuck", "left"), [("recipe.toml", True), ("rollouts", False)])
 def test_a_folder_that_cannot_be_emptied_can_be_gone_on_with_or_begun(
     stuck: str, left: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    folder, remove = opening.created(ONE, "x", tmp_path / "run"), files.remove
+    folder, remove = lifecycle.create_run(ONE, "x", tmp_path / "run"), files.remove
 
     def sticking(path: Path) -> None:
         if path == folder.path / stuck:
-            raise KeelError(f"cannot remove {path}: Input/output error: mend the disk or folder")
+            raise KeelError(f"cannot remove {path}: Input/output error: fix the disk or folder")
         remove(path)
 
     monkeypatch.setattr(files, "remove", sticking)
-    told = stopped(folder, lambda session: None, False)
+    printed = stopped(folder, lambda writer: None, False)
     monkeypatch.undo()
-    assert told.endswith(f"{HOW}{folder.path}") == left
+    assert printed.endswith(f"{HOW}{folder.path}") == left
     if left:
-        with running(opening.resumed(folder.path), True) as (session, _):
-            session.recorded(Progress(0, 1), {"loss": 1.0}, [row()], 0.25)
+        with run_lifecycle(lifecycle.resume_run(folder.path), True) as (writer, _):
+            writer.recorded(Progress(0, 1), {"loss": 1.0}, [row()], 0.25)
     else:
-        assert opening.created(ONE, "x", folder.path) == folder
+        assert lifecycle.create_run(ONE, "x", folder.path) == folder
 
 
 @pytest.mark.parametrize("kept", ["rows", "models", "rewards", "quarantine", "faults"])
 def test_what_was_paid_for_is_kept(kept: str, tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
 
-    def keep(session: Session) -> None:
+    def keep(writer: RunWriter) -> None:
         (folder.path / kept).mkdir()
         (folder.path / kept / "rl-train.jsonl").write_text("{}\n")
 
-    told = stopped(folder, keep, False)
-    assert told.startswith("stopped before the first step: reward")
-    assert told.endswith(f"; {HOW}{folder.path}")
+    printed = stopped(folder, keep, False)
+    assert printed.startswith("stopped before the first step: reward")
+    assert printed.endswith(f"; {HOW}{folder.path}")
     assert (folder.path / kept / "rl-train.jsonl").exists()
 
 
@@ -145,30 +146,30 @@ def test_errors_of_the_disk_that_nobody_named_are_one_line_too(tmp_path: Path) -
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     missing = FileNotFoundError(errno.ENOENT, "No such file", str(folder.path / "x" / "y.png"))
     for error, path in ((full, folder.path), (missing, folder.path / "x" / "y.png")):
-        with pytest.raises(KeelError) as caught, running(folder, True):
+        with pytest.raises(KeelError) as caught, run_lifecycle(folder, True):
             raise error
-        assert f"cannot write {path}: {error.strerror}: mend" in str(caught.value)
+        assert f"cannot write {path}: {error.strerror}: fix" in str(caught.value)
     strange = ConnectionResetError(errno.ECONNRESET, "reset")
-    with pytest.raises(ConnectionResetError), running(folder, True):
+    with pytest.raises(ConnectionResetError), run_lifecycle(folder, True):
         raise strange
 
 
 def test_an_error_of_the_disk_in_the_words_of_a_library(tmp_path: Path) -> None:
     target = tmp_path / "x.safetensors"
-    told = f"cannot write {target}: No space left on device"
-    with pytest.raises(KeelError, match=told), files.told(target):
+    printed = f"cannot write {target}: No space left on device"
+    with pytest.raises(KeelError, match=printed), files.os_errors(target):
         raise RuntimeError("Error: I/O error: No space (os error 28)")
-    with pytest.raises(RuntimeError), files.told(target):
+    with pytest.raises(RuntimeError), files.os_errors(target):
         raise RuntimeError("Error 28")
 
 
 def test_a_step_on_record_holds_what_recording_took(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
-    with running(folder, False) as (session, _):
-        with session.clock("rollout"):
+    with run_lifecycle(folder, False) as (writer, _):
+        with writer.clock("rollout"):
             pass
-        session.recorded(Progress(0, 1), {"loss": 1.0}, [row()], 0.25)
-        session.recorded(Progress(0, 2), {"loss": 1.0}, [], 0.5)
+        writer.recorded(Progress(0, 1), {"loss": 1.0}, [row()], 0.25)
+        writer.recorded(Progress(0, 2), {"loss": 1.0}, [], 0.5)
     first, second = load(folder.path).timings()
     assert first["total"] == 0.25
     assert first["record"] > 0
@@ -182,12 +183,12 @@ def test_the_timings_of_a_step_come_last(tmp_path: Path) -> None:
     """They hold the seconds of its rollouts, so they cannot come before."""
     folder = one_stage(tmp_path)
 
-    def without_room(session: Session) -> None:
+    def without_room(writer: RunWriter) -> None:
         shutil.rmtree(folder.rollouts_folder)
-        session.recorded(Progress(0, 1), {"loss": 1.0}, [row()], 0.25)
+        writer.recorded(Progress(0, 1), {"loss": 1.0}, [row()], 0.25)
 
-    told = stopped(folder, without_room, True)
-    assert f"cannot write {folder.rollouts(0, 1)}: No such file" in told
+    printed = stopped(folder, without_room, True)
+    assert f"cannot write {folder.rollouts(0, 1)}: No such file" in printed
     assert len(load(folder.path).metrics()) == 1
     assert load(folder.path).timings() == []
 
@@ -217,21 +218,21 @@ class Gone:
 
 def test_a_run_outlives_whoever_watches(tmp_path: Path) -> None:
     folder, gone = one_stage(tmp_path), Gone()
-    with running(folder, False, [gone]) as (session, _):
-        session.callbacks.stage("rl", "rl", 3, 0)
-        session.callbacks.evaluation(0, {})
-        session.recorded(Progress(0, 1), {"loss": 1.0}, [], 0.5)
-        session.note("still here")
+    with run_lifecycle(folder, False, [gone]) as (writer, _):
+        writer.callbacks.stage("rl", "rl", 3, 0)
+        writer.callbacks.evaluation(0, {})
+        writer.recorded(Progress(0, 1), {"loss": 1.0}, [], 0.5)
+        writer.note("still here")
     assert gone.asked == 1
     assert load(folder.path).events()[-1]["text"] == "still here"
 
 
 def declared(folder: RunFolder, resume: bool, threads: int, packages: list[str]) -> list[str]:
     notes = Notes()
-    with running(folder, resume, [notes]) as (session, _):
-        declare(session, "sort", 3, threads, packages)
+    with run_lifecycle(folder, resume, [notes]) as (writer, _):
+        write_metadata(writer, "sort", 3, threads, packages)
         if not resume:
-            session.checkpoint(Progress(0, 5), fill, Checkpoints())
+            writer.checkpoint(Progress(0, 5), fill, Checkpoints())
     return notes.notes
 
 
@@ -242,15 +243,15 @@ def test_other_threads_or_versions_are_noted(tmp_path: Path) -> None:
     assert declared(folder, True, 2, ["numpy", "torch"]) == []
     known = dict(begun["versions"], numpy="1.0")
     folder.run_json.write_text(json.dumps({**begun, "versions": known, "finished": True}))
-    (told,) = declared(folder, True, 4, ["numpy", "torch"])
+    (printed,) = declared(folder, True, 4, ["numpy", "torch"])
     now = begun["versions"]["numpy"]
-    assert told == (
+    assert printed == (
         f"this run began with threads 2 (now 4), numpy 1.0 (now {now}): it goes on, but not byte "
         "for byte as if it had never stopped"
     )
     after = json.loads(folder.run_json.read_text())
     assert (after["threads"], after["versions"]["numpy"], after["finished"]) == (2, "1.0", False)
-    assert load(folder.path).events()[-1]["text"] == told
+    assert load(folder.path).events()[-1]["text"] == printed
 
 
 def test_a_run_that_begins_anew_says_what_it_is_made_with_now(tmp_path: Path) -> None:
@@ -265,7 +266,7 @@ def start_elsewhere(path: Path | None) -> int:
     process = os.fork()
     if process == 0:
         try:
-            opening.created(ONE + "seed = 2\n", "sort", path)
+            lifecycle.create_run(ONE + "seed = 2\n", "sort", path)
         except KeelError:
             os._exit(2)
         finally:
@@ -288,7 +289,7 @@ def first(monkeypatch: Any, module: Any, name: str, act: Callable[[], Any]) -> l
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "wins"), [(files, "write_text", True), (opening, "locked", False)]
+    ("module", "name", "wins"), [(files, "write_text", True), (lifecycle, "locked", False)]
 )
 def test_of_two_starts_in_one_folder_one_is_refused(
     module: Any, name: str, wins: bool, tmp_path: Path, monkeypatch: Any
@@ -297,35 +298,35 @@ def test_of_two_starts_in_one_folder_one_is_refused(
     path = tmp_path / "run"
     other = first(monkeypatch, module, name, lambda: start_elsewhere(path))
     if wins:
-        folder = opening.created(ONE, "sort", path)
+        folder = lifecycle.create_run(ONE, "sort", path)
         with locked(folder):
             assert folder.recipe.read_text() == ONE
     else:
         with pytest.raises(KeelError, match="exists and is not empty"):
-            opening.created(ONE, "sort", path)
+            lifecycle.create_run(ONE, "sort", path)
         assert "seed = 2" in (path / "recipe.toml").read_text()
     assert other == [2 if wins else 0]
 
 
 def test_two_starts_without_a_name_get_two_folders(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    opening.created(ONE, "sort", None)
+    lifecycle.create_run(ONE, "sort", None)
     ahead = first(monkeypatch, Path, "mkdir", lambda: start_elsewhere(None))
-    folder = opening.created(ONE, "sort", None)
+    folder = lifecycle.create_run(ONE, "sort", None)
     assert ahead == [0]
     assert folder.path == tmp_path / "runs" / "sort-3"
     assert "seed = 2" in (tmp_path / "runs" / "sort-2" / "recipe.toml").read_text()
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
     (tmp_path / "runs").symlink_to(tmp_path / "nowhere")
     with pytest.raises(KeelError, match=r"cannot make runs/sort-1: File exists"):
-        opening.created(ONE, "sort", None)
+        lifecycle.create_run(ONE, "sort", None)
 
 
 def test_a_bad_recipe_makes_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     for path in (None, tmp_path / "run"):
         with pytest.raises(KeelError, match=r"no \[\[stages\]\]"):
-            opening.created("", "x", path)
+            lifecycle.create_run("", "x", path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -335,19 +336,19 @@ def test_what_a_run_calls_may_change_the_working_directory(
     (tmp_path / "other").mkdir()
     for resume in (False, True):
         monkeypatch.chdir(tmp_path)
-        folder = opening.resumed("run") if resume else opening.created(ONE, "x", "run")
-        with running(folder, resume) as (session, _):
+        folder = lifecycle.resume_run("run") if resume else lifecycle.create_run(ONE, "x", "run")
+        with run_lifecycle(folder, resume) as (writer, _):
             monkeypatch.chdir(tmp_path / "other")
-            session.recorded(Progress(0, 1 + resume), {"loss": 1.0}, [row()], 0.25)
-            session.checkpoint(Progress(0, 1 + resume), fill, Checkpoints())
+            writer.recorded(Progress(0, 1 + resume), {"loss": 1.0}, [row()], 0.25)
+            writer.checkpoint(Progress(0, 1 + resume), fill, Checkpoints())
     assert list((tmp_path / "other").iterdir()) == []
     assert len(load(tmp_path / "run").metrics()) == 2
 
 
 def test_a_new_run_in_a_folder_that_is_held_names_its_holder(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
-    told = f"is in use by process {os.getpid()}"
-    with locked(folder), pytest.raises(KeelError, match=told):
-        opening.created("", "x", folder.path)
+    printed = f"is in use by process {os.getpid()}"
+    with locked(folder), pytest.raises(KeelError, match=printed):
+        lifecycle.create_run("", "x", folder.path)
     with pytest.raises(KeelError, match="exists and is not empty"):
-        opening.created('[[stages]]\nstage = "rl"\n', "x", folder.path)
+        lifecycle.create_run('[[stages]]\nstage = "rl"\n', "x", folder.path)

@@ -98,7 +98,7 @@ def test_a_full_disk_is_one_line() -> None:
     with pytest.raises(KeelError, match="cannot write /dev/full: No space left on device") as error:
         writer.write({"step": 1}, {})
     writer.close()
-    assert str(error.value).endswith(": mend the disk or folder")
+    assert str(error.value).endswith(": fix the disk or folder")
     assert "\n" not in str(error.value)
 
 

@@ -64,6 +64,7 @@ def test_tensorboard_shows_a_resumed_step_once(tmp_path: Path) -> None:
     assert [step for step, _ in shown] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_wandb_logs_offline_and_resumes_its_run(tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -27,8 +27,9 @@ def shown(**settings: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.quick("settings2-set: None")
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({}, "set: 20000"),
         ({"GOMP_SPINCOUNT": "7"}, "set: 7"),
@@ -36,6 +37,6 @@ def shown(**settings: str) -> str:
     ],
 )
 def test_a_wait_is_short_unless_the_user_wishes_otherwise(
-    settings: dict[str, str], said: str
+    settings: dict[str, str], message: str
 ) -> None:
-    assert shown(**settings) == said
+    assert shown(**settings) == message

@@ -11,11 +11,11 @@ import time
 import pytest
 
 from keel.runs import watchdog
-from keel.runs.watchdog import Hung, beat, limited, place, stack_of, watching
+from keel.runs.watchdog import Hung, heartbeat, limited, place, stack_of, watching
 
 
 def deaf() -> None:
-    """Goes on whatever an ordinary `except` is told."""
+    """Goes on whatever an ordinary `except` catches."""
     while True:
         try:
             time.sleep(0.01)
@@ -43,9 +43,9 @@ def test_it_is_named_where_it_hangs(hangs: object) -> None:
         watching("the engine", 0.2, "fix it, or raise rollout.timeout"),
     ):
         hangs()
-    said = str(caught.value)
-    assert said.startswith("the engine gives no answer within 0.2 s (it is in " + name)
-    assert said.endswith("raise rollout.timeout")
+    message = str(caught.value)
+    assert message.startswith("the engine gives no answer within 0.2 s (it is in " + name)
+    assert message.endswith("raise rollout.timeout")
     assert "test_watchdog.py" in caught.value.stack
 
 
@@ -91,7 +91,7 @@ HELD = """
 import re
 from keel.runs import watchdog
 watchdog.GRACE = 0.2
-watchdog.Ending.EVERY = 0.0
+watchdog.KillTimer.EVERY = 0.0
 watchdog.TICK = 0.05
 {block}
 """
@@ -134,7 +134,7 @@ def test_who_gives_signs_of_life_has_all_the_time() -> None:
     with watching("the engine", 0.4, "rollout.timeout"):
         while time.monotonic() - start < 1.5:
             time.sleep(0.05)
-            beat()
+            heartbeat()
 
 
 def test_somebody_elses_signal_ends_nothing() -> None:
@@ -199,7 +199,7 @@ def test_a_sign_of_life_is_of_its_own_thread() -> None:
         for _ in range(3000):
             if not thread.is_alive():
                 break
-            beat()
+            heartbeat()
             time.sleep(0.01)
     assert len(caught) == 1
 
@@ -228,7 +228,7 @@ def test_in_a_thread_an_inner_limit_leaves_the_outer_one_pending() -> None:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(30)
-    assert [said[:10] for said in found] == ["the engine"]
+    assert [message[:10] for message in found] == ["the engine"]
 
 
 def test_where_no_thread_starts_it_raises_and_the_next_is_limited(

@@ -160,7 +160,7 @@ def test_what_it_prints_is_printed_once(capfd: pytest.CaptureFixture[str]) -> No
 
 
 def test_closing_ends_those_at_work_and_what_they_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "PATIENCE", 600.0)  # nobody waits for one that is at work
+    monkeypatch.setattr(copies, "PATIENCE", 600.0)  # no one waits for one that is at work
     before = descendants(os.getpid())
     environments = Environments(Environment(id=NAME, count=2, vectorization="async"), 2, 0)
     environments.begin([0, 1])

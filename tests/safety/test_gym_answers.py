@@ -38,6 +38,7 @@ def tasks() -> dict[str, Task]:
     return {name: build_task(TaskSource(name=f"reasoning_gym:{name}"), 0) for name in RUNNING}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_an_answer_that_is_code_leaves_nothing(
     way: str, tasks: dict[str, Task], tmp_path: Path

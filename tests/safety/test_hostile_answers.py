@@ -24,10 +24,8 @@ from keel.graders.formats import has_tags, tag_content
 from keel.graders.languages import language_of
 from keel.graders.mathematics import Mathematics
 from keel.graders.numbers import read_number
-from keel.rewards.judge.parsing import parse
-from keel.rewards.judge.prompts import Question
-from keel.rewards.judge.spending import Cost
-from keel.rewards.judge.store import StoredAnswer
+from keel.rewards.judge.prompts import Question, parse
+from keel.rewards.judge.store import Cost, StoredAnswer
 from keel.sandbox.resident import Resident
 from keel.types import KeelError, Prompt
 from tests.data.tasks.made import completion
@@ -145,6 +143,7 @@ def score(task: GymTask, text: str) -> float:
     return task.score(prompt(task), completion(text))
 
 
+@pytest.mark.quick("chain_sum")
 @needs_bubblewrap
 @pytest.mark.parametrize("name", scorers())
 def test_no_answer_reaches_anything_or_earns(
@@ -269,6 +268,7 @@ def test_replies_of_a_judge_are_read_whatever_their_depth_and_numbers() -> None:
     assert time.process_time() - start < 10.0
 
 
+@pytest.mark.slow
 @needs_bubblewrap
 def test_math_verify_reaches_nothing_and_judges_on(tmp_path: Path) -> None:
     pytest.importorskip("math_verify")
@@ -280,11 +280,11 @@ def test_math_verify_reaches_nothing_and_judges_on(tmp_path: Path) -> None:
         server.setblocking(False)
         known = {"marker": str(tmp_path / "marker"), "port": server.getsockname()[1]}
         texts = [text.format(**known) for text in REACHING.values()] + list(HEAVY.values())
-        said = [f"\\boxed{{{text}}}" for text in texts] + [f"${text}$" for text in texts]
-        said += [f"\\boxed{{2x + {text}}}" for text in texts]
-        said += ["$9^{9^{9}}$", "\\boxed{" * 500, "$x" + "^{x" * 200 + "}" * 200 + "$"]
+        message = [f"\\boxed{{{text}}}" for text in texts] + [f"${text}$" for text in texts]
+        message += [f"\\boxed{{2x + {text}}}" for text in texts]
+        message += ["$9^{9^{9}}$", "\\boxed{" * 500, "$x" + "^{x" * 200 + "}" * 200 + "$"]
         try:
-            assert "same" not in judge.compare([(gold, text) for text in said])
+            assert "same" not in judge.compare([(gold, text) for text in message])
             verdicts = judge.compare([(gold, "$x + 1 + x$"), (gold, "$2x$")])
             assert verdicts == ["same", "different"]
         finally:
@@ -305,6 +305,7 @@ def test_math_refuses_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None
     assert "trusted" not in str(error.value)
 
 
+@pytest.mark.slow
 @needs_bubblewrap
 def test_a_process_killed_from_outside_scores_nothing_by_itself(
     monkeypatch: pytest.MonkeyPatch,

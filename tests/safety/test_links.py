@@ -8,19 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from keel.training.reward_evaluation import model_of
 
 from keel.config.load import load_recipe
-from keel.data.preferences.llmbar import read_llmbar
-from keel.data.preferences.pandalm import TEST_SET, read_pandalm
-from keel.runs import files
-from keel.runs import lifecycle as opening
+from keel.data.preferences.published import TEST_SET, read_llmbar, read_pandalm
+from keel.runs import files, lifecycle
 from keel.runs.diff import diff
 from keel.runs.layout import RunFolder
 from keel.runs.lock import locked, refuse_if_taken
 from keel.runs.reader import load
 from keel.training.evaluation import evaluate
-from keel.training.export import export
+from keel.training.export import export, reward_model_of
 from keel.training.run import train
 from keel.types import KeelError
 
@@ -31,7 +28,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "export": lambda run: export(run, run.with_name("out")),
     "evaluate": lambda run: evaluate(run, prompts=2),
     "diff": lambda run: diff(run, run),
-    "reward model": lambda run: model_of(run, "rl"),
+    "reward model": lambda run: reward_model_of(run, "rl"),
 }
 PLACES = (
     *("metrics.jsonl", "run.json", "events.jsonl", ".lock", ".tmp-run.json"),
@@ -104,7 +101,7 @@ def test_a_new_run_follows_no_link(name: str, outside: Path, tmp_path: Path) -> 
     elsewhere.mkdir()
     (run / name).symlink_to(outside if name.startswith(".") else elsewhere)
     with pytest.raises(KeelError, match="not empty"):
-        opening.created("[[stages]]\nname = 'rl'\n", "x", run)
+        lifecycle.create_run("[[stages]]\nname = 'rl'\n", "x", run)
     assert outside.read_text() == SECRET
 
 

@@ -246,7 +246,7 @@ def test_every_door_to_a_model_says_so_and_runs_nothing(
         recipe.write_text(text.format(folder=str(folder), rows=str(rows)))
         command = ["train", str(recipe), "--run", str(tmp_path / "run"), "--quiet"]
     assert main(command) == 2
-    said = capsys.readouterr().err
-    assert "trust_remote_code" in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert "trust_remote_code" in message
+    assert message.count("\n") == 1
     assert not marker.exists()

@@ -29,12 +29,12 @@ STARTS_ANOTHER = {"sandboxed code": 1, "trusted code": 1, "environments": 2}
 
 
 @contextmanager
-def started(*command: str, said: str = "") -> Iterator[subprocess.Popen[str]]:
+def started(*command: str, message: str = "") -> Iterator[subprocess.Popen[str]]:
     """A process, once it has said a word; nothing of it is left behind."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [sys.executable, *command],
-        stdout=subprocess.PIPE if said else subprocess.DEVNULL,
+        stdout=subprocess.PIPE if message else subprocess.DEVNULL,
         text=True,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
@@ -42,7 +42,7 @@ def started(*command: str, said: str = "") -> Iterator[subprocess.Popen[str]]:
     left: set[Process] = set()
     try:
         if process.stdout is not None:
-            assert process.stdout.readline().strip() == said
+            assert process.stdout.readline().strip() == message
         yield process
     finally:
         left = descendants(process.pid)
@@ -79,6 +79,7 @@ def finish(process: subprocess.Popen[str], how: str) -> None:
     assert process.wait() != 0
 
 
+@pytest.mark.quick("environments")
 @needs_bubblewrap
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_outlives_a_parent_that_is_killed(kind: str, tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_nor_one_that_is_told_twice_to_end(how: str, tmp_path: Path) -> None:
 
 
 def ends_with_it(kind: str, how: str, folder: Path) -> None:
-    with started("-m", "tests.safety.parents", kind, str(folder), said="at work") as parent:
+    with started("-m", "tests.safety.parents", kind, str(folder), message="at work") as parent:
         processes = at_work(parent.pid, STARTS_ANOTHER.get(kind, 0))
         try:
             finish(parent, how)
@@ -128,6 +129,7 @@ options = {{ trusted = true, timeout = 600.0, prepend = "before", memory_mb = 40
 """
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_run(tmp_path: Path) -> None:
     """A second Ctrl-C ends a run at once, while its rewards are at work."""
     rows = [{"prompt": f"{n}>", "tests": "assert 1", "before": LOOP} for n in range(20)]

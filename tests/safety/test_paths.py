@@ -64,11 +64,11 @@ def test_a_stages_name_is_refused_or_stays_inside(
     try:
         folder = RunFolder.create(run, text_of(stages))
     except KeelError as error:
-        said = str(error)
+        message = str(error)
     else:
-        said = ""
-    if said:
-        assert "\n" not in said
+        message = ""
+    if message:
+        assert "\n" not in message
         assert not run.exists()
         return
     places = [folder.rollouts(0, 1), folder.checkpoint(0, 1)]

@@ -42,13 +42,13 @@ KEYWORDS = {"allow_pickle", "weights_only", "pickle_module"}
 def offences(source: Source) -> Iterator[str]:
     """What in a module pickles."""
     for node in ast.walk(source.tree):
-        said: list[str] = []
+        message: list[str] = []
         if isinstance(node, ast.Import):
-            said = [alias.name for alias in node.names]
+            message = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            said = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-            said += [alias.name for alias in node.names if alias.name in NAMES]
-        wrong = [name for name in said if name in NAMES or _within(name, PICKLERS | CALLS)]
+            message = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+            message += [alias.name for alias in node.names if alias.name in NAMES]
+        wrong = [name for name in message if name in NAMES or _within(name, PICKLERS | CALLS)]
         if isinstance(node, ast.Attribute) and ast.unparse(node) in CALLS:
             wrong.append(ast.unparse(node))
         if isinstance(node, ast.Name | ast.Attribute):

@@ -65,11 +65,11 @@ def run(folder: Path, url: str, retries: int = 0, timeout: float = 20.0) -> list
     return ["train", str(recipe), "--run", str(folder / "run")]
 
 
-def check(folder: Path, said: str) -> None:
-    """Nothing of the key stands in any file, or in what was said."""
+def check(folder: Path, message: str) -> None:
+    """Nothing of the key stands in any file, or in the output."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert {str(path): leaks(path.read_bytes()) for path in files if leaks(path.read_bytes())} == {}
-    assert leaks(said.encode()) == set()
+    assert leaks(message.encode()) == set()
     assert {path for path in folder.rglob("*") if leaks(str(path).encode())} == set()
 
 
@@ -111,6 +111,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.quick("a code", "another")
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_run_that_fails(
     kind: str,
@@ -196,8 +197,8 @@ def test_secrets_are_cut_out_of_whatever_holds_texts(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("A_KEY", "SESAME01")
     monkeypatch.setenv("B_KEY", "SESAME01-and-more")
     monkeypatch.setenv("C_KEY", "short")
-    told = {"x": ["SESAME01-and-more", ("of SESAME01", 3)], "SESAME01": {"y": "short SESAME0"}}
-    assert without_secrets(told) == {
+    printed = {"x": ["SESAME01-and-more", ("of SESAME01", 3)], "SESAME01": {"y": "short SESAME0"}}
+    assert without_secrets(printed) == {
         "x": ["$B_KEY", ["of $A_KEY", 3]],
         "$A_KEY": {"y": "short SESAME0"},
     }
@@ -230,10 +231,10 @@ def test_what_looks_like_a_secret_is_found_and_not_repeated(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ANY_TOKEN", "xyzzy-SESAME-plugh")
-    said = wrong_secret(recipe)
-    assert said is not None
-    assert "SESAME" not in said
-    assert "\n" not in said
+    message = wrong_secret(recipe)
+    assert message is not None
+    assert "SESAME" not in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(

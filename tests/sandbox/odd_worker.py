@@ -1,4 +1,4 @@
-"""A worker that does what it is told, bad things too."""
+"""A worker that does what it is asked, bad things too."""
 
 from __future__ import annotations
 

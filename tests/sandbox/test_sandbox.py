@@ -96,7 +96,7 @@ def test_there_is_no_network() -> None:
         code = f"import socket; socket.create_connection(('127.0.0.1', {port}))"
         subprocess.run([sys.executable, "-c", code], check=True)
         assert last(python(code)).startswith("PermissionError")
-    # Nor is there one behind the filter of system calls, where there is a filter.
+    # Nor is there one after the filter of system calls, where there is a filter.
     code = "print(open('/proc/net/dev').read().count(':'))"
     assert python(code).stdout == "1\n"  # the sandbox's own loopback
 
@@ -273,9 +273,10 @@ def test_no_sandbox_outlives_a_parent_that_is_killed() -> None:
     assert eventually(lambda: not processes_with(mark))
 
 
+@pytest.mark.slow
 @needs_bubblewrap
 def test_nor_one_that_is_killed_while_the_sandbox_is_made() -> None:
-    """A parent that is gone before bubblewrap has told it anything.
+    """A parent that is gone before bubblewrap has sent it anything.
 
     bubblewrap has a moment of its own, between its clone and its word to it, in which its end
     leaves the clone waiting (about one time in forty here); without Keel's care it is every time.
@@ -340,7 +341,7 @@ def test_where_bubblewrap_can_do_nothing_it_refuses_with_its_words(
         Sandbox()
     assert "trusted" not in str(raised.value)
     assert "--privileged" not in str(raised.value)
-    # And where an interpreter needs what is not shown; user namespaces would not mend that.
+    # And where an interpreter needs what is not shown; user namespaces would not help.
     stand_in.write_text(
         "#!/bin/sh\necho 'bwrap: execvp /x: No such file or directory' >&2\nexit 1\n"
     )

@@ -146,10 +146,10 @@ def test_no_keyring_is_in_reach() -> None:
     keyctl, add_key = (DENIED[name][column] for name in ("keyctl", "add_key"))
     mark = uuid.uuid4().hex
     code = f"{ASK}print(ask({keyctl}, 0, -3, 0), ask({add_key}, b'user', b'{mark}', b'x', 1, -3))"
-    # A session of keys of its own: what the test leaves is gone with its process.
+    # A writer of keys of its own: what the test leaves is gone with its process.
     outside = f"{ASK}ask({keyctl}, 1, None)\n{code.removeprefix(ASK)}"
-    said = subprocess.run([sys.executable, "-c", outside], capture_output=True, text=True)
-    if said.stdout != "granted granted\n":
+    message = subprocess.run([sys.executable, "-c", outside], capture_output=True, text=True)
+    if message.stdout != "granted granted\n":
         pytest.skip("this system has no keyrings")
     assert python(code).stdout == "Operation not permitted Operation not permitted\n"
 

@@ -41,8 +41,8 @@ def test_answers_come_in_order(pool: WorkerPool) -> None:
 
 
 def test_workers_stay_and_there_are_no_more_than_asked(pool: WorkerPool) -> None:
-    said = [pool.map([["print", "noise\n[true, 1]"]] * 6, LONG) for _ in range(2)]
-    pids = {one.value for answers in said for one in answers}
+    results = [pool.map([["print", "noise\n[true, 1]"]] * 6, LONG) for _ in range(2)]
+    pids = {one.value for answers in results for one in answers}
     assert len(pool._workers) == 2
     assert 1 <= len(pids) <= 2
     assert pids <= children()
@@ -52,33 +52,33 @@ def test_one_that_hangs_is_killed_and_the_next_is_still_judged(pool: WorkerPool)
     before = children()  # of other tests in this process
     # The last items wait until a new worker has started.
     items = [["sleep", LONG], ["hold", 10**9], ["echo", 1], ["echo", 2]]
-    said = pool.map(items, 1.0)
-    assert [one.wrong for one in said] == ["timed out", "timed out", None, None]
-    assert [one.value for one in said[2:]] == [1, 2]
+    results = pool.map(items, 1.0)
+    assert [one.wrong for one in results] == ["timed out", "timed out", None, None]
+    assert [one.value for one in results[2:]] == [1, 2]
     assert len(children() - before) <= 2
 
 
 def test_one_that_dies_raises_or_eats_memory(pool: WorkerPool) -> None:
     items = [["exit", 0], ["raise", "no"], ["take", 10**10], ["echo", 3], ["exit", 1], ["echo", 4]]
-    said = pool.map(items, LONG)
-    assert [one.wrong for one in said] == ["died", "raised", "raised", None, "died", None]
-    assert said[1].said == "ValueError: no"
-    assert said[2].said.startswith("MemoryError")
-    assert [said[3].value, said[5].value] == [3, 4]
+    results = pool.map(items, LONG)
+    assert [one.wrong for one in results] == ["died", "raised", "raised", None, "died", None]
+    assert results[1].message == "ValueError: no"
+    assert results[2].message.startswith("MemoryError")
+    assert [results[3].value, results[5].value] == [3, 4]
 
 
 def test_from_threads_at_the_same_time(pool: WorkerPool) -> None:
-    said: dict[int, list[WorkerResult]] = {}
+    results: dict[int, list[WorkerResult]] = {}
 
     def work(n: int) -> None:
-        said[n] = pool.map([["sleep", n / 100]] * 20, LONG)
+        results[n] = pool.map([["sleep", n / 100]] * 20, LONG)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert {n: {one.value for one in answers} for n, answers in said.items()} == {
+    assert {n: {one.value for one in answers} for n, answers in results.items()} == {
         n: {n / 100} for n in range(4)
     }
 
@@ -159,7 +159,7 @@ def test_no_worker_outlives_a_parent_that_is_killed() -> None:
         "import json, threading, time\n"
         "from keel.sandbox.worker_pool import WorkerPool\n"
         f"pool = WorkerPool({MODULE!r}, workers=2)\n"
-        "said = pool.map([['print', '']] * 2, 600)\n"
+        "results = pool.map([['print', '']] * 2, 600)\n"
         "items = [['hold', 10**9], ['sleep', 600]]\n"
         "threading.Thread(target=pool.map, args=(items, 600)).start()\n"
         "while len([w for w in pool._workers if w.item is not None]) < 2: time.sleep(0.01)\n"

@@ -100,7 +100,7 @@ def whole(recipe: Recipe, folder: Path) -> Ended:
 def killed(recipe: Recipe, folder: Path, sound: Path, plan: Sequence[Instant]) -> Outcome:
     """A run that dies at each instant of the plan in turn, goes on each time, and is compared.
 
-    Begun anew where the fork server was killed from outside: then nothing is known of the run.
+    Begun again where the fork server was killed from outside: then nothing is known of the run.
     """
     try:
         return _killed(recipe, folder, sound, plan)
@@ -136,12 +136,12 @@ def attempt(recipe: Recipe, folder: Path, instant: Instant | None) -> Ended:
     process = server().Process(target=_run, args=(to_toml(recipe), str(folder), instant, theirs))
     process.start()
     theirs.close()
-    told: dict[str, Any] = _next(ours)
+    printed: dict[str, Any] = _next(ours)
     start = time.perf_counter()
     if instant is not None and instant.kind == "second":
         process.join(instant.at)
         process.kill()
-    told |= _next(ours)
+    printed |= _next(ours)
     process.join(PATIENCE)
     if process.is_alive():
         process.kill()
@@ -153,12 +153,12 @@ def attempt(recipe: Recipe, folder: Path, instant: Instant | None) -> Ended:
         raise Lost
     if code in [-signum for signum in KILLS]:
         return Ended(True, seconds)
-    wrong = "" if code == 0 else str(told.get("wrong") or f"exit code {code}")
-    return Ended(False, seconds, told.get("rows", 0), told.get("done", ()), wrong)
+    wrong = "" if code == 0 else str(printed.get("wrong") or f"exit code {code}")
+    return Ended(False, seconds, printed.get("rows", 0), printed.get("done", ()), wrong)
 
 
 def _end(pid: int | None) -> None:
-    """Kill a process that nobody waits for, and return when it is gone."""
+    """Kill a process that no one waits for, and return when it is gone."""
     assert pid is not None
     try:
         handle = os.pidfd_open(pid)
@@ -243,7 +243,7 @@ class Operations:
         elif event in ("os.rename", "os.mkdir", "os.truncate"):
             if self._ours(arguments[0]):
                 self._count(event, arguments[0])
-        # Where a tree is removed, its names are told without their folder.
+        # Where a tree is removed, its names are reported without their folder.
         elif event in ("os.remove", "os.rmdir") and (
             self._ours(arguments[0]) or arguments[-1] not in (-1, None)
         ):
@@ -292,8 +292,8 @@ def _run(recipe: str, folder: str, instant: Instant | None, out: Connection) -> 
     try:
         train(parsed, place, resume=resume, callbacks=[rows])
     except BaseException as error:
-        said = traceback.format_exception(error)
-        out.send({"wrong": f"{type(error).__name__}: {error}\n{''.join(said)}"})
+        message = traceback.format_exception(error)
+        out.send({"wrong": f"{type(error).__name__}: {error}\n{''.join(message)}"})
         os._exit(1)
     out.send({"rows": rows.rows, "done": operations.done})
     os._exit(0)

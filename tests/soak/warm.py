@@ -13,7 +13,7 @@ import peft  # noqa: F401
 import torch
 import torch.utils.tensorboard
 
-import keel.rewards.outcome  # noqa: F401
+import keel.rewards.learned  # noqa: F401
 from keel.training.run import train
 from tests.soak.cases import CASES
 

@@ -1,7 +1,7 @@
 """All that can be reached from an object, leaf by leaf: wherever a loop could remember a thing.
 
 Attributes, slots, items, closures, defaults, bound methods, tensors with their gradients, random
-generators. What cannot be looked into is told apart, so that nothing hides there.
+generators. What cannot be looked into is listed apart, so that nothing hides there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PLAIN = (
     *(np.generic, np.dtype, types.ModuleType, AddedToken, types.GenericAlias, logging.Logger),
     *(operator.itemgetter, types.UnionType),
 )
-"""What is said in full by its repr."""
+"""What its repr shows in full."""
 HANDLES = (
     *(threading.Thread, type(threading.Lock()), type(threading.RLock()), threading.Event),
     *(io.IOBase, asyncio.AbstractEventLoop, threading.local, type(json.JSONDecoder().scan_once)),

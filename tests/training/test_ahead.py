@@ -1,4 +1,4 @@
-"""A mistake in a later stage is told before the stages before it are paid for."""
+"""A mistake in a later stage is reported before the stages before it are paid for."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BEFORE: dict[str, Any] = {"stage": "sft", "steps": 2, "batch_size": 4, "tasks": 
 BRIEF: dict[str, Any] = {"steps": 2, "batch_size": 4}
 
 
-def refused(tmp_path: Path, stage: dict[str, Any], said: str, **model: Any) -> None:
+def refused(tmp_path: Path, stage: dict[str, Any], message: str, **model: Any) -> None:
     """The run ends with the words, and no step of the first stage was taken."""
-    with pytest.raises(KeelError, match=said):
+    with pytest.raises(KeelError, match=message):
         train(recipe(BEFORE, stage, **model), tmp_path / "run")
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
@@ -82,13 +82,13 @@ def test_one_file_split_in_two_ways(tmp_path: Path) -> None:
 def test_errors_of_a_base_name_its_keys(tmp_path: Path) -> None:
     source = data(tmp_path, ones(40, 1), ones(9, 2))
     stage = {"stage": "reward_model", "data": source, **BRIEF}
-    for number, (base, said) in enumerate(
+    for number, (base, message) in enumerate(
         [
             ({"name": str(tmp_path / "none")}, r"^reward_model\.base\.name = "),
             ({"lora": {"rank": 2, "targets": ["nowhere"]}}, r"reward_model\.base\.lora"),
         ]
     ):
-        with pytest.raises(KeelError, match=said):
+        with pytest.raises(KeelError, match=message):
             train(recipe({**stage, "base": base}), tmp_path / f"run{number}")
 
 

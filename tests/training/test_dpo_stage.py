@@ -21,7 +21,7 @@ from keel.learn.token_budget import TokenBudget
 from keel.models import lora
 from keel.models.policy import Policy, load_policy
 from keel.models.reference import reference_for
-from keel.models.reward_inputs import Reader
+from keel.models.reward import Reader
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training.dpo import Preferring, learn, measure
@@ -144,7 +144,7 @@ def test_the_policy_that_is_left_is_the_one_that_learned(tmp_path: Path) -> None
     left = load_file(end / "policy" / "model.safetensors")
     name = "model.embed_tokens.weight"
     assert not torch.equal(left[name], before[name])
-    # The reference lies beside it, and is where the policy began.
+    # The reference is next to it, and is where the policy began.
     reference = load_file(end / "reference.safetensors")
     assert torch.equal(reference[name], before[name])
     assert not folder.model("dpo").exists()
@@ -174,7 +174,7 @@ def work_of(policy: Policy, reference: Any, **keys: Any) -> Preferring:
         optimizer=AdamW(trainable(policy), stage.optimizer),
         rows=Ready(pairs, pairs, 0, 0),
         show=lambda measured: None,
-        session=cast(Any, None),  # learning and measuring write nothing
+        writer=cast(Any, None),  # learning and measuring write nothing
         seed=0,
     )
 
@@ -189,7 +189,7 @@ def moved(policy: Policy) -> None:
 
 
 def plain_log_probs(model: Any, tokenizer: Any, side: str) -> tuple[Tensor, Tensor]:
-    """Σ log π of answer and end behind the prompt, and how many tokens; padded by hand."""
+    """Σ log π of answer and end after the prompt, and how many tokens; padded by hand."""
     texts = [(str(row.prompt), getattr(row, side)) for row in PAIRS]
     ids = [[*tokenizer(a + b)["input_ids"], tokenizer.eos_token_id] for a, b in texts]
     longest = max(map(len, ids))
@@ -322,7 +322,7 @@ CHAT = (
 
 
 def test_conversations_are_read_by_the_chat_template(tmp_path: Path) -> None:
-    """The answer stands behind the header of the assistant's turn, with an end behind it."""
+    """The answer stands after the header of the assistant's turn, with an end after it."""
 
     def chat(made: list[dict[str, Any]], whole: bool) -> list[dict[str, Any]]:
         out = []

@@ -68,9 +68,9 @@ def test_a_recipe_without_raw_reads_plain_prompts_as_they_stand(
         assert (run / name).read_bytes() == (chat_run / name).read_bytes()
     assert load(run).rollouts(4)[0]["prompt"] == load(chat_run).rollouts(4)[0]["prompt"]
     assert isinstance(load(run).rollouts(4)[0]["prompt"], str)
-    said = [note for note in callback.notes if "has no key raw" in note]
-    assert len(said) == 1
-    assert "plain prompts go without the chat template" in said[0]
+    message = [note for note in callback.notes if "has no key raw" in note]
+    assert len(message) == 1
+    assert "plain prompts go without the chat template" in message[0]
     without = [note for note in callback.notes if "has no record.json" in note]
     assert len(without) == 1
     assert "checkpoint step-000002" in without[0]
@@ -107,9 +107,9 @@ def test_a_checkpoint_without_record_is_noted_with_the_row_that_is_missing(
     metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[1:]))
     callback = Notes()
     train(None, run, resume=True, callbacks=[callback])
-    said = [note for note in callback.notes if "has no record.json" in note]
-    assert len(said) == 1
-    assert said[0].endswith("; metrics.jsonl lacks the row of rl step 1")
+    message = [note for note in callback.notes if "has no record.json" in note]
+    assert len(message) == 1
+    assert message[0].endswith("; metrics.jsonl lacks the row of rl step 1")
 
 
 def test_a_run_json_of_another_shape_stops_a_resume_in_one_line(
@@ -118,9 +118,9 @@ def test_a_run_json_of_another_shape_stops_a_resume_in_one_line(
     run = shutil.copytree(chat_run, tmp_path / "run")
     (run / "run.json").write_text('{"evaluation": []}')
     assert main(["train", "--resume", "--run", str(run)]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert f"cannot read {run}/run.json: evaluation: " in said
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert f"cannot read {run}/run.json: evaluation: " in message
     # What does not read it goes on working.
     assert evaluate(run, prompts=4)["n"] == 4
 

@@ -194,12 +194,12 @@ def test_train_prompts_that_a_stage_evaluates_on_are_said_before_the_first_step(
     for name, first, wanted in (("apart", sft, []), ("shared", split, ["WARNING: "])):
         recipe = load_recipe({"threads": 1, "model": model, "stages": [first, rl]})
         folder = train(recipe, tmp_path / name)
-        said = [line for line in notes(folder) if "held-out prompts of stage" in line]
-        assert [line[:9] for line in said] == wanted
-    assert "9 of the 30 held-out prompts of stage 'rl'" in said[0]
-    assert "train prompts of stage 'sft'" in said[0]
-    assert held in said[0]
-    assert train_path in said[0]
+        message = [line for line in notes(folder) if "held-out prompts of stage" in line]
+        assert [line[:9] for line in message] == wanted
+    assert "9 of the 30 held-out prompts of stage 'rl'" in message[0]
+    assert "train prompts of stage 'sft'" in message[0]
+    assert held in message[0]
+    assert train_path in message[0]
 
 
 def test_the_best_checkpoint_is_labelled_as_selected_on_the_held_out_prompts(

@@ -75,10 +75,10 @@ def test_the_run_stops_and_says_where(
     monkeypatch.setitem(SPOIL, "alone", lambda lengths_S: True)
     with pytest.raises(KeelError) as caught:
         train(small(*EVERY, SPOILED), tmp_path / "run")
-    said = str(caught.value)
-    assert said.count("\n") == 0
+    message = str(caught.value)
+    assert message.count("\n") == 0
     for part in ("rl step 3", "loss", "sequence 0 (prompt 'sort_digits/train/", "on_nonfinite"):
-        assert part in said, said
+        assert part in message, message
     folder = RunFolder.open(tmp_path / "run")
     kept = folder.faults / "rl-step-000003-0"
     assert damage(kept) is None
@@ -108,10 +108,10 @@ def test_told_to_it_goes_on_and_counts(
     spoil(monkeypatch, sizes[1])
     keys = (*EVERY, SPOILED, 'on_nonfinite="skip"')
     folder = train(small(*keys), tmp_path / "run")
-    told = rows(folder)
-    assert [row["steps_skipped"] for row in told] == [0, 1, 1, 1]
-    assert "loss" not in told[1]
-    assert "loss" in told[2]
+    printed = rows(folder)
+    assert [row["steps_skipped"] for row in printed] == [0, 1, 1, 1]
+    assert "loss" not in printed[1]
+    assert "loss" in printed[2]
     before, after = (load_file(folder.checkpoint(0, n) / "trainable.safetensors") for n in (1, 2))
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert load(folder.path).rollouts(2)
@@ -180,14 +180,14 @@ def test_stages_on_rows_do_the_same(kind: str, tmp_path: Path, monkeypatch: Any)
     monkeypatch.setattr(preference, function, bad)
     stage = stage_of(tmp_path, stage=kind, on_nonfinite="skip", evaluation={"rows": 0})
     folder = train(recipe(stage), tmp_path / "run")
-    told = rows(folder)
-    assert [row["steps_skipped"] for row in told] == [0, 1, 1, 1]
+    printed = rows(folder)
+    assert [row["steps_skipped"] for row in printed] == [0, 1, 1, 1]
     kept = folder.faults / f"{kind}-step-000002-0"
     assert damage(kept) is None
     assert len(json.loads((kept / "rows.json").read_text())["rows"]) == 7
     cause = json.loads((kept / "cause.json").read_text())
     assert cause["sequence"] == "row 2 of the step"
-    tokens = [0, *(row["num_tokens"] for row in told)]
+    tokens = [0, *(row["num_tokens"] for row in printed)]
     assert all(a < b for a, b in itertools.pairwise(tokens)), "they entered the model all the same"
     weights = [load_file(folder.checkpoint(0, n) / "trainable.safetensors") for n in (1, 2, 3)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -262,7 +262,7 @@ def test_weights_that_are_not_finite_end_it_also_where_steps_are_skipped(
         return real(work, *given)
 
     monkeypatch.setattr(module, name, broken)
-    monkeypatch.setattr("keel.training.non_finite.SEARCHED", 0)
+    monkeypatch.setattr("keel.training.non_finite.MAX_DIAGNOSED", 0)
     keys = {"on_nonfinite": "skip", "evaluation": {"rows": 0}}
     chosen = (
         small(*EVERY, 'on_nonfinite="skip"', "evaluation.prompts=0")
@@ -320,7 +320,7 @@ def test_a_run_whose_budget_was_halved_goes_on_with_it(tmp_path: Path) -> None:
     train(None, copy, resume=True)
     same(folder, again)
     assert budget(again) == budget(folder)
-    assert lacking(again) == before, "the budget was looked for anew"
+    assert lacking(again) == before, "the budget was looked for again"
 
 
 def sleepy(completions: list[str], **kwargs: Any) -> list[float]:
@@ -385,7 +385,7 @@ def test_rows_made_on_the_spot_name_keys_that_they_have(
         torch.empty(1 << 60, dtype=torch.uint8)
 
     def late(*_: object) -> None:
-        raise Hung("the engine gives no answer: mend it, or raise rollout.timeout", "a stack")
+        raise Hung("the engine gives no answer: fix it, or raise rollout.timeout", "a stack")
 
     monkeypatch.setattr(NativeEngine, "sample", large if lack == "memory" else late)
     sampled = {

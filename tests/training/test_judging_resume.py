@@ -78,14 +78,14 @@ REINFORCE: dict[str, Any] = {
 
 
 def alike(a: RunFolder, b: RunFolder) -> None:
-    """As `same`, and whatever stages of this kind leave beside: models, rows, figures, pictures."""
+    """As `same`, and what stages of this kind write: models, rows, figures, pictures."""
     same(a, b)
     for name in ("models", "rows", "pictures"):
         left, right = (_files(folder.path / name) for folder in (a, b))
         assert left == right, name
-    told = [json.loads(folder.run_json.read_text()) for folder in (a, b)]
+    printed = [json.loads(folder.run_json.read_text()) for folder in (a, b)]
     for key in ("measured", "evaluation", "tokens", "finished"):
-        assert told[0].get(key) == told[1].get(key), key
+        assert printed[0].get(key) == printed[1].get(key), key
     checkpoints = [[e.path.name for e in load(folder.path).checkpoints()] for folder in (a, b)]
     assert checkpoints[0] == checkpoints[1]
     assert not [p for p in b.path.rglob("*") if p.name.startswith(".") and p.name != ".lock"]
@@ -147,7 +147,7 @@ def test_a_stage_that_was_interrupted_goes_on(case: str, step: int, tmp_path: Pa
     stage = whole.stages[0]
     again = RunFolder(tmp_path / "again", whole.stages)
     if step == 4:
-        # Nothing is left to do, so the run ends as if nobody had asked.
+        # Nothing is left to do, so the run ends as if no one had asked.
         train(made, again.path, callbacks=[Stopping(stage, step)])
     else:
         with pytest.raises(Interrupted):

@@ -25,10 +25,11 @@ def learned(tmp_path: Path, *functions: dict[str, Any], **keys: Any) -> Path:
     brief = {"steps": 3, "batch_size": 8, "optimizer": {"learning_rate": 4e-3}}
     against = {
         "stage": "rl",
-        "steps": 5,
+        "steps": 20,
         "tasks": [TASK],
         "algorithm": {"preset": "ppo", "divergence": {"beta": 0.0}},
         "rewards": {"functions": list(functions)},
+        "optimizer": {"learning_rate": 1e-3},
         "rollout": {"prompts_per_step": 4, "group_size": 2, "max_tokens": 6},
         "evaluation": {"prompts": 4},
         **keys,
@@ -43,7 +44,7 @@ def test_the_run_draws_it(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     for row in load(folder).metrics("rl"):
         assert {"kl/sequence", "rewards/outcome/mean", "rewards/hidden_rule/mean"} <= set(row)
-    assert [row["kl/sequence"] != 0 for row in load(folder).metrics("rl")] == [False] + [True] * 4
+    assert [row["kl/sequence"] != 0 for row in load(folder).metrics("rl")] == [False] + [True] * 19
 
 
 @pytest.mark.parametrize(
@@ -61,12 +62,12 @@ def test_without_what_it_takes_there_is_none(
 def test_measuring_changes_nothing_else(tmp_path: Path) -> None:
     """At β = 0 the policy learns the same with and without the reference in memory."""
     plain = metrics(run(tmp_path / "plain", "algorithm.divergence.beta=0"))
-    beside = metrics(
+    others = metrics(
         run(tmp_path / "measured", "algorithm.divergence.beta=0", "reference.measured=true")
     )
     assert not any(name in row for row in plain for name in KL)
-    assert all(name in row for row in beside for name in KL)
-    for row, other in zip(plain, beside, strict=True):
+    assert all(name in row for row in others for name in KL)
+    for row, other in zip(plain, others, strict=True):
         assert {k: other[k] for k in row} == row
 
 

@@ -113,7 +113,7 @@ def test_a_judge_s_costs_are_those_of_the_step(tmp_path: Path) -> None:
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that goes on behind its first group once a reward is asked, and says when it is
+    """An engine that goes on after its first group once a reward is asked, and says when it is
     through. Groups of four enter four at a time, so that one is done before the next begins."""
 
     class Watched(NativeEngine):
@@ -180,21 +180,21 @@ def end(folder: Path, *keys: str) -> str:
 
 def test_a_wrong_value_ends_a_run_with_the_same_line(tmp_path: Path) -> None:
     reward = f"rewards.functions=[{{function='{HERE}:spoils_one'}}]"
-    said, *_ = end(tmp_path / "off", reward).split("; go on with")
-    assert "at step 2: sample" in said
-    assert end(tmp_path / "on", reward, ON).split("; go on with")[0] == said
+    message, *_ = end(tmp_path / "off", reward).split("; go on with")
+    assert "at step 2: sample" in message
+    assert end(tmp_path / "on", reward, ON).split("; go on with")[0] == message
 
 
 def test_an_error_that_is_no_exception_is_told_too(tmp_path: Path) -> None:
-    said = end(tmp_path / "on", f"rewards.functions=[{{function='{HERE}:stops_at_once'}}]", ON)
-    assert "'stops_at_once' at step 1 (4 completions, prompts" in said
-    assert "raised KeyboardInterrupt" in said
+    message = end(tmp_path / "on", f"rewards.functions=[{{function='{HERE}:stops_at_once'}}]", ON)
+    assert "'stops_at_once' at step 1 (4 completions, prompts" in message
+    assert "raised KeyboardInterrupt" in message
 
 
 def test_a_reward_that_hangs_leaves_its_stack(tmp_path: Path) -> None:
     hangs = "rewards.functions=[{function='tests.training.rewards:hangs'}]"
-    said = end(tmp_path / "on", hangs, "rewards.timeout=0.3", ON)
-    assert "hangs: no answer within 0.3 s (in hangs (rewards.py" in said
+    message = end(tmp_path / "on", hangs, "rewards.timeout=0.3", ON)
+    assert "hangs: no answer within 0.3 s (in hangs (rewards.py" in message
     (stack,) = RunFolder.open(tmp_path / "on").faults.glob("hang-*.txt")
     assert "time.sleep(600)" in stack.read_text()
 

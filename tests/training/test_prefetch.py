@@ -18,7 +18,7 @@ import torch
 from keel.engines import native
 from keel.engines.native import NativeEngine
 from keel.engines.registry import ENGINES
-from keel.runs import cancel as giving_up
+from keel.runs import cancel
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.signals import Interrupted
@@ -150,7 +150,7 @@ def test_drawing_goes_on_while_a_step_is_learned_from(
 
 @pytest.mark.parametrize("case", CHECKED)
 def test_resumed_it_ends_the_same(case: str, tmp_path: Path) -> None:
-    """From the checkpoint behind the second step, and rollouts of the third in it."""
+    """From the checkpoint after the second step, and rollouts of the third in it."""
     recipe = CASES[case].make(tmp_path)
     (stage,) = recipe.stages
     every = stage.checkpoints.model_copy(update={"every": 1, "keep": 99})
@@ -248,7 +248,7 @@ def test_keys_that_a_user_chose_are_kept(tmp_path: Path) -> None:
 def test_the_turns_of_a_conversation_are_kept(tmp_path: Path) -> None:
     words = (("assistant", "go"), ("environment", "no, 12"), ("assistant", ""))
     turns = tuple(Message(role=role, content=text) for role, text in words)
-    said = Completion(
+    message = Completion(
         tokens=np.array([5, 6]),
         log_probs=np.zeros(2, dtype=np.float32),
         written=np.array([True, False]),
@@ -256,7 +256,7 @@ def test_the_turns_of_a_conversation_are_kept(tmp_path: Path) -> None:
         text="go",
         turns=turns,
     )
-    group = Group(Prompt("p", "x", {}, "t", (5,)), (said,))
+    group = Group(Prompt("p", "x", {}, "t", (5,)), (message,))
     save_pending(tmp_path, Pending(1, Rollouts((group,), ((Verdict(0.0),),))))
     again = read_pending(tmp_path)
     assert again is not None
@@ -373,7 +373,7 @@ def test_a_drawing_is_ended_at_its_next_look() -> None:
         began.set()
         while True:
             time.sleep(0.01)
-            giving_up.look()
+            cancel.raise_if_cancelled()
 
     def learn() -> None:
         with RolloutPrefetcher(draw, ahead=True).prefetch(2, 9):
@@ -432,7 +432,7 @@ MIXES: Mapping[str, Sequence[str]] = {
 def test_what_would_be_off_policy_unseen_is_refused(mix: str) -> None:
     with pytest.raises(KeelError) as caught:
         small(*MIXES[mix])
-    said = str(caught.value)
-    assert "\n" not in said
+    message = str(caught.value)
+    assert "\n" not in message
     for part in ("rollout.async_level = 1", "algorithm.correction", 'old_log_probs = "trainer"'):
-        assert part in said
+        assert part in message

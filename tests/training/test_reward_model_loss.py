@@ -17,11 +17,10 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from keel.config.judging import RewardModelStage
 from keel.config.optimisation import Optimizer
 from keel.config.preference_data import PreferenceData
+from keel.data.preferences.dataset import Sides
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
-from keel.data.preferences.split import Sides
 from keel.learn.optimizer import AdamW, trainable
-from keel.models.reward import RewardModel, reward_model_from
-from keel.models.reward_inputs import Answered, Reader
+from keel.models.reward import Answered, Reader, RewardModel, reward_model_from
 from keel.training.judged_data import (
     EncodedPair,
     Marked,
@@ -112,7 +111,7 @@ def stock(model: RewardModel, folder: Path) -> Any:
 
 
 def padded(tokenizer: Any, texts: Sequence[str]) -> dict[str, Tensor]:
-    """Right padding by hand, an end-of-sequence token behind each."""
+    """Right padding by hand, an end-of-sequence token after each."""
     ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
     longest = max(map(len, ids))
     tokens = torch.full((len(ids), longest), tokenizer.pad_token_id)
@@ -174,7 +173,7 @@ def test_labels_as_plain_transformers_has_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("token_budget", [1, 10_000])
 def test_steps_as_plain_transformers_has_them(token_budget: int, tmp_path: Path) -> None:
-    """Two logits at the token that closes a step; steps that nobody judged say nothing."""
+    """Two logits at the token that closes a step; steps that no one judged say nothing."""
     model = model_of("process")
     learned = learn_marks(model, marked(model), token_budget)
     ours = {name.removeprefix("model."): grad for name, grad in gradients(model).items()}
@@ -186,7 +185,7 @@ def test_steps_as_plain_transformers_has_them(token_budget: int, tmp_path: Path)
     for row, line in zip(STEPS, logits, strict=True):
         at = len(str(row.prompt)) - 1
         for step, label in zip(row.steps, row.labels, strict=True):
-            at += len(step) + 1  # the blank, or the end behind the last
+            at += len(step) + 1  # the blank, or the end after the last
             if label is not None:
                 losses.append(-label * line[at, 1] - (1 - label) * line[at, 0])
     assert len(losses) == 6
@@ -283,11 +282,11 @@ def test_centring_brings_scores_back_to_zero() -> None:
 def test_the_metrics_of_a_step_of_pairs() -> None:
     model = model_of("outcome")
     rows = encoded_pairs(model)
-    said = [[one[0] for one in model.judge([row.chosen, row.rejected], 10_000)] for row in rows]
-    gaps = [chosen - rejected for chosen, rejected in said]
+    message = [[one[0] for one in model.judge([row.chosen, row.rejected], 10_000)] for row in rows]
+    gaps = [chosen - rejected for chosen, rejected in message]
     metrics = learn_pairs(model, stage_of(), rows, 30).metrics
     assert metrics["margin"] == pytest.approx(np.mean(gaps), rel=EXACT)
-    assert metrics["mean_reward"] == pytest.approx(np.mean(said), rel=EXACT)
+    assert metrics["mean_reward"] == pytest.approx(np.mean(message), rel=EXACT)
     plain = learn_pairs(model, stage_of(), rows[:1] + rows[5:], 10_000).metrics
     right = [gaps[0] > 0, gaps[5] < 0]
     assert plain["accuracy"] == pytest.approx(np.mean(right))
@@ -356,7 +355,7 @@ def test_which_rows_are_held_out_does_not_follow_the_file() -> None:
 
 
 def test_lengths_are_those_of_answers() -> None:
-    """A judge that says the answer's length is told from it wholly, whatever the prompts are."""
+    """A judge of the answer's length is fully explained by it, whatever the prompts are."""
     encode = pair_encoder(Reader(tiny.policy().tokenizer))
     rows = [
         encode(Preference(str(at), "1" * (1 + 7 * at % 23) + "=", "1" * (2 + at), "0" * (1 + at)))
@@ -376,14 +375,14 @@ def test_lengths_are_those_of_answers() -> None:
 
 
 def test_training_counts_right_answers_as_the_evaluation_does() -> None:
-    """Nothing said is half right; a tie decides nothing."""
+    """No answer is half right; a tie decides nothing."""
     model = model_of("outcome")
     rows = [pair_encoder(model.reader())(row) for row in PAIRS]
     plain = learn_pairs(model, stage_of(), rows, 10_000).metrics
     decided = [row for row in rows if row.probability != 0.5]
     assert 0 < len(decided) < len(rows)
-    said = measure_pairs(rows, lambda answers: model.judge(answers, 999)).as_dict()
-    assert plain["accuracy"] == pytest.approx(said["accuracy"]["mean"])
+    message = measure_pairs(rows, lambda answers: model.judge(answers, 999)).as_dict()
+    assert plain["accuracy"] == pytest.approx(message["accuracy"]["mean"])
     torch.nn.init.zeros_(model.head.weight)
     assert learn_pairs(model, stage_of(), rows, 10_000).metrics["accuracy"] == 0.5
 
@@ -427,17 +426,17 @@ def test_labels_are_measured() -> None:
 
 
 def test_steps_are_measured_by_their_first_error() -> None:
-    """Truth: step 1 wrong; none wrong; step 1 wrong. Said: step 1; step 0; step 1."""
+    """Truth: step 1 wrong; none wrong; step 1 wrong. Predicted: step 1; step 0; step 1."""
     rows = marked(model_of("process"))
-    said = [[2.0, -1.0, 3.0], [-0.1, 1.0], [1.0, -2.0, 0.0, 1.0]]
-    found = measure_steps(rows, lambda answers: said, 0.5).as_dict()
+    message = [[2.0, -1.0, 3.0], [-0.1, 1.0], [1.0, -2.0, 0.0, 1.0]]
+    found = measure_steps(rows, lambda answers: message, 0.5).as_dict()
     assert found["accuracy"]["mean"] == pytest.approx(2 / 3)
     assert found["on_wrong"]["mean"] == 1.0
     assert found["on_right"]["mean"] == found["f1"] == 0.0
     assert found["steps"]["n"] == 6
     assert found["log_loss"] == found["steps"]["log_loss"]
     # At 0.4 (log-odds −0.41) the −0.1 is no error any more.
-    assert measure_steps(rows, lambda answers: said, 0.4).as_dict()["accuracy"]["mean"] == 1.0
+    assert measure_steps(rows, lambda answers: message, 0.4).as_dict()["accuracy"]["mean"] == 1.0
 
 
 def test_a_step_at_the_threshold_is_right() -> None:

@@ -56,7 +56,7 @@ def rows(folder: RunFolder, stage: str = "reward_model") -> list[dict[str, Any]]
 
 
 def pairs(tmp_path: Path, **keys: Any) -> dict[str, Any]:
-    """A stage on a few pairs, three steps unless told otherwise."""
+    """A stage on a few pairs, three steps unless changed."""
     source = data(tmp_path, ones(48, 1), ones(24, 2))
     return {"stage": "reward_model", "data": source, **BRIEF, **keys}
 
@@ -270,7 +270,7 @@ def test_how_many_rows_were_left_out_is_told(tmp_path: Path) -> None:
     assert any(str(long) in note for note in notes)
 
 
-# ---------------------------------------------------------------- the policy beside it
+# ---------------------------------------------------------------- the policy with it
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -305,12 +305,12 @@ def test_the_next_stage_starts_from_the_policy_and_learns_as_without(tmp_path: P
         "tasks": [{"name": "sort_digits"}],
         "optimizer": {"learning_rate": 1e-3},
     }
-    behind = train(recipe(pairs(tmp_path), imitate), tmp_path / "behind")
+    following = train(recipe(pairs(tmp_path), imitate), tmp_path / "after")
     alone = train(recipe(imitate), tmp_path / "alone")
-    ends = [load(run.path).checkpoints()[-1].path / "policy" for run in (behind, alone)]
+    ends = [load(run.path).checkpoints()[-1].path / "policy" for run in (following, alone)]
     left, right = (weights(end) for end in ends)
     assert all(torch.equal(left[name], right[name]) for name in left)
-    losses = [[row["loss"] for row in rows(run, "sft")] for run in (behind, alone)]
+    losses = [[row["loss"] for row in rows(run, "sft")] for run in (following, alone)]
     assert losses[0] == losses[1]
 
 

@@ -28,9 +28,9 @@ def test_extras_of_refills_stay_with_their_completions(tmp_path: Path) -> None:
         "steps=3",
     )
     rows = [row for step in (1, 2, 3) for row in load(folder.path).rollouts(step)]
-    told = [row for row in rows if row.get("extra/tokens") is not None]
-    assert told
-    assert all(row["extra/tokens"] == len(row["tokens"]) for row in told)
+    printed = [row for row in rows if row.get("extra/tokens") is not None]
+    assert printed
+    assert all(row["extra/tokens"] == len(row["tokens"]) for row in printed)
     assert any(row["rollout/refills"] > 0 for row in metrics(folder))
 
 

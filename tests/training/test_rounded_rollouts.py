@@ -35,7 +35,7 @@ def test_rollouts_are_rounded_and_what_is_evaluated_is_not(
 
     monkeypatch.setattr(NativeEngine, "sample", noted)
     rounded = run(tmp_path / "rounded", *BF16, *common)
-    # Greedy and sampled, before the first step and behind the last.
+    # Greedy and sampled, before the first step and after the last.
     assert asked == [None] * 2 + [torch.bfloat16] * 2 + [None] * 2
     assert info(exact)["evaluation"]["rl"]["before"] == info(rounded)["evaluation"]["rl"]["before"]
     gaps = [metrics(folder)[0][f"{GAP}/mean"] for folder in (exact, rounded)]
@@ -46,7 +46,7 @@ def test_rollouts_are_rounded_and_what_is_evaluated_is_not(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (BF16[:1], 'set algorithm.correction.kind = "truncate", or rollout.dtype = "model"'),
         (
@@ -57,8 +57,8 @@ def test_rollouts_are_rounded_and_what_is_evaluated_is_not(
         (("rollout.dtype=float16", *BF16[1:]), "should be 'model' or 'bfloat16'"),
     ],
 )
-def test_nothing_that_corrects_is_refused(overrides: tuple[str, ...], said: str) -> None:
+def test_nothing_that_corrects_is_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(KeelError) as caught:
         small(*overrides)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Rows made on the spot: what the rewards said of the policy's answers, as files of the run."""
+"""Rows made on the spot: rewards of the policy's answers, as files of the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from keel.config.sources import TaskSource
 from keel.graders.steps import split_steps
 from keel.models.build import character_tokenizer
 from keel.models.chat import decode
-from keel.models.reward_inputs import joined
+from keel.models.reward import joined
 from keel.rewards.rules import place_match
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
@@ -63,8 +63,10 @@ def test_the_answer_of_the_higher_reward_is_chosen(tmp_path: Path) -> None:
     assert not counts.keys() & {row["prompt"] for row in held}
     assert len({json.dumps(row) for row in train_rows}) == len(train_rows)
     notes = [event["text"] for event in load(folder.path).events() if event["event"] == "note"]
-    said = f"{len(train_rows)} train rows from 60 prompts; {len(held)} heldout rows from 20 prompts"
-    assert notes == [f"reward_model: {said}"]
+    message = (
+        f"{len(train_rows)} train rows from 60 prompts; {len(held)} heldout rows from 20 prompts"
+    )
+    assert notes == [f"reward_model: {message}"]
 
 
 def test_more_pairs_of_a_prompt_where_asked(tmp_path: Path) -> None:

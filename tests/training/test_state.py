@@ -92,12 +92,12 @@ STOPPED = {
     "dpo": 3,
     "dpo-ipo-lora": 2,
 }
-"""The cases, and the step behind which each is stopped and restored."""
+"""The cases, and the step after which each is stopped and restored."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A loop before its first step and behind its last, and the memory that its State saves."""
+    """A loop before its first step and after its last, and the memory that its State saves."""
 
     before: Leaves
     after: Leaves
@@ -106,7 +106,7 @@ class Seen:
 
 
 class Stop(Callback):
-    """Asks the run to stop, as Ctrl-C does, behind a step."""
+    """Asks the run to stop, as Ctrl-C does, after a step."""
 
     def __init__(self, step: int) -> None:
         self.fatal = step
@@ -184,7 +184,7 @@ def _named(name: str, table: Mapping[str, str]) -> bool:
 
 
 def stopped(case: str, folder: Path) -> None:
-    """The case up to the step of the table, with a checkpoint behind it."""
+    """The case up to the step of the table, with a checkpoint after it."""
     with pytest.raises(Interrupted):
         train(_read(CASES[case].make(folder)), folder / "run", callbacks=[Stop(STOPPED[case])])
 
@@ -264,7 +264,7 @@ def _closure(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable of a closure that the learner's budget holds."""
     real = TokenBudget.__init__
 
-    def begin(self: Any, tokens: int, told: Any) -> None:
+    def begin(self: Any, tokens: int, printed: Any) -> None:
         told_so_far: list[str] = []
 
         def tell(text: str) -> None:
@@ -378,7 +378,7 @@ def test_in_a_stage_that_learns_from_rows_too(
         counted.calls = getattr(counted, "calls", 0) + 1  # type: ignore[attr-defined]
         return real(rows, *arguments)
 
-    monkeypatch.setattr("keel.training.judged_steps.of_step", counted)
+    monkeypatch.setattr("keel.training.judged_data.of_step", counted)
     monkeypatch.setattr(rows_judged, "counter", {"n": 0}, raising=False)
     seen = look(monkeypatch, process=True)
     real_improve = fit.update
@@ -391,7 +391,7 @@ def test_in_a_stage_that_learns_from_rows_too(
     train(CASES["dpo"].make(tmp_path), tmp_path / "run")
     found = undeclared(seen[0])
     assert "keel.training.judged_data.counter['n']" in found
-    assert any(name.startswith("keel.training.judged_steps.of_step.dict") for name in found), found
+    assert any(name.startswith("keel.training.judged_data.of_step.dict") for name in found), found
 
 
 # ---------------------------------------------------------------- shared random generators
@@ -399,7 +399,7 @@ def test_in_a_stage_that_learns_from_rows_too(
 
 @pytest.fixture
 def chance() -> Iterator[None]:
-    """The shared generators, put back behind the test."""
+    """The shared generators, put back after the test."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     yield
     torch.set_rng_state(before[0])

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from keel.learn.actions import Estimates
-from keel.learn.batch import from_groups
+from keel.learn.batch import Estimates, from_groups
 from keel.preflight.check import check
 from keel.rewards.registry import named_reward
 from keel.rewards.scorer import Scorer
@@ -73,7 +72,7 @@ def test_steps_that_the_advantage_cannot_use_are_refused_before_the_first_step(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "rewards", "said"),
+    ("algorithm", "rewards", "message"),
     [
         ("grpo", BUILT_IN, "whole answers"),
         ("grpo", STEPS, "whole answers"),
@@ -83,15 +82,15 @@ def test_steps_that_the_advantage_cannot_use_are_refused_before_the_first_step(
     ],
 )
 def test_check_finds_steps_that_the_advantage_cannot_use(
-    algorithm: str, rewards: str, said: str | None
+    algorithm: str, rewards: str, message: str | None
 ) -> None:
     words = [f"algorithm={algorithm}", rewards, "rollout.prompts_per_step=4", "threads=1"]
     found = [f for f in check("tiny", words, predicts=False).findings if f.kind == "would-stop"]
-    if said is None:
+    if message is None:
         assert found == []
         return
     [one] = found
-    assert said in one.evidence
+    assert message in one.evidence
     assert one.key == "rewards.functions"
 
 
@@ -166,7 +165,7 @@ def test_each_stage_has_its_own_evaluation(
     from rich.console import Console
 
     show(Console(), folder)
-    said = capsys.readouterr().out
-    heads = [said.index(f"\n{when} {name}:") for name in ("first", "second")
+    message = capsys.readouterr().out
+    heads = [message.index(f"\n{when} {name}:") for name in ("first", "second")
              for when in ("before", "after")]  # fmt: skip
     assert heads == sorted(heads)

@@ -50,7 +50,7 @@ def start(data: Path, out: str, seed: int, cwd: Path) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """Each recipe's two runs: below folders of other names and depths, one told relative."""
+    """Each recipe's two runs: below folders of other names and depths, one given relative."""
     data, here, there = (tmp_path_factory.mktemp(name) for name in ("data", "here", "there"))
     (there / "a b").mkdir()
     processes = [

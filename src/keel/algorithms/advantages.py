@@ -27,11 +27,11 @@ from keel.algorithms.terms import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from keel.objective import gae, group, process, segments
+    from keel.objective import gae, group, segments
     from keel.objective.signals import Signals
 else:
     gae, group = Lazy("gae"), Lazy("group")
-    process, segments = Lazy("process"), Lazy("segments")
+    segments = Lazy("segments")
 
 A = "A_n"
 _ADAPTIVE = UnusedIf(
@@ -451,7 +451,7 @@ class ProcessGroupRelative(AdvantageTerm):
     reads_steps: ClassVar[bool] = True
 
     def value(self, signals: Signals) -> Tensor:
-        return process.process_group_relative(
+        return group.process_group_relative(
             signals.need("step_reward_K"),
             signals.need("step_end_K"),
             signals.need("step_sequence_K"),

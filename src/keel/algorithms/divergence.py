@@ -12,9 +12,9 @@ from keel.algorithms.terms import (
     Coefficient,
     Description,
     Equation,
+    FrozenModel,
     Lazy,
     Positive,
-    Row,
     Setting,
     UnusedIf,
     equation,
@@ -66,7 +66,7 @@ _IN_REWARD: Final = {
 _NO_HORIZON = UnusedIf(lambda key: key.table.rule == "ppo", 'rule = "ppo" has no horizon')
 
 
-class Adaptive(Row):
+class Adaptive(FrozenModel):
     """A β that follows a target KL; `rule` is PPO's doubling or Ziegler's proportional one."""
 
     rule: Literal["ppo", "ziegler"] = "ppo"
@@ -99,7 +99,7 @@ class Adaptive(Row):
         return Description((equation(r"\beta", *parts, relation=r"\leftarrow"),), text)
 
 
-class Divergence(Row):
+class Divergence(FrozenModel):
     """β D. To the old policy, `unbiased = false` is KL(old‖π) and `true` is KL(π‖old)."""
 
     to: Literal["reference", "old"] = "reference"

@@ -11,9 +11,9 @@ from keel.algorithms.terms import (
     SINGLE_UPDATE,
     Coefficient,
     Description,
+    FrozenModel,
     Lazy,
     Positive,
-    Row,
     Setting,
     UnusedIf,
     equation,
@@ -29,7 +29,7 @@ else:
 _NO_FLOOR = UnusedIf(lambda key: key.table.kind != "mask", 'kind = "truncate" has no floor')
 
 
-class ValueLoss(Row):
+class ValueLoss(FrozenModel):
     """coefficient · ½ max((V−R)², (clip(V, V_old ± clip) − R)²), a token mean."""
 
     coefficient: Coefficient = 0.1
@@ -59,7 +59,7 @@ class ValueLoss(Row):
         return Description((loss, returns), text, f"{self.coefficient!r}*0.5*{python}")
 
 
-class Correction(Row):
+class Correction(FrozenModel):
     """Truncated importance weights where the engine's log-probs differ from the trainer's.
 
     `truncate`: min(weight, cap); `mask`: weight inside [floor, cap], 0 outside.

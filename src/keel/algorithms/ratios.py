@@ -10,8 +10,8 @@ from pydantic import Field
 from keel.algorithms.terms import (
     Description,
     Equation,
+    FrozenModel,
     Lazy,
-    Row,
     Setting,
     UnusedIf,
     equation,
@@ -115,7 +115,7 @@ _NO_CONSTANT = UnusedIf(
 )
 
 
-class Weights(Row):
+class Weights(FrozenModel):
     kind: Literal["sequence_mean", "token_mean", "constant", "sequence_sum"] = "sequence_mean"
     constant: Annotated[int | None, _NO_CONSTANT] = Field(default=None, ge=1, le=2**24)
     """C of `constant`; None means the completion budget."""

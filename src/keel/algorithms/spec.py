@@ -44,9 +44,9 @@ from keel.algorithms.terms import (
     SINGLE_UPDATE,
     Coefficient,
     EntryPoint,
+    FrozenModel,
     KeyUse,
     Positive,
-    Row,
     Unit,
     UnusedIf,
 )
@@ -66,6 +66,7 @@ __all__ = [
     "CustomSurrogate",
     "Divergence",
     "EntryPoint",
+    "FrozenModel",
     "Geometric",
     "GreedyBaseline",
     "GroupRelative",
@@ -78,7 +79,6 @@ __all__ = [
     "Positive",
     "ProcessGroupRelative",
     "Ratio",
-    "Row",
     "Sapo",
     "Surrogate",
     "Unclipped",
@@ -95,7 +95,7 @@ _OFF = UnusedIf(
 )
 
 
-class Algorithm(Row):
+class Algorithm(FrozenModel):
     """`divergence`, `value` and `correction` are absent where None (`"none"` in TOML)."""
 
     advantage: Advantage

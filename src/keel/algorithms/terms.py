@@ -22,7 +22,7 @@ CHOICE = "Keel's choice"
 RECIPE = "set in the recipe"
 
 
-class Row(BaseModel):
+class FrozenModel(BaseModel):
     """Frozen, closed to unknown keys, strict about types, never infinite."""
 
     model_config = ConfigDict(
@@ -103,7 +103,7 @@ EntryPoint = Annotated[str, Field(pattern=r"^[^:]+:[\w.]+$")]
 """A Python object, as `module:name` or `path/to/file.py:name`."""
 
 
-class TermChoice(Row):
+class TermChoice(FrozenModel):
     """A term that the recipe chooses by `kind`; each subclass is one kind."""
 
     kind: str

@@ -95,7 +95,7 @@ class PairReport(CalibrationReport):
 
 @dataclass(frozen=True, slots=True)
 class LabelReport(CalibrationReport):
-    """A model of right and wrong on single answers, beside the best constant prediction."""
+    """A model of right and wrong on single answers, compared with the best constant prediction."""
 
     n: int
     undecided: int
@@ -122,7 +122,7 @@ class LengthCorrelation(CalibrationReport):
 
 @dataclass(frozen=True, slots=True)
 class FirstErrorReport(CalibrationReport):
-    """How well the first wrong step is found, beside always giving the most frequent answer.
+    """How well the first wrong step is found, compared with always giving the most frequent answer.
 
     `gain` is by how much `accuracy` lies above `constant_accuracy`, trace by trace.
     """

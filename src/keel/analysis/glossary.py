@@ -9,11 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from keel.analysis.control_metrics import CONTROL
-from keel.analysis.metric import Metric
-from keel.analysis.reward_model_metrics import JUDGE, JUDGING
-from keel.analysis.sampling_metrics import COMPLETIONS, EVALUATION, SAMPLING
-from keel.analysis.training_metrics import POLICY, REWARD, SUPERVISED, VALUE
+from keel.analysis.metrics import (
+    COMPLETIONS,
+    CONTROL,
+    EVALUATION,
+    JUDGE,
+    JUDGING,
+    POLICY,
+    REWARD,
+    SAMPLING,
+    SUPERVISED,
+    VALUE,
+    Metric,
+)
 
 SECTIONS = (
     *(REWARD, COMPLETIONS, POLICY, VALUE, SAMPLING, EVALUATION, SUPERVISED),

@@ -57,6 +57,16 @@ class Optimisation:
     proxy_P: Array
     gold_P: Array
 
+    @property
+    def moved(self) -> bool:
+        """Whether the policy went away from the reference, so that a picture has something to show.
+
+        At least 20 points, and the last quarter of the run twice as far away as the first.
+        """
+        at = distance(self.divergence_P)
+        quarter = len(at) // 4
+        return len(at) >= 20 and bool(np.mean(at[-quarter:]) >= 2 * np.mean(at[:quarter]))
+
     def __post_init__(self) -> None:
         for name in ("proxy_P", "gold_P"):
             found, wanted = len(getattr(self, name)), len(self.divergence_P)

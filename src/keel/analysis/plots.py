@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[np.float64]
 
-# Okabe and Ito's palette: told apart with any of the common colour vision deficiencies.
+# Okabe and Ito's palette: distinguishable with any of the common colour vision deficiencies.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 INK, FAINT = "#222222", "#8a8a8a"
@@ -72,16 +72,16 @@ def smooth(values: Array, window: int) -> Array:
 def reward_curve(
     path: Path, rows: Sequence[Mapping[str, Any]], title: str, subtitle: str = ""
 ) -> None:
-    """The reward of an RL stage over its steps, and below it what was evaluated, if anything was.
+    """Panels over the steps of an RL stage: reward, its spread within groups, validation accuracy.
 
-    `rows` are the stage's rows of metrics.jsonl. Above: `reward` step by step, its moving mean, and
-    a band of `reward_std` (the spread within a prompt's group) to either side of that. Below:
-    `eval/pass@1`, and `eval/pass@K` where there is one, or else `eval/reward`, with intervals.
+    `rows` are the stage's rows of metrics.jsonl. The reward is `reward`, each step and its moving
+    mean; the spread `reward_std`, where it is not 0 throughout; the third panel, where anything was
+    evaluated, `eval/pass@1` and `eval/pass@K`, or else `eval/reward`, with intervals.
 
     Raises:
         KeelError: matplotlib is not installed, or the file cannot be written.
     """
-    reward = column(rows, "reward")
+    reward, spread = column(rows, "reward"), column(rows, "reward_std")
     sampled = sorted({n for row in rows for n in row if _is_pass_at(n)} - {"eval/pass@1"})
     names = {"eval/pass@1": "greedy, pass@1"}
     names |= {name: f"sampled, {name.removeprefix('eval/')}" for name in sampled}
@@ -90,18 +90,21 @@ def reward_curve(
     rewards = column(rows, "eval/reward", "greedy, mean reward")
     share = bool(accuracies) or not len(rewards.steps)
     accuracies = accuracies if share else [rewards]
-    with drawing(path, 6.0 if accuracies else 4.0) as figure:
+    heights = [3.0] + [1.2] * bool(spread.values.any()) + [2.0] * bool(accuracies)
+    with drawing(path, 0.8 + sum(heights)) as figure:
         panels = figure.subplots(
-            2 if accuracies else 1,
-            1,
-            sharex=True,
-            squeeze=False,
-            gridspec_kw={"height_ratios": [3, 2] if accuracies else [1]},
+            len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
         )[:, 0]
-        _draw_reward(panels[0], reward, rows)
+        _plot_steps(panels[0], reward, COLOURS[0], "training reward")
+        if len(reward.steps):
+            panels[0].legend(loc="best")
+        if spread.values.any():
+            _plot_steps(panels[1], spread, COLOURS[4], "std in a group")
+            panels[1].set_ylim(bottom=0)
         if accuracies:
-            _draw_evaluated(panels[1], accuracies, share)
+            _plot_evaluated(panels[-1], accuracies, share)
         panels[-1].set_xlabel("step")
+        figure.align_ylabels(panels)
         set_titles(figure, title, subtitle)
 
 
@@ -191,36 +194,23 @@ def compare_curves(
         set_titles(figure, title, subtitle)
 
 
-def _draw_reward(axes: Axes, reward: Curve, rows: Sequence[Mapping[str, Any]]) -> None:
-    steps, values = reward.steps, reward.values
-    axes.set_ylabel("training reward")
+def _plot_steps(axes: Axes, curve: Curve, colour: str, label: str) -> None:
+    """A metric of every step and, from 20 steps on, its moving mean."""
+    steps, values = curve.steps, curve.values
+    axes.set_ylabel(label)
     if not len(steps):
         axes.text(0.5, 0.5, "no reward yet", ha="center", transform=axes.transAxes, color=FAINT)
         return
     window = max(1, len(steps) // 20) * 2 + 1 if len(steps) >= 20 else 1
-    line = smooth(values, window)
-    spread = {row["step"]: row.get("reward_std") for row in rows}
-    std = np.array([spread.get(int(s)) or 0.0 for s in steps], dtype=np.float64)
-    if std.any():
-        band = smooth(std, window)
-        axes.fill_between(
-            steps,
-            line - band,
-            line + band,
-            color=COLOURS[0],
-            alpha=0.14,
-            linewidth=0,
-            label="± reward_std (within a prompt's group)",
-        )
     if window > 1:
-        axes.plot(steps, values, color=COLOURS[0], alpha=0.4, linewidth=0.9, label="each step")
-        axes.plot(steps, line, color=COLOURS[0], linewidth=2.2, label=f"mean of {window} steps")
+        axes.plot(steps, values, color=colour, alpha=0.4, linewidth=0.9, label="each step")
+        mean = f"mean of {window} steps"
+        axes.plot(steps, smooth(values, window), color=colour, linewidth=2.2, label=mean)
     else:
-        axes.plot(steps, values, color=COLOURS[0], marker="o", label="each step")
-    axes.legend(loc="best")
+        axes.plot(steps, values, color=colour, marker="o", label="each step")
 
 
-def _draw_evaluated(axes: Axes, curves: Sequence[Curve], share: bool) -> None:
+def _plot_evaluated(axes: Axes, curves: Sequence[Curve], share: bool) -> None:
     for index, curve in enumerate(curves):
         errors = None
         if curve.low is not None and curve.high is not None:
@@ -243,12 +233,12 @@ def _draw_evaluated(axes: Axes, curves: Sequence[Curve], share: bool) -> None:
     if share:
         axes.set_ylim(0, 1)
         axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
-        _say_ends(axes, curves[0])
+        _label_ends(axes, curves[0])
     axes.set_ylabel("held-out accuracy" if share else "held-out reward")
     axes.legend(loc="best")
 
 
-def _say_ends(axes: Axes, curve: Curve) -> None:
+def _label_ends(axes: Axes, curve: Curve) -> None:
     """Writes the first and the last value in figures, clear of the line and its intervals."""
     places = [0, -1] if len(curve.steps) > 1 else [0]
     for place in places:
@@ -325,9 +315,9 @@ def drawing(path: Path, height: float) -> Iterator[Figure]:
         figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
-        # Beside the target and renamed, so that a reader never sees half a picture.
+        # Next to the target and renamed, so that a reader never sees half a picture.
         temporary = path.with_name(f".tmp-{path.name}")
-        with files.told(path):
+        with files.os_errors(path):
             try:
                 figure.savefig(temporary, format="png", metadata={"Software": None})
                 os.replace(temporary, path)

@@ -9,7 +9,13 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from keel.analysis.statistics import Array, Interval, mean_interval, student_quantile
+from keel.analysis.statistics import (
+    Array,
+    Interval,
+    mean_interval,
+    student_quantile,
+    wilson_ends,
+)
 
 Codes = npt.NDArray[np.int64]
 
@@ -123,19 +129,3 @@ def _indexed(clusters: Iterable[Hashable], n: int) -> tuple[Codes, int]:
     if index.size != n:
         raise ValueError(f"{index.size} clusters for {n} items")
     return index, int(index.max(initial=-1)) + 1
-
-
-def wilson_ends(rate: float, size: float, z: float) -> tuple[float, float]:
-    """Where |p̂ − p| = z √(p(1−p)/n), for a rate and a size that need not be whole.
-
-        (p̂ + z²/2n ± z √(p̂(1−p̂)/n + z²/4n²)) / (1 + z²/n)
-
-    Source: Wilson 1927, JASA 22:209.
-    """
-    centre = rate + z * z / (2 * size)
-    half = z * math.sqrt(rate * (1 - rate) / size + z * z / (4 * size * size))
-    scale = 1 + z * z / size
-    # At the ends the formula gives exactly 0 or 1, which rounding must not spoil.
-    low = 0.0 if rate == 0 else max(0.0, (centre - half) / scale)
-    high = 1.0 if rate == 1 else min(1.0, (centre + half) / scale)
-    return low, high

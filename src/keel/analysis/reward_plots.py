@@ -10,7 +10,7 @@ import numpy as np
 
 from keel.analysis.calibration import LabelReport, PairReport
 from keel.analysis.overoptimisation import Optimisation, distance, fit_overoptimisation
-from keel.analysis.plots import COLOURS, FAINT, INK, MARKERS, drawing, set_titles, smooth
+from keel.analysis.plots import COLOURS, FAINT, INK, MARKERS, drawing, set_titles
 from keel.analysis.statistics import Array
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def over_optimisation_picture(
 ) -> None:
     """Proxy (dashed) and gold (solid) reward against the distance √KL from the reference.
 
-    One colour a run; from 20 points on a moving mean in order of training, over the points
+    One colour a run; from 20 points on the means of ten bins of the distance, over the points
     themselves. The proxy has its own axis on the right unless the two are of the `same_unit`. With
     `fit` a thin dotted line is the law of `fit_overoptimisation`, where the points determine it,
     drawn no further than they reach.
@@ -149,8 +149,8 @@ def over_optimisation_picture(
         for index, curve in enumerate(curves):
             colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
             at = distance(curve.divergence_P)
-            _draw_path(right, at, curve.proxy_P, colour, "", "--")
-            _draw_path(axes, at, curve.gold_P, colour, marker, "-")
+            _plot_binned(right, at, curve.proxy_P, colour, "", "--")
+            _plot_binned(axes, at, curve.gold_P, colour, marker, "-")
             law = fit_overoptimisation(at, curve.gold_P) if fit else None
             if law is not None:
                 along = np.linspace(np.nanmin(at), np.nanmax(at), 200)
@@ -163,23 +163,18 @@ def over_optimisation_picture(
         set_titles(figure, title, subtitle)
 
 
-def _draw_path(axes: Axes, at: Array, values: Array, colour: str, marker: str, style: str) -> None:
+def _plot_binned(
+    axes: Axes, at: Array, values: Array, colour: str, marker: str, style: str
+) -> None:
+    """Means of bins of equal counts along the distance; from 20 points on over the points."""
     kept = np.isfinite(at) & np.isfinite(values)
-    at, values = at[kept], values[kept]
-    if not len(at):
-        return
-    window = max(1, len(at) // 20) * 2 + 1 if len(at) >= 20 else 1
-    if window > 1:
+    order = np.argsort(at[kept], kind="stable")
+    at, values = at[kept][order], values[kept][order]
+    if len(at) >= 20:
         axes.plot(at, values, ".", color=colour, alpha=0.25, markersize=4, markeredgewidth=0)
-    axes.plot(
-        smooth(at, window),
-        smooth(values, window),
-        color=colour,
-        linestyle=style,
-        marker=marker or None,
-        markevery=max(1, len(at) // 8),
-        markersize=5,
-    )
+        bins = np.array_split(np.arange(len(at)), 10)
+        at, values = (np.array([x[one].mean() for one in bins]) for x in (at, values))
+    axes.plot(at, values, color=colour, linestyle=style, marker=marker or None, markersize=5)
 
 
 def _over_optimisation_legend(axes: Axes, labels: Sequence[str], fitted: bool) -> None:

@@ -1,4 +1,4 @@
-"""Estimates and their intervals. numpy alone; every draw is seeded."""
+"""Estimates and their intervals; every random draw is seeded."""
 
 from __future__ import annotations
 
@@ -45,13 +45,24 @@ def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> Interva
     if n == 0:
         return Interval(math.nan, 0.0, 1.0, 0)
     rate = successes / n
-    centre = rate + z * z / (2 * n)
-    half = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
-    scale = 1 + z * z / n
-    # At the ends the formula gives exactly 0 or 1, which rounding must not spoil.
-    low = 0.0 if successes == 0 else (centre - half) / scale
-    high = 1.0 if successes == n else (centre + half) / scale
+    low, high = wilson_ends(rate, n, z)
     return Interval(rate, low, high, n)
+
+
+def wilson_ends(rate: float, size: float, z: float) -> tuple[float, float]:
+    """Where |p̂ − p| = z √(p(1−p)/n), for a rate and a size that need not be whole.
+
+        (p̂ + z²/2n ± z √(p̂(1−p̂)/n + z²/4n²)) / (1 + z²/n)
+
+    Source: Wilson 1927, JASA 22:209.
+    """
+    centre = rate + z * z / (2 * size)
+    half = z * math.sqrt(rate * (1 - rate) / size + z * z / (4 * size * size))
+    scale = 1 + z * z / size
+    # At the ends the formula gives exactly 0 or 1, which rounding must not spoil.
+    low = 0.0 if rate == 0 else max(0.0, (centre - half) / scale)
+    high = 1.0 if rate == 1 else min(1.0, (centre + half) / scale)
+    return low, high
 
 
 def mean_interval(values: npt.ArrayLike, confidence: float = 0.95) -> Interval:
@@ -170,59 +181,14 @@ def stratified_bootstrap(
 def student_quantile(probability: float, degrees: int) -> float:
     """t with P(T ≤ t) = probability, T Student's with `degrees` of freedom.
 
-        P(T > t) = ½ I_x(ν/2, ½),   x = ν / (ν + t²),   t ≥ 0
-
-    Source: Abramowitz and Stegun 26.7.1. By bisection on a logarithmic
-    scale, to a relative 1e-9 unless the probability is within 1e-4 of ½.
-
     Raises:
         ValueError: a probability outside (0, 1) or no degree of freedom.
     """
+    from scipy.special import stdtrit
+
     if not 0 < probability < 1 or degrees < 1:
         raise ValueError(f"quantile {probability} of Student's t with {degrees} degrees")
-    if probability == 0.5:
-        return 0.0
-    if probability < 0.5:
-        return -student_quantile(1 - probability, degrees)
-    tail = 1 - probability
-    low, high = math.log(1e-12), math.log(1e12)
-    while high - low > 1e-12:
-        middle = (low + high) / 2
-        t = math.exp(middle)
-        beyond = incomplete_beta(degrees / 2, 0.5, degrees / (degrees + t * t)) / 2
-        low, high = (middle, high) if beyond > tail else (low, middle)
-    return math.exp((low + high) / 2)
-
-
-def incomplete_beta(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function.
-
-        I_x(a, b) = x^a (1−x)^b / (a B(a, b)) · 1/(1 + d₁/(1 + d₂/(1 + …)))
-        d_{2m+1} = −(a+m)(a+b+m) x / ((a+2m)(a+2m+1)),   d_{2m} = m(b−m) x / ((a+2m−1)(a+2m))
-
-    and I_x(a, b) = 1 − I_{1−x}(b, a) where that converges faster.
-    Source: Abramowitz and Stegun 26.5.8; the fraction is taken from the front by Lentz's method.
-    """
-    if x <= 0 or x >= 1:
-        return float(x >= 1)
-    if x > (a + 1) / (a + b + 2):
-        return 1 - incomplete_beta(b, a, 1 - x)
-    beta = math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
-    front = math.exp(a * math.log(x) + b * math.log1p(-x) - beta) / a
-    tiny = 1e-300  # stands in for a partial denominator of 0
-    fraction, c, d = 1.0, 1.0, 0.0
-    for index in range(1, 10_000):
-        m = index // 2
-        if index % 2:
-            term = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        else:
-            term = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        d = 1 / (1 + term * d or tiny)
-        c = 1 + term / c or tiny
-        fraction *= c * d
-        if abs(c * d - 1) < 1e-15:
-            break
-    return front / fraction
+    return float(stdtrit(degrees, probability))
 
 
 def _flat(values: npt.ArrayLike) -> Array:

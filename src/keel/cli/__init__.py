@@ -1,1 +1,1 @@
-"""The command line: a file a verb, thin."""
+"""The command line: one thin file per command."""

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; 1 where anything was found, else 0."""
-    # A recipe that cannot be read is told at once, before torch is imported.
+    # A recipe that cannot be read is reported at once, before torch is imported.
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.device is not None:
         return _estimate(recipe, arguments)
-    from keel.preflight.memory.process import TrialProcess
+    from keel.preflight.trial_process import TrialProcess
 
     # It imports torch while this process does.
     with TrialProcess() as process:
@@ -91,27 +91,31 @@ def lines(report: Report) -> Iterator[str]:
     for number, one in enumerate(report.findings, start=1):
         yield f"{number}. {one.severity}: {one.what} [{one.kind}]"
         yield f"   {one.evidence}"
-        yield f"   {one.key}: {one.mend}"
+        yield f"   {one.key}: {one.fix}"
 
 
-def _predicted(said: Mapping[str, Any]) -> Iterator[str]:
+def _predicted(prediction: Mapping[str, Any]) -> Iterator[str]:
     """Memory, time and cost of a stage."""
-    if "judge" in said:
-        dollars = said["judge"]
+    if "judge" in prediction:
+        dollars = prediction["judge"]
         yield (
             f"  predicted cost of judges: about ${dollars['estimate']:.2f} "
             f"(${dollars['low']:.2f} to ${dollars['high']:.2f})"
         )
-    if "memory" not in said:
+    if "memory" not in prediction:
         return
-    memory = said["memory"]
+    memory = prediction["memory"]
     room = "" if memory["room"] is None else f" of {_size(memory['room'])} free"
     yield f"  predicted peak memory on {memory['device']}: {_size(memory['peak'])}{room}"
     width = max(map(len, memory["phases"]), default=0)
     for name, size in memory["phases"].items():
         yield f"    {name:<{width}}  {_size(size):>9}"
-    parts_of_time = ", ".join(f"{name} {_time(seconds)}" for name, seconds in said["time"].items())
-    yield f"  predicted time: about {_time(said['seconds'])} ({parts_of_time})" + _cost(said)
+    parts_of_time = ", ".join(
+        f"{name} {_time(seconds)}" for name, seconds in prediction["time"].items()
+    )
+    yield f"  predicted time: about {_time(prediction['seconds'])} ({parts_of_time})" + _cost(
+        prediction
+    )
 
 
 def _size(bytes_: int) -> str:
@@ -125,5 +129,5 @@ def _time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _cost(said: Mapping[str, Any]) -> str:
-    return f", cost {said['cost']:.2f}" if "cost" in said else ""
+def _cost(prediction: Mapping[str, Any]) -> str:
+    return f", cost {prediction['cost']:.2f}" if "cost" in prediction else ""

@@ -1,4 +1,4 @@
-"""The verbs and their arguments; imports nothing heavy, so that help is instant."""
+"""The commands and their arguments; imports nothing heavy, so that help is instant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments of a verb; overrides may stand before, between or behind its options."""
+    """The arguments of a command; overrides may be before, between or after its options."""
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     strange = [word for word in rest if word.startswith("-") or "=" not in word]
@@ -36,17 +36,19 @@ def build_parser() -> argparse.ArgumentParser:
         "relatives, from a laptop's CPU up.",
     )
     parser.add_argument("--version", action="version", version=f"keel {version('keel-rl')}")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Parser)
-    _train(verbs)
-    _check(verbs)
-    _eval(verbs)
-    _explain(verbs)
-    _export(verbs)
-    _control(verbs)
-    _prefs(verbs)
-    _runs(verbs)
-    _rollouts(verbs)
-    _lists(verbs)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=Parser
+    )
+    _train(commands)
+    _check(commands)
+    _eval(commands)
+    _explain(commands)
+    _export(commands)
+    _control(commands)
+    _prefs(commands)
+    _runs(commands)
+    _rollouts(commands)
+    _lists(commands)
     return parser
 
 
@@ -54,83 +56,91 @@ Verbs: TypeAlias = "argparse._SubParsersAction[Parser]"
 """What `add_subparsers` returns; it has no public name."""
 
 
-def _verb(verbs: Verbs, name: str, help: str) -> argparse.ArgumentParser:
-    verb = verbs.add_parser(name, help=help, description=help)
-    verb.set_defaults(module=f"keel.cli.{name}")
-    return verb
+def _command(commands: Verbs, name: str, help: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=help, description=help)
+    command.set_defaults(module=f"keel.cli.{name}")
+    return command
 
 
-def _recipe(verb: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    verb.add_argument(
+def _recipe(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    command.add_argument(
         "recipe", nargs=nargs, help="a TOML file or the name of a shipped recipe (keel recipes)"
     )
-    verb.add_argument(
+    command.add_argument(
         "overrides", nargs="*", metavar="key=value", help="override a key, as in rl.steps=50"
     )
 
 
-def _json(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--json", action="store_true", help="print the result as JSON")
+def _json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-def _train(verbs: Verbs) -> None:
-    verb = _verb(verbs, "train", "Run a recipe: warm-up, reinforcement learning, evaluation.")
-    _recipe(verb, nargs="?")
-    verb.add_argument("--run", metavar="DIR", help="run folder (default: the next free in runs/)")
-    verb.add_argument(
+def _train(commands: Verbs) -> None:
+    command = _command(
+        commands, "train", "Run a recipe: fine-tuning, reinforcement learning, evaluation."
+    )
+    _recipe(command, nargs="?")
+    command.add_argument(
+        "--run", metavar="DIR", help="run folder (default: the next free in runs/)"
+    )
+    command.add_argument(
         "--resume", action="store_true", help="go on from the run folder's newest checkpoint"
     )
-    verb.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    _json(verb)
+    command.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    _json(command)
 
 
-def _check(verbs: Verbs) -> None:
-    verb = _verb(verbs, "check", "Say what will go wrong with a recipe, before anything is spent.")
-    _recipe(verb)
-    verb.add_argument(
+def _check(commands: Verbs) -> None:
+    command = _command(commands, "check", "Report what will go wrong with a recipe before it runs.")
+    _recipe(command)
+    command.add_argument(
         "--price", type=_price, metavar="PER_HOUR", help="of the machine; predicts the cost"
     )
-    verb.add_argument(
+    command.add_argument(
         "--device",
         metavar="NAME",
         help="only estimate the memory on a GPU that is not here, as in h100-80gb",
     )
-    _json(verb)
+    _json(command)
 
 
-def _eval(verbs: Verbs) -> None:
-    verb = _verb(verbs, "eval", "Evaluate a run or a model: greedy, sampled, pass@k, intervals.")
-    verb.add_argument("model", metavar="RUN|MODEL", help="a run folder, a model folder or hub name")
-    verb.add_argument("--task", help="a task by name (keel tasks); a run's own unless given")
-    verb.add_argument(
+def _eval(commands: Verbs) -> None:
+    command = _command(
+        commands, "eval", "Evaluate a run or a model: greedy, sampled, pass@k, intervals."
+    )
+    command.add_argument(
+        "model", metavar="RUN|MODEL", help="a run folder, a model folder or hub name"
+    )
+    command.add_argument("--task", help="a task by name (keel tasks); a run's own unless given")
+    command.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="key=value",
         help="a key of the task, as in path=test.jsonl (scored wholly) or answer=answer",
     )
-    verb.add_argument("--reward", action="append", default=[], help="reward, as module:function")
-    verb.add_argument(
+    command.add_argument("--reward", action="append", default=[], help="reward, as module:function")
+    command.add_argument(
         "--checkpoint",
         help="of a run: last (default), best (selected on the held-out prompts), or a name",
     )
-    verb.add_argument(
+    command.add_argument(
         "--prompts", type=_positive, help="how many (default 200; of a file that is named, all)"
     )
-    verb.add_argument("--samples", type=int, default=None, help="k of pass@k (default 0: none)")
-    verb.add_argument("--temperature", type=float, default=None)
-    verb.add_argument("--top-k", type=int, default=None)
-    verb.add_argument("--top-p", type=float, default=None)
-    verb.add_argument("--min-p", type=float, default=None)
-    verb.add_argument("--max-tokens", type=_positive, default=None)
-    verb.add_argument("--seed", type=int, default=None)
-    judged = verb.add_argument_group("a reward model, on judged rows (JSONL or Parquet)")
+    command.add_argument("--samples", type=int, default=None, help="k of pass@k (default 0: none)")
+    command.add_argument("--temperature", type=float, default=None)
+    command.add_argument("--top-k", type=int, default=None)
+    command.add_argument("--top-p", type=float, default=None)
+    command.add_argument("--min-p", type=float, default=None)
+    command.add_argument("--max-tokens", type=_positive, default=None)
+    command.add_argument("--seed", type=int, default=None)
+    judged = command.add_argument_group("a reward model, on judged rows (JSONL or Parquet)")
     judged.add_argument("--pairs", metavar="FILE", help="rows of prompt/chosen/rejected")
     judged.add_argument("--labels", metavar="FILE", help="rows of prompt/completion/label")
     judged.add_argument("--steps", metavar="FILE", help="rows of prompt/completions/labels")
     judged.add_argument("--stage", metavar="NAME", help="the run's stage that made the model")
     judged.add_argument(
-        "--separator", help="what stands between two steps (default: the stage's, or a newline)"
+        "--separator", help="the text between two steps (default: the stage's, or a newline)"
     )
     judged.add_argument(
         "--threshold",
@@ -138,60 +148,68 @@ def _eval(verbs: Verbs) -> None:
         metavar="P",
         help="a step less probably right is a mistake (default: the stage's, or 0.5)",
     )
-    judged.add_argument("--pictures", metavar="DIR", help="draw reliability and margins there")
-    _json(verb)
+    judged.add_argument("--pictures", metavar="DIR", help="plot reliability and margins there")
+    _json(command)
 
 
-def _explain(verbs: Verbs) -> None:
-    verb = _verb(verbs, "explain", "Print the objective that a recipe or preset optimises.")
-    verb.add_argument("recipe", metavar="RECIPE|ALGORITHM", help="a recipe or a preset's name")
-    verb.add_argument("overrides", nargs="*", metavar="key=value")
-    form = verb.add_mutually_exclusive_group()
+def _explain(commands: Verbs) -> None:
+    command = _command(
+        commands, "explain", "Print the objective that a recipe or preset optimises."
+    )
+    command.add_argument("recipe", metavar="RECIPE|ALGORITHM", help="a recipe or a preset's name")
+    command.add_argument("overrides", nargs="*", metavar="key=value")
+    form = command.add_mutually_exclusive_group()
     form.add_argument("--latex", action="store_true", help="as LaTeX")
     form.add_argument("--json", action="store_true", help="as JSON")
 
 
-def _export(verbs: Verbs) -> None:
-    verb = _verb(
-        verbs,
+def _export(commands: Verbs) -> None:
+    command = _command(
+        commands,
         "export",
         "Write a run's policy or reward model as a plain model folder, LoRA merged.",
     )
-    verb.add_argument("run", metavar="RUN", help="a run folder")
-    verb.add_argument("folder", metavar="FOLDER", help="where to; must not exist")
-    verb.add_argument(
+    command.add_argument("run", metavar="RUN", help="a run folder")
+    command.add_argument("folder", metavar="FOLDER", help="where to; must not exist")
+    command.add_argument(
         "--checkpoint",
         default="last",
         help="last (default), best (selected on the held-out prompts), or a name",
     )
-    verb.add_argument("--stage", metavar="NAME", help="the reward model that this stage made")
-    verb.add_argument("--adapter", action="store_true", help="only the LoRA adapter, for peft")
-    _json(verb)
+    command.add_argument("--stage", metavar="NAME", help="the reward model that this stage made")
+    command.add_argument("--adapter", action="store_true", help="only the LoRA adapter, for peft")
+    _json(command)
 
 
-def _control(verbs: Verbs) -> None:
-    verb = _verb(verbs, "control", "Q-learning and policy gradients on a Gymnasium environment.")
-    verb.add_argument(
+def _control(commands: Verbs) -> None:
+    command = _command(
+        commands, "control", "Q-learning and policy gradients on a Gymnasium environment."
+    )
+    command.add_argument(
         "algorithm",
         nargs="?",
         metavar="ALGORITHM|RECIPE",
         help="dqn, a preset (ppo, grpo, reinforce, ...) or a TOML file",
     )
-    verb.add_argument(
+    command.add_argument(
         "overrides", nargs="*", metavar="key=value", help="override a key, as in steps=20000"
     )
-    verb.add_argument("--env", metavar="ID", help="Gymnasium id, as in CartPole-v1")
-    verb.add_argument("--run", metavar="DIR", help="run folder (default: the next free in runs/)")
-    verb.add_argument(
+    command.add_argument("--env", metavar="ID", help="Gymnasium id, as in CartPole-v1")
+    command.add_argument(
+        "--run", metavar="DIR", help="run folder (default: the next free in runs/)"
+    )
+    command.add_argument(
         "--resume", action="store_true", help="go on from the run folder's newest checkpoint"
     )
-    verb.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    _json(verb)
+    command.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    _json(command)
 
 
-def _prefs(verbs: Verbs) -> None:
-    verb = _verb(verbs, "prefs", "Preference data: import published sets, tell what a file holds.")
-    actions = verb.add_subparsers(
+def _prefs(commands: Verbs) -> None:
+    command = _command(
+        commands, "prefs", "Preference data: import published sets, summarise a file."
+    )
+    actions = command.add_subparsers(
         dest="action", metavar="ACTION", required=True, parser_class=Parser
     )
     help = "Write a published data set as JSONL rows of prompt/chosen/rejected."
@@ -211,9 +229,9 @@ def _prefs(verbs: Verbs) -> None:
     _json(stats)
 
 
-def _runs(verbs: Verbs) -> None:
-    verb = _verb(verbs, "runs", "What run folders hold.")
-    actions = verb.add_subparsers(
+def _runs(commands: Verbs) -> None:
+    command = _command(commands, "runs", "What run folders hold.")
+    actions = command.add_subparsers(
         dest="action", metavar="ACTION", required=True, parser_class=Parser
     )
     help = "The first step, sequence and token at which two runs differ, and in what."
@@ -223,20 +241,24 @@ def _runs(verbs: Verbs) -> None:
     _json(diff)
 
 
-def _rollouts(verbs: Verbs) -> None:
-    verb = _verb(verbs, "rollouts", "Print what a run sampled: prompts, completions, rewards.")
-    verb.add_argument("run", metavar="RUN", help="a run folder")
-    verb.add_argument("--step", type=_positive, required=True, help="which step")
-    verb.add_argument("--stage", metavar="NAME", help="where several stages sample")
-    verb.add_argument("-n", type=_positive, metavar="N", help="how many (default 5; as JSON all)")
-    _json(verb)
+def _rollouts(commands: Verbs) -> None:
+    command = _command(
+        commands, "rollouts", "Print what a run sampled: prompts, completions, rewards."
+    )
+    command.add_argument("run", metavar="RUN", help="a run folder")
+    command.add_argument("--step", type=_positive, required=True, help="which step")
+    command.add_argument("--stage", metavar="NAME", help="where several stages sample")
+    command.add_argument(
+        "-n", type=_positive, metavar="N", help="how many (default 5; as JSON all)"
+    )
+    _json(command)
 
 
-def _lists(verbs: Verbs) -> None:
-    _json(_verb(verbs, "recipes", "List the shipped recipes."))
-    _json(_verb(verbs, "rewards", "List the built-in rewards."))
-    _json(_verb(verbs, "models", "List the model families that work."))
-    tasks = _verb(verbs, "tasks", "List the tasks there are.")
+def _lists(commands: Verbs) -> None:
+    _json(_command(commands, "recipes", "List the shipped recipes."))
+    _json(_command(commands, "rewards", "List the built-in rewards."))
+    _json(_command(commands, "models", "List the model families that work."))
+    tasks = _command(commands, "tasks", "List the tasks there are.")
     tasks.add_argument("--show", metavar="TASK", help="print a few prompts of a task")
     _json(tasks)
 

@@ -10,11 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.data.preferences import records as judged
-from keel.data.preferences.annotated import Annotated, Imported
+from keel.data.preferences import fields as judged
 from keel.data.preferences.fields import Fields
-from keel.data.preferences.llmbar import is_llmbar, read_llmbar
-from keel.data.preferences.pandalm import TEST_SET, compare, read_judges, read_pandalm
+from keel.data.preferences.published import (
+    TEST_SET,
+    Annotated,
+    Imported,
+    compare,
+    is_llmbar,
+    read_judges,
+    read_llmbar,
+    read_pandalm,
+)
 from keel.data.preferences.schema import Preference
 from keel.data.preferences.summary import agreement, summarise
 from keel.data.tables import read_table
@@ -35,7 +42,7 @@ class Source:
     pairs: Sequence[Preference]
     votes: Sequence[Sequence[Any]] | None = None
     judges: dict[str, Any] | None = None
-    mended: int = 0
+    read_as_text: int = 0
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -55,7 +62,7 @@ def _import(arguments: argparse.Namespace) -> None:
     if out.exists():
         raise KeelError(f"{out}: is there already: give another --out, or move it away")
     if not out.parent.is_dir():
-        raise KeelError(f"{out}: there is no folder {str(out.parent)!r}: make it, or mend --out")
+        raise KeelError(f"{out}: there is no folder {str(out.parent)!r}: make it, or fix --out")
     found = _reader(arguments.kind)(Path(arguments.path))
     kept = [row for row in found.rows if arguments.keep_empty or not row.is_empty]
     _write(out, b"".join(line(row.row(), {}) for row in kept))
@@ -66,7 +73,7 @@ def _import(arguments: argparse.Namespace) -> None:
         "ties": shares.count(0.5),
         "soft": sum(0.5 < share < 1 for share in shares),
         "left_out_empty": len(found.rows) - len(kept),
-        "read_as_text": found.mended,
+        "read_as_text": found.read_as_text,
     }
     if arguments.json:
         print(json.dumps(result, ensure_ascii=False))
@@ -74,15 +81,15 @@ def _import(arguments: argparse.Namespace) -> None:
     print(f"{out}: {len(kept)} rows, {result['ties']} ties, {result['soft']} soft labels")
     if result["left_out_empty"]:
         print(f"left out: {result['left_out_empty']} rows with an empty answer (--keep-empty)")
-    if found.mended:
-        print(f"read as text: {found.mended} answers that were a JSON true or false")
+    if found.read_as_text:
+        print(f"read as text: {found.read_as_text} answers that were a JSON true or false")
 
 
 def _write(out: Path, content: bytes) -> None:
     try:
         write_bytes(out, content)
     except KeelError as error:
-        # The mend that it names is a run's: there is nothing to resume here.
+        # The fix that it names is a run's: there is nothing to resume here.
         cause = error.__cause__
         why = getattr(cause, "strerror", None) or cause or error
         raise KeelError(f"cannot write {out}: {why}: give another --out") from error
@@ -108,8 +115,8 @@ def _stats(arguments: argparse.Namespace) -> None:
 def _described(path: str) -> dict[str, Any]:
     source = _published(Path(path)) if Path(path).is_dir() else _rows(path)
     result: dict[str, Any] = {"file": path, **summarise(source.pairs)}
-    if source.mended:
-        result["read_as_text"] = source.mended
+    if source.read_as_text:
+        result["read_as_text"] = source.read_as_text
     if source.votes is not None:
         try:
             people = agreement(source.votes, [json.dumps(p.prompt) for p in source.pairs])
@@ -132,7 +139,7 @@ def _published(folder: Path) -> Source:
 
 def _annotated(found: Imported, judges: dict[str, Any]) -> Source:
     pairs = [row.preference() for row in found.rows]
-    return Source(pairs, [row.votes for row in found.rows], judges, found.mended)
+    return Source(pairs, [row.votes for row in found.rows], judges, found.read_as_text)
 
 
 def _against(judge: Any, rows: Sequence[Annotated]) -> dict[str, Any]:
@@ -186,7 +193,7 @@ def _table(result: dict[str, Any]) -> list[str]:
         lines.append(_share("judges agree", people["pairwise"]))
         lines.append(_share("Fleiss' κ", people["fleiss_kappa"]))
     for name, judge in result.get("judges", {}).items():
-        lines.append(f"  {name}, beside the majority; {judge['unusable']} verdicts unusable")
+        lines.append(f"  {name}, compared with the majority; {judge['unusable']} verdicts unusable")
         lines.append(_share("  accuracy", judge["accuracy"]))
         lines.append(_share("  Cohen's κ", judge["cohen_kappa"]))
         if judge["unusable"]:

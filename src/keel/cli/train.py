@@ -29,6 +29,9 @@ class Start(Protocol):
 def run(arguments: argparse.Namespace) -> int:
     """Run, or go on with a run; shows how it went."""
     recipe = _recipe(arguments)
+    if recipe is not None and recipe.description:
+        console = Console(stderr=arguments.json, quiet=arguments.quiet)
+        console.print(f"{recipe.name}: {recipe.description}", highlight=False, soft_wrap=True)
     from keel.training.run import train
 
     start = partial(train, recipe, arguments.run, resume=arguments.resume)
@@ -37,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def carry(
     arguments: argparse.Namespace,
-    verb: str,
+    command: str,
     start: Start,
     show: Callable[[Console, RunFolder], None],
 ) -> int:
@@ -56,7 +59,7 @@ def carry(
             except Interrupted as caught:
                 interrupted, code = caught, 128 + caught.signum
         if code:
-            how = f"keel {verb} --resume --run {interrupted.folder}"
+            how = f"keel {command} --resume --run {interrupted.folder}"
             console.print(f"stopped by {interrupted}; go on with: {how}", soft_wrap=True)
         elif arguments.json:
             run = load(folder.path)
@@ -93,6 +96,12 @@ def show(console: Console, folder: RunFolder) -> None:
     console.print(f"\nrun folder  {folder.path}")
     if folder.curve.exists():
         console.print(f"curve       {folder.curve}")
+    console.print("next")
+    steps = [row["step"] for row in run.metrics() if row.get("reward") is not None]
+    if steps:
+        console.print(f"  keel rollouts {folder.path} --step {steps[-1]}", soft_wrap=True)
+    console.print(f"  keel eval {folder.path} --samples 4", soft_wrap=True)
+    console.print(f"  keel export {folder.path} {folder.path.name}-model", soft_wrap=True)
 
 
 def _recipe(arguments: argparse.Namespace) -> Any:

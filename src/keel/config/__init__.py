@@ -1,1 +1,1 @@
-"""The recipe: its schema, reading it, overriding it, and what is said of a mistake."""
+"""The recipe: its schema, reading it, overriding it, and the messages about mistakes."""

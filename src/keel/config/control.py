@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import Positive, Row, Unit
+from keel.algorithms.spec import FrozenModel, Positive, Unit
 from keel.config.fields import AsTuple, Count, Index, Seed, Threads, Width
 from keel.config.optimisation import Checkpoints, Optimizer
 from keel.config.presets import resolve_algorithm
@@ -17,7 +17,7 @@ from keel.config.sampling import NamedAlgorithm
 from keel.config.schema import ReferenceConfig
 
 
-class Environment(Row):
+class Environment(FrozenModel):
     """Which Gymnasium environment, and how many copies of it run side by side."""
 
     id: str
@@ -37,14 +37,14 @@ class Environment(Row):
         return self
 
 
-class Network(Row):
+class Network(FrozenModel):
     """A multilayer perceptron, one for the policy and one for its values."""
 
     hidden: Annotated[tuple[Width, ...], AsTuple] = (64, 64)
     activation: Literal["tanh", "relu"] = "tanh"
 
 
-class ReturnEvaluation(Row):
+class ReturnEvaluation(FrozenModel):
     """Returns of the greedy policy (of a Gaussian, its mean) in environments of its own."""
 
     every: Index = 10_000
@@ -55,14 +55,14 @@ class ReturnEvaluation(Row):
     """An episode of so many steps is counted as it is: not every environment has a time limit."""
 
 
-class Watching(Row):
+class Watching(FrozenModel):
     """What is left to look at."""
 
     film: bool = True
     """Leave a GIF of one greedy episode at the end, where the environment can be drawn."""
 
 
-class Exploration(Row):
+class Exploration(FrozenModel):
     """ε of ε-greedy, falling in a line from `initial` to `final` over a `share` of the steps."""
 
     initial: Unit = 1.0
@@ -75,7 +75,7 @@ class Exploration(Row):
         return self.initial + (self.final - self.initial) * done
 
 
-class ReplayConfig(Row):
+class ReplayConfig(FrozenModel):
     """The memory of transitions that Q-learning draws from, uniformly and with replacement."""
 
     capacity: Count = 50_000
@@ -84,7 +84,7 @@ class ReplayConfig(Row):
     batch_size: Count = 128
 
 
-class Target(Row):
+class Target(FrozenModel):
     """The target network: every `every` environment steps it moves by `rate` to the online one."""
 
     every: Count = 500
@@ -92,7 +92,7 @@ class Target(Row):
     """1 is a hard copy, less Polyak averaging."""
 
 
-class QLearningStage(Row):
+class QLearningStage(FrozenModel):
     """Deep Q-learning (DQN, Mnih et al. 2015), with its double and n-step variants."""
 
     stage: Literal["q_learning"] = "q_learning"
@@ -136,7 +136,7 @@ class QLearningStage(Row):
         return self
 
 
-class Normalisation(Row):
+class Normalisation(FrozenModel):
     """Running statistics, brought up to date after each iteration."""
 
     observations: bool = False
@@ -145,7 +145,7 @@ class Normalisation(Row):
     """Over the standard deviation of the discounted return, cut at ±10."""
 
 
-class PolicyGradientStage(Row):
+class PolicyGradientStage(FrozenModel):
     """Policy gradients: collect, estimate advantages, take optimizer steps; again."""
 
     stage: Literal["policy_gradient"] = "policy_gradient"
@@ -239,7 +239,7 @@ class PolicyGradientStage(Row):
 ControlStage = Annotated[Union[QLearningStage, PolicyGradientStage], Field(discriminator="stage")]
 
 
-class ControlRecipe(Row):
+class ControlRecipe(FrozenModel):
     """One experiment on one environment, whole."""
 
     name: str = "control"

@@ -56,8 +56,8 @@ def load_entry(entry: str, what: str) -> Any:
     for part in name.split("."):
         if not hasattr(found, part):
             guess = nearest(part, [n for n in vars(found) if not n.startswith("_")])
-            mend = f"did you mean {guess!r}?" if guess else "define it there"
-            raise KeelError(f"{what} {entry!r}: {place} has no {part!r}: {mend}")
+            fix = f"did you mean {guess!r}?" if guess else "define it there"
+            raise KeelError(f"{what} {entry!r}: {place} has no {part!r}: {fix}")
         found = getattr(found, part)
     return found
 

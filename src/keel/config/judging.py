@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import Coefficient, Positive, Row, Unit, UnusedIf
+from keel.algorithms.spec import Coefficient, FrozenModel, Positive, Unit, UnusedIf
 from keel.config.fields import Answers, AsTuple, Count, Index, Temperature, Tokens
 from keel.config.model import BaseModelChoice
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
@@ -25,7 +25,7 @@ _NO_PAIRS = UnusedIf(
 )
 
 
-class SampledData(Row):
+class SampledData(FrozenModel):
     """Rows made on the spot: answers of the policy before the stage, judged by rewards."""
 
     tasks: Annotated[tuple[TaskSource, ...], AsTuple, Field(min_length=1)]
@@ -67,7 +67,7 @@ class SampledData(Row):
         )
 
 
-class JudgedEvaluation(Row):
+class JudgedEvaluation(FrozenModel):
     """Evaluation on the held-out rows."""
 
     every: Annotated[Index, _NEVER_EVALUATED, PAST_THE_END] = 0

@@ -12,7 +12,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from keel.algorithms.presets import PRESETS
-from keel.algorithms.spec import Row
+from keel.algorithms.spec import FrozenModel
 from keel.config.address import gather, layer
 from keel.config.errors import explain_validation
 from keel.config.schema import Recipe
@@ -129,7 +129,7 @@ def shipped() -> dict[str, str]:
     return {name: str(read_recipe(name).get("description", "")) for name in names}
 
 
-def to_toml(recipe: Row) -> str:
+def to_toml(recipe: FrozenModel) -> str:
     """The recipe with every default written out; it loads back to an equal recipe."""
     return tomli_w.dumps(_writable(recipe.model_dump()))
 
@@ -157,8 +157,8 @@ def read_recipe(source: Source, seen: tuple[str, ...] = ()) -> dict[str, Any]:
         return gather(data)
     if not isinstance(base, str) or base in seen:
         raise KeelError(f"{label}: extends = {base!r} is not another recipe's name or file")
-    beside = Path(label).parent / base
-    below = read_recipe(str(beside) if beside.is_file() else base, (*seen, base))
+    sibling = Path(label).parent / base
+    below = read_recipe(str(sibling) if sibling.is_file() else base, (*seen, base))
     return layer(below, data)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import Positive, Row, UnusedIf
+from keel.algorithms.spec import FrozenModel, Positive, UnusedIf
 from keel.config.fields import AsTuple, Depth, Tokens, Width
 
 NO_CONVERSATION = UnusedIf(
@@ -25,7 +25,7 @@ _NO_KV_HEADS = UnusedIf(
 )
 
 
-class BuildModel(Row):
+class BuildModel(FrozenModel):
     """A small random model from a transformers config, with a tokenizer made on the spot."""
 
     family: str = "llama"
@@ -46,7 +46,7 @@ class BuildModel(Row):
     """Further keys of the family's transformers config."""
 
 
-class Lora(Row):
+class Lora(FrozenModel):
     """Low-rank adapters (peft); the reference policy is then the base with the adapter off."""
 
     rank: Width = 16
@@ -54,7 +54,7 @@ class Lora(Row):
     targets: Annotated[tuple[str, ...] | Literal["all-linear"], AsTuple] = "all-linear"
 
 
-class Model(Row):
+class Model(FrozenModel):
     """Which policy: `name` (a local folder or a hub name) or `build`."""
 
     name: str | None = None
@@ -78,7 +78,7 @@ class Model(Row):
         return self
 
 
-class BaseModelChoice(Row):
+class BaseModelChoice(FrozenModel):
     """What a reward model's backbone starts from."""
 
     name: str | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from keel.algorithms.spec import Coefficient, Positive, Row, Unit, UnusedIf
+from keel.algorithms.spec import Coefficient, FrozenModel, Positive, Unit, UnusedIf
 from keel.config.fields import AsTuple, Count, Index, LearningRate
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -20,7 +20,7 @@ _CONSTANT = UnusedIf(
 _NO_WANDB = UnusedIf(lambda key: not key.table.wandb, "trackers.wandb is off")
 
 
-class Optimizer(Row):
+class Optimizer(FrozenModel):
     """AdamW, and the schedule of its learning rate over the stage's steps."""
 
     learning_rate: LearningRate = 1e-6
@@ -34,13 +34,13 @@ class Optimizer(Row):
     max_grad_norm: Positive | None = 1.0
 
 
-class Checkpoints(Row):
+class Checkpoints(FrozenModel):
     every: Count = 100
     keep: Count = 2
-    """How many of the run's newest are kept, of whatever stage, beside the best of each stage."""
+    """How many of the newest are kept, of any stage, in addition to the best of each."""
 
 
-class Trackers(Row):
+class Trackers(FrozenModel):
     tensorboard: bool = False
     wandb: bool = False
     project: Annotated[str, _NO_WANDB] = "keel"

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from keel.algorithms.spec import Row
+from keel.algorithms.spec import FrozenModel
 from keel.config.fields import SEPARATE_VALIDATION, BadRows
 
 
-class PreferenceData(Row):
+class PreferenceData(FrozenModel):
     """Rows that people, models or rules judged; `name` is `jsonl`, `parquet`, `datasets`, or a
     Python entry `module:function` that returns rows."""
 

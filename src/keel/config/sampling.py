@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import Algorithm, Row, Unit, UnusedIf
+from keel.algorithms.spec import Algorithm, FrozenModel, Unit, UnusedIf
 from keel.config.fields import Answers, Count, Ids, Index, Real, Temperature, Tokens, Words
 from keel.config.presets import DEFAULT_PRESET, GROUP_SIZE, PROMPTS_PER_STEP
 from keel.config.sources import NEVER_EVALUATED, Prompts, Rewards, Seconds, TaskSource
@@ -32,7 +32,7 @@ _NOT_SAMPLED = UnusedIf(
 )
 
 
-class Rollout(Row):
+class Rollout(FrozenModel):
     """How each step's completions are drawn."""
 
     prompts_per_step: Count = PROMPTS_PER_STEP
@@ -86,7 +86,7 @@ class Rollout(Row):
         return self
 
 
-class Evaluation(Row):
+class Evaluation(FrozenModel):
     """Greedy pass@1 and sampled pass@k on the held-out side; where no reward is declared as
     correctness, the mean reward."""
 

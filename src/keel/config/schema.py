@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import Field, model_validator
 
 from keel.algorithms.presets import PRESETS
-from keel.algorithms.spec import EntryPoint, Row, UnusedIf
+from keel.algorithms.spec import EntryPoint, FrozenModel, UnusedIf
 from keel.config.fields import AsTuple, Count, Index, Seed, Threads, Tokens
 from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelStage
 from keel.config.model import Model
@@ -73,7 +73,7 @@ class SFTStage(StageConfig):
         return self.batch_size
 
 
-class Value(Row):
+class Value(FrozenModel):
     """The value model: a head on the policy's backbone, or a critic with its own.
 
     Its output layer starts at 0 in either case.
@@ -91,7 +91,7 @@ class Value(Row):
     begins after them."""
 
 
-class ReferenceConfig(Row):
+class ReferenceConfig(FrozenModel):
     reset_every: Annotated[Count | None, _NO_REFERENCE, _NEVER_RESET] = None
     """Re-set the reference policy to the current one every so many steps; None never."""
 
@@ -274,7 +274,7 @@ Stage = Annotated[
 ]
 
 
-class Recipe(Row):
+class Recipe(FrozenModel):
     """One experiment, whole."""
 
     name: str = "recipe"

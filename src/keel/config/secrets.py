@@ -38,15 +38,15 @@ VARIABLES = re.compile(r"(?:.*_)?(?:KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
 SHORTEST = 12
 """Characters of such a variable's value below which it may be a word like any other."""
 CUT = 8
-"""Characters from which on such a value is cut out of what is told; a word lost harms little."""
-MEND = (
+"""Characters from which on such a value is cut out of messages; a word lost harms little."""
+FIX = (
     "a recipe is kept in the run folder: set it in the environment (a judge's key: name its "
     "variable in api_key_env)"
 )
 
 
 def wrong_secret(recipe: Mapping[str, Any]) -> str | None:
-    """Where a recipe holds what looks like a secret, and the mend; never repeats it.
+    """Where a recipe holds what looks like a secret, and the fix; never repeats it.
 
     By the name of its key, by the form of the value, or since an environment variable that is
     called a key, token, secret or password holds the same.
@@ -54,34 +54,34 @@ def wrong_secret(recipe: Mapping[str, Any]) -> str | None:
     own = _held(SHORTEST)
     for where, key, value in _values(recipe, ""):
         if key is not None and _secret(where, key, value):
-            return f"{where} would hold a secret: {MEND}"
+            return f"{where} would hold a secret: {FIX}"
         if SECRETS.search(value):
-            return f"{where} holds what looks like a key: {MEND}"
+            return f"{where} holds what looks like a key: {FIX}"
         if ADDRESS.search(value):
-            return f"{where} holds an address with a user or password: {MEND}"
+            return f"{where} holds an address with a user or password: {FIX}"
         if (name := next((own[one] for one in own if one in value), None)) is not None:
-            return f"{where} holds the value of the environment variable {name}: {MEND}"
+            return f"{where} holds the value of the environment variable {name}: {FIX}"
     return None
 
 
-def without_secrets(told: T) -> T:
+def without_secrets(message: T) -> T:
     """A text, or the texts in mappings and lists, with $NAME where a variable's secret stood.
 
     For what others have written and Keel shows: the error of a user's function may hold its key.
     """
-    return cast(T, _without(told, sorted(_held(CUT).items(), key=lambda one: -len(one[0]))))
+    return cast(T, _without(message, sorted(_held(CUT).items(), key=lambda one: -len(one[0]))))
 
 
-def _without(told: Any, held: Sequence[tuple[str, str]]) -> Any:
-    if isinstance(told, str):
+def _without(data: Any, held: Sequence[tuple[str, str]]) -> Any:
+    if isinstance(data, str):
         for value, name in held:
-            told = told.replace(value, f"${name}")
-        return told
-    if isinstance(told, Mapping):
-        return {_without(key, held): _without(value, held) for key, value in told.items()}
-    if isinstance(told, list | tuple):
-        return [_without(value, held) for value in told]
-    return told
+            data = data.replace(value, f"${name}")
+        return data
+    if isinstance(data, Mapping):
+        return {_without(key, held): _without(value, held) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_without(value, held) for value in data]
+    return data
 
 
 def _held(shortest: int) -> dict[str, str]:

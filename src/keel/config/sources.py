@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import KeyUse, Positive, Row, UnusedIf
+from keel.algorithms.spec import FrozenModel, KeyUse, Positive, UnusedIf
 from keel.config.fields import SEPARATE_VALIDATION, AsTuple, BadRows, Real, Tokens
 from keel.config.model import NO_CONVERSATION
 from keel.config.secrets import wrong_address, wrong_key_name
@@ -57,7 +57,7 @@ TemplateKeywords = Annotated[dict[str, Any], _UNREAD_KEYWORD, NO_CONVERSATION]
 """Keyword arguments of the tokenizer's chat template."""
 
 
-class TaskSource(Row):
+class TaskSource(FrozenModel):
     """One task of a mixture; `name` is a built-in, `reasoning_gym:NAME`, `jsonl`, `parquet`,
     `datasets`, or a Python entry `module:function`."""
 
@@ -93,7 +93,7 @@ class TaskSource(Row):
         return self
 
 
-class RewardSource(Row):
+class RewardSource(FrozenModel):
     """One reward: a function by `module:function` or the name of a built-in (keel rewards)."""
 
     function: str
@@ -119,8 +119,8 @@ class RewardSource(Row):
         """Before the recipe is written anywhere."""
         for option, wrong in (("api_key_env", wrong_key_name), ("url", wrong_address)):
             value = self.options.get(option)
-            if self.function == "judge" and isinstance(value, str) and (said := wrong(value)):
-                raise ValueError(said)
+            if self.function == "judge" and isinstance(value, str) and (reason := wrong(value)):
+                raise ValueError(reason)
         return self
 
     @model_validator(mode="after")
@@ -134,7 +134,7 @@ class RewardSource(Row):
         return self
 
 
-class Rewards(Row):
+class Rewards(FrozenModel):
     """How rewards are called. With no functions, the task's own verdict is the reward."""
 
     functions: Annotated[tuple[RewardSource, ...], AsTuple] = ()
@@ -143,7 +143,7 @@ class Rewards(Row):
     on_error: Literal["stop", "skip"] = "stop"
 
 
-class Prompts(Row):
+class Prompts(FrozenModel):
     """What happens to a prompt before it is sampled."""
 
     max_tokens: Tokens | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from keel.algorithms.spec import Row
+from keel.algorithms.spec import FrozenModel
 
 if TYPE_CHECKING:
     from keel.config.model import BaseModelChoice
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Records = Literal["pairs", "labels", "steps"]
 
 
-class StageConfig(Row):
+class StageConfig(FrozenModel):
     """A stage of a recipe."""
 
     trains_policy: ClassVar[bool] = True

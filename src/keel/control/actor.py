@@ -19,7 +19,7 @@ from keel.config.control import Network
 from keel.control.networks import perceptron
 from keel.control.spaces import ActionSpace, Discrete
 from keel.objective import divergences, gaussian
-from keel.objective.entropy import entropy
+from keel.objective.divergences import entropy
 
 Array = npt.NDArray[np.float32]
 Actions = npt.NDArray[Any]

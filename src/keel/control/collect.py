@@ -5,18 +5,50 @@ Times (T), environments (E). An environment whose episodes have run out rests wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from keel.control.actor import Actor
 from keel.control.environments import Environments
+from keel.learn.batch import Actions, Estimates, per_action
 from keel.types import KeelError
+
+
+@dataclass(frozen=True, eq=False)
+class Experience(Actions):
+    """Sequences of actions with the observations they answered."""
+
+    observation_NO: Float[Tensor, "N O"]
+    action_N: Tensor
+    """Numbers (N) or vectors (N, D)."""
+
+    def minibatch(self, indices: Sequence[int], *, steps: bool) -> Experience:
+        """These sequences; with `steps`, these actions, each as a sequence of its own."""
+        if not steps:
+            return self.select(indices)
+        index_K = torch.tensor(list(indices))
+        lengths = (1,) * len(index_K)
+        return replace(self, lengths=lengths, groups_S=index_K, **per_action(self, index_K))
+
+    def split(
+        self, estimates: Estimates, count: int, rng: np.random.Generator, *, steps: bool
+    ) -> Iterator[tuple[Experience, Estimates]]:
+        """`count` mini-batches in random order, of whole sequences or of single steps."""
+        if count == 1:
+            yield self, estimates
+            return
+        order = rng.permutation(sum(self.lengths) if steps else self.sequences)
+        for chosen in filter(len, np.array_split(order, count)):
+            index_K = torch.from_numpy(chosen) if steps else self.action_index(chosen.tolist())
+            yield self.minibatch(chosen.tolist(), steps=steps), estimates.select(index_K)
+
 
 Draw = Callable[[npt.NDArray[np.float32]], npt.NDArray[Any]]
 """Observations (E, O) -> actions."""
@@ -40,7 +72,7 @@ class Collected:
     """Actions (N) sorted by episode, each episode's in order of time.
 
     `lengths` says how many there are of each episode (S) in this iteration, `episode_S` which.
-    `behind_SO` is the observation after the last one, and `terminated_S` whether the environment
+    `last_state_SO` is the observation after the last, and `terminated_S` whether the environment
     itself ended the episode there; elsewhere the value of that observation stands for the rest.
     """
 
@@ -49,7 +81,7 @@ class Collected:
     reward_N: npt.NDArray[np.float64]
     lengths: tuple[int, ...]
     episode_S: npt.NDArray[np.int64]
-    behind_SO: npt.NDArray[np.float32]
+    last_state_SO: npt.NDArray[np.float32]
     terminated_S: npt.NDArray[np.bool_]
     finished: Finished
 
@@ -123,7 +155,7 @@ class _Tape:
         self.action_TE: npt.NDArray[Any] | None = None
         self.reward_TE = np.zeros((times, count))
         self.episode_TE = np.full((times, count), -1, dtype=np.int64)
-        self.behind: dict[int, npt.NDArray[np.float32]] = {}
+        self.after: dict[int, npt.NDArray[np.float32]] = {}
         self.terminated: set[int] = set()
         self.finished: list[tuple[float, int, int]] = []
         self.time = 0
@@ -150,7 +182,7 @@ class _Tape:
                 number = int(environments.episode_E[slot])
                 total, length = environments.tally(slot)
                 self.finished.append((total, length, number))
-                self.behind[number] = moves.observation_EO[slot].copy()
+                self.after[number] = moves.observation_EO[slot].copy()
                 if moves.terminated_E[slot]:
                     self.terminated.add(number)
         return ended_E
@@ -165,14 +197,14 @@ class _Tape:
         episode_S, lengths_S = np.unique(episode_M[order], return_counts=True)
         size = self.environments.observation_size
         now = {int(n): row for n, row in zip(*self._under_way(), strict=True)}
-        behind = [self.behind.get(int(n), now.get(int(n))) for n in episode_S]
+        after = [self.after.get(int(n), now.get(int(n))) for n in episode_S]
         return Collected(
             observation_NO=self.observation_TEO[:t].reshape(t * e, size)[order],
             action_N=self.action_TE[:t].reshape(t * e, *self.action_TE.shape[2:])[order],
             reward_N=self.reward_TE[:t].reshape(-1)[order],
             lengths=tuple(int(n) for n in lengths_S),
             episode_S=episode_S,
-            behind_SO=np.array(behind, dtype=np.float32).reshape(len(episode_S), size),
+            last_state_SO=np.array(after, dtype=np.float32).reshape(len(episode_S), size),
             terminated_S=np.array([int(n) in self.terminated for n in episode_S], dtype=np.bool_),
             finished=self._finished(),
         )

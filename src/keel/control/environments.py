@@ -7,7 +7,7 @@ cannot be saved in general; its episode's seed and actions can, and lead there a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,10 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
+import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from jaxtyping import Float
+from torch import Tensor
 
 from keel.config.control import Environment
 from keel.config.entry import load_module
@@ -131,7 +134,7 @@ class Environments:
         if not (np.isfinite(reward_E).all() and np.isfinite(self.observation_EO).all()):
             raise KeelError(
                 f"environment {self.id!r} gave a reward or an observation that is not finite, "
-                f"{int(self.length_E.max()) + 1} steps into an episode: mend it"
+                f"{int(self.length_E.max()) + 1} steps into an episode: fix it"
             )
         self.length_E += 1
         self._return_E += reward_E
@@ -168,15 +171,15 @@ class Environments:
         self._reset(np.full(self.count, True))
         # Copies step together: each begins its episode so late that all arrive at once.
         for at in range(longest):
-            behind = np.array([longest - len(actions) for actions in taken])
-            if at > 0 and (behind == at).any():
-                self._reset(behind == at)
+            missing = np.array([longest - len(actions) for actions in taken])
+            if at > 0 and (missing == at).any():
+                self._reset(missing == at)
             action_E = self._taken_LE[0].copy()
             for slot, actions in enumerate(taken):
-                if at >= behind[slot]:
-                    action_E[slot] = actions[at - behind[slot]]
+                if at >= missing[slot]:
+                    action_E[slot] = actions[at - missing[slot]]
             moves = self.step(action_E)
-            ended = (moves.terminated_E | moves.truncated_E) & (at < behind)
+            ended = (moves.terminated_E | moves.truncated_E) & (at < missing)
             if ended.any():
                 self._reset(ended)
         fresh = np.array([len(actions) == 0 for actions in taken])
@@ -215,3 +218,28 @@ class Environments:
 def derive_episode(seed: int, number: int) -> int:
     """The seed of an episode, within 31 bits: some environments take no more."""
     return derive(seed, "episode", number) >> 32
+
+
+Outcome = tuple[float, int, float, bool]
+"""Probability, next state, reward, and whether the episode terminates there."""
+Table = Mapping[int, Mapping[int, Sequence[Outcome]]]
+"""What may come of an action (inner key) in a state (outer key), each numbered from 0."""
+
+
+def from_table(
+    table: Table, states: int, actions: int
+) -> tuple[Float[Tensor, "X A"], Float[Tensor, "X A X"]]:
+    """Expected rewards and transitions, in float64, of Gymnasium's `env.unwrapped.P`.
+
+    A terminating outcome pays its reward and leads nowhere: its probability is left out of the
+    transitions, so that a row of them sums to the probability that the episode goes on.
+    """
+    reward_XA = torch.zeros(states, actions, dtype=torch.float64)
+    transition_XAY = torch.zeros(states, actions, states, dtype=torch.float64)
+    for state in range(states):
+        for action in range(actions):
+            for probability, after, reward, terminated in table[state][action]:
+                reward_XA[state, action] += probability * reward
+                if not terminated:
+                    transition_XAY[state, action, after] += probability
+    return reward_XA, transition_XAY

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
-import numpy.typing as npt
 
 from keel.config.control import Environment
 from keel.control import spaces
@@ -17,6 +16,11 @@ from keel.control.environments import derive_episode, make
 from keel.runs import files
 from keel.types import KeelError
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+COUNTER = 24
+"""Pixels above the scene for the step and the return."""
 FRAMES = 400
 """An episode of more steps is shown in part: every k-th, so that this many are left."""
 FASTEST = 33
@@ -50,41 +54,46 @@ def _check(environment: Environment) -> None:
         raise KeelError(f"environment {environment.id!r} draws no pictures (rgb_array)")
 
 
-def _play(
-    env: gym.Env[Any, Any], draw: Draw, seed: int, longest: int
-) -> tuple[list[npt.NDArray[np.uint8]], int]:
+def _play(env: gym.Env[Any, Any], draw: Draw, seed: int, longest: int) -> tuple[list[Image], int]:
     actions = spaces.actions(env)
     observation, _ = env.reset(seed=seed)
-    frames, steps, every, ended = [_frame(env)], 0, 1, False
+    frames, steps, every, ended, total = [_frame(env, 0, 0.0)], 0, 1, False, 0.0
     while not ended:
         action_E = draw(np.asarray(observation, dtype=np.float32)[None])
-        observation, _, terminated, truncated, _ = env.step(actions.to_environment(action_E)[0])
-        steps += 1
+        action = actions.to_environment(action_E)[0]
+        observation, reward, terminated, truncated, _ = env.step(action)
+        steps, total = steps + 1, total + float(reward)
         ended = terminated or truncated or steps == longest
         if steps % every == 0 or ended:
-            frames.append(_frame(env))
+            frames.append(_frame(env, steps, total))
         if len(frames) > 2 * FRAMES:
             frames, every = frames[::2], every * 2
     step = max(1, -(-len(frames) // FRAMES))
     return [*frames[:-1:step], frames[-1]], steps
 
 
-def _frame(env: gym.Env[Any, Any]) -> npt.NDArray[np.uint8]:
+def _frame(env: gym.Env[Any, Any], steps: int, total: float) -> Image:
+    """The environment's picture, with the step and the return so far in a line above it."""
+    from PIL import Image, ImageDraw
+
     try:
         picture = env.render()
     except (gym.error.Error, ImportError) as error:
         raise KeelError(
             f"the environment cannot be drawn: {' '.join(str(error).split())}"
         ) from error
-    return np.asarray(picture, dtype=np.uint8)
+    scene = Image.fromarray(np.asarray(picture, dtype=np.uint8))
+    frame = Image.new("RGB", (scene.width, scene.height + COUNTER), "white")
+    frame.paste(scene, (0, COUNTER))
+    text = f"step {steps}   return {total:g}"
+    ImageDraw.Draw(frame).text((6, 5), text, fill="black", font_size=14)
+    return frame
 
 
-def _write(path: Path, frames: list[npt.NDArray[np.uint8]], rate: float) -> None:
-    from PIL import Image
-
-    pictures = [Image.fromarray(frame).quantize(64) for frame in frames]
+def _write(path: Path, frames: list[Image], rate: float) -> None:
+    pictures = [frame.quantize(64) for frame in frames]
     temporary = files.aside(path)
-    with files.told(path):
+    with files.os_errors(path):
         pictures[0].save(
             temporary,
             format="GIF",

@@ -18,6 +18,7 @@ from keel.control.actor import Actor, build_actor
 from keel.control.collect import (
     Collected,
     Draw,
+    Experience,
     collect_episodes,
     collect_steps,
     greedy,
@@ -25,12 +26,11 @@ from keel.control.collect import (
     tensor,
 )
 from keel.control.environments import Environments
-from keel.control.experience import Experience
-from keel.control.named_tensors import prefixed, within
 from keel.control.networks import TrainedNetwork, perceptron
 from keel.control.normalise import Moments
-from keel.learn.actions import Estimates, TrainBatch
+from keel.control.state import prefixed, within
 from keel.learn.advantages import advantages, penalties, returns
+from keel.learn.batch import Estimates, TrainBatch
 from keel.learn.finite import stop_unless_finite
 from keel.learn.loss import loss, prepare
 from keel.learn.optimizer import AdamW, learning_rate
@@ -122,10 +122,10 @@ class PolicyGradient:
         value_N = next_value_N = None
         if self.critic is not None:
             value_N = self.critic(experience.observation_NO).squeeze(-1)
-            behind_S = self.critic(tensor(self._normal(collected.behind_SO))).squeeze(-1)
-            behind_S = behind_S.masked_fill(torch.from_numpy(collected.terminated_S), 0.0)
+            last_state_S = self.critic(tensor(self._normal(collected.last_state_SO))).squeeze(-1)
+            last_state_S = last_state_S.masked_fill(torch.from_numpy(collected.terminated_S), 0.0)
             next_value_N = segments.shift(value_N, lengths_S)
-            next_value_N[lengths_S.cumsum(0) - 1] = behind_S
+            next_value_N[lengths_S.cumsum(0) - 1] = last_state_S
         return Signals(
             outcome_S=segments.segment_sum(earned_N, lengths_S),
             penalty_N=penalty_N,

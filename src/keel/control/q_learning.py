@@ -18,10 +18,10 @@ from keel.config.control import QLearningStage
 from keel.config.seeds import derive
 from keel.control.collect import Draw
 from keel.control.environments import Environments, describe
-from keel.control.named_tensors import prefixed, within
 from keel.control.networks import TrainedNetwork, perceptron
 from keel.control.replay import Replay, Transitions
 from keel.control.spaces import Discrete
+from keel.control.state import prefixed, within
 from keel.learn.finite import stop_unless_finite
 from keel.learn.optimizer import AdamW, learning_rate
 from keel.objective import background

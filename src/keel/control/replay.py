@@ -14,10 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Transitions:
-    """Drawn transitions (B): state, action, up to K rewards, and the state behind the last one.
+    """Drawn transitions (B): state, action, up to K rewards, and the state after the last one.
 
     `steps_B` is how many rewards count: less than K where an episode was cut off or the memory
-    ends. What is behind counts unless one of them terminated the episode.
+    ends. What comes after counts unless one of them terminated the episode.
     """
 
     observation_BO: Float[Tensor, "B O"]

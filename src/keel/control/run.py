@@ -21,12 +21,11 @@ from keel.control.gif import film
 from keel.control.policy_gradient import PolicyGradient
 from keel.control.q_learning import QLearning
 from keel.control.state import ControlLearner, ControlProgress
-from keel.runs import checkpoint
-from keel.runs import lifecycle as opening
+from keel.runs import checkpoint, lifecycle
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.records import update_run_json
-from keel.runs.writer import Session
+from keel.runs.writer import RunWriter
 from keel.types import KeelError
 
 REPORTED = ("keel-rl", "gymnasium", "torch", "numpy")
@@ -43,7 +42,7 @@ class ControlRun:
 
     stage: ControlStage
     learner: ControlLearner
-    session: Session
+    writer: RunWriter
     seed: int
 
 
@@ -58,19 +57,19 @@ def control(
 
     With `resume` the folder's newest whole checkpoint is where it goes on, under the folder's own
     recipe. Raises Interrupted, a checkpoint left, when Ctrl-C or SIGTERM came; KeelError for
-    whatever a user can mend.
+    whatever a user can fix.
     """
     if recipe is None and not resume:
         raise KeelError("there is no recipe to run: name one, or resume a run")
     text, name = ("", "") if recipe is None else (to_toml(recipe), recipe.name)
-    place = opening.resumed(folder) if resume else opening.created(text, name, folder)
+    place = lifecycle.resume_run(folder) if resume else lifecycle.create_run(text, name, folder)
     recipe = load_control(place.recipe) if resume or recipe is None else recipe
-    with opening.running(place, resume, callbacks, "control") as (session, start):
+    with lifecycle.run_lifecycle(place, resume, callbacks, "control") as (writer, start):
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
         learner = build(recipe)
         try:
-            _run(recipe, learner, session, start, resume)
+            _run(recipe, learner, writer, start, resume)
         finally:
             learner.environments.close()
     return place
@@ -99,35 +98,35 @@ def build(recipe: ControlRecipe) -> ControlLearner:
 def _run(
     recipe: ControlRecipe,
     learner: ControlLearner,
-    session: Session,
+    writer: RunWriter,
     start: Path | None,
     resume: bool,
 ) -> None:
     progress = ControlProgress() if start is None else state.read(start)
     if start is not None and not state.restore(start, progress, learner):
-        session.note(
+        writer.note(
             "the environment did not come back to where it was by its seed and actions: the run "
             "goes on from where it came to, not bit for bit as if it had never stopped"
         )
     stage = recipe.stage
-    session.recorder.event("resumed" if resume else "started", step=progress.step)
-    opening.declare(session, recipe.name, recipe.seed, torch.get_num_threads(), REPORTED)
-    session.callbacks.stage(stage.name, stage.environment.id, stage.steps, progress.steps)
-    work = ControlRun(stage, learner, session, derive(recipe.seed, stage.name))
+    writer.recorder.event("resumed" if resume else "started", step=progress.step)
+    lifecycle.write_metadata(writer, recipe.name, recipe.seed, torch.get_num_threads(), REPORTED)
+    writer.callbacks.stage(stage.name, stage.environment.id, stage.steps, progress.steps)
+    work = ControlRun(stage, learner, writer, derive(recipe.seed, stage.name))
     progress = _loop(work, progress)
     _leave(recipe, work, progress)
-    if progress.steps < stage.steps and session.stopped():
+    if progress.steps < stage.steps and writer.stopped():
         return
-    update_run_json(session.folder, {"finished": True})
-    session.recorder.event("finished")
+    update_run_json(writer.folder, {"finished": True})
+    writer.recorder.event("finished")
     if stage.watching.film:
         _film(work)
 
 
 def _loop(work: ControlRun, progress: ControlProgress) -> ControlProgress:
     """Rows until the steps are taken, or until the run is asked to stop."""
-    stage, learner, session = work.stage, work.learner, work.session
-    while progress.steps < stage.steps and not session.interrupted:
+    stage, learner, writer = work.stage, work.learner, work.writer
+    while progress.steps < stage.steps and not writer.interrupted:
         start = time.perf_counter()
         number = progress.step + 1
         before = progress.steps
@@ -135,11 +134,11 @@ def _loop(work: ControlRun, progress: ControlProgress) -> ControlProgress:
         metrics["environment_steps"] = float(learner.steps)
         progress = replace(progress, step=number, steps=learner.steps)
         progress = _evaluate(work, progress, before, metrics)
-        session.recorded(progress, metrics, [], time.perf_counter() - start)
+        writer.recorded(progress, metrics, [], time.perf_counter() - start)
         last = number if progress.steps >= stage.steps else -1
-        if session.checkpoint_due(progress, last, stage.checkpoints):
+        if writer.checkpoint_due(progress, last, stage.checkpoints):
             _save(work, progress)
-    if session.interrupted and progress.step == 0:
+    if writer.interrupted and progress.step == 0:
         _save(work, progress)
     return progress
 
@@ -151,13 +150,13 @@ def _evaluate(
     due = choice.every > 0 and progress.steps // choice.every > before // choice.every
     if not choice.episodes or not (due or last):
         return progress
-    with work.session.clock("evaluation"):
+    with work.writer.clock("evaluation"):
         draw = work.learner.greedy()
         result = evaluate(draw, work.stage.environment, choice, work.seed)
     metrics["eval/return"] = result["mean"]
     metrics["eval/return/low"], metrics["eval/return/high"] = result["low"], result["high"]
     metrics["eval/length"] = result["mean_length"]
-    work.session.evaluated(progress, result, when="after" if last else "during")
+    work.writer.evaluated(progress, result, when="after" if last else "during")
     if progress.best is None or result["mean"] >= progress.best:
         return replace(progress, best=result["mean"], best_step=progress.step)
     return progress
@@ -167,14 +166,14 @@ def _save(work: ControlRun, progress: ControlProgress) -> None:
     learner = work.learner
     whole = replace(progress, learner=learner.facts(), environments=learner.environments.state())
     last = progress.step if progress.steps >= work.stage.steps else -1
-    work.session.checkpoint(
+    work.writer.checkpoint(
         progress, lambda folder: state.save(folder, whole, learner), work.stage.checkpoints, last
     )
 
 
 def _leave(recipe: ControlRecipe, work: ControlRun, progress: ControlProgress) -> None:
     """The curve, and how many steps it took."""
-    folder = work.session.folder
+    folder = work.writer.folder
     rows = load(folder.path).metrics()
     if rows:
         return_curve(folder.curve, rows, title=recipe.name, subtitle=work.stage.environment.id)
@@ -183,11 +182,11 @@ def _leave(recipe: ControlRecipe, work: ControlRun, progress: ControlProgress) -
 
 
 def _film(work: ControlRun) -> None:
-    path = work.session.folder.film
+    path = work.writer.folder.film
     try:
         seed, longest = derive(work.seed, "film"), work.stage.evaluation.longest
         steps = film(path, work.learner.greedy(), work.stage.environment, seed, longest)
-        update_run_json(work.session.folder, {"film": {"steps": steps}})
+        update_run_json(work.writer.folder, {"film": {"steps": steps}})
     except Exception as error:  # the run is whole without it, whatever an environment raises
         why = "" if isinstance(error, KeelError) else f"{type(error).__name__}: "
-        work.session.note(f"no film: {why}{error}")
+        work.writer.note(f"no film: {why}{error}")

@@ -47,7 +47,7 @@ class ControlLearner(Protocol):
 
 @dataclass(frozen=True)
 class ControlProgress:
-    """How far a run has come, beside what its learner knows."""
+    """How far a run has come, apart from what its learner knows."""
 
     stage: int = 0
     step: int = 0
@@ -72,7 +72,7 @@ def read(folder: Path) -> ControlProgress:
 
 
 def learned(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    """A checkpoint's tensors, and the facts of its learner beside them."""
+    """A checkpoint's tensors, and the facts of its learner."""
     return checkpoint.load_tensors(folder / TENSORS), read(folder).learner
 
 
@@ -87,3 +87,14 @@ def restore(folder: Path, progress: ControlProgress, learner: ControlLearner) ->
             "or start a new run"
         ) from error
     return learner.environments.restore(dict(progress.environments))
+
+
+def prefixed(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as `name/key`."""
+    return {f"{name}/{key}": tensor for key, tensor in tensors.items()}
+
+
+def within(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of `name/key`, by key."""
+    head = f"{name}/"
+    return {k.removeprefix(head): v for k, v in tensors.items() if k.startswith(head)}

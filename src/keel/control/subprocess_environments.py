@@ -1,7 +1,7 @@
 """Copies of an environment, each in a process of its own.
 
 Gymnasium's AsyncVectorEnv does the same by pipes of multiprocessing, which pickle. Here a copy is
-told an action and says what it led to as the bytes of their arrays. The processes are forks, so
+given an action and return what it led to as the bytes of their arrays. The processes are forks, so
 that an environment that a script registered is known in them; none outlives this process.
 """
 
@@ -26,7 +26,7 @@ from keel.sandbox.lifeline import Lifeline
 
 PATIENCE = 5.0
 """Seconds that a copy which is idle has to close its environment."""
-RESET, RESET_SOME, STEP, CLOSE, SAID, FAILED = b"r", b"m", b"s", b"c", b"+", b"-"
+RESET, RESET_SOME, STEP, CLOSE, REPLY, FAILED = b"r", b"m", b"s", b"c", b"+", b"-"
 _LENGTH, _SEED, _MOVED = struct.Struct("<I"), struct.Struct("<?q"), struct.Struct("<d??")
 
 Observations = npt.NDArray[np.float32]
@@ -76,18 +76,20 @@ class Copies:
         mask_E = np.ones(self.count, dtype=bool) if options is None else options["reset_mask"]
         kind = RESET if options is None else RESET_SOME
         chosen = [slot for slot in range(self.count) if mask_E[slot]]
-        said = self._ask({e: kind + _SEED.pack(seed[e] is not None, seed[e] or 0) for e in chosen})
-        for slot, reply in said.items():
+        replies = self._ask(
+            {e: kind + _SEED.pack(seed[e] is not None, seed[e] or 0) for e in chosen}
+        )
+        for slot, reply in replies.items():
             self.observation_EO[slot] = np.frombuffer(reply, dtype=np.float32)
         return self.observation_EO, {}
 
     def step(self, action_E: Any) -> Stepped:
         """Take an action in each copy; none begins another episode by itself."""
         sent_E = np.asarray(action_E, dtype=self.dtype)
-        said = self._ask({slot: STEP + sent_E[slot].tobytes() for slot in range(self.count)})
+        replies = self._ask({slot: STEP + sent_E[slot].tobytes() for slot in range(self.count)})
         reward_E = np.zeros(self.count)
         terminated_E, truncated_E = np.zeros((2, self.count), dtype=bool)
-        for slot, reply in said.items():
+        for slot, reply in replies.items():
             reward_E[slot], terminated_E[slot], truncated_E[slot] = _MOVED.unpack_from(reply)
             self.observation_EO[slot] = np.frombuffer(reply, np.float32, offset=_MOVED.size)
         return self.observation_EO, reward_E, terminated_E, truncated_E, {}
@@ -103,9 +105,9 @@ class Copies:
         self._busy = True
         for slot, request in requests.items():
             self._copies[slot].send(request)
-        said = {slot: self._copies[slot].receive() for slot in requests}
+        replies = {slot: self._copies[slot].receive() for slot in requests}
         self._busy = False
-        return said
+        return replies
 
 
 class _Copy:
@@ -130,7 +132,7 @@ class _Copy:
             _say(self.channel, request)
 
     def receive(self) -> bytes:
-        """What it said. Raises CopyError where that is an error, or it ended."""
+        """Its reply. Raises CopyError where that is an error, or it ended."""
         try:
             reply = _receive(self.channel)
         except (EOFError, OSError):
@@ -169,7 +171,7 @@ def _end(copies: list[_Copy], owner: int) -> None:
 def _live(
     channel: socket.socket, copy: _Copy, make: Callable[[], gym.Env], actions: ActionSpace
 ) -> None:
-    """Answer requests until told to close; the process ends here."""
+    """Answer requests until asked to close; the process ends here."""
     os.setsid()
     copy.lifeline.tie(os.getpid())
     copy.lifeline.cut()
@@ -181,12 +183,12 @@ def _live(
         signal.signal(number, signal.SIG_DFL)  # a fork has the trainer's handlers
     try:
         env = make()
-        _say(channel, SAID)
+        _say(channel, REPLY)
         while (request := _receive(channel)) != CLOSE:
-            _say(channel, SAID + _answer(env, request, actions))
+            _say(channel, REPLY + _answer(env, request, actions))
         env.close()
     except EOFError:
-        pass  # nobody asks any more
+        pass  # no one asks any more
     except Exception as error:
         _say(channel, FAILED + " ".join(f"{type(error).__name__}: {error}".split()).encode())
     finally:

@@ -176,7 +176,7 @@ def _row(text: str, where: Where, line: int) -> Row:
     if ("\\ud" in text or "\\uD" in text) and not encodable(json.dumps(row, ensure_ascii=False)):
         raise KeelError(
             f"{where.place(line)}: holds half of a character (\\ud800 to \\udfff alone), "
-            "which is no text: mend the row"
+            "fix the row"
         )
     return row
 
@@ -246,7 +246,7 @@ def _value(value: Any) -> Any:
 def _unreadable(row: Any) -> str | None:
     for name, value in row.items():
         if isinstance(value, _Unread):
-            return f"column {name!r} cannot be read: {value.why}: mend or drop it"
+            return f"column {name!r} cannot be read: {value.why}: fix or drop it"
     return None
 
 
@@ -309,10 +309,10 @@ def _existing(path: str) -> Path:
         siblings = [p.name for p in found.parent.iterdir()] if found.parent.is_dir() else []
     except (OSError, RuntimeError) as error:  # not allowed, too long a name, no such user's home
         why = error.strerror if isinstance(error, OSError) else error
-        raise KeelError(f"{path[:60]}: cannot be read: {why}: mend the path") from None
+        raise KeelError(f"{path[:60]}: cannot be read: {why}: fix the path") from None
     guess = nearest(found.name, siblings)
-    mend = f"did you mean {str(found.parent / guess)!r}?" if guess else "mend the path"
-    raise KeelError(f"{path}: there is no such file (looked from {Path.cwd()}): {mend}")
+    fix = f"did you mean {str(found.parent / guess)!r}?" if guess else "fix the path"
+    raise KeelError(f"{path}: there is no such file (looked from {Path.cwd()}): {fix}")
 
 
 def _line(error: BaseException) -> str:

@@ -26,8 +26,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention, Mistr
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
-from keel.engines.kv_cache import DecodeRows, Prefill
-from keel.engines.prefix_cache import PrefixCache
+from keel.engines.kv_cache import DecodeRows, Prefill, PrefixCache
 from keel.engines.scheduler import Ended, Moves
 from keel.engines.slots import PageTable, SlotMapping, joined, page_numbers
 from keel.models.attention import PackedLayout, Rules

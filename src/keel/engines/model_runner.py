@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.engines.compiled import compiled
-from keel.engines.kv_cache import DecodeRows, KVCache, Prefill, StepLayout
-from keel.engines.prefix_cache import PrefixCache
+from keel.engines.kv_cache import DecodeRows, KVCache, Prefill, PrefixCache, StepLayout
 from keel.engines.scheduler import Ended, Moves
 from keel.models.attention import PackedLayout
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from keel.engines.sampler import occurrences
 from keel.models.chat import decode
-from keel.runs.cancel import look
+from keel.runs.cancel import raise_if_cancelled
 from keel.types import Completion, Engine, Group, KeelError, Message, Prompt, Sampling, Task
 
 
@@ -119,7 +119,7 @@ def _begin(groups: Sequence[Group], sampling: Sampling, context: int | None) -> 
 
 def _reply(dialog: _Conversation, tasks: Mapping[str, Task]) -> str | None:
     """The task's reply; None where the conversation is over."""
-    look()
+    raise_if_cancelled()
     if dialog.completion.finish == "length" or dialog.left <= 0 or dialog.prompt.task not in tasks:
         return None
     return tasks[dialog.prompt.task].reply(dialog.prompt, dialog.completion.transcript)

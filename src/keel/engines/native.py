@@ -13,20 +13,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keel.engines.kv_cache import DecodeRows, Prefill
+from keel.engines.kv_cache import DecodeRows, Prefill, PrefixCache
 from keel.engines.model_runner import pass_of
 from keel.engines.multi_step import steps_of
-from keel.engines.prefix_cache import PrefixCache
 from keel.engines.sampler import Uniforms, check, draw
 from keel.engines.scheduler import DecodeBatch, DecodeEntry
 from keel.engines.stopping import LENGTH, REASONS, Stops, budgets, eos_ids
 from keel.models.attention import ATTENTION, install
-from keel.models.backbone import autocast_for
 from keel.models.chat import decode
-from keel.models.families import context_length, head_of
+from keel.models.families import autocast_for, context_length, head_of
 from keel.models.head import steady_logits
-from keel.runs.cancel import look
-from keel.runs.watchdog import beat
+from keel.runs.cancel import raise_if_cancelled
+from keel.runs.watchdog import heartbeat
 from keel.types import Completion, Group, KeelError, OnGroup, Prompt, Sampling
 
 Ints = npt.NDArray[np.int64]
@@ -138,8 +136,8 @@ class NativeEngine:
             groups: dict[int, Group | None] = {}
             while run.batch.live:
                 over = run.step()
-                beat()
-                look()
+                heartbeat()
+                raise_if_cancelled()
                 for number in over.tolist():
                     group = groups[number] = run.group(prompts[number], number, self.tokenizer)
                     if on_group is not None and group is not None:

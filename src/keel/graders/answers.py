@@ -223,13 +223,13 @@ def _comes_to(arithmetic: str, number: Number) -> bool:
     True of what is no calculation that can be read.
     """
     try:
-        value, said = calculated(arithmetic), number.value
+        value, stated = calculated(arithmetic), number.value
     except ZeroDivisionError:
         return False
-    if value is None or value == said:
+    if value is None or value == stated:
         return True
     units = [10**places for places in range(1, 13)]
-    return any((said * n).denominator == 1 and abs(said - value) * 2 * n <= 1 for n in units)
+    return any((stated * n).denominator == 1 and abs(stated - value) * 2 * n <= 1 for n in units)
 
 
 def _in_last_clause(words: str, evaluated: bool) -> Number | None:
@@ -261,7 +261,7 @@ def _in_last_clause(words: str, evaluated: bool) -> Number | None:
         return None
     direct = numbers is not found or not clause[: first[0]].strip(" $({")
     if not direct and first is not last:
-        return None  # `$18 a day for 5 days`: which of them is not said
+        return None  # `$18 a day for 5 days`: which of them is not stated
     return first[2]
 
 
@@ -318,8 +318,8 @@ def _hashed(text: str) -> tuple[int, int, str] | None:
         if is_heading(line, below=found.end() < len(text)):
             continue
         label = _LABEL.fullmatch(line)
-        said = _SAYS.match(line) or (_SAYS.search(line) if label is None else None)
-        answer = line[said.end() :] if said else label[2] if label else line
+        match = _SAYS.match(line) or (_SAYS.search(line) if label is None else None)
+        answer = line[match.end() :] if match else label[2] if label else line
         answer = answer.strip(" *_")
         if last is None:
             last = found.start(), found.end(), answer
@@ -346,8 +346,8 @@ def is_heading(line: str, below: bool) -> bool:
         return not content.islower() and len(_WORD.findall(content)) > 1
     if label:
         return not label[2].strip(" *_") or not _HEADING.fullmatch(label[1].strip(" *_"))
-    said = _SAYS.search(content)
-    if said and content[said.end() :].strip():
+    match = _SAYS.search(content)
+    if match and content[match.end() :].strip():
         return False
     return len(_WORD.findall(content)) > 1 or bool(_HEADING.fullmatch(content))
 

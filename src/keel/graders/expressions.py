@@ -112,7 +112,7 @@ class ParsedExpression:
 
 
 def same_answer(
-    gold: str, said: str, *, evaluated: bool = True, plain: bool = False
+    gold: str, stated: str, *, evaluated: bool = True, plain: bool = False
 ) -> bool | None:
     """Whether the answer that a text ends on is mathematically the gold answer.
 
@@ -123,13 +123,13 @@ def same_answer(
     try:
         wanted = gold_answer(gold, plain=plain)
     except Unreadable:
-        return _same_text(gold, said)
+        return _same_text(gold, stated)
     words = wanted.kind == "words" or _OPTION.fullmatch(wanted.text) is not None
-    answer = final_answer(said, words=words)
+    answer = final_answer(stated, words=words)
     if answer is None:
         return False
     if wanted.kind == "number" and (answer.how != "marked" or "=" in answer.text):
-        number = stated_number(said, evaluated=evaluated)
+        number = stated_number(stated, evaluated=evaluated)
         if number is not None:
             return number.value == wanted.value.value and number.fits(wanted.value)
     for text in _candidates(answer, wanted):
@@ -150,9 +150,9 @@ def can_be_read(gold: str) -> bool:
     return True
 
 
-def _same_text(gold: str, said: str) -> bool | None:
+def _same_text(gold: str, stated: str) -> bool | None:
     """Whether answers that are not understood are written alike; None where gold is no text."""
-    text, answer = _text_of(gold), final_answer(said, words=True)
+    text, answer = _text_of(gold), final_answer(stated, words=True)
     if text is None:
         return None
     return answer is not None and bare(answer.text).replace(" ", "") == text
@@ -245,65 +245,65 @@ def _candidates(answer: Answer, wanted: ParsedExpression) -> list[str]:
     return [] if formula is None else [formula]
 
 
-def _same(gold: ParsedExpression, said: ParsedExpression, text: str, evaluated: bool) -> bool:
-    if not same_name(gold.name, said.name):
+def _same(gold: ParsedExpression, stated: ParsedExpression, text: str, evaluated: bool) -> bool:
+    if not same_name(gold.name, stated.name):
         return False
     if gold.kind == "words":
         choice = _CHOICE.fullmatch(bare(text))
         chosen = (choice[1] or choice[2]).lower() if choice and len(gold.value) == 1 else ""
-        return gold.value in (_letters(said.text), chosen)
-    if said.kind == "list":  # else several ways to write one answer
+        return gold.value in (_letters(stated.text), chosen)
+    if stated.kind == "list":  # else several ways to write one answer
         if gold.kind == "list":
-            return _matched(gold.value, said.value, evaluated)
-        return all(_same(gold, one, one.text, evaluated) for one in said.value)
-    if gold.kind == "matrix" and said.kind == "matrix":
-        rows = list(zip(gold.value, said.value, strict=False))
-        return len(gold.value) == len(said.value) and all(
+            return _matched(gold.value, stated.value, evaluated)
+        return all(_same(gold, one, one.text, evaluated) for one in stated.value)
+    if gold.kind == "matrix" and stated.kind == "matrix":
+        rows = list(zip(gold.value, stated.value, strict=False))
+        return len(gold.value) == len(stated.value) and all(
             _in_order(g, s, evaluated) for g, s in rows
         )
-    if gold.kind == said.kind and isinstance(gold.value, list):
-        return _in_order(gold.value, said.value, evaluated)
-    if gold.kind == said.kind == "number":
-        return bool(gold.value.value == said.value.value and said.value.fits(gold.value))
-    if gold.kind == said.kind and gold.kind in ("base", "time"):
-        return bool(gold.value == said.value)
-    if said.kind == "words":  # (C) for C
-        return len(gold.text) == 1 and gold.text.lower() == said.value
-    kinds = {gold.kind, said.kind}
+    if gold.kind == stated.kind and isinstance(gold.value, list):
+        return _in_order(gold.value, stated.value, evaluated)
+    if gold.kind == stated.kind == "number":
+        return bool(gold.value.value == stated.value.value and stated.value.fits(gold.value))
+    if gold.kind == stated.kind and gold.kind in ("base", "time"):
+        return bool(gold.value == stated.value)
+    if stated.kind == "words":  # (C) for C
+        return len(gold.text) == 1 and gold.text.lower() == stated.value
+    kinds = {gold.kind, stated.kind}
     if not kinds <= {"number", "expression", "relation"}:
         return False
-    alike = gold.text.replace(" ", "") == said.text.replace(" ", "")
-    if evaluated and not alike and not _evaluated(gold, said):
+    alike = gold.text.replace(" ", "") == stated.text.replace(" ", "")
+    if evaluated and not alike and not _evaluated(gold, stated):
         return False
     if "relation" in kinds:
-        return len(kinds) == 1 and _equal(gold.value, said.value)
-    return _equal(_symbolic(gold.value), _symbolic(said.value))
+        return len(kinds) == 1 and _equal(gold.value, stated.value)
+    return _equal(_symbolic(gold.value), _symbolic(stated.value))
 
 
-def _evaluated(gold: ParsedExpression, said: ParsedExpression) -> bool:
+def _evaluated(gold: ParsedExpression, stated: ParsedExpression) -> bool:
     """Whether nothing is left to do of which the gold answer has nothing."""
     if gold.kind == "number":
-        return said.kind == "number"
+        return stated.kind == "number"
     return bool(getattr(gold.value, "free_symbols", ())) or not (
-        _LEFT.search(said.text) and not _LEFT.search(gold.text)
+        _LEFT.search(stated.text) and not _LEFT.search(gold.text)
     )
 
 
 def _in_order(
-    gold: Sequence[ParsedExpression], said: Sequence[ParsedExpression], evaluated: bool
+    gold: Sequence[ParsedExpression], stated: Sequence[ParsedExpression], evaluated: bool
 ) -> bool:
-    return len(gold) == len(said) and all(
-        _same(g, s, s.text, evaluated) for g, s in zip(gold, said, strict=True)
+    return len(gold) == len(stated) and all(
+        _same(g, s, s.text, evaluated) for g, s in zip(gold, stated, strict=True)
     )
 
 
 def _matched(
-    gold: Sequence[ParsedExpression], said: Sequence[ParsedExpression], evaluated: bool
+    gold: Sequence[ParsedExpression], stated: Sequence[ParsedExpression], evaluated: bool
 ) -> bool:
     """Whether each part has one that is the same, in whatever order."""
-    if len(gold) != len(said):
+    if len(gold) != len(stated):
         return False
-    left = list(said)
+    left = list(stated)
     for one in gold:
         at = next((i for i, s in enumerate(left) if _same(one, s, s.text, evaluated)), None)
         if at is None:
@@ -325,7 +325,7 @@ def _letters(text: str) -> str:
 
 
 def _named(text: str) -> tuple[str, str]:
-    """The symbol that an answer is said to be, and the answer: `x = …`, `x \\in …`."""
+    """The symbol that an answer is named, and the answer: `x = …`, `x \\in …`."""
     membership = re.split(r"\\in(?![a-z])", text)
     if len(membership) == 2 and _SIDE.fullmatch(membership[0].strip()):
         return name_of(membership[0]), membership[1].strip()
@@ -473,7 +473,7 @@ def _symbolic(value: Any) -> Any:
     return Rational(value.value.numerator, value.value.denominator)
 
 
-def _equal(gold: Any, said: Any) -> bool:
+def _equal(gold: Any, stated: Any) -> bool:
     from math_verify import verify
 
-    return bool(verify(gold, said, timeout_seconds=0))
+    return bool(verify(gold, stated, timeout_seconds=0))

@@ -30,7 +30,7 @@ _SPANS = re.compile(
     r"|\\(?:[A-Za-z]+|\$)",
     re.DOTALL,
 )
-# What is left of one behind a span; a full stop behind it ends the sentence.
+# What is left of one after a span; a full stop after it ends the sentence.
 _TOKEN = re.compile(r"[^\s。，、]+")
 _FORMULA = re.compile(r"[\d=+^_\\{}]")
 _NAME = re.compile(r"(?<![^\W\d_])[A-Za-z](?![^\W\d_])")  # the names of quantities
@@ -122,7 +122,7 @@ def _outside_environments(text: str) -> str:
 
 
 def _word(token: re.Match[str]) -> str:
-    """A token that is no formula or number; of one that is, what ends the sentence behind it."""
+    """A token that is no formula or number; of one that is, what ends the sentence after it."""
     if not _FORMULA.search(token[0]):
         return token[0]
     return " " + token[0][len(token[0].rstrip(".!?;:")) :]

@@ -20,7 +20,7 @@ from keel.sandbox.resident import Resident, Restarting
 from keel.types import KeelError
 
 Finding = Literal["same", "different", "unreadable gold", "timed out", "died"]
-"""What is known of a pair. "different" is also said of an answer that cannot be read."""
+"""What is known of a pair. "different" is also the verdict on an answer that cannot be read."""
 START_SECONDS = 120.0
 """A process that has not started by then never will; imports on a busy machine take a while."""
 PATIENCE = 10.0
@@ -52,7 +52,7 @@ class Mathematics:
         self._calls: set[threading.Event] = set()
 
     def compare(self, pairs: Sequence[Pair]) -> list[Finding]:
-        """What is found of each pair of a gold answer and what was said.
+        """What is found of each pair of a gold answer and what was stated.
 
         The order within a pair matters: where gold is 1, x = 1 is right; where gold is the
         equation 2x + z = 1, 1 is not. Each distinct pair is compared once. Raises KeelError where
@@ -72,8 +72,8 @@ class Mathematics:
         with ThreadPoolExecutor(count) as threads:
             try:
                 shares = [hard[at::count] for at in range(count)]
-                for said in threads.map(self._ask, self.processes, shares, [abandoned] * count):
-                    found.update(said)
+                for part in threads.map(self._ask, self.processes, shares, [abandoned] * count):
+                    found.update(part)
             finally:
                 abandoned.set()  # where it was interrupted, the threads have more to ask
                 self._calls.discard(abandoned)
@@ -108,10 +108,10 @@ class Mathematics:
         """What is found of pairs, one after the other."""
         found: dict[Pair, Finding] = {}
         limits = {"cpu": self.timeout, "patience": PATIENCE * self.timeout}
-        for gold, said in pairs:
+        for gold, stated in pairs:
             if abandoned.is_set():
                 raise KeelError("the comparison of answers was abandoned")
-            request = {"gold": gold, "said": said, "evaluated": self.evaluated, **limits}
+            request = {"gold": gold, "stated": stated, "evaluated": self.evaluated, **limits}
             try:
                 # Two processes may be forked; each has its limit.
                 reply = process.ask(2 * limits["patience"] + START_SECONDS, request)
@@ -119,7 +119,7 @@ class Mathematics:
                 raise KeelError("the process that compares answers hangs: start again") from None
             if "error" in reply:
                 raise KeelError(f"the process that compares answers fails: {reply['error']}")
-            found[gold, said] = reply["ok"]
+            found[gold, stated] = reply["ok"]
         return found
 
 
@@ -133,7 +133,7 @@ def started() -> Resident:
         "keel.graders.mathematics_worker", files, Path(found.origin).resolve().parents[1]
     )
     limits = {"cpu": 60.0, "patience": START_SECONDS}
-    process.first(START_SECONDS, {"gold": "1", "said": "1", "evaluated": True, **limits})
+    process.first(START_SECONDS, {"gold": "1", "stated": "1", "evaluated": True, **limits})
     return process
 
 

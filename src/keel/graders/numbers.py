@@ -188,7 +188,7 @@ _COMMA = re.compile(r"(?<=\d)(?:\{,\}|, ?(?:\\! ?)+| ?\\, ?)(?=\d{3})")
 class Number:
     """A number that a text states.
 
-    `name` is what it is said to be, the `x` of `x = 5`; `unit` a unit of `_UNITS`, such as `cm^2`.
+    `name` is what it is named, the `x` of `x = 5`; `unit` a unit of `_UNITS`, such as `cm^2`.
     """
 
     value: Fraction
@@ -381,9 +381,9 @@ def _unit(money: str, rest: str) -> str:
     return f"{known}^{power}" if known and power else known or ""
 
 
-def same_name(gold: str, said: str) -> bool:
-    """Whether the name or unit of what was said may be the gold answer's: one may have none."""
-    return not gold or not said or gold == said
+def same_name(gold: str, stated: str) -> bool:
+    """Whether the name or unit of what was stated may be the gold answer's: one may have none."""
+    return not gold or not stated or gold == stated
 
 
 def _sign(text: str) -> tuple[str, str]:

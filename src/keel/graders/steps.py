@@ -15,7 +15,7 @@ def split_steps(text: str, separator: str) -> list[tuple[int, int]]:
     """Spans (start, end) of the steps, which cover the text without gaps.
 
     A step holds the separator that closes it; a blank one belongs to the step before it (the first
-    to the one behind it). No span for an empty text. Raises KeelError for an empty separator.
+    to the one after it). No span for an empty text. Raises KeelError for an empty separator.
     """
     if not separator:
         raise KeelError('separator = "" divides nothing: give what stands between two steps')

@@ -31,7 +31,6 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Literal
 
-from keel.graders.stepwise import SETTLE, stepwise
 from keel.sandbox import inside
 from keel.sandbox.bubblewrap import Ran, Sandbox
 from keel.sandbox.inside import CODE
@@ -101,7 +100,7 @@ def python_code(text: str) -> str:
     """
     fences = [(fence[1].lower(), fence[2]) for fence in _FENCE.finditer(text)]
     named = [code for name, code in fences if name in ("py", "python", "python3")]
-    # One without a name beside it shows what the code prints, more likely than not.
+    # One without a name next to it shows what the code prints, more likely than not.
     return [text, *(code for name, code in fences if not name), *named][-1]
 
 
@@ -393,10 +392,10 @@ def _run_apart(
     if ran.status != "ended":
         return _failed(ran, passed, ())
     raised = [line for line in ran.reported if line.startswith("code ")]
-    said = [line for line in lines if line not in (done, *orders["secrets"])]
-    if tested.status == "ended" and said[:1] == ["gone"]:
+    printed = [line for line in lines if line not in (done, *orders["secrets"])]
+    if tested.status == "ended" and printed[:1] == ["gone"]:
         return _failed(ran, passed, raised[:1])
-    return _failed(tested, passed, said)
+    return _failed(tested, passed, printed)
 
 
 @cache
@@ -425,14 +424,38 @@ def _cause(ran: Ran, lines: Sequence[str]) -> tuple[Status, str]:
         return ran.status, ran.cause
     if not lines:
         return "exited", f"ended before its tests did ({ran.cause})"
-    where, _, said = lines[0].partition(" ")
+    where, _, message = lines[0].partition(" ")
     if where == "test":
-        number, _, said = said.partition(": ")
+        number, _, message = message.partition(": ")
         where = f"test {number}"
-    name = said.partition(":")[0]
+    name = message.partition(":")[0]
     status: Status = "failed" if where != "code" else "error"
     if name in _CAUSES:
         status = _CAUSES[name]
-    elif "can't start new thread" in said:
+    elif "can't start new thread" in message:
         status = "processes"
-    return status, f"{where}: {said}"[:300]
+    return status, f"{where}: {message}"[:300]
+
+
+SETTLE = "__keel_settle__"
+"""The function that tests call before each statement (`keel.sandbox.boundary`)."""
+
+
+@lru_cache(4096)
+def stepwise(text: str) -> str:
+    """The source of tests with a call of `SETTLE` before each statement."""
+    tree = ast.parse(text)
+    for node in list(ast.walk(tree)):
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(node, field, None)
+            if isinstance(block, list):
+                setattr(node, field, [part for one in block for part in _settled(one)])
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def _settled(statement: ast.stmt) -> list[ast.stmt]:
+    first = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+    if first or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
+        return [statement]  # what must stand first: imports from the future, docstrings
+    call = ast.Expr(ast.Call(ast.Name(SETTLE, ast.Load()), [], []))
+    return [call, statement]

@@ -1,22 +1,25 @@
-"""From rewards to advantages and returns."""
+"""From rewards to advantages and returns, and the user's own advantages and surrogates."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keel.algorithms.spec import Algorithm, CustomAdvantage
-from keel.learn.actions import Actions, Estimates
-from keel.learn.custom import ADVANTAGE, call_custom, reads_steps
+from keel.algorithms.spec import Algorithm, CustomAdvantage, CustomSurrogate
+from keel.config.entry import load_entry
+from keel.learn.batch import Actions, Estimates
+from keel.learn.token_budget import out_of_memory
 from keel.objective import segments
 from keel.objective.signals import Signals
 from keel.types import Group, KeelError, Verdict
 
+ADVANTAGE, SURROGATE = "algorithm.advantage", "algorithm.surrogate"
 ROUNDING = 1e-9
 """A reward that differs from the sum of its steps by less, relatively, is taken for their sum."""
 
@@ -118,25 +121,22 @@ def estimate(
 
     Raises KeelError where there are rewards of steps that the advantage cannot use.
     """
+    device, lengths_S = actions.groups_S.device, actions.lengths_S
+    judged = _on(judged, device)
     if algorithm.needs_steps and judged.step_reward_K is None:
-        judged = _as_steps(judged, actions.lengths_S)
+        judged = _as_steps(judged, lengths_S)
     check_steps(algorithm, judged.step_reward_K is not None)
-    device = actions.groups_S.device
-    lengths_S = actions.lengths_S
-    outcome_S = judged.reward_S.to(device)
+    outcome_S = judged.reward_S
     unrewarded_S = outcome_S.isnan()
     penalty_N = penalties(algorithm, actions, beta).to(outcome_S)
-    value_N, starts_S = actions.value_N, lengths_S.cumsum(0) - lengths_S
-    step_reward_K = _on(judged.step_reward_K, device)
-    step_sequence_K = _on(judged.step_sequence_K, device)
-    step_end_K = None
-    if step_reward_K is None or step_sequence_K is None or judged.step_end_K is None:
+    value_N, step_end_K = actions.value_N, judged.step_end_K
+    if judged.step_reward_K is None or judged.step_sequence_K is None or step_end_K is None:
         placed_N = segments.on_last(outcome_S, lengths_S)
     else:
-        step_end_K = judged.step_end_K.to(device) + starts_S[step_sequence_K]
+        step_end_K = step_end_K + (lengths_S.cumsum(0) - lengths_S)[judged.step_sequence_K]
         zero_S = torch.where(unrewarded_S, outcome_S, torch.zeros_like(outcome_S))
         placed_N = segments.on_last(zero_S, lengths_S)
-        placed_N = placed_N.index_add(0, step_end_K, step_reward_K)
+        placed_N = placed_N.index_add(0, step_end_K, judged.step_reward_K)
     reward_N = penalty_N + placed_N
     signals = Signals(
         outcome_S=outcome_S,
@@ -147,9 +147,9 @@ def estimate(
         groups_S=actions.groups_S,
         value_N=value_N,
         next_value_N=None if value_N is None else segments.shift(value_N, lengths_S),
-        baseline_S=_on(judged.baseline_S, device),
-        step_reward_K=step_reward_K,
-        step_sequence_K=step_sequence_K,
+        baseline_S=judged.baseline_S,
+        step_reward_K=judged.step_reward_K,
+        step_sequence_K=judged.step_sequence_K,
         step_end_K=step_end_K,
     )
     advantage_N = advantages(algorithm, signals)
@@ -197,9 +197,8 @@ def penalties(algorithm: Algorithm, actions: Actions, beta: float) -> Float[Tens
 
 
 def _as_steps(judged: RolloutRewards, lengths_S: Tensor) -> RolloutRewards:
-    """Each completion's reward as its one step, for a batch in which no reward gave steps (a gate
-    may have refused all of them)."""
-    lengths_S = lengths_S.cpu()
+    """Each reward as the one step of its completion, where no reward gave steps (a gate may have
+    refused all completions)."""
     at = (~judged.reward_S.isnan() & (lengths_S > 0)).nonzero().flatten()
     return replace(
         judged,
@@ -209,5 +208,56 @@ def _as_steps(judged: RolloutRewards, lengths_S: Tensor) -> RolloutRewards:
     )
 
 
-def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)
+def _on(judged: RolloutRewards, device: torch.device) -> RolloutRewards:
+    tensors = {f.name: getattr(judged, f.name) for f in fields(judged)}
+    return replace(judged, **{n: t.to(device) for n, t in tensors.items() if t is not None})
+
+
+# ---------------------------------------------------------------- the user's functions
+
+
+def reads_steps(algorithm: Algorithm) -> bool:
+    """Whether an algorithm's advantage uses where rewards of steps are given.
+
+    A function of the user's does where it names `reward_N` or the steps.
+    """
+    if not isinstance(algorithm.advantage, CustomAdvantage):
+        return algorithm.reads_steps
+    names = inspect.signature(load_entry(algorithm.advantage.function, ADVANTAGE)).parameters
+    return "reward_N" in names or "step_reward_K" in names
+
+
+def check_entries(algorithm: Algorithm) -> None:
+    """Load the user's own functions. Raises KeelError for one that cannot be loaded."""
+    if isinstance(algorithm.advantage, CustomAdvantage):
+        load_entry(algorithm.advantage.function, ADVANTAGE)
+    if isinstance(algorithm.surrogate, CustomSurrogate):
+        load_entry(algorithm.surrogate.function, SURROGATE)
+
+
+def call_custom(
+    what: str, choice: CustomAdvantage | CustomSurrogate, signals: Mapping[str, Tensor]
+) -> Tensor:
+    """Call a user's function with its options and the signals that its parameters name.
+
+    Raises KeelError for a parameter that is neither, and for whatever the function raises but a
+    lack of memory, for which a smaller micro-batch may help.
+    """
+    function: Callable[..., Tensor] = load_entry(choice.function, what)
+    available = {**choice.options, **signals}
+    try:
+        parameters = inspect.signature(function).parameters
+        missing = [n for n, p in parameters.items() if p.default is p.empty and n not in available]
+        if missing:
+            raise KeelError(
+                f"{function.__module__}:{function.__name__} asks for {', '.join(missing)}: "
+                f"there are {', '.join(sorted(available))}"
+            )
+        return function(**{name: available[name] for name in parameters if name in available})
+    except KeelError:
+        raise
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise KeelError(f"{what}: {choice.function} raised {message}") from error

@@ -1,18 +1,128 @@
-"""The flat batch of a language model: completions end to end, without padding."""
+"""Batches of actions as the loss reads them: tokens of a language model, or moves in a game.
+
+A batch changes its type on the way: `Actions` as they were sampled, with the models' scores;
+`Estimates` of their advantages; `TrainBatch`, with the weights of the loss.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import accumulate
+from typing import Any, Generic, Self, TypeVar
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from keel.learn.actions import Actions, ranges, starts
 from keel.models.packed import Packed, PackedSizes, sizes_on
 from keel.types import Group
+
+A = TypeVar("A", bound="Actions")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Actions:
+    """Sequences (S) of actions (N), end to end, without padding.
+
+    `lengths` is the number of actions of each sequence; sequences of one of `groups_S` have their
+    start in common. Per action there are log-probabilities: of the engine that sampled it; of the
+    policy before the update (`old_log_prob_N`; None on an on-policy step with one update, whose
+    current ones are equal); of the reference; and values. The last two are None where the algorithm
+    has no such model.
+    """
+
+    lengths: tuple[int, ...]
+    groups_S: Int[Tensor, " S"]
+    engine_log_prob_N: Float[Tensor, " N"]
+    old_log_prob_N: Float[Tensor, " N"] | None = None
+    reference_log_prob_N: Float[Tensor, " N"] | None = None
+    value_N: Float[Tensor, " N"] | None = None
+
+    @property
+    def lengths_S(self) -> Int[Tensor, " S"]:
+        """The number of actions of each sequence."""
+        return torch.tensor(self.lengths, dtype=torch.long, device=self.groups_S.device)
+
+    @property
+    def sequences(self) -> int:
+        return len(self.lengths)
+
+    def action_index(self, indices: Sequence[int]) -> Int[Tensor, " K"]:
+        """The places among the N of the actions of these sequences."""
+        first = starts(self.lengths)
+        spans = [(first[i], self.lengths[i]) for i in indices]
+        return ranges(spans, self.groups_S.device)
+
+    def select(self, indices: Sequence[int]) -> Self:
+        """These sequences, in this order; sequences are never cut."""
+        chosen_S = torch.tensor(list(indices), device=self.groups_S.device, dtype=torch.long)
+        return replace(
+            self,
+            lengths=tuple(self.lengths[i] for i in indices),
+            groups_S=self.groups_S[chosen_S],
+            **per_action(self, self.action_index(indices)),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Estimates:
+    """Estimates per action from the rewards, in float64.
+
+    `advantage_N` is not whitened; `return_N` is the value model's target, None without one;
+    `rewarded_N` marks the actions of sequences with a reward, None where all have one.
+    """
+
+    advantage_N: Float[Tensor, " N"]
+    return_N: Float[Tensor, " N"] | None = None
+    rewarded_N: Bool[Tensor, " N"] | None = None
+
+    def select(self, index_K: Int[Tensor, " K"]) -> Estimates:
+        """The estimates of the actions at these places."""
+        return replace(self, **per_action(self, index_K))
+
+
+@dataclass(frozen=True, eq=False)
+class TrainBatch(Generic[A]):
+    """An optimizer batch, or a micro-batch of one, ready for the loss.
+
+    `advantage_N` is whitened where the algorithm asks for it. The weights were set once for the
+    whole optimizer batch: `weight_N` for the surrogate and the divergence; `token_weight`, 1/N of
+    all its actions, for value loss and entropy; `metric_weight`, 1/N of the actions that enter the
+    loss, for metrics.
+    """
+
+    actions: A
+    advantage_N: Float[Tensor, " N"]
+    weight_N: Float[Tensor, " N"]
+    return_N: Float[Tensor, " N"] | None
+    token_weight: float
+    metric_weight: float
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self.actions.lengths
+
+    @property
+    def sequences(self) -> int:
+        return self.actions.sequences
+
+    def select(self, indices: Sequence[int]) -> TrainBatch[A]:
+        """These sequences, in this order, with the same weights."""
+        values = per_action(self, self.actions.action_index(indices))
+        return replace(self, actions=self.actions.select(indices), **values)
+
+
+def per_action(
+    part: Actions | Estimates | TrainBatch[Any], index_K: Int[Tensor, " K"]
+) -> dict[str, Any]:
+    """The fields that have one value per action, at these places."""
+    values = {f.name: getattr(part, f.name) for f in fields(part) if "_N" in f.name}
+    return {name: value[index_K] for name, value in values.items() if value is not None}
+
+
+# ---------------------------------------------------------------- of a language model
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,20 +156,20 @@ class Batch(Actions):
         """The model's view of the batch: a prompt once for all its neighbouring answers."""
         if not any(self.shared):
             return Packed(self.tokens_T, self.input_lengths, self.target_N)
-        cut = _cut(self.input_lengths, self.shared)
         device = self.target_N.device
-        moved = torch.tensor(cut.moved, device=device)
-        shift_N = moved.repeat_interleave(self.lengths_S, output_size=sum(self.lengths))
+        spans, follows, moved = _pieces(self.input_lengths, self.shared)
+        shift_S = torch.tensor(moved, device=device)
+        shift_N = shift_S.repeat_interleave(self.lengths_S, output_size=sum(self.lengths))
         return Packed(
-            tokens_T=self.tokens_T[ranges(cut.spans, device)],
-            lengths=tuple(length for _, length in cut.spans),
+            tokens_T=self.tokens_T[ranges(spans, device)],
+            lengths=tuple(length for _, length in spans),
             target_N=self.target_N + shift_N,
-            follows=cut.follows,
+            follows=follows,
         )
 
     @property
     def sizes(self) -> PackedSizes:
-        """What micro-batches are cut by."""
+        """The sizes that decide where micro-batches end."""
         return sizes_on(self.target_N.device, self.input_lengths, self.shared)
 
     def select(self, indices: Sequence[int]) -> Batch:
@@ -98,59 +208,61 @@ def from_groups(groups: Sequence[Group], device: torch.device | str = "cpu") -> 
     targets: list[int] = []
     engine: list[float] = []
     lengths: list[int] = []
-    input_lengths: list[int] = []
-    prompt_lengths: list[int] = []
-    index: list[int] = []
-    for g, group in enumerate(groups):
-        prompt = group.prompt.tokens
+    for group in groups:
         for completion in group.completions:
-            start = len(tokens) + len(prompt)
+            tokens.extend(group.prompt.tokens)
             written = completion.written.nonzero()[0]
-            tokens.extend(prompt)
+            targets.extend((written + len(tokens)).tolist())
             tokens.extend(completion.tokens.tolist())
-            targets.extend((written + start).tolist())
             engine.extend(completion.log_probs[written].tolist())
             lengths.append(len(written))
-            input_lengths.append(len(prompt) + len(completion))
-            prompt_lengths.append(len(prompt))
-            index.append(g)
+    pairs = [(g, group, c) for g, group in enumerate(groups) for c in group.completions]
     return Batch(
         tokens_T=torch.tensor(tokens, dtype=torch.long, device=device),
-        input_lengths=tuple(input_lengths),
-        prompt_lengths=tuple(prompt_lengths),
+        input_lengths=tuple(len(group.prompt.tokens) + len(c) for _, group, c in pairs),
+        prompt_lengths=tuple(len(group.prompt.tokens) for _, group, _ in pairs),
         target_N=torch.tensor(targets, dtype=torch.long, device=device),
         lengths=tuple(lengths),
-        groups_S=torch.tensor(index, dtype=torch.long, device=device),
+        groups_S=torch.tensor([g for g, _, _ in pairs], dtype=torch.long, device=device),
         engine_log_prob_N=torch.tensor(engine, dtype=torch.float32, device=device),
     )
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """Sequences as pieces: the start and length of each among the T, and the piece that it follows.
+def _pieces(
+    lengths: Sequence[int], shared: Sequence[int]
+) -> tuple[list[tuple[int, int]], tuple[int, ...], list[int]]:
+    """Sequences as pieces: prompts that neighbours share before their answers, the others whole.
 
-    `moved` is by how many places the own tokens of each sequence shift.
+    Returned are the start and length of each piece among the T, the piece that it follows (-1 for
+    none), and by how many places the own tokens of each sequence move.
     """
-
-    spans: tuple[tuple[int, int], ...]
-    follows: tuple[int, ...]
-    moved: tuple[int, ...]
-
-
-def _cut(lengths: Sequence[int], shared: Sequence[int]) -> _Cut:
-    """Prompts that neighbours share, each before its answers; other sequences are left whole."""
-    pieces: list[tuple[int, int, int]] = []
+    spans: list[tuple[int, int]] = []
+    follows: list[int] = []
     moved: list[int] = []
     used = prompt = 0
     following = [*shared[1:], 0]
     for start, length, own, after in zip(starts(lengths), lengths, shared, following, strict=True):
         if not own and after:  # the first of several
-            prompt = len(pieces)
-            pieces.append((start, after, -1))
+            prompt = len(spans)
+            spans.append((start, after))
+            follows.append(-1)
             used += after
         common = own or after
-        pieces.append((start + common, length - common, prompt if common else -1))
+        spans.append((start + common, length - common))
+        follows.append(prompt if common else -1)
         moved.append(used - start - common)
         used += length - common
-    spans = tuple((start, length) for start, length, _ in pieces)
-    return _Cut(spans, tuple(first for _, _, first in pieces), tuple(moved))
+    return spans, tuple(follows), moved
+
+
+def starts(lengths: Sequence[int]) -> list[int]:
+    """The start of each of several pieces, end to end."""
+    return list(accumulate(lengths, initial=0))[:-1]
+
+
+def ranges(spans: Sequence[tuple[int, int]], device: torch.device) -> Int[Tensor, " K"]:
+    """The numbers of all spans (start, count), one span after the other."""
+    first = torch.tensor([start for start, _ in spans], dtype=torch.long)
+    counts = torch.tensor([count for _, count in spans], dtype=torch.long)
+    shift = (first + counts - counts.cumsum(0)).repeat_interleave(counts)
+    return (shift + torch.arange(len(shift))).to(device)

@@ -1,19 +1,18 @@
-"""Losses and gradients that are not finite: no step is taken on them, and their cause is found.
-
-The search runs only then, one sequence at a time.
-"""
+"""Losses and gradients that are not finite: no step is taken, and their cause is searched for."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from keel.learn.actions import TrainBatch
+from keel.learn.batch import TrainBatch
 from keel.learn.optimizer import Named, bad_weight
 from keel.types import KeelError
 
@@ -46,8 +45,8 @@ def stop_unless_finite(metrics: Mapping[str, float]) -> None:
 class Cause:
     """Where a value that is not finite comes from.
 
-    `sequence` counts those of the batch, `token` its actions, both from 0; None where only all
-    together make it, or the weights themselves are not finite.
+    `sequence` is that of the batch and `token` its action, both from 0; None where the value comes
+    from all sequences together, or from the weights.
     """
 
     term: str
@@ -67,13 +66,14 @@ def in_weights(parameters: Named) -> Cause | None:
 
 
 def in_tensors(batch: TrainBatch[Any]) -> Cause | None:
-    """A value that is not finite among what the loss is computed from."""
+    """A value that is not finite among the loss's inputs."""
     for name, values in tensors_of(batch).items():
-        if not name.endswith("_N") or not values.is_floating_point():
-            continue
-        at = first_bad(values)
-        if at is not None:
-            return Cause(TERMS.get(name, name), *place_of(at, batch.lengths))
+        if name.endswith("_N") and values.is_floating_point() and not _finite(values):
+            at = int((~values.isfinite()).nonzero()[0])
+            ends = list(accumulate(batch.lengths))
+            sequence = bisect_right(ends, at)
+            token = at - ends[sequence] + batch.lengths[sequence]
+            return Cause(TERMS.get(name, name), sequence, token)
     return None
 
 
@@ -118,21 +118,6 @@ def find_offending_sequence(
         if grown:
             return Cause(f"the gradient of {grown[0]}", i)
     return Cause("the sum over all sequences, each of which is finite alone")
-
-
-def first_bad(values: Tensor) -> int | None:
-    """The first place of a vector whose value is not finite."""
-    bad = (~values.detach().isfinite()).nonzero()
-    return int(bad[0]) if len(bad) else None
-
-
-def place_of(at: int, lengths: Sequence[int]) -> tuple[int, int]:
-    """The sequence that an action lies in, and its place there."""
-    for i, length in enumerate(lengths):
-        if at < length:
-            return i, at
-        at -= length
-    raise IndexError(at)
 
 
 def _bad(metrics: Mapping[str, float]) -> list[str]:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.algorithms.spec import Algorithm
-from keel.learn.actions import TrainBatch
-from keel.learn.batch import Batch
+from keel.learn.batch import Batch, TrainBatch
 from keel.learn.finite import (
     Cause,
     find_offending_sequence,

@@ -16,10 +16,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keel.algorithms.spec import Algorithm, CustomSurrogate
-from keel.learn.actions import A, Actions, Estimates, TrainBatch
-from keel.learn.custom import SURROGATE, call_custom
+from keel.learn.advantages import SURROGATE, call_custom
+from keel.learn.batch import A, Actions, Estimates, TrainBatch
 from keel.models.head import Scores
-from keel.objective import divergences, ratios, whitening
+from keel.objective import divergences, ratios, segments
 from keel.types import KeelError
 
 
@@ -44,7 +44,7 @@ def prepare(
         actions = actions.select(keep)
     advantage_N = estimates.advantage_N
     if algorithm.advantage.whitens:
-        advantage_N = whitening.whiten(advantage_N, estimates.rewarded_N)
+        advantage_N = segments.whiten(advantage_N, estimates.rewarded_N)
     return TrainBatch(
         actions, advantage_N, weight_N, estimates.return_N, token_weight, 1 / _count(actions)
     )

@@ -22,7 +22,7 @@ _REFUSALS = (
     "CUDA driver error: out of memory",
     "CUDA error: out of memory",
 )
-"""torch has no type for these: a RuntimeError that says so."""
+"""torch has no type for these: a RuntimeError with such a message."""
 LESS = (
     "set model.activation_checkpointing = true, learn adapters alone (model.lora), or take a "
     "smaller model"
@@ -89,7 +89,7 @@ class TokenBudget:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory, on whatever device."""
+    """Whether an error is a lack of memory, on whatever device."""
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -99,7 +99,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def oom_context(action: str, hint: str) -> Iterator[None]:
-    """Turns a lack of memory into an error that says what the memory was for and what needs less.
+    """Turns a lack of memory into an error that names what the memory was for and what needs less.
 
     For what a smaller micro-batch does not help.
     """

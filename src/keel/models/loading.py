@@ -125,6 +125,14 @@ def check_pair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name:
         )
 
 
+def describe_model(spec: Model, model: PreTrainedModel) -> str:
+    """A model in a few words: `llama, 0.8 M parameters`."""
+    name = spec.build.family if spec.build else Path(spec.name or "").name
+    count = model.num_parameters()
+    size = f"{count / 1e9:.2g} B" if count >= 1e9 else f"{count / 1e6:.2g} M"
+    return f"{name}, {size} parameters" + (", LoRA" if spec.lora else "")
+
+
 def choose_device(device: str) -> torch.device:
     """`auto` is the GPU if there is one. Raises KeelError for a missing GPU."""
     there = torch.cuda.is_available()

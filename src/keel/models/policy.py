@@ -16,8 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keel.config.model import Model
 from keel.models import lora
-from keel.models.backbone import hidden_states
-from keel.models.families import context_length, head_of
+from keel.models.families import context_length, head_of, hidden_states
 from keel.models.head import Head, Scores, ValueHead, readout
 from keel.models.loading import check_pair, check_served, load_model, load_tokenizer
 from keel.models.packed import Packed

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keel.models.attention import install
-from keel.models.backbone import autocast_for, states_at, uses_autocast
-from keel.models.families import head_of
+from keel.models.families import autocast_for, head_of, states_at, uses_autocast
 from keel.models.head import logits
 from keel.models.packed import pack
 from keel.types import KeelError

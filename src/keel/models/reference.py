@@ -10,8 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keel.models import lora
-from keel.models.backbone import hidden_states
-from keel.models.families import head_of
+from keel.models.families import head_of, hidden_states
 from keel.models.head import Head, log_probs
 from keel.models.packed import Packed
 from keel.models.policy import Policy

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.config.model import Model
-from keel.models.backbone import hidden_states
+from keel.models.families import hidden_states
 from keel.models.head import ValueHead
 from keel.models.loading import load_model
 from keel.models.lora import plain_copy

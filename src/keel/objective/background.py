@@ -80,7 +80,7 @@ def n_step_target(
     gamma: float,
     steps_B: Int[Tensor, " B"] | None = None,
 ) -> Float[Tensor, " B"]:
-    """k rewards, then the value of the state behind them; nothing counts after a termination.
+    """k rewards, then the value of the state after them; nothing counts after a termination.
 
         ŷ_t = Σ_{l<k} γ^l r_{t+l} + γ^k max_a Q(s_{t+k}, a; w⁻)
 

@@ -105,7 +105,7 @@ def monte_carlo(
 
         A_t = Σ_k γ^k r_{t+k} − b_t,   b_t = V(s_t), or (1/S) Σ_i U_{i,0}, or 0
 
-    Beside the values, γ V of the state behind the last action (`next_value_N` there; 0 after an end
+    Besides the values, γ V of the state after the last action (`next_value_N` there; 0 after an end
     of its own) is part of the last reward. A sequence with NaN among its rewards has none: it
     leaves the batch mean and gets 0.
 
@@ -115,8 +115,8 @@ def monte_carlo(
     absent_N = spread(absent_S.to(reward_N.dtype), lengths_S) > 0
     reward_N = reward_N.masked_fill(absent_N, 0.0)
     if baseline == "value" and next_value_N is not None:
-        behind_N = next_value_N.masked_fill(continues(lengths_S), 0.0)
-        reward_N = reward_N + gamma * behind_N
+        last_state_N = next_value_N.masked_fill(continues(lengths_S), 0.0)
+        reward_N = reward_N + gamma * last_state_N
     return_N = returns_to_go(reward_N, lengths_S, gamma=gamma)
     if baseline == "value":
         if value_N is None:

@@ -1,7 +1,7 @@
 """Advantages per sequence: a reward against those of the other answers to the same prompt.
 
-NaN in `reward_S` says that no reward spoke: the sequence leaves every mean and deviation and gets
-0. A group whose rewards are all equal gives exactly 0. A group of one gives 0, with a warning.
+NaN in `reward_S` means no reward: the sequence leaves every mean and deviation and gets 0. A
+group whose rewards are all equal gives exactly 0. A group of one gives 0, with a warning.
 Group ids are any integers, in any order.
 """
 
@@ -16,8 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keel.objective.gae import returns_to_go
-from keel.objective.segments import on_last, segment_sum, spread
-from keel.objective.whitening import whiten
+from keel.objective.segments import on_last, segment_sum, spread, to_go, whiten
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,3 +200,29 @@ def batch_normalised(
     )
     present_N = spread(reward_S, lengths_S).isnan().logical_not()
     return whiten(advantage_N, present_N, epsilon=epsilon)
+
+
+def process_group_relative(
+    step_reward_K: Float[Tensor, " K"],
+    step_end_K: Int[Tensor, " K"],
+    step_sequence_K: Int[Tensor, " K"],
+    groups_S: Int[Tensor, " S"],
+    lengths_S: Int[Tensor, " S"],
+    *,
+    epsilon: float,
+) -> Float[Tensor, " N"]:
+    """A token's advantage is the sum of the normalised rewards of the steps that are yet to end.
+
+        r̃_k = (r_k − mean) / (std + ε) over all steps of the group,   A_t = Σ_{k : end(k) ≥ t} r̃_k
+
+    `step_end_K` is the index among the N of a step's last token, `step_sequence_K` the sequence
+    that it lies in. A NaN step reward is no reward. Tokens after the last step get 0.
+
+    Source: GRPO with process supervision, arXiv:2402.03300 §4.1.3.
+    """
+    normalised_K = group_relative(
+        step_reward_K, groups_S[step_sequence_K], scale="std", epsilon=epsilon
+    )
+    total = int(lengths_S.sum())
+    at_end_N = normalised_K.new_zeros(total).index_add(0, step_end_K, normalised_K)
+    return to_go(at_end_N, lengths_S)

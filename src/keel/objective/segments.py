@@ -135,7 +135,7 @@ def linear_recurrence(
         x_n = b_n + a_n x_{n+1},   x_{N+1} = 0
         with a horizon h:  x_n = Σ_{l<h} (Π_{j<l} a_{n+j}) b_{n+l}
 
-    A decay of exactly 0 ends a segment: nothing behind it, infinite or NaN, is seen before it. (So
+    A decay of exactly 0 ends a segment: nothing after it, infinite or NaN, is seen before it. (So
     no gradient flows into a decay that is 0.)
 
     Source: Hillis and Steele 1986, "Data parallel algorithms"; Blelloch 1990 §1.4.1.
@@ -143,7 +143,7 @@ def linear_recurrence(
     total = input_N.numel()
     # Windows reach past the end, where there is nothing: round up to a power of two.
     wanted = 1 << max(total - 1, 0).bit_length() if horizon is None else min(horizon, total)
-    # A window maps what comes behind it to the sum at its start: x -> state + decay · x.
+    # A window maps what comes after it to the sum at its start: x -> state + decay · x.
     decay, state, window = decay_N, input_N, 1
     head_decay, head, covered = torch.ones_like(decay_N), torch.zeros_like(input_N), 0
     while True:
@@ -175,3 +175,28 @@ def _ahead(x_N: Tensor, steps: int) -> Tensor:
 
 def _through(decay_N: Tensor, x_N: Tensor) -> Tensor:
     return torch.where(decay_N == 0, torch.zeros_like(x_N), decay_N * x_N)
+
+
+def whiten(
+    x_N: Float[Tensor, " N"],
+    present_N: Bool[Tensor, " N"] | None = None,
+    *,
+    epsilon: float = 1e-8,
+) -> Float[Tensor, " N"]:
+    """The numbers less their mean, over the root of their unbiased variance.
+
+        y_n = (x_n − μ) / √(σ² + ε),   μ = (1/N) Σ x_n,   σ² = 1/(N−1) Σ (x_n − μ)²
+
+    Over all tokens of all ranks: hand in the whole optimizer batch. Where `present_N` is false a
+    number leaves μ and σ² and becomes 0. A single number becomes 0.
+
+    Source: advantage normalisation, Engstrom et al. 2020 (arXiv:2005.12729); ε within the root as
+    in arXiv:2403.17031.
+    """
+    present_N = torch.ones_like(x_N, dtype=torch.bool) if present_N is None else present_N
+    zero = torch.zeros_like(x_N)
+    count = present_N.sum().clamp(min=1)
+    mean = torch.where(present_N, x_N, zero).sum() / count
+    centred_N = torch.where(present_N, x_N - mean, zero)
+    variance = centred_N.square().sum() / (count - 1).clamp(min=1)
+    return centred_N / (variance + epsilon).sqrt()

@@ -1,8 +1,8 @@
-"""`keel check`: everything a recipe names is loaded, one batch sampled and scored, nothing trained.
+"""`keel check`: loads everything that a recipe names, samples and scores one batch, trains nothing.
 
-Stage by stage: what would go wrong, with the evidence and the key to change. What a stage's policy
-or reward will have learned by then cannot be looked at, and the report says so. No run folder is
-written, and nobody is paid: a judge is not asked, but its price is reckoned.
+It reports, stage by stage, what would go wrong, with the evidence and the key to change. What
+depends on earlier training cannot be inspected, which is reported too. No run folder is written,
+and no judge is paid: its price is estimated.
 """
 
 from __future__ import annotations
@@ -16,39 +16,36 @@ from typing import Any, cast
 
 import torch
 
-from keel.config.judging import JudgingStage
 from keel.config.load import Source, load_recipe
-from keel.config.schema import Recipe, RLStage, SFTStage, Stage
+from keel.config.schema import Recipe, RLStage
 from keel.config.seeds import derive
+from keel.data.tasks.base import places
 from keel.engines.compiled import is_llama_like
-from keel.engines.stopping import eos_ids, split_stops
-from keel.learn.custom import check_entries
+from keel.learn.advantages import check_entries
 from keel.learn.optimizer import trainable
 from keel.models.kernels.build import fingerprint
 from keel.models.policy import Policy, load_policy
 from keel.models.value import load_critic
-from keel.preflight.context import Figure, PolicyOrigin, StageContext
+from keel.preflight import settings
+from keel.preflight.context import Figure, StageContext, StageStops
 from keel.preflight.data_stage import inspect_demonstrations, inspect_preference_data
 from keel.preflight.finding import Finding
-from keel.preflight.findings import prompts as prompt_findings
-from keel.preflight.findings import settings as setting_findings
-from keel.preflight.findings import tokens as token_findings
 from keel.preflight.judge_cost import over_budget
-from keel.preflight.memory.process import TrialProcess
 from keel.preflight.prediction import facts_of, predict, totals, with_judges
-from keel.preflight.prompt_stats import SamplingPlan, sampling_plan
+from keel.preflight.prompts import sampling_plan, trained_on_held_out
 from keel.preflight.sampling_stage import inspect_sampling_stage
+from keel.preflight.tokens import eos_pair
+from keel.preflight.trial_process import TrialProcess
 from keel.preflight.unused_keys import Facts, unused_keys
 from keel.runs.trackers import check_trackers
-from keel.types import KeelError
 
-LOOKED_AT = 4_000_000
+WEIGHTS_READ = 4_000_000
 """Weights that are read, of each tensor, to see how many a step would move."""
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """What was seen of a stage: figures in order, and what could not be looked at."""
+    """A stage's figures, what of it could not be inspected (`unseen`), and its prediction."""
 
     name: str
     kind: str
@@ -59,8 +56,7 @@ class StageReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What a preflight saw and found. `seconds` is what it took; `predicted` is of all stages
-    together, as each stage's own is of one."""
+    """The result of a check, which took `seconds`; `predicted` is of all stages together."""
 
     recipe: str
     stages: tuple[StageReport, ...]
@@ -69,14 +65,8 @@ class Report:
     predicted: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {
-            "recipe": self.recipe,
-            "stages": [asdict(stage) for stage in self.stages],
-            "findings": [one.as_dict() for one in self.findings],
-            "predicted": self.predicted,
-            "seconds": self.seconds,
-        }
+        """The report in JSON types."""
+        return asdict(self)
 
 
 def check(
@@ -87,10 +77,10 @@ def check(
     predicts: bool = True,
     process: TrialProcess | None = None,
 ) -> Report:
-    """Look at a recipe: a TOML file, a shipped name or a mapping, with `key=value` overrides.
+    """Inspect a recipe: a TOML file, a shipped name or a mapping, with `key=value` overrides.
 
-    `price` is of an hour of this machine. Without `predicts` memory and time are left out; they are
-    measured in a process of its own, which may have been started before (`process`).
+    `price` is of an hour of this machine. Memory and time are measured in a separate process, which
+    may have been started before (`process`); without `predicts` they are left out.
     Raises KeelError where the recipe cannot be read or its model not be loaded; whatever else would
     stop a stage is a finding.
     """
@@ -98,113 +88,80 @@ def check(
     recipe = load_recipe(source, overrides)
     with _threads(recipe.threads):
         policy = load_policy(recipe.model, recipe.seed)
-        seen = [_stage(recipe, number, policy) for number in range(len(recipe.stages))]
-        of_keys = unused_keys(source, overrides, recipe, _facts(recipe, policy, seen))
+        contexts = [StageContext(recipe, stage, policy) for stage in recipe.stages]
+        for context in contexts:
+            _inspect(context)
+        of_keys = unused_keys(source, overrides, recipe, _facts(recipe, policy, contexts))
         of_model = list(_of_model(recipe, policy))
         facts = facts_of(policy)
-    del policy  # the trial has one of its own
-    predicted = predict(recipe, seen, facts, price, process) if predicts else [{} for _ in seen]
+    for context in contexts:
+        del context.policy  # the trial loads its own, in the same memory
+    del policy
+    predicted = predict(contexts, facts, price, process) if predicts else [{} for _ in contexts]
+    predicted = [with_judges(*pair) for pair in zip(predicted, contexts, strict=True)]
     findings = [
         *of_keys,
         *of_model,
-        *_across(recipe, seen),
-        *over_budget([forecast for stage in seen for forecast in stage.work.forecasts]),
-        *(one for stage in seen for one in stage.findings),
+        *_leaks(contexts),
+        *over_budget([forecast for context in contexts for forecast in context.work.forecasts]),
+        *(one for context in contexts for one in context.findings),
     ]
-    predicted = [with_judges(*pair) for pair in zip(predicted, seen, strict=True)]
+    findings = sorted(dict.fromkeys(findings), key=lambda one: one.severity != "error")
     stages = tuple(
-        StageReport(s.name, s.kind, s.figures, tuple(s.unseen), said)
-        for s, said in zip(seen, predicted, strict=True)
+        StageReport(c.stage.name, c.stage.stage, c.figures, tuple(c.unseen), own)
+        for c, own in zip(contexts, predicted, strict=True)
     )
-    order = {"error": 0, "warning": 1}
-    findings = sorted(dict.fromkeys(findings), key=lambda one: order[one.severity])
     seconds = round(time.perf_counter() - start, 3)
     return Report(recipe.name, stages, tuple(findings), seconds, totals(predicted))
 
 
-def _stage(recipe: Recipe, number: int, policy: Policy) -> StageContext:
-    """A stage looked at, on its own."""
-    stage = recipe.stages[number]
-    seen = StageContext(stage.name, stage.stage, {"steps": stage.steps})
-    key = f"{stage.name}." if len(recipe.stages) > 1 else ""
-    _settings(seen, recipe, stage, key)
-    try:
+def _inspect(context: StageContext) -> None:
+    """One stage by itself."""
+    stage = context.stage
+    context.figures["steps"] = stage.steps
+    _check_settings(context)
+    with suppress(StageStops), context.stops("before its first step", f"{context.prefix}trackers"):
         check_trackers(stage.trackers)
-    except KeelError as error:
-        seen.stops("before its first step", error, f"{key}trackers")
-    if stage.demonstrated:
-        inspect_demonstrations(seen, recipe, cast(SFTStage, stage), policy)
-    if stage.records is not None:
-        inspect_preference_data(seen, recipe, cast(JudgingStage, stage), policy)
-    if stage.sampling is not None and stage.sampling.algorithm is not None:
-        _inspect_rl(seen, recipe, cast(RLStage, stage), policy)
-    plan = sampling_plan(recipe, stage)
-    if plan is not None:
-        before = [s.name for s in recipe.stages[:number] if s.trains_policy]
-        own = PolicyOrigin(before[-1] if before else None, recipe.model.build is not None)
-        inspect_sampling_stage(seen, recipe, stage, plan, policy, own)
-        talks = seen.source is not None and seen.source.conversations
-        if plan.sampling.algorithm is not None and talks:
-            _end_of_turn(seen, plan, policy, f"{key}rollout")
-    if stage.prompts_in_step is not None:
-        _epochs(seen, stage.steps * stage.prompts_in_step)
-    return seen
+    sampling = stage.sampling
+    for applies, inspect in (
+        (stage.demonstrated, inspect_demonstrations),
+        (stage.records is not None, inspect_preference_data),
+        (sampling is not None and sampling.algorithm is not None, _check_objective),
+        (sampling is not None, inspect_sampling_stage),
+    ):
+        if applies:
+            with suppress(StageStops):
+                inspect(context)
+    if stage.prompts_in_step is not None and context.prompts and context.prompts.rows:
+        prompts = stage.steps * stage.prompts_in_step
+        context.figures["epochs"] = round(prompts / context.prompts.rows, 2)
 
 
-def _end_of_turn(seen: StageContext, plan: SamplingPlan, policy: Policy, key: str) -> None:
-    """Whether what closes a turn ends a completion. `key` is that of the rollout table."""
-    tokenizer = policy.tokenizer
-    with suppress(KeelError):  # as the batch is sampled, it is a finding
-        texts, ids = split_stops(plan.rollout.stop, tokenizer)
-        stops = (*eos_ids(policy.model, tokenizer), *plan.rollout.stop_ids, *ids)
-        closed = token_findings.closing(tokenizer, plan.sampling.prompts.chat_template)
-        seen.add(token_findings.end_of_turn(closed, stops, texts, key))
-
-
-def _settings(seen: StageContext, recipe: Recipe, stage: Stage, key: str) -> None:
+def _check_settings(context: StageContext) -> None:
     """Findings from the stage's values alone."""
-    optimizer = f"{key}optimizer"
-    seen.add(
-        setting_findings.warm_up(stage.optimizer, stage.steps, optimizer),
-        setting_findings.adapter_rate(recipe.model, stage.optimizer, optimizer)
-        if stage.trains_policy
-        else None,
-    )
-    plan = sampling_plan(recipe, stage)
+    stage, model, key = context.stage, context.recipe.model, f"{context.prefix}optimizer"
+    context.add(*settings.of_optimizer(stage.optimizer, stage.steps, key))
+    if stage.trains_policy:
+        context.add(*settings.of_adapter(model, stage.optimizer, key))
+    plan = sampling_plan(context.recipe, stage)
     if plan is not None:
-        seen.add(*setting_findings.timeouts(plan.rewards, f"{plan.key}rewards"))
-        seen.add(*setting_findings.shared_interpreters(plan.rewards, f"{plan.key}rewards"))
+        context.add(*settings.of_rewards(plan.rewards, f"{plan.key}rewards"))
 
 
-def _inspect_rl(seen: StageContext, recipe: Recipe, stage: RLStage, policy: Policy) -> None:
-    """Its settings, and the other models and functions that its objective names."""
-    key = f"{stage.name}." if len(recipe.stages) > 1 else ""
-    critic = stage.value.optimizer
-    seen.add(
-        setting_findings.overlong(stage, f"{key}rollout"),
-        setting_findings.reuse(stage, f"{key}epochs"),
-        setting_findings.still_ratio(stage, f"{key}minibatches"),
-        None
-        if critic is None or stage.algorithm.value is None
-        else setting_findings.warm_up(critic, stage.steps, f"{key}value.optimizer"),
-    )
-    try:
-        check_entries(stage.algorithm)
-    except KeelError as error:
-        seen.stops("as its objective is made", error, f"{key}algorithm")
-    if stage.algorithm.value is None or stage.value.name is None:
-        return
-    try:
-        load_critic(stage.value.name, policy, recipe.model, derive(recipe.seed, stage.name))
-    except KeelError as error:
-        seen.stops("as its value model is made", error, f"{key}value.name")
-
-
-def _epochs(seen: StageContext, prompts: int) -> None:
-    """How often the stored rows are gone through."""
-    rows = None if seen.source is None else seen.source.rows
-    if rows:
-        seen.figures["epochs"] = round(prompts / rows, 2)
+def _check_objective(context: StageContext) -> None:
+    """An RL stage's settings, and the other models and functions that its objective names."""
+    stage, prefix = cast(RLStage, context.stage), context.prefix
+    recipe, algorithm, value = context.recipe, stage.algorithm, stage.value
+    context.add(*settings.of_objective(stage, prefix))
+    if value.optimizer is not None and algorithm.value is not None:
+        key = f"{prefix}value.optimizer"
+        context.add(*settings.of_optimizer(value.optimizer, stage.steps, key))
+    with suppress(StageStops), context.stops("as its objective is made", f"{prefix}algorithm"):
+        check_entries(algorithm)
+    if algorithm.value is not None and value.name is not None:
+        with context.stops("as its value model is made", f"{prefix}value.name"):
+            seed = derive(recipe.seed, stage.name)
+            load_critic(value.name, context.policy, recipe.model, seed)
 
 
 def _of_model(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
@@ -212,90 +169,75 @@ def _of_model(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
     tokenizer = policy.tokenizer
     named = getattr(getattr(policy.model, "generation_config", None), "eos_token_id", None)
     ids = () if named is None else (named,) if isinstance(named, int) else tuple(named)
-    pair = token_findings.eos_pair(
-        tokenizer.eos_token_id, ids, str(tokenizer.eos_token), "model.name"
-    )
-    if pair is not None:
-        yield pair
+    found = [eos_pair(tokenizer.eos_token_id, ids, str(tokenizer.eos_token), "model.name")]
     if is_llama_like(policy.model.base_model):
-        slow = setting_findings.no_compiler(fingerprint("decode"))
-        if slow is not None:
-            yield slow
-    for stage in recipe.stages:
-        if not stage.trains_policy or recipe.model.dtype != "bfloat16":
-            continue
-        rate = stage.optimizer.learning_rate
-        frozen = setting_findings.frozen_weights(
-            recipe.model.dtype,
-            _unmoved(policy, rate),
-            rate,
-            f"{stage.name}.optimizer.learning_rate",
-        )
-        if frozen is not None:
-            yield frozen
-            return
+        found.append(settings.no_compiler(fingerprint("decode")))
+    if recipe.model.dtype == "bfloat16":
+        for stage in recipe.stages:
+            if stage.trains_policy:
+                rate = stage.optimizer.learning_rate
+                key = f"{stage.name}.optimizer.learning_rate"
+                found.append(settings.frozen_weights(unmoved_share(policy, rate), rate, key))
+                break
+    yield from (one for one in found if one is not None)
 
 
 @torch.no_grad()
-def _unmoved(policy: Policy, rate: float) -> float:
-    """The share of bfloat16 weights that learn of which a step of `rate` is less than half of the
-    last bit: |w| in [2^e, 2^(e+1)) has a last bit of 2^(e−7)."""
-    still = count = 0
+def unmoved_share(policy: Policy, rate: float) -> float:
+    """The share of trained bfloat16 weights of which a step of `rate` is less than half of the last
+    bit: |w| in [2^e, 2^(e+1)) has a last bit of 2^(e−7)."""
+    unmoved = count = 0
     for _, parameter in trainable(policy):
         if parameter.dtype != torch.bfloat16:
             continue
-        some = parameter.detach().flatten()[:LOOKED_AT].float().abs()
+        some = parameter.detach().flatten()[:WEIGHTS_READ].float().abs()
         last = torch.exp2(torch.floor(torch.log2(some.clamp_min(1e-30))) - 7)
-        still += int((last / 2 > rate).sum())
+        unmoved += int((last / 2 > rate).sum())
         count += some.numel()
-    return still / count if count else 0.0
+    return unmoved / count if count else 0.0
 
 
-def _across(recipe: Recipe, seen: Sequence[StageContext]) -> Iterator[Finding]:
-    """Held-out prompts that a stage before, or another task of the stage, learns from."""
-    for at, stage in enumerate(seen):
-        if stage.source is None or not stage.source.heldout:
-            continue
-        for before in seen[: at + 1]:
-            rows = before.source is None or not before.source.learned
-            learned = before.learned if before.source is None else before.source.learned
-            prefix = f"{before.name}." if len(seen) > 1 else ""
-            finding = prompt_findings.trained_on_held_out(
-                len(stage.source.heldout & (learned | before.learned)),
-                len(stage.source.heldout),
-                before.name,
-                stage.name,
-                f"{prefix}data.validation_path"
-                if rows
-                else f"{prefix}tasks.0.validation_fraction"
-                if before is stage
-                else f"{prefix}tasks.0.validation_path",
-            )
+def _leaks(contexts: Sequence[StageContext]) -> Iterator[Finding]:
+    """Validation prompts that an earlier stage, or another task of the stage, learns from."""
+    for at, context in enumerate(contexts):
+        held = () if context.prompts is None else context.prompts.validation
+        for earlier in contexts[: at + 1]:
+            of_tasks = frozenset() if earlier.prompts is None else earlier.prompts.trained
+            if not of_tasks:
+                key = f"{earlier.prefix}data.validation_path"
+            elif earlier is context:
+                key = f"{earlier.prefix}tasks.0.validation_fraction"
+            else:
+                key = f"{earlier.prefix}tasks.0.validation_path"
+            trained = of_tasks | earlier.trained_positions
+            shared = sum(not trained.isdisjoint(places(prompt.content)) for prompt in held)
+            names = earlier.stage.name, context.stage.name
+            finding = trained_on_held_out(shared, len(held), *names, key)
             if finding is not None:
                 yield finding
 
 
-def _facts(recipe: Recipe, policy: Policy, seen: Sequence[StageContext]) -> Facts:
-    """What the loaded parts say of keys."""
-    sources = [stage.source for stage in seen if stage.source is not None and stage.source.first]
-    rows = any(stage.preference_data is not None for stage in recipe.stages)
-    whole = len(sources) == len(seen)
-    talks = any(source.conversations for source in sources)
+def _facts(recipe: Recipe, policy: Policy, contexts: Sequence[StageContext]) -> Facts:
+    """What the loaded parts add to the recipe."""
+    prompts = {c.stage.name: c.prompts for c in contexts if c.prompts is not None}
+    stored = any(stage.preference_data is not None for stage in recipe.stages)
+    known = len(prompts) == len(contexts) and not stored
+    conversations = any(stats.conversations for stats in prompts.values())
     name = recipe.model.name
     return Facts(
         cpu=policy.device.type == "cpu",
         local=name is not None and Path(name).expanduser().is_dir(),
         kv_heads=hasattr(policy.model.config, "num_key_value_heads"),
         template=policy.tokenizer.chat_template is not None,
-        conversations=True if talks else False if whole and not rows else None,
-        unread={s.name: s.unread for s in seen},
-        replies={s.name: s.source.replies for s in seen if s.source is not None},
+        conversations=True if conversations else False if known else None,
+        unread={c.stage.name: c.unread for c in contexts},
+        replies={name: stats.replies for name, stats in prompts.items()},
     )
 
 
 @contextmanager
 def _threads(wanted: int | None) -> Iterator[None]:
-    """The recipe's threads for a while."""
+    """The recipe's number of threads."""
     before = torch.get_num_threads()
     if wanted is not None:
         torch.set_num_threads(wanted)

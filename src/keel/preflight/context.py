@@ -1,19 +1,59 @@
-"""What a check holds of a stage while it looks at it."""
+"""What is known of a stage while it is inspected."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
 
-from keel.preflight.finding import Finding
-from keel.preflight.finding_kinds import found
-from keel.preflight.judge_cost import Forecast
-from keel.preflight.key_names import named
-from keel.preflight.prompt_stats import PromptStats
-from keel.types import KeelError
+from keel.config.schema import Recipe, Stage
+from keel.data.tasks.base import BaseTask
+from keel.data.tasks.build import Renamed
+from keel.data.tasks.user import UserTask
+from keel.models.chat import Encoder
+from keel.models.policy import Policy
+from keel.preflight.finding import Finding, key_in
+from keel.types import KeelError, Prompt, Task
+
+if TYPE_CHECKING:
+    from keel.preflight.judge_cost import Forecast
 
 Figure = str | int | float
+
+
+class StageStops(Exception):
+    """The stage would stop here, which is a finding already; the rest of it is not inspected."""
+
+
+@dataclass(frozen=True, eq=False)
+class PromptStats:
+    """A stage's tasks and prompts.
+
+    `first` are the first step's prompts, `validation` those of an evaluation, and `longest` is the
+    longest that fits. `rows` counts the train rows, None where a task has no end; `trained`
+    are their positions (`data.tasks.base.position`). `raw` are the tasks whose plain prompts are
+    not put through the chat template.
+    """
+
+    tasks: Mapping[str, Task]
+    encoder: Encoder
+    first: Sequence[Prompt]
+    validation: Sequence[Prompt]
+    longest: Prompt | None
+    rows: int | None
+    trained: frozenset[float]
+    raw: Collection[str]
+
+    @property
+    def conversations(self) -> bool:
+        return any(not isinstance(prompt.content, str) for prompt in self.first)
+
+    @property
+    def replies(self) -> bool:
+        """Whether any task can answer the policy."""
+        return any(_replies(task) for task in self.tasks.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +61,7 @@ class LongestExample:
     """The longest example of a stage, as a trial run reads it.
 
     `tokens` are those of the prompt alone where a completion is sampled after it, else of all;
-    `raw` says that a plain prompt goes without the chat template.
+    `raw`: a plain prompt is not put through the chat template.
     """
 
     tokens: int
@@ -34,8 +74,8 @@ class StageWork:
     """What a step of the stage works on, and what was timed of a part of it.
 
     `tokens` are those of a step's `sequences`, `decoded` those of the longest completion, `scoring`
-    the seconds of its rewards; `evaluated` counts the prompts of an evaluation, `forecasts` are
-    what judges elsewhere will be paid.
+    the seconds of its rewards; `evaluated` counts the prompts of an evaluation; `forecasts` are the
+    costs of judges.
     """
 
     longest: LongestExample | None = None
@@ -49,41 +89,57 @@ class StageWork:
 
 @dataclass(eq=False)
 class StageContext:
-    """What was seen of a stage: figures in order, findings, and what could not be looked at.
+    """A stage and what its inspection found: figures in order, findings, and what it left out.
 
-    `learned` are the places of the prompts of judged rows (`tasks.base.position`), `unread` the
-    keywords that the chat template does not read.
+    `trained_positions` are the positions (`data.tasks.base.position`) of the prompts of judged
+    rows, `unread` the keywords that the chat template does not read.
     """
 
-    name: str
-    kind: str
+    recipe: Recipe
+    stage: Stage
+    policy: Policy
     figures: dict[str, Figure] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
-    source: PromptStats | None = None
+    prompts: PromptStats | None = None
     work: StageWork = field(default_factory=StageWork)
-    learned: frozenset[float] = frozenset()
+    trained_positions: frozenset[float] = frozenset()
     unread: frozenset[str] = frozenset()
 
+    @property
+    def prefix(self) -> str:
+        """The prefix of the stage's keys: its name, in a recipe of several stages."""
+        return f"{self.stage.name}." if len(self.recipe.stages) > 1 else ""
+
+    @property
+    def trained_by(self) -> str | None:
+        """The last earlier stage that trains the policy, which is then another one by now."""
+        earlier = takewhile(lambda stage: stage is not self.stage, self.recipe.stages)
+        return next((s.name for s in reversed(list(earlier)) if s.trains_policy), None)
+
     def add(self, *findings: Finding | None) -> None:
-        """Take up those that there are."""
+        """Keep those that are not None."""
         self.findings += [one for one in findings if one is not None]
 
-    def stops(self, where: str, error: KeelError, key: str) -> None:
-        """The stage would stop: `where` says at what, `key` where the line names none."""
+    def add_stop(self, where: str, error: KeelError, key: str) -> None:
+        """The stage would stop; `key` is used where the error names none."""
         line = " ".join(str(error).split())
-        key = named(line, key)
-        self.add(
-            found("would-stop", f"the stage stops {where}", line, key, "as the line says", "error")
-        )
+        what = f"the stage stops {where}"
+        self.add(Finding("would-stop", what, line, key_in(line, key), "as the line says", "error"))
+
+    @contextmanager
+    def stops(self, where: str, key: str) -> Iterator[None]:
+        """Turns a KeelError into a finding, and raises StageStops."""
+        try:
+            yield
+        except KeelError as error:
+            self.add_stop(where, error, key)
+            raise StageStops from error
 
 
-@dataclass(frozen=True, eq=False)
-class PolicyOrigin:
-    """How a stage's policy will differ from the one that is looked at.
-
-    `by`: the name of a stage before that trains it; `random`: its weights are still random.
-    """
-
-    by: str | None
-    random: bool
+def _replies(task: Task) -> bool:
+    while isinstance(task, Renamed):
+        task = task.task
+    inner = task.inner if isinstance(task, UserTask) else task
+    reply: Any = getattr(type(inner), "reply", None)
+    return reply is not None and reply is not BaseTask.reply

@@ -1,9 +1,17 @@
-"""What a preflight finds."""
+"""What `keel check` reports, and how shares, lengths and recipe keys are written in it."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
+
+from pydantic import BaseModel
+
+from keel.config.errors import models_in
+from keel.config.model import Model
+from keel.config.schema import Stage
 
 Severity = Literal["error", "warning"]
 """An error: the run would stop, or learn nothing. A warning: it would waste or mislead."""
@@ -11,26 +19,109 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that will go wrong: what, the evidence, and the key to change.
+    """One problem of a recipe: what, the evidence, the key to change, and how to fix it.
 
-    `kind` is a short name that stays the same from version to version (`zero-variance`). `key` is
-    written as the user writes it (`rollout.max_tokens`), `mend` says what to do with it.
+    `kind` is a short name that stays the same from version to version (`zero-variance`);
+    docs/check.md lists all. `key` is written as in the recipe (`rollout.max_tokens`).
     """
 
     kind: str
-    severity: Severity
     what: str
     evidence: str
     key: str
-    mend: str
+    fix: str
+    severity: Severity = "warning"
 
-    def as_dict(self) -> dict[str, str]:
-        """As JSON has it."""
-        return {
-            "kind": self.kind,
-            "severity": self.severity,
-            "what": self.what,
-            "evidence": self.evidence,
-            "key": self.key,
-            "mend": self.mend,
-        }
+
+def percent(share: float) -> str:
+    """A share as `42 %`; small ones with one decimal."""
+    digits = 1 if 0 < share < 0.1 else 0
+    return f"{100 * share:.{digits}f} %"
+
+
+def shorten(text: str, width: int = 80) -> str:
+    """The text, cut to a width."""
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+# ---------------------------------------------------------------- lengths
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetShare:
+    """A budget that holds a share of all completions; a lower bound if not `known`."""
+
+    tokens: int
+    known: bool
+
+    def __str__(self) -> str:
+        return f"{self.tokens}" if self.known else f"more than {self.tokens}"
+
+
+def holding(lengths: Sequence[int], ended: Sequence[bool], share: float = 0.95) -> BudgetShare:
+    """The smallest budget that holds `share` of the completions, by Kaplan and Meier's estimate.
+
+        S(t) = Π_{t_i ≤ t} (1 − d_i / n_i),   budget = min {t : 1 − S(t) ≥ share}
+
+    d_i completions end at length t_i, n_i are at least that long. A completion that was cut
+    (`ended` is False) is only known to be longer. Where the estimate does not reach the share, the
+    longest length is a lower bound. Source: Kaplan and Meier 1958, JASA 53:457.
+
+    Raises ValueError for no lengths.
+    """
+    if not lengths:
+        raise ValueError("no lengths")
+    left = 1.0
+    for t in sorted({n for n, done in zip(lengths, ended, strict=True) if done}):
+        at_risk = sum(n >= t for n in lengths)
+        ends = sum(n == t and done for n, done in zip(lengths, ended, strict=True))
+        left *= 1 - ends / at_risk
+        if 1 - left >= share - 1e-12:  # rounding of the product
+            return BudgetShare(t, True)
+    return BudgetShare(max(lengths), False)
+
+
+def quantile(lengths: Sequence[int], share: float) -> int:
+    """The smallest length that `share` of the lengths do not exceed. Raises ValueError for none."""
+    return holding(lengths, [True] * len(lengths), share).tokens
+
+
+# ---------------------------------------------------------------- keys in error messages
+
+DOTTED = re.compile(r"(?<![\w./-])[a-z_][\w-]*(?:\.[\w-]+)+")
+ASIDE = re.compile(r"\([^()]*\)|'[^']*'|\"[^\"]*\"")
+"""Parts of a message that add an explanation or quote data."""
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        yield prefix + name
+        for inner in models_in(info):
+            yield from _keys(inner, f"{prefix}{name}.")
+
+
+KEYS: Final = frozenset(
+    {key for stage in models_in(Stage) for key in _keys(stage)} | set(_keys(Model, "model."))
+)
+TABLES: Final = frozenset(key.split(".")[0] for key in KEYS if "." in key)
+ALIASES: Final = {"task": "tasks", "sampling": "rollout"}
+"""Messages about data name one task and the sampling; the schema has these tables."""
+
+
+def key_in(message: str, default: str) -> str:
+    """The first key of the schema that an error message names, in the stage of `default`; else
+    `default`."""
+    for match in DOTTED.finditer(ASIDE.sub("", message)):
+        parts = match[0].split(".")
+        for at in range(len(parts) - 1):
+            known = ".".join((ALIASES.get(parts[at], parts[at]), *parts[at + 1 :]))
+            if known in KEYS:
+                return known if known.startswith("model.") else f"{_table_prefix(default)}{known}"
+    return default
+
+
+def _table_prefix(key: str) -> str:
+    """What precedes the name of the key's own table: its stage, and `sampled`."""
+    parts = key.split(".")
+    tables = [at for at, part in enumerate(parts) if part in TABLES and part != "sampled"]
+    return "".join(f"{part}." for part in parts[: tables[0] if tables else -1])

@@ -11,13 +11,12 @@ from keel.analysis.statistics import mean_interval
 from keel.config.sampling import SamplingSource
 from keel.config.schema import Stage
 from keel.config.sources import RewardSource
-from keel.preflight.duration import evaluations_of
+from keel.config.stage import StageConfig
 from keel.preflight.finding import Finding
-from keel.preflight.finding_kinds import found
 from keel.rewards.judge.options import GROUP, JudgeOptions
 from keel.rewards.judge.pairs import choose_pairs
-from keel.rewards.judge.prompts import Question, pair_question, score_question
-from keel.rewards.judge.spending import Cost, Prices
+from keel.rewards.judge.prompts import pair_question, score_question
+from keel.rewards.judge.store import Cost
 from keel.types import Group
 
 BYTES_PER_TOKEN = (5.0, 4.0, 2.5)
@@ -28,18 +27,15 @@ REPLY_TOKENS = (16, 64)
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A stage's questions to one judge, and their cost.
+    """A stage's questions to one judge, `evaluation` of them from validation, and their cost.
 
     `low`, `estimate` and `high` hold for answers as long as those sampled and one attempt a
     question: 95 % of the mean length, the ends of `BYTES_PER_TOKEN` and of a reply's length,
-    evaluations that all ask the same or never, and no refill or all (dynamic sampling).
-    `questions` counts repeated ones too, and no refills. `bound` holds for every tokenizer (no
-    token shorter than a byte) and all attempts.
-    `evaluation` counts those of the questions that validation asks.
+    evaluations that all ask the same or never, and no refill or all (dynamic sampling). `bound`
+    holds for every tokenizer (no token shorter than a byte), all attempts and all refills.
     """
 
     name: str
-    label: str
     key: str
     questions: int
     evaluation: int
@@ -51,15 +47,12 @@ class Forecast:
 
     def __str__(self) -> str:
         asked = f"{self.questions} questions, {self.evaluation} of them in evaluation: about "
-        if not self.estimate.dollars:
-            return (
-                f"{asked}{self.estimate.tokens} tokens ({self.low.tokens} to {self.high.tokens}), "
-                f"at most {self.bound.tokens}"
-            )
-        return (
-            f"{asked}${self.estimate.dollars:.2f} (${self.low.dollars:.2f} to "
-            f"${self.high.dollars:.2f}), at most ${self.bound.dollars:.2f}"
-        )
+        costs = (self.estimate, self.low, self.high, self.bound)
+        if self.estimate.dollars:
+            estimate, low, high, bound = (f"${cost.dollars:.2f}" for cost in costs)
+            return f"{asked}{estimate} ({low} to {high}), at most {bound}"
+        estimate, low, high, bound = (str(cost.tokens) for cost in costs)
+        return f"{asked}{estimate} tokens ({low} to {high}), at most {bound}"
 
 
 def forecast_judge(
@@ -72,7 +65,7 @@ def forecast_judge(
     """
     options = JudgeOptions.model_validate(source.options)
     prices = options.prices
-    bodies = [_body(question, options) for question in _questions(options, groups)]
+    bodies = list(_bodies(options, groups))
     if not bodies:
         return None
     sampling = stage.sampling
@@ -83,24 +76,25 @@ def forecast_judge(
     # A question that was paid for is not asked again: not of equal answers to a prompt, and not at
     # a later evaluation where the answer has not changed.
     distinct = len({str(body) for body in bodies}) / len(bodies)
-    new = distinct * train + evaluation
     rollout = sampling.rollout
     fills = 1 + rollout.max_refills if rollout.dynamic_sampling else 1
-    most_asked = train * fills + evaluation
-    asked = (distinct * train + evaluation / times, new, most_asked)
-    sizes = mean_interval([prices.worst(body, 0).tokens_in for body in bodies])
-    lengths = (max(sizes.low, 0.0), sizes.mean, sizes.high if len(bodies) > 1 else sizes.mean)
+    most = train * fills + evaluation
+    asked = (distinct * train + evaluation / times, distinct * train + evaluation, most)
+    sizes = [prices.worst(body, 0).tokens_in for body in bodies]
+    mean = mean_interval(sizes)
+    lengths = (max(mean.low, 0.0), mean.mean, mean.high if len(sizes) > 1 else mean.mean)
+
+    def cost(tokens_in: float, tokens_out: int, questions: float) -> Cost:
+        out = min(tokens_out, options.max_tokens)
+        return prices.cost(math.ceil(tokens_in * questions), math.ceil(out * questions))
+
     replies = (*REPLY_TOKENS, options.max_tokens)
     low, estimate, high = (
-        _times(prices, size / per_token, min(reply, options.max_tokens), count)
-        for size, per_token, reply, count in zip(
-            lengths, BYTES_PER_TOKEN, replies, asked, strict=True
-        )
+        cost(lengths[i] / BYTES_PER_TOKEN[i], replies[i], asked[i]) for i in range(3)
     )
-    most = max(prices.worst(body, 0).tokens_in for body in bodies)
-    bound = _times(prices, most, options.max_tokens, options.attempts * most_asked)
+    bound = cost(max(sizes), options.max_tokens, options.attempts * most)
     return Forecast(
-        source.name or source.function, options.label, key, train + evaluation, evaluation,
+        source.name or source.function, key, train + evaluation, evaluation,
         low, estimate, high, bound, options,
     )  # fmt: skip
 
@@ -108,20 +102,22 @@ def forecast_judge(
 def over_budget(forecasts: Sequence[Forecast]) -> Iterator[Finding]:
     """Judges whose budget is below their forecast, over all stages that share a cache."""
     for one in forecasts:
-        cache = (one.label, one.options.cache)
-        shared = [other for other in forecasts if (other.label, other.options.cache) == cache]
+        cache = (one.options.label, one.options.cache)
+        shared = [f for f in forecasts if (f.options.label, f.options.cache) == cache]
         if one is not shared[0]:
             continue
-        low, estimate, high = (
-            sum(map(part, shared), Cost())
-            for part in (lambda f: f.low, lambda f: f.estimate, lambda f: f.high)
-        )
+        low = sum((f.low for f in shared), Cost())
+        estimate = sum((f.estimate for f in shared), Cost())
+        high = sum((f.high for f in shared), Cost())
         budget = one.options.limit
         if budget.covers(high):
             continue
-        over, option = _named(budget, high)
+        if budget.dollars is not None and high.dollars > budget.dollars:
+            over, option = f"budget = ${budget.dollars:g}", "budget"
+        else:
+            over, option = f"budget_tokens = {budget.tokens}", "budget_tokens"
         sure, likely = not budget.covers(low), not budget.covers(estimate)
-        yield found(
+        yield Finding(
             "judge-over-budget",
             f"the budget of the judge {one.name!r} "
             + ("ends" if sure else "probably ends" if likely else "may end")
@@ -133,35 +129,27 @@ def over_budget(forecasts: Sequence[Forecast]) -> Iterator[Finding]:
         )
 
 
-def _named(budget: Any, high: Cost) -> tuple[str, str]:
-    """What a budget is in words, and the option that holds it: dollars where they run out."""
-    if budget.dollars is not None and high.dollars > budget.dollars:
-        return f"budget = ${budget.dollars:g}", "budget"
-    return f"budget_tokens = {budget.tokens}", "budget_tokens"
+def evaluations_of(stage: StageConfig) -> int:
+    """How often a stage evaluates, if it does: before, every so many steps, and after."""
+    every = stage.evaluation_interval
+    if every is None:
+        return 0
+    return 2 + ((stage.steps - 1) // every if every else 0)
 
 
-def _times(prices: Prices, tokens_in: float, tokens_out: float, questions: float) -> Cost:
-    return prices.cost(math.ceil(tokens_in * questions), math.ceil(tokens_out * questions))
-
-
-def _questions(options: JudgeOptions, groups: Sequence[Group]) -> Iterator[Question]:
-    """A question for each sampled answer; in a comparison, its rival is as long as itself."""
+def _bodies(options: JudgeOptions, groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
+    """A request for each sampled answer; in a comparison, its rival is as long as itself."""
     for group in groups:
-        for completion in group.completions:
-            content, text = group.prompt.content, completion.text
+        content = group.prompt.content
+        for text in (completion.text for completion in group.completions):
             if options.mode == "rubric":
-                yield score_question(
+                question = score_question(
                     content, text, rubric=options.rubric, low=options.low, high=options.high
                 )
             else:
-                yield pair_question(content, text, text, rubric=options.rubric)
-
-
-def _body(question: Question, options: JudgeOptions) -> dict[str, Any]:
-    return {
-        "messages": list(question.messages),
-        "response_format": question.format(options.structured),
-    }
+                question = pair_question(content, text, text, rubric=options.rubric)
+            response_format = question.format(options.structured)
+            yield {"messages": list(question.messages), "response_format": response_format}
 
 
 def _counts(

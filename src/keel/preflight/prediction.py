@@ -1,26 +1,31 @@
-"""A stage's memory, time and cost, before it is begun."""
+"""A stage's memory, time and cost, from a trial run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from keel.config.schema import Recipe
 from keel.config.stage import StageConfig
 from keel.learn.optimizer import trainable
 from keel.models.policy import Policy
 from keel.preflight.context import StageContext
-from keel.preflight.duration import DISK_BYTES, Timed, stage_duration
-from keel.preflight.finding import Finding
-from keel.preflight.memory.child import EXAMPLES
-from keel.preflight.memory.machine import available_memory
-from keel.preflight.memory.measure import StageMemory, TrialResult, out_of_memory, run_trial
-from keel.preflight.memory.process import TrialProcess
-from keel.preflight.memory.trial import Trial, trial_of
+from keel.preflight.judge_cost import evaluations_of
+from keel.preflight.memory import (
+    StageMemory,
+    TrialResult,
+    available_memory,
+    out_of_memory,
+    run_trial,
+)
+from keel.preflight.trial import Trial, trial_of
 from keel.preflight.trial_batch import Load, load_of
+from keel.preflight.trial_process import TrialProcess
+
+DISK_BYTES = 300e6
+"""Written, read again for the checksum and synced in a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,104 +38,109 @@ class PolicyFacts:
 
 
 def facts_of(policy: Policy) -> PolicyFacts:
-    """Weights and both moments of what learns are in a checkpoint."""
+    """A checkpoint holds the weights, and both moments of what is trained."""
     weights = sum(p.nbytes for p in policy.parameters())
     moments = sum(8 * p.numel() for _, p in trainable(policy))
     return PolicyFacts(load_of(policy), policy.device, weights + moments)
 
 
 def predict(
-    recipe: Recipe,
     contexts: Sequence[StageContext],
     policy: PolicyFacts,
     price: float | None,
     process: TrialProcess | None = None,
 ) -> list[dict[str, Any]]:
-    """By stage its memory, seconds and cost, as JSON has them; empty where nothing is known.
+    """The memory, seconds and cost of each stage, in JSON types; empty where nothing is known.
 
-    What there is no memory for is a finding of the stage's. `process` may have been started before;
-    the policy is expected to be gone.
+    A lack of memory is added to the stage's findings. `process` may have been started before.
     """
     with process or TrialProcess() as process:
-        trial = trial_of(recipe, contexts, policy.load, process.folder / EXAMPLES)
+        trial = trial_of(contexts, policy.load, process.examples)
         if trial is None:
             return [{} for _ in contexts]
         room = available_memory(policy.device)
         result = run_trial(process, trial, policy.device, room)
     predicted: list[dict[str, Any]] = []
-    for stage, context in zip(recipe.stages, contexts, strict=True):
-        context.unseen += trial.omitted.get(stage.name, ())
-        context.add(*_findings(recipe, stage, result, room))
-        memory = result.stages.get(stage.name)
+    for context in contexts:
+        name = context.stage.name
+        context.unseen += trial.omitted.get(name, ())
+        _check_memory(context, result, room)
+        memory = result.stages.get(name)
         if memory is None:
             if context.work.longest is not None:
-                context.unseen.append(f"memory and time: {_why_unknown(result)}")
+                stopped = result.stopped or "the trial run"
+                why = " ran out of memory" if result.full else f": {result.why}"
+                context.unseen.append(f"memory and time: {stopped!r}{why}")
             predicted.append({})
             continue
-        timed = _timed(context, memory, trial, policy)
-        predicted.append(_as_dict(stage, memory, str(policy.device), room, timed, price))
+        parts = _parts(context, memory, trial, policy.checkpoint_bytes / DISK_BYTES)
+        seconds = sum(parts.values())
+        found: dict[str, Any] = {
+            "memory": {
+                "device": str(policy.device),
+                "peak": memory.peak,
+                "phase": memory.phase,
+                "phases": dict(memory.phases),
+                "room": room,
+            },
+            "seconds": round(seconds, 1),
+            "time": {part: round(time, 1) for part, time in parts.items()},
+        }
+        if price is not None:
+            found["cost"] = round(seconds / 3600 * price, 4)
+        predicted.append(found)
     return predicted
 
 
-def _findings(
-    recipe: Recipe, stage: StageConfig, result: TrialResult, room: int | None
-) -> Iterator[Finding]:
-    memory = result.stages.get(stage.name)
-    key = f"{stage.name}.token_budget" if len(recipe.stages) > 1 else "token_budget"
+def _check_memory(context: StageContext, result: TrialResult, room: int | None) -> None:
+    recipe, name = context.recipe, context.stage.name
+    memory, key = result.stages.get(name), f"{context.prefix}token_budget"
     if memory is not None and room is not None and memory.peak > room:
-        yield out_of_memory(memory.peak, room, f"measured in the phase {memory.phase!r}", key)
-    if result.full and stage.name == (result.stopped or recipe.stages[0].name):
-        why = f"a trial step stopped in the phase {result.phase!r}: {result.why}"
-        yield out_of_memory(None, room, why, key)
+        evidence = f"measured in the phase {memory.phase!r}"
+        context.add(out_of_memory(memory.peak, room, evidence, key))
+    if result.full and name == (result.stopped or recipe.stages[0].name):
+        evidence = f"a trial step stopped in the phase {result.phase!r}: {result.why}"
+        context.add(out_of_memory(None, room, evidence, key))
 
 
-def _why_unknown(result: TrialResult) -> str:
-    stopped = result.stopped or "the trial run"
-    return f"{stopped!r} ran out of memory" if result.full else f"{stopped!r}: {result.why}"
-
-
-def _timed(context: StageContext, memory: StageMemory, trial: Trial, policy: PolicyFacts) -> Timed:
-    """The trial's seconds, for the tokens of a step."""
-    work, seconds = context.work, memory.seconds
+def _parts(
+    context: StageContext, memory: StageMemory, trial: Trial, checkpoint: float
+) -> dict[str, float]:
+    """The seconds of a stage by part, from those of the trial's step."""
+    stage, work, timed = context.stage, context.work, memory.seconds
     learned = work.tokens / max(memory.tokens, 1.0)
-    sampled = work.sequences * work.decoded / max(trial.sampled_tokens(context.name), 1)
-    return Timed(
-        measuring=seconds.get("score", 0.0) * learned,
-        learning=seconds.get("update", 0.0) * learned,
-        checkpoint=policy.checkpoint_bytes / DISK_BYTES,
-        sequences=work.sequences,
-        sampling=seconds.get("rollout", 0.0) * sampled,
-        scoring=work.scoring,
-        evaluated=work.evaluated,
-    )
-
-
-def _as_dict(
-    stage: StageConfig,
-    memory: StageMemory,
-    device: str,
-    room: int | None,
-    timed: Timed,
-    price: float | None,
-) -> dict[str, Any]:
-    """As JSON has it: bytes, seconds, and the cost where a price is given."""
-    duration = stage_duration(stage, timed)
-    out: dict[str, Any] = {
-        "memory": {
-            "device": device,
-            "peak": memory.peak,
-            "phase": memory.phase,
-            "phases": dict(memory.phases),
-            "room": room,
-        },
-        "seconds": round(duration.seconds, 1),
-        "time": {name: round(seconds, 1) for name, seconds in duration.parts},
+    sampled = work.sequences * work.decoded / max(trial.sampled_tokens(stage.name), 1)
+    step = {
+        "sampling": timed.get("rollout", 0.0) * sampled,
+        "scoring": work.scoring,
+        "measuring": timed.get("score", 0.0) * learned,
+        "learning": timed.get("update", 0.0) * learned,
     }
-    return out if price is None else {**out, "cost": round(duration.cost(price), 4)}
+    evaluation = None if stage.sampling is None else stage.sampling.evaluation
+    answers = 0 if evaluation is None else work.evaluated * (1 + evaluation.samples)
+    one = (step["sampling"] + step["scoring"]) / max(work.sequences, 1)
+    return stage_parts(stage, step, checkpoint, one * answers)
+
+
+def stage_parts(
+    stage: StageConfig, step: Mapping[str, float], checkpoint: float, evaluation: float
+) -> dict[str, float]:
+    """The seconds of a whole stage by part, without parts of 0.
+
+    Given are the seconds of one step ("sampling", "scoring", "measuring", and "learning" in one
+    pass), of a checkpoint and of an evaluation. Left out are loading, evaluations on preference
+    data, and what longer answers would take.
+    """
+    parts = {name: seconds * stage.steps for name, seconds in step.items()}
+    parts["learning"] *= stage.passes
+    parts["evaluation"] = evaluation * evaluations_of(stage)
+    # Every so many steps, and at the end.
+    parts["checkpoints"] = checkpoint * ((stage.steps - 1) // stage.checkpoints.every + 1)
+    return {name: seconds for name, seconds in parts.items() if seconds}
 
 
 def with_judges(predicted: dict[str, Any], context: StageContext) -> dict[str, Any]:
-    """The stage's prediction with what its judges will be paid; their dollars join its cost."""
+    """The stage's prediction with the dollars of its judges, which are added to its cost."""
     judges = [one for one in context.work.forecasts if one.bound.dollars]
     if not judges:
         return predicted

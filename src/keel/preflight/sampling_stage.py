@@ -1,303 +1,165 @@
-"""A stage that samples, looked at: its prompts, a batch, its rewards, and what they give away."""
+"""Inspects what a stage samples: its prompts, a batch, its rewards, and what they show."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any, cast
 
 from keel.config.judging import JudgingStage
-from keel.config.schema import Recipe, Stage
 from keel.config.sources import RewardSource
-from keel.data.tasks import stored
+from keel.engines.stopping import eos_ids, split_stops
 from keel.learn.advantages import check_steps
-from keel.models.policy import Policy
-from keel.preflight.context import LongestExample, PolicyOrigin, StageContext
-from keel.preflight.findings import prompts as prompt_findings
-from keel.preflight.findings import samples as sample_findings
-from keel.preflight.findings import tokens as token_findings
-from keel.preflight.findings.replies import reply_holds_answer
-from keel.preflight.findings.rewards import ScoredBatch, check_gold, check_sampled_rewards
-from keel.preflight.gold_answers import Gold, gold_of, unreadable_gold
+from keel.preflight import tokens
+from keel.preflight.context import LongestExample, PromptStats, StageContext, StageStops
+from keel.preflight.gold_answers import Gold, check_readable, gold_of
 from keel.preflight.judge_cost import forecast_judge
-from keel.preflight.lengths import holding, quantile
-from keel.preflight.prompt_stats import PromptStats, SamplingPlan, plain_content, prompted
-from keel.preflight.trial_batch import TrialBatch, sample
+from keel.preflight.prompts import (
+    SamplingPlan,
+    plain_content,
+    read_prompts,
+    reply_holds_answer,
+    sampling_plan,
+)
+from keel.preflight.rewards import ScoredBatch, check_gold, check_sampled_rewards
+from keel.preflight.trial_batch import TrialBatch, check_ends, sample
 from keel.rewards.registry import TASK, NamedReward
 from keel.rewards.scorer import Scorer
-from keel.runs.quarantine import WORDS, LeftOut
 from keel.training.recipe_checks import check_component, check_rewards, check_rewards_of_steps
 from keel.training.setup import load_rewards, reward_context, scorer
 from keel.types import KeelError, Prompt, Verdict
 
 
-def inspect_sampling_stage(
-    seen: StageContext,
-    recipe: Recipe,
-    stage: Stage,
-    plan: SamplingPlan,
-    policy: Policy,
-    own: PolicyOrigin,
-) -> None:
-    """Prompts, batch, rewards and gold answers of what a stage samples."""
-    source = read_prompts(seen, recipe, plan, policy)
-    if source is None or not source.first:
-        return
-    seen.source = source
-    _tokens(seen, plan, policy, source)
-    if not _check(seen, plan):
-        return
-    rewards, waiting = _ready(plan.rewards.functions)
+def inspect_sampling_stage(context: StageContext) -> None:
+    """Prompts, batch, rewards and gold answers of what a stage samples.
+
+    Raises StageStops where the stage would stop before it samples.
+    """
+    plan = sampling_plan(context.recipe, context.stage)
+    assert plan is not None
+    sampling, rollout = plan.sampling, plan.rollout
+    stats = read_prompts(
+        context, sampling.tasks, sampling.prompts, plan.seed,
+        prefix=plan.key, answer_key=plan.setting("max_tokens"), answer_tokens=rollout.max_tokens,
+        take=rollout.prompts_per_step, validation=sampling.validation_prompts,
+    )  # fmt: skip
+    template = sampling.prompts.chat_template
+    prompt_keys = {name: f"{plan.key}tasks.{at}.prompt" for at, name in enumerate(stats.tasks)}
+    check_tokens(context, context.policy.tokenizer, stats.first, template, prompt_keys)
+    if sampling.algorithm is not None and stats.conversations:
+        _check_end_of_turn(context, plan)
+    _check_names(context, plan)
+    ready, waiting = _split_rewards(plan.rewards.functions)
     for reward, why in waiting:
-        seen.unseen.append(f"reward {reward.name or reward.function!r}: {why}")
-    choice = plan.rewards.model_copy(update={"functions": rewards})
-    try:
-        functions = load_rewards(choice, reward_context(recipe, None, policy))
-        judge = _scorer(plan, functions, source, bool(waiting))
-    except KeelError as error:
-        seen.stops("as its rewards are made", error, f"{plan.key}rewards.functions")
-        return
-    pairs = list(zip(rewards or (RewardSource(function=TASK),), judge.functions, strict=True))
+        context.unseen.append(f"reward {reward.name or reward.function!r}: {why}")
+    callable_now = bool(ready) or not waiting  # without a reward it is the task's own verdict
+    choice = plan.rewards.model_copy(update={"functions": ready})
+    key = f"{plan.key}rewards.functions"
+    with context.stops("as its rewards are made", key):
+        functions = load_rewards(choice, reward_context(context.recipe, None, context.policy))
+        judge = _scorer(plan, functions, stats, bool(waiting))
+    rewards = list(zip(ready or (RewardSource(function=TASK),), judge.functions, strict=True))
+    verdicts: tuple[tuple[Verdict, ...], ...] = ()
+    gold: Gold | None = None
     with closing(judge):
-        try:
-            batch = sample(policy, plan, source, judge, trial=own.by is not None)
-        except KeelError as error:
-            seen.stops("as its first batch is sampled", error, f"{plan.key}rollout")
-            return
-        _completions(seen, plan, batch, own)
-        verdicts: tuple[tuple[Verdict, ...], ...] = ()
-        gold: Gold | None = None
-        try:
-            gold = gold_of(
-                source.first, source.tasks, pairs if _any(rewards, waiting) else [],
-                policy.tokenizer, plan.rewards,
-            )  # fmt: skip
-            if _any(rewards, waiting):
+        with context.stops("as its first batch is sampled", f"{plan.key}rollout"):
+            trial = context.trained_by is not None
+            batch = sample(context.policy, plan, stats, judge, trial=trial)
+        check_ends(context, plan, batch)
+        with suppress(StageStops), context.stops("as its rewards are asked", key):
+            called = rewards if callable_now else []
+            gold = gold_of(stats.first, stats.tasks, called, context.policy.tokenizer, plan.rewards)
+            if callable_now:
                 start = time.perf_counter()
                 verdicts = judge(batch.groups, 1).verdicts
-                seen.work.scoring = time.perf_counter() - start
-                _steps(seen, plan, verdicts, bool(waiting))
+                context.work.scoring = time.perf_counter() - start
+                _check_steps(context, plan, verdicts, bool(waiting))
             if plan.rewards.on_error == "stop":
-                unreadable_gold(source.tasks, pairs)
-        except KeelError as error:
-            seen.stops("as its rewards are asked", error, f"{plan.key}rewards.functions")
-    _costs(seen, stage, plan, waiting, batch)
-    evaluation = plan.sampling.evaluation
-    _work(seen, stage, plan, batch, policy.context, own)
+                check_readable(stats.tasks, rewards)
+    _forecast_judges(context, plan, [one for one, _ in waiting], batch, stats)
+    _set_work(context, plan, batch, stats)
+    evaluation = sampling.evaluation
     judging = None if evaluation is None else judge.judging(evaluation.component)
-    if plan.rollout.max_turns > 1 and source.replies:
-        seen.add(reply_holds_answer(source, plan))
-    judged = ScoredBatch(batch, verdicts, gold, pairs, judging, partial=bool(waiting))
-    check_gold(seen, plan, judged, source)
-    if verdicts and own.by is None:
-        check_sampled_rewards(seen, stage, plan, judged)
-
-
-def read_prompts(
-    seen: StageContext, recipe: Recipe, plan: SamplingPlan, policy: Policy
-) -> PromptStats | None:
-    """The prompts of what a stage samples, and what is to be said of them."""
-    rollout, sampling = plan.rollout, plan.sampling
-    key = f"{plan.key}tasks"
-    try:
-        source = prompted(
-            sampling.tasks, sampling.prompts, policy, recipe.seed, plan.seed,
-            room=rollout.max_tokens, take=rollout.prompts_per_step,
-            held=sampling.validation_prompts,
-        )  # fmt: skip
-    except KeelError as error:
-        seen.stops("as its tasks are read", error, key)
-        return None
-    budget = plan.setting("max_tokens")
-    check_prompts(seen, source, plan, rollout.max_tokens, budget)
-    return source
-
-
-def check_prompts(
-    seen: StageContext, source: PromptStats, plan: SamplingPlan, room: int, budget: str
-) -> None:
-    """Figures and findings of prompts; `room` tokens are the answer's, which the key `budget`
-    gives."""
-    key = f"{plan.key}tasks"
-    every = [n for lengths in source.lengths.values() for n in lengths]
-    if source.rows is not None:
-        seen.figures["train rows"] = source.rows
-    if every:
-        seen.figures |= {
-            "prompt tokens (median)": quantile(every, 0.5),
-            "prompt tokens (95 %)": quantile(every, 0.95),
-            "prompt tokens (longest)": max(every),
-        }
-    seen.figures["plain prompts are read"] = source.read
-    if source.differs is not None:
-        seen.figures["tokenizer.json"] = (
-            f"read otherwise by AutoTokenizer, whose class is used: {source.differs}"
-        )
-    own = plan.sampling.prompts.max_tokens is not None
-    length_key = f"{plan.key}prompts.max_tokens" if own else budget
-    said = length_key if own else f"what {room} tokens of answer leave of the context"
-    before = len(seen.findings)
-    limit = source.limit
-    for name, ns in source.lengths.items():
-        seen.add(prompt_findings.prompts_over_length(name, ns, limit, said, length_key, own))
-    if source.stopped is not None and not any(
-        one.severity == "error" for one in seen.findings[before:]
-    ):
-        seen.stops("as its prompts are read", KeelError(source.stopped), key)
-    report_left_out(seen, source.left_out)
-    seen.add(
-        prompt_findings.unreadable(
-            source.left_out, source.stored, f"{task_key(plan, source, source.left_out)}.bad_rows"
-        ),
-        prompt_findings.repeated(source.repeated, source.rows or 0, f"{key}.0.path"),
-    )
+    if rollout.max_turns > 1 and stats.replies:
+        context.add(reply_holds_answer(stats, plan))
+    scored = ScoredBatch(batch, verdicts, gold, rewards, judging, partial=bool(waiting))
+    check_gold(context, plan, scored, stats)
+    if verdicts and context.trained_by is None:
+        check_sampled_rewards(context, plan, scored)
 
 
 def check_tokens(
-    seen: StageContext,
+    context: StageContext,
     tokenizer: Any,
     prompts: Sequence[Prompt],
     template: Mapping[str, Any],
-    key: str,
-    tasks: Sequence[str] = (),
+    keys: Mapping[str, str],
 ) -> None:
-    """Findings of prompts as tokens. A `{}` in `key` is the number of the prompt's task."""
-    chat = "model.chat_template"
+    """Findings of prompts as tokens. `keys` are the recipe keys of the prompts, by task."""
     specials = [str(token) for token in tokenizer.all_special_tokens]
-    at = {name: key.format(number) for number, name in enumerate(tasks)}
-    for name, own in (at or {"": key}).items():
-        some = [p for p in prompts if not at or p.task == name]
-        seen.add(
-            token_findings.doubled_bos(some, tokenizer.bos_token_id, own),
-            token_findings.special_in_messages(some, specials, own),
+    for name, key in keys.items():
+        own = [prompt for prompt in prompts if prompt.task == name]
+        context.add(
+            tokens.doubled_bos(own, tokenizer.bos_token_id, key),
+            tokens.special_in_messages(own, specials, key),
         )
     shown = prompts[:8]
-    seen.add(
-        token_findings.template_text(tokenizer, shown, template, chat),
-        token_findings.template_prefix(tokenizer, shown, template, chat),
+    context.add(
+        tokens.template_text(tokenizer, shown, template, "model.chat_template"),
+        tokens.template_prefix(tokenizer, shown, template, "model.chat_template"),
     )
-    seen.unread |= token_findings.unread(tokenizer, shown, template)
+    context.unread |= tokens.unread(tokenizer, shown, template)
 
 
-def report_left_out(seen: StageContext, left: Sequence[LeftOut]) -> None:
-    """How many rows are left out, by why, and the first of them."""
-    if not left:
-        return
-    counts = Counter(WORDS[row.why] for row in left)
-    said = ", ".join(f"{n} {word}" for word, n in counts.items())
-    seen.figures["rows left out"] = f"{said}; the first: {left[0].reason}"
+def _check_end_of_turn(context: StageContext, plan: SamplingPlan) -> None:
+    """Whether what closes a turn ends a completion."""
+    policy = context.policy
+    with suppress(KeelError):  # a finding when the batch is sampled
+        texts, ids = split_stops(plan.rollout.stop, policy.tokenizer)
+        stops = (*eos_ids(policy.model, policy.tokenizer), *plan.rollout.stop_ids, *ids)
+        closed = tokens.closing(policy.tokenizer, plan.sampling.prompts.chat_template)
+        context.add(tokens.end_of_turn(closed, stops, texts, f"{plan.key}rollout"))
 
 
-def task_key(plan: SamplingPlan, source: PromptStats, left: Sequence[LeftOut]) -> str:
-    """The key of the task that the first of these rows is of."""
-    for number, task in enumerate(source.tasks.values()):
-        data = stored(task)
-        if data is not None and any(row is one for row in left[:1] for one in data.left_out):
-            return f"{plan.key}tasks.{number}"
-    return f"{plan.key}tasks.0"
-
-
-# ---------------------------------------------------------------- details
-
-
-def _tokens(seen: StageContext, plan: SamplingPlan, policy: Policy, source: PromptStats) -> None:
-    check_tokens(
-        seen, policy.tokenizer, source.first, plan.sampling.prompts.chat_template,
-        f"{plan.key}tasks.{{}}.prompt", list(source.tasks),
-    )  # fmt: skip
-
-
-def _check(seen: StageContext, plan: SamplingPlan) -> bool:
-    """Whether the rewards are named and set as they may be, those that cannot be made yet too."""
-    try:
+def _check_names(context: StageContext, plan: SamplingPlan) -> None:
+    """Whether rewards have valid names and options, those that cannot be made yet too."""
+    key = f"{plan.key}rewards.functions"
+    with context.stops("as its rewards are made", key):
         names = check_rewards(plan.rewards)
-    except KeelError as error:
-        seen.stops("as its rewards are made", error, f"{plan.key}rewards.functions")
-        return False
-    try:
+    with context.stops("as its advantages are estimated", key):
         check_rewards_of_steps(plan.sampling)
-    except KeelError as error:
-        seen.stops("as its advantages are estimated", error, f"{plan.key}rewards.functions")
-        return False
     evaluation = plan.sampling.evaluation
     if evaluation is not None and evaluation.prompts:
-        try:
+        with context.stops("as it is evaluated", f"{plan.key}evaluation.component"):
             check_component(evaluation, names)
-        except KeelError as error:
-            seen.stops("as it is evaluated", error, f"{plan.key}evaluation.component")
-    return True
 
 
-def _steps(
-    seen: StageContext, plan: SamplingPlan, verdicts: Sequence[Sequence[Verdict]], partial: bool
+def _check_steps(
+    context: StageContext, plan: SamplingPlan, verdicts: Sequence[Sequence[Verdict]], partial: bool
 ) -> None:
     """Whether the advantage can use what the rewards returned: steps, or whole answers."""
-    spoken = [v for judged in verdicts for v in judged if v.reward is not None]
-    there = any(verdict.steps for verdict in spoken)
+    scored = [v for judged in verdicts for v in judged if v.reward is not None]
+    has_steps = any(verdict.steps for verdict in scored)
     algorithm = plan.sampling.algorithm
-    if algorithm is None or not spoken or (partial and not there):
+    if algorithm is None or not scored or (partial and not has_steps):
         return
-    try:
-        check_steps(algorithm, there)
-    except KeelError as error:
-        seen.stops("as its advantages are estimated", error, f"{plan.key}rewards.functions")
+    key = f"{plan.key}rewards.functions"
+    with suppress(StageStops), context.stops("as its advantages are estimated", key):
+        check_steps(algorithm, has_steps)
 
 
-def _work(
-    seen: StageContext,
-    stage: Stage,
-    plan: SamplingPlan,
-    batch: TrialBatch,
-    context: int | None,
-    own: PolicyOrigin,
-) -> None:
-    """A whole step's sequences, as the sampled ones go; as long as the budget where those do not
-    say how long they will be."""
-    work, rollout = seen.work, plan.rollout
-    assert seen.source is not None
-    if seen.source.longest is not None:
-        prompt, other = seen.source.longest.prompt, seen.source.longest.other
-        data = {"prompt": plain_content(prompt.content)}
-        if plan.sampling.algorithm is None and other is not None:
-            # Rows of one prompt are all on one side.
-            data["heldout"] = plain_content(other.content)
-        work.longest = LongestExample(len(prompt.tokens), data, seen.source.longest.raw)
-    full = own.by is not None or own.random or not batch.whole
-    answers = [
-        (prompt, _budget(prompt, rollout.max_tokens, context) if full else length)
-        for group in batch.groups
-        for prompt, length in [(len(group.prompt.tokens), len(c)) for c in group.completions]
-    ]
-    mean = sum(prompt + length for prompt, length in answers) / max(len(answers), 1)
-    if plan.sampling.algorithm is None:
-        # Examples of answers: as many as a step has, two in each pair.
-        work.tokens = round(mean * cast(JudgingStage, stage).batch_size * (1 + stage.compares))
-        work.scoring = 0.0
-        return
-    whole = rollout.prompts_per_step * rollout.group_size
-    work.tokens, work.sequences = round(mean * whole), whole
-    work.scoring *= whole / max(batch.completions, 1)
-    work.decoded = max((length for _, length in answers), default=0)
-    work.evaluated = len(seen.source.heldout_tokens)
-
-
-def _budget(prompt: int, limit: int, context: int | None) -> int:
-    """Tokens that a completion may have after a prompt of so many."""
-    return limit if context is None else min(limit, context - prompt)
-
-
-def _ready(
+def _split_rewards(
     functions: Sequence[RewardSource],
 ) -> tuple[tuple[RewardSource, ...], list[tuple[RewardSource, str]]]:
-    """The rewards that can be asked now, and the others with why not."""
+    """The rewards that can be called now, and the others with the reason why not."""
     ready: list[RewardSource] = []
     waiting: list[tuple[RewardSource, str]] = []
     for source in functions:
-        if source.options.get("stage") is not None and source.function in ("outcome", "process"):
-            waiting.append((source, f"stage {source.options['stage']!r} is yet to train it"))
+        stage = source.options.get("stage")
+        if stage is not None and source.function in ("outcome", "process"):
+            waiting.append((source, f"stage {stage!r} is yet to train it"))
         elif source.function == "judge":
             waiting.append((source, "it is paid for, and nothing was asked"))
         else:
@@ -305,74 +167,69 @@ def _ready(
     return tuple(ready), waiting
 
 
-def _any(rewards: Sequence[RewardSource], waiting: Sequence[object]) -> bool:
-    """Whether there is a reward to ask: one of those named, or the task's own verdict."""
-    return bool(rewards) or not waiting
-
-
 def _scorer(
-    plan: SamplingPlan, functions: Sequence[NamedReward], source: PromptStats, partial: bool
+    plan: SamplingPlan, functions: Sequence[NamedReward], stats: PromptStats, partial: bool
 ) -> Scorer:
-    """The stage's scorer; where rewards are missing, of the others, whatever they weigh."""
+    """The stage's scorer; where rewards are missing, of the others, whatever their weights."""
     if partial and functions and not any(f.weight for f in functions):
         functions = [replace(f, weight=1.0) for f in functions]
-    soft = plan.rollout.overlong_buffer
-    budget = plan.rollout.max_tokens
-    made = scorer(plan.rewards, functions, source.tasks, max_tokens=budget, overlong_buffer=soft)
-    made.check(source.first)
+    made = scorer(
+        plan.rewards, functions, stats.tasks,
+        max_tokens=plan.rollout.max_tokens, overlong_buffer=plan.rollout.overlong_buffer,
+    )  # fmt: skip
+    made.check(stats.first)
     return made
 
 
-def _completions(
-    seen: StageContext, plan: SamplingPlan, batch: TrialBatch, own: PolicyOrigin
-) -> None:
-    """How the batch's completions end."""
-    size, budget = batch.size, batch.budget
-    n = batch.completions
-    if own.by is not None:
-        seen.unseen.append(
-            f"how completions end and what they earn: stage {own.by!r} is yet to train the policy"
-        )
-    elif not batch.whole:
-        seen.unseen.append(
-            f"completions beyond {size.tokens} tokens (of a budget of {budget}): this model would "
-            "take minutes here"
-        )
-    seen.figures |= {"sampled prompts": size.prompts, "sampled completions": n}
-    if own.by is not None:
-        return
-    held = holding(batch.lengths, batch.ended)
-    seen.figures |= {
-        "completion tokens (median)": quantile(
-            [len(c) for group in batch.groups for c in group.completions], 0.5
-        ),
-        "cut at the budget": f"{batch.cut} of {n}",
-        "a budget for 95 %": str(held),
-    }
-    if own.random or not batch.whole:
-        return
-    key = plan.setting("max_tokens")
-    seen.add(
-        sample_findings.truncated(batch.cut, n, budget, held, key),
-        sample_findings.eos_never(batch.cut, n, budget, held, key),
-    )
-
-
-def _costs(
-    seen: StageContext,
-    stage: Stage,
+def _forecast_judges(
+    context: StageContext,
     plan: SamplingPlan,
-    waiting: Sequence[tuple[RewardSource, str]],
+    waiting: Sequence[RewardSource],
     batch: TrialBatch,
+    stats: PromptStats,
 ) -> None:
-    """What the stage's judges will be paid."""
-    assert seen.source is not None
-    validation = min(plan.sampling.validation_prompts, len(seen.source.heldout_tokens))
+    """The cost of the stage's judges."""
+    validation = min(plan.sampling.validation_prompts, len(stats.validation))
     for at, reward in enumerate(plan.rewards.functions):
-        if reward.function != "judge" or not any(reward is one for one, _ in waiting):
-            continue
-        key = f"{plan.key}rewards.functions.{at}"
-        forecast = forecast_judge(reward, batch.groups, stage, validation, key)
-        if forecast is not None:
-            seen.work.forecasts.append(forecast)
-            seen.figures[f"judge {forecast.name!r}"] = str(forecast)
+        if reward.function == "judge" and any(reward is one for one in waiting):
+            key = f"{plan.key}rewards.functions.{at}"
+            forecast = forecast_judge(reward, batch.groups, context.stage, validation, key)
+            if forecast is not None:
+                context.work.forecasts.append(forecast)
+                context.figures[f"judge {forecast.name!r}"] = str(forecast)
+
+
+def _set_work(
+    context: StageContext, plan: SamplingPlan, batch: TrialBatch, stats: PromptStats
+) -> None:
+    """A whole step's sequences, from the sampled ones; with answers as long as the budget where the
+    sampled ones do not show how long they will be."""
+    work, rollout = context.work, plan.rollout
+    if stats.longest is not None:
+        longest = stats.longest
+        data = {"prompt": plain_content(longest.content)}
+        if plan.sampling.algorithm is None:  # rows of one prompt are all in the same split
+            others = (p for p in (*stats.validation, *stats.first) if p.content != longest.content)
+            other = next(others, None)
+            data |= {} if other is None else {"heldout": plain_content(other.content)}
+        work.longest = LongestExample(len(longest.tokens), data, longest.task in stats.raw)
+    random = context.recipe.model.build is not None
+    full = context.trained_by is not None or random or not batch.whole
+    room = context.policy.context
+    answers: list[tuple[int, int]] = []
+    for group in batch.groups:
+        prompt = len(group.prompt.tokens)
+        limit = rollout.max_tokens if room is None else min(rollout.max_tokens, room - prompt)
+        answers += [(prompt, limit if full else len(c)) for c in group.completions]
+    mean = sum(prompt + length for prompt, length in answers) / max(len(answers), 1)
+    if plan.sampling.algorithm is None:
+        # Examples of answers: as many as a step has, two in each pair.
+        stage = cast(JudgingStage, context.stage)
+        work.tokens = round(mean * stage.batch_size * (1 + stage.compares))
+        work.scoring = 0.0
+        return
+    whole = rollout.prompts_per_step * rollout.group_size
+    work.tokens, work.sequences = round(mean * whole), whole
+    work.scoring *= whole / max(batch.completions, 1)
+    work.decoded = max((length for _, length in answers), default=0)
+    work.evaluated = len(stats.validation)

@@ -1,4 +1,4 @@
-"""One batch, sampled as the first step would sample it, within what a machine does in seconds."""
+"""One batch, sampled as the first step would sample it, within seconds, and how its answers end."""
 
 from __future__ import annotations
 
@@ -7,31 +7,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from keel.analysis.statistics import wilson_interval
 from keel.data.tasks import PromptStream
 from keel.engines.registry import build_engine
 from keel.models.families import context_length
 from keel.models.policy import Policy
-from keel.preflight.prompt_stats import PromptStats, SamplingPlan
+from keel.preflight.context import PromptStats, StageContext
+from keel.preflight.finding import BudgetShare, Finding, holding, percent, quantile
+from keel.preflight.prompts import SamplingPlan
 from keel.rewards.scorer import Scorer
 from keel.training.rollout import Sampler
 from keel.types import Group, Prompt
 
 GROUPS = 8
-"""So many prompts at the least: a share of eight groups says whether it is most of them."""
+"""At least so many prompts: a share of eight groups shows whether it is most of them."""
 MEMBERS = 4
-"""So many completions of each at the least, where the recipe asks for more."""
+"""At least so many completions of each, where the recipe samples more."""
 LONGER = 4
-"""How many times the budget cut completions are followed, to see where they end."""
+"""How many times the budget cut completions are sampled on, to see where they end."""
 SHORTEST = 32
-"""Tokens that are sampled at the least, however large the model."""
+"""At least so many tokens, however large the model."""
 OPERATIONS: Final = {"cpu": 4e12, "cuda": 4e15}
-"""What a batch may cost, in floating-point operations: half a minute on a laptop at the most."""
+"""Floating-point operations that a batch may take: at most half a minute on a laptop."""
 BYTES: Final = {"cpu": 2e11, "cuda": 4e13}
-"""What of weights a batch may read: every step of its decoding reads all of them once."""
+"""Bytes of weights that a batch may read: every step of its decoding reads all of them once."""
 LAYERS: Final = {"cpu": 16_000, "cuda": 40_000}
-"""Layers that its decoding may go through: each takes half a millisecond or more, however small."""
+"""Layers that its decoding may run: each takes half a millisecond or more, however small."""
 TRIED = 64
 """Tokens of answers that only try the rewards out."""
+SAMPLES = 32
+"""Fewer completions do not show that something never happens: of 32, none shows it with a chance
+of one in four where one in 23 would."""
+CUT = 0.05
+"""The budget should hold 95 %: surely more than this share is cut (the interval's lower end)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +53,10 @@ class Size:
 
 @dataclass(frozen=True, eq=False)
 class TrialBatch:
-    """Groups of the first step's prompts, and how long those came to be that were cut.
+    """Groups of the first step's prompts.
 
-    `lengths` and `ended` are of each completion in order, after some of the cut ones were followed
-    further. `whole`: no completion was cut before the recipe's own budget.
+    `lengths` and `ended` are of each completion in order, after some of the cut ones were sampled
+    on. `whole`: no completion was cut before the recipe's own budget.
     """
 
     groups: tuple[Group, ...]
@@ -64,11 +72,6 @@ class TrialBatch:
     @property
     def completions(self) -> int:
         return sum(len(group.completions) for group in self.groups)
-
-    @property
-    def cut(self) -> int:
-        """How many completions did not end within what was sampled."""
-        return sum(c.finish == "length" for group in self.groups for c in group.completions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,8 @@ def load_of(policy: Policy) -> Load:
 
 
 def size_for(prompts: int, members: int, budget: int, load: Load) -> Size:
-    """As much of a step as seconds allow: whole, or fewer prompts, then fewer answers to each, then
-    shorter ones. A function of its arguments, so that a recipe is always looked at alike.
+    """As much of a step as takes seconds: all, or fewer prompts, then fewer answers to each, then
+    shorter ones. A function of its arguments, so that a recipe always gives the same report.
     """
     tokens = OPERATIONS[load.device] / (2 * load.parameters)
     length = min(budget, load.steps)
@@ -115,14 +118,14 @@ def size_for(prompts: int, members: int, budget: int, load: Load) -> Size:
 
 
 def sample(
-    policy: Policy, plan: SamplingPlan, source: PromptStats, scorer: Scorer, *, trial: bool
+    policy: Policy, plan: SamplingPlan, stats: PromptStats, scorer: Scorer, *, trial: bool
 ) -> TrialBatch:
     """Completions of the first prompts, the same as those of a run's first step.
 
-    A `trial` is of a policy that is yet to be trained: a few short ones, to try the rewards on.
+    A `trial` is of a policy that an earlier stage will train: a few short ones, to try the rewards.
     """
     rollout, load = plan.rollout, load_of(policy)
-    prompts = min(GROUPS, len(source.first)) if trial else len(source.first)
+    prompts = min(GROUPS, len(stats.first)) if trial else len(stats.first)
     budget = min(TRIED, rollout.max_tokens) if trial else rollout.max_tokens
     size = size_for(prompts, rollout.group_size, budget, load)
     engine = build_engine(
@@ -136,55 +139,111 @@ def sample(
     sampler = Sampler(
         engine=engine,
         tokenizer=policy.tokenizer,
-        tasks=dict(source.tasks),
-        stream=PromptStream(list(source.tasks.values()), [1.0] * len(source.tasks), 0),
+        tasks=dict(stats.tasks),
+        stream=PromptStream(list(stats.tasks.values()), [1.0] * len(stats.tasks), 0),
         scorer=scorer,
         config=rollout,
         seed=plan.seed,
     )
     sampling = replace(sampler.sampling, max_tokens=size.tokens)
-
-    groups = sampler.sample(source.first[: size.prompts], size.members, sampling, plan.first_seed)
+    groups = sampler.sample(stats.first[: size.prompts], size.members, sampling, plan.first_seed)
     lengths = [len(c) for group in groups for c in group.completions]
     ended = [c.finish != "length" for group in groups for c in group.completions]
-    room = min(size.tokens * LONGER, load.steps)
     if not trial and size.tokens == rollout.max_tokens:
+        longest = min(size.tokens * LONGER, load.steps)
         context = context_length(policy.model)
-        _follow(sampler, groups, size, plan.first_seed, (room, context), (lengths, ended))
+        for at, group in _sampled_on(sampler, groups, size, plan.first_seed, longest, context):
+            own = slice(at * size.members, (at + 1) * size.members)
+            lengths[own] = [len(c) for c in group.completions]
+            ended[own] = [c.finish != "length" for c in group.completions]
     return TrialBatch(tuple(groups), size, rollout.max_tokens, tuple(lengths), tuple(ended))
 
 
-def _follow(
+def _sampled_on(
     sampler: Sampler,
     groups: Sequence[Group],
     size: Size,
     seed: int,
-    bounds: tuple[int, int | None],
-    found: tuple[list[int], list[bool]],
-) -> None:
-    """Sample the prompts with most cut completions on to a larger budget, and write down the ends.
+    longest: int,
+    context: int | None,
+) -> list[tuple[int, Group]]:
+    """The prompts with most cut completions, sampled with a budget of `longest`: place and group.
 
-    `bounds` are that budget and the model's context, `found` the lengths and ends so far. The first
-    `size.prompts / LONGER` of the prompts are followed, so that it costs about as much as the batch
-    did. A completion depends on its prompt, place and seed, so that it begins as it did before.
+    They are `size.prompts / LONGER` prompts, so that it costs about as much as the batch did. A
+    completion depends on its prompt, place and seed, so that it begins as it did before.
     """
-    lengths, ended = found
-    room, context = bounds
-    n = size.members
-    cut = {at: ended[at * n : (at + 1) * n].count(False) for at in range(len(groups))}
+    cut = {
+        at: sum(c.finish == "length" for c in group.completions) for at, group in enumerate(groups)
+    }
     chosen = sorted((at for at in cut if cut[at]), key=lambda at: -cut[at])
     chosen = sorted(chosen[: math.ceil(len(groups) / LONGER)])
     prompts: list[Prompt] = [groups[at].prompt for at in chosen]
     if context is not None and prompts:
-        room = min([room, *(context - len(p.tokens) for p in prompts)])
-    if not prompts or room <= size.tokens:
+        longest = min([longest, *(context - len(p.tokens) for p in prompts)])
+    # Each occurrence of an id has a random stream of its own, so that repeated ids do not line up.
+    repeated = len({group.prompt.id for group in groups}) < len(groups)
+    if not prompts or longest <= size.tokens or repeated:
+        return []
+    sampling = replace(sampler.sampling, max_tokens=longest)
+    longer = sampler.sample(prompts, size.members, sampling, seed)
+    return list(zip(chosen, longer, strict=True))
+
+
+# ---------------------------------------------------------------- how completions end
+
+
+def check_ends(context: StageContext, plan: SamplingPlan, batch: TrialBatch) -> None:
+    """Figures and findings of how the batch's completions end."""
+    size, n = batch.size, batch.completions
+    context.figures |= {"sampled prompts": size.prompts, "sampled completions": n}
+    if context.trained_by is not None:
+        context.unseen.append(
+            f"how completions end and what they earn: stage {context.trained_by!r} is yet to train "
+            "the policy"
+        )
         return
-    # An id that comes twice has a stream of its own for each time.
-    ids = [group.prompt.id for group in groups]
-    if len(set(ids)) < len(ids):
-        return
-    longer = sampler.sample(prompts, n, replace(sampler.sampling, max_tokens=room), seed)
-    for at, group in zip(chosen, longer, strict=True):
-        for member, completion in enumerate(group.completions):
-            lengths[at * n + member] = len(completion)
-            ended[at * n + member] = completion.finish != "length"
+    if not batch.whole:
+        context.unseen.append(
+            f"completions beyond {size.tokens} tokens (of a budget of {batch.budget}): this model "
+            "would take minutes here"
+        )
+    sampled = [c for group in batch.groups for c in group.completions]
+    cut = sum(c.finish == "length" for c in sampled)
+    held = holding(batch.lengths, batch.ended)
+    context.figures |= {
+        "completion tokens (median)": quantile([len(c) for c in sampled], 0.5),
+        "cut at the budget": f"{cut} of {n}",
+        "a budget for 95 %": str(held),
+    }
+    if context.recipe.model.build is None and batch.whole:  # a built model's weights are random
+        context.add(truncated(cut, n, batch.budget, held, plan.setting("max_tokens")))
+
+
+def truncated(cut: int, n: int, budget: int, held: BudgetShare, key: str) -> Finding | None:
+    """Completions cut at the budget, or not one that ends; `held` is the budget that holds 95 %."""
+    share = wilson_interval(cut, n)
+    raised = f"raise it to {held.tokens}"
+    if n >= SAMPLES and cut == n:
+        low = percent(wilson_interval(0, n).high)
+        end = f"some end by {held.tokens}" if held.known else f"nor do they within {held.tokens}"
+        return Finding(
+            "eos-never",
+            "no completion ends by itself",
+            f"all {n} run into the budget of {budget} tokens (95 %: at most {low} end); {end}",
+            key,
+            raised
+            if held.known
+            else "raise it, or name what ends an answer (stop, stop_ids), or begin with an sft "
+            "stage that teaches the end",
+            "error",
+        )
+    if n == 0 or share.low <= CUT:
+        return None
+    return Finding(
+        "truncated",
+        f"{percent(share.mean)} of the completions are cut at the budget of {budget} tokens",
+        f"{cut} of {n} (95 % interval {percent(share.low)} to {percent(share.high)}); {held} "
+        "tokens hold 95 % of them",
+        key,
+        raised if held.known else f"{raised} or more",
+    )

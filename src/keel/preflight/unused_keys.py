@@ -22,7 +22,6 @@ from keel.config.schema import Recipe
 from keel.data.tasks.build import GENERATORS
 from keel.data.tasks.gym import PREFIX
 from keel.preflight.finding import Finding
-from keel.preflight.finding_kinds import found
 
 KeyPath = tuple[str | int, ...]
 
@@ -64,7 +63,7 @@ def unused_keys(
         stage = [] if at is None or len(recipe.stages) == 1 else [recipe.stages[at].name]
         name = ".".join(map(str, (*stage, *path)))
         what = f"{name} = {value} has no effect"
-        findings.append(found("no-effect", what, why, name, "remove this key"))
+        findings.append(Finding("no-effect", what, why, name, "remove this key"))
     return findings
 
 

@@ -21,7 +21,7 @@ from keel.rewards.executor import (
     call_each,
 )
 from keel.rewards.registry import NamedReward
-from keel.rewards.validation import BadReturn, Said, read_rewards
+from keel.rewards.validation import BadReturn, RewardOutput, read_rewards
 from keel.runs.cancel import Cancelled, GivesUp
 from keel.runs.watchdog import Hung, place
 from keel.types import Completion, KeelError, Task
@@ -48,7 +48,7 @@ class CallConfig:
 
 @dataclass(frozen=True, eq=False)
 class BatchSlice:
-    """Completions of a step that stand behind each other, `first` of the step the first of them.
+    """Completions of a step that follow each other, `first` of the step the first of them.
 
     `names` are the columns of the step's prompts, which the functions are handed.
     """
@@ -71,7 +71,7 @@ class RewardCall:
         self, manner: CallConfig, part: BatchSlice, given_up: GivesUp | None = None
     ) -> None:
         self.part = part
-        self.said = {f.name: [Said()] * len(part.batch) for f in manner.functions}
+        self.outputs = {f.name: [RewardOutput()] * len(part.batch) for f in manner.functions}
         self.logs: dict[str, tuple[Log, list[int]]] = {}
         """What each function logged, and of which completions of the step."""
         self._manner = manner
@@ -89,26 +89,26 @@ class RewardCall:
             self._ask(manner.others, places)
 
     def end(self) -> None:
-        """Wait for the coroutines under way, and take down what was said."""
+        """Wait for the coroutines under way, and read their outputs."""
         turn = self._turn
         if turn is None:
             return
         for name, outcome in turn.running.outcomes(self._given_up).items():
-            turn.said[name] = self._read(name, outcome, turn)
+            turn.outputs[name] = self._read(name, outcome, turn)
         self._turn = None
-        for name, ones in turn.said.items():
+        for name, ones in turn.outputs.items():
             for at, one in zip(turn.within, ones, strict=True):
-                self.said[name][at] = one
+                self.outputs[name][at] = one
         for name, log in turn.logs.items():
             self.logs[name] = log, turn.places
 
     def cancel(self) -> None:
-        """Let no coroutine go on behind an error."""
+        """Let no coroutine go on after an error."""
         if self._turn is not None:
             self._turn.running.cancel()
 
     def _shut(self, gate: NamedReward, at: int) -> bool:
-        return shut(gate, self.said[gate.name][at])
+        return shut(gate, self.outputs[gate.name][at])
 
     def _ask(self, functions: Sequence[NamedReward], within: list[int]) -> None:
         """Ask functions side by side of the completions at these places of the part."""
@@ -127,10 +127,10 @@ class RewardCall:
         )
         for function in functions:
             if function.function is None:
-                turn.said[function.name] = self._task_verdicts(function.name, turn)
+                turn.outputs[function.name] = self._task_verdicts(function.name, turn)
             elif not function.is_async:
                 outcome = self._call(function, calls[function.name])
-                turn.said[function.name] = self._read(function.name, outcome, turn)
+                turn.outputs[function.name] = self._read(function.name, outcome, turn)
 
     def _call(self, function: NamedReward, bound: functools.partial[Any]) -> CallOutcome:
         # What it started outside of this process would go on.
@@ -144,52 +144,52 @@ class RewardCall:
             abandon()
         return outcome
 
-    def _read(self, name: str, outcome: CallOutcome, turn: _CallTurn) -> list[Said]:
+    def _read(self, name: str, outcome: CallOutcome, turn: _CallTurn) -> list[RewardOutput]:
         """The values of one call; a failure stops, or marks the completions and drops the log."""
         batch = turn.batch
         where = f"reward {name!r} at step {batch.step}"
         wrong = self._failure(outcome) or turn.logs[name].wrong(len(batch))
         if wrong is None:
             try:
-                said = _said(outcome.value, batch.completions)
+                outputs = _outputs(outcome.value, batch.completions)
             except BadReturn as error:
                 wrong = str(error)
             else:
-                for at, one in enumerate(said):
+                for at, one in enumerate(outputs):
                     if one.wrong is not None and self._manner.on_error == "stop":
                         raise _error(f"{where}: {turn.sample(at)}: {one.wrong}", outcome)
-                return said
+                return outputs
         if self._manner.on_error == "stop":
             raise _error(f"{where} ({_range(batch)}): {wrong}", outcome) from outcome.error
         del turn.logs[name]
-        return [Said(wrong=wrong)] * len(batch)
+        return [RewardOutput(wrong=wrong)] * len(batch)
 
-    def _task_verdicts(self, name: str, turn: _CallTurn) -> list[Said]:
+    def _task_verdicts(self, name: str, turn: _CallTurn) -> list[RewardOutput]:
         """The tasks' own verdicts; each is a call with its own timeout."""
         calls, tasks, batch = [], self._manner.tasks, turn.batch
         for prompt, completion in zip(batch.prompts, batch.completions, strict=True):
             if prompt.task not in tasks:
                 raise KeelError(f"prompt {prompt.id!r}: {unknown('task', prompt.task, tasks)}")
             calls.append(functools.partial(tasks[prompt.task].score, prompt, completion))
-        said: list[Said] = []
+        outputs: list[RewardOutput] = []
         for outcome in call_each(calls, self._manner.timeout, self._given_up):
             wrong = self._failure(outcome)
             one = (
-                Said(wrong=wrong)
+                RewardOutput(wrong=wrong)
                 if wrong is not None
-                else read_rewards([outcome.value], [len(batch.completions[len(said)])])[0]
+                else read_rewards([outcome.value], [len(batch.completions[len(outputs)])])[0]
             )
             if one.wrong is not None and self._manner.on_error == "stop":
-                where = f"reward {name!r} at step {batch.step}: {turn.sample(len(said))}"
+                where = f"reward {name!r} at step {batch.step}: {turn.sample(len(outputs))}"
                 raise _error(f"{where}: {one.wrong}", outcome) from outcome.error
-            said.append(one)
-        return said
+            outputs.append(one)
+        return outputs
 
     def _failure(self, outcome: CallOutcome) -> str | None:
         if outcome.timed_out:
             where = f" ({place(outcome.stack)})" if outcome.stack else ""
             return (
-                f"hangs: no answer within {self._manner.timeout:g} s{where}: mend it, or raise "
+                f"hangs: no answer within {self._manner.timeout:g} s{where}: fix it, or raise "
                 "rewards.timeout"
             )
         if outcome.error is None:
@@ -203,21 +203,21 @@ class RewardCall:
 @dataclass(frozen=True, eq=False)
 class _CallTurn:
     """Gates, or the others, being asked: of `batch`, which stands `within` the part and at `places`
-    of the step; and what they have said so far."""
+    of the step; and their outputs so far."""
 
     batch: RewardBatch
     within: list[int]
     places: list[int]
     logs: dict[str, Log]
     running: AsyncCalls
-    said: dict[str, list[Said]]
+    outputs: dict[str, list[RewardOutput]]
 
     def sample(self, at: int) -> str:
-        """A completion by its place among all of the step, those behind a shut gate counted."""
+        """A completion by its place among all of the step, those below the gate counted."""
         return f"sample {self.places[at]} (prompt {self.batch.prompts[at].id!r})"
 
 
-def _said(returned: Any, completions: Sequence[Completion]) -> list[Said]:
+def _outputs(returned: Any, completions: Sequence[Completion]) -> list[RewardOutput]:
     """What a function returned, its step ends moved from written tokens to the completion's.
 
     Raises BadReturn.

@@ -77,7 +77,7 @@ class CodeReward:
 
     The code is what stands in the last Python fence, or the whole text where there is none. The
     cause of each failure goes into the rollouts as `code/cause`, and the share of completions that
-    ended in each way into the metrics, `code/STATUS`. A call that nobody waits for any more goes
+    ended in each way into the metrics, `code/STATUS`. A call that is no longer waited for goes
     on until `abandon`, which ends it and all that it runs; the reward can be called again after.
     """
 

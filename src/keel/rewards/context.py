@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewardContext:
-    """Handed to the maker of a built-in reward, beside its options.
+    """Handed to the maker of a built-in reward, with its options.
 
     `tokenizer` is the policy's (None where there is no policy). `models` are the folders of the
     models that earlier stages of the run trained, by the stage's name. `folder` is where a reward

@@ -17,8 +17,8 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keel.runs.cancel import Cancelled, GivesUp, look
-from keel.runs.watchdog import Ending, Patience, stack_of, stack_of_task
+from keel.runs.cancel import Cancelled, GivesUp, raise_if_cancelled
+from keel.runs.watchdog import Deadline, KillTimer, stack_of, stack_of_task
 
 NOTICE = 5.0
 """Seconds that an event loop gets to act on a timeout. One that takes longer is blocked, not merely
@@ -55,7 +55,7 @@ def call_each(
     After one that hangs, the rest go on in a new thread. Raises Cancelled as `call`.
     """
     done = 0
-    with Ending() as end:
+    with KillTimer() as end:
         while done < len(functions):
             for outcome in _in_one_thread(functions[done:], timeout, end, given_up):
                 done += 1
@@ -63,7 +63,7 @@ def call_each(
 
 
 def _in_one_thread(
-    functions: Sequence[Callable[[], Any]], timeout: float, end: Ending, given_up: GivesUp | None
+    functions: Sequence[Callable[[], Any]], timeout: float, end: KillTimer, given_up: GivesUp | None
 ) -> Iterator[CallOutcome]:
     """The outcomes up to the first that hangs."""
     outcomes: queue.SimpleQueue[CallOutcome] = queue.SimpleQueue()
@@ -86,15 +86,18 @@ def _in_one_thread(
 
 
 def _wait(
-    outcomes: queue.SimpleQueue[CallOutcome], timeout: float, end: Ending, given_up: GivesUp | None
+    outcomes: queue.SimpleQueue[CallOutcome],
+    timeout: float,
+    end: KillTimer,
+    given_up: GivesUp | None,
 ) -> CallOutcome | None:
     """The next outcome; None where there is none in time."""
-    patience = Patience(timeout)
+    patience = Deadline(timeout)
     for wait in patience:
         end.renew(patience.left)
         with contextlib.suppress(queue.Empty):
             return outcomes.get(timeout=min(wait, LOOK))
-        look()
+        raise_if_cancelled()
         if given_up is not None and given_up():
             raise Cancelled
     return None
@@ -189,7 +192,7 @@ class AsyncCalls:
         self._over = False
         self._task: asyncio.Task[None] | None = None
         self._started = time.monotonic()
-        self._ending = Ending()
+        self._ending = KillTimer()
         self._served: Served | None = None
         if self._functions:
             self._ending.__enter__()  # left in outcomes() or cancel()
@@ -219,20 +222,20 @@ class AsyncCalls:
         }
 
     def _wait(self, given_up: GivesUp | None) -> bool:
-        """Whether the loop told in time how the calls ended."""
+        """Whether the loop reported in time how the calls ended."""
         # It keeps time itself, unless a coroutine blocks it.
         until = self._started + self.timeout + NOTICE
         while True:
             if self._ended.wait(min(max(0.0, until - time.monotonic()), LOOK)):
                 return True
-            look()
+            raise_if_cancelled()
             if given_up is not None and given_up():
                 raise Cancelled
             if time.monotonic() >= until:
                 return False
 
     def cancel(self) -> None:
-        """Give the calls up, so that none goes on behind an error of another."""
+        """Give the calls up, so that none goes on after an error of another."""
         self._ending.__exit__()
         if self._served is not None and not self._gone.is_set():
             with contextlib.suppress(RuntimeError):  # left behind by another, and closed since

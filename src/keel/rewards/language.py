@@ -51,10 +51,10 @@ class LanguageReward:
     def __call__(
         self, *, completions: Sequence[Any], **columns: Sequence[Any]
     ) -> list[float | Wrong | None]:
-        said = texts(completions)
-        wanted = [self._wanted] * len(said) if self._column is None else columns[self._column]
+        answers = texts(completions)
+        wanted = [self._wanted] * len(answers) if self._column is None else columns[self._column]
         rewards: list[float | Wrong | None] = []
-        for text, code in zip(said, wanted, strict=True):
+        for text, code in zip(answers, wanted, strict=True):
             if code is None:
                 rewards.append(None)
                 continue

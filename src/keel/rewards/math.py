@@ -8,7 +8,7 @@ from typing import Any
 from keel.graders.mathematics import Mathematics
 from keel.rewards.batch import log_summary
 from keel.rewards.context import RewardContext
-from keel.rewards.rules import said_of
+from keel.rewards.rules import stated_texts
 from keel.rewards.validation import Wrong
 
 
@@ -48,12 +48,12 @@ class MathReward:
         prompts: Sequence[Any] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
     ) -> list[float | Wrong | None]:
-        said = [text or "" for text in said_of(completions, self._tag, prompts)]
+        stated = [text or "" for text in stated_texts(completions, self._tag, prompts)]
         asked = [at for at, gold in enumerate(answer) if gold is not None]
-        # Nothing said is compared too: an answer column that cannot be read is always wrong.
-        pairs = [(str(answer[at]), said[at]) for at in asked]
+        # An empty answer is compared too: an answer column that cannot be read is always wrong.
+        pairs = [(str(answer[at]), stated[at]) for at in asked]
         found = self._mathematics.compare(pairs)
-        rewards: list[float | Wrong | None] = [None] * len(said)
+        rewards: list[float | Wrong | None] = [None] * len(stated)
         for at, (gold, _), finding in zip(asked, pairs, found, strict=True):
             if finding == "unreadable gold":
                 rewards[at] = Wrong(

@@ -21,7 +21,7 @@ class Server:
             if self.model is None:
                 self.model = Here(Spec(**item["spec"]))
             prompts, completions = zip(*item["rows"], strict=True)
-            return {"said": self.model.judge(prompts, completions)}
+            return {"scores": self.model.judge(prompts, completions)}
         except KeelError as error:
             return {"error": str(error)}
 

@@ -15,7 +15,7 @@ from keel.types import Content, KeelError
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Which reward model, and how it is run; plain values, so that another process can be told.
+    """Which reward model, and how it is run; plain values, so that another process can get it.
 
     `separator` cuts answers into steps (process models); `token_budget` bounds the tokens that are
     in one forward pass; with `raw` plain prompts go without the chat template.
@@ -70,8 +70,8 @@ class Here:
         }
         # By length, so that a pass holds answers that take alike long.
         order = sorted(answers, key=lambda key: (len(answers[key].tokens), places[key]))
-        said = self.model.judge([answers[key] for key in order], self.spec.token_budget)
-        found = dict(zip(order, said, strict=True))
+        scores = self.model.judge([answers[key] for key in order], self.spec.token_budget)
+        found = dict(zip(order, scores, strict=True))
         return [found[key] for key in keys]
 
     def close(self) -> None:
@@ -105,12 +105,12 @@ class Elsewhere:
         judged = self.pool.map([item], self.timeout)[0]
         if judged.wrong is not None:
             raise KeelError(
-                f"the process of reward model {self.spec.name!r}: {judged.wrong}: {judged.said}"
+                f"the process of reward model {self.spec.name!r}: {judged.wrong}: {judged.message}"
             )
         if "error" in judged.value:
             raise KeelError(judged.value["error"])
-        said: list[list[float]] = judged.value["said"]
-        return said
+        scores: list[list[float]] = judged.value["scores"]
+        return scores
 
     def close(self) -> None:
         """End the process."""

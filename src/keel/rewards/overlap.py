@@ -16,7 +16,7 @@ from types import TracebackType
 from keel.rewards.batch import RewardBatch, column_names
 from keel.rewards.calls import BatchSlice, RewardCall
 from keel.rewards.executor import LOOK
-from keel.runs.cancel import Cancelled, GivesUp, look
+from keel.runs.cancel import Cancelled, GivesUp, raise_if_cancelled
 from keel.types import Group, Prompt
 
 PARTS = 8
@@ -63,14 +63,14 @@ class Overlap:
             self._begin(ready)
 
     def asked(self) -> list[RewardCall]:
-        """What was said of each part, once all groups are in.
+        """The outputs of each part, once all groups are in.
 
         Raises what the first part raised that could not be judged.
         """
         if self._first < len(self._groups):
             raise ValueError("not every group was handed over")
         while self._running():
-            look()
+            raise_if_cancelled()
         self._raise()
         return [part.asking for part in self._parts]
 
@@ -109,7 +109,7 @@ class Overlap:
         self._parts[-1].thread.start()
 
     def _failed_before(self, number: int) -> bool:
-        """Whether a part before this one failed, which is then what is told."""
+        """Whether a part before this one failed, which is then what is reported."""
         return any(part.error is not None for part in self._parts[:number])
 
     def _running(self) -> bool:

@@ -30,8 +30,8 @@ MADE: Mapping[str, str] = {
     "code": "keel.rewards.code:code",
     "language": "keel.rewards.language:language",
     "judge": "keel.rewards.judge.reward:judge",
-    "outcome": "keel.rewards.outcome:outcome",
-    "process": "keel.rewards.process:process",
+    "outcome": "keel.rewards.learned:outcome",
+    "process": "keel.rewards.learned:process",
     "step_match": "keel.rewards.steps:step_match",
 }
 """Built-ins that hold something (a model, processes, a connection), by what makes them.

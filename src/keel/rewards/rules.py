@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keel.graders.answers import only_repeats, stated_number
-from keel.graders.formats import SECONDS, has_tags, matches, tag_content
+from keel.graders.formats import SECONDS, has_tags, matches, same_text, tag_content
 from keel.graders.numbers import Number, read_number, same_number
-from keel.graders.text import same_text
 from keel.rewards.validation import Wrong
 from keel.types import KeelError
 
@@ -34,8 +33,8 @@ def exact_match(
     return [
         None
         if gold is None
-        else float(said is not None and same_text(said, str(gold), normalised=normalised))
-        for said, gold in zip(_said(completions, tag), answer, strict=True)
+        else float(stated is not None and same_text(stated, str(gold), normalised=normalised))
+        for stated, gold in zip(_words(completions, tag), answer, strict=True)
     ]
 
 
@@ -61,7 +60,7 @@ def numeric_match(
         raise KeelError(f"tolerance = {tolerance:g}: give a number of at least 0")
     rewards: list[float | Wrong | None] = []
     read: list[bool] = []
-    for said, gold in zip(said_of(completions, tag, prompts), answer, strict=True):
+    for stated, gold in zip(stated_texts(completions, tag, prompts), answer, strict=True):
         if gold is None:
             rewards.append(None)
             continue
@@ -73,7 +72,7 @@ def numeric_match(
             )
             rewards.append(Wrong(wrong))
             continue
-        given = None if said is None else stated_number(said)
+        given = None if stated is None else stated_number(stated)
         read.append(given is not None)
         same = given is not None and same_number(given.value, wanted.value, tolerance)
         rewards.append(float(same and given is not None and given.fits(wanted)))
@@ -97,13 +96,14 @@ def place_match(*, completions: Sequence[Any], answer: Sequence[Any]) -> list[fl
     """
     pairs = zip(texts(completions), answer, strict=True)
     return [
-        None if gold is None else _agreeing(said.strip(), str(gold).strip()) for said, gold in pairs
+        None if gold is None else _agreeing(stated.strip(), str(gold).strip())
+        for stated, gold in pairs
     ]
 
 
-def _agreeing(said: str, gold: str) -> float:
-    agreeing = sum(a == b for a, b in zip(said, gold, strict=False))
-    return agreeing / max(len(said), len(gold), 1)
+def _agreeing(stated: str, gold: str) -> float:
+    agreeing = sum(a == b for a, b in zip(stated, gold, strict=False))
+    return agreeing / max(len(stated), len(gold), 1)
 
 
 def format_match(
@@ -160,7 +160,7 @@ def length(
 
 
 def texts(completions: Sequence[Any]) -> list[str]:
-    """What was said: the text, or the text of the assistant's turns of a conversation."""
+    """The policy's words: the text, or the text of the assistant's turns of a conversation."""
     return [c if isinstance(c, str) else _assistant(c) for c in completions]
 
 
@@ -168,25 +168,40 @@ def _assistant(turns: Sequence[Mapping[str, Any]]) -> str:
     return "".join(str(turn["content"]) for turn in turns if turn["role"] == "assistant")
 
 
-def _said(completions: Sequence[Any], tag: str | None) -> list[str | None]:
+def _words(completions: Sequence[Any], tag: str | None) -> list[str | None]:
     return [text if tag is None else tag_content(text, tag) for text in texts(completions)]
 
 
-def said_of(
+def stated_texts(
     completions: Sequence[Any], tag: str | None, prompts: Sequence[Any] | None
 ) -> list[str | None]:
     """The text of each completion, or of its last tag; None without, and where it only repeats."""
-    said = _said(completions, tag)
+    stated = _words(completions, tag)
     if prompts is None:
-        return said
+        return stated
     asked = [
         p if isinstance(p, str) else "\n".join([str(t["content"]) for t in p]) for p in prompts
     ]
     return [
         None if text is None or only_repeats(text, question) else text
-        for text, question in zip(said, asked, strict=True)
+        for text, question in zip(stated, asked, strict=True)
     ]
 
 
 BUILT_IN = {f.__name__: f for f in (exact_match, numeric_match, place_match, format_match, length)}
 """What a recipe may name without a module."""
+
+
+def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
+    """What an answer of `length` tokens gets for its length, in [−1, 0].
+
+    0 up to `max_tokens − cache`; ((max_tokens − cache) − length) / cache over the last `cache`
+    tokens of the budget; −1 beyond it. DAPO, arXiv 2503.14476, equation 13. `cache` 0 punishes
+    only what is beyond the budget.
+    """
+    free = max_tokens - cache
+    if length <= free:
+        return 0.0
+    if length <= max_tokens:
+        return (free - length) / cache
+    return -1.0

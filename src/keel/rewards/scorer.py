@@ -17,9 +17,9 @@ from keel.rewards.calls import BatchSlice, CallConfig, RewardCall
 from keel.rewards.compose import Composed, compose, shut
 from keel.rewards.executor import LoopThread
 from keel.rewards.overlap import Overlap
-from keel.rewards.overlong import overlong_penalty
 from keel.rewards.registry import RESERVED, TASK, NamedReward
-from keel.rewards.validation import Said
+from keel.rewards.rules import overlong_penalty
+from keel.rewards.validation import RewardOutput
 from keel.types import Completion, Group, KeelError, Prompt, Task, Verdict
 
 OVERLONG = "overlong"
@@ -28,11 +28,11 @@ OVERLONG = "overlong"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
-    """What the rewards said of a step.
+    """The scores of a step.
 
     `verdicts` by group; `metrics` are each component's mean and std (`rewards/NAME/mean`, unbiased
-    `rewards/NAME/std`; absent where too few spoke) and what functions logged; `extras` what they
-    logged a completion, in order; `failures` how many completions each left out by `on_error`.
+    `rewards/NAME/std`; absent where too few have a value) and what functions logged; `extras` what
+    they logged a completion, in order; `failures` how many completions each left out by `on_error`.
     """
 
     verdicts: tuple[tuple[Verdict, ...], ...]
@@ -47,7 +47,7 @@ class Scorer:
     With no functions, the task's own verdict is the reward. `timeout` is in seconds, for one call
     of one function (a verdict of a task is a call). With `on_error = "skip"` a completion that a
     function fails on goes without that component; with "stop" the failure is a KeelError that
-    names the function, the step and, where it can be told, the sample. `overlong` is the number of
+    names the function, the step and, where it is known, the sample. `overlong` is the number of
     tokens at the end of the budget `max_tokens` over which length is punished.
     """
 
@@ -98,28 +98,28 @@ class Scorer:
         return Overlap(functools.partial(RewardCall, self._manner), prompts, step)
 
     def concluded(self, groups: Sequence[Group], step: int, asked: Sequence[RewardCall]) -> Scored:
-        """The verdicts of a step from what was said of its parts, in their order."""
+        """The verdicts of a step from the outputs of its parts, in their order."""
         batch = _flat(groups, step)
         names = [f.name for f in self.functions]
-        said = {name: [one for part in asked for one in part.said[name]] for name in names}
+        outputs = {name: [one for part in asked for one in part.outputs[name]] for name in names}
         logged = Logged()
         for function in (*self._manner.gates, *self._manner.others):
             name = function.name
             calls = [part.logs[name] for part in asked if name in part.logs]
             logged.take(name, calls, len(batch))
         if self.by_task_alone:
-            _someone_spoke(batch, said[TASK])
+            _check_verdicts(batch, outputs[TASK])
         groups_S = [g for g, group in enumerate(groups) for _ in group.completions]
         flat = [
-            self._verdict(said, composed, at, completion)
+            self._verdict(outputs, composed, at, completion)
             for at, (completion, composed) in enumerate(
-                zip(batch.completions, compose(self.functions, said, groups_S), strict=True)
+                zip(batch.completions, compose(self.functions, outputs, groups_S), strict=True)
             )
         ]
         ends = np.cumsum([0, *(len(group.completions) for group in groups)])
         names += [OVERLONG] * bool(self.overlong_buffer)
         shares = {
-            f"rewards/{f.name}/shut": float(np.mean([shut(f, one) for one in said[f.name]]))
+            f"rewards/{f.name}/shut": float(np.mean([shut(f, one) for one in outputs[f.name]]))
             for f in self._manner.gates
             if len(batch)
         }
@@ -129,7 +129,7 @@ class Scorer:
             extras=logged.extras,
             failures={
                 name: count
-                for name, ones in said.items()
+                for name, ones in outputs.items()
                 if (count := sum(one.wrong is not None for one in ones))
             },
         )
@@ -185,13 +185,13 @@ class Scorer:
 
     def _verdict(
         self,
-        said: Mapping[str, list[Said]],
+        outputs: Mapping[str, list[RewardOutput]],
         composed: Composed,
         at: int,
         completion: Completion,
     ) -> Verdict:
-        """What is kept of one completion: its reward, and each component as it was said."""
-        components = {f.name: said[f.name][at].value for f in self.functions}
+        """What is kept of one completion: its reward, and each component."""
+        components = {f.name: outputs[f.name][at].value for f in self.functions}
         verdict = Verdict(composed.reward, components, composed.steps, composed.outcome)
         if not self.overlong_buffer:
             return verdict
@@ -218,12 +218,12 @@ def _flat(groups: Sequence[Group], step: int) -> RewardBatch:
     )
 
 
-def _someone_spoke(batch: RewardBatch, said: Sequence[Said]) -> None:
-    """Raise KeelError where a task is asked for the reward and told nothing of any answer."""
-    spoke = {p.task: False for p in batch.prompts}
-    for prompt, one in zip(batch.prompts, said, strict=True):
-        spoke[prompt.task] |= one.value is not None or one.wrong is not None
-    for task, it_did in spoke.items():
+def _check_verdicts(batch: RewardBatch, outputs: Sequence[RewardOutput]) -> None:
+    """Raise KeelError where a task is asked for the reward and gave no verdict on any answer."""
+    judged = {p.task: False for p in batch.prompts}
+    for prompt, one in zip(batch.prompts, outputs, strict=True):
+        judged[prompt.task] |= one.value is not None or one.wrong is not None
+    for task, it_did in judged.items():
         if not it_did:
             raise KeelError(
                 f"task {task!r} cannot tell what an answer is worth: set rewards.functions, or "

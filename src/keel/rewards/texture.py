@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from keel.graders.repetition import repeated_share
+from keel.graders.formats import repeated_share
 from keel.rewards.rules import texts
 from keel.types import KeelError
 
 
 def repetition(*, completions: Sequence[Any], n: int = 3, max_penalty: float = 1.0) -> list[float]:
-    """−`max_penalty` times the share of the words' `n`-grams that the text has said before.
+    """−`max_penalty` times the share of the words' `n`-grams that occur earlier in the text.
 
     0 for a text of fewer than `n` words. Raises KeelError for `n` under 1 or a penalty under 0.
     """

@@ -26,7 +26,7 @@ class BadReturn(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class RewardOutput:
     """What a reward says of one completion; `wrong` says why it cannot be used.
 
     `steps` is None where it gave a number; with an empty list there are no steps to reward, and
@@ -38,10 +38,10 @@ class Said:
     wrong: str | None = None
 
 
-def read_rewards(returned: Any, lengths: Sequence[int]) -> list[Said]:
+def read_rewards(returned: Any, lengths: Sequence[int]) -> list[RewardOutput]:
     """What each of the completions gets; `lengths` are theirs in tokens.
 
-    Raises BadReturn where the values cannot be told apart.
+    Raises BadReturn where the values cannot be matched to samples.
     """
     if hasattr(returned, "tolist"):  # numpy arrays and torch tensors
         returned = returned.tolist()
@@ -56,36 +56,42 @@ def read_rewards(returned: Any, lengths: Sequence[int]) -> list[Said]:
     return [_read(value, length) for value, length in zip(returned, lengths, strict=True)]
 
 
-def _read(value: Any, length: int) -> Said:
+def _read(value: Any, length: int) -> RewardOutput:
     if value is None:
-        return Said()
+        return RewardOutput()
     if isinstance(value, Wrong):
-        return Said(wrong=value.why)
+        return RewardOutput(wrong=value.why)
     if isinstance(value, list | tuple):
         return _read_steps(value, length)
     number = _number(value)
     if number is None:
-        return Said(wrong=f"{value!r:.60} is a {type(value).__name__}, not a number or None")
+        return RewardOutput(
+            wrong=f"{value!r:.60} is a {type(value).__name__}, not a number or None"
+        )
     if not math.isfinite(number):
-        return Said(wrong=f"{number} is not finite: return None where the reward does not apply")
-    return Said(number)
+        return RewardOutput(
+            wrong=f"{number} is not finite: return None where the reward does not apply"
+        )
+    return RewardOutput(number)
 
 
-def _read_steps(value: Sequence[Any], length: int) -> Said:
+def _read_steps(value: Sequence[Any], length: int) -> RewardOutput:
     steps: list[Step] = []
     for pair in value:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            return Said(wrong=f"{pair!r:.60} is not a step: give (index of its last token, reward)")
+            return RewardOutput(
+                wrong=f"{pair!r:.60} is not a step: give (index of its last token, reward)"
+            )
         end, reward = pair[0], _number(pair[1])
         if not isinstance(end, Integral) or not 0 <= int(end) < length:
-            return Said(wrong=f"step end {end!r:.60} is not a token of the {length}")
+            return RewardOutput(wrong=f"step end {end!r:.60} is not a token of the {length}")
         if reward is None or not math.isfinite(reward):
-            return Said(wrong=f"step reward {pair[1]!r:.60} is not a finite number")
+            return RewardOutput(wrong=f"step reward {pair[1]!r:.60} is not a finite number")
         steps.append(Step(int(end), reward))
     ends = [step.end for step in steps]
     if sorted(set(ends)) != ends:
-        return Said(wrong=f"step ends {ends!r:.60} do not rise")
-    return Said(sum(step.reward for step in steps), tuple(steps))
+        return RewardOutput(wrong=f"step ends {ends!r:.60} do not rise")
+    return RewardOutput(sum(step.reward for step in steps), tuple(steps))
 
 
 def _number(value: Any) -> float | None:

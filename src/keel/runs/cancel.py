@@ -19,23 +19,23 @@ class Cancelled(BaseException):
     """The outcome of a call is no longer needed; a part of it that hangs is abandoned."""
 
 
-_TOLD: ContextVar[threading.Event | None] = ContextVar("_TOLD", default=None)
+_EVENT: ContextVar[threading.Event | None] = ContextVar("_EVENT", default=None)
 """Of this thread's context; a new thread has none, a task of an event loop inherits it."""
 
 
 @contextmanager
-def until(told: threading.Event) -> Iterator[None]:
+def until(event: threading.Event) -> Iterator[None]:
     """Within the block `look` raises Cancelled once the event is set."""
-    before = _TOLD.set(told)
+    before = _EVENT.set(event)
     try:
         yield
     finally:
-        _TOLD.reset(before)
+        _EVENT.reset(before)
 
 
-def look() -> None:
+def raise_if_cancelled() -> None:
     """Raise Cancelled if this work is cancelled. Call it at every step of long work, and regularly
     while waiting."""
-    told = _TOLD.get()
-    if told is not None and told.is_set():
+    event = _EVENT.get()
+    if event is not None and event.is_set():
         raise Cancelled

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keel.runs import checkpoint, files
-from keel.runs.checkpoint_record import records_until
+from keel.runs.checkpoint import records_until
 from keel.runs.layout import Place, RunFolder
 from keel.runs.reader import Run
 from keel.runs.rollouts import COMPONENT, read_table

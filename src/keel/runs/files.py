@@ -25,7 +25,7 @@ _IN_TEXT = re.compile(r"\(os error (\d+)\)")
 
 
 @contextmanager
-def told(path: Path, doing: str = "write") -> Iterator[None]:
+def os_errors(path: Path, doing: str = "write") -> Iterator[None]:
     """Turns an operating system error into one line that names the path and what to check.
 
     Raises KeelError at once below a `held` folder that is gone.
@@ -39,7 +39,7 @@ def told(path: Path, doing: str = "write") -> Iterator[None]:
             raise
         present(path)
         raise KeelError(
-            f"cannot {doing} {path}: {found.strerror or found}: mend the disk or folder"
+            f"cannot {doing} {path}: {found.strerror or found}: fix the disk or folder"
         ) from error
 
 
@@ -123,7 +123,7 @@ def write_bytes(path: Path, content: bytes, sync: bool = True) -> None:
         KeelError: the file cannot be written.
     """
     temporary = aside(path)
-    with told(path):
+    with os_errors(path):
         try:
             temporary.unlink(missing_ok=True)  # a link that lies there is not followed
             with temporary.open("xb") as file:
@@ -146,7 +146,7 @@ def write_text(path: Path, content: str) -> None:
 
 def remove(path: Path) -> None:
     """Deletes a file or folder; a folder is renamed first, so that no part of it is left there."""
-    with told(path, "remove"):
+    with os_errors(path, "remove"):
         if path.is_dir() and not path.is_symlink():
             if not path.name.startswith(ASIDE):
                 going = aside(path)
@@ -172,7 +172,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     Raises:
         KeelError: the file cannot be read, or a line is damaged.
     """
-    with told(path, "read"):
+    with os_errors(path, "read"):
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
@@ -190,7 +190,7 @@ def damaged_line(path: Path, number: int, error: Exception) -> KeelError:
 
 def make_folder(path: Path) -> None:
     """Makes a folder inside one that exists, unless it is there."""
-    with told(path, "make"):
+    with os_errors(path, "make"):
         path.mkdir(exist_ok=True)
 
 

@@ -69,7 +69,7 @@ class RunFolder:
 
         `inputs` writes what was passed as Python objects into the folder that it is given.
 
-        Whoever may not be alone calls it under the folder's lock, as `opening.created` does.
+        Whoever may not be alone calls it under the folder's lock, as `lifecycle.create_run` does.
 
         Raises:
             KeelError: the folder exists and is not empty, or cannot be made; the recipe is no TOML
@@ -79,7 +79,7 @@ class RunFolder:
         stages = stages_of(recipe)
         made = make_free(path)
         folder = RunFolder(path, stages, made)
-        with files.told(path, "make"):
+        with files.os_errors(path, "make"):
             folder.rollouts_folder.mkdir(exist_ok=True)
             folder.checkpoints_folder.mkdir(exist_ok=True)
         if inputs is not None:
@@ -160,7 +160,7 @@ class RunFolder:
 
     @property
     def pictures(self) -> Path:
-        """What stages draw beside the curve."""
+        """What stages plot in addition to the curve."""
         return self.path / "pictures"
 
     @property
@@ -298,7 +298,7 @@ def make_free(path: Path) -> bool:
     """
     if path.exists() and not path.is_dir():
         raise KeelError(f"run folder {path} is a file: choose another with --run DIR")
-    with files.told(path, "make"):
+    with files.os_errors(path, "make"):
         made = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
         taken = [p for p in path.iterdir() if not _of_a_start(p)]
@@ -311,13 +311,13 @@ def make_free(path: Path) -> bool:
 
 
 def make_next(root: Path | str, recipe_name: str) -> Path:
-    """Makes the folder `next_free` and nobody else's: whoever asks at the same time gets another.
+    """Makes the folder `next_free`, in one step: whoever asks at the same time gets another.
 
     Raises KeelError where it cannot be made.
     """
     for left in reversed(range(_TRIES)):
         path = next_free(root, recipe_name)
-        with files.told(path, "make"):
+        with files.os_errors(path, "make"):
             try:
                 path.mkdir(parents=True)
                 return path

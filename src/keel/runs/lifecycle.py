@@ -14,15 +14,15 @@ from typing import Any, Literal
 
 from keel.config.load import predates_raw
 from keel.runs import checkpoint, files
-from keel.runs import checkpoint_record as recorded
+from keel.runs import checkpoint as recorded
 from keel.runs.callbacks import Callbacks
-from keel.runs.checkpoint_record import Recorded
+from keel.runs.checkpoint import Recorded
 from keel.runs.fingerprints import fingerprints
 from keel.runs.layout import FolderEntry, RunFolder, make_free, make_next, stages_of
 from keel.runs.lock import locked, refuse_if_taken
 from keel.runs.records import Recorder, truncate_after, update_run_json
 from keel.runs.signals import catching
-from keel.runs.writer import Reached, Session
+from keel.runs.writer import Reached, RunWriter
 from keel.types import KeelError
 
 RUNS = "runs"
@@ -32,7 +32,7 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 Damage = list[tuple[Path, str]]
 
 
-def created(
+def create_run(
     recipe: str,
     name: str,
     path: Path | str | None,
@@ -56,7 +56,7 @@ def created(
         return replace(RunFolder.create(place, recipe, inputs), made=made)
 
 
-def resumed(path: Path | str | None) -> RunFolder:
+def resume_run(path: Path | str | None) -> RunFolder:
     """The run folder of a run to resume."""
     if path is None:
         raise KeelError("--resume goes on with a run: name its folder with --run DIR")
@@ -64,12 +64,12 @@ def resumed(path: Path | str | None) -> RunFolder:
 
 
 @contextmanager
-def running(
+def run_lifecycle(
     place: RunFolder,
     resume: bool,
     callbacks: Sequence[object] = (),
-    verb: Literal["train", "control"] = "train",
-) -> Iterator[tuple[Session, Path | None]]:
+    command: Literal["train", "control"] = "train",
+) -> Iterator[tuple[RunWriter, Path | None]]:
     """Within the block: the writer of the folder, and the checkpoint to continue from.
 
     What was written after that checkpoint is deleted. Signals ask the run to stop. An error that
@@ -90,39 +90,39 @@ def running(
         reached = Reached()
         if start is not None:
             reached.step = reached.checkpoint = start.place
-        stack.enter_context(_reporting(place, reached, resume, verb))
+        stack.enter_context(_reporting(place, reached, resume, command))
         if resume:
             stage, step = (0, -1) if start is None else (start.place.stage, start.place.step)
             truncate_after(place, stage, step)
         recorder = stack.enter_context(Recorder(place, inputs=inputs, known=files_known))
         called = Callbacks(place.path, callbacks, interrupt.stop, recorder.event)
-        session = Session(place, recorder, called, interrupt, reached=reached)
+        writer = RunWriter(place, recorder, called, interrupt, reached=reached)
         for path, wrong in damaged:
             recorder.event("damaged", checkpoint=path.name, why=wrong)
-            session.callbacks.note(
+            writer.callbacks.note(
                 f"checkpoint {path} is damaged ({wrong}): going on from the one before"
             )
         changed = "" if known is None else recorded.changed(known, recipe, inputs)
         if start is not None and changed:
-            session.note(
+            writer.note(
                 f"since checkpoint {start.path.name} was written there changed: {changed}: from "
                 "here on this is another run, and not byte for byte one that never stopped"
             )
         if lost:
-            session.note(_losses(lost))
+            writer.note(_losses(lost))
         if start is not None and known is None:
-            session.note(_without_record(place, start))
+            writer.note(_without_record(place, start))
         if resume and predates_raw(recipe):
-            session.note(
+            writer.note(
                 f"{place.recipe.name} has no key raw (an earlier version of Keel wrote it): plain "
                 "prompts go without the chat template, as they did in that version; set raw of "
                 "its tasks and data to choose"
             )
-        yield session, None if start is None else start.path
+        yield writer, None if start is None else start.path
 
 
-def declare(
-    session: Session,
+def write_metadata(
+    writer: RunWriter,
     name: str,
     seed: int,
     threads: int,
@@ -137,16 +137,16 @@ def declare(
     if kernels is not None:
         now["versions"]["kernels"] = kernels
     begun: dict[str, Any] = {}
-    if session.reached.step is not None:
-        begun = update_run_json(session.folder, {})
+    if writer.reached.step is not None:
+        begun = update_run_json(writer.folder, {})
     changed = _changed(begun, now)
     if changed:
-        session.note(
+        writer.note(
             f"this run began with {changed}: it goes on, but not byte for byte as if it had never "
             "stopped"
         )
     kept: dict[str, Any] = {k: begun[k] for k in ("versions", "threads") if k in begun}
-    update_run_json(session.folder, {**now, **kept})
+    update_run_json(writer.folder, {**now, **kept})
 
 
 def facts(name: str, seed: int, threads: int, packages: Sequence[str]) -> dict[str, Any]:
@@ -187,11 +187,11 @@ def _where_to_begin(place: RunFolder) -> tuple[FolderEntry | None, Damage]:
             "stages and their names back as they were"
         )
     if newest is None and damaged:
-        said = "; ".join(f"{path.name}: {wrong}" for path, wrong in damaged[:2])
+        message = "; ".join(f"{path.name}: {wrong}" for path, wrong in damaged[:2])
         more = f"; and {len(damaged) - 2} more" if len(damaged) > 2 else ""
         raise KeelError(
-            f"no checkpoint in {place.checkpoints_folder} is whole ({said}{more}): bring one back, "
-            "or delete them all and --resume begins at the first step"
+            f"no checkpoint in {place.checkpoints_folder} is whole ({message}{more}): bring one "
+            "back, or delete them all and --resume begins at the first step"
         )
     return newest, damaged
 
@@ -232,20 +232,20 @@ def _losses(lost: Sequence[str]) -> str:
 
 
 @contextmanager
-def _reporting(place: RunFolder, reached: Reached, resume: bool, verb: str) -> Iterator[None]:
+def _reporting(place: RunFolder, reached: Reached, resume: bool, command: str) -> Iterator[None]:
     """Reports errors that a user can fix, with the step reached and how to continue."""
     try:
         yield
     except (KeelError, OSError) as error:
-        said = _fixable(place, error)
-        if said is None:
+        message = _fixable(place, error)
+        if message is None:
             raise
         if not resume and _leaves_nothing(place):
-            raise KeelError(said) from error
-        text = f"stopped {reached.told(place.stages)}: {said}"
+            raise KeelError(message) from error
+        text = f"stopped {reached.describe(place.stages)}: {message}"
         with suppress(KeelError), Recorder(place) as recorder:
             recorder.event("stopped", text=text)
-        how = f"keel {verb} --resume --run {place.path}"
+        how = f"keel {command} --resume --run {place.path}"
         raise KeelError(f"{text}; go on with: {how}") from error
 
 
@@ -257,7 +257,7 @@ def _fixable(place: RunFolder, error: KeelError | OSError) -> str | None:
     ours = name is not None and Path(name).is_relative_to(place.path)
     if not ours and error.errno not in DISK:
         return None
-    return f"cannot write {name or place.path}: {error.strerror}: mend the disk or folder"
+    return f"cannot write {name or place.path}: {error.strerror}: fix the disk or folder"
 
 
 def _leaves_nothing(place: RunFolder) -> bool:

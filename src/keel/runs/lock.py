@@ -59,7 +59,7 @@ def locked(folder: RunFolder) -> Iterator[None]:
     Raises:
         KeelError: another process, or another caller in this one, holds it.
     """
-    with files.told(folder.lock):
+    with files.os_errors(folder.lock):
         descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT | _PLAIN, 0o644)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -68,11 +68,11 @@ def locked(folder: RunFolder) -> Iterator[None]:
     _OPEN.add(descriptor)
     try:
         try:
-            with files.told(folder.lock, "lock"):
+            with files.os_errors(folder.lock, "lock"):
                 _take(descriptor)
         except _Taken:
             raise _in_use(folder.path, descriptor) from None
-        with files.told(folder.lock):
+        with files.os_errors(folder.lock):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
         try:

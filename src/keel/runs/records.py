@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Any
 
 from keel.config.secrets import without_secrets
-from keel.runs import checkpoint_record as recorded
+from keel.runs import checkpoint as recorded
 from keel.runs import encoding, files
 from keel.runs import rollouts as rollout_table
-from keel.runs.checkpoint_record import Recorded
+from keel.runs.checkpoint import Recorded
 from keel.runs.layout import Place, RunFolder
 from keel.runs.rollouts import RolloutRow
 from keel.runs.run_json import read_run_json
@@ -33,7 +33,7 @@ class JsonlWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with files.told(path):
+        with files.os_errors(path):
             _cut_torn_line(path)
             self._file = io.FileIO(path, "ab")
 
@@ -44,14 +44,14 @@ class JsonlWriter:
         """
         line = encoding.line(first, rest)
         left = memoryview(line)
-        with files.told(self.path):
+        with files.os_errors(self.path):
             while left:
                 left = left[self._file.write(left) or 0 :]
         return line
 
     def sync(self) -> None:
         """Blocks until all that was written is on the disk."""
-        with files.told(self.path):
+        with files.os_errors(self.path):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class Recorder:
         self._metrics = JsonlWriter(folder.metrics)
         self._timings = JsonlWriter(folder.timings)
         self._events = JsonlWriter(folder.events)
-        with files.told(folder.path, "read"):
+        with files.os_errors(folder.path, "read"):
             self._recipe = tomllib.loads(folder.recipe.read_text("utf-8"))
             self._digest = hashlib.sha256(folder.metrics.read_bytes())
         self._not_synced: list[Path] = []
@@ -112,7 +112,7 @@ class Recorder:
         """Blocks until all that was recorded is on the disk. Call before a checkpoint."""
         for writer in (self._metrics, self._timings, self._events):
             writer.sync()
-        with files.told(self.folder.rollouts_folder):
+        with files.os_errors(self.folder.rollouts_folder):
             for path in self._not_synced:
                 files.sync_file(path)
             if self._not_synced:
@@ -128,7 +128,7 @@ class Recorder:
                 if path.is_file() and self._name(path) not in self._known:
                     self._known[self._name(path)] = files.sha256(path)
         digest = self._digest.hexdigest()
-        with files.told(checkpoint):
+        with files.os_errors(checkpoint):
             Recorded(self._recipe, self._inputs, digest, self._known).write(checkpoint)
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class TensorBoard:
         metrics: Mapping[str, Any],
         rollouts: Sequence[RolloutRow] = (),
     ) -> None:
-        with files.told(self._folder):
+        with files.os_errors(self._folder):
             if stage not in self._writers:
                 # What a killed run logged past its checkpoint is hidden once the run goes on.
                 self._writers[stage] = self._writer_class(
@@ -84,7 +84,7 @@ class WeightsAndBiases:
         except ImportError as error:
             raise _missing("wandb") from error
         place = folder.trackers / "wandb"
-        with files.told(place, "make"):
+        with files.os_errors(place, "make"):
             place.mkdir(parents=True, exist_ok=True)
             known = place / "run-id"
             identity = known.read_text("utf-8").strip() if known.exists() else ""

@@ -28,7 +28,7 @@ from typing import Any
 from keel.types import KeelError
 
 GRACE = 10.0
-"""Seconds behind its time that a call gets before the process is ended from below."""
+"""Seconds beyond its time that a call gets before the process is ended from below."""
 TICK = 1.0
 """Seconds between two looks at the time. One that took much longer found the process suspended
 (Ctrl-Z, a debugger), and does not count."""
@@ -48,13 +48,13 @@ class _Expired(BaseException):
 
 @contextlib.contextmanager
 def watching(what: str, seconds: float, advice: str) -> Iterator[None]:
-    """Limit how long the block runs without a call of `beat`; `advice` says what to change.
+    """Limit how long the block runs without a call of `heartbeat`; `advice` says what to change.
 
     Raises:
         Hung: it was silent for longer.
     """
     watch = _Watch(threading.get_ident(), seconds)
-    with _raising(watch, what, advice), _handling(watch), Ending() as end, watch.counted(end):
+    with _raising(watch, what, advice), _handling(watch), KillTimer() as end, watch.counted(end):
         yield
 
 
@@ -90,8 +90,8 @@ def _raising(watch: _Watch, what: str, advice: str) -> Iterator[None]:
         )
 
 
-def beat() -> None:
-    """A sign of life of what is watched in this thread: its time begins anew."""
+def heartbeat() -> None:
+    """A sign of life of what is watched in this thread: its time begins again."""
     thread = threading.get_ident()
     for watch in reversed(_TICKER.watches):
         if watch.thread == thread:
@@ -99,7 +99,7 @@ def beat() -> None:
             return
 
 
-class Patience:
+class Deadline:
     """Waits that do not count the time in which the process was suspended."""
 
     def __init__(self, seconds: float) -> None:
@@ -114,7 +114,7 @@ class Patience:
             self.left -= min(time.monotonic() - start, 2 * TICK)
 
 
-class Ending:
+class KillTimer:
     """Ends the process, with all stacks on stderr, where `renew` was called too long ago.
 
     One clock serves all that are entered: it rings for the first of them.
@@ -133,7 +133,7 @@ class Ending:
             self._set, self._rings = now, now + seconds + GRACE + self.EVERY
             _arm()
 
-    def __enter__(self) -> Ending:
+    def __enter__(self) -> KillTimer:
         with _LOCK:
             _ENDINGS.append(self)
         return self
@@ -150,7 +150,7 @@ class Ending:
 
 
 _LOCK = threading.Lock()
-_ENDINGS: list[Ending] = []
+_ENDINGS: list[KillTimer] = []
 """The process has one clock and one handler for signals, so these are of the process too."""
 
 
@@ -208,10 +208,10 @@ class _Watch:
         """Whether a signal ends it: that wakes what waits for a lock, in the main thread."""
         self._lock = threading.Lock()
         self._left = False
-        self._end: Ending | None = None
+        self._end: KillTimer | None = None
 
     @contextlib.contextmanager
-    def counted(self, end: Ending | None = None) -> Iterator[None]:
+    def counted(self, end: KillTimer | None = None) -> Iterator[None]:
         """The seconds of silence are counted while the block lasts, and `end` is renewed."""
         self._end = end
         if end is not None:
@@ -319,7 +319,7 @@ def raise_in(thread: int, error: type[BaseException] | None) -> None:
     """Let a thread meet an error at its next step; None takes back one that it has not met yet.
 
     One that is just starting another thread may hang by it, and the other not begin: the two have
-    one id until then. `Ending` is behind that too; what can ask does better (`runs.cancel`).
+    one id until then. `KillTimer` is late too; what can ask does better (`runs.cancel`).
     """
     what = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)

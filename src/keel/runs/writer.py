@@ -74,7 +74,7 @@ class Reached:
     checkpoint: Place | None = None
     """The newest checkpoint."""
 
-    def told(self, stages: Sequence[str]) -> str:
+    def describe(self, stages: Sequence[str]) -> str:
         """The text for the error of a run that stops."""
         if self.step is None or self.step == Place(0, 0):
             return "before the first step"
@@ -88,7 +88,7 @@ class Reached:
 
 
 @dataclass(frozen=True, eq=False)
-class Session:
+class RunWriter:
     """Writes a run folder, for one stage."""
 
     folder: RunFolder

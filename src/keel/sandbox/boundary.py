@@ -312,12 +312,12 @@ def _line(error: BaseException) -> str:
 
 def _refusal(error: Exception, reply: tuple[Any, ...]) -> str:
     """What cannot cross, the value itself or what an argument holds now, and why."""
-    said = str(error) if isinstance(error, NotPlainData) else "cannot be written as plain data"
+    message = str(error) if isinstance(error, NotPlainData) else "cannot be written as plain data"
     try:
         dump(reply, lenient=True)
     except Exception:
-        return said
-    return f"or leaves in an argument {said}"
+        return message
+    return f"or leaves in an argument {message}"
 
 
 class _Passed:
@@ -548,17 +548,17 @@ def judge(orders: dict[str, Any]) -> NoReturn:
         say(code.lost or f"setup {code.fault or _line(error)}")
         os._exit(1)
     for at, test in enumerate(orders["tests"]):
-        said = ""
+        message = ""
         try:
             exec(compile(test, f"test {at}", "exec"), space)
             if orders["checks"][at]:
                 space["check"](entry)
         except BaseException as error:
-            said = _line(error)
+            message = _line(error)
         if code.lost:
             break
-        said, code.fault = code.fault or said, ""
-        say(f"test {at}: {said}" if said else orders["secrets"][at])
+        message, code.fault = code.fault or message, ""
+        say(f"test {at}: {message}" if message else orders["secrets"][at])
     try:
         if code.ask("end")[0] == "end":
             say(orders["done"])

@@ -1,4 +1,4 @@
-"""A sandbox for code that nobody has read: bubblewrap's namespaces, and limits on everything.
+"""A sandbox for untrusted code: bubblewrap's namespaces, and limits on everything.
 
 No network, nothing of the host but the system's libraries and this interpreter, read-only; a small
 private folder; an own process space that ends with its first process; none of the kernel's keyrings
@@ -53,7 +53,7 @@ class Limits:
     private folders, `/tmp` and `/dev/shm`, which lie in memory too, and at most about 15 MB a
     process in pipes and sockets. That nothing else holds memory is due to the filter of system
     calls; where there is none (see above), `memory_mb` bounds each process and not all together.
-    What the kernel keeps for a file beside its content, about 1 KB, is bounded by `timeout` alone.
+    The kernel's own 1 KB or so for each file is bounded by `timeout` alone.
     `output_kb` is what may be printed, `file_mb` the size of a file. Raises KeelError for what is
     no such limit.
     """
@@ -134,8 +134,8 @@ class Sandbox:
         fork = "import os; os._exit(os.fork() and 0)" if self.limits.processes > 1 else ""
         trial = self.run([sys.executable, "-c", fork])
         if trial.exit_status != 0:
-            said = trial.stderr.strip().rpartition("\n")[2] or trial.cause
-            raise KeelError(f"nothing runs in the sandbox under these limits: {said}")
+            message = trial.stderr.strip().rpartition("\n")[2] or trial.cause
+            raise KeelError(f"nothing runs in the sandbox under these limits: {message}")
 
     def run(self, argv: Sequence[str]) -> Ran:
         """Run a command; its standard input is empty."""
@@ -207,12 +207,12 @@ class Sandbox:
     def _read(self, watched: Watched) -> Ran:
         words = watched.stderr.decode(errors="replace")
         if not watched.started:
-            said = " ".join(words.split())[-200:] or f"exit status {watched.exit_status}"
+            message = " ".join(words.split())[-200:] or f"exit status {watched.exit_status}"
             if self.trusted:
-                raise KeelError(f"the code's process does not start: {said}")
+                raise KeelError(f"the code's process does not start: {message}")
             if watched.ended == "timeout":
-                raise KeelError(f"no sandbox stood within {START_SECONDS:.0f} s: {said}")
-            raise no_sandbox(said, watched.exit_status)
+                raise KeelError(f"no sandbox stood within {START_SECONDS:.0f} s: {message}")
+            raise no_sandbox(message, watched.exit_status)
         status: Status = watched.ended
         code = watched.exit_status
         if status == "ended" and (code < 0 or code > 128):
@@ -240,7 +240,7 @@ def walls(
     # The process space's first process is ours: bubblewrap leaves its own to the host's init
     # to bury, and where that is no init (in containers), they would pile up.
     walls = ["--as-pid-1", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-    walls += ["--unshare-cgroup-try", "--hostname", "sandbox", "--info-fd", str(pipes.told)]
+    walls += ["--unshare-cgroup-try", "--hostname", "sandbox", "--info-fd", str(pipes.info)]
     if pipes.filter >= 0:
         walls += ["--seccomp", str(pipes.filter)]
     if as_root:
@@ -283,23 +283,23 @@ def bubblewrap() -> str:
     return found
 
 
-def no_sandbox(said: str, exit_status: int) -> KeelError:
-    """Why bubblewrap made no sandbox, from what it said and its exit status."""
+def no_sandbox(message: str, exit_status: int) -> KeelError:
+    """Why bubblewrap made no sandbox, from its message and exit status."""
     if _signal(exit_status):
         return KeelError(
             f"bubblewrap was killed by signal {_signal(exit_status)} before the sandbox stood, "
             f"{ATTEMPTS} times: see whether this machine is out of memory, and start again"
         )
-    if "execvp" in said:
+    if "execvp" in message:
         shown = ", ".join(map(str, _shown()))
         return KeelError(
-            f"the interpreter {sys.executable} cannot be started in the sandbox ({said}), "
+            f"the interpreter {sys.executable} cannot be started in the sandbox ({message}), "
             f"which shows {shown} and nothing else of this system: use a Python that needs "
             "no other folder"
         )
     return KeelError(
-        f"bubblewrap cannot make a sandbox here ({said}): allow user namespaces (see the sysctls "
-        "user.max_user_namespaces, kernel.unprivileged_userns_clone and "
+        f"bubblewrap cannot make a sandbox here ({message}): allow user namespaces (see the "
+        "sysctls user.max_user_namespaces, kernel.unprivileged_userns_clone and "
         "kernel.apparmor_restrict_unprivileged_userns), or use a machine that allows them"
     )
 
@@ -382,11 +382,11 @@ def _path() -> dict[str, Any]:
     """What the module `site` makes of `sys` here, so that no sandbox needs to work it out."""
     names = ("path", "prefix", "exec_prefix")
     ask = f"import marshal, sys; print(marshal.dumps([getattr(sys, n) for n in {names}]).hex())"
-    said = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-P", "-s", "-c", ask],
         env=environment("/tmp"),
         capture_output=True,
         check=True,
         text=True,
     ).stdout
-    return dict(zip(names, marshal.loads(bytes.fromhex(said)), strict=True))
+    return dict(zip(names, marshal.loads(bytes.fromhex(printed)), strict=True))

@@ -72,13 +72,13 @@ class Confined:
         os.close(writing)
         try:
             ready, _, _ = select.select([reading], [], [], patience)
-            said = os.read(reading, 16) if ready else b""
+            data = os.read(reading, 16) if ready else b""
         finally:
             os.kill(child, signal.SIGKILL)
             self.killed = child
             os.close(reading)
-        if len(said) == 8:
-            return float(struct.unpack("<d", said)[0])
+        if len(data) == 8:
+            return float(struct.unpack("<d", data)[0])
         seconds = self.bury()
         return "timed out" if not ready or seconds >= whole(cpu) - 0.1 else "died"
 

@@ -66,7 +66,7 @@ def stand_first() -> None:
 
 
 def confine(uid: int | None, limits: dict[str, int]) -> None:
-    """Become nobody in particular (where root's sandbox asks for it), and set the limits."""
+    """Drop to an unprivileged user (where root's sandbox asks for it), and set the limits."""
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -195,7 +195,7 @@ def _told(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}".rstrip(": ")
     except BaseException:
-        return "an error that cannot be told"
+        return "an error that cannot be printed"
 
 
 if __name__ == "__main__":

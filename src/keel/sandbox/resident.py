@@ -137,13 +137,12 @@ class Resident:
                 return self.ask(seconds, request)
             except (TimeoutError, ChildProcessError):
                 errors.seek(0)
-                said = errors.read().decode(errors="replace").strip().rpartition("\n")[2][-200:]
+                message = errors.read().decode(errors="replace").strip().rpartition("\n")[2][-200:]
                 status = self._process.returncode
-                if said.startswith("bwrap"):
-                    raise no_sandbox(said, status) from None
-                raise KeelError(
-                    f"a process in the sandbox does not start ({said or f'exit status {status}'})"
-                ) from None
+                if message.startswith("bwrap"):
+                    raise no_sandbox(message, status) from None
+                cause = message or f"exit status {status}"
+                raise KeelError(f"a process in the sandbox does not start ({cause})") from None
 
     def _send(self, what: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None

@@ -35,19 +35,19 @@ class Watched:
 
 @dataclass(slots=True)
 class Pipes:
-    """The pipes beside the standard ones: what the command reports, and bubblewrap's own word.
+    """The pipes other than the standard ones: what the command reports, and bubblewrap's own word.
 
-    `told` is where bubblewrap says which process it watches over (−1 without bubblewrap), and
+    `info` is where bubblewrap says which process it watches over (−1 without bubblewrap), and
     `filter` where it reads its filter of system calls (−1 without one). `further` are the ends of
     pipes that the caller made; they too are the process's alone once it has started. Without
     bubblewrap, which ends with its parent and ends what it watches over, there is a lifeline. The
-    process is given the ends `report`, `told`, `filter`, `further` and the lifeline's inner one.
+    process is given the ends `report`, `info`, `filter`, `further` and the lifeline's inner one.
     """
 
     reading: int
     report: int
     listening: int = -1
-    told: int = -1
+    info: int = -1
     filter: int = -1
     lifeline: Lifeline | None = None
     further: list[int] = field(default_factory=list)
@@ -68,10 +68,10 @@ class Pipes:
         """The ends that the process is given.
 
         bubblewrap has the other end of its own pipe too: should this process end before it has
-        told, it would end of that, and leave behind a process that waits for it for good.
+        signalled, it would end of that, and leave behind a process that waits for it for good.
         """
         inner = -1 if self.lifeline is None else self.lifeline.inner
-        ends = (self.report, self.told, self.listening, self.filter, inner, *self.further)
+        ends = (self.report, self.info, self.listening, self.filter, inner, *self.further)
         return tuple(end for end in ends if end >= 0)
 
     def tie(self, group: int) -> None:
@@ -83,7 +83,7 @@ class Pipes:
         """Close the ends that the process was given."""
         if self.lifeline is not None:
             self.lifeline.give()
-        for end in (self.report, self.told, self.filter):
+        for end in (self.report, self.info, self.filter):
             if end >= 0:
                 os.close(end)
         close_all(self.further)
@@ -256,10 +256,10 @@ def _kill_inside(process: subprocess.Popen[Any], listening: int) -> bool:
     """End the sandbox's first process, and so all of them; false where there is none yet."""
     os.set_blocking(listening, False)
     try:
-        told = json.loads(os.read(listening, 4096))
+        info = json.loads(os.read(listening, 4096))
     except (BlockingIOError, ValueError):
         return False
     if not has_ended(process):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(told["child-pid"], signal.SIGKILL)
+            os.kill(info["child-pid"], signal.SIGKILL)
     return True

@@ -30,11 +30,11 @@ START_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
-    """What became of an item: a value, or how it went wrong and what was said of it."""
+    """What became of an item: a value, or how it went wrong and a message."""
 
     value: Any = None
     wrong: Literal["timed out", "died", "raised"] | None = None
-    said: str = ""
+    message: str = ""
 
 
 class Worker:
@@ -47,8 +47,8 @@ class Worker:
         self.ready = False
         self.item: int | None = None
         self.deadline = time.monotonic() + START_SECONDS
-        house = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, [house, os.environ.get("PYTHONPATH")]))
+        package_root = str(Path(__file__).parents[2])
+        path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
         try:
             self.process = subprocess.Popen(
                 # -P: no file of the working folder stands in for a module.
@@ -81,7 +81,7 @@ class Worker:
             pass
 
     def receive(self) -> Any:
-        """What it said, once a line is whole; None before. Raises EOFError where it died."""
+        """What it wrote, once a line is whole; None before. Raises EOFError where it died."""
         some = os.read(self.output, 65536)
         if not some:
             raise EOFError
@@ -96,7 +96,7 @@ class Worker:
         """The last line of its standard error."""
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "nothing said")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
 
     def kill(self) -> None:
         """End the process and give back what it held."""
@@ -199,7 +199,9 @@ class WorkerPool:
         elif worker.item is not None:
             fine, value = reply
             judged[worker.item] = (
-                WorkerResult(value=value) if fine else WorkerResult(wrong="raised", said=str(value))
+                WorkerResult(value=value)
+                if fine
+                else WorkerResult(wrong="raised", message=str(value))
             )
             worker.item = None
 
@@ -215,7 +217,7 @@ class WorkerPool:
         if not worker.ready:
             raise KeelError(f"a worker of {self.module} does not start ({wrong}): {words}")
         assert worker.item is not None
-        judged[worker.item] = WorkerResult(wrong=wrong, said=words)
+        judged[worker.item] = WorkerResult(wrong=wrong, message=words)
 
 
 def _kill_all(workers: list[Worker], owner: int) -> None:

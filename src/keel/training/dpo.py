@@ -14,7 +14,7 @@ from keel.learn.token_budget import TokenBudget
 from keel.models.packed import Packed, pack, sizes_on
 from keel.models.policy import Policy
 from keel.models.reference import Reference
-from keel.models.reward_inputs import Answered
+from keel.models.reward import Answered
 from keel.objective import preference
 from keel.objective.segments import segment_mean, segment_sum
 from keel.training.judged_data import EncodedPair, sizes_of

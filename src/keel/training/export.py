@@ -32,7 +32,7 @@ from keel.training.state import POLICY, checkpoint_policy, holds_adapter, read_p
 from keel.types import KeelError
 
 ADAPTER = "adapter"
-"""Folder of an adapter beside the model that it is merged into."""
+"""Folder of an adapter next to the model that it is merged into."""
 
 
 def pick_checkpoint(folder: RunFolder, which: str = "last") -> Path:
@@ -121,7 +121,7 @@ def _write(
     """The model of a checkpoint, or one of a stage, in a new folder; nothing where that fails."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # A folder that this call alone made: what lies beside the target stays as it is.
+        # A folder that this call alone made: what is next to the target stays as it is.
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as made:
             aside = Path(made) / target.name
             if of_checkpoint and not adapter and holds_adapter(source):
@@ -139,7 +139,7 @@ def _write(
 
 def _copy(source: Path, aside: Path, adapter: bool) -> None:
     """Copy a model, or its adapter alone, as it lies in the run folder."""
-    if adapter and (source / ADAPTER).is_dir():  # beside a merged model
+    if adapter and (source / ADAPTER).is_dir():  # next to a merged model
         source = source / ADAPTER
     elif adapter and not (source / BASE).is_file():
         raise KeelError(f"{source} has no adapter: drop --adapter, which is for models with lora")

@@ -10,10 +10,10 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
+from keel.data.preferences.dataset import Sides
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
-from keel.data.preferences.split import Sides
 from keel.models.packed import PackedSizes, sizes_on
-from keel.models.reward_inputs import Answered, Reader, joined
+from keel.models.reward import Answered, Reader, joined
 from keel.types import KeelError
 
 

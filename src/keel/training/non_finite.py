@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from keel.config.optimisation import OnNonfinite
-from keel.learn.actions import TrainBatch
-from keel.learn.batch import Batch
+from keel.learn.batch import Batch, TrainBatch
 from keel.learn.finite import Cause, NotFinite, tensors_of
 from keel.learn.optimizer import AdamW, bad_weight
 from keel.learn.token_budget import LESS, oom_context
 from keel.runs import checkpoint
 from keel.runs.files import make_folder, write_text
 from keel.runs.watchdog import Hung
-from keel.runs.writer import Session
+from keel.runs.writer import RunWriter
 from keel.types import KeelError
 
 MAX_DIAGNOSED = 8
@@ -52,7 +51,7 @@ class NonFiniteStep:
 
 
 def report(
-    session: Session,
+    writer: RunWriter,
     found: NonFiniteStep,
     error: NotFinite,
     *,
@@ -74,21 +73,21 @@ def report(
     if action == "skip" and not optimizers[0].began and skipped + 1 >= MAX_CONSECUTIVE_SKIPS:
         raise KeelError(
             f"{found.line}, as in all {skipped + 1} optimizer steps of {found.stage}, so that "
-            f"nothing was learned: see the causes in {session.folder.faults}, and lower "
+            f"nothing was learned: see the causes in {writer.folder.faults}, and lower "
             "optimizer.learning_rate or fix what they name"
         )
     parameters = [pair for optimizer in optimizers for pair in optimizer.parameters]
     if action == "skip" and skipped >= MAX_DIAGNOSED and bad_weight(parameters) is None:
         limit = f"the first {MAX_DIAGNOSED} are diagnosed"
-        session.note(f"{found.line}; the optimizer step was not taken ({limit})")
+        writer.note(f"{found.line}; the optimizer step was not taken ({limit})")
         return
     cause, sequence = diagnose()
     found = dataclasses.replace(found, cause=cause, sequence=sequence)
-    target = session.folder.faults / f"{found.stage}-step-{found.step:06d}-{found.number}"
+    target = writer.folder.faults / f"{found.stage}-step-{found.step:06d}-{found.number}"
     with checkpoint.writing(target) as aside:
         keep(aside)
         checkpoint.save_json(aside / "cause.json", dataclasses.asdict(found))
-    session.recorder.event("not_finite", **dataclasses.asdict(found))
+    writer.recorder.event("not_finite", **dataclasses.asdict(found))
     line = f"{found.line}; its batch is in {target}"
     if cause.weights:
         raise KeelError(
@@ -100,11 +99,11 @@ def report(
             f"{line}: lower optimizer.learning_rate, or set "
             'on_nonfinite = "skip" to continue without such steps'
         ) from error
-    session.note(line)
+    writer.note(line)
 
 
 @contextmanager
-def keeping_stacks(session: Session) -> Iterator[None]:
+def keeping_stacks(writer: RunWriter) -> Iterator[None]:
     """Write the stack of a call that hangs into the run folder; running out of memory is a
     KeelError."""
     try:
@@ -113,11 +112,11 @@ def keeping_stacks(session: Session) -> Iterator[None]:
     except Hung as error:
         if not error.stack:
             raise
-        count = len(list(session.folder.faults.glob("hang-*.txt")))
-        target = session.folder.faults / f"hang-{count + 1}.txt"
+        count = len(list(writer.folder.faults.glob("hang-*.txt")))
+        target = writer.folder.faults / f"hang-{count + 1}.txt"
         make_folder(target.parent)
         write_text(target, f"{error}\n\n{error.stack}")
-        session.recorder.event("hung", text=str(error), stack=target.name)
+        writer.recorder.event("hung", text=str(error), stack=target.name)
         raise KeelError(f"{error}; its stack is in {target}") from error
 
 

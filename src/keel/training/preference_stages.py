@@ -19,15 +19,14 @@ from keel.config.model import BaseModelChoice, Model
 from keel.config.preference_data import PreferenceData
 from keel.config.seeds import derive
 from keel.data.preferences import dataset as preferences
+from keel.data.preferences.dataset import Sides, Sieve
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
-from keel.data.preferences.split import Sides, Sieve
 from keel.engines.registry import build_engine
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.chat import decode
 from keel.models.policy import Policy, load_policy
 from keel.models.reference import reference_for
-from keel.models.reward import Kind, RewardModel, continued_reward_model, reward_model_from
-from keel.models.reward_inputs import Reader
+from keel.models.reward import Kind, Reader, RewardModel, continued_reward_model, reward_model_from
 from keel.runs import checkpoint
 from keel.runs.quarantine import LeftOut, named_from, write_quarantine
 from keel.training import sampled_data, supervised
@@ -107,7 +106,7 @@ def train_dpo(run: RunContext, stage: DPOStage, progress: Progress) -> Progress:
     if start is not None:
         restore_optimizers(start, {"optimizer": optimizer})
     rows = _ready(run, pairs, pair_encoder(reader), stage, policy.context)
-    budget = token_budget(stage, progress, run.session)
+    budget = token_budget(stage, progress, run.writer)
     trainer = DPO(policy, reference, budget, stage.loss, stage.beta, stage.smoothing)
     loop = _loop(
         run,
@@ -150,7 +149,7 @@ def _train(
         modules=modules,
     )
     progress = supervised.run(loop, progress)
-    target = run.session.folder.model(stage.name)
+    target = run.writer.folder.model(stage.name)
     if progress.step == stage.steps and not target.exists():
         with checkpoint.writing(target) as aside:
             model.save(aside)
@@ -178,7 +177,7 @@ def _loop(
         evaluate=partial(measure, rows.heldout) if rows.heldout else None,
         evaluate_every=stage.evaluation.every,
         plot=partial(
-            plot_calibration, folder=run.session.folder.pictures, name=stage.name, title=title
+            plot_calibration, folder=run.writer.folder.pictures, name=stage.name, title=title
         ),
         **parts,
     )
@@ -189,7 +188,7 @@ def _new_model(run: RunContext, base: BaseModelChoice, kind: Kind, stage: str) -
     with _keys_of(f"{stage}.base"):
         if base.stage is None:
             return reward_model_from(_base(run, base), kind, seed, base.lora)
-        made = run.session.folder.model(base.stage)
+        made = run.writer.folder.model(base.stage)
         checkpoint.check_model(made)
         before = _named(run, str(made))
         return continued_reward_model(before, kind, run.policy, seed, base.lora)
@@ -232,10 +231,10 @@ def _rows(
     """The stage's rows: from its data, or sampled into the run folder and read from there."""
     if stage.data is not None:
         return read(stage.data, run.recipe.seed)
-    folder = run.session.folder
+    folder = run.writer.folder
     counts = _sample(run, stage, make)
     if counts:
-        run.session.note(f"{stage.name}: {counts}")
+        run.writer.note(f"{stage.name}: {counts}")
     train, held = folder.rows(stage.name, "train"), folder.rows(stage.name, "heldout")
     made = PreferenceData(name="jsonl", path=str(train), validation_path=str(held), empty="keep")
     return read(made, run.recipe.seed)
@@ -244,7 +243,7 @@ def _rows(
 def _sample(run: RunContext, stage: JudgingStage, make: sampled_data.Make) -> str:
     choice, policy = stage.sampled, run.policy
     assert choice is not None
-    folder = run.session.folder
+    folder = run.writer.folder
     if folder.rows(stage.name, "train").exists() and folder.rows(stage.name, "heldout").exists():
         return ""
     seed = derive(run.recipe.seed, stage.name, "sampled")
@@ -299,13 +298,13 @@ def _ready(
     )
     reasons = [f"{n} {why}" for n, why in left if n]
     if reasons and run.resume_from is None:
-        run.session.note(f"{stage.name}: rows left out: {', '.join(reasons)} ({kept})")
+        run.writer.note(f"{stage.name}: rows left out: {', '.join(reasons)} ({kept})")
     return rows
 
 
 def _quarantined(run: RunContext, stage: JudgingStage, left: Sequence[LeftOut]) -> str:
     """Put the rows left out into the quarantine; the file, as a note names it."""
-    folder = run.session.folder
+    folder = run.writer.folder
     target = folder.quarantine / f"{stage.name}-rows.jsonl"
     # Rows sampled into the run folder are named relative to it.
     write_quarantine(target, left if stage.data is not None else named_from(folder.path, left))

@@ -1,6 +1,6 @@
 """The next step's rollouts, drawn while this one is learned from: one step off policy.
 
-They are drawn with the weights from before the update beside which they are drawn, so that they are
+They are sampled while an update runs, with the weights from before it, so that they are
 a function of recipe and seed and not of time. A checkpoint holds those that no step has learned
 from yet: nothing is drawn, and no reward asked, a second time.
 """
@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from keel.runs import cancel as giving_up
-from keel.runs import checkpoint, encoding
+from keel.runs import cancel, checkpoint, encoding
 from keel.training.rollout import Rollouts
 from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
 
@@ -58,7 +57,7 @@ class RolloutPrefetcher:
 
     @contextmanager
     def prefetch(self, step: int, last: int) -> Iterator[None]:
-        """Draw the rollouts of a step, unless it is behind the `last`, while the block lasts.
+        """Sample the rollouts of a step, unless it is after the `last`, while the block lasts.
 
         Raises what the drawing raises, once the block is done; an error of the block's own ends the
         drawing. In either case no thread is left but one that hangs in code that is not Keel's.
@@ -94,7 +93,7 @@ class _Thread(threading.Thread):
     def run(self) -> None:
         try:
             torch.set_num_threads(self._threads)
-            with giving_up.until(self._told):
+            with cancel.until(self._told):
                 self._rollouts = self._draw()
         except BaseException as error:
             self._error = error
@@ -108,7 +107,7 @@ class _Thread(threading.Thread):
         return self._rollouts
 
     def give_up(self) -> None:
-        """End the drawing at its next look (`giving_up`), and wait for that.
+        """End the drawing at its next look (`cancel`), and wait for that.
 
         Where it does not look, in a task's own code that hangs, it is left behind.
         """

@@ -26,7 +26,7 @@ from keel.learn.advantages import check_steps
 from keel.models.policy import Policy
 from keel.models.reward import check_classifier
 from keel.rewards.judge.options import JudgeOptions
-from keel.rewards.process import HOW
+from keel.rewards.learned import HOW
 from keel.rewards.registry import MADE, NamedReward, load_reward
 from keel.rewards.scorer import Scorer
 from keel.types import KeelError, Side

@@ -20,7 +20,7 @@ from keel.analysis.calibration import (
 )
 from keel.analysis.reward_plots import margin_picture, reliability_picture
 from keel.data.preferences.schema import first_wrong
-from keel.models.reward_inputs import Answered
+from keel.models.reward import Answered
 from keel.runs.files import make_folder
 from keel.training.judged_data import EncodedPair, Marked
 from keel.types import KeelError
@@ -127,6 +127,6 @@ def _finite(scores: list[list[float]]) -> list[list[float]]:
     if wrong:
         raise KeelError(
             f"the reward model's scores of {wrong} of {len(scores)} held-out answers are not finite"
-            "lower optimizer.learning_rate, or resume from an earlier checkpoint"
+            ": lower optimizer.learning_rate, or resume from an earlier checkpoint"
         )
     return scores

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from keel.models.reward import RewardModel
-from keel.models.reward_inputs import pack_answers
+from keel.models.reward import RewardModel, pack_answers
 from keel.objective.preference import bradley_terry, centering, label_cross_entropy
 from keel.training.judged_data import EncodedPair, Marked, sizes_of
 from keel.training.supervised import GradientStep

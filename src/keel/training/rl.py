@@ -20,9 +20,8 @@ from torch import Tensor
 from keel.algorithms.spec import Algorithm
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer
 from keel.config.seeds import derive
-from keel.learn.actions import Estimates, TrainBatch
 from keel.learn.advantages import estimate, outcome
-from keel.learn.batch import Batch, from_groups
+from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.finite import Cause, NotFinite
 from keel.learn.learner import Learner, cause_of, update
 from keel.learn.loss import prepare
@@ -30,7 +29,7 @@ from keel.learn.optimizer import learning_rate
 from keel.learn.token_budget import LESS, oom_context
 from keel.objective import divergences
 from keel.objective.value import explained_variance
-from keel.runs.writer import Session, due
+from keel.runs.writer import RunWriter, due
 from keel.training import non_finite
 from keel.training.evaluator import Evaluator
 from keel.training.evaluator import metrics as evaluation_metrics
@@ -94,7 +93,7 @@ class Loop:
     sampler: Sampler
     prefetcher: RolloutPrefetcher
     evaluator: Evaluator | None
-    session: Session
+    writer: RunWriter
     seed: int
 
 
@@ -129,12 +128,12 @@ class UpdateResult:
 
 def run(loop: Loop, progress: Progress) -> Progress:
     """Train from `progress` to the last step of the stage, or until the run is to stop."""
-    steps, session = loop.schedule.steps, loop.session
-    if progress.before is None and loop.evaluator is not None and not session.interrupted:
+    steps, writer = loop.schedule.steps, loop.writer
+    if progress.before is None and loop.evaluator is not None and not writer.interrupted:
         result = loop.evaluator(progress.step)
-        session.evaluated(progress, result, when="before")
+        writer.evaluated(progress, result, when="before")
         progress = replace(progress, before=result)
-    while progress.step < steps and not session.interrupted:
+    while progress.step < steps and not writer.interrupted:
         start = time.perf_counter()
         number = progress.step + 1
         made = take_step(loop, progress, number)
@@ -152,13 +151,13 @@ def run(loop: Loop, progress: Progress) -> Progress:
         made.metrics["num_tokens"] = float(progress.tokens)
         progress = _evaluate(loop, progress, made)
         seconds = time.perf_counter() - start
-        with session.clock("record"):
+        with writer.clock("record"):
             wanted = due(loop.rollouts_every, number)
             records = rollout_records(made.rollouts, made.batch, made.advantage_N) if wanted else []
-        session.recorded(progress, made.metrics, records, seconds)
-        if session.checkpoint_due(progress, steps, loop.checkpoints):
+        writer.recorded(progress, made.metrics, records, seconds)
+        if writer.checkpoint_due(progress, steps, loop.checkpoints):
             save(loop, progress)
-    if session.interrupted and progress.step == 0:
+    if writer.interrupted and progress.step == 0:
         save(loop, progress)
     return progress
 
@@ -166,13 +165,13 @@ def run(loop: Loop, progress: Progress) -> Progress:
 def take_step(loop: Loop, progress: Progress, number: int) -> StepResult:
     """One step: rollouts with their rewards, the updates on them, and the engines' new weights."""
     algorithm, schedule, beta = loop.algorithm, loop.schedule, progress.beta
-    learner, clock = loop.learner, loop.session.clock
+    learner, clock = loop.learner, loop.writer.clock
     with clock("rollout"):
         rollouts = loop.prefetcher(number)
     metrics = {**rollouts.metrics, "step/tokens": 0.0}
     with loop.prefetcher.prefetch(number + 1, schedule.steps):
         if not rollouts.groups:
-            loop.session.note(f"step {number}: no group had anything to learn from")
+            loop.writer.note(f"step {number}: no group had anything to learn from")
             return StepResult(rollouts, None, None, metrics, beta)
         with clock("score"):
             batch = score(loop, rollouts)
@@ -242,9 +241,9 @@ def update_models(
         try:
             taken.append(update(loop.learner, algorithm, part.batch, progress.beta, rates))
         except NotFinite as error:
-            stage = loop.session.folder.stages[progress.stage]
+            stage = loop.writer.folder.stages[progress.stage]
             non_finite.report(
-                loop.session,
+                loop.writer,
                 non_finite.NonFiniteStep(stage, number, at, error.names),
                 error,
                 action=loop.on_nonfinite,
@@ -332,7 +331,7 @@ def adapted(
 def save(loop: Loop, progress: Progress) -> None:
     """Write a checkpoint."""
     state = state_of(loop, progress)
-    loop.session.checkpoint(progress, state.save, loop.checkpoints, loop.schedule.steps)
+    loop.writer.checkpoint(progress, state.save, loop.checkpoints, loop.schedule.steps)
 
 
 def state_of(loop: Loop, progress: Progress) -> State:
@@ -411,7 +410,7 @@ def _divergence_now(loop: Loop, parts: Sequence[Batch]) -> float:
 
 
 def _trained_advantages(batch: Batch, parts: Sequence[Minibatch]) -> Tensor:
-    """The advantages in the loss, whitened where the algorithm does so; 0 for sequences left out."""
+    """The advantages in the loss, whitened where the algorithm does; 0 for sequences left out."""
     advantage_N = torch.zeros(
         len(batch.target_N), dtype=torch.float64, device=batch.target_N.device
     )
@@ -426,7 +425,7 @@ def _evaluate(loop: Loop, progress: Progress, made: StepResult) -> Progress:
         return progress
     result = loop.evaluator(progress.step)
     made.metrics.update(evaluation_metrics(result))
-    loop.session.evaluated(progress, result, when="after" if last else "during")
+    loop.writer.evaluated(progress, result, when="after" if last else "during")
     mean = result["mean"]  # None where no reward scored
     if mean is not None and (progress.best is None or mean >= progress.best):
         progress = replace(progress, best=result["mean"], best_step=progress.step)

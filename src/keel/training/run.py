@@ -14,15 +14,15 @@ from keel.config.entry import PYTHON, load_entry
 from keel.config.load import load_run_recipe, to_toml
 from keel.config.schema import Recipe
 from keel.models.kernels.build import fingerprint
+from keel.models.loading import describe_model
 from keel.models.policy import load_policy
-from keel.runs import checkpoint
-from keel.runs import lifecycle as opening
+from keel.runs import checkpoint, lifecycle
 from keel.runs.fingerprints import texts
 from keel.runs.layout import RunFolder
 from keel.runs.process import keep_freed
 from keel.runs.records import update_run_json
 from keel.runs.trackers import open_trackers
-from keel.runs.writer import Session
+from keel.runs.writer import RunWriter
 from keel.training.non_finite import keeping_stacks
 from keel.training.recipe_checks import leaks, validate_later_stages
 from keel.training.setup import RunContext
@@ -48,25 +48,27 @@ def train(
 
     With `resume` the folder's newest whole checkpoint is where it goes on, under the folder's own
     recipe. Raises Interrupted, a checkpoint left, when Ctrl-C or SIGTERM came; KeelError for
-    whatever a user can mend.
+    whatever a user can fix.
     """
     if recipe is None and not resume:
         raise KeelError("there is no recipe to run: name one, or resume a run")
     text, name = ("", "") if recipe is None else (to_toml(recipe), recipe.name)
-    place = opening.resumed(folder) if resume else opening.created(text, name, folder, inputs)
+    place = (
+        lifecycle.resume_run(folder) if resume else lifecycle.create_run(text, name, folder, inputs)
+    )
     recipe = load_run_recipe(place.recipe)
     for key, value in texts(tomllib.loads(place.recipe.read_text("utf-8"))):
         if re.fullmatch(rf"{PYTHON}:\w+", value):
             load_entry(value, key)
-    with opening.running(place, resume, callbacks) as (session, start):
+    with lifecycle.run_lifecycle(place, resume, callbacks) as (writer, start):
         progress = Progress(stage=0) if start is None else _begun(start, recipe)
-        session.recorder.event("resumed" if resume else "started", step=progress.step)
-        with keeping_stacks(session):
-            run_stages(recipe, session, progress, start)
+        writer.recorder.event("resumed" if resume else "started", step=progress.step)
+        with keeping_stacks(writer):
+            run_stages(recipe, writer, progress, start)
     return place
 
 
-def run_stages(recipe: Recipe, session: Session, progress: Progress, start: Path | None) -> None:
+def run_stages(recipe: Recipe, writer: RunWriter, progress: Progress, start: Path | None) -> None:
     """Every stage from `progress` on, each from the model before it."""
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
@@ -76,10 +78,17 @@ def run_stages(recipe: Recipe, session: Session, progress: Progress, start: Path
         check_base(policy, recipe.model, start)
         restore_policy(start, policy)
     threads = torch.get_num_threads()
-    opening.declare(session, recipe.name, recipe.seed, threads, REPORTED, fingerprint("decode"))
+    if start is None:
+        writer.callbacks.note(
+            f"model: {describe_model(recipe.model, policy.model)}, {recipe.model.dtype} on "
+            f"{policy.device}; CPU threads: {threads}"
+        )
+    lifecycle.write_metadata(
+        writer, recipe.name, recipe.seed, threads, REPORTED, fingerprint("decode")
+    )
     validate_later_stages(recipe, policy, progress.stage)
     for line in leaks(recipe):
-        session.note(line)
+        writer.note(line)
     for number in range(progress.stage, len(recipe.stages)):
         stage = recipe.stages[number]
         if number > progress.stage:
@@ -87,12 +96,12 @@ def run_stages(recipe: Recipe, session: Session, progress: Progress, start: Path
             progress = Progress(stage=number, tokens=progress.tokens)
         trackers = open_trackers(
             stage.trackers,
-            session.folder,
-            name=session.folder.path.name,
+            writer.folder,
+            name=writer.folder.path.name,
             recipe=recipe.model_dump(mode="json"),
         )
-        context = RunContext(recipe, replace(session, trackers=trackers), policy, start)
-        session.callbacks.stage(stage.name, stage.stage, stage.steps, progress.step)
+        context = RunContext(recipe, replace(writer, trackers=trackers), policy, start)
+        writer.callbacks.stage(stage.name, stage.stage, stage.steps, progress.step)
         try:
             progress = STAGE_KINDS[stage.stage](context, stage, progress)
         finally:
@@ -100,12 +109,12 @@ def run_stages(recipe: Recipe, session: Session, progress: Progress, start: Path
                 tracker.close()
         done = progress.step == stage.steps
         if done:  # a stage that a stop cut short says so at its end, as if it had never stopped
-            update_run_json(session.folder, {"tokens": progress.tokens})
-        if (not done or number + 1 < len(recipe.stages)) and session.stopped():
+            update_run_json(writer.folder, {"tokens": progress.tokens})
+        if (not done or number + 1 < len(recipe.stages)) and writer.stopped():
             return
-    _let_go(recipe, session.folder)
-    update_run_json(session.folder, {"finished": True})
-    session.recorder.event("finished")
+    _let_go(recipe, writer.folder)
+    update_run_json(writer.folder, {"finished": True})
+    writer.recorder.event("finished")
 
 
 def _begun(start: Path, recipe: Recipe) -> Progress:
@@ -121,7 +130,7 @@ def _begun(start: Path, recipe: Recipe) -> Progress:
 
 
 def _let_go(recipe: Recipe, folder: RunFolder) -> None:
-    """Delete the checkpoints that a process which died behind the last one had no time to."""
+    """Delete old checkpoints that a killed process left."""
     best: dict[str, int] = update_run_json(folder, {}).get("best", {})
     known = {
         folder.stages.index(name): step for name, step in best.items() if name in folder.stages

@@ -42,7 +42,7 @@ def write_rows(judge: SampledDataSource, folder: RunFolder, stage: str, make: Ma
     nothing can be learned from the answers.
     """
     choice = judge.choice
-    said = []
+    counts = []
     for side in ("train", "heldout"):
         target = folder.rows(stage, side)
         if target.exists():
@@ -52,14 +52,14 @@ def write_rows(judge: SampledDataSource, folder: RunFolder, stage: str, make: Ma
         if not rows:
             raise KeelError(
                 f"stage {stage!r}: the {len(prompts)} {side} prompts gave no row to learn from, "
-                "since the rewards said the same of all answers to a prompt, or nothing: raise "
-                "sampled.group_size or sampled.temperature, or mend sampled.rewards"
+                "since all answers to a prompt have the same reward, or none: raise "
+                "sampled.group_size or sampled.temperature, or fix sampled.rewards"
             )
         make_folder(target.parent)
         lines = [json.dumps(row, ensure_ascii=False, sort_keys=True) for row in rows]
         write_text(target, "\n".join(lines) + "\n")
-        said.append(f"{len(rows)} {side} rows from {len(prompts)} prompts")
-    return "; ".join(said)
+        counts.append(f"{len(rows)} {side} rows from {len(prompts)} prompts")
+    return "; ".join(counts)
 
 
 def pairs(

@@ -16,7 +16,7 @@ from keel.config.seeds import derive
 from keel.config.sources import Prompts, Rewards, TaskSource
 from keel.config.stage import StageConfig
 from keel.data.tasks import PromptStream, build_tasks, heldout, stored
-from keel.learn.custom import check_entries
+from keel.learn.advantages import check_entries
 from keel.learn.learner import Learner
 from keel.learn.optimizer import AdamW, trainable
 from keel.learn.token_budget import TokenBudget
@@ -30,7 +30,7 @@ from keel.rewards.registry import NamedReward
 from keel.rewards.scorer import Scorer
 from keel.runs.layout import RunFolder
 from keel.runs.quarantine import LeftOut, counted, write_quarantine
-from keel.runs.writer import Session
+from keel.runs.writer import RunWriter
 from keel.training.rl import LossConfig, Schedule
 from keel.training.state import (
     Progress,
@@ -50,13 +50,13 @@ class RunContext:
     """The recipe of a run, its writer, its policy, and the checkpoint to resume from."""
 
     recipe: Recipe
-    session: Session
+    writer: RunWriter
     policy: Policy
     resume_from: Path | None
 
     @property
     def folder(self) -> RunFolder:
-        return self.session.folder
+        return self.writer.folder
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +96,7 @@ def open_prompts(
         longest_prompt(prompts.max_tokens, run.policy.context, max_tokens),
         prompts.chat_template,
         forgiven=lenient,
-        note=run.session.note,
+        note=run.writer.note,
         raw=raw_tasks(tasks, sources),
         served=run.policy.served,
     )
@@ -135,7 +135,7 @@ def _quarantine_prompts(
     target = run.folder.quarantine / f"{stage}-prompts.jsonl"
     write_quarantine(target, left)
     if left and run.resume_from is None:
-        run.session.note(f"{stage}: rows left out: {counted(left)} (quarantine/{target.name})")
+        run.writer.note(f"{stage}: rows left out: {counted(left)} (quarantine/{target.name})")
 
 
 def loss_config(stage: RLStage) -> LossConfig:
@@ -177,14 +177,14 @@ def supervised_loop(
         schedule=stage.optimizer,
         on_nonfinite=stage.on_nonfinite,
         checkpoints=stage.checkpoints,
-        session=run.session,
-        **{"budget": token_budget(stage, progress, run.session), **parts},
+        writer=run.writer,
+        **{"budget": token_budget(stage, progress, run.writer), **parts},
     )
 
 
-def token_budget(stage: StageConfig, progress: Progress, session: Session) -> TokenBudget:
+def token_budget(stage: StageConfig, progress: Progress, writer: RunWriter) -> TokenBudget:
     """The stage's token budget, or what has fitted into memory since, where that is less."""
-    budget = TokenBudget(stage.token_budget, session.note)
+    budget = TokenBudget(stage.token_budget, writer.note)
     budget.tokens = min(progress.token_budget or budget.asked, budget.asked)
     return budget
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -19,17 +20,18 @@ from keel.analysis.plots import reward_curve
 from keel.analysis.reward_plots import over_optimisation_picture
 from keel.config.entry import load_entry
 from keel.config.objective import explain_stage
-from keel.config.schema import RLStage, SFTStage
+from keel.config.schema import Recipe, RLStage, SFTStage
 from keel.config.seeds import derive
 from keel.config.sources import LEARNED
 from keel.engines.registry import build_engine
 from keel.learn.optimizer import AdamW, trainable
+from keel.models.loading import describe_model
 from keel.models.policy import frozen_copy
 from keel.rewards.judge.reward import Judge
 from keel.runs.files import make_folder
 from keel.runs.reader import load
 from keel.runs.records import update_run_json
-from keel.runs.writer import Session
+from keel.runs.writer import RunWriter
 from keel.training import rl, supervised
 from keel.training.evaluator import Evaluator
 from keel.training.evaluator import metrics as evaluation_metrics
@@ -82,7 +84,7 @@ def train_sft(run: RunContext, stage: SFTStage, progress: Progress) -> Progress:
 
 def train_rl(run: RunContext, stage: RLStage, progress: Progress) -> Progress:
     """Reinforcement learning; plots the reward curve at its end."""
-    recipe, session = run.recipe, run.session
+    recipe, writer = run.recipe, run.writer
     seed = derive(recipe.seed, stage.name)
     # With prefetched rollouts the engine has weights of its own; copied before the learner adds
     # the reference's adapter to the policy.
@@ -92,15 +94,15 @@ def train_rl(run: RunContext, stage: RLStage, progress: Progress) -> Progress:
         recipe.model,
         run.policy,
         seed,
-        token_budget(stage, progress, session),
+        token_budget(stage, progress, writer),
         run.resume_from,
     )
     if run.resume_from is None and stage.algorithm.divergence is not None:
         progress = replace(progress, beta=stage.algorithm.divergence.beta)
     objective = explain_stage(stage, lora=recipe.model.lora is not None)
-    update_run_json(session.folder, {"objective": objective.unicode()})
+    update_run_json(writer.folder, {"objective": objective.unicode()})
     if stage.ratio_stays_one and run.resume_from is None:
-        session.note(
+        writer.note(
             f"{stage.name}: with one optimizer step a batch (epochs = 1, minibatches = 1) the "
             "importance ratio stays 1, so neither its bounds nor a divergence to the old policy "
             "act: set minibatches or epochs higher"
@@ -110,10 +112,11 @@ def train_rl(run: RunContext, stage: RLStage, progress: Progress) -> Progress:
         progress = rl.run(loop, progress)
         for function in loop.sampler.scorer.functions:
             if isinstance(function.function, Judge):
-                session.note(f"{stage.name}: {paid(function.function)}")
-    plot_rewards(session, stage, progress, title=recipe.name)
+                writer.note(f"{stage.name}: {paid(function.function)}")
+    title, subtitle = titles(recipe, stage, run.policy.model)
+    plot_rewards(writer, stage, progress, title, subtitle)
     names = [function.name for function in loop.sampler.scorer.functions]
-    plot_over_optimisation(session, stage, names, title=recipe.name)
+    plot_over_optimisation(writer, stage, names, title)
     return progress
 
 
@@ -185,27 +188,36 @@ def build_loop(
         sampler=sampler,
         prefetcher=prefetcher,
         evaluator=evaluator,
-        session=run.session,
+        writer=run.writer,
         seed=seed,
     )
 
 
-def plot_rewards(session: Session, stage: RLStage, progress: Progress, title: str) -> None:
+def titles(recipe: Recipe, stage: RLStage, model: PreTrainedModel) -> tuple[str, str]:
+    """A plot's title (recipe and tasks) and subtitle (algorithm, model with its size, seed)."""
+    tasks = ", ".join(Path(task.path).name if task.path else task.name for task in stage.tasks)
+    algorithm = stage.algorithm.preset or "an algorithm of its own"
+    return (
+        f"{recipe.name}: {tasks}",
+        f"{algorithm}, {describe_model(recipe.model, model)}, seed {recipe.seed}",
+    )
+
+
+def plot_rewards(
+    writer: RunWriter, stage: RLStage, progress: Progress, title: str, subtitle: str
+) -> None:
     """The reward over the steps, and validation accuracy, also that before the first step."""
-    rows = load(session.folder.path).metrics(stage.name)
+    rows = load(writer.folder.path).metrics(stage.name)
     if rows:
         before = progress.before
         first = {} if before is None else evaluation_metrics(dict(before))
-        subtitle = stage.algorithm.preset
-        reward_curve(
-            session.folder.curve, [{"step": 0, **first}, *rows], title=title, subtitle=subtitle
-        )
+        reward_curve(writer.folder.curve, [{"step": 0, **first}, *rows], title, subtitle)
 
 
 def plot_over_optimisation(
-    session: Session, stage: RLStage, names: Sequence[str], title: str
+    writer: RunWriter, stage: RLStage, names: Sequence[str], title: str
 ) -> None:
-    """Learned rewards, and one of weight 0, against KL, where a stage has both."""
+    """Learned rewards, and one of weight 0, against KL, where a stage has both and KL grew."""
     sources = list(zip(names, stage.rewards.functions, strict=False))
     proxies = {n: s.weight for n, s in sources if s.function in LEARNED and s.weight}
     watching = [n for n, s in sources if not s.weight]
@@ -214,10 +226,10 @@ def plot_over_optimisation(
     divergence = stage.algorithm.divergence
     held = "" if divergence is None else f", β = {divergence.beta:g}"
     label = f"{stage.algorithm.preset}{held}"
-    rows = load(session.folder.path).metrics(stage.name)
+    rows = load(writer.folder.path).metrics(stage.name)
     found = optimisation_of(rows, proxies, watching[0], label)
-    if found is not None:
-        target = session.folder.pictures / f"{stage.name}-over-optimisation.png"
+    if found is not None and found.moved:
+        target = writer.folder.pictures / f"{stage.name}-over-optimisation.png"
         make_folder(target.parent)
         subtitle = f"learned from: {', '.join(proxies)}; watching: {watching[0]}"
         over_optimisation_picture([found], target, title, subtitle)

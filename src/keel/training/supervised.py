@@ -24,7 +24,7 @@ from keel.learn.token_budget import LESS, TokenBudget, oom_context
 from keel.models.packed import PackedSizes
 from keel.models.policy import Policy
 from keel.models.reference import Reference
-from keel.runs.writer import Session, due
+from keel.runs.writer import RunWriter, due
 from keel.training import non_finite
 from keel.training.judged_data import E, of_step, sizes_of
 from keel.training.reward_metrics import Measured
@@ -91,7 +91,7 @@ class SupervisedLoop(Generic[B]):
     budget: TokenBudget
     on_nonfinite: OnNonfinite
     checkpoints: Checkpoints
-    session: Session
+    writer: RunWriter
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
     reference: Reference | None = None
     evaluate: Callable[[], Measured] | None = None
@@ -101,12 +101,12 @@ class SupervisedLoop(Generic[B]):
 
 def run(loop: SupervisedLoop[Any], progress: Progress) -> Progress:
     """Train from `progress` to the last step of the stage, or until the run is to stop."""
-    session = loop.session
-    if progress.before is None and loop.evaluate is not None and not session.interrupted:
+    writer = loop.writer
+    if progress.before is None and loop.evaluate is not None and not writer.interrupted:
         before = evaluated(loop.evaluate)
-        session.measured(progress, before.as_dict(), "before")
+        writer.measured(progress, before.as_dict(), "before")
         progress = replace(progress, before=before.headline())
-    while progress.step < loop.steps and not session.interrupted:
+    while progress.step < loop.steps and not writer.interrupted:
         start = time.perf_counter()
         number = progress.step + 1
         step = take_step(loop, progress, number)
@@ -124,17 +124,17 @@ def run(loop: SupervisedLoop[Any], progress: Progress) -> Progress:
         last = number == loop.steps
         result: Measured | None = None
         if loop.evaluate is not None and (last or due(loop.evaluate_every, number)):
-            with session.clock("evaluate"):
+            with writer.clock("evaluate"):
                 result = evaluated(loop.evaluate)
             metrics |= {f"eval/{name}": value for name, value in result.headline().items()}
-            session.measured(progress, result.as_dict(), "after" if last else "during")
-        session.recorded(progress, metrics, [], time.perf_counter() - start)
+            writer.measured(progress, result.as_dict(), "after" if last else "during")
+        writer.recorded(progress, metrics, [], time.perf_counter() - start)
         if last and result is not None and loop.plot is not None:
             # Before the checkpoint: a run that is killed after it does not come here again.
             loop.plot(result)
-        if session.checkpoint_due(progress, loop.steps, loop.checkpoints):
+        if writer.checkpoint_due(progress, loop.steps, loop.checkpoints):
             save(loop, progress)
-    if session.interrupted and progress.step == 0:
+    if writer.interrupted and progress.step == 0:
         save(loop, progress)
     return progress
 
@@ -147,17 +147,17 @@ def evaluated(evaluate: Callable[[], Measured]) -> Measured:
 
 def take_step(loop: SupervisedLoop[Any], progress: Progress, number: int) -> GradientStep:
     """One optimizer step on the batch of a step, or none where it would not be finite."""
-    with loop.session.clock("data"):
+    with loop.writer.clock("data"):
         batch = loop.examples.batch(number)
     rate = learning_rate(loop.schedule, number - 1, loop.steps)
-    with loop.session.clock("update"):
+    with loop.writer.clock("update"):
         try:
             step = update(loop, batch, rate)
         except NotFinite as error:
             loop.optimizer.clear()
-            stage = loop.session.folder.stages[progress.stage]
+            stage = loop.writer.folder.stages[progress.stage]
             non_finite.report(
-                loop.session,
+                loop.writer,
                 non_finite.NonFiniteStep(stage, number, 0, error.names),
                 error,
                 action=loop.on_nonfinite,
@@ -188,7 +188,7 @@ def save(loop: SupervisedLoop[Any], progress: Progress) -> None:
     """Write a checkpoint."""
     optimizers = {"optimizer": loop.optimizer}
     state = State(progress, loop.policy, optimizers, loop.modules, loop.reference)
-    loop.session.checkpoint(progress, state.save, loop.checkpoints, loop.steps)
+    loop.writer.checkpoint(progress, state.save, loop.checkpoints, loop.steps)
 
 
 def _diagnose(loop: SupervisedLoop[Any], batch: Any) -> tuple[Cause, str]:

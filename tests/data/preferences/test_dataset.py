@@ -12,9 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from keel.config.preference_data import PreferenceData
-from keel.data.preferences.dataset import read_labelled, read_pairs, read_steps
+from keel.data.preferences.dataset import Sides, read_labelled, read_pairs, read_steps, sides_of
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
-from keel.data.preferences.split import Sides, sides_of
 from keel.types import KeelError
 from tests.data.tasks.made import jsonl
 from tests.shared import shared_path
@@ -27,7 +26,7 @@ USER = {"role": "user", "content": "Hi"}
 SYSTEM = {"role": "system", "content": "Be kind."}
 
 
-def said(text: str) -> dict[str, str]:
+def message(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
@@ -192,21 +191,27 @@ def test_a_pair_of_texts(tmp_path: Path) -> None:
     [
         # The prompt as messages, the answers as a turn, or as text.
         (
-            {"prompt": [SYSTEM, USER], "chosen": [said("a")], "rejected": [said("b")]},
+            {"prompt": [SYSTEM, USER], "chosen": [message("a")], "rejected": [message("b")]},
             [SYSTEM, USER],
         ),
         ({"prompt": [USER], "chosen": "a", "rejected": "b"}, [USER]),
         # A text before turns is the user's.
-        ({"prompt": "Hi", "chosen": [said("a")], "rejected": [said("b")]}, [USER]),
+        ({"prompt": "Hi", "chosen": [message("a")], "rejected": [message("b")]}, [USER]),
         # Implicit: whole conversations.
-        ({"chosen": [USER, said("a")], "rejected": [USER, said("b")]}, [USER]),
+        ({"chosen": [USER, message("a")], "rejected": [USER, message("b")]}, [USER]),
         (
-            {"chosen": [SYSTEM, USER, said("a")], "rejected": [SYSTEM, USER, said("b")]},
+            {"chosen": [SYSTEM, USER, message("a")], "rejected": [SYSTEM, USER, message("b")]},
             [SYSTEM, USER],
         ),
         # Both: the prompt stands in the conversation already.
-        ({"prompt": "Hi", "chosen": [USER, said("a")], "rejected": [USER, said("b")]}, [USER]),
-        ({"prompt": [USER], "chosen": [USER, said("a")], "rejected": [USER, said("b")]}, [USER]),
+        (
+            {"prompt": "Hi", "chosen": [USER, message("a")], "rejected": [USER, message("b")]},
+            [USER],
+        ),
+        (
+            {"prompt": [USER], "chosen": [USER, message("a")], "rejected": [USER, message("b")]},
+            [USER],
+        ),
     ],
 )
 def test_pairs_of_messages(tmp_path: Path, row: dict[str, Any], prompt: list[Any]) -> None:
@@ -223,7 +228,10 @@ P = GOOD[read_pairs]
     [
         ({"prompt": "p", "chosen": "a", "rejectd": "b"}, "column 'rejected': did you mean"),
         ({"chosen": "a", "rejected": "b"}, "no column 'prompt', and 'chosen' is a text: add"),
-        ({"chosen": [said("a")], "rejected": [said("b")]}, "'chosen' is one turn: add the column"),
+        (
+            {"chosen": [message("a")], "rejected": [message("b")]},
+            "'chosen' is one turn: add the column",
+        ),
         ({**P, "prompt": " "}, "column 'prompt' = ' ': the prompt is empty: leave the row out"),
         ({**P, "prompt": 3}, "column 'prompt' = 3: give a text or messages"),
         ({**P, "prompt": []}, "column 'prompt' = []: give a text or messages"),
@@ -238,17 +246,20 @@ P = GOOD[read_pairs]
         ({**P, "chosen": [{"role": "assistant", "content": [1]}]}, "each content a text"),
         ({**P, "chosen": [{"content": "a"}]}, "each content a text"),
         ({**P, "chosen": [USER]}, "the last message must be the assistant's"),
-        ({**P, "chosen": [said("a")]}, "column 'rejected' = 'b': give it in the form of 'chosen'"),
         (
-            {"chosen": [USER, said("a")], "rejected": [SYSTEM, USER, said("b")]},
+            {**P, "chosen": [message("a")]},
+            "column 'rejected' = 'b': give it in the form of 'chosen'",
+        ),
+        (
+            {"chosen": [USER, message("a")], "rejected": [SYSTEM, USER, message("b")]},
             "its turns before the last are not those of 'chosen'",
         ),
         (
-            {"prompt": "Ho", "chosen": [USER, said("a")], "rejected": [USER, said("b")]},
+            {"prompt": "Ho", "chosen": [USER, message("a")], "rejected": [USER, message("b")]},
             "column 'prompt' = 'Ho': it is not what the turns of 'chosen' begin with",
         ),
         (
-            {"prompt": [SYSTEM], "chosen": [USER, said("a")], "rejected": [USER, said("b")]},
+            {"prompt": [SYSTEM], "chosen": [USER, message("a")], "rejected": [USER, message("b")]},
             "it is not what the turns of 'chosen' begin with",
         ),
         ({**P, "rejected": "a"}, "the same text and probability is 1: set probability to 0.5"),
@@ -294,7 +305,7 @@ def test_empty_answers_are_dropped_or_kept_where_one_says_so(tmp_path: Path) -> 
 def test_labelled_answers(tmp_path: Path, label: Any, value: float) -> None:
     row = {"prompt": "p", "completion": "a", "label": label}
     assert one(tmp_path, read_labelled, row) == Labelled("jsonl:one/0", "p", "a", value)
-    row = {"completion": [USER, said("a")], "label": label}
+    row = {"completion": [USER, message("a")], "label": label}
     found = one(tmp_path, read_labelled, row)
     assert (list(found.prompt), found.completion, found.label) == ([USER], "a", value)
 
@@ -411,17 +422,17 @@ def test_every_kind_of_source_gives_the_same(tmp_path: Path) -> None:
         "            yield {**json.loads(line), 'margin': seed}\n"
     )
 
-    def told(sides: Sides[Preference]) -> list[list[tuple[Any, ...]]]:
+    def printed(sides: Sides[Preference]) -> list[list[tuple[Any, ...]]]:
         return [
             [(p.prompt, p.chosen, p.rejected, p.probability) for p in side]
             for side in (sides.train, sides.heldout)
         ]
 
-    want = told(read_pairs(of(path)))
-    assert told(read_pairs(of(str(tmp_path / "rows.parquet"), "parquet"))) == want
+    want = printed(read_pairs(of(path)))
+    assert printed(read_pairs(of(str(tmp_path / "rows.parquet"), "parquet"))) == want
     source = PreferenceData(name=f"{tmp_path}/made.py:rows", options={"path": path})
     made = read_pairs(source, seed=3)
-    assert told(made) == want
+    assert printed(made) == want
     assert made.train[0].margin == 3.0
     assert read_pairs(source).train[0].margin == 0.0
     own = source.model_copy(update={"options": {"path": path, "seed": 7}})
@@ -471,7 +482,7 @@ def test_columns_by_the_files_own_names(tmp_path: Path) -> None:
         ({"name": "{dir}/made.py:text"}, "returns a str: return rows of dicts"),
         ({"name": "{dir}/made.py:table"}, "returns a dict: return rows of dicts"),
         ({"name": "{dir}/made.py:lists"}, "row 1 is a list, not a dict of columns"),
-        ({"name": "{dir}/made.py:mended"}, "mend the file"),
+        ({"name": "{dir}/made.py:read_as_text"}, "fix the file"),
         ({"name": "{dir}/made.py:text", "options": {"n": 1}}, "unknown option 'n'"),
     ],
 )
@@ -485,7 +496,7 @@ def test_bad_sources_are_refused(tmp_path: Path, keys: dict[str, Any], line: str
         "def text(): return 'rows'\n"
         "def table(): return {'prompt': []}\n"
         "def lists(): return [[1]]\n"
-        "def mended(): raise KeelError('mend the file')\n"
+        "def read_as_text(): raise KeelError('fix the file')\n"
     )
     keys = {**keys, "name": keys["name"].replace("{dir}", str(tmp_path))}
     with pytest.raises(KeelError) as error:

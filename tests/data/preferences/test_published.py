@@ -11,9 +11,20 @@ from typing import Any
 import pytest
 
 from keel.data.preferences.agreement import cohen_kappa, count_votes, fleiss_kappa
-from keel.data.preferences.annotated import FIRST, SECOND, TIE, Annotated
-from keel.data.preferences.llmbar import SETS, is_llmbar, read_llmbar
-from keel.data.preferences.pandalm import TEST_SET, PandaLMJudge, compare, read_judges, read_pandalm
+from keel.data.preferences.published import (
+    FIRST,
+    SECOND,
+    SETS,
+    TEST_SET,
+    TIE,
+    Annotated,
+    PandaLMJudge,
+    compare,
+    is_llmbar,
+    read_judges,
+    read_llmbar,
+    read_pandalm,
+)
 from keel.data.preferences.schema import Preference
 from keel.types import KeelError
 from tests.shared import shared_path
@@ -89,7 +100,7 @@ def test_a_row_of_pandalm(tmp_path: Path) -> None:
     found = read_pandalm(path)
     assert found.rows[0] == Annotated("pandalm/4", "Say\n\nit", ("one", "two"), (2, 2, 0))
     assert found.rows[1] == Annotated("pandalm/5", "Say", ("one", "True"), (2, 2, 0))
-    assert found.mended == 1
+    assert found.read_as_text == 1
     assert read_pandalm(tmp_path) == found
 
 
@@ -130,7 +141,7 @@ def test_a_judge_beside_the_majority() -> None:
 @pytest.mark.parametrize(
     ("rows", "line"),
     [
-        ([{**ROW, "annotator2": 3}], "row 1: annotator2 = 3 is none of 0, 1, 2: mend the file"),
+        ([{**ROW, "annotator2": 3}], "row 1: annotator2 = 3 is none of 0, 1, 2: fix the file"),
         ([{**ROW, "annotator2": True}], "annotator2 = True is none of 0, 1, 2"),
         ([{**ROW, "response1": None}], "row 1: response1 = None is not a text"),
         ([ROW, {**ROW, "idx": "5"}], "row 2: idx = '5' is no whole number"),
@@ -192,7 +203,7 @@ def test_pandalms_people_agree_as_published() -> None:
 def test_pandalms_models_beside_its_people() -> None:
     folder = shared_path("data/pandalm")
     found = read_pandalm(folder)
-    assert found.mended == 6
+    assert found.read_as_text == 6
     assert sum(row.is_empty for row in found.rows) == 54
     assert sum(len(set(row.votes)) > 1 for row in found.rows) == 120
     judges = {judge.name: judge for judge in read_judges(folder, found.rows)}
@@ -200,21 +211,21 @@ def test_pandalms_models_beside_its_people() -> None:
     assert (gpt.unusable, panda.unusable) == (25, 0)
     # Counted by a loop over the raw files, apart from the code.
     raw = json.loads((folder / TEST_SET).read_text(encoding="utf-8"))
-    said = json.loads((folder / f"gpt-3.5-turbo-{TEST_SET}").read_text(encoding="utf-8"))
+    message = json.loads((folder / f"gpt-3.5-turbo-{TEST_SET}").read_text(encoding="utf-8"))
     right = usable = 0
-    for row, verdict in zip(raw, said, strict=True):
+    for row, verdict in zip(raw, message, strict=True):
         votes = [row[f"annotator{n}"] for n in (1, 2, 3)]
         usable += verdict["gpt_result"] != "garbage"
         meant = {"1": 1, "2": 2, "Tie": 0, "garbage": -1}[verdict["gpt_result"]]
         right += votes.count(meant) >= 2
-    beside = compare(gpt, found.rows)
-    assert (beside.accuracy.n, beside.accuracy.value) == (usable, right / usable)
-    assert beside.accuracy_of_all.value == right / 999
-    assert beside.kappa.value == pytest.approx(0.493, abs=5e-4)
-    beside = compare(panda, found.rows)
-    assert beside.accuracy.value == pytest.approx(0.668, abs=5e-4)
-    assert beside.kappa.value == pytest.approx(0.435, abs=5e-4)
-    assert beside.split == 0
+    others = compare(gpt, found.rows)
+    assert (others.accuracy.n, others.accuracy.value) == (usable, right / usable)
+    assert others.accuracy_of_all.value == right / 999
+    assert others.kappa.value == pytest.approx(0.493, abs=5e-4)
+    others = compare(panda, found.rows)
+    assert others.accuracy.value == pytest.approx(0.668, abs=5e-4)
+    assert others.kappa.value == pytest.approx(0.435, abs=5e-4)
+    assert others.split == 0
 
 
 # ---------------------------------------------------------------- LLMBar
@@ -244,7 +255,7 @@ def test_rows_of_llmbar(tmp_path: Path) -> None:
 
 
 def published(root: Path) -> Path:
-    """LLMBar's folder as its repository has it: one name for all, verdicts and others beside."""
+    """LLMBar's folder as its repository has it: one name for all, verdicts next to it."""
     for name in SETS:
         folder = root / "LLMBar" / ("" if name == "Natural" else "Adversarial") / name
         (folder / "evaluators" / "GPT-4" / "CoT").mkdir(parents=True)

@@ -15,7 +15,7 @@ from keel.types import Completion, Prompt, Side
 
 
 def completion(text: str, length: int | None = None) -> Completion:
-    """A completion that says `text` in `length` tokens (one a character unless told)."""
+    """A completion that says `text` in `length` tokens (one a character unless given)."""
     n = len(text) if length is None else length
     return Completion(
         tokens=np.arange(n, dtype=np.int64),

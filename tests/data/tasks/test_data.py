@@ -120,8 +120,8 @@ def test_messages_and_system(tmp_path: Path) -> None:
         task = build("jsonl", path=path, prompt=template)
         contents = [list(task.prompt(s, 0).content) for s in ("train", "heldout")]
         assert turns in contents
-    told = build("jsonl", path=path, prompt="chat", system="Be kind.").prompt("train", 0)
-    assert [t["role"] for t in told.content] == ["system", "user"]  # type: ignore[index]
+    printed = build("jsonl", path=path, prompt="chat", system="Be kind.").prompt("train", 0)
+    assert [t["role"] for t in printed.content] == ["system", "user"]  # type: ignore[index]
     rows = [{"chat": [{"role": "system", "content": "x"}, *turns]}]
     with pytest.raises(KeelError, match=r"chat\.jsonl:1: the messages begin with a system"):
         build("jsonl", path=jsonl(tmp_path / "chat.jsonl", rows), prompt="chat", system="y")

@@ -130,12 +130,12 @@ def test_files_mean_nothing_to_a_generator() -> None:
 def test_system_and_template_make_a_conversation() -> None:
     plain = build_task(source("addition"), seed=0).prompt("train", 5)
     task = build_task(source("addition", system="Be brief.", prompt="What is {prompt}"), seed=0)
-    told = task.prompt("train", 5)
-    assert told.content == (
+    printed = task.prompt("train", 5)
+    assert printed.content == (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": f"What is {plain.content}"},
     )
-    assert task.gold(told) == plain.columns["answer"]
+    assert task.gold(printed) == plain.columns["answer"]
     bare = build_task(source("addition", system=""), seed=0).prompt("train", 5)
     assert bare.content == ({"role": "user", "content": plain.content},)
 
@@ -155,10 +155,10 @@ def test_demonstrations() -> None:
     rng = np.random.default_rng(0)
     prompt = Prompt("p", "x")
     assert demonstrations.gold(prompt, "0137", rng) == "0137"
-    said = [demonstrations.careless(prompt, "0137", rng) for _ in range(2_000)]
-    assert set(said) == {"0137", "7130"}
+    message = [demonstrations.careless(prompt, "0137", rng) for _ in range(2_000)]
+    assert set(message) == {"0137", "7130"}
     # Binomial(2000, 0.6): standard deviation 0.011; five of them.
-    assert abs(said.count("7130") / 2_000 - 0.6) < 0.055
+    assert abs(message.count("7130") / 2_000 - 0.6) < 0.055
     assert demonstrations.careless(prompt, "7", rng) == "7"
 
 

@@ -76,13 +76,13 @@ def test_prompts_do_not_depend_on_the_hash_seed_or_shared_streams(process: GymPr
     )
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
     )
     random.seed(99)
     before = random.getstate()
     task = make(name, process)
-    assert told.stdout.strip() == str([task.prompt("train", i).content for i in range(3)])
+    assert printed.stdout.strip() == str([task.prompt("train", i).content for i in range(3)])
     assert random.getstate() == before
 
 
@@ -95,7 +95,7 @@ def test_its_own_scorer_judges(process: GymProcess) -> None:
     assert task.score(prompt, completion(f"<think>1+1</think><answer>{gold}</answer>")) == 1.0
     partial = task.score(prompt, completion("1 + 1"))
     assert 0.0 <= partial < 1.0
-    # A task made anew scores a prompt that it did not draw itself.
+    # A task made again scores a prompt that it did not draw itself.
     assert make("countdown", process, seed=3).score(prompt, completion(gold)) == 1.0
 
 

@@ -1,4 +1,4 @@
-"""Rows that are left out: which, where they are kept, and what is said of them."""
+"""Rows that are left out: which, where they are kept, and how they are reported."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_bad_rows_stand_aside_with_line_reason_and_row(tmp_path: Path) -> None:
         assert row.reason.startswith(f"{path}:{row.line}: {reason}")
         text = line.decode("utf-8", "backslashreplace") if isinstance(line, bytes) else line
         assert row.row == (text if number < UNREAD else json.loads(text))
-    # Ids are numbers of the row in its file, whether or not another row is mended.
+    # Ids are numbers of the row in its file, whether or not another row is fixed.
     ids = {task.prompt(s, 0).id for s in ("train", "heldout")}
     assert {i.rsplit("/", 1)[1] for i in ids} == {"0", str(len(BAD) + 1)}
 
@@ -110,8 +110,8 @@ def test_a_byte_order_mark_and_other_line_ends_are_no_fault(tmp_path: Path) -> N
     (tmp_path / "rows.jsonl").write_bytes(rows)
     task = data_task(path=str(tmp_path / "rows.jsonl"))
     assert used(task) == [1, 3, 4]
-    said = {task.prompt(s, i).content for s in task.sides for i in range(task.size(s))}
-    assert said == {"a", "b", "😀"}
+    message = {task.prompt(s, i).content for s in task.sides for i in range(task.size(s))}
+    assert message == {"a", "b", "😀"}
 
 
 def test_a_row_without_a_gold_answer_is_bad_where_one_is_named(tmp_path: Path) -> None:
@@ -229,11 +229,11 @@ def test_the_file_holds_any_row(tmp_path: Path) -> None:
     rows += [{"n": 10**5000}, [Sullen(), (1, 2)]]
     target = tmp_path / "quarantine" / "rl-rows.jsonl"
     write_quarantine(target, [LeftOut("f", n, f"why\n{n}", row) for n, row in enumerate(rows, 1)])
-    said = read(target)
-    assert [list(one) for one in said] == [["source", "line", "reason", "row"]] * len(rows)
-    assert [one["line"] for one in said] == list(range(1, len(rows) + 1))
-    assert said[1]["reason"] == "why 2"
-    kept = [one["row"] for one in said]
+    message = read(target)
+    assert [list(one) for one in message] == [["source", "line", "reason", "row"]] * len(rows)
+    assert [one["line"] for one in message] == list(range(1, len(rows) + 1))
+    assert message[1]["reason"] == "why 2"
+    kept = [one["row"] for one in message]
     assert kept[:2] == [{"a": 1}, "text"]
     assert kept[2:5] == [{"x": "nan"}, {"1": "b'x'"}, {"s": "\ud800"}]
     assert kept[5] == "[[...]]"
@@ -280,10 +280,10 @@ def test_a_run_leaves_its_rows_where_they_can_be_read(tmp_path: Path) -> None:
     for name in ("a", "b"):
         train(recipe({**SFT, **tasks(path, **QUARANTINE)}), tmp_path / name)
     kept = tmp_path / "a" / "quarantine" / "sft-prompts.jsonl"
-    said = read(kept)
-    assert [(row["line"], row["row"]) for row in said] == [(9, odd[2]), (7, odd[0]), (8, odd[1])]
-    assert "holds 'é', which the tokenizer does not know" in said[1]["reason"]
-    assert "is 20 tokens long, more than the 8 allowed" in said[2]["reason"]
+    message = read(kept)
+    assert [(row["line"], row["row"]) for row in message] == [(9, odd[2]), (7, odd[0]), (8, odd[1])]
+    assert "holds 'é', which the tokenizer does not know" in message[1]["reason"]
+    assert "is 20 tokens long, more than the 8 allowed" in message[2]["reason"]
     assert kept.read_bytes() == (tmp_path / "b" / "quarantine" / kept.name).read_bytes()
     assert notes(tmp_path / "a") == [
         "sft: rows left out: 2 that cannot be read, 1 too long (quarantine/sft-prompts.jsonl)"
@@ -333,11 +333,11 @@ def test_a_reward_model_leaves_its_rows_where_they_can_be_read(tmp_path: Path) -
         train(recipe({**stage, "data": data}), tmp_path / "stopped")
     train(recipe({**stage, "data": {**data, **QUARANTINE}}), tmp_path / "run")
     kept = tmp_path / "run" / "quarantine" / "reward_model-rows.jsonl"
-    said = {row["line"]: row for row in read(kept)}
-    assert {line: row["row"] for line, row in said.items()} == dict(zip(range(10, 14), odd))  # noqa: B905
-    assert "rows.jsonl:10: the answer of jsonl:rows/9 holds 'é'" in said[10]["reason"]
-    assert said[11]["reason"] == f"{path}:11: 33 tokens, more than 12"
-    assert said[13]["reason"] == f"{path}:13: an answer is empty"
+    message = {row["line"]: row for row in read(kept)}
+    assert {line: row["row"] for line, row in message.items()} == dict(zip(range(10, 14), odd))  # noqa: B905
+    assert "rows.jsonl:10: the answer of jsonl:rows/9 holds 'é'" in message[10]["reason"]
+    assert message[11]["reason"] == f"{path}:11: 33 tokens, more than 12"
+    assert message[13]["reason"] == f"{path}:13: an answer is empty"
     (note,) = notes(tmp_path / "run")
     assert note == (
         "reward_model: rows left out: 1 longer than 12 tokens, 1 with an empty answer, 2 that "
@@ -370,10 +370,10 @@ def test_the_command_line_says_the_same(
         "keel: error: rows.jsonl:3: a JSON int, not an object: one {…} a line\n"
     )
     assert main(["train", "a\x1b[31m\u202e" + "x" * 9_999 + ".toml"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert len(said) < 2_100
-    assert said[:-1].isprintable()
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert len(message) < 2_100
+    assert message[:-1].isprintable()
 
 
 def test_a_prompt_that_is_too_long_stops_no_run(tmp_path: Path) -> None:

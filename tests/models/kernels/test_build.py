@@ -53,7 +53,7 @@ def test_it_is_compiled_once_and_kept(tmp_path: Path) -> None:
     assert Path(first[0]).parent.stat().st_mode & 0o077 == 0
     assert loaded(tmp_path / "cache", CC=str(compiler)) == first
     assert (tmp_path / "calls").read_text() == f"{calls}called\n"
-    # Nothing is left beside it.
+    # Nothing is left next to it.
     assert len(list(Path(first[0]).parent.iterdir())) == 1
 
 
@@ -61,7 +61,7 @@ def test_it_is_compiled_once_and_kept(tmp_path: Path) -> None:
 def test_what_is_damaged_is_made_again(tmp_path: Path) -> None:
     first = loaded(tmp_path)
     whole = Path(first[0]).read_bytes()
-    # Cut behind its headers it would load, and end the process at the first call.
+    # Cut after its headers it would load, and end the process at the first call.
     for content in (b"", whole[:64], whole[: len(whole) // 2], whole[:-4096]):
         Path(first[0]).write_bytes(content)
         again = loaded(tmp_path)
@@ -72,11 +72,13 @@ def test_what_is_damaged_is_made_again(tmp_path: Path) -> None:
         first = again
 
 
+@pytest.mark.quick("/nonexistent/cc")
 @pytest.mark.parametrize("compiler", ["/nonexistent/cc", "/bin/false"])
 def test_without_a_compiler_there_is_none(compiler: str, tmp_path: Path) -> None:
     assert loaded(tmp_path, CC=compiler) == ["none", "none"]
 
 
+@pytest.mark.slow
 def test_a_compiler_without_threads_gives_one_thread(tmp_path: Path) -> None:
     refuses = 'case "$*" in *-fopenmp*) exit 1;; esac; exec cc "$@"'
     compiler = counting(tmp_path, refuses)
@@ -85,6 +87,7 @@ def test_a_compiler_without_threads_gives_one_thread(tmp_path: Path) -> None:
     assert first[1] not in ("none", loaded(tmp_path / "cache")[1])
 
 
+@pytest.mark.slow
 def test_a_library_that_does_not_load_is_made_once(tmp_path: Path) -> None:
     """As where another OpenMP than torch's would be needed: what takes its place has one thread."""
     (tmp_path / "more.h").write_text(
@@ -111,6 +114,7 @@ def test_a_folder_of_someone_else_is_not_used(
     assert not build._folder().is_relative_to(tmp_path)
 
 
+@pytest.mark.quick("450")
 @pytest.mark.parametrize("mode", [0o720, 0o702])
 def test_a_folder_that_others_may_write_to_is_not_used(mode: int, tmp_path: Path) -> None:
     """What lies there is run."""
@@ -124,6 +128,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(mode: int, tmp_path: Path
     assert not Path(found).exists()
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_made_is_not_missed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     found, print_ = loaded(tmp_path / "file")
@@ -140,6 +145,7 @@ def test_the_sources_are_part_of_the_package() -> None:
     assert shipped.issuperset([*SOURCES.glob("*.c"), *SOURCES.glob("*.h")])
 
 
+@pytest.mark.slow
 def test_the_compiler_may_be_given_arguments(tmp_path: Path) -> None:
     compiler = counting(tmp_path, 'test "$1" = -g0 || exit 1; exec cc "$@"')
     assert loaded(tmp_path / "cache", CC=f"'{compiler}' -g0")[1] != "none"

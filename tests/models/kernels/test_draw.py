@@ -217,7 +217,7 @@ def test_one_token_is_left(cut: dict[str, float], vocabulary: int) -> None:
 def test_logits_that_are_not_finite_are_told(
     cut: dict[str, float], vocabulary: int, number: float
 ) -> None:
-    """Wherever in the row: one of a vector, or behind the last whole one."""
+    """Wherever in the row: one of a vector, or after the last whole one."""
     places = sorted({0, vocabulary // 2, vocabulary - 1})
     logits, uniform = made(2 * len(places) + 2, vocabulary)
     for row, place in enumerate(places):
@@ -227,7 +227,7 @@ def test_logits_that_are_not_finite_are_told(
     assert log_probs.isfinite().tolist() == [False] * (2 * len(places) + 1) + [True]
     assert tokens.min() >= 0
     assert tokens.max() < vocabulary
-    # The row beside them is as it is alone.
+    # The row next to them is as it is alone.
     alone = draw(logits[-1:], uniform[-1:], Sampling(1, **cut))
     assert (tokens[-1], log_probs[-1]) == (alone[0].item(), alone[1].item())
 
@@ -247,7 +247,7 @@ def test_numbers_beside_the_unit_choose_what_may_be_chosen(
 
 
 def draw_alone(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Row by row."""
+    """FrozenModel by row."""
     rows = [draw(logits[r, None], uniform[r, None], sampling) for r in range(len(logits))]
     return torch.cat([row[0] for row in rows]), torch.cat([row[1] for row in rows])
 

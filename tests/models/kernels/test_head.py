@@ -40,11 +40,11 @@ def test_logits_are_those_of_float64(
     states, weight, bias = made(*shape)
     want = states.double() @ weight.double().T + (bias.double() if biased else 0)
     poison(monkeypatch)
-    said = compiled.HeadWeight(weight, bias if biased else None)(states)
-    assert said.shape == want.shape
+    message = compiled.HeadWeight(weight, bias if biased else None)(states)
+    assert message.shape == want.shape
     # One rounding a term, of at most the sum of their sizes.
     most = (states.abs() @ weight.abs().T + bias.abs()).max().item()
-    assert (said - want).abs().max().item() <= 6e-8 * (shape[1] + 1) * most
+    assert (message - want).abs().max().item() <= 6e-8 * (shape[1] + 1) * most
 
 
 def test_a_row_does_not_depend_on_the_others_or_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,10 +61,10 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads(monkeypatch: pytest.M
 def test_what_is_no_number_stays_in_its_row_and_column() -> None:
     states, weight, bias = made(20, 48, 70)
     states[3, 5], weight[40, 2] = torch.nan, torch.inf
-    said = compiled.HeadWeight(weight, bias)(states).isfinite()
-    said[3], said[:, 40] = ~said[3], ~said[:, 40]
-    said[3, 40] = True
-    assert said.all()
+    message = compiled.HeadWeight(weight, bias)(states).isfinite()
+    message[3], message[:, 40] = ~message[3], ~message[:, 40]
+    message[3, 40] = True
+    assert message.all()
 
 
 def test_a_steady_head_takes_compiled_code_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +80,8 @@ def test_a_steady_head_takes_compiled_code_where_it_may(monkeypatch: pytest.Monk
     wide = torch.cat([states, states], dim=1)[:, :32]
     halves = states.to(torch.bfloat16)
     for given in (states, wide, halves):
-        said = steady_logits(Head(weight, bias))(given)
-        torch.testing.assert_close(said, logits(given, Head(weight, bias)))
+        message = steady_logits(Head(weight, bias))(given)
+        torch.testing.assert_close(message, logits(given, Head(weight, bias)))
     assert calls == [6, 6, 6]
     strange = (
         Head(weight.repeat(1, 2)[:, :32], bias),
@@ -97,6 +97,6 @@ def test_a_steady_head_takes_compiled_code_where_it_may(monkeypatch: pytest.Monk
 
 def test_scale_and_cap_are_taken_behind_it() -> None:
     states, weight, bias = made(9, 24, 40)
-    said = steady_logits(Head(weight, bias, scale=0.5, softcap=3.0))(states)
+    message = steady_logits(Head(weight, bias, scale=0.5, softcap=3.0))(states)
     want = 3 * torch.tanh(0.5 * (states @ weight.T + bias) / 3)
-    torch.testing.assert_close(said, want)
+    torch.testing.assert_close(message, want)

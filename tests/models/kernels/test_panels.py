@@ -31,10 +31,10 @@ def test_a_weight_lies_in_panels(
     parts = (first.T.contiguous().T, bias), (second, None)
     panels = Panels(dtype, *parts, scale=scale, gated=gated)
     step = PANEL // 2 if gated else PANEL
-    said, biases = columns(panels), panels.bias
+    message, biases = columns(panels), panels.bias
     assert biases is not None
-    want = torch.zeros(len(said), filled(inputs, dtype))
-    want_bias = torch.zeros(len(said))
+    want = torch.zeros(len(message), filled(inputs, dtype))
+    want_bias = torch.zeros(len(message))
     for part, weight in enumerate((first, second)):
         for row in range(outputs):
             at = part * outputs + row
@@ -42,6 +42,6 @@ def test_a_weight_lies_in_panels(
                 at = row // step * PANEL + part * step + row % step
             want[at, :inputs] = weight[row] * scale
             want_bias[at] = bias[row] if part == 0 else 0.0
-    assert torch.equal(said, want.to(dtype))
+    assert torch.equal(message, want.to(dtype))
     assert torch.equal(biases, want_bias)
     assert panels.shape == (2 * outputs, inputs)

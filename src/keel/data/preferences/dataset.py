@@ -4,29 +4,126 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from keel.config.entry import load_entry
 from keel.config.preference_data import PreferenceData
 from keel.config.stage import Records
 from keel.config.suggest import unknown
-from keel.data.preferences import records as judged
+from keel.data.preferences import fields as judged
 from keel.data.preferences.fields import Fields
 from keel.data.preferences.schema import Labelled, Origin, Preference, Stepwise
-from keel.data.preferences.split import Sides, sides_of
 from keel.data.tables import Gathered, Table, all_bad, read_table, rows_table
 from keel.data.tasks.base import position
 from keel.data.tasks.generated import take_options
 from keel.runs.quarantine import LeftOut, Why, shortened
-from keel.types import KeelError
+from keel.types import KeelError, Side
+
+T = TypeVar("T", bound=Preference | Labelled | Stepwise)
+E = TypeVar("E", bound="Sized")
+
+
+@dataclass(frozen=True, slots=True)
+class Sides(Generic[T]):
+    """Rows on two sides; no prompt, and no value of the group column, is on both.
+
+    `left_out` are the rows on neither: bad ones, train rows whose prompt or group is also held out
+    (`overlap` counts these), and, where the source says to drop them, those with an empty answer
+    (`dropped`).
+    """
+
+    train: tuple[T, ...]
+    heldout: tuple[T, ...]
+    left_out: tuple[LeftOut, ...] = ()
+
+    @property
+    def overlap(self) -> int:
+        return sum(row.why == "overlap" for row in self.left_out)
+
+    @property
+    def dropped(self) -> int:
+        return sum(row.why == "empty" for row in self.left_out)
+
+
+def sides_of(places: Sequence[float], validation_fraction: float) -> list[Side]:
+    """The side of each row from where its key lies in [0, 1) (`base.position`).
+
+    Few rows may all fall on one side: the key nearest to the other goes over, so that two
+    different keys always give two sides. One key alone is on the train side.
+    """
+    held = {p for p in places if p < validation_fraction}
+    different = set(places)
+    if len(different) < 2:
+        held = set()
+    elif not held:
+        held = {min(different)}
+    elif held == different:
+        held = different - {max(different)}
+    return ["heldout" if p in held else "train" for p in places]
+
+
+class Sized(Protocol):
+    """A row in tokens."""
+
+    @property
+    def longest(self) -> int: ...
+
+
+class Sieve(Generic[T, E]):
+    """Encodes rows, and says which will not do: those longer than `limit` are in `left_out`.
+
+    What the encoder raises names the row's place.
+    """
+
+    def __init__(self, encode: Callable[[T], E], limit: int | None) -> None:
+        self.encode = encode
+        self.limit = limit
+        self.left_out: list[LeftOut] = []
+        self._encoded: dict[str, E] = {}
+
+    def __call__(self, row: T) -> E:
+        origin = row.origin
+        found = self._encoded.pop(row.id, None)
+        try:
+            found = self.encode(row) if found is None else found
+        except KeelError as error:
+            raise KeelError(str(error) if origin is None else f"{origin.place}: {error}") from error
+        if origin is not None and self.limit is not None and found.longest > self.limit:
+            reason = f"{origin.place}: {found.longest} tokens, more than {self.limit}"
+            self.left_out.append(LeftOut(origin.source, origin.line, reason, origin.row, "long"))
+        return found
+
+    def without_bad(self, sides: Sides[T]) -> Sides[T]:
+        """The rows that can be encoded; the others go among the sides' left out.
+
+        Raises KeelError where no train row is left.
+        """
+        bad: list[LeftOut] = []
+        train = tuple(row for row in sides.train if self._takes(row, bad))
+        if not train:
+            raise all_bad(bad[0].source, bad)
+        held = tuple(row for row in sides.heldout if self._takes(row, bad))
+        return Sides(train, held, (*sides.left_out, *bad))
+
+    def _takes(self, row: T, bad: list[LeftOut]) -> bool:
+        try:
+            self._encoded[row.id] = self.encode(row)
+        except KeelError as error:
+            origin = row.origin
+            if origin is None:
+                raise
+            reason = shortened(f"{origin.place}: {error}")
+            bad.append(LeftOut(origin.source, origin.line, reason, origin.row))
+            return False
+        return True
+
 
 KINDS = ("jsonl", "parquet", "datasets")
 HELDOUT = "heldout/"
 """Begins the ids of a held-out file of its own: both files may number their rows from 0."""
-T = TypeVar("T", bound=Preference | Labelled | Stepwise)
 
 
 def read_pairs(source: PreferenceData, seed: int = 0) -> Sides[Preference]:
@@ -34,7 +131,7 @@ def read_pairs(source: PreferenceData, seed: int = 0) -> Sides[Preference]:
 
     The prompt is text or messages, an answer text or messages; without a `prompt` the answers are
     whole conversations. `seed` goes to a Python entry that has a parameter of that name. Raises
-    KeelError for a row that is none of these, naming file, line, column and mend.
+    KeelError for a row that is none of these, naming file, line, column and fix.
     """
     return _DatasetReader(source, judged.pair, judged.PAIR).sides(seed)
 
@@ -47,7 +144,7 @@ def read_labelled(source: PreferenceData, seed: int = 0) -> Sides[Labelled]:
 def read_steps(source: PreferenceData, seed: int = 0) -> Sides[Stepwise]:
     """Rows of `prompt/completions/labels`, or of `prompt/steps/first_error`.
 
-    A step's label is a boolean, a number from 0 to 1, or null where nobody judged it; a first
+    A step's label is a boolean, a number from 0 to 1, or null where it was not judged; a first
     error is the index (from 0) of the first wrong step, or null where all are right. BIG-Bench
     Mistake's `input` and `mistake_index` are taken for `prompt` and `first_error`. A step may be
     blank, an answer not.
@@ -73,8 +170,8 @@ class _Placed(Generic[T]):
     def left_out(self, reason: str, why: Why) -> LeftOut:
         origin = self.item.origin
         assert origin is not None
-        said = shortened(f"{origin.place}: {reason}")
-        return LeftOut(origin.source, origin.line, said, origin.row, why)
+        text = shortened(f"{origin.place}: {reason}")
+        return LeftOut(origin.source, origin.line, text, origin.row, why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +250,8 @@ class _DatasetReader(Generic[T]):
             return True
         if self.source.empty == "refuse":
             name = fields.first(*empty[0].split("/"))
-            mend = 'the answer is empty: leave the row out, or set empty = "drop" (or "keep")'
-            raise fields.wrong(name, mend)
+            fix = 'the answer is empty: leave the row out, or set empty = "drop" (or "keep")'
+            raise fields.wrong(name, fix)
         return False
 
     def _group(self, fields: Fields) -> str | None:
@@ -209,7 +306,7 @@ def _answers(item: Preference | Labelled | Stepwise) -> Iterable[tuple[str, str]
 
 
 def _id(fields: Fields, number: str, prefix: str) -> str:
-    """The row's own `id`, a text or an integer, behind the prefix; else its number in its file."""
+    """The row's own `id`, a text or an integer, after the prefix; else its number in its file."""
     own = fields.row.get("id")
     if isinstance(own, bool) or not isinstance(own, str | int) or own == "":
         return number

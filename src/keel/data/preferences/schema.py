@@ -62,7 +62,7 @@ class Labelled:
 
 @dataclass(frozen=True, slots=True)
 class Stepwise:
-    """An answer in steps, each right (1) or wrong (0); None where nobody judged it.
+    """An answer in steps, each right (1) or wrong (0); None where it was not judged.
 
     The completion is the steps joined by a separator.
     """
@@ -87,7 +87,7 @@ class Stepwise:
         first_error: int | None,
         origin: Origin | None = None,
     ) -> Stepwise:
-        """From the index of the first wrong step: right before it, wrong there, unjudged behind."""
+        """From the index of the first wrong step: right before it, wrong there, unjudged after."""
         if first_error is not None and not 0 <= first_error < len(steps):
             raise ValueError(f"first wrong step {first_error} is none of the {len(steps)} steps")
         at = len(steps) if first_error is None else first_error

@@ -166,9 +166,9 @@ def names_of(template: str) -> tuple[str, ...]:
 
 def _text(text: str, where: str) -> str:
     if not text or text.isspace():
-        raise KeelError(f"{where}: the prompt is empty: leave the row out, or mend `prompt`")
+        raise KeelError(f"{where}: the prompt is empty: leave the row out, or fix `prompt`")
     if not encodable(text):
-        raise KeelError(f"{where}: the prompt holds half of a character, which is no text: mend it")
+        raise KeelError(f"{where}: the prompt holds invalid UTF-8 (a lone surrogate): fix it")
     return text
 
 
@@ -187,6 +187,6 @@ def _messages(value: Any, column: str, where: str) -> tuple[Message, ...]:
         )
     if not all(encodable(turn["role"]) and encodable(turn["content"]) for turn in turns):
         raise KeelError(
-            f"{where}: column {column!r} holds half of a character, which is no text: mend it"
+            f"{where}: column {column!r} holds invalid UTF-8 (a lone surrogate): fix it"
         )
     return tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)

@@ -8,9 +8,8 @@ from typing import Any
 
 from keel.config.sources import TaskSource
 from keel.config.suggest import unknown
-from keel.data.tasks.arithmetic import Addition
 from keel.data.tasks.base import Presentation
-from keel.data.tasks.generated import Generated, take_options
+from keel.data.tasks.generated import Addition, Generated, take_options
 from keel.data.tasks.gym import PREFIX, GymProcess, gym_installed, gym_names, gym_task
 from keel.data.tasks.stored import KINDS, DataTask, data_task, entry_task
 from keel.data.tasks.symbols import Reverse, SortDigits
@@ -24,7 +23,7 @@ GENERATORS: dict[str, type[Generated]] = {
 
 
 def build_tasks(sources: Sequence[TaskSource], seed: int) -> tuple[Task, ...]:
-    """The tasks of a mixture, each with a name of its own (`#2`, … behind a second of a name).
+    """The tasks of a mixture, each with a name of its own (`#2`, … for the second of a name).
 
     Raises KeelError for whatever is wrong with a source.
     """

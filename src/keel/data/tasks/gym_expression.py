@@ -72,10 +72,10 @@ def _read(text: str, names: dict[str, Any] | None, functions: Mapping[str, Any])
 
 def _value(node: ast.expr, text: str, names: dict[str, Any] | None, functions: Any) -> Any:
     if isinstance(node, ast.Constant):
-        said = text[node.col_offset : node.end_col_offset]
-        if not _NUMBER.fullmatch(said):
+        literal = text[node.col_offset : node.end_col_offset]
+        if not _NUMBER.fullmatch(literal):
             raise ValueError("not a plain number")
-        return sympy.Integer(said) if said.isdigit() else sympy.Float(said)
+        return sympy.Integer(literal) if literal.isdigit() else sympy.Float(literal)
     if isinstance(node, ast.Name):
         return _symbol(node.id, names)
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:

@@ -15,7 +15,7 @@ from keel.data.tables import Gathered, Row, Table, Where, all_bad, encodable, re
 from keel.data.tasks.base import BaseTask, Presentation, position, side_of
 from keel.data.tasks.generated import take_options
 from keel.data.tasks.user import UserTask
-from keel.graders.text import same_text
+from keel.graders.formats import same_text
 from keel.runs.quarantine import LeftOut, Why
 from keel.types import Completion, Content, KeelError, Prompt, Side
 
@@ -105,13 +105,13 @@ class DataTask(BaseTask):
         for side, stored in self.sides.items():
             before = len(found)
             for index, entry in enumerate(stored.entries):
-                said = wrong(self.prompt(side, index))
-                if said is None:
+                problem = wrong(self.prompt(side, index))
+                if problem is None:
                     continue
-                reason = f"{stored.where.place(entry.line)}: {said[0]}"
-                if said[1] == "bad" and not forgiven:
+                reason = f"{stored.where.place(entry.line)}: {problem[0]}"
+                if problem[1] == "bad" and not forgiven:
                     raise KeelError(reason)
-                found.append(stored.where.left_out(entry.line, reason, entry.row, said[1]))
+                found.append(stored.where.left_out(entry.line, reason, entry.row, problem[1]))
             bad = [row for row in found[before:] if row.why == "bad"]
             if side == "train" and bad and len(found) == len(stored.entries):
                 raise all_bad(stored.where.source, bad)

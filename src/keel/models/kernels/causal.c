@@ -9,7 +9,7 @@
    Source: Dao, FlashAttention-2 (arXiv:2307.08691), sections 2.3 and 3.1. No two threads write to one
    place: a thread takes a family, a piece with those that follow it, from its keys to all three
    gradients; or, where these are too few for all threads, queries and keys are a pass each, which
-   computes P and dS anew. A number is the same sum both ways. */
+   computes P and dS again. A number is the same sum both ways. */
 
 #include "pieces.h"
 
@@ -75,7 +75,7 @@ static float weighed(float *score, long low, long high, float scaling, float *no
 }
 
 /* What some queries see, the prompt's tokens and their piece's own in one span: keys across, values
-   beside each other. */
+   next to each other. */
 struct sight {
     struct span span;
     const float *keys, *values;
@@ -119,12 +119,12 @@ static void attend(const struct work *w, long item, long shared, float *room) {
     long end = asks.place + asks.count;
     seen(w, asks.place, (struct span){0, 0, end}, &low);
     long wide = padded(end - low);
-    float *beside = room + wide * width, *score = beside + wide * width;
+    float *copied_values = room + wide * width, *score = copied_values + wide * width;
     /* Rows of scores are WIDE further apart: not by a power of two, as below. */
-    struct sight s = {{0, low, end - low}, room, beside, wide + WIDE};
+    struct sight s = {{0, low, end - low}, room, copied_values, wide + WIDE};
     all_across(keys, width, low, end, room);
     for (long i = low; i < end; i++)
-        memcpy(beside + (i - low) * width, row_of(values, i), width * sizeof *beside);
+        memcpy(copied_values + (i - low) * width, row_of(values, i), width * sizeof *copied_values);
     for (long h = shared * each; h < (shared + 1) * each; h++)
         for (long q = 0; q < asks.count; q += ROWS)
             attend_tile(w, &s, asks.token + q, asks.place + q, lesser(ROWS, asks.count - q), h,
@@ -147,7 +147,7 @@ static void deltas(const struct work *w, struct span asks, long shared) {
 }
 
 /* Keys and values across, and what comes of them: weights and scores' gradients, (QUERIES, KEYS) at
-   most, `stride` from query to query: not a power of two, so that rows lie beside each other in the
+   most, `stride` from query to query: not a power of two, so that rows lie next to each other in the
    processor's cache. */
 struct block {
     float *keys, *values, *weight, *slope;

@@ -67,13 +67,13 @@ class CausalPlan:
         self.length: Ints = np.array(lengths, dtype=np.int64)
         self.start: Ints = self.length.cumsum() - self.length
         self.follows: Ints = np.array(follows or [-1] * len(lengths), dtype=np.int64)
-        behind = np.flatnonzero(self.follows >= 0)
-        self.follower: Ints = behind[np.argsort(self.follows[behind], kind="stable")]
-        counts = np.bincount(self.follows[behind], minlength=len(lengths))
+        after = np.flatnonzero(self.follows >= 0)
+        self.follower: Ints = after[np.argsort(self.follows[after], kind="stable")]
+        counts = np.bincount(self.follows[after], minlength=len(lengths))
         self.followers: Ints = np.concatenate([[0], counts.cumsum()])
         before = np.where(self.follows >= 0, self.length[self.follows], 0)
         seeing: npt.NDArray[np.float64] = np.zeros(len(lengths))
-        np.add.at(seeing, self.follows[behind], self.length[behind])
+        np.add.at(seeing, self.follows[after], self.length[after])
         self.forward = self._asking(KEYS, before)
         self.queries = self._asking(QUERIES, before)
         self.keys = self._answering(KEYS, seeing)
@@ -112,8 +112,8 @@ class CausalPlan:
     def _answering(self, most: int, seeing: npt.NDArray[np.float64]) -> Items:
         """Blocks of keys, seen by the later tokens of their segment and by what follows it."""
         piece, first, count = self._cut(most)
-        behind = self.length[piece] - first - count / 2
-        return _longest(piece, first, count, count * (behind + seeing[piece]))
+        after = self.length[piece] - first - count / 2
+        return _longest(piece, first, count, count * (after + seeing[piece]))
 
     def _cut(self, most: int) -> tuple[Ints, Ints, Ints]:
         """Segment, first token and count of each block of at most so many tokens."""

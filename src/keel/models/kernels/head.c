@@ -1,6 +1,6 @@
 /* Logits: states times the rows of a weight as it lies. In single precision.
 
-   Each number is one sum, in the order of the inputs: it does not depend on the states beside it. */
+   Each number is one sum, in the order of the inputs: it does not depend on the states next to it. */
 
 #include "across.h"
 #include "tile.h"

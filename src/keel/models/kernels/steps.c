@@ -36,7 +36,7 @@ static double now(void) {
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-static void laid(const struct steps *s) {
+static void set_layout(const struct steps *s) {
     for (int64_t r = 0; r < s->rows; r++) {
         memcpy(s->x + r * s->hidden, s->embed + s->token[r] * s->hidden, s->hidden * sizeof *s->x);
         s->page[r] = s->pages[r * s->most + s->end[r] / s->room];
@@ -55,7 +55,7 @@ int64_t keel_steps(const struct steps *s) {
     int64_t rows = s->rows, done = 0;
     double until = now() + s->seconds;
     for (;;) {
-        laid(s);
+        set_layout(s);
         memcpy(s->number, s->numbers + done * rows, rows * sizeof *s->number);
         s->decode(s->layers, s->count, s->step);
         s->norm(s->weight, (float)s->epsilon, s->step);

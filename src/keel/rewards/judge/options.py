@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import Coefficient, Positive, Row
+from keel.algorithms.spec import Coefficient, FrozenModel, Positive
 from keel.config.fields import Count, Index, Words
 from keel.rewards.judge.prompts import RUBRIC, Structured
-from keel.rewards.judge.spending import Prices, SpendLimit
+from keel.rewards.judge.store import Prices, SpendLimit
 
 GROUP = "group"
 """An answer is compared with others of its group."""
@@ -19,7 +19,7 @@ RESERVED = ("model", "messages", "response_format", "seed", "n", "stream")
 LIMITS = ("max_tokens", "max_completion_tokens")
 
 
-class JudgeOptions(Row):
+class JudgeOptions(FrozenModel):
     """The options of the judge."""
 
     model: str

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from keel.data.preferences.schema import Preference
 from keel.rewards.judge.prompts import RUBRIC, pair_question
 from keel.rewards.judge.requests import Asker, Judgement
-from keel.rewards.judge.spending import Cost
+from keel.rewards.judge.store import Cost
 from keel.types import Content
 
 SWAPPED = {"first": "second", "second": "first", "tie": "tie"}
@@ -31,13 +31,13 @@ class ComparedPair:
 class PairVerdict:
     """A judge's verdict on a pair.
 
-    `said` holds "first", "second" or "tie" for the order with `a` first, then with `b` first; None
-    where that order was not asked, or gave no verdict (`wrong` holds the reason). `value` is the
-    worth of `a` against `b`: 1, 0, or ½ for a tie and for orders that differ; None where an order
-    is missing.
+    `choices` holds "first", "second" or "tie" for the order with `a` first, then with `b` first;
+    None where that order was not asked, or gave no verdict (`wrong` holds the reason). `value` is
+    the worth of `a` against `b`: 1, 0, or ½ for a tie and for orders that differ; None where an
+    order is missing.
     """
 
-    said: tuple[str | None, str | None]
+    choices: tuple[str | None, str | None]
     value: float | None
     wrong: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
@@ -46,12 +46,12 @@ class PairVerdict:
     @property
     def both(self) -> bool:
         """Whether both orders gave a verdict."""
-        return None not in self.said
+        return None not in self.choices
 
     @property
     def inconsistent(self) -> bool:
         """Whether the orders differ about the answers."""
-        first, second = self.said
+        first, second = self.choices
         return first is not None and second is not None and first != SWAPPED[second]
 
 
@@ -87,14 +87,14 @@ def verdict(first: Judgement | None, second: Judgement | None) -> PairVerdict:
     """The verdict on a pair from its one or two orders; `second` had `b` first."""
     asked = [j for j in (first, second) if j is not None]
     places = [None if j is None else j.parsed.value for j in (first, second)]
-    said = tuple(None if place is None else str(place) for place in places)
-    worth = [WORTH[said[0]]] if said[0] else []
-    worth += [WORTH[SWAPPED[said[1]]]] if said[1] else []
+    choices = tuple(None if place is None else str(place) for place in places)
+    worth = [WORTH[choices[0]]] if choices[0] else []
+    worth += [WORTH[SWAPPED[choices[1]]]] if choices[1] else []
     value = None
     if asked and len(worth) == len(asked):
         value = worth[0] if len(set(worth)) == 1 else 0.5
     return PairVerdict(
-        said=(said[0], said[1]),
+        choices=(choices[0], choices[1]),
         value=value,
         wrong=tuple(j.parsed.wrong for j in asked if j.parsed.wrong),
         reasons=tuple(j.parsed.reason for j in asked if j.parsed.reason),
@@ -108,7 +108,7 @@ def position_bias(verdicts: Sequence[PairVerdict]) -> float | None:
     Over the pairs with a verdict in both orders; None without such pairs. 0 for a judge that looks
     at the answers alone, 1 for one that always prefers the first place.
     """
-    both = [v.said for v in verdicts if v.both]
+    both = [v.choices for v in verdicts if v.both]
     if not both:
         return None
     first, second = both.count(("first", "first")), both.count(("second", "second"))

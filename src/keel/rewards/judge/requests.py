@@ -15,10 +15,8 @@ from typing import Any
 
 from keel.rewards.judge.client import Client, Failure, Refused, Unstructured
 from keel.rewards.judge.options import JudgeOptions
-from keel.rewards.judge.parsing import ParsedReply, parse
-from keel.rewards.judge.prompts import Question, Structured
-from keel.rewards.judge.spending import Cost
-from keel.rewards.judge.store import JudgeStore, StoredAnswer
+from keel.rewards.judge.prompts import ParsedReply, Question, Structured, parse
+from keel.rewards.judge.store import Cost, JudgeStore, StoredAnswer
 from keel.types import KeelError
 
 LONGEST_BACKOFF = 60.0

@@ -26,8 +26,7 @@ from keel.rewards.judge.pairs import (
 )
 from keel.rewards.judge.prompts import score_question
 from keel.rewards.judge.requests import Asker, Judgement
-from keel.rewards.judge.spending import Cost
-from keel.rewards.judge.store import Account, JudgeStore
+from keel.rewards.judge.store import Account, Cost, JudgeStore
 from keel.rewards.registry import NamedReward
 from keel.rewards.rules import texts
 from keel.types import KeelError
@@ -183,7 +182,7 @@ def _cache(cache: str, rewards: Path | None) -> Path:
         places = (Path.cwd(), rewards.parent.parent)
         if not any(path.resolve().is_relative_to(place.resolve()) for place in places):
             raise KeelError(
-                f"cache = {cache!r} lies neither in {Path.cwd()} nor beside the run, and a recipe "
+                f"cache = {cache!r} lies neither in {Path.cwd()} nor next to the run, and a recipe "
                 "writes nowhere else: name a file there, or run Keel in the folder that holds it"
             )
     return path
@@ -206,8 +205,8 @@ def _pair_metrics(found: Sequence[PairVerdict]) -> dict[str, float]:
         return metrics
     values = [verdict.value for verdict in found]
     metrics["unparsed"] = values.count(None) / len(found)
-    if told := [value for value in values if value is not None]:
-        metrics["ties"] = told.count(0.5) / len(told)
+    if known := [value for value in values if value is not None]:
+        metrics["ties"] = known.count(0.5) / len(known)
     if both := [verdict for verdict in found if verdict.both]:
         metrics["inconsistent"] = sum(v.inconsistent for v in both) / len(both)
     if (bias := position_bias(found)) is not None:

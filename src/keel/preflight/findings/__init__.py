@@ -1,1 +1,0 @@
-"""Findings of `keel check`, by what they are read from."""

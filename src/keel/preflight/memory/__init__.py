@@ -1,1 +1,0 @@
-"""Peak memory of a stage, measured in a shortened run."""

@@ -1,0 +1,399 @@
+"""The prompts of a stage, as its first step would read them, and what is wrong with them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keel.analysis.statistics import wilson_interval
+from keel.config.sampling import Rollout, SamplingSource
+from keel.config.schema import Recipe
+from keel.config.seeds import derive
+from keel.config.sources import Prompts, Rewards, TaskSource
+from keel.config.stage import StageConfig
+from keel.data.tasks import PromptStream, build_tasks, heldout, stored
+from keel.data.tasks.base import position
+from keel.models.chat import Encoder
+from keel.preflight.context import PromptStats, StageContext, StageStops
+from keel.preflight.finding import Finding, percent, quantile
+from keel.runs.quarantine import WORDS, LeftOut
+from keel.training.setup import longest_prompt, raw_tasks
+from keel.types import Content, KeelError, Prompt, Task
+
+STORED, GENERATED = 1_000, 128
+"""Prompts whose length is measured: of a task with rows, and of one without end. A share of 5 %
+is then known to within 1.4 % (95 %); a prompt of reasoning-gym takes milliseconds."""
+RARE = 0.01
+"""One example in a hundred that is too long or unreadable may well be left out; more is data
+lost."""
+REPEATED = 0.2
+"""Public sets repeat a few prompts in a hundred. A fifth is a file that was joined with itself."""
+PROBED = 32
+"""Prompts whose environment is called."""
+SPELLED = 0.1
+"""A reply may hold an answer by chance; from one in ten on, surely (the interval's lower end), it
+gives answers away."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """What a stage samples, with its seeds.
+
+    `key` is the prefix of its keys in the recipe, `seed` that of the stage's prompts, `first_seed`
+    that of the first step's rollouts.
+    """
+
+    key: str
+    sampling: SamplingSource
+    seed: int
+    first_seed: int
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.sampling.rollout
+
+    @property
+    def rewards(self) -> Rewards:
+        return self.sampling.rewards
+
+    def setting(self, name: str) -> str:
+        """The key of a setting of the rollouts."""
+        return f"{self.key.removesuffix(self.sampling.key)}{self.sampling.setting(name)}"
+
+
+def sampling_plan(recipe: Recipe, stage: StageConfig) -> SamplingPlan | None:
+    """What a stage samples; None where it samples nothing."""
+    sampling = stage.sampling
+    if sampling is None:
+        return None
+    prefix = f"{stage.name}." if len(recipe.stages) > 1 else ""
+    seed = derive(recipe.seed, stage.name, *sampling.seed_name)
+    return SamplingPlan(
+        f"{prefix}{sampling.key}", sampling, seed, derive(seed, *sampling.first_draw)
+    )
+
+
+def read_prompts(
+    context: StageContext,
+    sources: Sequence[TaskSource],
+    choice: Prompts,
+    stage_seed: int,
+    *,
+    prefix: str,
+    answer_key: str,
+    answer_tokens: int,
+    take: int,
+    validation: int = 0,
+) -> PromptStats:
+    """The prompts of a stage, of which the first step takes `take`; also in `context.prompts`.
+
+    `prefix` is that of the keys of tasks and prompts; `answer_key` sets `answer_tokens`.
+    Raises StageStops where the first step has no prompts.
+    """
+    key, policy = f"{prefix}tasks", context.policy
+    with context.stops("as its tasks are read", key):
+        tasks = {task.name: task for task in build_tasks(sources, context.recipe.seed)}
+        limit = longest_prompt(choice.max_tokens, policy.context, answer_tokens)
+    every, weights = list(tasks.values()), [source.weight for source in sources]
+    lenient = {n for n, s in zip(tasks, sources, strict=True) if s.bad_rows == "quarantine"}
+    raw = raw_tasks(tasks, sources)
+    encoder, unlimited = (
+        Encoder(
+            policy.tokenizer, tokens, choice.chat_template, forgiven=lenient, raw=raw,
+            served=policy.served,
+        )
+        for tokens in (limit, None)
+    )  # fmt: skip
+    prompts: dict[str, list[Prompt]] = {name: [] for name in tasks}
+    first: list[Prompt] = []
+    held: list[Prompt] = []
+    stopped: KeelError | None = None
+    try:
+        for name, task in tasks.items():
+            prompts[name] = encoded_prompts(task, unlimited)
+        stream = PromptStream(every, weights, derive(stage_seed, "prompts"), encoder)
+        taken = stream.take(take)
+        _check_task_names(taken, tasks)
+        first = taken
+        held = heldout(every, weights, validation, encoder) if validation else []
+    except KeelError as error:
+        stopped = error
+    sizes = [task.size("train") for task in every]
+    rows = None if None in sizes else sum(n for n in sizes if n is not None)
+    if rows is not None:
+        context.figures["train rows"] = rows
+    lengths = {name: [len(p.tokens) for p in own] for name, own in prompts.items()}
+    fits = _check_lengths(context, lengths, limit, choice, prefix, (answer_key, answer_tokens))
+    read = how_read(policy.tokenizer, any(source.raw for source in sources))
+    context.figures["plain prompts are read"] = read
+    differs = unlimited.differs or encoder.differs
+    if differs is not None:
+        context.figures["tokenizer.json"] = (
+            f"read otherwise by AutoTokenizer, whose class is used: {differs}"
+        )
+    if stopped is not None and fits:
+        context.add_stop("as its prompts are read", stopped, key)
+    trained = _check_rows(context, every, rows, key)
+    if not first:
+        raise StageStops
+    within = [p for own in prompts.values() for p in own if limit is None or len(p.tokens) <= limit]
+    longest = max(within, key=lambda p: len(p.tokens), default=None)
+    context.prompts = PromptStats(tasks, encoder, first, held, longest, rows, trained, raw)
+    return context.prompts
+
+
+def _check_lengths(
+    context: StageContext,
+    by_task: Mapping[str, Sequence[int]],
+    limit: int | None,
+    choice: Prompts,
+    prefix: str,
+    answer: tuple[str, int],
+) -> bool:
+    """Figures and findings of the prompts' lengths; whether any prompt of each task fits."""
+    lengths = [n for own in by_task.values() for n in own]
+    if lengths:
+        context.figures |= {
+            "prompt tokens (median)": quantile(lengths, 0.5),
+            "prompt tokens (95 %)": quantile(lengths, 0.95),
+            "prompt tokens (longest)": max(lengths),
+        }
+    if choice.max_tokens is not None:
+        key = bound = f"{prefix}prompts.max_tokens"
+        fix = "raise it to {held}, or give shorter prompts"
+    else:
+        key, bound = answer[0], f"what {answer[1]} tokens of answer leave of the context"
+        fix = (
+            "leave {held} tokens for prompts: lower the budget for answers, use a longer context, "
+            "or give shorter prompts"
+        )
+    found = [
+        over_length("prompts-over-length", f"prompts of task {name!r}", n, limit, bound, key, fix)
+        for name, n in by_task.items()
+    ]
+    context.add(*found)
+    return not any(one and one.severity == "error" for one in found)
+
+
+def _check_rows(
+    context: StageContext, tasks: Sequence[Task], rows: int | None, key: str
+) -> frozenset[float]:
+    """Findings of stored rows that are left out or repeated; the positions of the train rows."""
+    kept = [(at, data) for at, task in enumerate(tasks) if (data := stored(task)) is not None]
+    left = [row for _, data in kept for row in data.left_out]
+    report_left_out(context, left)
+    first = next((at for at, data in kept if data.left_out), 0)
+    entries = sum(len(side.entries) for _, data in kept for side in data.sides.values())
+    trained = [position(one.body) for _, data in kept for one in data.sides["train"].entries]
+    context.add(
+        unreadable(left, entries, f"{key}.{first}.bad_rows"),
+        repeated(len(trained) - len(set(trained)), rows or 0, f"{key}.0.path"),
+    )
+    return frozenset(trained)
+
+
+def encoded_prompts(task: Task, encoder: Encoder) -> list[Prompt]:
+    """The train prompts of a task that are inspected: all, or so many, evenly spread."""
+    encoded = (encoder(task.prompt("train", at)) for at in inspected_places(task))
+    return [prompt for prompt in encoded if prompt is not None]
+
+
+def inspected_places(task: Task) -> list[int]:
+    """The indices of the train prompts that are inspected."""
+    size = task.size("train")
+    if size is None:
+        return list(range(GENERATED))
+    step = max(size / STORED, 1.0)
+    return [int(at * step) for at in range(min(size, STORED))]
+
+
+def plain_content(content: Content) -> Any:
+    """A prompt's content in JSON types."""
+    return content if isinstance(content, str) else [dict(turn) for turn in content]
+
+
+def how_read(tokenizer: Any, raw: bool) -> str:
+    """How plain prompts are read, in words."""
+    if not getattr(tokenizer, "chat_template", None):
+        return "as they stand: the tokenizer has no chat template"
+    return "as they stand (raw = true)" if raw else "as the user's turn of the chat template"
+
+
+def report_left_out(context: StageContext, left: Sequence[LeftOut]) -> None:
+    """How many rows are left out, by reason, and the first of them."""
+    if left:
+        counts = Counter(WORDS[row.why] for row in left)
+        listed = ", ".join(f"{n} {word}" for word, n in counts.items())
+        context.figures["rows left out"] = f"{listed}; the first: {left[0].reason}"
+
+
+def _check_task_names(prompts: Sequence[Prompt], tasks: Mapping[str, Task]) -> None:
+    for prompt in prompts:
+        if prompt.task not in tasks:
+            raise KeelError(
+                f"prompt {prompt.id!r} is of task {prompt.task!r}: give the Prompt "
+                f"its task's name ({', '.join(map(repr, tasks))}), by which its answers are judged"
+            )
+
+
+# ---------------------------------------------------------------- findings of prompts and rows
+
+
+def over_length(
+    kind: str, of: str, lengths: Sequence[int], limit: int | None, bound: str, key: str, fix: str
+) -> Finding | None:
+    """Examples longer than `limit`; `of` and `bound` are examples and limit in words, and `fix`
+    may name the length `{held}` that holds 95 %."""
+    over = 0 if limit is None else sum(n > limit for n in lengths)
+    share = wilson_interval(over, len(lengths))
+    every = over == len(lengths)
+    if over == 0 or (not every and share.low <= RARE):
+        return None
+    held = quantile(lengths, 0.95)
+    return Finding(
+        kind,
+        f"none of the {of} fits: each is left out"
+        if every
+        else f"{percent(share.mean)} of the {of} are left out for their length",
+        f"{over} of {len(lengths)} inspected are longer than {limit} tokens ({bound}); 95 % have "
+        f"at most {held}, the longest {max(lengths)}",
+        key,
+        fix.format(held=held),
+        "error" if every else "warning",
+    )
+
+
+def unreadable(left: Sequence[LeftOut], rows: int, key: str) -> Finding | None:
+    """Rows that are left out because they cannot be read."""
+    bad = [row for row in left if row.why == "bad"]
+    every = rows + len(bad)
+    if not bad or wilson_interval(len(bad), every).low <= RARE:
+        return None
+    return Finding(
+        "unreadable-rows",
+        f"{percent(len(bad) / every)} of the rows cannot be read, and are left out",
+        f"{len(bad)} of {every}; {bad[0].reason}",
+        key,
+        'fix the rows, or the names of their columns; bad_rows = "stop" stops at the first',
+    )
+
+
+def repeated(count: int, rows: int, key: str) -> Finding | None:
+    """Rows with the prompt of an earlier row."""
+    if rows == 0 or wilson_interval(count, rows).low <= REPEATED:
+        return None
+    return Finding(
+        "duplicate-prompts",
+        f"{percent(count / rows)} of the train prompts are repetitions",
+        f"{count} of {rows} rows have the prompt of an earlier row, so an epoch shows "
+        f"{rows - count} different ones",
+        key,
+        "give each prompt once",
+    )
+
+
+def trained_on_held_out(
+    shared: int, held: int, trained: str, stage: str, key: str
+) -> Finding | None:
+    """Validation prompts of a stage that the stage `trained`, it or an earlier one, learns from:
+    any is one too many."""
+    if shared == 0:
+        return None
+    same = trained == stage
+    return Finding(
+        "trained-on-held-out",
+        f"stage {stage!r} learns from prompts that it evaluates on"
+        if same
+        else f"stage {trained!r} learns from prompts that {stage!r} evaluates on",
+        f"{shared} of the {held} held-out prompts are train prompts "
+        + ("of another task of it" if same else "there"),
+        key,
+        "give tasks of one file the same validation_fraction, or the same validation_path"
+        if same
+        else f"give both stages the same files, or the validation_path of {stage!r}",
+    )
+
+
+# ---------------------------------------------------------------- replies of an environment
+
+
+def reply_holds_answer(stats: PromptStats, plan: SamplingPlan) -> Finding | None:
+    """An environment that spells the gold answer in reply to words that do not hold it.
+
+    It is called with no words and with another prompt's gold answer, as many times as a completion
+    has turns. An answer that is in the prompt, or in the reply to a prompt of another answer as
+    well (an option, a count), is no sign.
+    """
+    golds = [(p, stats.tasks[p.task].gold(p)) for p in stats.first[:PROBED]]
+    known = [(prompt, gold) for prompt, gold in golds if gold is not None and gold.strip()]
+    if len({gold for _, gold in known}) < 2:
+        return None
+    others = [
+        next(gold for _, gold in (*known[at:], *known[:at]) if gold != own)
+        for at, (_, own) in enumerate(known)
+    ]
+    replies = [
+        _probe(stats.tasks[prompt.task], prompt, ("", other), plan.rollout.max_turns)
+        for (prompt, _), other in zip(known, others, strict=True)
+    ]
+    hits = [at for at in range(len(known)) if _spells(at, known, replies)]
+    if wilson_interval(len(hits), len(known)).low <= SPELLED:
+        return None
+    prompt, gold = known[hits[0]]
+    reply = next(text for _, text in replies[hits[0]] if _holds(text, gold))
+    number = list(stats.tasks).index(prompt.task)
+    return Finding(
+        "reply-holds-answer",
+        "the environment's reply spells the right answer, which the policy need only repeat",
+        f"{len(hits)} of {len(known)} prompts, in reply to words that do not hold it; "
+        f"{prompt.id!r}: {gold[:40]!r} in {reply[:80]!r}",
+        f"{plan.key}tasks.{number}.name",
+        "let `reply` state whether an answer is right, not what the right one is",
+    )
+
+
+def _probe(
+    task: Task, prompt: Prompt, probes: Sequence[str], max_turns: int
+) -> list[tuple[str, str]]:
+    """The environment's replies to a policy that writes a probe in each turn: probe and reply."""
+    replies: list[tuple[str, str]] = []
+    for probe in probes:
+        text = ""
+        for _ in range(max_turns - 1):
+            text += probe
+            try:
+                reply = task.reply(prompt, text)
+            except KeelError:  # words that the environment does not accept
+                break
+            if reply is None:
+                break
+            replies.append((probe, reply))
+            text += reply
+    return replies
+
+
+def _spells(
+    at: int,
+    known: Sequence[tuple[Prompt, str]],
+    replies: Sequence[Sequence[tuple[str, str]]],
+) -> bool:
+    prompt, gold = known[at]
+    content = prompt.content
+    asked = content if isinstance(content, str) else "\n".join(turn["content"] for turn in content)
+    elsewhere = any(
+        _holds(text, gold)
+        for own, (_, other) in zip(replies, known, strict=True)
+        if not _holds(other, gold)
+        for probe, text in own
+        if not _holds(probe, gold)  # it may only have repeated it
+    )
+    spelled = any(_holds(text, gold) for _, text in replies[at])
+    return spelled and not elsewhere and not _holds(asked, gold)
+
+
+def _holds(text: str, gold: str) -> bool:
+    """Whether the answer is in the text as words of its own."""
+    return re.search(rf"(?<!\w){re.escape(gold.strip())}(?!\w)", text) is not None

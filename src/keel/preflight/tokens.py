@@ -1,0 +1,288 @@
+"""What ends a completion, and what a chat template makes of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keel.models.chat import encode, limited_template
+from keel.preflight.finding import Finding, shorten
+from keel.runs.watchdog import Hung
+from keel.types import KeelError, Message, Prompt
+
+PROBE = "An answer to close"
+"""An answer that no template has reason to change."""
+THINKING = ("<think>", "</think>")
+"""Templates of thinking models write these only where a turn begins, or drop them after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """What the chat template writes after the assistant's words: the text, and its first special
+    token, where there is one."""
+
+    text: str
+    token: int | None
+    spelled: str
+
+
+def closing(tokenizer: Any, template: Mapping[str, Any]) -> Closing | None:
+    """How the template closes an assistant's turn; None where it does not, or fails."""
+    turns = [
+        Message(role="user", content="A question"),
+        Message(role="assistant", content=PROBE),
+    ]
+    text = _rendered(tokenizer, turns, template, prompt=False)
+    if text is None or PROBE not in text:
+        return None
+    tail = text.rpartition(PROBE)[2]
+    if not tail.strip():
+        return None
+    special = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", {}))
+    ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
+    token = next((int(number) for number in ids if number in special), None)
+    spelled = tail.strip() if token is None else str(tokenizer.convert_ids_to_tokens(token))
+    return Closing(tail, token, spelled)
+
+
+def end_of_turn(
+    closed: Closing | None, stops: Sequence[int], stop_texts: Sequence[str], key: str
+) -> Finding | None:
+    """The end of a turn that does not end a completion. `key` is that of the rollout table."""
+    if closed is None or closed.token in stops:
+        return None
+    if any(text in closed.text for text in stop_texts):
+        return None
+    if closed.token is None:
+        fix = f'set {key}.stop = ["{closed.spelled}"]'
+    else:
+        fix = (
+            f"set {key}.stop_ids = [{closed.token}], or name it in eos_token_id of the model's "
+            "generation_config.json"
+        )
+    return Finding(
+        "end-of-turn-not-stop",
+        "a completion does not end where the assistant's turn does, and the model runs on",
+        f"the chat template closes a turn with {closed.spelled!r}"
+        + ("" if closed.token is None else f" (id {closed.token})")
+        + f"; completions end at the ids {', '.join(map(str, stops))}",
+        f"{key}.stop_ids" if closed.token is not None else f"{key}.stop",
+        fix,
+        "error",
+    )
+
+
+def eos_pair(own: int | None, generation: Sequence[int], spelled: str, key: str) -> Finding | None:
+    """The tokenizer's end of sequence, which the saved model's generation config does not know.
+
+    Keel stops at either; a demonstration ends with the tokenizer's, and a server that loads the
+    saved model stops at the generation config's alone. `generation` is empty where it names none.
+    """
+    if own is None or not generation or own in generation:
+        return None
+    return Finding(
+        "eos-differs",
+        "the model learns to end where a server of the saved model will not stop",
+        f"the tokenizer's eos_token is {spelled!r} (id {own}); generation_config.json stops at "
+        f"{', '.join(map(str, generation))}",
+        key,
+        f"add {own} to eos_token_id in the folder's generation_config.json",
+    )
+
+
+def doubled_bos(prompts: Sequence[Prompt], bos: int | None, key: str) -> Finding | None:
+    """Prompts that begin with two begin-of-sequence tokens."""
+    doubled = [p for p in prompts if bos is not None and p.tokens[:2] == (bos, bos)]
+    if not doubled:
+        return None
+    return Finding(
+        "bos-doubled",
+        "prompts begin with two begin-of-sequence tokens, which the model has never seen",
+        f"{len(doubled)} of {len(prompts)} prompts, {doubled[0].id!r} the first: the tokenizer "
+        "adds one, and the text spells another",
+        key,
+        "leave it out of the prompt's text",
+    )
+
+
+def special_in_messages(
+    prompts: Sequence[Prompt], specials: Sequence[str], key: str
+) -> Finding | None:
+    """Messages whose words are special tokens: a turn may end, or another begin, inside of them."""
+    spelled = [
+        (at, turn["role"], token)
+        for at, prompt in enumerate(prompts)
+        if not isinstance(prompt.content, str)
+        for turn in prompt.content
+        for token in specials
+        if token and token in turn["content"]
+    ]
+    if not spelled:
+        return None
+    first, role, token = spelled[0]
+    many = len({at for at, _, _ in spelled})
+    return Finding(
+        "special-token-in-message",
+        "a message spells a special token, and the model reads it as one",
+        f"{many} of {len(prompts)} prompts; {prompts[first].id!r}: {token!r} in the {role}'s words",
+        key,
+        "the template sets these itself: take them out of the data",
+    )
+
+
+def template_text(
+    tokenizer: Any, prompts: Sequence[Prompt], template: Mapping[str, Any], key: str
+) -> Finding | None:
+    """Words that the template drops or changes, or that the tokenizer cannot give back.
+
+    Blanks do not count: templates trim, and some tokenizers put one in front.
+    """
+    for prompt in prompts:
+        if isinstance(prompt.content, str):
+            continue
+        turns = list(prompt.content)
+        text = _rendered(tokenizer, turns, template, prompt=True)
+        if text is None:
+            continue
+        lost = next((t for t in turns if _squeezed(t["content"]) not in _squeezed(text)), None)
+        if lost is not None:
+            return Finding(
+                "template-loses-text",
+                f"the chat template drops or changes the {lost['role']}'s words",
+                f"prompt {prompt.id!r}: {shorten(lost['content'])!r} is not in "
+                f"{shorten(text, 160)!r}",
+                key,
+                "use a template that shows every message as it is (model.chat_template), or put "
+                "the words into another role",
+                "error",
+            )
+        a, b = _squeezed(text), _squeezed(_back(tokenizer, prompt, template) or text)
+        if a != b:
+            same = next((i for i in range(len(a)) if a[i] != b[i : i + 1]), len(a))
+            part = slice(max(same - 10, 0), same + 20)
+            return Finding(
+                "template-loses-text",
+                "a prompt in tokens does not read as the chat template wrote it",
+                f"prompt {prompt.id!r}: {a[part]!r} comes back as {b[part]!r}",
+                key,
+                "use the tokenizer that the model was trained with, or leave these characters out",
+                "error",
+            )
+    return None
+
+
+def template_prefix(
+    tokenizer: Any, prompts: Sequence[Prompt], template: Mapping[str, Any], key: str
+) -> Finding | None:
+    """A prompt that is not how the conversation with an answer in it begins.
+
+    A server that gets the conversation reads other tokens than those that were learned from. What
+    thinking models put round their thoughts does not count.
+    """
+    first = next((p for p in prompts if not isinstance(p.content, str)), None)
+    if first is None:
+        return None
+    assert not isinstance(first.content, str)
+    turns = list(first.content)
+    asked = _rendered(tokenizer, turns, template, prompt=True)
+    answer = Message(role="assistant", content=PROBE)
+    whole = _rendered(tokenizer, [*turns, answer], template, prompt=False)
+    if asked is None or whole is None:
+        return None
+    if _thoughtless(whole).startswith(_thoughtless(asked) + _squeezed(PROBE)):
+        return None
+    return Finding(
+        "template-not-prefix",
+        "the prompt is not how a conversation with the answer in it begins",
+        f"prompt {first.id!r} ends {asked[-60:]!r}; with the answer it reads {whole[-120:]!r}",
+        key,
+        "make the template write the same header for a future answer and a given one",
+    )
+
+
+def special_in_answers(
+    answers: Sequence[tuple[str, str]], specials: Sequence[str], key: str, letters: bool = False
+) -> Finding | None:
+    """Answers to learn from, each with its row's name, whose words are special tokens.
+
+    `letters`: they are read as the characters that they are spelled with, as judged rows are.
+    """
+    spelled = [
+        (name, token) for name, text in answers for token in specials if token and token in text
+    ]
+    if not spelled:
+        return None
+    name, token = spelled[0]
+    return Finding(
+        "special-token-in-message",
+        "an answer spells a special token, and the model learns "
+        + ("to spell it letter by letter" if letters else "to write it there"),
+        f"{len({name for name, _ in spelled})} rows of {len(answers)} answers; {name!r}: {token!r}",
+        key,
+        "the end of an answer is added to it: take them out of the data",
+    )
+
+
+def unread(
+    tokenizer: Any, prompts: Sequence[Prompt], template: Mapping[str, Any]
+) -> frozenset[str]:
+    """The keywords without which the template writes the same of each conversation."""
+    talks = [list(p.content) for p in prompts if not isinstance(p.content, str)]
+    if not talks:
+        return frozenset()
+
+    def texts(words: Mapping[str, Any]) -> list[str | None]:
+        return [_rendered(tokenizer, turns, words, prompt=True) for turns in talks]
+
+    every = texts(template)
+    return frozenset(
+        word
+        for word in template
+        if None not in every and texts({k: v for k, v in template.items() if k != word}) == every
+    )
+
+
+def _rendered(
+    tokenizer: Any, turns: Sequence[Message], template: Mapping[str, Any], *, prompt: bool
+) -> str | None:
+    """The conversation as the template's text; None where it has none, or it fails."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    try:
+        with limited_template("a prompt"):
+            text = tokenizer.apply_chat_template(
+                [dict(turn) for turn in turns],
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **template,
+            )
+        return str(text)
+    except Hung:
+        raise
+    except Exception:  # a template raises what it likes; as a prompt it is reported elsewhere
+        return None
+
+
+def _back(tokenizer: Any, prompt: Prompt, template: Mapping[str, Any]) -> str | None:
+    """The prompt's tokens as text, special ones too."""
+    try:
+        tokens = encode(prompt, tokenizer, template).tokens
+    except Hung:
+        raise
+    except KeelError:
+        return None
+    text: str = tokenizer.decode(
+        list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return text
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _thoughtless(text: str) -> str:
+    for mark in THINKING:
+        text = text.replace(mark, "")
+    return _squeezed(text)

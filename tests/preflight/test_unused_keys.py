@@ -1,0 +1,256 @@
+"""Keys without effect: each condition in the schema is tried, in a recipe where it holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from keel.algorithms.spec import UnusedIf
+from keel.config.errors import models_in
+from keel.config.load import load_recipe, read_own, shipped, to_toml
+from keel.config.schema import Recipe
+from keel.preflight.unused_keys import Facts, unused_keys
+
+WHERE = re.compile(r"\\\{.*?\\\}")
+HERE = Facts(cpu=True, local=False, conversations=False, replies={"rl": False})
+CHAT = Facts(cpu=False, local=False, conversations=True, replies={"rl": True})
+BUILD: dict[str, Any] = {"build": {"hidden_size": 64}}
+TASK: dict[str, Any] = {"name": "sort_digits"}
+FILE: dict[str, Any] = {"name": "jsonl", "path": "rows.jsonl", "answer": "answer"}
+
+
+def conditions(model: type[BaseModel]) -> Iterator[UnusedIf]:
+    """Every condition of the keys below a model."""
+    for info in model.model_fields.values():
+        yield from (mark for mark in info.metadata if isinstance(mark, UnusedIf))
+        for inner in models_in(info):
+            yield from conditions(inner)
+
+
+def found(recipe: dict[str, Any], *overrides: str, facts: Facts = HERE) -> list[str]:
+    loaded = load_recipe(recipe, overrides)
+    return [one.key for one in unused_keys(recipe, overrides, loaded, facts)]
+
+
+def rl(**keys: Any) -> dict[str, Any]:
+    return {"model": keys.pop("model", BUILD), "tasks": keys.pop("tasks", [TASK]), **keys}
+
+
+def rewarded(*functions: dict[str, Any]) -> dict[str, Any]:
+    return rl(rewards={"functions": list(functions)})
+
+
+def before(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe's stage followed by another, so that no `keel eval` reads its keys."""
+    model = recipe.pop("model")
+    last = {"stage": "sft", "tasks": [TASK]}
+    return {"model": model, "stages": [{"stage": "rl", **recipe}, last]}
+
+
+def judging(stage: str, **keys: Any) -> dict[str, Any]:
+    source = {} if "sampled" in keys else {"data": {"name": "jsonl", "path": "rows.jsonl"}}
+    return {"model": BUILD, "stages": [{"stage": stage, **source, **keys}]}
+
+
+SAMPLED: dict[str, Any] = {"tasks": [TASK]}
+PAIRWISE = {"model": "m", "mode": "pairwise"}
+CASES: list[tuple[Any, ...]] = [
+    ("model.autocast", rl(model={**BUILD, "autocast": False}), ()),
+    ("model.revision", rl(model={**BUILD, "revision": "main"}), ()),
+    ("model.trust_remote_code", rl(model={**BUILD, "trust_remote_code": True}), ()),
+    ("model.build.alphabet", rl(), ("model.build.alphabet=0123", "model.build.tokenizer=bytes")),
+    ("model.chat_template", rl(model={**BUILD, "chat_template": "{{ messages }}"}), ()),
+    ("prompts.chat_template.thinks", rl(), ("prompts.chat_template.thinks=true",)),
+    ("optimizer.min_lr_ratio", rl(), ("optimizer.min_lr_ratio=0.5",)),
+    ("trackers.project", rl(), ("trackers.project=mine",)),
+    ("tasks.0.weight", rl(tasks=[{**TASK, "weight": 2.0}]), ()),
+    ("tasks.0.validation_fraction", rl(tasks=[{**TASK, "validation_fraction": 0.2}]), ()),
+    ("tasks.0.bad_rows", rl(tasks=[{**TASK, "bad_rows": "quarantine"}]), ()),
+    ("tasks.0.validation_fraction",
+     rl(tasks=[{**FILE, "validation_path": "b.jsonl", "validation_fraction": 0.2}]), ()),
+    ("rewards.functions.1.clip", rewarded({"function": "task"}, {
+        "function": "place_match", "weight": 0.0, "clip": [0.0, 0.5]}), ()),
+    ("rewards.functions.0.options.timeout",
+     rewarded({"function": "outcome", "options": {"model": "m", "timeout": 9.0}}), ()),
+    ("rewards.functions.0.options.rivals",
+     rewarded({"function": "judge", "options": {"model": "m", "rivals": 3}}), ()),
+    ("rewards.functions.0.options.low",
+     rewarded({"function": "judge", "options": {**PAIRWISE, "low": 1.0}}), ()),
+    ("rewards.functions.0.options.rivals", rewarded({
+        "function": "judge", "options": {**PAIRWISE, "against": "gold", "rivals": 3}}), ()),
+    ("sampled.rewards.functions.0.correctness", judging("dpo", sampled={
+        **SAMPLED, "rewards": {"functions": [{"function": "task", "correctness": True}]}}), ()),
+    ("rollout.max_turns", rl(), ("rollout.max_turns=3",)),
+    ("rollout.overlap_rewards", rl(),
+     ("rollout.max_turns=2", "rollout.overlap_rewards=true"), replace(HERE, replies={})),
+    ("model.autocast", rl(model={**BUILD, "autocast": False}), ("model.dtype=float64",), CHAT),
+    ("model.revision", rl(model={"name": ".", "revision": "main"}), (), replace(HERE, local=True)),
+    ("model.build.kv_heads", rl(model={"build": {"family": "gpt2", "kv_heads": 2}}), (),
+     replace(HERE, kv_heads=False)),
+    ("tasks.0.raw", rl(tasks=[{**TASK, "raw": True}]), (), replace(HERE, template=False)),
+    ("prompts.chat_template.thinks", rl(prompts={"chat_template": {"thinks": True, "dates": True}}),
+     (), replace(CHAT, unread={"rl": frozenset({"thinks"})})),
+    ("rollout.max_refills", rl(), ("rollout.max_refills=3",)),
+    ("algorithm.advantage.lam", rl(), ("algorithm=ppo", "algorithm.advantage.adaptive_alpha=0.1",
+                                       "algorithm.advantage.lam=0.9")),
+    ("algorithm.advantage.epsilon", rl(), ("algorithm=dr_grpo", "algorithm.advantage.epsilon=0.1")),
+    ("algorithm.advantage.ddof", rl(), ("algorithm=dr_grpo", "algorithm.advantage.ddof=0")),
+    ("value.warmup_steps", rl(), ("value.warmup_steps=2",)),
+    ("algorithm.surrogate.high", rl(), ("algorithm.surrogate.high=0.28",)),
+    ("algorithm.surrogate.dual", rl(), ("algorithm.surrogate.dual=3.0",)),
+    ("algorithm.surrogate.cap", rl(),
+     ("algorithm=cispo", "minibatches=1", "algorithm.surrogate.cap=3.0")),
+    ("algorithm.surrogate.floor", rl(),
+     ("algorithm=cispo", "minibatches=1", "algorithm.surrogate.floor=0.5")),
+    ("algorithm.surrogate.temperature_positive", rl(),
+     ("algorithm=sapo", "minibatches=1", "algorithm.surrogate.temperature_positive=2.0")),
+    ("algorithm.weights.constant", rl(), ("algorithm.weights.constant=99",)),
+    ("algorithm.divergence.estimator", rl(),
+     ("algorithm.divergence.beta=0.0", "algorithm.divergence.estimator=k2")),
+    ("algorithm.divergence.adaptive.horizon", rl(),
+     ("algorithm=ppo_kl_penalty", "algorithm.divergence.adaptive.horizon=50.0")),
+    ("algorithm.value.clip", rl(), ("algorithm=ppo", "epochs=1", "algorithm.value.clip=0.5")),
+    ("algorithm.correction.floor", rl(),
+     ("algorithm.correction.kind=truncate", "algorithm.correction.floor=0.1")),
+    ("rollout.dtype", rl(), ("algorithm.correction.kind=truncate", "model.dtype=bfloat16",
+                             "rollout.dtype=bfloat16")),
+    ("value.kind", rl(), ("value.kind=head",)),
+    ("value.optimizer.learning_rate", rl(), ("value.optimizer.learning_rate=1e-4",)),
+    ("reference.reset_every", rl(), ("algorithm=dapo", "reference.reset_every=5")),
+    ("reference.reset_every", rl(), ("reference.reset_every=100", "steps=100")),
+    ("reference.measured", rl(), ("algorithm=ppo", "reference.measured=true")),
+    ("evaluation.every", rl(), ("evaluation.every=200",)),
+    ("rl.evaluation.samples", before(rl()), ("rl.evaluation.prompts=0", "rl.evaluation.samples=4")),
+    ("rl.evaluation.temperature", before(rl()), ("rl.evaluation.temperature=0.5",)),
+    ("rollouts_every", rl(), ("rollouts_every=500",)),
+    ("evaluation.every", judging("dpo", evaluation={"rows": 0, "every": 5}), ()),
+    ("threshold", judging("process_reward_model", threshold=0.3, evaluation={"rows": 0}), ()),
+    ("chat_template.thinking", judging("dpo", chat_template={"thinking": True}), ()),
+    ("sampled.pairs",
+     judging("reward_model", objective="labels", sampled={**SAMPLED, "pairs": 3}), ()),
+    ("sampled.heldout",
+     judging("dpo", sampled={**SAMPLED, "heldout": 9}, evaluation={"rows": 0}), ()),
+    ("sampled.tasks.0.weight",
+     judging("dpo", sampled={"tasks": [{**TASK, "weight": 3.0}]}), ()),
+]  # fmt: skip
+UNUSED = [(*case, HERE)[:4] for case in CASES]
+"""Key, recipe, overrides, facts."""
+
+
+@pytest.mark.parametrize(
+    ("key", "recipe", "overrides", "facts"), UNUSED, ids=[c[0] for c in UNUSED]
+)
+def test_unused_key_is_reported_alone(
+    key: str, recipe: dict[str, Any], overrides: tuple[str, ...], facts: Facts
+) -> None:
+    assert found(recipe, *overrides, facts=facts) == [key]
+
+
+EFFECTIVE: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    (rl(model={**BUILD, "autocast": False, "chat_template": "{{ messages }}"}), ()),
+    (rl(model={"name": "a/b", "revision": "main", "trust_remote_code": True}), ()),
+    (rl(), ("optimizer.schedule=linear", "optimizer.min_lr_ratio=0.5")),
+    (rl(), ("trackers.wandb=true", "trackers.project=mine")),
+    (rl(tasks=[{**TASK, "weight": 2.0}, TASK]), ()),
+    (rl(tasks=[{**FILE, "validation_fraction": 0.2, "bad_rows": "quarantine"}]), ()),
+    (rl(), ("rollout.max_turns=3", "algorithm=dapo", "rollout.max_refills=3")),
+    (rl(), ("algorithm.surrogate.high=0.28", "minibatches=2")),
+    (rl(), ("algorithm.surrogate.high=0.28", "rollout.old_log_probs=engine")),
+    (rl(), ("algorithm=cispo", "algorithm.surrogate.cap=3.0")),
+    (rl(), ("algorithm=ppo", "value.warmup_steps=2")),
+    (rl(), ("algorithm=dr_grpo", "algorithm.weights.constant=99")),
+    (rl(), ("algorithm=ppo", "algorithm.value.clip=0.5", "value.optimizer.learning_rate=1e-4")),
+    (rl(), ("algorithm=ppo", "algorithm.divergence.beta=0.0", "reference.measured=true")),
+    (rl(), ("reference.measured=true",)),
+    (rl(), ("reference.reset_every=10",)),
+    (rl(), ("evaluation.samples=4", "evaluation.temperature=0.5", "evaluation.every=100")),
+    # `keel eval` of the run reads them.
+    (rl(), ("evaluation.prompts=0", "evaluation.samples=4", "evaluation.threshold=0.5")),
+    (rl(), ("evaluation.temperature=0.5",)),
+    (judging("dpo", sampled={**SAMPLED, "pairs": 3, "heldout": 9}), ()),
+]
+
+
+@pytest.mark.parametrize(("recipe", "overrides"), EFFECTIVE)
+def test_key_with_an_effect_is_not_reported(
+    recipe: dict[str, Any], overrides: tuple[str, ...]
+) -> None:
+    assert found(recipe, *overrides, facts=CHAT) == []
+
+
+@pytest.mark.parametrize("facts", [HERE, CHAT])
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_shipped_recipes_set_no_unused_key(name: str, facts: Facts, tmp_path: Path) -> None:
+    """Neither as they are shipped, nor written out with every default, as a run folder has them.
+
+    (Written out, what one recipe inherits from another looks as if it had set it itself.)
+    """
+    recipe = load_recipe(name)
+    assert unused_keys(name, (), recipe, facts) == []
+    if "extends" in read_own(name)[0]:
+        return
+    whole = tmp_path / "recipe.toml"
+    whole.write_text(to_toml(recipe), encoding="utf-8")
+    assert unused_keys(str(whole), (), recipe, facts) == []
+
+
+def test_only_written_keys_that_differ_from_their_default_are_reported(tmp_path: Path) -> None:
+    base = tmp_path / "base.toml"
+    base.write_text('extends = "tiny"\nrollout.max_refills = 3\nsteps = 7\n', encoding="utf-8")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        'extends = "base.toml"\nsteps = 9\nepochs = 1\n[optimizer]\nmin_lr_ratio = 0.1\n',
+        encoding="utf-8",
+    )
+    overrides = ["rollouts_every=500", "algorithm.surrogate.high=0.3"]
+    loaded = load_recipe(str(recipe), overrides)
+    assert loaded.stages[0].rollout.max_refills == 3  # type: ignore[union-attr]
+    findings = unused_keys(str(recipe), overrides, loaded, HERE)
+    assert [(one.key, one.what) for one in findings] == [
+        ("rollouts_every", "rollouts_every = 500 has no effect"),
+        ("algorithm.surrogate.high", "algorithm.surrogate.high = 0.3 has no effect"),
+    ]
+
+
+def test_keys_of_a_replaced_preset_are_not_reported() -> None:
+    changes = {"divergence": {"beta": 0.0, "where": "reward"}, "surrogate": {"low": 0.1}}
+    recipe = rl(algorithm={"preset": "grpo", **changes})
+    assert len(found(recipe)) == 2
+    assert found(recipe, "algorithm=rloo") == []
+
+
+def test_unused_keys_are_named_with_their_stage() -> None:
+    recipe = {
+        "model": BUILD,
+        "stages": [
+            {"stage": "sft", "tasks": [TASK], "optimizer": {"min_lr_ratio": 0.3}},
+            {"stage": "rl", "name": "second", "tasks": [TASK]},
+        ],
+    }
+    assert found(recipe, "second.rollout.max_refills=2", "rollouts_every=400") == [
+        "sft.optimizer.min_lr_ratio",
+        "second.rollout.max_refills",
+        "second.rollouts_every",
+    ]
+
+
+def test_every_condition_of_the_schema_has_a_case() -> None:
+    """A new condition needs a recipe in `UNUSED` where it holds."""
+    reasons = [
+        one.evidence
+        for _, recipe, overrides, facts in UNUSED
+        for one in unused_keys(recipe, overrides, load_recipe(recipe, overrides), facts)
+    ]
+    assert reasons
+    untried = {
+        mark.why
+        for mark in conditions(Recipe)
+        if not any(re.fullmatch(WHERE.sub(".*", re.escape(mark.why)), one) for one in reasons)
+    }
+    assert sorted(untried) == []
