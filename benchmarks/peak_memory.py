@@ -199,9 +199,8 @@ def length(*, completions: Any) -> list[float]:
 
 def run(name: str, folder: Path) -> dict[str, float]:
     """The recipe for real: its peak and its seconds."""
-    from keel.preflight.memory.machine import resident_memory
-
     from keel.config.load import load_recipe
+    from keel.preflight.memory import resident_memory
     from keel.training.run import train
 
     recipe = load_recipe(recipes(folder)[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from keel.config.judging import DPOStage
-from keel.config.preference_data import PreferenceData
 from keel.data.preferences.schema import Preference
-from keel.learn.optimizer import AdamW, trainable
 from keel.learn.token_budget import TokenBudget
 from keel.models import lora
 from keel.models.policy import Policy, load_policy
@@ -24,8 +21,9 @@ from keel.models.reference import reference_for
 from keel.models.reward import Reader
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.training.dpo import Preferring, learn, measure
-from keel.training.judged_data import Ready, pair_encoder
+from keel.training.dpo import DPO
+from keel.training.judged_data import EncodedPair, pair_encoder
+from keel.training.reward_metrics import measure_pairs
 from keel.training.run import train
 from tests.models import tiny
 from tests.training.judged import data, exchanged, headline, ones, recipe
@@ -163,20 +161,12 @@ PAIRS = (
 )
 
 
-def work_of(policy: Policy, reference: Any, **keys: Any) -> Preferring:
-    stage = DPOStage(data=PreferenceData(name="jsonl"), **keys)
-    pairs = tuple(map(pair_encoder(Reader(policy.tokenizer, policy.context)), PAIRS))
-    return Preferring(
-        stage=stage,
-        policy=policy,
-        reference=reference,
-        budget=TokenBudget(stage.token_budget),
-        optimizer=AdamW(trainable(policy), stage.optimizer),
-        rows=Ready(pairs, pairs, 0, 0),
-        show=lambda measured: None,
-        writer=cast(Any, None),  # learning and measuring write nothing
-        seed=0,
-    )
+def dpo_of(policy: Policy, reference: Any, token_budget: int = 10_000, **keys: Any) -> DPO:
+    return DPO(policy, reference, TokenBudget(token_budget), **keys)
+
+
+def pairs_of(policy: Policy) -> list[EncodedPair]:
+    return list(map(pair_encoder(Reader(policy.tokenizer, policy.context)), PAIRS))
 
 
 def moved(policy: Policy) -> None:
@@ -233,11 +223,11 @@ def plain_loss(
 @pytest.mark.parametrize("token_budget", [1, 30, 10_000])
 def test_loss_and_gradient_as_plain_transformers_has_them(loss: str, token_budget: int) -> None:
     policy = tiny.policy(dtype="float64")
-    work = work_of(
+    work = dpo_of(
         policy, reference_for(policy), beta=0.3, token_budget=token_budget, **LOSSES[loss]
     )
     moved(policy)
-    learned = learn(work, work.rows.train, work.budget.tokens)
+    learned = work.backward(pairs_of(policy), work.budget.tokens)
     plain = tiny.stock(dtype=torch.float64)
     first = tiny.stock(dtype=torch.float64)
     plain.load_state_dict(policy.model.state_dict())
@@ -251,16 +241,16 @@ def test_loss_and_gradient_as_plain_transformers_has_them(loss: str, token_budge
     for name, parameter in plain.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(ours[name].grad, parameter.grad, rtol=EXACT, atol=EXACT)
-    held = measure(work).as_dict()
+    held = measure_pairs(pairs_of(policy), work.implied_rewards).as_dict()
     assert held["margins"]["mean"] == pytest.approx(_toward(0.3 * gap), rel=EXACT)
 
 
 def test_with_lora_the_reference_is_the_base() -> None:
     """The gradient of the adapter, by way of the merged weights W + (α/r) B A."""
     policy = tiny.policy(dtype="float64", rank=4)
-    work = work_of(policy, reference_for(policy), beta=0.3, token_budget=30)
+    work = dpo_of(policy, reference_for(policy), beta=0.3, token_budget=30)
     moved(policy)
-    learned = learn(work, work.rows.train, work.budget.tokens)
+    learned = work.backward(pairs_of(policy), work.budget.tokens)
     plain = tiny.stock(dtype=torch.float64)
     first = tiny.stock(dtype=torch.float64)
     plain.load_state_dict(lora.plain_weights(policy.model))
@@ -287,11 +277,12 @@ def test_neither_micro_batches_nor_order_matter(loss: str, dtype: str, tolerance
 
     def gradient(budget: int, order: Sequence[int]) -> tuple[dict[str, float], dict[str, Tensor]]:
         policy = tiny.policy(dtype=dtype)
-        work = work_of(policy, reference_for(policy), token_budget=budget, **LOSSES[loss])
+        work = dpo_of(policy, reference_for(policy), token_budget=budget, **LOSSES[loss])
         moved(policy)
-        learned = learn(work, [work.rows.train[at] for at in order], budget)
+        pairs = pairs_of(policy)
+        learned = work.backward([pairs[at] for at in order], budget)
         grads = {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
-        assert learned.tokens == sum(row.length for row in work.rows.train)
+        assert learned.tokens == sum(row.length for row in pairs)
         return learned.metrics, grads
 
     metrics, wanted = gradient(10_000, range(4))
@@ -307,7 +298,10 @@ def test_measuring_does_not_depend_on_the_token_budget() -> None:
     reference = reference_for(policy)
     moved(policy)
     found = [
-        measure(work_of(policy, reference, token_budget=budget)).headline() for budget in (1, 9999)
+        measure_pairs(
+            pairs_of(policy), dpo_of(policy, reference, token_budget=budget).implied_rewards
+        ).headline()
+        for budget in (1, 9999)
     ]
     assert found[0] == pytest.approx(found[1], rel=EXACT)
 

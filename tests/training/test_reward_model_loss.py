@@ -31,7 +31,7 @@ from keel.training.judged_data import (
     step_encoder,
 )
 from keel.training.reward_metrics import first_under, measure_labels, measure_pairs, measure_steps
-from keel.training.reward_model import learn_marks, learn_pairs
+from keel.training.reward_model import labels_backward, pairs_backward
 from keel.types import KeelError
 from tests.models import tiny
 
@@ -148,8 +148,7 @@ def test_pairs_as_plain_transformers_has_them(
 ) -> None:
     """Soft labels, ties, margins and centring included; any size of micro-batch."""
     model = model_of("outcome")
-    stage = stage_of(centering=centring)
-    learned = learn_pairs(model, stage, encoded_pairs(model), token_budget)
+    learned = pairs_backward(model, centring, encoded_pairs(model), token_budget)
     ours = {name.removeprefix("model."): grad for name, grad in gradients(model).items()}
     plain = stock(model, tmp_path / "model")
     loss = plain_pair_loss(plain, model.tokenizer, centring)
@@ -160,7 +159,7 @@ def test_pairs_as_plain_transformers_has_them(
 
 def test_labels_as_plain_transformers_has_them(tmp_path: Path) -> None:
     model = model_of("outcome")
-    learned = learn_marks(model, marked(model), 20)
+    learned = labels_backward(model, marked(model), 20)
     ours = {name.removeprefix("model."): grad for name, grad in gradients(model).items()}
     plain = stock(model, tmp_path / "model")
     texts = [str(row.prompt) + row.completion for row in LABELS]
@@ -175,7 +174,7 @@ def test_labels_as_plain_transformers_has_them(tmp_path: Path) -> None:
 def test_steps_as_plain_transformers_has_them(token_budget: int, tmp_path: Path) -> None:
     """Two logits at the token that closes a step; steps that no one judged say nothing."""
     model = model_of("process")
-    learned = learn_marks(model, marked(model), token_budget)
+    learned = labels_backward(model, marked(model), token_budget)
     ours = {name.removeprefix("model."): grad for name, grad in gradients(model).items()}
     plain = stock(model, tmp_path / "model")
     logits = plain(
@@ -205,10 +204,10 @@ KINDS: dict[
     "pairs": (
         "outcome",
         encoded_pairs,
-        lambda m, rows, b: learn_pairs(m, stage_of(centering=0.1), rows, b),
+        lambda m, rows, b: pairs_backward(m, 0.1, rows, b),
     ),
-    "labels": ("outcome", marked, learn_marks),
-    "steps": ("process", marked, learn_marks),
+    "labels": ("outcome", marked, labels_backward),
+    "steps": ("process", marked, labels_backward),
 }
 
 
@@ -237,13 +236,13 @@ def test_a_pair_told_the_other_way_round_is_the_same(tmp_path: Path) -> None:
     """Answers exchanged and p for 1 − p; the margin is asked of the better one either way."""
     model = model_of("outcome")
     rows = encoded_pairs(model)
-    learn_pairs(model, stage_of(centering=0.1), rows, 10_000)
+    pairs_backward(model, 0.1, rows, 10_000)
     wanted = gradients(model)
     turned = [
         replace(row, chosen=row.rejected, rejected=row.chosen, probability=1 - row.probability)
         for row in rows
     ]
-    learn_pairs(model, stage_of(centering=0.1), turned, 10_000)
+    pairs_backward(model, 0.1, turned, 10_000)
     same(gradients(model), wanted)
 
 
@@ -271,7 +270,7 @@ def test_centring_brings_scores_back_to_zero() -> None:
             model.head.weight.copy_(5 * mean_H[None] / mean_H.square().sum())
         optimizer = AdamW(trainable(model), Optimizer(learning_rate=rate))
         for _ in range(60):
-            learn_pairs(model, stage_of(centering=centring), rows, 10_000)
+            pairs_backward(model, centring, rows, 10_000)
             optimizer.step(rate)
         return abs(float(np.mean(model.judge(answers, 10_000))))
 
@@ -284,10 +283,10 @@ def test_the_metrics_of_a_step_of_pairs() -> None:
     rows = encoded_pairs(model)
     message = [[one[0] for one in model.judge([row.chosen, row.rejected], 10_000)] for row in rows]
     gaps = [chosen - rejected for chosen, rejected in message]
-    metrics = learn_pairs(model, stage_of(), rows, 30).metrics
+    metrics = pairs_backward(model, 0.0, rows, 30).metrics
     assert metrics["margin"] == pytest.approx(np.mean(gaps), rel=EXACT)
     assert metrics["mean_reward"] == pytest.approx(np.mean(message), rel=EXACT)
-    plain = learn_pairs(model, stage_of(), rows[:1] + rows[5:], 10_000).metrics
+    plain = pairs_backward(model, 0.0, rows[:1] + rows[5:], 10_000).metrics
     right = [gaps[0] > 0, gaps[5] < 0]
     assert plain["accuracy"] == pytest.approx(np.mean(right))
 
@@ -296,7 +295,7 @@ def test_the_metrics_of_a_step_of_labels() -> None:
     model = model_of("outcome")
     rows = marked(model)
     logits = [one[0] for one in model.judge([row.answer for row in rows], 10_000)]
-    metrics = learn_marks(model, rows, 15).metrics
+    metrics = labels_backward(model, rows, 15).metrics
     assert metrics["mean_reward"] == pytest.approx(np.mean(logits), rel=EXACT)
     right = [logits[0] > 0, logits[1] <= 0, logits[2] <= 0]
     assert metrics["accuracy"] == pytest.approx(np.mean(right))
@@ -378,13 +377,13 @@ def test_training_counts_right_answers_as_the_evaluation_does() -> None:
     """No answer is half right; a tie decides nothing."""
     model = model_of("outcome")
     rows = [pair_encoder(model.reader())(row) for row in PAIRS]
-    plain = learn_pairs(model, stage_of(), rows, 10_000).metrics
+    plain = pairs_backward(model, 0.0, rows, 10_000).metrics
     decided = [row for row in rows if row.probability != 0.5]
     assert 0 < len(decided) < len(rows)
     message = measure_pairs(rows, lambda answers: model.judge(answers, 999)).as_dict()
     assert plain["accuracy"] == pytest.approx(message["accuracy"]["mean"])
     torch.nn.init.zeros_(model.head.weight)
-    assert learn_pairs(model, stage_of(), rows, 10_000).metrics["accuracy"] == 0.5
+    assert pairs_backward(model, 0.0, rows, 10_000).metrics["accuracy"] == 0.5
 
 
 def test_rows_of_one_prompt_are_one_cluster() -> None:
