@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from keel.config.judging import RewardModelStage
 from keel.config.optimisation import Optimizer
-from keel.config.preference_data import PreferenceData
 from keel.data.preferences.dataset import Sides
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
 from keel.learn.optimizer import AdamW, trainable
@@ -66,10 +64,6 @@ def model_of(kind: Literal["outcome", "process"], dtype: str = "float64") -> Rew
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(0.3 * noise)
     return made
-
-
-def stage_of(**keys: Any) -> RewardModelStage:
-    return RewardModelStage(data=PreferenceData(name="jsonl"), **keys)
 
 
 def encoded_pairs(model: RewardModel) -> list[EncodedPair]:
