@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from keel.cli.main import main
-from keel.config.preference_data import PreferenceData
+from keel.config.sources import PreferenceData
 from keel.data.preferences.dataset import read_pairs
 from keel.data.preferences.schema import Preference
 from tests.cli.test_wrong_inputs import tried

@@ -10,9 +10,8 @@ from keel.algorithms.spec import Coefficient, FrozenModel, Positive, Unit, Unuse
 from keel.config.fields import Answers, AsTuple, Count, Index, Temperature, Tokens
 from keel.config.model import BaseModelChoice
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
-from keel.config.preference_data import PreferenceData
 from keel.config.sampling import PAST_THE_END, Rollout, SamplingSource
-from keel.config.sources import Prompts, Rewards, TaskSource, TemplateKeywords
+from keel.config.sources import PreferenceData, Prompts, Rewards, TaskSource, TemplateKeywords
 from keel.config.stage import StageConfig
 
 PROMPTS_AT_ONCE = 128

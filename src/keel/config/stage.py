@@ -13,9 +13,8 @@ from keel.algorithms.spec import FrozenModel
 if TYPE_CHECKING:
     from keel.config.model import BaseModelChoice
     from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
-    from keel.config.preference_data import PreferenceData
     from keel.config.sampling import SamplingSource
-    from keel.config.sources import TaskSource
+    from keel.config.sources import PreferenceData, TaskSource
 
 Records = Literal["pairs", "labels", "steps"]
 

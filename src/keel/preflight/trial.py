@@ -21,10 +21,9 @@ from transformers import PreTrainedModel
 from keel.config.entry import load_entry
 from keel.config.judging import PROMPTS_AT_ONCE, JudgingStage
 from keel.config.optimisation import Checkpoints, Trackers
-from keel.config.preference_data import PreferenceData
 from keel.config.sampling import Evaluation, Rollout
 from keel.config.schema import Recipe, RLStage, SFTStage, Stage
-from keel.config.sources import Rewards, RewardSource, TaskSource
+from keel.config.sources import PreferenceData, Rewards, RewardSource, TaskSource
 from keel.data.tasks.base import BaseTask
 from keel.engines.native import NativeEngine
 from keel.models.families import context_length

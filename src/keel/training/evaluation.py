@@ -11,9 +11,9 @@ from typing import Any, Literal, cast
 from keel.config.judging import JudgingStage, ProcessRewardModelStage
 from keel.config.load import load_recipe, load_run_recipe, parse_override
 from keel.config.model import Model
-from keel.config.preference_data import PreferenceData
 from keel.config.presets import merge
 from keel.config.schema import Recipe, RLStage
+from keel.config.sources import PreferenceData
 from keel.data.preferences.dataset import read_labelled, read_pairs, read_steps
 from keel.data.tasks import PromptStream, build_tasks, heldout, stored
 from keel.engines.registry import build_engine

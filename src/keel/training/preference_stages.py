@@ -16,8 +16,8 @@ from keel.config.judging import (
     RewardModelStage,
 )
 from keel.config.model import BaseModelChoice, Model
-from keel.config.preference_data import PreferenceData
 from keel.config.seeds import derive
+from keel.config.sources import PreferenceData
 from keel.data.preferences import dataset as preferences
 from keel.data.preferences.dataset import Sides, Sieve
 from keel.data.preferences.schema import Labelled, Preference, Stepwise

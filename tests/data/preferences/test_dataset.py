@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
-from keel.config.preference_data import PreferenceData
+from keel.config.sources import PreferenceData
 from keel.data.preferences.dataset import Sides, read_labelled, read_pairs, read_steps, sides_of
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
 from keel.types import KeelError

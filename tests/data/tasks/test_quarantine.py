@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from keel.cli.main import main
-from keel.config.preference_data import PreferenceData
+from keel.config.sources import PreferenceData
 from keel.data.preferences.dataset import read_labelled, read_pairs, read_steps
 from keel.data.tasks import build_task, build_tasks, stored
 from keel.data.tasks.stored import DataTask

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from keel.config.entry import load_entry
-from keel.config.preference_data import PreferenceData
+from keel.config.sources import PreferenceData
 from keel.config.stage import Records
 from keel.config.suggest import unknown
 from keel.data.preferences import fields as judged
