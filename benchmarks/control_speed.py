@@ -144,7 +144,7 @@ def keel(setting: Mapping[str, Any], seed: int) -> dict[str, float]:
     """One run of ours."""
     from keel.config.control import ReturnEvaluation
     from keel.config.control_load import load_control
-    from keel.config.seeds import derive
+    from keel.config.fields import derive
     from keel.control.evaluate import returns_of
     from keel.control.run import control, trained
 

@@ -27,8 +27,8 @@ from pathlib import Path
 
 import numpy as np
 
+from keel.config.fields import derive
 from keel.config.schema import Recipe
-from keel.config.seeds import derive
 from keel.runs.reader import load
 from tests.soak import killing
 from tests.soak.cases import CASES, Case

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from keel.config.control import Environment, ReturnEvaluation
-from keel.config.seeds import derive
+from keel.config.fields import derive
 from keel.control.evaluate import SIDE_BY_SIDE, evaluate, returns_of
 from tests.control import worlds
 

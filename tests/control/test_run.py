@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from keel.analysis.glossary import unknown
 from keel.config.control import ControlRecipe, PolicyGradientStage
 from keel.config.control_load import algorithms, load_control, tuned
+from keel.config.fields import derive
 from keel.config.load import load_recipe, to_toml
-from keel.config.seeds import derive
 from keel.control.evaluate import evaluate
 from keel.control.run import control, trained
 from keel.runs.callbacks import RunState

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from keel.config.fields import derive
 from keel.config.load import load_recipe, shipped
 from keel.config.schema import RLStage
-from keel.config.seeds import derive
 from keel.config.sources import RewardSource
 from keel.data.tasks import PromptStream
 from keel.engines.native import NativeEngine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -39,3 +40,9 @@ SEPARATE_VALIDATION = UnusedIf(
 )
 BadRows = Literal["stop", "quarantine"]
 """What becomes of a row of data that cannot be read."""
+
+
+def derive(seed: int, *purpose: str | int) -> int:
+    """A 63-bit seed that is a function of the recipe's seed and of what it is for."""
+    text = "/".join(str(part) for part in (seed, *purpose))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from keel.config.control import Environment
 from keel.config.entry import load_module
-from keel.config.seeds import derive
+from keel.config.fields import derive
 from keel.control import spaces
 from keel.control.subprocess_environments import Copies, CopyError
 from keel.types import KeelError

@@ -8,7 +8,7 @@ import numpy as np
 
 from keel.analysis.statistics import bootstrap_interval
 from keel.config.control import Environment, ReturnEvaluation
-from keel.config.seeds import derive
+from keel.config.fields import derive
 from keel.control.collect import Draw
 from keel.control.environments import Environments
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.config.control import PolicyGradientStage
-from keel.config.seeds import derive
+from keel.config.fields import derive
 from keel.control.actor import Actor, build_actor
 from keel.control.collect import (
     Collected,

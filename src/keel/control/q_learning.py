@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from keel.config.control import QLearningStage
-from keel.config.seeds import derive
+from keel.config.fields import derive
 from keel.control.collect import Draw
 from keel.control.environments import Environments, describe
 from keel.control.networks import TrainedNetwork, perceptron

@@ -13,8 +13,8 @@ import torch
 from keel.analysis.plots import return_curve
 from keel.config.control import ControlRecipe, ControlStage
 from keel.config.control_load import load_control
+from keel.config.fields import derive
 from keel.config.load import to_toml
-from keel.config.seeds import derive
 from keel.control import state
 from keel.control.evaluate import evaluate
 from keel.control.gif import film

@@ -16,9 +16,9 @@ from typing import Any, cast
 
 import torch
 
+from keel.config.fields import derive
 from keel.config.load import Source, load_recipe
 from keel.config.schema import Recipe, RLStage
-from keel.config.seeds import derive
 from keel.data.tasks.base import places
 from keel.engines.compiled import is_llama_like
 from keel.learn.advantages import check_entries

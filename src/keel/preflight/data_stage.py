@@ -9,9 +9,9 @@ from typing import Any, cast
 import numpy as np
 
 from keel.config.entry import load_entry
+from keel.config.fields import derive
 from keel.config.judging import JudgingStage, ProcessRewardModelStage
 from keel.config.schema import SFTStage
-from keel.config.seeds import derive
 from keel.data.preferences import dataset as preferences
 from keel.data.preferences.dataset import READERS, Sieve
 from keel.data.preferences.schema import Labelled, Preference, Stepwise

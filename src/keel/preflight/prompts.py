@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.analysis.statistics import wilson_interval
+from keel.config.fields import derive
 from keel.config.sampling import Rollout, SamplingSource
 from keel.config.schema import Recipe
-from keel.config.seeds import derive
 from keel.config.sources import Prompts, Rewards, TaskSource
 from keel.config.stage import StageConfig
 from keel.data.tasks import PromptStream, build_tasks, heldout, stored

@@ -9,8 +9,8 @@ from statistics import mean
 from typing import Any
 
 from keel.analysis.statistics import mean_interval, wilson_interval
+from keel.config.fields import derive
 from keel.config.sampling import Evaluation
-from keel.config.seeds import derive
 from keel.config.suggest import unknown
 from keel.rewards.judge.reward import spending
 from keel.rewards.registry import NamedReward

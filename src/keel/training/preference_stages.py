@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from keel.config.fields import derive
 from keel.config.judging import (
     DPOStage,
     JudgingStage,
@@ -16,7 +17,6 @@ from keel.config.judging import (
     RewardModelStage,
 )
 from keel.config.model import BaseModelChoice, Model
-from keel.config.seeds import derive
 from keel.config.sources import PreferenceData
 from keel.data.preferences import dataset as preferences
 from keel.data.preferences.dataset import Sides, Sieve

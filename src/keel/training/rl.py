@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from keel.algorithms.spec import Algorithm
+from keel.config.fields import derive
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer
-from keel.config.seeds import derive
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.finite import Cause, NotFinite

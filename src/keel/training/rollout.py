@@ -12,8 +12,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from keel.algorithms.spec import Algorithm
+from keel.config.fields import derive
 from keel.config.sampling import Rollout as SamplingConfig
-from keel.config.seeds import derive
 from keel.data.tasks.mixture import PromptStream
 from keel.engines.multi_turn import converse
 from keel.learn.advantages import outcome_of

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from keel.config.fields import derive
 from keel.config.judging import PROMPTS_AT_ONCE, SampledData
-from keel.config.seeds import derive
 from keel.data.tasks.mixture import PromptStream
 from keel.rewards.scorer import Scorer
 from keel.runs.files import make_folder, write_text

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keel.config.fields import derive
 from keel.config.model import Model
 from keel.config.schema import Recipe, RLStage
-from keel.config.seeds import derive
 from keel.config.sources import Prompts, Rewards, TaskSource
 from keel.config.stage import StageConfig
 from keel.data.tasks import PromptStream, build_tasks, heldout, stored

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keel.config.seeds import derive
+from keel.config.fields import derive
 from keel.data.tasks.mixture import PromptStream
 from keel.learn.batch import Batch, from_groups
 from keel.models.chat import encode_text

@@ -19,9 +19,9 @@ from keel.analysis.overoptimisation import optimisation_of
 from keel.analysis.plots import reward_curve
 from keel.analysis.reward_plots import over_optimisation_picture
 from keel.config.entry import load_entry
+from keel.config.fields import derive
 from keel.config.objective import explain_stage
 from keel.config.schema import Recipe, RLStage, SFTStage
-from keel.config.seeds import derive
 from keel.config.sources import LEARNED
 from keel.engines.registry import build_engine
 from keel.learn.optimizer import AdamW, trainable
