@@ -104,7 +104,7 @@ def recipes(folder: Path) -> dict[str, dict[str, Any]]:
                 "batch_size": 16,
                 "token_budget": 1024,
                 "tasks": [task(folder)],
-                "demonstration": "keel.data.tasks.demonstrations:gold",
+                "demonstration": "keel.data.tasks.generated:gold",
             },
         ),
         "dpo": (

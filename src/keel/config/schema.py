@@ -50,7 +50,7 @@ class SFTStage(StageConfig):
     name: str = "sft"
     tasks: Annotated[tuple[TaskSource, ...], AsTuple, Field(min_length=1)]
     prompts: Prompts = Prompts()
-    demonstration: EntryPoint = "keel.data.tasks.demonstrations:gold"
+    demonstration: EntryPoint = "keel.data.tasks.generated:gold"
     """`module:function` of (prompt, gold answer, random generator) -> the text to imitate."""
     steps: Count = 100
     batch_size: Count = 32

@@ -113,7 +113,7 @@ class _ShortStage:
         elif stage.demonstrated:
             changes |= {
                 "tasks": (self.task,),
-                "demonstration": "keel.data.tasks.demonstrations:gold",
+                "demonstration": "keel.data.tasks.generated:gold",
                 "batch_size": self._examples(cast(SFTStage, stage).batch_size),
             }
         else:

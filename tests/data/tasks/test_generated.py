@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from keel.config.model import BuildModel
-from keel.data.tasks import build_task, build_tasks, demonstrations
+from keel.data.tasks import build_task, build_tasks, generated
 from keel.data.tasks.base import side_of
 from keel.data.tasks.generated import Generated
 from keel.types import KeelError, Prompt, Side
@@ -154,12 +154,12 @@ def test_two_of_a_name_get_names_of_their_own() -> None:
 def test_demonstrations() -> None:
     rng = np.random.default_rng(0)
     prompt = Prompt("p", "x")
-    assert demonstrations.gold(prompt, "0137", rng) == "0137"
-    message = [demonstrations.careless(prompt, "0137", rng) for _ in range(2_000)]
+    assert generated.gold(prompt, "0137", rng) == "0137"
+    message = [generated.careless(prompt, "0137", rng) for _ in range(2_000)]
     assert set(message) == {"0137", "7130"}
     # Binomial(2000, 0.6): standard deviation 0.011; five of them.
     assert abs(message.count("7130") / 2_000 - 0.6) < 0.055
-    assert demonstrations.careless(prompt, "7", rng) == "7"
+    assert generated.careless(prompt, "7", rng) == "7"
 
 
 def test_a_tool_task_answers_once() -> None:

@@ -114,3 +114,22 @@ class Addition(Generated):
         lengths = [int(rng.integers(1, self.digits + 1)) for _ in range(2)]
         a, b = (int(rng.integers(0, 10**n)) for n in lengths)
         return f"{a}+{b}=", str(a + b)
+
+
+MISTAKE_SHARE = 0.6
+"""How often the careless teacher makes its mistake."""
+
+
+def gold(prompt: Prompt, gold: str, rng: np.random.Generator) -> str:
+    """The gold answer itself."""
+    return gold
+
+
+def careless(prompt: Prompt, gold: str, rng: np.random.Generator) -> str:
+    """The gold answer with, in six of ten, one and the same mistake: first and last exchanged.
+
+    Imitation takes the mistake over as well; a verifier does not.
+    """
+    if rng.random() < MISTAKE_SHARE and len(gold) > 1:
+        return gold[-1] + gold[1:-1] + gold[0]
+    return gold
