@@ -227,7 +227,7 @@ def test_where_nothing_can_be_learned_it_stops(
         assert sorted(p.name for p in folder.faults.iterdir()) == names
         assert [row["steps_skipped"] for row in rows(folder)] == [10]
     events = load(folder.path).events()
-    notes = [event["text"] for event in events if "first 8 say more" in event.get("text", "")]
+    notes = [event["text"] for event in events if "first 8 are diagnosed" in event.get("text", "")]
     assert len(notes) == 2 + 9 + 9  # the second step's were noted again
     assert notes[0].startswith("rl step 1: ")
     assert notes[-1].startswith("rl step 2: ")
@@ -269,7 +269,7 @@ def test_weights_that_are_not_finite_end_it_also_where_steps_are_skipped(
         if kind == "rl"
         else recipe(stage_of(tmp_path, stage=kind, **keys))
     )
-    with pytest.raises(KeelError, match=r"step 2: .* from the weights .* checkpoint before"):
+    with pytest.raises(KeelError, match=r"step 2: .* from the weights .* earlier checkpoint"):
         train(chosen, tmp_path / "run")
     assert len(list((tmp_path / "run" / "faults").iterdir())) == 1
 

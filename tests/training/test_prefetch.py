@@ -129,7 +129,7 @@ def test_drawing_goes_on_while_a_step_is_learned_from(
 
     def update(*given: Any) -> Any:
         loop, number = given[0], given[-1]
-        if number < loop.stage.steps:
+        if number < loop.schedule.steps:
             learning.release()
             assert drawing.acquire(timeout=WAIT)
         return real(*given)
