@@ -42,7 +42,9 @@ def _report(error: Exception) -> int:
     from keel.types import KeelError
 
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        error = KeelError(f"the path {str(error.filename)[:60]}… is too long for a path: shorten it")
+        error = KeelError(
+            f"the path {str(error.filename)[:60]}… is too long for a path: shorten it"
+        )
     if isinstance(error, OSError) and error.filename in NAMES:
         error = KeelError(f"cannot write to {error.filename}: {error.strerror}: write elsewhere")
     if not isinstance(error, KeelError):
