@@ -240,7 +240,7 @@ def test_data_becomes_a_file_that_holds_the_same_rows() -> None:
     assert task == {
         "name": "jsonl",
         "path": "$RUN/inputs/data.jsonl",
-        "heldout_path": "$RUN/inputs/eval_data.jsonl",
+        "validation_path": "$RUN/inputs/eval_data.jsonl",
     }
     again = [json.loads(line) for line in jsonl.tables["data.jsonl"].splitlines()]
     assert again == ROWS
@@ -257,6 +257,16 @@ def test_data_becomes_a_file_that_holds_the_same_rows() -> None:
     assert objects(data="rows.parquet").recipe["stages"][-1]["tasks"] == [
         {"name": "parquet", "path": "rows.parquet"}
     ]
+
+
+@pytest.mark.parametrize("kind", ["rl", "dpo"])
+def test_eval_data_is_the_validation_file_of_the_recipe(kind: str) -> None:
+    rows = [{"prompt": "1", "chosen": "2", "rejected": "3"}]
+    given = objects(model="m", stage=kind, data=rows, eval_data=rows)
+    stage = load_recipe(given.recipe).stages[-1]
+    source = stage.trained_tasks[0] if kind == "rl" else stage.preference_data
+    assert source is not None
+    assert source.validation_path == "$RUN/inputs/eval_data.jsonl"
 
 
 def test_functions_are_named_wherever_they_stand() -> None:

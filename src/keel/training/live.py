@@ -163,7 +163,7 @@ def _data(
         other = _source(eval_data, "eval_data", tables)
         if source.get("name") != other["name"] or "path" not in other:
             raise KeelError("eval_data: it must be of the same type as data, rows or a file")
-        source["heldout_path"] = other["path"]
+        source["validation_path"] = other["path"]
     if kind in _STAGES and "data" in _STAGES[kind].model_fields:
         return {"data": source}
     columns = getattr(data, "column_names", None)

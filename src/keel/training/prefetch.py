@@ -1,4 +1,4 @@
-"""The next step's rollouts, drawn while this one is learned from: one step off policy.
+"""The next step's rollouts, sampled while this one is trained on: one step off policy.
 
 They are sampled while an update runs, with the weights from before it, so that they are
 a function of recipe and seed and not of time. A checkpoint holds those that no step has learned
@@ -23,7 +23,7 @@ from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
 
 PENDING = "pending.json"
 PATIENCE = 30.0
-"""Seconds that a drawing gets to end: a decode step, a prefill, a task's reply are shorter."""
+"""Seconds that cancelled sampling gets to end: a decode step, a prefill, a reply are shorter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,12 +88,12 @@ class _Thread(threading.Thread):
         self._threads = torch.get_num_threads()
         self._rollouts: Rollouts | None = None
         self._error: BaseException | None = None
-        self._told = threading.Event()
+        self._cancelled = threading.Event()
 
     def run(self) -> None:
         try:
             torch.set_num_threads(self._threads)
-            with cancel.until(self._told):
+            with cancel.until(self._cancelled):
                 self._rollouts = self._draw()
         except BaseException as error:
             self._error = error
@@ -107,11 +107,11 @@ class _Thread(threading.Thread):
         return self._rollouts
 
     def give_up(self) -> None:
-        """End the drawing at its next look (`cancel`), and wait for that.
+        """Cancel the sampling (`cancel.raise_if_cancelled`), and wait until it has ended.
 
-        Where it does not look, in a task's own code that hangs, it is left behind.
+        A thread that hangs in code that is not Keel's, as in a task's, is not waited for longer.
         """
-        self._told.set()
+        self._cancelled.set()
         self.join(PATIENCE)
 
 
