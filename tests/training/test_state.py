@@ -159,7 +159,7 @@ def look(monkeypatch: pytest.MonkeyPatch, process: bool = False) -> list[Seen]:
         return watched
 
     monkeypatch.setattr(rl, "run", around(rl.run, rl.state_of))
-    monkeypatch.setattr(fit, "run", around(fit.run, lambda loop, progress: loop.state(progress)))
+    monkeypatch.setattr(fit, "run", around(fit.run, fit.state_of))
     return seen
 
 

@@ -124,8 +124,13 @@ def test_sequences_left_out_of_the_loss_keep_their_place_in_the_weights(kind: st
     stage = small(f"algorithm.weights.kind={kind}").stages[0]
     made = group((2, 3, 4, 3))
     estimates = Estimates(torch.ones(12, dtype=torch.float64))
-    [whole] = minibatches(stage, from_groups([made]), estimates, range(4), 0)  # type: ignore[arg-type]
-    [chosen] = minibatches(stage, from_groups([made]), estimates, [1], 0)  # type: ignore[arg-type]
+    batch, algorithm = from_groups([made]), stage.algorithm  # type: ignore[union-attr]
+    whole, chosen = (
+        minibatches(
+            algorithm, batch, estimates, keep, count=1, max_tokens=stage.rollout.max_tokens, seed=0
+        )[0]  # type: ignore[union-attr]
+        for keep in (range(4), [1])
+    )
     assert chosen.places == [1]
     part = chosen.batch
     assert part.weight_N.tolist() == whole.batch.weight_N[2:5].tolist()

@@ -68,7 +68,7 @@ def sampler(policy: Policy, turns: int) -> Sampler:
         tasks=tasks,
         stream=stream,
         scorer=Scorer((), tasks),
-        choice=Rollout(prompts_per_step=1, group_size=4, max_tokens=40, max_turns=turns),
+        config=Rollout(prompts_per_step=1, group_size=4, max_tokens=40, max_turns=turns),
         seed=0,
     )
 

@@ -186,9 +186,14 @@ def update(loop: SupervisedLoop[Any], batch: Any, rate: float) -> GradientStep:
 @oom_context("a checkpoint was written", LESS)
 def save(loop: SupervisedLoop[Any], progress: Progress) -> None:
     """Write a checkpoint."""
-    optimizers = {"optimizer": loop.optimizer}
-    state = State(progress, loop.policy, optimizers, loop.modules, loop.reference)
+    state = state_of(loop, progress)
     loop.writer.checkpoint(progress, state.save, loop.checkpoints, loop.steps)
+
+
+def state_of(loop: SupervisedLoop[Any], progress: Progress) -> State:
+    """All that changes from step to step."""
+    optimizers = {"optimizer": loop.optimizer}
+    return State(progress, loop.policy, optimizers, loop.modules, loop.reference)
 
 
 def _diagnose(loop: SupervisedLoop[Any], batch: Any) -> tuple[Cause, str]:
