@@ -378,7 +378,7 @@ def test_in_a_stage_that_learns_from_rows_too(
         counted.calls = getattr(counted, "calls", 0) + 1  # type: ignore[attr-defined]
         return real(rows, *arguments)
 
-    monkeypatch.setattr("keel.training.judged_data.of_step", counted)
+    monkeypatch.setattr("keel.training.supervised.of_step", counted)
     monkeypatch.setattr(rows_judged, "counter", {"n": 0}, raising=False)
     seen = look(monkeypatch, process=True)
     real_improve = fit.update
@@ -391,7 +391,7 @@ def test_in_a_stage_that_learns_from_rows_too(
     train(CASES["dpo"].make(tmp_path), tmp_path / "run")
     found = undeclared(seen[0])
     assert "keel.training.judged_data.counter['n']" in found
-    assert any(name.startswith("keel.training.judged_data.of_step.dict") for name in found), found
+    assert any(name.startswith("keel.training.supervised.of_step.dict") for name in found), found
 
 
 # ---------------------------------------------------------------- shared random generators
