@@ -16,7 +16,7 @@ from keel.engines.registry import build_engine
 from keel.models.chat import Encoder
 from keel.models.loading import ADAPTER
 from keel.models.policy import Policy, load_policy
-from keel.rewards.context import RewardContext
+from keel.rewards.registry import RewardContext
 from keel.runs.layout import RECIPE, RunFolder
 from keel.training.evaluate import Evaluator
 from keel.training.export import pick_checkpoint
