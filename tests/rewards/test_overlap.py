@@ -121,12 +121,15 @@ def test_failures_are_counted_alike() -> None:
 
 
 def test_a_wrong_value_is_named_by_its_place_in_the_step() -> None:
-    scorer = Scorer([named_reward(partly_wrong)])
+    def wrong_at_seven(number: list[int]) -> list[float]:
+        return [float("nan") if n == 7 else 1.0 for n in number]
+
+    scorer = Scorer([named_reward(wrong_at_seven)])
     with pytest.raises(KeelError) as whole:
         scorer(groups(), 3)
     with pytest.raises(KeelError) as part:
         overlapped(scorer, groups(), SHUFFLED)
-    assert "sample 5 (prompt 't/train/1')" in str(whole.value)
+    assert "sample 21 (prompt 't/train/7')" in str(whole.value)
     assert str(part.value) == str(whole.value)
     assert threads() == []
 

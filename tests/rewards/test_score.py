@@ -253,6 +253,10 @@ def test_what_two_functions_log_under_one_name() -> None:
     assert scored.extras == {"why": ["a"], "second/why": ["bb"], "third/why": ["ccc"]}
     shares = {k: v for k, v in scored.metrics.items() if k.endswith("share")}
     assert shares == {"share": 1.0, "second/share": 2.0, "third/share": 3.0}
+    # Gates are called first, so their names stay.
+    rewards[2] = replace(rewards[2], gate_below=0.0)
+    gated = Scorer(rewards)([group(["x"])], 0)
+    assert gated.extras == {"why": ["ccc"], "first/why": ["a"], "second/why": ["bb"]}
 
 
 def test_async_functions_wait_together() -> None:
