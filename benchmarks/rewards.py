@@ -35,7 +35,7 @@ from keel.config.model import BuildModel, Model
 from keel.config.sources import RewardSource, TaskSource
 from keel.data.tasks.build import build_task
 from keel.rewards import Scorer, load_reward
-from keel.rewards.context import RewardContext
+from keel.rewards.registry import RewardContext
 from keel.types import Completion, Group, Prompt, Task
 
 SERVER = Path(__file__).with_name("judge_server.py")

@@ -16,8 +16,7 @@ from keel.config.load import load_recipe
 from keel.config.schema import RLStage
 from keel.graders.unit_tests import Status
 from keel.models.reward import reward_model_from
-from keel.rewards.context import RewardContext
-from keel.rewards.registry import BUILT_IN, MADE, RESERVED, TASK, load_reward
+from keel.rewards.registry import BUILT_IN, MADE, RESERVED, TASK, RewardContext, load_reward
 from keel.rewards.scorer import Scorer
 from keel.types import Prompt
 from tests.rewards.learned import policy
@@ -63,7 +62,7 @@ def options(name: str) -> dict[str, Any]:
     """The options of a reward, by name, with their defaults."""
     made = load_entry(MADE[name], "reward") if name in MADE else BUILT_IN[name]
     # A rule's options are the parameters that the run does not pass.
-    given = (*RESERVED, "answer", "around")
+    given = (*RESERVED, "answer", "context")
     parameters = inspect.signature(made).parameters.values()
     return {
         p.name: ... if p.default is p.empty else p.default

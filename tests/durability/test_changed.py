@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from keel.config.load import load_recipe
-from keel.rewards.context import RewardContext
-from keel.rewards.model_scorer import which_model
+from keel.rewards.learned import which_model
+from keel.rewards.registry import RewardContext
 from keel.runs.callbacks import Callback
 from keel.runs.fingerprints import fingerprints
 from keel.runs.reader import load

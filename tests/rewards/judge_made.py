@@ -11,8 +11,9 @@ from typing import Any
 
 from keel.config.sources import RewardSource
 from keel.rewards import Scored, Scorer, load_reward
-from keel.rewards.context import RewardContext
 from keel.rewards.judge.reward import Judge, judge
+from keel.rewards.judge.store import Account, JudgeStore
+from keel.rewards.registry import RewardContext
 from keel.types import Group, Prompt
 from tests.data.tasks.made import completion
 
@@ -53,6 +54,14 @@ def call(reward: Judge, answers: Sequence[str], **columns: Any) -> list[float | 
     """Rewards of answers to one prompt, in an event loop of their own."""
 
     return asyncio.run(reward(prompts=["q"] * len(answers), completions=answers, **columns))
+
+
+def account_of(folder: Path) -> Account:
+    """What the cache of a run's judge holds."""
+    store = JudgeStore(folder / "judge.sqlite")
+    found = store.account()
+    store.close()
+    return found
 
 
 def forty() -> list[Group]:

@@ -14,8 +14,7 @@ from keel.config.sources import RewardSource
 from keel.models.policy import Policy, load_policy
 from keel.models.reward import RewardModel, reward_model_from
 from keel.rewards import load_reward
-from keel.rewards.context import RewardContext
-from keel.rewards.registry import NamedReward
+from keel.rewards.registry import NamedReward, RewardContext
 from keel.types import Completion, Content, Group, Prompt
 from tests.models.tiny import build, stir
 

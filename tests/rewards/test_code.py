@@ -45,7 +45,7 @@ class Asked:
 
 
 @needs_bubblewrap
-def test_the_reward() -> None:
+def test_rewards() -> None:
     asked = Asked()
     assert asked.reward.required == ("completions", "tests", "log_extra", "log_metric")
     message = [
@@ -103,7 +103,7 @@ def test_mbpps_columns() -> None:
 
 
 @needs_bubblewrap
-def test_code_and_tests_share_an_interpreter_only_where_the_recipe_says_so() -> None:
+def test_isolation_shared_puts_code_and_tests_in_one_interpreter() -> None:
     cheat = "class E:\n    def __eq__(self, other): return True\ndef double(x): return E()"
     assert Asked()([cheat], tests=[ASSERTS]) == [0]
     assert Asked(isolation="process")([cheat], tests=[ASSERTS]) == [0]
@@ -123,7 +123,7 @@ def test_a_helper_of_the_prompt_is_not_the_completions() -> None:
 
 
 @needs_bubblewrap
-def test_what_is_thrown_at_it_scores_0_with_its_cause_and_the_trainer_does_not_notice() -> None:
+def test_hostile_code_scores_0_with_its_cause_and_leaves_no_trace() -> None:
     home = Path.home() / "keel-was-here"
     thrown = {
         "import os\nwhile True: os.fork()": "BlockingIOError",
@@ -147,7 +147,7 @@ def test_what_is_thrown_at_it_scores_0_with_its_cause_and_the_trainer_does_not_n
 
 
 @needs_bubblewrap
-def test_tests_that_are_none_stop_before_anything_runs() -> None:
+def test_invalid_tests_and_options_stop_before_anything_runs() -> None:
     asked = Asked()
     with pytest.raises(KeelError, match="sample 1: the test 'assert ' is not Python"):
         asked([RIGHT, RIGHT], tests=[ASSERTS, "assert "])

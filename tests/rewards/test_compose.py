@@ -1,4 +1,4 @@
-"""One reward from many: clips, normalisation, weights, gates, and who is asked at all."""
+"""One reward from many: clips, normalisation, weights, gates, and which functions are called."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 
 from keel.config.sources import RewardSource
 from keel.rewards import Scorer, load_reward
-from keel.rewards.compose import Composed, compose, shut
-from keel.rewards.registry import NamedReward, named_reward
-from keel.rewards.scorer import Scored
+from keel.rewards.registry import NamedReward, RewardContext, named_reward
+from keel.rewards.scorer import Scored, compose
 from keel.rewards.validation import RewardOutput
-from keel.types import Completion, Group, KeelError, Prompt, Step
+from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
 from tests.data.tasks.made import completion
 
 ABOUT = {"rel": 1e-12, "abs": 1e-12}
@@ -28,12 +27,12 @@ def numbers(*values: float | None) -> list[RewardOutput]:
     return [RewardOutput(value) for value in values]
 
 
-def rewards(composed: Sequence[Composed]) -> list[float | None]:
+def rewards(composed: Sequence[Verdict]) -> list[float | None]:
     return [one.reward for one in composed]
 
 
-def one(message: Sequence[RewardOutput], groups: Sequence[int] | None = None, **keys: Any) -> Any:
-    return rewards(compose([component(**keys)], {"f": message}, groups or [0] * len(message)))
+def one(outputs: Sequence[RewardOutput], groups: Sequence[int] | None = None, **keys: Any) -> Any:
+    return rewards(compose([component(**keys)], {"f": outputs}, groups or [0] * len(outputs)))
 
 
 def standard(values: Sequence[float]) -> list[float]:
@@ -41,52 +40,46 @@ def standard(values: Sequence[float]) -> list[float]:
     return [(x - mean) / (spread + 1e-4) for x in values]
 
 
-# ---------------------------------------------------------------- weighing, clipping, normalising
+# ---------------------------------------------------------------- weights, clips, normalisation
 
 
-def test_weights_make_a_sum_of_those_that_spoke() -> None:
+def test_reward_is_the_weighted_sum_of_the_components_with_a_value() -> None:
     functions = [component("a", weight=2.0), component("b", weight=-1.0)]
-    message = {"a": numbers(1, 2, None, None), "b": numbers(3, None, 5, None)}
-    assert rewards(compose(functions, message, [0, 0, 0, 0])) == [-1.0, 4.0, -5.0, None]
+    outputs = {"a": numbers(1, 2, None, None), "b": numbers(3, None, 5, None)}
+    assert rewards(compose(functions, outputs, [0, 0, 0, 0])) == [-1.0, 4.0, -5.0, None]
 
 
-def test_weight_zero_watches() -> None:
+def test_weight_zero_is_reported_only() -> None:
     functions = [component("a", weight=0.0), component("b")]
     steps = RewardOutput(3.0, (Step(0, 1.0), Step(1, 2.0)))
-    composed = compose(functions, {"a": [steps, steps], "b": numbers(5, None)}, [0, 0])
-    assert composed == [Composed(5.0, outcome=5.0), Composed(None)]
+    assert compose(functions, {"a": [steps, steps], "b": numbers(5, None)}, [0, 0]) == [
+        Verdict(5.0, {"a": 3.0, "b": 5.0}, outcome=5.0),
+        Verdict(None, {"a": 3.0, "b": None}),
+    ]
 
 
-def test_a_clip_comes_before_the_weight() -> None:
+def test_clip_comes_before_weight_and_normalisation() -> None:
     assert one(numbers(-9, 0.5, 9), clip=(-1.0, 2.0), weight=3.0) == [-3.0, 1.5, 6.0]
     assert one(numbers(-9, None), clip=(-1.0, 2.0)) == [-1.0, None]
-
-
-def test_normalising_by_group_and_by_batch() -> None:
-    message, groups = numbers(1, 5, 2, 4, 9), [0, 1, 0, 1, 1]
-    first, second = standard([1, 2]), standard([5, 4, 9])
-    expected = [first[0], second[0], first[1], second[1], second[2]]
-    assert one(message, groups, normalise="group", weight=2.0) == pytest.approx(
-        [2 * x for x in expected], **ABOUT
-    )
-    assert one(message, groups, normalise="batch") == pytest.approx(
-        standard([1, 5, 2, 4, 9]), **ABOUT
-    )
-
-
-def test_a_clip_comes_before_the_normalisation() -> None:
     found = one(numbers(0, 1, 100), normalise="batch", clip=(0.0, 3.0))
     assert found == pytest.approx(standard([0, 1, 3]), **ABOUT)
 
 
-def test_those_that_said_nothing_are_no_part_of_the_mean() -> None:
+def test_normalise_by_group_and_by_batch() -> None:
+    outputs, groups = numbers(1, 5, 2, 4, 9), [0, 1, 0, 1, 1]
+    first, second = standard([1, 2]), standard([5, 4, 9])
+    expected = [2 * x for x in (first[0], second[0], first[1], second[1], second[2])]
+    by_group = one(outputs, groups, normalise="group", weight=2.0)
+    assert by_group == pytest.approx(expected, **ABOUT)
+    by_batch = one(outputs, groups, normalise="batch")
+    assert by_batch == pytest.approx(standard([1, 5, 2, 4, 9]), **ABOUT)
     found = one(numbers(1, None, 4), normalise="group")
     assert found[1] is None
     assert [found[0], found[2]] == pytest.approx(standard([1, 4]), **ABOUT)
 
 
 @pytest.mark.parametrize("how", ["group", "batch"])
-def test_where_all_are_equal_or_alone_there_is_nothing_to_tell(how: str) -> None:
+def test_normalised_equal_or_single_values_are_zero(how: str) -> None:
     # Thrice 0.1 has a mean that is not 0.1, and so a spread of rounding.
     assert one(numbers(0.1, 0.1, 0.1), normalise=how) == [0.0, 0.0, 0.0]
     assert one(numbers(7), normalise=how) == [0.0]
@@ -94,81 +87,75 @@ def test_where_all_are_equal_or_alone_there_is_nothing_to_tell(how: str) -> None
     assert one(numbers(None, None), normalise=how) == [None, None]
 
 
-def test_one_component_does_not_move_another() -> None:
+def test_normalisation_of_one_component_leaves_the_others() -> None:
     functions = [component("a", normalise="batch"), component("b", clip=(0.0, 1.0))]
-    message = {"a": numbers(1, 3), "b": numbers(9, -9)}
     low, high = standard([1, 3])
-    assert rewards(compose(functions, message, [0, 0])) == pytest.approx([low + 1, high], **ABOUT)
+    found = rewards(compose(functions, {"a": numbers(1, 3), "b": numbers(9, -9)}, [0, 0]))
+    assert found == pytest.approx([low + 1, high], **ABOUT)
 
 
 # ---------------------------------------------------------------- steps
 
 
-def test_steps_are_clipped_one_by_one_and_add_up_to_the_reward() -> None:
+def test_steps_are_clipped_singly_and_add_up_to_the_reward() -> None:
     steps = RewardOutput(5.5, (Step(1, 4.0), Step(3, -0.5), Step(4, 2.0)))
     (found,) = compose([component(clip=(-0.25, 1.0), weight=2.0)], {"f": [steps]}, [0])
     assert found.steps == (Step(1, 2.0), Step(3, -0.5), Step(4, 2.0))
     assert found.reward == sum(step.reward for step in found.steps) == 3.5
 
 
-def test_steps_of_two_components_meet_at_their_ends_in_order() -> None:
-    message = {
+def test_steps_of_two_components_are_merged_by_their_ends() -> None:
+    outputs = {
         "a": [RewardOutput(3.0, (Step(2, 1.0), Step(5, 2.0)))],
         "b": [RewardOutput(7.0, (Step(1, 3.0), Step(5, 4.0)))],
         "c": numbers(0.5),
     }
     functions = [component("a"), component("b", weight=0.5), component("c")]
-    (found,) = compose(functions, message, [0])
+    (found,) = compose(functions, outputs, [0])
     assert found.steps == (Step(1, 1.5), Step(2, 1.0), Step(5, 4.0))
-    assert found.reward == 7.0
+    assert (found.reward, found.outcome) == (7.0, 0.5)
 
 
 @pytest.mark.parametrize("how", ["group", "batch"])
 def test_steps_are_not_normalised_as_whole_answers(how: str) -> None:
-    message = [RewardOutput(1.0), RewardOutput(1.0, (Step(0, 1.0),))]
-    with pytest.raises(KeelError, match=f"reward 'f' speaks of steps, and normalise = \"{how}\""):
-        one(message, normalise=how)
+    outputs = [RewardOutput(1.0), RewardOutput(1.0, (Step(0, 1.0),))]
+    with pytest.raises(KeelError, match=f"reward 'f' rewards steps, and normalise = \"{how}\""):
+        one(outputs, normalise=how)
 
 
 # ---------------------------------------------------------------- gates
 
 
-def test_a_gate_is_shut_under_its_value_alone() -> None:
+def test_gate_shuts_below_its_value_only() -> None:
     gate = component(gate_below=0.5)
-    assert [shut(gate, message) for message in numbers(0.4, 0.5, 0.6, None)] == [
-        True, False, False, False,
-    ]  # fmt: skip
-    assert not shut(component(), RewardOutput(-9.0))
+    found = [gate.shuts(value) for value in (0.4, 0.5, 0.6, None)]
+    assert found == [True, False, False, False]
+    assert not component().shuts(-9.0)
 
 
-def test_behind_a_closed_gate_there_is_its_reward_and_no_step() -> None:
+def test_shut_gate_gives_its_reward_and_no_steps() -> None:
     functions = [component("a"), component("g", gate_below=1.0, gated_reward=-2.0, weight=0.0)]
     steps = RewardOutput(3.0, (Step(0, 3.0),))
-    found = compose(functions, {"a": [steps, steps], "g": numbers(0, 1)}, [0, 0])
-    assert found == [Composed(-2.0, outcome=-2.0), Composed(3.0, (Step(0, 3.0),))]
+    assert compose(functions, {"a": [steps, steps], "g": numbers(0, 1)}, [0, 0]) == [
+        Verdict(-2.0, {"a": 3.0, "g": 0.0}, outcome=-2.0),
+        Verdict(3.0, {"a": 3.0, "g": 1.0}, (Step(0, 3.0),)),
+    ]
 
 
-def test_the_first_closed_gate_tells() -> None:
+def test_first_shut_gate_decides() -> None:
     functions = [
         component("g", gate_below=1.0, gated_reward=-1.0),
         component("h", gate_below=1.0, gated_reward=-5.0),
     ]
-    message = {"g": numbers(0, 0, 1, 1), "h": numbers(0, 1, 0, 1)}
-    assert rewards(compose(functions, message, [0] * 4)) == [-1.0, -1.0, -5.0, 2.0]
-
-
-def test_what_is_shut_out_is_no_part_of_the_others_mean() -> None:
-    functions = [component("g", gate_below=1.0, weight=0.0), component("f", normalise="group")]
-    message = {"g": numbers(1, 0, 1), "f": numbers(2, None, 6)}
-    low, high = standard([2, 6])
-    assert rewards(compose(functions, message, [0] * 3)) == pytest.approx([low, 0.0, high], **ABOUT)
+    outputs = {"g": numbers(0, 0, 1, 1), "h": numbers(0, 1, 0, 1)}
+    assert rewards(compose(functions, outputs, [0] * 4)) == [-1.0, -1.0, -5.0, 2.0]
 
 
 # ---------------------------------------------------------------- through the scorer
 
 
-class Asked:
-    """Functions that remember which completions they were asked about."""
+class Recorder:
+    """Functions that record which completions they were called with."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[str]]] = []
@@ -198,17 +185,17 @@ def starts_with_x(text: str) -> float:
     return float(text.startswith("x"))
 
 
-def test_gates_are_asked_first_and_the_others_of_what_is_open() -> None:
-    asked = Asked()
+def test_gates_are_called_first_and_the_others_with_what_passes() -> None:
+    recorder = Recorder()
     scorer = Scorer(
         [
-            asked.named("content", lambda text: float(len(text))),
-            asked.named("gate", starts_with_x, gate_below=1.0, gated_reward=-3.0),
-            asked.named("watch", lambda _: 9.0, weight=0.0),
+            recorder.named("content", lambda text: float(len(text))),
+            recorder.named("gate", starts_with_x, gate_below=1.0, gated_reward=-3.0),
+            recorder.named("watch", lambda _: 9.0, weight=0.0),
         ]
     )
     scored = scorer(groups(["xa", "b"], ["c", "xddd"]), 0)
-    assert asked.calls == [
+    assert recorder.calls == [
         ("gate", ["xa", "b", "c", "xddd"]),
         ("content", ["xa", "xddd"]),
         ("watch", ["xa", "xddd"]),
@@ -216,53 +203,51 @@ def test_gates_are_asked_first_and_the_others_of_what_is_open() -> None:
     assert flat(scored) == [3.0, -3.0, -3.0, 5.0]
     assert scored.verdicts[0][1].components == {"content": None, "gate": 0.0, "watch": None}
     assert scored.verdicts[1][1].components == {"content": 4.0, "gate": 1.0, "watch": 9.0}
-    assert scored.metrics["rewards/gate/shut"] == 0.5
-    assert scored.metrics["rewards/gate/mean"] == 0.5
-    assert scored.metrics["rewards/content/mean"] == 3.0
-    assert scored.metrics["rewards/watch/mean"] == 9.0
+    means = {"gate/shut": 0.5, "gate/mean": 0.5, "content/mean": 3.0, "watch/mean": 9.0}
+    assert {key: scored.metrics[f"rewards/{key}"] for key in means} == means
     assert "rewards/content/shut" not in scored.metrics
     assert scored.extras["content_saw"] == ["XA", None, None, "XDDD"]
     assert scored.extras["gate_saw"] == ["XA", "B", "C", "XDDD"]
     assert scored.failures == {}
 
 
-def test_where_all_is_shut_the_others_are_not_asked_at_all() -> None:
-    asked = Asked()
+def test_where_no_completion_passes_only_gates_are_called() -> None:
+    recorder = Recorder()
+    keys = {"gate_below": 1.0, "weight": 0.0}
     scorer = Scorer(
         [
-            asked.named("gate", starts_with_x, gate_below=1.0, weight=0.0),
-            asked.named("other", starts_with_x, gate_below=1.0, weight=0.0, gated_reward=-1.0),
-            asked.named("content", lambda text: float(len(text))),
+            recorder.named("gate", starts_with_x, **keys),
+            recorder.named("other", starts_with_x, **keys, gated_reward=-1.0),
+            recorder.named("content", lambda text: float(len(text))),
         ]
     )
     scored = scorer(groups(["a", "b"]), 0)
-    assert asked.calls == [("gate", ["a", "b"]), ("other", ["a", "b"])]  # gates side by side
+    assert recorder.calls == [("gate", ["a", "b"]), ("other", ["a", "b"])]
     assert flat(scored) == [0.0, 0.0]
     assert scored.metrics["rewards/gate/shut"] == scored.metrics["rewards/other/shut"] == 1.0
     assert "rewards/content/mean" not in scored.metrics
 
 
-def test_a_gate_that_says_nothing_or_fails_is_open() -> None:
-    asked = Asked()
+def test_gate_without_a_value_or_with_a_failure_is_open() -> None:
+    recorder = Recorder()
 
     def unsure(text: str) -> Any:
         return {"a": None, "b": float("nan")}.get(text, 0.0)
 
     functions = [
-        asked.named("gate", unsure, gate_below=1.0, weight=0.0),
-        asked.named("content", lambda _: 2.0),
+        recorder.named("gate", unsure, gate_below=1.0, weight=0.0),
+        recorder.named("content", lambda _: 2.0),
     ]
     scored = Scorer(functions, on_error="skip")(groups(["a", "b", "c"]), 0)
     assert flat(scored) == [2.0, 2.0, 0.0]
-    assert asked.calls[1] == ("content", ["a", "b"])
+    assert recorder.calls[1] == ("content", ["a", "b"])
     assert scored.failures == {"gate": 1}
     with pytest.raises(KeelError, match="reward 'gate' at step 4: sample 1"):
         Scorer(functions)(groups(["a", "b", "c"]), 4)
 
 
 def test_normalisation_by_group_follows_the_prompts() -> None:
-    asked = Asked()
-    scorer = Scorer([asked.named("length", lambda t: float(len(t)), normalise="group")])
+    scorer = Scorer([Recorder().named("length", lambda t: float(len(t)), normalise="group")])
     scored = scorer(groups(["a", "bb", "ccc"], ["aaaa", "aaaa"], ["bb"]), 0)
     assert flat(scored) == pytest.approx([*standard([1, 2, 3]), 0.0, 0.0, 0.0], **ABOUT)
     # What is logged, and kept of each completion, is the raw value.
@@ -270,26 +255,18 @@ def test_normalisation_by_group_follows_the_prompts() -> None:
     assert scored.metrics["rewards/length/mean"] == pytest.approx(16 / 6)
 
 
-def test_a_recipes_keys_reach_the_reward() -> None:
-    keys = {
-        "clip": [-1.0, 2.0],
-        "normalise": "batch",
-        "gate_below": 0.5,
-        "gated_reward": -1.0,
-        "weight": 3.0,
-    }
-    for function in ("exact_match", "tests.rewards.functions:by_length", "step_match", "task"):
-        from keel.rewards.context import RewardContext
-
-        source = RewardSource.model_validate({"function": function, **keys})
-        made = load_reward(source, RewardContext(tokenizer=object()))
-        assert (made.clip, made.normalise, made.gate_below, made.gated_reward, made.weight) == (
-            (-1.0, 2.0), "batch", 0.5, -1.0, 3.0,
-        )  # fmt: skip
-    assert load_reward(RewardSource(function="exact_match")).gate_below is None
+@pytest.mark.parametrize(
+    "function", ["exact_match", "tests.rewards.functions:by_length", "step_match", "task"]
+)
+def test_keys_of_a_recipe_reach_the_reward(function: str) -> None:
+    keys = {"normalise": "batch", "gate_below": 0.5, "gated_reward": -1.0, "weight": 3.0}
+    source = RewardSource.model_validate({"function": function, "clip": [-1.0, 2.0], **keys})
+    made = load_reward(source, RewardContext(tokenizer=object()))
+    assert {key: getattr(made, key) for key in keys} == keys
+    assert made.clip == (-1.0, 2.0)
 
 
-def test_closing_lets_go_of_what_rewards_hold() -> None:
+def test_close_closes_the_rewards() -> None:
     class Holds:
         open = True
 
@@ -308,10 +285,10 @@ def test_closing_lets_go_of_what_rewards_hold() -> None:
 
 
 def test_no_completions_are_no_calls() -> None:
-    asked = Asked()
-    gate = asked.named("gate", starts_with_x, gate_below=1.0)
-    scored = Scorer([gate, asked.named("content", lambda _: 1.0)])([], 0)
-    assert scored.verdicts == ()
-    assert asked.calls == []
+    recorder = Recorder()
+    gate = recorder.named("gate", starts_with_x, gate_below=1.0)
+    scored = Scorer([gate, recorder.named("content", lambda _: 1.0)])([], 0)
+    assert (scored.verdicts, dict(scored.metrics)) == ((), {})
+    assert recorder.calls == []
     empty: tuple[Completion, ...] = ()
     assert Scorer([gate])([Group(Prompt("p", "say"), empty)], 0).verdicts == ((),)

@@ -1,4 +1,4 @@
-"""What is left behind, and said, where a reward function fails."""
+"""What is kept, ended and reported where a reward function fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.rewards.test_score import BadTask, group, reward, two_groups, values
 
 @pytest.fixture(autouse=True)
 def _let_go() -> Iterator[None]:
-    """Functions that were left behind end with the test."""
+    """Abandoned functions end with the test."""
     functions.RELEASE.clear()
     yield
     functions.RELEASE.set()
@@ -33,7 +33,7 @@ def async_threads() -> set[threading.Thread]:
 
 
 def test_what_a_call_that_failed_logged_is_lost() -> None:
-    """One that was left behind may go on logging while the next step is scored."""
+    """An abandoned function may go on logging while the next step is scored."""
     going = threading.Event()
 
     def leaves(completions: list[str], log_extra: Any, log_metric: Any) -> list[float]:
@@ -59,7 +59,7 @@ def test_what_a_call_that_failed_logged_is_lost() -> None:
         assert scored.failures == {"leaves": 4, "raises": 4}
 
 
-def test_one_that_cancels_itself_is_no_hang() -> None:
+def test_function_that_cancels_itself_is_reported_as_an_error() -> None:
     async def cancels(completions: Any) -> list[float]:
         raise asyncio.CancelledError("by itself")
 
@@ -89,7 +89,7 @@ def test_numbers_too_large_for_a_float_are_not_finite() -> None:
             Scorer([named_reward(huge)])([group(["a", "b"])], 0)
 
 
-def test_a_sample_keeps_its_number_behind_a_gate() -> None:
+def test_sample_number_counts_completions_that_a_gate_rejected() -> None:
     def fmt(completions: list[str]) -> list[float]:
         return [float(c != "a") for c in completions]
 
@@ -135,7 +135,7 @@ def test_a_sync_error_leaves_no_async_call_waiting() -> None:
     assert async_threads() <= before
 
 
-def test_close_ends_the_event_loop_behind_the_functions() -> None:
+def test_close_ends_the_event_loop_after_the_functions() -> None:
     before = async_threads()
     closed: list[int] = []
 
@@ -160,7 +160,7 @@ def test_close_ends_the_event_loop_behind_the_functions() -> None:
     assert async_threads() <= before
 
 
-def test_a_call_that_is_left_behind_is_told_to_abandon_what_it_started() -> None:
+def test_call_that_times_out_is_abandoned() -> None:
     class Starts:
         def __init__(self) -> None:
             self.abandoned = threading.Event()

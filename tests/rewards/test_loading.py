@@ -35,7 +35,7 @@ def test_two_files_of_one_name_do_not_meet(tmp_path: Path) -> None:
     assert [f(completions=[""]) for f in values if f] == [[1.0], [2.0]]
 
 
-def test_signatures_say_what_is_asked_for() -> None:
+def test_signature_decides_the_arguments() -> None:
     def plain(prompts: Any, answer: Any, level: Any = None) -> list[float]:
         return []
 

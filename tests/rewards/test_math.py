@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_the_reward() -> None:
+def test_rewards() -> None:
     reward = load_reward(RewardSource(function="math", options={"timeout": 300.0}))
     assert (reward.required, reward.optional) == (
         ("completions", "answer"),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,10 @@ from transformers import AutoModelForSequenceClassification
 from keel.models.loading import quiet
 from keel.models.reward import Answered
 from keel.rewards import Scorer
-from keel.rewards.context import RewardContext
-from keel.rewards.registry import NamedReward
+from keel.rewards.registry import NamedReward, RewardContext
 from keel.types import Group, KeelError
 from tests.rewards.learned import group, policy, reward, save_model, values
 from tests.sandbox.processes import eventually
-from tests.source_tree import ROOT
 
 SAME = 1e-5
 """Float32 in packed attention and in transformers' own."""
@@ -69,7 +65,7 @@ def plain_scores(folder: Path, rows: list[tuple[str, str]]) -> list[float]:
 
 def spied(named: NamedReward) -> list[list[Answered]]:
     """What the model of a reward is asked to judge, call by call."""
-    judging: Any = named.function.judging  # type: ignore[union-attr]
+    judging: Any = named.function.model  # type: ignore[union-attr]
     real, seen = judging.model.judge, []
 
     def judge(answers: list[Answered], budget: int) -> Any:
@@ -109,7 +105,7 @@ def test_the_token_budget_bounds_a_pass_and_changes_nothing(
     budget: int, folder: Path, around: RewardContext, two_groups: list[Group]
 ) -> None:
     named = outcome(folder, around, token_budget=budget)
-    model = named.function.judging.model.model  # type: ignore[union-attr]
+    model = named.function.model.model.model  # type: ignore[union-attr]
     passes: list[int] = []
     model.base_model.register_forward_pre_hook(
         lambda _, args, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -166,45 +162,6 @@ def test_an_answer_beyond_the_models_context_is_refused(
 # ---------------------------------------------------------------- with other rewards
 
 
-def test_a_gate_spares_the_model(folder: Path, around: RewardContext) -> None:
-    gate = reward(
-        "format_match",
-        around,
-        options={"regex": "^[0-9]+$"},
-        gate_below=1.0,
-        gated_reward=-7.0,
-        weight=0.0,
-    )
-    named = outcome(folder, around, token_budget=64)
-    seen = spied(named)
-    scorer = Scorer([named, gate])
-    scored = scorer([group(around.tokenizer, "1+1=", ["2", "a", "24", "b1"])], 0)
-    two, four = plain_scores(folder, [("1+1=", "2"), ("1+1=", "24")])
-    assert values(scored) == pytest.approx([two, -7.0, four, -7.0], abs=SAME)
-    assert [len(asked) for asked in seen] == [2]
-    assert scored.metrics["rewards/format_match/shut"] == 0.5
-    assert values(scorer([group(around.tokenizer, "1+1=", ["a", "b"])], 1)) == [-7.0, -7.0]
-    assert len(seen) == 1  # nothing open, nothing asked
-
-
-def test_normalised_scores_beside_a_rule(folder: Path, around: RewardContext) -> None:
-    named = reward("outcome", around, options={"model": str(folder)}, normalise="group", weight=0.5)
-    rule = reward("exact_match", around)
-    groups = [
-        group(around.tokenizer, "1+1=", ["2", "aa", "b"], answer="2"),
-        group(around.tokenizer, "a:", ["2", "b"], "t/train/1", answer="b"),
-    ]
-    raw = plain_scores(folder, [("1+1=", t) for t in ("2", "aa", "b")])
-    other = plain_scores(folder, [("a:", "2"), ("a:", "b")])
-    expected = []
-    for scores, right in ((raw, [1, 0, 0]), (other, [0, 1])):
-        x = torch.tensor(scores, dtype=torch.float64)
-        scaled = (x - x.mean()) / (x.std() + 1e-4)
-        expected += (0.5 * scaled + torch.tensor(right)).tolist()
-    # The scores' rounding is divided by their spread, some tenths here.
-    assert values(Scorer([named, rule])(groups, 0)) == pytest.approx(expected, abs=1e-3)
-
-
 # ---------------------------------------------------------------- which model
 
 
@@ -232,11 +189,6 @@ def test_wrong_models_are_named(options: dict[str, Any], says: str, tmp_path: Pa
         reward("outcome", around, options=options)
 
 
-def test_a_stage_without_models_to_choose_from_says_so() -> None:
-    with pytest.raises(KeelError, match=r"\(those that do: none\)"):
-        reward("outcome", RewardContext(), options={"stage": "judge"})
-
-
 def test_a_process_model_is_no_outcome_model(tmp_path: Path, around: RewardContext) -> None:
     save_model(tmp_path, "process")
     with pytest.raises(KeelError, match="2 labels, so it is not an outcome reward model"):
@@ -255,7 +207,7 @@ def elsewhere(folder: Path, around: RewardContext) -> Iterator[NamedReward]:
 
 def worker_of(named: NamedReward) -> int:
     """The process that a reward started."""
-    (worker,) = named.function.judging.pool._workers  # type: ignore[union-attr]
+    (worker,) = named.function.model.pool._workers  # type: ignore[union-attr]
     return int(worker.process.pid)
 
 
@@ -277,10 +229,10 @@ def address_space(pid: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own_says_the_same_and_ends(
+def test_own_process_gives_the_same_scores_and_ends(
     folder: Path, around: RewardContext, two_groups: list[Group], elsewhere: NamedReward
 ) -> None:
-    assert not elsewhere.function.judging.pool._workers  # type: ignore[union-attr]
+    assert not elsewhere.function.model.pool._workers  # type: ignore[union-attr]
     scorer = Scorer([elsewhere], timeout=600.0)
     here = values(Scorer([outcome(folder, around)])(two_groups, 0))
     assert values(scorer(two_groups, 0)) == pytest.approx(here, abs=SAME)
@@ -297,7 +249,7 @@ def test_a_process_of_its_own_says_the_same_and_ends(
 
 
 @pytest.mark.slow
-def test_what_goes_wrong_there_is_told_here(tmp_path: Path, around: RewardContext) -> None:
+def test_errors_of_the_own_process_are_reported(tmp_path: Path, around: RewardContext) -> None:
     save_model(tmp_path, "process")
     named = outcome(tmp_path, around, process=True, memory_mb=20_000)
     scorer = Scorer([named], timeout=600.0)
@@ -320,7 +272,7 @@ def test_what_goes_wrong_there_is_told_here(tmp_path: Path, around: RewardContex
     scorer.close()
 
 
-def test_one_that_takes_too_long_is_ended(
+def test_own_process_that_takes_too_long_is_ended(
     folder: Path, around: RewardContext, two_groups: list[Group]
 ) -> None:
     """Loading alone takes longer than a hundredth of a second."""
@@ -328,41 +280,5 @@ def test_one_that_takes_too_long_is_ended(
     scorer = Scorer([named], timeout=600.0)
     with pytest.raises(KeelError, match=r"the process of reward model '.*': timed out: "):
         scorer(two_groups, 0)
-    assert not named.function.judging.pool._workers  # type: ignore[union-attr]
+    assert not named.function.model.pool._workers  # type: ignore[union-attr]
     scorer.close()
-
-
-PARENT = """
-import sys, time
-from keel.rewards import Scorer
-from tests.rewards.learned import group, policy, reward, values
-from tests.rewards.test_outcome import worker_of
-from keel.rewards.context import RewardContext
-
-if __name__ == "__main__":
-    around = RewardContext(tokenizer=policy().tokenizer)
-    named = reward("outcome", around, options={"model": sys.argv[1], "process": True})
-    Scorer([named], timeout=600.0)([group(around.tokenizer, "1+1=", ["2"])], 0)
-    print(worker_of(named), flush=True)
-    time.sleep(600)
-"""
-
-
-@pytest.mark.slow
-def test_the_process_ends_with_its_parent_however_that_ends(folder: Path) -> None:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(folder)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert parent.stdout is not None
-    try:
-        pid = int(parent.stdout.readline())
-        assert lives(pid)
-    finally:
-        parent.kill()
-        parent.wait()
-        parent.stdout.close()
-    assert eventually(lambda: not lives(pid))

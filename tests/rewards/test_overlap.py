@@ -14,10 +14,8 @@ import pytest
 
 from keel.config.sources import RewardSource
 from keel.rewards import Scored, Scorer, load_reward
-from keel.rewards.context import RewardContext
-from keel.rewards.overlap import PARTS
-from keel.rewards.registry import NamedReward, named_reward
-from keel.runs.watchdog import Hung
+from keel.rewards.calls import PARTS
+from keel.rewards.registry import NamedReward, RewardContext, named_reward
 from keel.types import Group, KeelError, Prompt
 from tests.data.tasks.made import completion
 from tests.rewards.judge_server import JudgeServer, longer, score
@@ -42,7 +40,7 @@ def overlapped(scorer: Scorer, step: Sequence[Group], order: Sequence[int]) -> S
     with scorer.overlapping([group.prompt for group in step], 3) as overlap:
         for at in order:
             overlap.add(at, step[at])
-        return scorer.concluded(step, 3, overlap.asked())
+        return scorer.conclude(step, 3, overlap.calls())
 
 
 def threads() -> list[str]:
@@ -90,7 +88,7 @@ SHUFFLED = [7, 0, 3, 11, 1, 2, 10, 4, 9, 6, 5, 8]
 
 
 @pytest.mark.parametrize("order", [range(12), range(11, -1, -1), SHUFFLED])
-def test_nothing_depends_on_the_order_of_finishing(order: Sequence[int]) -> None:
+def test_overlap_does_not_depend_on_the_order_of_groups(order: Sequence[int]) -> None:
     scorer = Scorer(MANY, overlong_buffer=3, max_tokens=6)
     at_its_end = scorer(groups(), 3)
     assert len(at_its_end.metrics) > 8
@@ -123,17 +121,20 @@ def test_failures_are_counted_alike() -> None:
 
 
 def test_a_wrong_value_is_named_by_its_place_in_the_step() -> None:
-    scorer = Scorer([named_reward(partly_wrong)])
+    def wrong_at_seven(number: list[int]) -> list[float]:
+        return [float("nan") if n == 7 else 1.0 for n in number]
+
+    scorer = Scorer([named_reward(wrong_at_seven)])
     with pytest.raises(KeelError) as whole:
         scorer(groups(), 3)
     with pytest.raises(KeelError) as part:
         overlapped(scorer, groups(), SHUFFLED)
-    assert "sample 5 (prompt 't/train/1')" in str(whole.value)
+    assert "sample 21 (prompt 't/train/7')" in str(whole.value)
     assert str(part.value) == str(whole.value)
     assert threads() == []
 
 
-def test_what_a_task_never_says_is_told_of_the_whole_step() -> None:
+def test_task_without_verdicts_is_reported_of_the_whole_step() -> None:
     """Silence about one part is none about the step."""
 
     class Quiet:
@@ -147,14 +148,6 @@ def test_what_a_task_never_says_is_told_of_the_whole_step() -> None:
     same(overlapped(scorer, step, SHUFFLED), scorer(step, 3))
     with pytest.raises(KeelError, match="cannot tell what an answer is worth"):
         overlapped(scorer, step[:11], range(11))
-
-
-def test_a_missing_column_is_told_before_anything_is_drawn() -> None:
-    def needs(solution: list[str]) -> list[float]:
-        raise AssertionError
-
-    with pytest.raises(KeelError, match="needs the column 'solution'"):
-        Scorer([named_reward(needs)]).overlapping([group.prompt for group in groups()], 3)
 
 
 def numbers_of(step: Sequence[Group], order: Sequence[int]) -> tuple[Scored, Scored]:
@@ -176,7 +169,7 @@ def test_numbers_of_several_calls_weigh_by_their_completions() -> None:
 
 
 @pytest.mark.parametrize("mode", ["rubric", "pairwise"])
-def test_a_judge_says_the_same_and_costs_the_same(mode: str) -> None:
+def test_overlapped_judge_gives_the_same_rewards_and_costs(mode: str) -> None:
     def made(url: str) -> NamedReward:
         keys = {"model": "m", "url": url, "mode": mode, "price_in": 0.3, "price_out": 0.7}
         return load_reward(RewardSource(function="judge", options=keys), RewardContext())
@@ -215,7 +208,7 @@ def test_parts_are_asked_before_the_last_group_is_there() -> None:
             assert began.wait(WAIT)
         until(lambda: len(active) == 4)  # all of them wait side by side
         drawn.set()
-        overlap.asked()
+        overlap.calls()
     assert active == [0, 1, 2, 3]
 
 
@@ -246,7 +239,7 @@ def until(condition: Callable[[], bool]) -> None:
 # ---------------------------------------------------------------- what goes wrong
 
 
-def test_a_failure_ends_the_drawing_and_is_the_one_that_is_told() -> None:
+def test_failure_ends_the_sampling_and_is_raised() -> None:
     calls: list[int] = []
 
     def falls(number: list[int]) -> list[float]:
@@ -272,7 +265,7 @@ def test_a_failure_ends_the_drawing_and_is_the_one_that_is_told() -> None:
     assert threads() == []
 
 
-def test_of_several_failures_the_first_part_tells() -> None:
+def test_of_several_failures_that_of_the_first_part_is_raised() -> None:
     """The second part fails while the first still waits."""
     second = threading.Event()
 
@@ -290,55 +283,8 @@ def test_of_several_failures_the_first_part_tells() -> None:
     assert threads() == []
 
 
-def test_no_coroutine_goes_on_behind_a_failure_of_its_part() -> None:
-    began, cancelled = threading.Event(), threading.Event()
-
-    async def waits(completions: list[str]) -> list[float]:
-        began.set()
-        try:
-            await asyncio.sleep(WAIT)
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
-        return [0.0] * len(completions)
-
-    def falls(completions: list[str]) -> list[float]:
-        assert began.wait(WAIT)
-        raise RuntimeError("no")
-
-    with pytest.raises(KeelError, match="raised RuntimeError: no"):
-        overlapped(Scorer([named_reward(waits), named_reward(falls)]), groups(2), [0, 1])
-    assert cancelled.wait(WAIT / 2)
-
-
-def test_a_part_behind_a_failure_is_not_asked_any_more() -> None:
-    calls: list[int] = []
-
-    def falls(number: list[int]) -> list[float]:
-        calls.append(number[0])
-        raise RuntimeError("no")
-
-    with pytest.raises(KeelError):
-        overlapped(Scorer([named_reward(falls)]), groups(5), [4, 3, 2, 1, 0])
-    assert calls == [0]
-
-
-def test_a_hang_is_named_with_its_stack() -> None:
-    release = threading.Event()
-
-    def hangs(number: list[int]) -> list[float]:
-        if number[0] == 1:
-            release.wait(WAIT)
-        return [0.0] * len(number)
-
-    with pytest.raises(Hung, match=r"'hangs' at step 3 .*no answer within 0.2 s \(in hangs"):
-        overlapped(Scorer([named_reward(hangs)], timeout=0.2), groups(3), range(3))
-    release.set()
-    assert threads() == []
-
-
 @pytest.mark.parametrize("kind", ["function", "coroutine"])
-def test_an_error_of_whoever_draws_gives_up_what_is_under_way(kind: str) -> None:
+def test_error_of_the_sampling_gives_up_running_calls(kind: str) -> None:
     """Far within the reward's own time: nothing of it is left but the thread that hangs."""
     began, release = threading.Event(), threading.Event()
     cancelled = threading.Event()
@@ -376,29 +322,6 @@ def test_an_error_of_whoever_draws_gives_up_what_is_under_way(kind: str) -> None
     assert kind == "function" or cancelled.wait(WAIT)
     release.set()
     scorer.close()
-
-
-def test_a_thread_that_cannot_be_started_is_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the system allows no more of them."""
-    real = threading.Thread.start
-
-    def start(thread: threading.Thread) -> None:
-        if thread.name == "keel-overlap" and threads():
-            raise RuntimeError("can't start new thread")
-        real(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    began = threading.Event()
-
-    def waits(completions: list[str]) -> list[float]:
-        began.wait(WAIT)
-        return [0.0] * len(completions)
-
-    step = groups(3)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        overlapped(Scorer([named_reward(waits)], timeout=WAIT), step, range(3))
-    began.set()
-    assert threads() == []
 
 
 def test_a_blocked_event_loop_is_named_though_other_parts_wait() -> None:

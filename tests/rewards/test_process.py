@@ -17,9 +17,8 @@ from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import from_groups
 from keel.models.loading import quiet
 from keel.rewards import Scorer
-from keel.rewards.context import RewardContext
 from keel.rewards.learned import _sigmoid
-from keel.rewards.registry import NamedReward
+from keel.rewards.registry import NamedReward, RewardContext
 from keel.rewards.steps import on_tokens
 from keel.types import Completion, Group, KeelError, Prompt
 from tests.models.test_encode import tokenizer as words
@@ -96,42 +95,6 @@ def test_the_policys_tokens_need_not_be_the_models(folder: Path) -> None:
     assert [step.reward for step in verdict.steps] == pytest.approx(
         plain_steps(folder, "1+1=", STEPS[0]), abs=SAME
     )
-
-
-def test_another_separator(folder: Path, around: RewardContext) -> None:
-    named = process(folder, around, separator=";")
-    (verdict,) = Scorer([named])([group(around.tokenizer, "1+1=", ["1\n;2;3"])], 0).verdicts[0]
-    assert [step.end for step in verdict.steps] == [2, 4, 6]
-    assert [step.reward for step in verdict.steps] == pytest.approx(
-        plain_steps(folder, "1+1=", ["1\n;", "2;", "3"]), abs=SAME
-    )
-
-
-def test_equal_answers_are_judged_once(folder: Path, around: RewardContext) -> None:
-    named = process(folder, around)
-    judging: Any = named.function.judging  # type: ignore[union-attr]
-    real, sizes = judging.model.judge, []
-    judging.model.judge = lambda answers, budget: (
-        sizes.append(sum(len(a.tokens) for a in answers)) or real(answers, budget)  # type: ignore[func-returns-value]
-    )
-    made = [group(around.tokenizer, "1+1=", ["a\nb", "2", "a\nb"])]
-    first, _, third = Scorer([named])(made, 0).verdicts[0]
-    assert sizes == [8 + 6]
-    assert first.steps == third.steps
-
-
-@pytest.mark.slow
-def test_a_process_of_its_own_says_the_same(folder: Path, around: RewardContext) -> None:
-    groups = [group(around.tokenizer, "1+1=", TEXTS)]
-    here = Scorer([process(folder, around)])(groups, 0)
-    scorer = Scorer([process(folder, around, process=True)], timeout=600.0)
-    there = scorer(groups, 0)
-    scorer.close()
-    for one, other in zip(here.verdicts[0], there.verdicts[0], strict=True):
-        assert [step.end for step in one.steps] == [step.end for step in other.steps]
-        assert [step.reward for step in one.steps] == pytest.approx(
-            [step.reward for step in other.steps], abs=SAME
-        )
 
 
 # ---------------------------------------------------------------- refusals
@@ -247,35 +210,6 @@ def test_verdicts_become_the_advantages_of_process_supervision(
             ]
     assert found.tolist() == pytest.approx(expected, abs=1e-6)
     assert max(abs(x) for x in expected) > 0.5
-
-
-def test_an_outcome_beside_the_steps_ends_with_the_answer(
-    folder: Path, around: RewardContext
-) -> None:
-    letters = around.tokenizer
-    groups = [group(letters, "1+1=", ["1\n2", "a\nb"], answer="1\n2")]
-    rule = reward("exact_match", around, weight=2.0)
-    half = reward("process", around, options={"model": str(folder)}, weight=0.5)
-    scored = Scorer([half, rule])(groups, 0)
-    judged = outcome(groups, scored.verdicts, None, torch.float64)
-    rows = zip(
-        judged.step_sequence_K.tolist(),  # type: ignore[union-attr]
-        judged.step_end_K.tolist(),  # type: ignore[union-attr]
-        judged.step_reward_K.tolist(),  # type: ignore[union-attr]
-        strict=True,
-    )
-    first = plain_steps(folder, "1+1=", ["1\n", "2"])
-    second = plain_steps(folder, "1+1=", ["a\n", "b"])
-    expected = [
-        (0, 1, first[0] / 2), (0, 3, first[1] / 2), (0, 3, 2.0),
-        (1, 1, second[0] / 2), (1, 3, 0.0), (1, 3, second[1] / 2),
-    ]  # fmt: skip
-    # The rule gave both answers an outcome, 0 to the second.
-    expected.sort()
-    found = sorted(rows)
-    assert [row[:2] for row in found] == [row[:2] for row in expected]
-    assert [row[2] for row in found] == pytest.approx([row[2] for row in expected], abs=SAME)
-    assert values(scored) == pytest.approx([sum(first) / 2 + 2.0, sum(second) / 2], abs=SAME)
 
 
 def test_steps_of_a_text_and_steps_of_its_tokens_are_the_same_steps(

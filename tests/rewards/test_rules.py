@@ -130,7 +130,7 @@ def test_overlong_at_its_edges() -> None:
     ]  # fmt: skip
 
 
-def test_gsm8k_solutions_are_judged_as_their_labels_say() -> None:
+def test_gsm8k_solutions_are_scored_as_their_labels() -> None:
     """The numbers that OpenAI's labels call right and wrong: an outside check of the rule."""
     path = shared_path("data/gsm8k/example_model_solutions.jsonl")
     agree = total = 0

@@ -12,7 +12,7 @@ from keel.graders import languages
 from keel.graders.formats import repeated_share, units
 from keel.graders.languages import language_of, language_share, prose
 from keel.rewards.registry import load_reward
-from keel.rewards.texture import repetition
+from keel.rewards.rules import repetition
 from keel.rewards.validation import Wrong
 from keel.types import KeelError
 

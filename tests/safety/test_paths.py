@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.config.load import load_recipe
-from keel.rewards.context import RewardContext
 from keel.rewards.judge.reward import judge
+from keel.rewards.registry import RewardContext
 from keel.runs import checkpoint
 from keel.runs.layout import RunFolder, next_free
 from keel.runs.records import truncate_after

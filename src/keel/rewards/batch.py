@@ -1,8 +1,8 @@
-"""The completions of a step, as the arguments of a reward function."""
+"""The completions of a step, as the arguments of a reward function, and what functions log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -11,35 +11,51 @@ import numpy as np
 
 from keel.rewards.registry import RESERVED, NamedReward
 from keel.runs.encoding import plain
-from keel.types import Completion, Prompt
+from keel.types import Completion, Group, Message, Prompt
 
 
 @dataclass(frozen=True, slots=True)
 class RewardBatch:
-    """The completions of a step one after the other, with the prompt of each."""
+    """Completions of a step with the prompt of each, and their `places` among all of the step.
+
+    `names` are the columns of the step's prompts.
+    """
 
     prompts: tuple[Prompt, ...]
     completions: tuple[Completion, ...]
+    places: tuple[int, ...]
+    names: tuple[str, ...]
     step: int
+
+    @classmethod
+    def of(
+        cls, groups: Sequence[Group], step: int, names: tuple[str, ...], first: int = 0
+    ) -> RewardBatch:
+        """The completions of groups, the first of which is number `first` of the step."""
+        pairs = [(group.prompt, one) for group in groups for one in group.completions]
+        places = tuple(range(first, first + len(pairs)))
+        return cls(tuple(p for p, _ in pairs), tuple(c for _, c in pairs), places, names, step)
 
     def __len__(self) -> int:
         return len(self.completions)
 
-    def select(self, places: Sequence[int]) -> RewardBatch:
+    def select(self, indices: Sequence[int]) -> RewardBatch:
         """Some of them, in this order."""
         return RewardBatch(
-            tuple(self.prompts[at] for at in places),
-            tuple(self.completions[at] for at in places),
+            tuple(self.prompts[i] for i in indices),
+            tuple(self.completions[i] for i in indices),
+            tuple(self.places[i] for i in indices),
+            self.names,
             self.step,
         )
 
 
 Summary = Callable[[list[Any]], Mapping[str, float]]
-"""Numbers for a step, by name, from what its calls found."""
+"""Numbers for a step, by name, from the findings of all its calls."""
 
 
 class Metrics:
-    """What a function is handed as `log_metric`."""
+    """The `log_metric` of a call."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, list[float]] = {}
@@ -52,7 +68,7 @@ class Metrics:
 
 
 class Log:
-    """What one call logs; kept apart, so that what a call left behind goes on to log is lost."""
+    """What one call logs; each has its own, so that an abandoned call logs into no other."""
 
     def __init__(self) -> None:
         self.extras: dict[str, list[Any]] = {}
@@ -77,29 +93,29 @@ class Log:
         return None
 
 
-class Logged:
-    """What the functions of a step logged, all of them together."""
+Logs = Sequence[tuple[Log, Sequence[int]]]
+"""The log of each call of a function, and the places of its completions in the step."""
 
-    def __init__(self) -> None:
-        self.extras: dict[str, list[Any]] = {}
-        self.metrics: dict[str, float] = {}
 
-    def take(self, name: str, calls: Sequence[tuple[Log, Sequence[int]]], size: int) -> None:
-        """Put down what function `name` logged in each call, of the completions at its places.
+def join_logs(logs: Mapping[str, Logs], size: int) -> tuple[dict[str, list[Any]], dict[str, float]]:
+    """The extras and metrics of a step of `size` completions, from the logs of its functions.
 
-        There are `size` in the step. What a function before it logged under the same name stays,
-        and its own goes by `NAME/…`. Nothing must be `wrong` with the logs.
-        """
-        rows: dict[str, list[Any]] = {}
+    A name that an earlier function logged becomes `FUNCTION/name`.
+    """
+    extras: dict[str, list[Any]] = {}
+    metrics: dict[str, float] = {}
+    for function, calls in logs.items():
+        own: dict[str, list[Any]] = {}
         for log, places in calls:
-            for extra, values in dict(log.extras).items():
-                row = rows.setdefault(extra, [None] * size)
-                for at, value in zip(places, values, strict=True):
-                    row[at] = value
-        for extra, row in rows.items():
-            self.extras[_free(extra, name, self.extras)] = row
-        for metric, number in _numbers(calls).items():
-            self.metrics[_free(metric, name, self.metrics)] = number
+            for name, values in dict(log.extras).items():
+                column = own.setdefault(name, [None] * size)
+                for place, value in zip(places, values, strict=True):
+                    column[place] = value
+        for name, column in own.items():
+            extras[f"{function}/{name}" if name in extras else name] = column
+        for name, number in _numbers(calls).items():
+            metrics[f"{function}/{name}" if name in metrics else name] = number
+    return extras, metrics
 
 
 def log_summary(
@@ -114,38 +130,21 @@ def log_summary(
         log_metric(name, value)
 
 
-def _numbers(calls: Sequence[tuple[Log, Sequence[int]]]) -> dict[str, float]:
-    """The step's number under each name; several calls weigh by their completions."""
-    out: dict[str, float] = {}
-    several: dict[str, list[tuple[list[float], int]]] = {}
+def _numbers(calls: Logs) -> dict[str, float]:
+    """The step's number under each name; several calls are weighted by their completions."""
+    parts: dict[str, list[tuple[Any, int]]] = {}
     for log, places in calls:
         for name, numbers in dict(log.metric.numbers).items():
-            several.setdefault(name, []).append((numbers, len(places)))
-    for name, parts in several.items():
-        if len(parts) == 1:
-            out[name] = float(np.mean(parts[0][0]))
-        else:
-            means, weights = [np.mean(numbers) for numbers, _ in parts], [n for _, n in parts]
-            out[name] = float(np.average(means, weights=weights))
+            parts.setdefault(name, []).append((np.mean(numbers), len(places)))
+    out: dict[str, float] = {}
+    for name, several in parts.items():
+        means, weights = zip(*several, strict=True)
+        out[name] = float(np.average(means, weights=weights) if len(means) > 1 else means[0])
     summary = next((log.metric.summary for log, _ in calls if log.metric.summary), None)
     if summary is not None:
         found = [one for log, _ in calls for one in log.metric.found]
         out |= {name: float(value) for name, value in summary(found).items()}
     return out
-
-
-def _free(logged: str, function: str, taken: Collection[str]) -> str:
-    return f"{function}/{logged}" if logged in taken else logged
-
-
-def columns(batch: RewardBatch, names: Iterable[str] | None = None) -> dict[str, list[Any]]:
-    """Every column that some prompt has, a value for each completion; None where there is none.
-
-    `names` are those of the step, where the batch is a part of it.
-    """
-    if names is None:
-        names = column_names(batch.prompts)
-    return {name: [prompt.columns.get(name) for prompt in batch.prompts] for name in names}
 
 
 def column_names(prompts: Iterable[Prompt]) -> tuple[str, ...]:
@@ -154,21 +153,26 @@ def column_names(prompts: Iterable[Prompt]) -> tuple[str, ...]:
     return tuple(name for name in names if name not in RESERVED)
 
 
-def arguments(
-    function: NamedReward, batch: RewardBatch, found: Mapping[str, list[Any]], log: Log
-) -> dict[str, Any]:
-    """The keyword arguments of a call: what is bound, and what the function wants."""
-    there: dict[str, Any] = {
+def arguments(function: NamedReward, batch: RewardBatch, log: Log) -> dict[str, Any]:
+    """The keyword arguments of a call: the bound options, and what the function wants.
+
+    Of each column a value for each completion, None where its prompt has none.
+    """
+    given: dict[str, Any] = {
         **dict.fromkeys(function.required, [None] * len(batch)),
-        **found,
-        "prompts": [p.content if isinstance(p.content, str) else _turns(p) for p in batch.prompts],
+        **{name: [prompt.columns.get(name) for prompt in batch.prompts] for name in batch.names},
+        "prompts": [
+            p.content if isinstance(p.content, str) else _turns(p.content) for p in batch.prompts
+        ],
         # What the policy wrote: a reply of the environment may spell the answer.
         "completions": [
-            c.text if isinstance(p.content, str) else _own(c)
+            c.text
+            if isinstance(p.content, str)
+            else [turn for turn in _turns(c.conversation) if turn["role"] == "assistant"]
             for p, c in zip(batch.prompts, batch.completions, strict=True)
         ],
         "completion_ids": [c.tokens[c.written].tolist() for c in batch.completions],
-        "turns": [[dict(turn) for turn in c.conversation] for c in batch.completions],
+        "turns": [_turns(c.conversation) for c in batch.completions],
         "trainer_state": SimpleNamespace(global_step=batch.step),
         "log_extra": log.extra,
         "log_metric": log.metric,
@@ -176,8 +180,12 @@ def arguments(
     # Copies: what one function does to its arguments, no other sees, and no later step.
     return {
         **function.options,
-        **{name: _copy(value) for name, value in there.items() if function.wants(name)},
+        **{name: _copy(value) for name, value in given.items() if function.wants(name)},
     }
+
+
+def _turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [dict(turn) for turn in messages]
 
 
 def _copy(value: Any) -> Any:
@@ -187,12 +195,3 @@ def _copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copy(one) for key, one in value.items()}
     return value
-
-
-def _own(completion: Completion) -> list[dict[str, Any]]:
-    """The policy's turns."""
-    return [dict(turn) for turn in completion.conversation if turn["role"] == "assistant"]
-
-
-def _turns(prompt: Prompt) -> list[dict[str, Any]]:
-    return [dict(turn) for turn in prompt.content]  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import queue
 import threading
 from collections import Counter
@@ -18,8 +17,7 @@ from keel.graders.unit_tests import (
     run_tests,
 )
 from keel.rewards.batch import log_summary
-from keel.rewards.context import RewardContext
-from keel.rewards.registry import check_column
+from keel.rewards.registry import RewardContext, check_column, keywords
 from keel.rewards.rules import texts
 from keel.sandbox.bubblewrap import Limits, Sandbox
 from keel.types import KeelError
@@ -29,7 +27,7 @@ Out = TypeVar("Out")
 
 
 def code(
-    around: RewardContext,
+    context: RewardContext,
     *,
     tests: str = "tests",
     entry_point: str | None = None,
@@ -44,12 +42,13 @@ def code(
     workers: int = 2,
     trusted: bool = False,
 ) -> CodeReward:
-    """Make the reward. `tests`, `entry_point`, `prepend` and `setup` name data columns.
+    """The reward of code that passes its unit tests, run in a sandbox.
 
-    `tests` holds Python that raises where it fails, as one text or as a list (MBPP's `test_list`);
-    HumanEval's `test`, which defines `check(candidate)`, needs the function's name from
-    `entry_point`. `prepend` is put before the completion's code (HumanEval's `prompt`); `setup` is
-    Python that runs before the tests, on their side (MBPP's `test_setup_code`), a text or a list.
+    `tests`, `entry_point`, `prepend` and `setup` name data columns. `tests` holds Python that
+    raises where it fails, as one text or as a list (MBPP's `test_list`); HumanEval's `test`, which
+    defines `check(candidate)`, needs the function's name from `entry_point`. `prepend` is put
+    before the completion's code (HumanEval's `prompt`); `setup` is Python that runs before the
+    tests, on their side (MBPP's `test_setup_code`), a text or a list.
     `isolation` gives the code a process of its own, or has it share that of the tests. With
     `partial` the reward is the share of a list's tests that pass. The limits are those of one
     process; `workers` completions run at a time. `trusted` runs them without a sandbox.
@@ -92,10 +91,8 @@ class CodeReward:
         self._sandbox, self._columns, self._partial = sandbox, columns, partial
         self._isolation, self._workers = isolation, workers
         self._running: set[threading.Event] = set()
-        # The columns are known only now: the scorer asks the signature for them.
         names = dict.fromkeys(("completions", *columns.values(), "log_extra", "log_metric"))
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        self.__signature__ = inspect.Signature([inspect.Parameter(n, keyword) for n in names])
+        self.__signature__ = keywords(names)
 
     def __call__(
         self,
@@ -109,12 +106,7 @@ class CodeReward:
             {option: columns[column][at] for option, column in self._columns.items()}
             for at in range(len(completions))
         ]
-        tests: list[UnitTests | None] = []
-        for at, row in enumerate(rows):
-            try:
-                tests.append(None if row["tests"] is None else _read(row))
-            except KeelError as error:
-                raise KeelError(f"sample {at}: {error}") from None
+        tests = [_read(at, row) for at, row in enumerate(rows)]
         before = [row.get("prepend") or "" for row in rows]
         stop = threading.Event()
         self._running.add(stop)
@@ -152,10 +144,15 @@ class CodeReward:
         return tested.share if self._partial else float(tested.status == "passed")
 
 
-def _read(row: Mapping[str, Any]) -> UnitTests:
-    """The tests of a row of the data, its columns by the options that name them."""
+def _read(at: int, row: Mapping[str, Any]) -> UnitTests | None:
+    """The tests of an example, its columns by the options that name them."""
+    if row["tests"] is None:
+        return None
     setup, prompt = row.get("setup") or "", row.get("prepend") or ""
-    return read_tests(row["tests"], row.get("entry_point"), setup=setup, prompt=prompt)
+    try:
+        return read_tests(row["tests"], row.get("entry_point"), setup=setup, prompt=prompt)
+    except KeelError as error:
+        raise KeelError(f"sample {at}: {error}") from None
 
 
 def _shares(statuses: Sequence[str]) -> Mapping[str, float]:
@@ -173,7 +170,7 @@ def in_threads(
     """Each item's value, by some threads at a time; the first error, once all have stopped.
 
     Once `stop` is set no further item is begun, and the call ends in a KeelError. The threads are
-    daemons: a call that is left behind does not hold up the end of the process.
+    daemons: an abandoned call does not hold up the end of the process.
     """
     stop = stop or threading.Event()
     waiting: queue.SimpleQueue[tuple[int, In]] = queue.SimpleQueue()

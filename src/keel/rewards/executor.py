@@ -1,7 +1,7 @@
 """Calls of functions that may hang: sync ones in a thread each, async ones in one event loop.
 
-A thread cannot be ended from outside: one that hangs is left behind (it ends with the process).
-Code that hangs inside C without releasing Python's lock cannot be left behind either: it ends the
+A thread cannot be ended from outside: one that hangs is abandoned (it ends with the process).
+Code that hangs inside C without releasing Python's lock cannot be abandoned either: it ends the
 process, with its stack on stderr.
 """
 
@@ -23,8 +23,8 @@ from keel.runs.watchdog import Deadline, KillTimer, stack_of, stack_of_task
 NOTICE = 5.0
 """Seconds that an event loop gets to act on a timeout. One that takes longer is blocked, not merely
 short of processor time; what it has on its way to a server is then lost. Below watchdog.GRACE."""
-LOOK = 0.1
-"""Seconds between two looks at whether a call that can be given up is."""
+POLL = 0.1
+"""Seconds between two checks whether a call is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def _wait(
     for wait in patience:
         end.renew(patience.left)
         with contextlib.suppress(queue.Empty):
-            return outcomes.get(timeout=min(wait, LOOK))
+            return outcomes.get(timeout=min(wait, POLL))
         raise_if_cancelled()
         if given_up is not None and given_up():
             raise Cancelled
@@ -121,7 +121,7 @@ class LoopThread:
     """One event loop for a run's rewards, in a daemon thread.
 
     Semaphores and connections that a function keeps between steps belong to it. A loop that a
-    coroutine blocked is left behind for a new one.
+    coroutine blocked is abandoned for a new one.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class LoopThread:
                 self._served = None
 
     def close(self) -> None:
-        """End the loop and its thread; one that is blocked is left behind after a second."""
+        """End the loop and its thread; one that is blocked is abandoned after a second."""
         if (served := self._served) is not None:
             self.abandon(served)
             served[1].join(1.0)
@@ -226,7 +226,7 @@ class AsyncCalls:
         # It keeps time itself, unless a coroutine blocks it.
         until = self._started + self.timeout + NOTICE
         while True:
-            if self._ended.wait(min(max(0.0, until - time.monotonic()), LOOK)):
+            if self._ended.wait(min(max(0.0, until - time.monotonic()), POLL)):
                 return True
             raise_if_cancelled()
             if given_up is not None and given_up():
@@ -238,7 +238,7 @@ class AsyncCalls:
         """Give the calls up, so that none goes on after an error of another."""
         self._ending.__exit__()
         if self._served is not None and not self._gone.is_set():
-            with contextlib.suppress(RuntimeError):  # left behind by another, and closed since
+            with contextlib.suppress(RuntimeError):  # abandoned by another, and closed since
                 self._served[0].call_soon_threadsafe(self._drop)
             if not self._gone.wait(NOTICE):
                 self._loop.abandon(self._served)

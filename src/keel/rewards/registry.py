@@ -1,4 +1,4 @@
-"""Reward functions by name, and what each asks for."""
+"""Reward functions by name, and the arguments that each requires."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import importlib.util
 import inspect
 import keyword
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,30 +14,26 @@ from typing import Any, Literal
 from keel.config.entry import load_entry
 from keel.config.sources import RewardSource
 from keel.config.suggest import unknown
-from keel.rewards.context import RewardContext
-from keel.rewards.rules import BUILT_IN as RULES
-from keel.rewards.texture import repetition
+from keel.rewards.rules import BUILT_IN
 from keel.types import KeelError
 
 TASK = "task"
 """The built-in reward that is the task's own verdict."""
-BUILT_IN = {**RULES, "repetition": repetition}
-"""Built-ins that are plain functions."""
 CORRECTNESS = ("exact_match", "numeric_match", "place_match", "math", "code")
 """Built-ins whose 1 means that the answer is right."""
 MADE: Mapping[str, str] = {
-    "math": "keel.rewards.math:math",
+    "math": "keel.rewards.graded:math",
     "code": "keel.rewards.code:code",
-    "language": "keel.rewards.language:language",
+    "language": "keel.rewards.graded:language",
     "judge": "keel.rewards.judge.reward:judge",
     "outcome": "keel.rewards.learned:outcome",
     "process": "keel.rewards.learned:process",
     "step_match": "keel.rewards.steps:step_match",
 }
-"""Built-ins that hold something (a model, processes, a connection), by what makes them.
+"""Built-ins with state (a model, processes, a connection), by the function that makes them.
 
-A maker takes the run's `RewardContext`, and the recipe's options as keyword-only arguments; it
-returns a function with TRL's signature, which may have a `close`.
+It takes the run's `RewardContext`, and the recipe's options as keyword-only arguments; it returns a
+function with TRL's signature, which may have a `close`.
 """
 RESERVED = (
     "prompts",
@@ -51,15 +47,30 @@ RESERVED = (
 """The arguments that are not data columns."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RewardContext:
+    """The parts of a run that a built-in reward may use.
+
+    `tokenizer` is the policy's (None without a policy). `models` are the folders of the models that
+    earlier stages of the run trained, by the stage's name. `folder` is where a reward may keep
+    files (None: nowhere); `device` is the policy's.
+    """
+
+    tokenizer: Any = None
+    models: Mapping[str, Path] = field(default_factory=dict)
+    folder: Path | None = None
+    device: str = "cpu"
+    seed: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class NamedReward:
     """A reward function, its weight, and the keyword arguments that the recipe binds.
 
-    `function` None is the task's own verdict. `required` and `optional` are the arguments that it
-    names and that are not bound; `everything` says that it takes all there are. `clip`,
-    `normalise`, `gate_below` and `gated_reward` are the recipe's (`RewardSource`). `correctness`
-    says whether its value means right or wrong; None: the recipe does not say, and the function is
-    no such rule.
+    `function` None is the task's own verdict. `required` and `optional` are its named arguments
+    that are not bound; `everything` is whether it has `**kwargs`. `clip`, `normalise`, `gate_below`
+    and `gated_reward` are the recipe's (`RewardSource`). `correctness` is whether its value means
+    right or wrong; None: not declared.
     """
 
     name: str
@@ -77,30 +88,35 @@ class NamedReward:
     correctness: bool | None = None
 
     def wants(self, name: str) -> bool:
-        """Whether the function is handed an argument of this name."""
+        """Whether the function is passed an argument of this name."""
         if name in self.options:
             return False
-        if name == "turns":  # others' words too: only where they are asked for by name
-            return name in (*self.required, *self.optional)
-        return self.everything or name in self.required or name in self.optional
+        if name in (*self.required, *self.optional):
+            return True
+        return self.everything and name != "turns"  # with others' words: only where it is named
+
+    def shuts(self, value: float | None) -> bool:
+        """Whether this is a gate that rejects a completion of this value; None passes."""
+        return self.gate_below is not None and value is not None and value < self.gate_below
+
+    def clipped(self, value: float) -> float:
+        """The value within `clip`."""
+        return value if self.clip is None else min(max(value, self.clip[0]), self.clip[1])
 
 
 def catalogue() -> list[tuple[str, str]]:
     """Every built-in reward by name, with one line on it. Imports none that is made."""
     found = [(TASK, "The task's own verdict: the reward where a recipe names no other.")]
-    for name, function in BUILT_IN.items():
-        found.append((name, _first_paragraph(inspect.getdoc(function))))
+    found += [(name, inspect.getdoc(function) or "") for name, function in BUILT_IN.items()]
     for name, entry in MADE.items():
-        spec = importlib.util.find_spec(entry.partition(":")[0])
+        module, _, maker = entry.partition(":")
+        spec = importlib.util.find_spec(module)
         assert spec is not None
         assert spec.origin is not None
-        source = Path(spec.origin).read_text(encoding="utf-8")
-        found.append((name, _first_paragraph(ast.get_docstring(ast.parse(source)))))
-    return found
-
-
-def _first_paragraph(doc: str | None) -> str:
-    return " ".join((doc or "").partition("\n\n")[0].split())
+        body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+        made = next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == maker)
+        found.append((name, ast.get_docstring(made) or ""))
+    return [(name, " ".join(doc.partition("\n\n")[0].split())) for name, doc in found]
 
 
 def check_column(option: str, column: str) -> None:
@@ -114,52 +130,56 @@ def check_column(option: str, column: str) -> None:
         )
 
 
-def load_reward(source: RewardSource, around: RewardContext | None = None) -> NamedReward:
+def keywords(required: Iterable[str], optional: Iterable[str] = ()) -> inspect.Signature:
+    """The signature of a function whose options decide which columns are its arguments."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Signature(
+        [inspect.Parameter(name, kind) for name in required]
+        + [inspect.Parameter(name, kind, default=None) for name in optional]
+    )
+
+
+def load_reward(source: RewardSource, context: RewardContext | None = None) -> NamedReward:
     """The reward of a recipe: a built-in, `module:function`, or `path/to/file.py:function`.
 
     Raises KeelError where there is none of that name, or its options do not fit.
     """
+    name, correctness = source.function, source.correctness
+    if name == TASK:
+        if source.options:
+            raise KeelError(f"reward {TASK!r}: unknown option {next(iter(source.options))!r}")
+        reward = NamedReward(source.name or TASK, None)
+    elif ":" in name:
+        function = load_entry(name, "reward")
+        if not callable(function):
+            raise KeelError(f"reward {name!r} is a {type(function).__name__}, not a function")
+        reward = named_reward(function, source.name, options=source.options)
+    elif name in BUILT_IN:
+        reward = _rule(source)
+    elif name in MADE:
+        reward = _made(source, context or RewardContext())
+    else:
+        guess = unknown("reward", name, [*BUILT_IN, *MADE, TASK])
+        raise KeelError(f"{guess}; functions of your own are module:function")
     return replace(
-        _load(source, around or RewardContext()),
+        reward,
+        weight=source.weight,
         clip=source.clip,
         normalise=source.normalise,
         gate_below=source.gate_below,
         gated_reward=source.gated_reward,
-        correctness=source.function in CORRECTNESS or None
-        if source.correctness is None
-        else source.correctness,
+        correctness=(name in CORRECTNESS or None) if correctness is None else correctness,
     )
-
-
-def _load(source: RewardSource, around: RewardContext) -> NamedReward:
-    if source.function == TASK:
-        if source.options:
-            raise KeelError(f"reward {TASK!r}: unknown option {next(iter(source.options))!r}")
-        return NamedReward(source.name or TASK, None, source.weight)
-    if ":" in source.function:
-        function = load_entry(source.function, "reward")
-    elif source.function in BUILT_IN:
-        return _built_in(source)
-    elif source.function in MADE:
-        return _made(source, around)
-    else:
-        guess = unknown("reward", source.function, [*BUILT_IN, *MADE, TASK])
-        raise KeelError(f"{guess}; functions of your own are module:function")
-    if not callable(function):
-        kind = type(function).__name__
-        raise KeelError(f"reward {source.function!r} is a {kind}, not a function")
-    return named_reward(function, source.name, source.weight, source.options)
 
 
 def named_reward(
     function: Callable[..., Any],
     name: str | None = None,
-    weight: float = 1.0,
     options: Mapping[str, Any] | None = None,
 ) -> NamedReward:
-    """A function as a reward; its own name unless one is given. Raises KeelError for wrong options.
+    """A function, or an object with `__call__`, as a reward; its own name unless one is given.
 
-    An object with `__call__` will do.
+    Raises KeelError for options that it does not take.
     """
     name = name or str(getattr(function, "__name__", type(function).__name__))
     options = dict(options or {})
@@ -175,13 +195,12 @@ def named_reward(
     for option in options:
         if option in RESERVED:
             raise KeelError(f"reward {name!r}: {option!r} comes from the run: drop the option")
-        if option not in named and not everything:
-            raise KeelError(f"reward {name!r}: {_unknown_option(option, named)}")
+        if not everything:
+            _check_option(name, option, named)
     free = [p for p in named.values() if p.name not in options]
     return NamedReward(
         name=name,
         function=function,
-        weight=weight,
         options=options,
         required=tuple(p.name for p in free if p.default is p.empty),
         optional=tuple(p.name for p in free if p.default is not p.empty),
@@ -190,44 +209,47 @@ def named_reward(
     )
 
 
-def _built_in(source: RewardSource) -> NamedReward:
+def _rule(source: RewardSource) -> NamedReward:
     """A built-in rule, its options tried on no completions."""
-    function: Callable[..., Any] = BUILT_IN[source.function]
-    reward = named_reward(function, source.name, source.weight, source.options)
-    where = f"reward {reward.name!r}"
-    given = ("completions", "completion_ids", "answer")
+    function = BUILT_IN[source.function]
+    reward = named_reward(function, source.name, source.options)
     for option in reward.required:
-        if option not in given:
-            raise KeelError(f"{where}: the option {option!r} is not set: give it in `options`")
+        if option not in ("completions", "completion_ids", "answer"):
+            raise KeelError(
+                f"reward {reward.name!r}: the option {option!r} is not set: give it in `options`"
+            )
     try:
         function(**{name: [] for name in reward.required}, **source.options)
     except (KeelError, TypeError, ValueError) as error:
-        raise KeelError(f"{where}: {' '.join(str(error).split())}") from None
+        raise KeelError(f"reward {reward.name!r}: {' '.join(str(error).split())}") from None
     return reward
 
 
-def _made(source: RewardSource, around: RewardContext) -> NamedReward:
-    """A built-in that is made from its options; it keeps them to itself."""
+def _made(source: RewardSource, context: RewardContext) -> NamedReward:
+    """A built-in that is made from its options."""
     maker: Callable[..., Any] = load_entry(MADE[source.function], "reward")
     name = source.name or source.function
     parameters = inspect.signature(maker).parameters.values()
     named = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
     for option in source.options:
-        if option not in named:
-            raise KeelError(f"reward {name!r}: {_unknown_option(option, named)}")
+        _check_option(name, option, named)
     for option, parameter in named.items():
         if parameter.default is parameter.empty and option not in source.options:
             raise KeelError(f"reward {name!r}: the option {option!r} is not set: give it")
     try:
-        made = maker(around, **source.options)
+        made = maker(context, **source.options)
     except (KeelError, TypeError, ValueError) as error:
         raise KeelError(f"reward {name!r}: {' '.join(str(error).split())}") from error
-    return named_reward(made, name, source.weight)
+    return named_reward(made, name)
 
 
-def _unknown_option(option: str, named: Mapping[str, Any]) -> str:
-    known = [n for n in named if n not in RESERVED]
-    return unknown("option", option, known) if known else f"unknown option {option!r}: it has none"
+def _check_option(reward: str, option: str, named: Iterable[str]) -> None:
+    """Raise KeelError for an option that a reward does not have."""
+    known = [name for name in named if name not in RESERVED]
+    if option in known:
+        return
+    guess = unknown("option", option, known) if known else f"unknown option {option!r}: it has none"
+    raise KeelError(f"reward {reward!r}: {guess}")
 
 
 def _is_async(function: Any) -> bool:

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keel.graders.answers import only_repeats, stated_number
-from keel.graders.formats import SECONDS, has_tags, matches, same_text, tag_content
+from keel.graders.formats import (
+    SECONDS,
+    has_tags,
+    matches,
+    repeated_share,
+    same_text,
+    tag_content,
+)
 from keel.graders.numbers import Number, read_number, same_number
 from keel.rewards.validation import Wrong
 from keel.types import KeelError
@@ -34,7 +41,7 @@ def exact_match(
         None
         if gold is None
         else float(stated is not None and same_text(stated, str(gold), normalised=normalised))
-        for stated, gold in zip(_words(completions, tag), answer, strict=True)
+        for stated, gold in zip(stated_texts(completions, tag), answer, strict=True)
     ]
 
 
@@ -159,37 +166,40 @@ def length(
     return [0.0 - min(1.0, (abs(n) if both else max(0, n)) / reach) for n in over]
 
 
+def repetition(*, completions: Sequence[Any], n: int = 3, max_penalty: float = 1.0) -> list[float]:
+    """−`max_penalty` times the share of the words' `n`-grams that occur earlier in the text.
+
+    0 for a text of fewer than `n` words. Raises KeelError for `n` under 1 or a penalty under 0.
+    """
+    if n < 1:
+        raise KeelError(f"n = {n}: give at least 1")
+    if not 0 <= max_penalty < math.inf:
+        raise KeelError(f"max_penalty = {max_penalty:g}: give at least 0; it is taken off")
+    return [0.0 - max_penalty * repeated_share(text, n) for text in texts(completions)]
+
+
 def texts(completions: Sequence[Any]) -> list[str]:
     """The policy's words: the text, or the text of the assistant's turns of a conversation."""
-    return [c if isinstance(c, str) else _assistant(c) for c in completions]
-
-
-def _assistant(turns: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(str(turn["content"]) for turn in turns if turn["role"] == "assistant")
-
-
-def _words(completions: Sequence[Any], tag: str | None) -> list[str | None]:
-    return [text if tag is None else tag_content(text, tag) for text in texts(completions)]
+    return [
+        c
+        if isinstance(c, str)
+        else "".join(str(turn["content"]) for turn in c if turn["role"] == "assistant")
+        for c in completions
+    ]
 
 
 def stated_texts(
-    completions: Sequence[Any], tag: str | None, prompts: Sequence[Any] | None
+    completions: Sequence[Any], tag: str | None, prompts: Sequence[Any] | None = None
 ) -> list[str | None]:
     """The text of each completion, or of its last tag; None without, and where it only repeats."""
-    stated = _words(completions, tag)
+    stated = [text if tag is None else tag_content(text, tag) for text in texts(completions)]
     if prompts is None:
         return stated
-    asked = [
-        p if isinstance(p, str) else "\n".join([str(t["content"]) for t in p]) for p in prompts
-    ]
+    asked = [p if isinstance(p, str) else "\n".join(str(t["content"]) for t in p) for p in prompts]
     return [
         None if text is None or only_repeats(text, question) else text
         for text, question in zip(stated, asked, strict=True)
     ]
-
-
-BUILT_IN = {f.__name__: f for f in (exact_match, numeric_match, place_match, format_match, length)}
-"""What a recipe may name without a module."""
 
 
 def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
@@ -205,3 +215,10 @@ def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
     if length <= max_tokens:
         return (free - length) / cache
     return -1.0
+
+
+BUILT_IN: dict[str, Callable[..., Any]] = {
+    f.__name__: f
+    for f in (exact_match, numeric_match, place_match, format_match, length, repetition)
+}
+"""Built-ins that are plain functions, by the name that a recipe uses."""

@@ -1,27 +1,31 @@
-"""The scorer: groups of completions in, verdicts out."""
+"""The scorer: groups of completions in, verdicts out.
+
+R_i = gated_reward_g                            where a gate g is shut: x_g < gate_below_g
+    = Σ_k weight_k · normalise(clip(x_k))_i     else, over the components with a value
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from keel.config.suggest import unknown
-from keel.rewards.batch import Logged, RewardBatch, column_names, columns
-from keel.rewards.calls import BatchSlice, CallConfig, RewardCall
-from keel.rewards.compose import Composed, compose, shut
+from keel.rewards.batch import RewardBatch, column_names, join_logs
+from keel.rewards.calls import CallConfig, Overlap, RewardCall
 from keel.rewards.executor import LoopThread
-from keel.rewards.overlap import Overlap
 from keel.rewards.registry import RESERVED, TASK, NamedReward
 from keel.rewards.rules import overlong_penalty
 from keel.rewards.validation import RewardOutput
-from keel.types import Completion, Group, KeelError, Prompt, Task, Verdict
+from keel.types import Completion, Group, KeelError, Prompt, Step, Task, Verdict
 
+EPSILON = 1e-4
+"""Added to the standard deviation, as in group-relative advantages."""
 OVERLONG = "overlong"
 """The component of soft overlong punishment."""
 
@@ -42,13 +46,13 @@ class Scored:
 
 
 class Scorer:
-    """Calls reward functions on a step's groups, and weighs what they say.
+    """Calls reward functions on a step's groups, and weighs their outputs.
 
     With no functions, the task's own verdict is the reward. `timeout` is in seconds, for one call
     of one function (a verdict of a task is a call). With `on_error = "skip"` a completion that a
     function fails on goes without that component; with "stop" the failure is a KeelError that
-    names the function, the step and, where it is known, the sample. `overlong` is the number of
-    tokens at the end of the budget `max_tokens` over which length is punished.
+    names the function, the step and, where it is known, the sample. Over the last
+    `overlong_buffer` tokens of `max_tokens`, length is punished.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class Scorer:
         self.overlong_buffer = overlong_buffer
         self.max_tokens = max_tokens
         self._loop = LoopThread()
-        self._manner = CallConfig(self.functions, self.tasks, timeout, on_error, self._loop)
+        self._config = CallConfig(self.functions, self.tasks, timeout, on_error, self._loop)
         names = [f.name for f in self.functions]
         for name in names:
             if names.count(name) > 1 or name == OVERLONG:
@@ -81,52 +85,48 @@ class Scorer:
 
     def __call__(self, groups: Sequence[Group], step: int) -> Scored:
         """Score the groups of a step."""
-        batch = _flat(groups, step)
-        self._check(batch)
-        asking = RewardCall(self._manner, BatchSlice(batch, 0, column_names(batch.prompts)))
-        try:
-            asking.begin()
-            asking.end()
-        except BaseException:
-            asking.cancel()
-            raise
-        return self.concluded(groups, step, [asking])
+        prompts = [group.prompt for group in groups if group.completions]
+        self.check(prompts)
+        call = RewardCall(self._config, RewardBatch.of(groups, step, column_names(prompts)))
+        call.run()
+        return self.conclude(groups, step, [call])
 
     def overlapping(self, prompts: Sequence[Prompt], step: int) -> Overlap:
-        """The groups of a step, of these prompts, scored as they come; `concluded` has the rest."""
-        self._check(RewardBatch(tuple(prompts), (), step))
-        return Overlap(functools.partial(RewardCall, self._manner), prompts, step)
+        """Scores the groups of a step, of these prompts, as they are added; then `conclude`."""
+        self.check(prompts)
+        return Overlap(self._config, prompts, step)
 
-    def concluded(self, groups: Sequence[Group], step: int, asked: Sequence[RewardCall]) -> Scored:
-        """The verdicts of a step from the outputs of its parts, in their order."""
-        batch = _flat(groups, step)
-        names = [f.name for f in self.functions]
-        outputs = {name: [one for part in asked for one in part.outputs[name]] for name in names}
-        logged = Logged()
-        for function in (*self._manner.gates, *self._manner.others):
-            name = function.name
-            calls = [part.logs[name] for part in asked if name in part.logs]
-            logged.take(name, calls, len(batch))
+    def conclude(self, groups: Sequence[Group], step: int, calls: Sequence[RewardCall]) -> Scored:
+        """The verdicts of a step from the calls on its parts, in their order."""
+        batch = RewardBatch.of(groups, step, ())
+        outputs = {
+            f.name: [output for call in calls for output in call.outputs[f.name]]
+            for f in self.functions
+        }
         if self.by_task_alone:
             _check_verdicts(batch, outputs[TASK])
+        # In the order of the calls: gates first.
+        called = sorted(self.functions, key=lambda f: f.gate_below is None)
+        logs = {
+            f.name: [call.logs[f.name] for call in calls if f.name in call.logs] for f in called
+        }
+        extras, metrics = join_logs(logs, len(batch))
         groups_S = [g for g, group in enumerate(groups) for _ in group.completions]
-        flat = [
-            self._verdict(outputs, composed, at, completion)
-            for at, (completion, composed) in enumerate(
-                zip(batch.completions, compose(self.functions, outputs, groups_S), strict=True)
-            )
-        ]
+        verdicts = compose(self.functions, outputs, groups_S)
+        if self.overlong_buffer:
+            verdicts = [*map(self._punished, verdicts, batch.completions)]
         ends = np.cumsum([0, *(len(group.completions) for group in groups)])
-        names += [OVERLONG] * bool(self.overlong_buffer)
-        shares = {
-            f"rewards/{f.name}/shut": float(np.mean([shut(f, one) for one in outputs[f.name]]))
-            for f in self._manner.gates
-            if len(batch)
+        shut = {
+            f"rewards/{f.name}/shut": float(
+                np.mean([f.shuts(one.value) for one in outputs[f.name]])
+            )
+            for f in called
+            if f.gate_below is not None and batch.completions
         }
         return Scored(
-            verdicts=tuple(tuple(flat[a:b]) for a, b in itertools.pairwise(ends)),
-            metrics={**logged.metrics, **_spread(flat, names), **shares},
-            extras=logged.extras,
+            verdicts=tuple(tuple(verdicts[a:b]) for a, b in itertools.pairwise(ends)),
+            metrics={**metrics, **_spread(verdicts), **shut},
+            extras=extras,
             failures={
                 name: count
                 for name, ones in outputs.items()
@@ -147,10 +147,7 @@ class Scorer:
         return None
 
     def close(self) -> None:
-        """Let go of what the rewards hold: processes, connections, models; all of it, if some fail.
-
-        The event loop goes last: some have work in it to end.
-        """
+        """Close all rewards, even if some fail, and then the event loop that some use for it."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._loop.close)
             for function in reversed(self.functions):
@@ -163,63 +160,118 @@ class Scorer:
 
         Worth calling before the first step, with the first prompts.
         """
-        self._check(RewardBatch(tuple(prompts), (), 0))
-
-    def _check(self, batch: RewardBatch) -> None:
-        found = columns(batch)
+        if not prompts or len({p.task for p in prompts}) < len(self.tasks):
+            return  # a column may be that of a task that has no prompt here
+        found = column_names(prompts)
         for function in self.functions:
-            self._check_columns(function, found, batch)
+            for name in function.required:
+                if name not in RESERVED and name not in found:
+                    known = unknown("column", name, found) if found else "the prompts have none"
+                    raise KeelError(
+                        f"reward {function.name!r} needs the column {name!r}: {known} "
+                        "(task.answer names the gold answer's column)"
+                    )
 
-    def _check_columns(
-        self, function: NamedReward, found: Mapping[str, list[Any]], batch: RewardBatch
-    ) -> None:
-        if len({p.task for p in batch.prompts}) < len(self.tasks):
-            return  # the column may be that of a task that this step did not draw from
-        for name in function.required:
-            if name not in RESERVED and name not in found and batch.prompts:
-                known = unknown("column", name, found) if found else "the prompts have none"
-                raise KeelError(
-                    f"reward {function.name!r} needs the column {name!r}: {known} "
-                    "(task.answer names the gold answer's column)"
-                )
-
-    def _verdict(
-        self,
-        outputs: Mapping[str, list[RewardOutput]],
-        composed: Composed,
-        at: int,
-        completion: Completion,
-    ) -> Verdict:
-        """What is kept of one completion: its reward, and each component."""
-        components = {f.name: outputs[f.name][at].value for f in self.functions}
-        verdict = Verdict(composed.reward, components, composed.steps, composed.outcome)
-        if not self.overlong_buffer:
-            return verdict
-        # Length alone is no verdict: where nothing else applies, neither does this.
+    def _punished(self, verdict: Verdict, completion: Completion) -> Verdict:
+        """A verdict with the punishment of length, unless it has no reward otherwise."""
         if verdict.reward is None:
-            components[OVERLONG] = None
-            return verdict
+            return replace(verdict, components={**verdict.components, OVERLONG: None})
         written = int(completion.written.sum())
         punishment = overlong_penalty(written, self.max_tokens, self.overlong_buffer)
-        components[OVERLONG] = punishment
-        return replace(
-            verdict,
+        return Verdict(
             reward=verdict.reward + punishment,
+            components={**verdict.components, OVERLONG: punishment},
+            steps=verdict.steps,
             outcome=(verdict.outcome or 0.0) + punishment if punishment else verdict.outcome,
             unshaped=verdict.reward,
         )
 
 
-def _flat(groups: Sequence[Group], step: int) -> RewardBatch:
-    return RewardBatch(
-        tuple(group.prompt for group in groups for _ in group.completions),
-        tuple(completion for group in groups for completion in group.completions),
-        step,
+def compose(
+    functions: Sequence[NamedReward],
+    outputs: Mapping[str, Sequence[RewardOutput]],
+    groups: Sequence[int],
+) -> list[Verdict]:
+    """The verdicts on a step's completions; `groups` is the prompt's number of each."""
+    values = {f.name: _values(f, outputs[f.name], groups) for f in functions}
+    return [
+        _verdict(
+            functions,
+            {f.name: outputs[f.name][at] for f in functions},
+            {f.name: values[f.name][at] for f in functions},
+        )
+        for at in range(len(groups))
+    ]
+
+
+def _verdict(
+    functions: Sequence[NamedReward],
+    outputs: Mapping[str, RewardOutput],
+    values: Mapping[str, float | None],
+) -> Verdict:
+    """The verdict on one completion; `values` are clipped and normalised."""
+    components = {name: output.value for name, output in outputs.items()}
+    for function in functions:
+        if function.shuts(components[function.name]):
+            gated = function.gated_reward
+            return Verdict(gated, components, outcome=gated)
+    weighted: list[float] = []
+    outcomes: list[float] = []
+    steps: dict[int, float] = {}
+    for function in functions:
+        value, of_steps = values[function.name], outputs[function.name].steps
+        if not function.weight or value is None:
+            continue
+        weighted.append(function.weight * value)
+        if of_steps is None:
+            outcomes.append(weighted[-1])
+        for step in of_steps or ():
+            share = function.weight * function.clipped(step.reward)
+            steps[step.end] = steps.get(step.end, 0.0) + share
+    return Verdict(
+        float(sum(weighted)) if weighted else None,
+        components,
+        tuple(Step(end, steps[end]) for end in sorted(steps)),
+        float(sum(outcomes)) if outcomes else None,
     )
 
 
+def _values(
+    function: NamedReward, outputs: Sequence[RewardOutput], groups: Sequence[int]
+) -> list[float | None]:
+    """A component's values, clipped and normalised; of steps, the sum of the clipped ones."""
+    if function.normalise != "none" and any(one.steps is not None for one in outputs):
+        raise KeelError(
+            f'reward {function.name!r} rewards steps, and normalise = "{function.normalise}" '
+            "is of whole answers: drop it (process_group_relative normalises steps itself)"
+        )
+    found: list[float | None] = []
+    for one in outputs:
+        if one.steps is not None:
+            found.append(sum(function.clipped(step.reward) for step in one.steps))
+        else:
+            found.append(None if one.value is None else function.clipped(one.value))
+    if function.normalise == "none":
+        return found
+    keys = groups if function.normalise == "group" else [0] * len(found)
+    for key in set(keys):
+        places = [at for at, k in enumerate(keys) if k == key and found[at] is not None]
+        normal = _standardised(np.array([found[at] for at in places], dtype=np.float64))
+        for at, value in zip(places, normal, strict=True):
+            found[at] = value
+    return found
+
+
+def _standardised(x: npt.NDArray[np.float64]) -> list[float]:
+    """Less the mean, over the unbiased standard deviation; 0 where all are equal."""
+    if len(x) < 2 or x.max() == x.min():
+        return [0.0] * len(x)
+    scaled: list[float] = ((x - x.mean()) / (x.std(ddof=1) + EPSILON)).tolist()
+    return scaled
+
+
 def _check_verdicts(batch: RewardBatch, outputs: Sequence[RewardOutput]) -> None:
-    """Raise KeelError where a task is asked for the reward and gave no verdict on any answer."""
+    """Raise KeelError for a task that is the only reward and gave no verdict on any answer."""
     judged = {p.task: False for p in batch.prompts}
     for prompt, one in zip(batch.prompts, outputs, strict=True):
         judged[prompt.task] |= one.value is not None or one.wrong is not None
@@ -231,12 +283,13 @@ def _check_verdicts(batch: RewardBatch, outputs: Sequence[RewardOutput]) -> None
             )
 
 
-def _spread(verdicts: Sequence[Verdict], names: Sequence[str]) -> dict[str, float]:
+def _spread(verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """The mean and the standard deviation of each component."""
     metrics: dict[str, float] = {}
-    for name in names:
-        values = [v.components[name] for v in verdicts if v.components[name] is not None]
+    for name in verdicts[0].components if verdicts else ():
+        values = [x for v in verdicts if (x := v.components[name]) is not None]
         if values:
-            metrics[f"rewards/{name}/mean"] = float(np.mean(values))  # type: ignore[arg-type]
+            metrics[f"rewards/{name}/mean"] = float(np.mean(values))
         if len(values) > 1:
-            metrics[f"rewards/{name}/std"] = float(np.std(values, ddof=1))  # type: ignore[arg-type]
+            metrics[f"rewards/{name}/std"] = float(np.std(values, ddof=1))
     return metrics

@@ -7,7 +7,7 @@ from typing import Any
 
 from keel.graders.steps import split_steps
 from keel.models.chat import token_ends
-from keel.rewards.context import RewardContext
+from keel.rewards.registry import RewardContext
 from keel.rewards.rules import texts
 from keel.types import KeelError
 
@@ -45,14 +45,15 @@ def needs_tokenizer(tokenizer: Any) -> Any:
 
 
 def step_match(
-    around: RewardContext, *, separator: str = "\n", strict: bool = True
+    context: RewardContext, *, separator: str = "\n", strict: bool = True
 ) -> Callable[..., Any]:
-    """1 for each step that is the `answer` column's, in its place, and 0 for the others.
+    """A rule that judges an answer step by step against the gold one.
 
-    With `strict` a step counts only where all before it were right, so that the labels are those of
-    a first wrong step. Steps stand between `separator`s. None where the column is empty.
+    1 for each step that is the `answer` column's, in its place, and 0 for the others. With `strict`
+    a step counts only where all before it were right, so that the labels are those of a first wrong
+    step. Steps stand between `separator`s. None where the column is empty.
     """
-    tokenizer = needs_tokenizer(around.tokenizer)
+    tokenizer = needs_tokenizer(context.tokenizer)
     split_steps("", separator)  # refuses a separator that divides nothing, before the run
 
     def step_match(

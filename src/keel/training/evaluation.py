@@ -21,7 +21,7 @@ from keel.models.chat import Encoder
 from keel.models.loading import ADAPTER
 from keel.models.policy import Policy, load_policy
 from keel.models.reward import load_reward_model
-from keel.rewards.context import RewardContext
+from keel.rewards.registry import RewardContext
 from keel.runs.layout import RECIPE, RunFolder
 from keel.training.evaluator import Evaluator
 from keel.training.export import pick_checkpoint, reward_model_of

@@ -90,7 +90,7 @@ class Sampler:
             return groups, scorer(groups, step)
         with scorer.overlapping(prompts, step) as overlap:
             groups = self.sample(prompts, n, sampling, seed, overlap.add)
-            return groups, scorer.concluded(groups, step, overlap.asked())
+            return groups, scorer.conclude(groups, step, overlap.calls())
 
     def sample(
         self,

@@ -25,8 +25,7 @@ from keel.models.policy import Policy
 from keel.models.reference import reference_for
 from keel.models.value import Critic, ValueHead, critic_from_policy, load_critic, value_head_for
 from keel.rewards import load_reward
-from keel.rewards.context import RewardContext
-from keel.rewards.registry import NamedReward
+from keel.rewards.registry import NamedReward, RewardContext
 from keel.rewards.scorer import Scorer
 from keel.runs.layout import RunFolder
 from keel.runs.quarantine import LeftOut, counted, write_quarantine

@@ -96,15 +96,10 @@ def score_question(
     reference: str | None = None,
 ) -> Question:
     """The question how good an answer is."""
-    instructions = SCORE.format(
-        rubric=rubric,
-        low=low,
-        high=high,
-        reference="" if reference is None else REFERENCE,
-        caution=CAUTION,
+    messages = _messages(
+        SCORE, {"rubric": rubric, "low": low, "high": high}, prompt, reference, answer=answer
     )
-    material = {"prompt": _plain(prompt), **_given(reference), "answer": answer}
-    return Question(_messages(instructions, material), "score", tuple(range(low, high + 1)))
+    return Question(messages, "score", tuple(range(low, high + 1)))
 
 
 def pair_question(
@@ -116,37 +111,35 @@ def pair_question(
     reference: str | None = None,
 ) -> Question:
     """The question which of two answers is better."""
-    instructions = PAIR.format(
-        rubric=rubric, reference="" if reference is None else REFERENCE, caution=CAUTION
-    )
-    material = {"prompt": _plain(prompt), **_given(reference), "first": first, "second": second}
-    return Question(_messages(instructions, material), "verdict", PLACES)
+    messages = _messages(PAIR, {"rubric": rubric}, prompt, reference, first=first, second=second)
+    return Question(messages, "verdict", PLACES)
 
 
-def _messages(instructions: str, material: Mapping[str, Any]) -> tuple[Mapping[str, str], ...]:
-    # JSON, so that no answer can end its string and speak for the user. Possible tokens of the
-    # judge's chat template are escaped, so that a server that parses them anywhere opens no turn.
-    text = json.dumps(material, ensure_ascii=False, indent=1)
+def _messages(
+    template: str,
+    values: Mapping[str, Any],
+    prompt: Content,
+    reference: str | None,
+    **answers: str,
+) -> tuple[Mapping[str, str], ...]:
+    """The instructions, and the material as JSON, so that no answer can end its string and speak
+    for the user. Possible tokens of the judge's chat template are escaped, so that a server that
+    parses them anywhere opens no turn."""
+    material: dict[str, Any] = {"prompt": prompt}
+    if not isinstance(prompt, str):
+        material["prompt"] = [{"role": t["role"], "content": t["content"]} for t in prompt]
+    if reference is not None:
+        material["reference"] = reference
+    text = json.dumps(material | answers, ensure_ascii=False, indent=1)
     text = TEMPLATE_TOKEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-    return (
-        {"role": "system", "content": _valid(instructions)},
-        {"role": "user", "content": _valid(text)},
+    instructions = template.format(
+        **values, reference="" if reference is None else REFERENCE, caution=CAUTION
     )
-
-
-def _plain(prompt: Content) -> Any:
-    if isinstance(prompt, str):
-        return prompt
-    return [{"role": turn["role"], "content": turn["content"]} for turn in prompt]
-
-
-def _given(reference: str | None) -> dict[str, str]:
-    return {} if reference is None else {"reference": reference}
-
-
-def _valid(text: str) -> str:
-    """Text with lone surrogates, which no request can carry, as question marks."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    # Lone surrogates, which no request can carry, become question marks.
+    return tuple(
+        {"role": role, "content": content.encode("utf-8", "replace").decode("utf-8")}
+        for role, content in (("system", instructions), ("user", text))
+    )
 
 
 FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*)\n[ \t]*```", re.DOTALL)

@@ -32,6 +32,11 @@ class Judgement:
     parsed: ParsedReply
     costs: Mapping[str, Cost]
 
+    @property
+    def value(self) -> int | str | None:
+        """The score or the choice; None without a verdict."""
+        return self.parsed.value
+
 
 class Asker:
     """Asks questions in an event loop and a thread of its own, from any number of event loops.
@@ -64,10 +69,8 @@ class Asker:
         return await asyncio.wrap_future(asked)
 
     def close(self) -> None:
-        """Cancel what waits, store the answers to what was sent, and close the cache.
-
-        Takes at most as long as a request may take. Not to be called in the asker's own thread.
-        """
+        """Cancel what waits, store the answers to what was sent (for at most the time that a
+        request may take), and close the cache."""
         self._closing = True
         loop = self._loop
         if loop is not None and not loop.is_closed():
@@ -92,8 +95,8 @@ class Asker:
     async def _judge(self, question: Question) -> Judgement:
         costs: dict[str, Cost] = {}
         parsed = ParsedReply()
-        for draw in range(self.options.attempts):
-            key, answer = await self._answer(question, draw)
+        for sample in range(self.options.attempts):
+            key, answer = await self._answer(question, sample)
             costs[key] = answer.cost
             parsed = parse(answer, question)
             # A refused text is refused again.
@@ -101,9 +104,9 @@ class Asker:
                 break
         return Judgement(parsed, costs)
 
-    async def _answer(self, question: Question, draw: int) -> tuple[str, StoredAnswer]:
+    async def _answer(self, question: Question, sample: int) -> tuple[str, StoredAnswer]:
         """The key and the answer of one sample, from the cache or the server."""
-        key = self._key(question, draw)
+        key = self._key(question, sample)
         jitter = random.Random(key)
         failures = useless = 0
         lock = self._locks.setdefault(key, asyncio.Lock())
@@ -113,7 +116,7 @@ class Asker:
                     sending = self._sending.get(key)
                     if sending is None:
                         # Named so that a server may repeat an answer, but never a useless one.
-                        sending = await self._start(key, question, draw, f"{key}-{useless}")
+                        sending = await self._start(key, question, sample, f"{key}-{useless}")
                     if sending is not None:
                         await asyncio.shield(sending)
                 except Unstructured:
@@ -133,7 +136,7 @@ class Asker:
         return key, answer
 
     async def _start(
-        self, key: str, question: Question, draw: int, name: str
+        self, key: str, question: Question, sample: int, name: str
     ) -> asyncio.Task[None] | None:
         """Wait for a slot, reserve the worst case and send; None where the answer arrived."""
         await self._slots.acquire()
@@ -141,7 +144,7 @@ class Asker:
             if self.store.find(key) is not None:  # from another process
                 self._slots.release()
                 return None
-            body = self._body(question, draw, self._structured)
+            body = self._body(question, sample, self._structured)
             worst = self.options.prices.worst(body, self.options.max_tokens)
             while (reservation := self.store.reserve(worst, self.options.limit)) is None:
                 if not self._sending:
@@ -189,19 +192,19 @@ class Asker:
             await asyncio.wait(sending)
         await self.client.close()
 
-    def _body(self, question: Question, draw: int, form: Structured) -> dict[str, Any]:
+    def _body(self, question: Question, sample: int, form: Structured) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.options.model, "messages": list(question.messages)}
         body |= self.options.sampling
         if "seed" not in self.options.without:
-            body["seed"] = self.options.seed + draw
+            body["seed"] = self.options.seed + sample
         if (shape := question.format(form)) is not None:
             body["response_format"] = shape
         return body
 
-    def _key(self, question: Question, draw: int) -> str:
+    def _key(self, question: Question, sample: int) -> str:
         """The key of a sample: server, model, messages, parameters, format and number."""
-        body = self._body(question, draw, self.options.structured)
-        whole = {"url": self.client.url, "body": body, "draw": draw}
+        body = self._body(question, sample, self.options.structured)
+        whole = {"url": self.client.url, "body": body, "draw": sample}
         text = json.dumps(whole, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from keel.config.errors import explain_validation
-from keel.rewards.batch import Summary, log_summary
-from keel.rewards.context import RewardContext
+from keel.rewards.batch import log_summary
 from keel.rewards.judge.client import Client
 from keel.rewards.judge.options import GROUP, JudgeOptions
 from keel.rewards.judge.pairs import (
@@ -26,8 +24,8 @@ from keel.rewards.judge.pairs import (
 )
 from keel.rewards.judge.prompts import score_question
 from keel.rewards.judge.requests import Asker, Judgement
-from keel.rewards.judge.store import Account, Cost, JudgeStore
-from keel.rewards.registry import NamedReward
+from keel.rewards.judge.store import Account, JudgeStore
+from keel.rewards.registry import NamedReward, RewardContext, keywords
 from keel.rewards.rules import texts
 from keel.types import KeelError
 
@@ -39,10 +37,11 @@ class Judge:
         self.asker = asker
         self.options = options
         own = (options.reference, options.against if options.mode == "pairwise" else None)
-        self.columns = tuple(name for name in own if name not in (None, GROUP))
-        # The columns are parameters by name, so that a missing one is known before the first step.
-        required = dict.fromkeys(("prompts", "completions", *self.columns), True)
-        self.__signature__ = _signature(required | {"log_extra": False, "log_metric": False})
+        columns = dict.fromkeys(name for name in own if name not in (None, GROUP))
+        self.__signature__ = keywords(
+            dict.fromkeys(("prompts", "completions", *map(str, columns))),
+            ("log_extra", "log_metric"),
+        )
 
     async def __call__(
         self,
@@ -57,22 +56,34 @@ class Judge:
 
         Raises KeelError where the server gives no answers or the spend limit is reached.
         """
-        answers = texts(completions)
-        none = [None] * len(answers)
-        references = _words(columns[self.options.reference] if self.options.reference else none)
+        answers, label = texts(completions), self.options.label
+        values: list[list[float]] = [[] for _ in answers]
+        reasons: list[list[str]] = [[] for _ in answers]
+        wrong: list[list[str]] = [[] for _ in answers]
+        found: list[Judgement | PairVerdict] = []
         if self.options.mode == "rubric":
-            result = await self._scores(prompts, answers, references)
+            for at, judgement in enumerate(await self._scores(prompts, answers, columns)):
+                found.append(judgement)
+                if (score := judgement.value) is not None:
+                    low, high = self.options.low, self.options.high
+                    values[at].append((int(score) - low) / (high - low))
+                reasons[at].append(judgement.parsed.reason)
+                wrong[at].append(judgement.parsed.wrong)
         else:
-            against = self.options.against
-            baseline = None if against == GROUP else _words(columns[against])
-            result = await self._pairwise(prompts, answers, references, baseline)
-        rewards, reasons, wrong, found, summary = result
+            for places, verdict in await self._compare(prompts, answers, columns):
+                found.append(verdict)
+                other = None if verdict.value is None else 1.0 - verdict.value
+                for place, value in zip(places, (verdict.value, other), strict=True):
+                    if place is not None:
+                        values[place] += [] if value is None else [value]
+                        reasons[place] += verdict.reasons
+                        wrong[place] += verdict.wrong
         if log_extra is not None:
-            log_extra(f"{self.options.label}_reason", reasons)
-            log_extra(f"{self.options.label}_unparsed", wrong)
+            log_extra(f"{label}_reason", ["\n".join(lines) for lines in reasons])
+            log_extra(f"{label}_unparsed", ["\n".join(lines) for lines in wrong])
         if log_metric is not None:
-            log_summary(log_metric, found, partial(_labelled, self.options.label, summary))
-        return rewards
+            log_summary(log_metric, found, partial(_metrics, label))
+        return [math.fsum(some) / len(some) if some else None for some in values]
 
     def account(self) -> Account:
         """What was spent so far, by every run that shares the cache."""
@@ -82,38 +93,44 @@ class Judge:
         """Close connections and cache, once what was sent was answered or timed out."""
         self.asker.close()
 
-    async def _scores(
-        self, prompts: Sequence[Any], answers: Sequence[str], references: Sequence[str | None]
-    ) -> _Result:
-        low, high = self.options.low, self.options.high
-        questions = [
-            score_question(
-                prompt, text, rubric=self.options.rubric, low=low, high=high, reference=reference
-            )
-            for prompt, text, reference in zip(prompts, answers, references, strict=True)
-        ]
-        found = await self.asker.judge(questions)
-        rewards = [_scaled(judgement, low, high) for judgement in found]
-        reasons = [judgement.parsed.reason for judgement in found]
-        wrong = [judgement.parsed.wrong for judgement in found]
-        return rewards, reasons, wrong, found, _score_metrics
+    def _column(self, name: str | None, columns: dict[str, Any], size: int) -> list[str | None]:
+        values = [None] * size if name is None else columns[name]
+        return [None if value is None else str(value) for value in values]
 
-    async def _pairwise(
-        self,
-        prompts: Sequence[Any],
-        answers: Sequence[str],
-        references: Sequence[str | None],
-        baseline: Sequence[str | None] | None,
-    ) -> _Result:
-        """The mean worth of each answer over its pairs: with its group, or with a fixed answer."""
+    async def _scores(
+        self, prompts: Sequence[Any], answers: Sequence[str], columns: dict[str, Any]
+    ) -> list[Judgement]:
+        references = self._column(self.options.reference, columns, len(answers))
+        options = self.options
+        return await self.asker.judge(
+            [
+                score_question(
+                    prompt,
+                    text,
+                    rubric=options.rubric,
+                    low=options.low,
+                    high=options.high,
+                    reference=reference,
+                )
+                for prompt, text, reference in zip(prompts, answers, references, strict=True)
+            ]
+        )
+
+    async def _compare(
+        self, prompts: Sequence[Any], answers: Sequence[str], columns: dict[str, Any]
+    ) -> list[tuple[tuple[int, int | None], PairVerdict]]:
+        """The pairs by the places of their answers (None: the fixed answer), with the verdicts."""
+        options = self.options
+        references = self._column(options.reference, columns, len(answers))
         places: list[tuple[int, int | None]] = []
-        fixed = baseline or []
-        if baseline is None:
+        fixed: list[str | None] = []
+        if options.against == GROUP:
             for _, group in itertools.groupby(range(len(prompts)), key=lambda at: prompts[at]):
                 members = list(group)
-                chosen = choose_pairs(len(members), self.options.rivals)
+                chosen = choose_pairs(len(members), options.rivals)
                 places += [(members[a], members[b]) for a, b in chosen]
         else:
+            fixed = self._column(options.against, columns, len(answers))
             places = [(at, None) for at, text in enumerate(fixed) if text is not None]
         pairs = [
             ComparedPair(
@@ -121,58 +138,40 @@ class Judge:
             )
             for a, b in places
         ]
-        found = await judge_pairs(
-            self.asker, pairs, rubric=self.options.rubric, both_orders=self.options.both_orders
+        verdicts = await judge_pairs(
+            self.asker, pairs, rubric=options.rubric, both_orders=options.both_orders
         )
-        worth: list[list[float]] = [[] for _ in answers]
-        reasons: list[list[str]] = [[] for _ in answers]
-        wrong: list[list[str]] = [[] for _ in answers]
-        for verdict, (a, b) in zip(found, places, strict=True):
-            other = None if verdict.value is None else 1.0 - verdict.value
-            for at, value in ((a, verdict.value), (b, other)):
-                if at is not None:
-                    worth[at] += [] if value is None else [value]
-                    reasons[at] += verdict.reasons
-                    wrong[at] += verdict.wrong
-        rewards = [math.fsum(values) / len(values) if values else None for values in worth]
-        joined = ["\n".join(lines) for lines in reasons], ["\n".join(lines) for lines in wrong]
-        return rewards, *joined, found, _pair_metrics
+        return list(zip(places, verdicts, strict=True))
 
 
-_Result = tuple[list[float | None], list[str], list[str], Sequence[Any], Summary]
-"""Rewards, reasons, errors, judgements, and the function from these to metrics."""
+def judge(context: RewardContext, **options: Any) -> Judge:
+    """A language model as the judge: scores by a rubric, or which of two answers is better.
 
-
-def judge(around: RewardContext, **options: Any) -> Judge:
-    """The judge of a recipe; its options are those of `JudgeOptions`. Raises KeelError."""
+    Its options are those of `JudgeOptions`. Raises KeelError.
+    """
     try:
         chosen = JudgeOptions.model_validate(options)
     except ValidationError as error:
         raise KeelError(explain_validation(error, options, JudgeOptions)) from None
     client = Client(chosen.url, chosen.api_key_env, chosen.timeout)
-    path = _cache(chosen.cache, around.folder) if chosen.cache else None
-    if path is None and around.folder is not None:
-        path = around.folder / f"{chosen.label}.sqlite"
+    path = _cache(chosen.cache, context.folder) if chosen.cache else None
+    if path is None and context.folder is not None:
+        path = context.folder / f"{chosen.label}.sqlite"
     return Judge(Asker(client, JudgeStore(path), chosen), chosen)
 
 
-def _signature(required: Mapping[str, bool], first: str | None = None) -> inspect.Signature:
-    """Keyword parameters, and whether they are required, after a positional one."""
-    parameter = inspect.Parameter
-    empty = parameter.empty
-    return inspect.Signature(
-        ([parameter(first, parameter.POSITIONAL_OR_KEYWORD)] if first else [])
-        + [
-            parameter(name, parameter.KEYWORD_ONLY, default=empty if needed else None)
-            for name, needed in required.items()
-        ]
-    )
-
-
+_REQUIRED = {name: info.is_required() for name, info in JudgeOptions.model_fields.items()}
 # The loader reads the options off the signature.
-judge.__signature__ = _signature(  # type: ignore[attr-defined]
-    {name: info.is_required() for name, info in JudgeOptions.model_fields.items()}, "around"
+judge.__signature__ = keywords(  # type: ignore[attr-defined]
+    [name for name, required in _REQUIRED.items() if required],
+    [name for name, required in _REQUIRED.items() if not required],
 )
+
+
+def spending(functions: Sequence[NamedReward]) -> list[str]:
+    """The names of the judges' metrics that add up over calls."""
+    judges = [f.function for f in functions if isinstance(f.function, Judge)]
+    return [f"{j.options.label}/{what}" for j in judges for what in ("asked", "tokens", "dollars")]
 
 
 def _cache(cache: str, rewards: Path | None) -> Path:
@@ -182,58 +181,28 @@ def _cache(cache: str, rewards: Path | None) -> Path:
         places = (Path.cwd(), rewards.parent.parent)
         if not any(path.resolve().is_relative_to(place.resolve()) for place in places):
             raise KeelError(
-                f"cache = {cache!r} lies neither in {Path.cwd()} nor next to the run, and a recipe "
+                f"cache = {cache!r} is neither in {Path.cwd()} nor next to the run, and a recipe "
                 "writes nowhere else: name a file there, or run Keel in the folder that holds it"
             )
     return path
 
 
-def _labelled(label: str, summary: Summary, found: list[Any]) -> dict[str, float]:
-    return {f"{label}/{name}": value for name, value in summary(found).items()}
-
-
-def _score_metrics(found: Sequence[Judgement]) -> dict[str, float]:
-    metrics = _costs([judgement.costs for judgement in found])
-    if found:
-        metrics["unparsed"] = sum(one.parsed.value is None for one in found) / len(found)
-    return metrics
-
-
-def _pair_metrics(found: Sequence[PairVerdict]) -> dict[str, float]:
-    metrics = _costs([verdict.costs for verdict in found])
-    if not found:
-        return metrics
-    values = [verdict.value for verdict in found]
-    metrics["unparsed"] = values.count(None) / len(found)
-    if known := [value for value in values if value is not None]:
-        metrics["ties"] = known.count(0.5) / len(known)
-    if both := [verdict for verdict in found if verdict.both]:
-        metrics["inconsistent"] = sum(v.inconsistent for v in both) / len(both)
-    if (bias := position_bias(found)) is not None:
-        metrics["position_bias"] = bias
-    return metrics
-
-
-def spending(functions: Sequence[NamedReward]) -> list[str]:
-    """The names of the judges' metrics that add up over calls."""
-    judges = [f.function for f in functions if isinstance(f.function, Judge)]
-    return [f"{j.options.label}/{what}" for j in judges for what in ("asked", "tokens", "dollars")]
-
-
-def _costs(costs: Sequence[Mapping[str, Cost]]) -> dict[str, float]:
-    """The costs of each question once, at the time of payment: a resumed run logs the same."""
-    once = {key: cost for of_one in costs for key, cost in of_one.items()}
-    return {
+def _metrics(label: str, found: Sequence[Judgement | PairVerdict]) -> dict[str, float]:
+    """The metrics of a step. The cost of each question counts once, as it was when it was paid: a
+    resumed run logs the same."""
+    once = {key: cost for one in found for key, cost in one.costs.items()}
+    metrics = {
         "asked": float(len(once)),
         "tokens": float(sum(cost.tokens for cost in once.values())),
         "dollars": math.fsum(cost.dollars for cost in once.values()),
     }
-
-
-def _scaled(judgement: Judgement, low: int, high: int) -> float | None:
-    value = judgement.parsed.value
-    return None if value is None else (int(value) - low) / (high - low)
-
-
-def _words(column: Sequence[Any]) -> list[str | None]:
-    return [None if value is None else str(value) for value in column]
+    if found:
+        metrics["unparsed"] = sum(one.value is None for one in found) / len(found)
+    pairs = [one for one in found if isinstance(one, PairVerdict)]
+    if known := [pair.value for pair in pairs if pair.value is not None]:
+        metrics["ties"] = known.count(0.5) / len(known)
+    if both := [pair for pair in pairs if pair.both]:
+        metrics["inconsistent"] = sum(pair.inconsistent for pair in both) / len(both)
+    if (bias := position_bias(pairs)) is not None:
+        metrics["position_bias"] = bias
+    return {f"{label}/{name}": value for name, value in metrics.items()}

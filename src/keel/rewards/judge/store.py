@@ -13,6 +13,10 @@ from typing import Any
 
 from keel.types import KeelError
 
+ROUNDING = 1e-9
+"""Dollars that sums of floats may be off by."""
+FRAME = 64
+"""Most tokens that a chat template adds to a message, and to the whole; usual are 3 to 12."""
 VERSION = 2
 """Version of the tables."""
 TABLES = """
@@ -28,170 +32,6 @@ CREATE TABLE IF NOT EXISTS spent (
 );
 INSERT OR IGNORE INTO spent VALUES (0, 0, 0, 0);
 """
-SUM = "COALESCE(SUM(tokens_in), 0), COALESCE(SUM(tokens_out), 0), COALESCE(SUM(dollars), 0.0)"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredAnswer:
-    """What a judge wrote. `refusal` is the reason where it, or its server, gave none."""
-
-    text: str
-    finish: str
-    refusal: str
-    cost: Cost
-
-
-@dataclass(frozen=True, slots=True)
-class Account:
-    """What a cache holds: `answers`, paid with `spent`, and `lost` requests.
-
-    A lost request was sent and has no stored answer: it is on its way, or it ended with a kill, a
-    timeout or a broken connection. It may have been billed, so `lost_cost` is its worst case.
-    """
-
-    answers: int
-    spent: Cost
-    lost: int
-    lost_cost: Cost
-
-
-class JudgeStore:
-    """Answers by key, and reservations; several threads and processes may share a file.
-
-    The worst case of a request is reserved before it is sent and replaced by its cost when its
-    answer is stored. A reservation that is never replaced keeps counting. `path` None keeps all in
-    memory. Raises KeelError where the file cannot be used.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self._lock = threading.RLock()
-        with self._errors():
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(
-                ":memory:" if path is None else path,
-                timeout=60.0,
-                isolation_level=None,
-                check_same_thread=False,
-            )
-            try:
-                self._open()
-            except BaseException:
-                self._db.close()
-                raise
-
-    def find(self, key: str) -> StoredAnswer | None:
-        """The stored answer to a question."""
-        with self._lock, self._errors():
-            found = self._db.execute(
-                "SELECT text, finish, refusal, tokens_in, tokens_out, dollars FROM answers"
-                " WHERE key = ?",
-                (key,),
-            ).fetchone()
-        return (
-            None if found is None else StoredAnswer(found[0], found[1], found[2], Cost(*found[3:]))
-        )
-
-    def reserve(self, worst: Cost, limit: SpendLimit) -> int | None:
-        """Reserve the worst case of a request; its id, or None beyond the limit."""
-        with self._transaction():
-            if not limit.covers(self._spent() + self._reserved() + worst):
-                return None
-            return self._db.execute(
-                "INSERT INTO requests (tokens_in, tokens_out, dollars) VALUES (?, ?, ?)",
-                (worst.tokens_in, worst.tokens_out, worst.dollars),
-            ).lastrowid
-
-    def commit(self, reservation: int, key: str, answer: StoredAnswer, model: str) -> None:
-        """Store an answer and replace its reservation by its cost.
-
-        Where another process stored one first, that one stays and both are counted as spent.
-        """
-        cost = (answer.cost.tokens_in, answer.cost.tokens_out, answer.cost.dollars)
-        with self._transaction():
-            self._db.execute("DELETE FROM requests WHERE id = ?", (reservation,))
-            self._db.execute(
-                "UPDATE spent SET tokens_in = tokens_in + ?, tokens_out = tokens_out + ?,"
-                " dollars = dollars + ?",
-                cost,
-            )
-            self._db.execute(
-                "INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (key, model, answer.text, answer.finish, answer.refusal, *cost),
-            )
-
-    def release(self, reservation: int) -> None:
-        """Drop the reservation of a request that was not billed."""
-        with self._transaction():
-            self._db.execute("DELETE FROM requests WHERE id = ?", (reservation,))
-
-    def account(self) -> Account:
-        """What was spent so far, by every process that used the file."""
-        with self._transaction():
-            count = "SELECT COUNT(*) FROM"
-            return Account(
-                answers=self._db.execute(f"{count} answers").fetchone()[0],
-                spent=self._spent(),
-                lost=self._db.execute(f"{count} requests").fetchone()[0],
-                lost_cost=self._reserved(),
-            )
-
-    def close(self) -> None:
-        """Close the file."""
-        with self._lock:
-            self._db.close()
-
-    def _open(self) -> None:
-        # One statement, so that no other process writes between; it changes nothing.
-        version, names = self._db.execute(
-            "SELECT (SELECT user_version FROM pragma_user_version),"
-            " (SELECT COALESCE(GROUP_CONCAT(name), '') FROM sqlite_master)"
-        ).fetchone()
-        ours = version == VERSION and {"answers", "requests", "spent"} <= set(names.split(","))
-        if not ours and (version or names):
-            raise sqlite3.DatabaseError("it belongs to another program or version")
-        self._db.execute("PRAGMA journal_mode = WAL")
-        # A commit survives a kill of the process; a power failure may undo the last ones.
-        self._db.execute("PRAGMA synchronous = NORMAL")
-        with self._transaction():
-            for statement in TABLES.split(";"):
-                self._db.execute(statement)
-            self._db.execute(f"PRAGMA user_version = {VERSION}")
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """All or nothing, while no other thread or process writes."""
-        with self._lock, self._errors():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:  # a full disk ends it by itself
-                    self._db.execute("ROLLBACK")
-                raise
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, sqlite3.Error) as error:
-            raise KeelError(
-                f"cache = {str(self.path)!r} cannot be used: {error}: name another file"
-            ) from None
-
-    def _spent(self) -> Cost:
-        return Cost(*self._db.execute(f"SELECT {SUM} FROM spent").fetchone())
-
-    def _reserved(self) -> Cost:
-        return Cost(*self._db.execute(f"SELECT {SUM} FROM requests").fetchone())
-
-
-ROUNDING = 1e-9
-"""Dollars that sums of floats may be off by."""
-FRAME = 64
-"""Most tokens that a chat template adds to a message, and to the whole; usual are 3 to 12."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,3 +104,156 @@ class SpendLimit:
             f"{option} = {value} is used up: {spent} spent, {lost} on requests without a stored "
             f"answer, and the next may need {worst}: raise {option}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAnswer:
+    """What a judge wrote. `refusal` is the reason where it, or its server, gave none."""
+
+    text: str
+    finish: str
+    refusal: str
+    cost: Cost
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a cache holds: `answers`, paid with `spent`, and `lost` requests.
+
+    A lost request was sent and has no stored answer: it is in progress, or it ended with a kill, a
+    timeout or a broken connection. It may have been billed, so `lost_cost` is its worst case.
+    """
+
+    answers: int
+    spent: Cost
+    lost: int
+    lost_cost: Cost
+
+
+class JudgeStore:
+    """Answers by key, and reservations; several threads and processes may share a file.
+
+    The worst case of a request is reserved before it is sent and replaced by its cost when its
+    answer is stored. A reservation that is never replaced keeps counting. `path` None keeps all in
+    memory. Raises KeelError where the file cannot be used.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._lock = threading.RLock()
+        with self._errors():
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(
+                ":memory:" if path is None else path,
+                timeout=60.0,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+            try:
+                self._open()
+            except BaseException:
+                self._db.close()
+                raise
+
+    def find(self, key: str) -> StoredAnswer | None:
+        """The stored answer to a question."""
+        columns = "text, finish, refusal, tokens_in, tokens_out, dollars"
+        with self._lock, self._errors():
+            query = f"SELECT {columns} FROM answers WHERE key = ?"
+            found = self._db.execute(query, (key,)).fetchone()
+        if found is None:
+            return None
+        text, finish, refusal, *cost = found
+        return StoredAnswer(text, finish, refusal, Cost(*cost))
+
+    def reserve(self, worst: Cost, limit: SpendLimit) -> int | None:
+        """Reserve the worst case of a request; its id, or None beyond the limit."""
+        with self._transaction():
+            if not limit.covers(self._sum("spent") + self._sum("requests") + worst):
+                return None
+            return self._db.execute(
+                "INSERT INTO requests (tokens_in, tokens_out, dollars) VALUES (?, ?, ?)",
+                (worst.tokens_in, worst.tokens_out, worst.dollars),
+            ).lastrowid
+
+    def commit(self, reservation: int, key: str, answer: StoredAnswer, model: str) -> None:
+        """Store an answer and replace its reservation by its cost.
+
+        Where another process stored one first, that one stays and both are counted as spent.
+        """
+        cost = (answer.cost.tokens_in, answer.cost.tokens_out, answer.cost.dollars)
+        with self._transaction():
+            self._db.execute("DELETE FROM requests WHERE id = ?", (reservation,))
+            self._db.execute(
+                "UPDATE spent SET tokens_in = tokens_in + ?, tokens_out = tokens_out + ?,"
+                " dollars = dollars + ?",
+                cost,
+            )
+            self._db.execute(
+                "INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (key, model, answer.text, answer.finish, answer.refusal, *cost),
+            )
+
+    def release(self, reservation: int) -> None:
+        """Drop the reservation of a request that was not billed."""
+        with self._transaction():
+            self._db.execute("DELETE FROM requests WHERE id = ?", (reservation,))
+
+    def account(self) -> Account:
+        """What was spent so far, by every process that used the file."""
+        with self._transaction():
+            answers, lost = (
+                self._db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0]
+                for table in ("answers", "requests")
+            )
+            return Account(answers, self._sum("spent"), lost, self._sum("requests"))
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._db.close()
+
+    def _open(self) -> None:
+        # One statement, so that no other process writes between; it changes nothing.
+        version, names = self._db.execute(
+            "SELECT (SELECT user_version FROM pragma_user_version),"
+            " (SELECT COALESCE(GROUP_CONCAT(name), '') FROM sqlite_master)"
+        ).fetchone()
+        ours = version == VERSION and {"answers", "requests", "spent"} <= set(names.split(","))
+        if not ours and (version or names):
+            raise sqlite3.DatabaseError("it belongs to another program or version")
+        self._db.execute("PRAGMA journal_mode = WAL")
+        # A commit survives a kill of the process; a power failure may undo the last ones.
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        with self._transaction():
+            for statement in TABLES.split(";"):
+                self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version = {VERSION}")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All or nothing, while no other thread or process writes."""
+        with self._lock, self._errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # a full disk ends it by itself
+                    self._db.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            raise KeelError(
+                f"cache = {str(self.path)!r} cannot be used: {error}: name another file"
+            ) from None
+
+    def _sum(self, table: str) -> Cost:
+        columns = ("tokens_in", "tokens_out", "dollars")
+        sums = ", ".join(f"COALESCE(SUM({column}), 0)" for column in columns)
+        return Cost(*self._db.execute(f"SELECT {sums} FROM {table}").fetchone())
