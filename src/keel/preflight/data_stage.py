@@ -12,12 +12,13 @@ from keel.config.entry import load_entry
 from keel.config.fields import derive
 from keel.config.judging import JudgingStage, ProcessRewardModelStage
 from keel.config.schema import SFTStage
+from keel.config.stage import Records
 from keel.data.preferences import dataset as preferences
 from keel.data.preferences.dataset import READERS, Sieve
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
 from keel.data.tasks.base import places
 from keel.models.chat import encode_text
-from keel.models.policy import Policy, load_policy
+from keel.models.policy import Policy
 from keel.models.reward import Reader, check_classifier
 from keel.preflight import tokens
 from keel.preflight.context import LongestExample, PromptStats, StageContext
@@ -32,7 +33,8 @@ from keel.preflight.prompts import (
     unreadable,
 )
 from keel.preflight.sampling_stage import check_tokens
-from keel.training.judged_data import label_encoder, of_step, pair_encoder, step_encoder
+from keel.training.judged_data import encoder, of_step
+from keel.training.preference_stages import base_policy
 from keel.types import KeelError, Prompt
 
 ENCODED = 2_000
@@ -214,15 +216,9 @@ def _demonstrated(
 def _base(context: StageContext, stage: JudgingStage) -> Policy:
     """The language model that the stage's own starts from. Raises KeelError where none can."""
     choice, kind = stage.base_model, stage.reward_model
-    base, model = context.policy, context.recipe.model
     if choice is None or kind is None:
-        return base
-    if choice.name is not None:
-        own = {"name": choice.name, "build": None, "revision": None, "lora": None}
-        update = {**own, "chat_template": None}
-        base = load_policy(model.model_copy(update=update), context.recipe.seed)
-        if base.tokenizer.chat_template is None:
-            base.tokenizer.chat_template = model.chat_template
+        return context.policy
+    base = base_policy(context.recipe, context.policy, choice)
     if choice.stage is None:
         check_classifier(base.model.config, kind)
     return base
@@ -234,5 +230,5 @@ def _encoder(stage: JudgingStage, base: Policy) -> Callable[[Any], Any]:
     template = None if stage.reward_model else stage.template_keywords
     reader = Reader(base.tokenizer, base.context, template, raw=stage.raw, closing=closing)
     if stage.records == "steps":
-        return step_encoder(reader, cast(ProcessRewardModelStage, stage).separator)
-    return label_encoder(reader) if stage.records == "labels" else pair_encoder(reader)
+        return encoder("steps", reader, cast(ProcessRewardModelStage, stage).separator)
+    return encoder(cast(Records, stage.records), reader)

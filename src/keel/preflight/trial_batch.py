@@ -9,7 +9,6 @@ from typing import Final
 
 from keel.analysis.statistics import wilson_interval
 from keel.data.tasks import PromptStream
-from keel.engines.registry import build_engine
 from keel.models.families import context_length
 from keel.models.policy import Policy
 from keel.preflight.context import PromptStats, StageContext
@@ -17,6 +16,7 @@ from keel.preflight.finding import BudgetShare, Finding, holding, percent, quant
 from keel.preflight.prompts import SamplingPlan
 from keel.rewards.scorer import Scorer
 from keel.training.rollout import Sampler
+from keel.training.setup import PromptSource, build_sampler
 from keel.types import Group, Prompt
 
 GROUPS = 8
@@ -128,23 +128,9 @@ def sample(
     prompts = min(GROUPS, len(stats.first)) if trial else len(stats.first)
     budget = min(TRIED, rollout.max_tokens) if trial else rollout.max_tokens
     size = size_for(prompts, rollout.group_size, budget, load)
-    engine = build_engine(
-        rollout.engine,
-        model=policy.model,
-        tokenizer=policy.tokenizer,
-        max_rows=rollout.max_rows,
-        autocast=policy.autocast,
-        dtype=rollout.dtype,
-    )
-    sampler = Sampler(
-        engine=engine,
-        tokenizer=policy.tokenizer,
-        tasks=dict(stats.tasks),
-        stream=PromptStream(list(stats.tasks.values()), [1.0] * len(stats.tasks), 0),
-        scorer=scorer,
-        config=rollout,
-        seed=plan.seed,
-    )
+    stream = PromptStream(list(stats.tasks.values()), [1.0] * len(stats.tasks), 0)
+    source = PromptSource(dict(stats.tasks), [], stats.encoder, stream)
+    sampler = build_sampler(policy, source, scorer, rollout, plan.seed, model=policy.model)
     sampling = replace(sampler.sampling, max_tokens=size.tokens)
     groups = sampler.sample(stats.first[: size.prompts], size.members, sampling, plan.first_seed)
     lengths = [len(c) for group in groups for c in group.completions]

@@ -14,9 +14,9 @@ from keel.config.model import Model
 from keel.config.presets import merge
 from keel.config.schema import Recipe, RLStage
 from keel.config.sources import PreferenceData
-from keel.data.preferences.dataset import read_labelled, read_pairs, read_steps
+from keel.config.stage import Records
+from keel.data.preferences.dataset import READERS
 from keel.data.tasks import PromptStream, build_tasks, heldout, stored
-from keel.engines.registry import build_engine
 from keel.models.chat import Encoder
 from keel.models.loading import ADAPTER
 from keel.models.policy import Policy, load_policy
@@ -25,16 +25,15 @@ from keel.rewards.registry import RewardContext
 from keel.runs.layout import RECIPE, RunFolder
 from keel.training.evaluator import Evaluator
 from keel.training.export import pick_checkpoint, reward_model_of
-from keel.training.judged_data import label_encoder, pair_encoder, step_encoder
+from keel.training.judged_data import encoder
 from keel.training.reward_metrics import (
     Measured,
-    measure_labels,
-    measure_pairs,
-    measure_steps,
     plot_calibration,
+    reward_model_metrics,
 )
-from keel.training.rollout import Sampler
 from keel.training.setup import (
+    PromptSource,
+    build_sampler,
     load_rewards,
     longest_prompt,
     raw_tasks,
@@ -46,7 +45,6 @@ from keel.types import KeelError, Prompt, Task
 
 SPLITS = {"validation_path", "validation_fraction"}
 """Keys of a task that set its validation split."""
-Rows = Literal["pairs", "labels", "steps"]
 SEPARATOR, THRESHOLD = "\n", 0.5
 """How steps are read where no stage sets it."""
 
@@ -189,22 +187,9 @@ def _run(
         raise KeelError("evaluation.prompts = 0 leaves nothing to evaluate on: set --prompts")
     chosen = heldout(ordered, weights, choice.prompts, prepare)
     judge.check(chosen)
-    sampler = Sampler(
-        engine=build_engine(
-            rollout.engine,
-            model=policy.model,
-            tokenizer=policy.tokenizer,
-            max_rows=rollout.max_rows,
-            autocast=policy.autocast,
-        ),
-        tokenizer=policy.tokenizer,
-        tasks=tasks,
-        stream=PromptStream(ordered, weights, seed, encoder),
-        scorer=judge,
-        config=rollout,
-        seed=seed,
-        less="lower --prompts or --max-tokens",
-    )
+    source = PromptSource(tasks, weights, encoder, PromptStream(ordered, weights, seed, encoder))
+    less = "lower --prompts or --max-tokens"
+    sampler = build_sampler(policy, source, judge, rollout, seed, less=less)
     with closing(judge):
         result = Evaluator(sampler, judge, chosen, choice)(0)
     return {**result, "left_out": len(left_out) + sum(map(_unreadable, ordered))}
@@ -224,7 +209,7 @@ def _unreadable(task: Task) -> int:
 
 def evaluate_reward_model(
     model: Path | str,
-    rows: Rows,
+    rows: Records,
     path: str,
     *,
     stage: str | None = None,
@@ -248,31 +233,29 @@ def evaluate_reward_model(
         _make(pictures)
     kind: Literal["outcome", "process"] = "process" if rows == "steps" else "outcome"
     loaded = load_reward_model(Model(name=name), kind)
-    reader = loaded.reader(made is not None and made.raw)
-    judge = partial(loaded.judge, token_budget=token_budget)
     source = PreferenceData(
         name="parquet" if path.endswith(".parquet") else "jsonl", path=path, empty="keep"
     )
-    encoded: list[Any]
-    if rows == "pairs":
-        pairs = read_pairs(source)
-        encoded = list(map(pair_encoder(reader), (*pairs.train, *pairs.heldout)))
-        measured = measure_pairs(_short(encoded, loaded.context), judge)
-    elif rows == "labels":
-        labelled = read_labelled(source)
-        encoded = list(map(label_encoder(reader), (*labelled.train, *labelled.heldout)))
-        measured = measure_labels(_short(encoded, loaded.context), judge)
-    else:
-        steps = read_steps(source)
-        if made is not None and made.records == "steps":
-            process = cast(ProcessRewardModelStage, made)
-            own_separator, own_threshold = process.separator, process.threshold
-        else:
-            own_separator, own_threshold = SEPARATOR, THRESHOLD
-        separator = own_separator if separator is None else separator
-        encoded = list(map(step_encoder(reader, separator), (*steps.train, *steps.heldout)))
-        threshold = own_threshold if threshold is None else threshold
-        measured = measure_steps(_short(encoded, loaded.context), judge, threshold)
+    own = SEPARATOR, THRESHOLD
+    if rows == "steps" and made is not None and made.records == "steps":
+        process = cast(ProcessRewardModelStage, made)
+        own = process.separator, process.threshold
+    encode = encoder(
+        rows,
+        loaded.reader(made is not None and made.raw),
+        own[0] if separator is None else separator,
+    )
+    sides = READERS[rows](source, 0)
+    examples = [encode(row) for row in (*sides.train, *sides.heldout)]
+    long = sum(row.longest > (loaded.context or row.longest) for row in examples)
+    if long:
+        raise KeelError(
+            f"{long} of the {len(examples)} rows are longer than the model's context of "
+            f"{loaded.context} tokens: leave them out of the file"
+        )
+    judge = partial(loaded.judge, token_budget=token_budget)
+    threshold = own[1] if threshold is None else threshold
+    measured = reward_model_metrics(rows, examples, judge, threshold)
     if pictures is not None:
         plot_calibration(measured, pictures, Path(path).stem, Path(name).name)
     return measured
@@ -293,13 +276,3 @@ def _make(pictures: Path) -> None:
     except OSError as error:
         why = error.strerror or error
         raise KeelError(f"cannot make {pictures}: {why}: give another --pictures") from error
-
-
-def _short(rows: list[Any], context: int | None) -> list[Any]:
-    long = [row for row in rows if context is not None and row.longest > context]
-    if long:
-        raise KeelError(
-            f"{len(long)} of the {len(rows)} rows are longer than the model's context of {context} "
-            "tokens: leave them out of the file"
-        )
-    return rows

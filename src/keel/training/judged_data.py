@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
+from keel.config.stage import Records
 from keel.data.preferences.dataset import Sides
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
 from keel.models.packed import PackedSizes, sizes_on
@@ -126,6 +127,13 @@ def step_encoder(reader: Reader, separator: str) -> Callable[[Stepwise], Marked]
         return Marked(answer, row.labels, cluster_of(row))
 
     return encode
+
+
+def encoder(records: Records, reader: Reader, separator: str = "\n") -> Callable[[Any], Any]:
+    """What encodes examples of a kind; `separator` is between the steps of an answer."""
+    if records == "steps":
+        return step_encoder(reader, separator)
+    return pair_encoder(reader) if records == "pairs" else label_encoder(reader)
 
 
 def cluster_of(row: Preference | Labelled | Stepwise) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import torch
 
@@ -15,13 +15,13 @@ from keel.config.judging import (
     JudgingStage,
     ProcessRewardModelStage,
     RewardModelStage,
+    SampledData,
 )
 from keel.config.model import BaseModelChoice, Model
+from keel.config.schema import Recipe
 from keel.config.sources import PreferenceData
-from keel.data.preferences import dataset as preferences
-from keel.data.preferences.dataset import Sides, Sieve
-from keel.data.preferences.schema import Labelled, Preference, Stepwise
-from keel.engines.registry import build_engine
+from keel.config.stage import Records
+from keel.data.preferences.dataset import READERS, Sieve
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.chat import decode
 from keel.models.policy import Policy, load_policy
@@ -31,18 +31,17 @@ from keel.runs import checkpoint
 from keel.runs.quarantine import LeftOut, named_from, write_quarantine
 from keel.training import sampled_data, supervised
 from keel.training.dpo import DPO
-from keel.training.judged_data import Ready, label_encoder, pair_encoder, ready, step_encoder
+from keel.training.judged_data import Ready, encoder, ready
 from keel.training.reward_metrics import (
     Measured,
-    measure_labels,
     measure_pairs,
-    measure_steps,
     plot_calibration,
+    reward_model_metrics,
 )
 from keel.training.reward_model import labels_backward, pairs_backward
-from keel.training.rollout import Sampler
 from keel.training.setup import (
     RunContext,
+    build_sampler,
     load_rewards,
     open_prompts,
     reward_context,
@@ -54,28 +53,17 @@ from keel.training.state import Progress, read_reference, restore_modules, resto
 from keel.training.supervised import GradientStep, judged_examples
 from keel.types import KeelError
 
-R = TypeVar("R", Preference, Labelled, Stepwise)
+Backward = Callable[[Sequence[Any], int], GradientStep]
 
 
 def train_reward_model(run: RunContext, stage: RewardModelStage, progress: Progress) -> Progress:
     """An outcome reward model, left in the run folder; the policy stays as it was."""
     model = _new_model(run, stage.base, "outcome", stage.name)
-    reader = model.reader(stage.raw)
-    rows: Ready[Any]
-    backward: Callable[[Sequence[Any], int], GradientStep]
-    measure: Callable[[Sequence[Any]], Measured]
-    judge = partial(model.judge, token_budget=stage.token_budget)
-    if stage.objective == "pairs":
-        pairs = _rows(run, stage, preferences.read_pairs, sampled_data.pairs)
-        rows = _ready(run, pairs, pair_encoder(reader), stage, model.context)
+    if stage.records == "pairs":
         backward = partial(pairs_backward, model, stage.centering)
-        measure = partial(measure_pairs, judge=judge)
-    else:
-        labelled = _rows(run, stage, preferences.read_labelled, sampled_data.labels)
-        rows = _ready(run, labelled, label_encoder(reader), stage, model.context)
-        backward = partial(labels_backward, model)
-        measure = partial(measure_labels, judge=judge)
-    return _train(run, stage, model, rows, backward, measure, progress)
+        return _train(run, stage, model, sampled_data.pairs, backward, progress)
+    backward = partial(labels_backward, model)
+    return _train(run, stage, model, sampled_data.labels, backward, progress)
 
 
 def train_process_reward_model(
@@ -83,43 +71,30 @@ def train_process_reward_model(
 ) -> Progress:
     """A process reward model, left in the run folder; the policy stays as it was."""
     model = _new_model(run, stage.base, "process", stage.name)
-    tokenizer = run.policy.tokenizer
-    make = sampled_data.steps(stage.separator, lambda ids: decode(tokenizer, [ids])[0])
-    stepwise = _rows(run, stage, preferences.read_steps, make)
-    encode = step_encoder(model.reader(stage.raw), stage.separator)
-    rows = _ready(run, stepwise, encode, stage, model.context)
-    judge = partial(model.judge, token_budget=stage.token_budget)
+    tokenizer, separator = run.policy.tokenizer, stage.separator
+    make = sampled_data.steps(separator, lambda ids: decode(tokenizer, [ids])[0])
     backward = partial(labels_backward, model)
-    measure = partial(measure_steps, judge=judge, threshold=stage.threshold)
-    return _train(run, stage, model, rows, backward, measure, progress)
+    return _train(run, stage, model, make, backward, progress, separator, stage.threshold)
 
 
 def train_dpo(run: RunContext, stage: DPOStage, progress: Progress) -> Progress:
     """DPO of the policy."""
     policy, start = run.policy, run.resume_from
-    pairs = _rows(run, stage, preferences.read_pairs, sampled_data.pairs)
-    optimizer = AdamW(trainable(policy), stage.optimizer)
-    reference = reference_for(policy, None if start is None else read_reference(start))
     sampled = stage.sampled
     template = stage.chat_template if sampled is None else sampled.prompts.chat_template
     reader = Reader(policy.tokenizer, policy.context, template, raw=stage.raw)
+    rows = _examples(run, stage, sampled_data.pairs, encoder("pairs", reader), policy.context)
+    optimizer = AdamW(trainable(policy), stage.optimizer)
+    reference = reference_for(policy, None if start is None else read_reference(start))
     if start is not None:
         restore_optimizers(start, {"optimizer": optimizer})
-    rows = _ready(run, pairs, pair_encoder(reader), stage, policy.context)
     budget = token_budget(stage, progress, run.writer)
     trainer = DPO(policy, reference, budget, stage.loss, stage.beta, stage.smoothing)
     loop = _loop(
-        run,
-        stage,
-        progress,
-        rows,
-        policy.device,
-        trainer.backward,
+        run, stage, progress, rows, policy.device, trainer.backward,
         partial(measure_pairs, judge=trainer.implied_rewards),
-        budget=budget,
-        optimizer=optimizer,
-        reference=reference,
-    )
+        budget=budget, optimizer=optimizer, reference=reference,
+    )  # fmt: skip
     return supervised.run(loop, progress)
 
 
@@ -127,27 +102,26 @@ def _train(
     run: RunContext,
     stage: JudgingStage,
     model: RewardModel,
-    rows: Ready[Any],
-    backward: Callable[[Sequence[Any], int], GradientStep],
-    measure: Callable[[Sequence[Any]], Measured],
+    make: sampled_data.Make,
+    backward: Backward,
     progress: Progress,
+    separator: str = "\n",
+    threshold: float = 0.5,
 ) -> Progress:
     """Train a reward model, and save it in the run folder."""
+    records = cast(Records, stage.records)
+    encode = encoder(records, model.reader(stage.raw), separator)
+    rows = _examples(run, stage, make, encode, model.context)
+    judge = partial(model.judge, token_budget=stage.token_budget)
     optimizer, modules = AdamW(trainable(model), stage.optimizer), {"reward_model": model}
     if run.resume_from is not None:
         restore_modules(run.resume_from, modules)
         restore_optimizers(run.resume_from, {"optimizer": optimizer})
     loop = _loop(
-        run,
-        stage,
-        progress,
-        rows,
-        model.device,
-        backward,
-        measure,
-        optimizer=optimizer,
-        modules=modules,
-    )
+        run, stage, progress, rows, model.device, backward,
+        partial(reward_model_metrics, records, judge=judge, threshold=threshold),
+        optimizer=optimizer, modules=modules,
+    )  # fmt: skip
     progress = supervised.run(loop, progress)
     target = run.writer.folder.model(stage.name)
     if progress.step == stage.steps and not target.exists():
@@ -162,7 +136,7 @@ def _loop(
     progress: Progress,
     rows: Ready[Any],
     device: torch.device,
-    backward: Callable[[Sequence[Any], int], GradientStep],
+    backward: Backward,
     measure: Callable[[Sequence[Any]], Measured],
     **parts: Any,
 ) -> supervised.SupervisedLoop[Any]:
@@ -187,10 +161,12 @@ def _new_model(run: RunContext, base: BaseModelChoice, kind: Kind, stage: str) -
     seed = derive(run.recipe.seed, stage, "model")
     with _keys_of(f"{stage}.base"):
         if base.stage is None:
-            return reward_model_from(_base(run, base), kind, seed, base.lora)
+            return reward_model_from(
+                base_policy(run.recipe, run.policy, base), kind, seed, base.lora
+            )
         made = run.writer.folder.model(base.stage)
         checkpoint.check_model(made)
-        before = _named(run, str(made))
+        before = _other_model(run.recipe, str(made))
         return continued_reward_model(before, kind, run.policy, seed, base.lora)
 
 
@@ -206,46 +182,31 @@ def _keys_of(base: str) -> Iterator[None]:
         raise KeelError(message) from error
 
 
-def _base(run: RunContext, base: BaseModelChoice) -> Policy:
-    """The language model that a reward model starts from."""
+def base_policy(recipe: Recipe, policy: Policy, base: BaseModelChoice) -> Policy:
+    """The language model that a reward model starts from: the policy, or one that is named."""
     if base.name is None:
-        return run.policy
-    policy = load_policy(_named(run, base.name), run.recipe.seed)
-    if policy.tokenizer.chat_template is None:
-        policy.tokenizer.chat_template = run.recipe.model.chat_template
-    return policy
+        return policy
+    named = load_policy(_other_model(recipe, base.name), recipe.seed)
+    if named.tokenizer.chat_template is None:
+        named.tokenizer.chat_template = recipe.model.chat_template
+    return named
 
 
-def _named(run: RunContext, name: str) -> Model:
+def _other_model(recipe: Recipe, name: str) -> Model:
     """The recipe's model settings with another model in them, which has a chat template itself."""
     own = {"name": name, "build": None, "revision": None, "lora": None, "chat_template": None}
-    return run.recipe.model.model_copy(update=own)
+    return recipe.model.model_copy(update=own)
 
 
-def _rows(
-    run: RunContext,
-    stage: JudgingStage,
-    read: Callable[[PreferenceData, int], Sides[R]],
-    make: sampled_data.Make,
-) -> Sides[R]:
-    """The stage's rows: from its data, or sampled into the run folder and read from there."""
-    if stage.data is not None:
-        return read(stage.data, run.recipe.seed)
-    folder = run.writer.folder
-    counts = _sample(run, stage, make)
-    if counts:
-        run.writer.note(f"{stage.name}: {counts}")
-    train, held = folder.rows(stage.name, "train"), folder.rows(stage.name, "heldout")
+def _sampled_files(
+    run: RunContext, stage: JudgingStage, choice: SampledData, make: sampled_data.Make
+) -> PreferenceData:
+    """The stage's data as files of the run folder, sampled unless they are there."""
+    folder, policy = run.writer.folder, run.policy
+    train, held = (folder.rows(stage.name, side) for side in ("train", "heldout"))
     made = PreferenceData(name="jsonl", path=str(train), validation_path=str(held), empty="keep")
-    return read(made, run.recipe.seed)
-
-
-def _sample(run: RunContext, stage: JudgingStage, make: sampled_data.Make) -> str:
-    choice, policy = stage.sampled, run.policy
-    assert choice is not None
-    folder = run.writer.folder
-    if folder.rows(stage.name, "train").exists() and folder.rows(stage.name, "heldout").exists():
-        return ""
+    if train.exists() and held.exists():
+        return made
     seed = derive(run.recipe.seed, stage.name, "sampled")
     source = open_prompts(
         run, stage.name, choice.tasks, choice.prompts, seed, max_tokens=choice.max_tokens
@@ -253,39 +214,34 @@ def _sample(run: RunContext, stage: JudgingStage, make: sampled_data.Make) -> st
     functions = load_rewards(choice.rewards, reward_context(run.recipe, folder, policy))
     judge = scorer(choice.rewards, functions, source.tasks, max_tokens=choice.max_tokens)
     with closing(judge):
-        sampler = Sampler(
-            engine=build_engine(
-                "native",
-                model=policy.model,
-                tokenizer=policy.tokenizer,
-                autocast=policy.autocast,
-            ),
-            tokenizer=policy.tokenizer,
-            tasks=source.tasks,
-            stream=source.stream,
-            scorer=judge,
-            config=choice.sampling.rollout,
-            seed=seed,
-            less=f"lower {stage.name}.sampled.max_tokens or {stage.name}.sampled.group_size",
-        )
-        held = source.heldout(choice.heldout)
-        judge.check(held)
-        parts = sampled_data.SampledDataSource(sampler, judge, held, choice, seed)
-        return sampled_data.write_rows(parts, folder, stage.name, make)
+        less = f"lower {stage.name}.sampled.max_tokens or {stage.name}.sampled.group_size"
+        sampler = build_sampler(policy, source, judge, choice.sampling.rollout, seed, less=less)
+        prompts = source.heldout(choice.heldout)
+        judge.check(prompts)
+        parts = sampled_data.SampledDataSource(sampler, judge, prompts, choice, seed)
+        counts = sampled_data.write_rows(parts, folder, stage.name, make)
+    if counts:
+        run.writer.note(f"{stage.name}: {counts}")
+    return made
 
 
-def _ready(
+def _examples(
     run: RunContext,
-    sides: Sides[R],
-    encode: Callable[[R], Any],
     stage: JudgingStage,
+    make: sampled_data.Make,
+    encode: Callable[[Any], Any],
     context: int | None,
 ) -> Ready[Any]:
-    """The rows in tokens; a new stage notes what was left out."""
+    """The stage's examples, in tokens; a new stage notes those left out."""
+    if stage.sampled is None:
+        data = cast(PreferenceData, stage.data)
+    else:
+        data = _sampled_files(run, stage, stage.sampled, make)
+    sides = READERS[cast(Records, stage.records)](data, run.recipe.seed)
     limits = [limit for limit in (stage.max_tokens, context) if limit is not None]
     limit = min(limits) if limits else None
-    sieve: Sieve[R, Any] = Sieve(encode, limit)
-    if stage.data is not None and stage.data.bad_rows == "quarantine":
+    sieve: Sieve[Any, Any] = Sieve(encode, limit)
+    if data.bad_rows == "quarantine":
         sides = sieve.without_bad(sides)
     rows = ready(sides, sieve, limit, stage.evaluation.rows, stage.name)
     kept = _quarantined(run, stage, (*sides.left_out, *sieve.left_out))

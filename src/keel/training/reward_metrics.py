@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from keel.analysis.calibration import (
     pair_report,
 )
 from keel.analysis.reward_plots import margin_picture, reliability_picture
+from keel.config.stage import Records
 from keel.data.preferences.schema import first_wrong
 from keel.models.reward import Answered
 from keel.runs.files import make_folder
@@ -34,7 +35,7 @@ Judge = Callable[[Sequence[Answered]], list[list[float]]]
 class Measured:
     """An evaluation. `calibrated` is the report whose bins are the reliability picture."""
 
-    kind: Literal["pairs", "labels", "steps"]
+    kind: Records
     report: PairReport | LabelReport | FirstErrorReport
     calibrated: PairReport | LabelReport
     extra: dict[str, Any]
@@ -51,6 +52,15 @@ class Measured:
             if name in HEADLINE and isinstance(value, int | float):
                 found[name] = float(value)
         return found
+
+
+def reward_model_metrics(
+    records: Records, rows: Sequence[Any], judge: Judge, threshold: float = 0.5
+) -> Measured:
+    """The metrics of a model on examples of a kind; `threshold` is of labelled steps."""
+    if records == "steps":
+        return measure_steps(rows, judge, threshold)
+    return measure_pairs(rows, judge) if records == "pairs" else measure_labels(rows, judge)
 
 
 def measure_pairs(rows: Sequence[EncodedPair], judge: Judge) -> Measured:

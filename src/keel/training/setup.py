@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from keel.config.fields import derive
 from keel.config.model import Model
+from keel.config.sampling import Rollout
 from keel.config.schema import Recipe, RLStage
 from keel.config.sources import Prompts, Rewards, TaskSource
 from keel.config.stage import StageConfig
 from keel.data.tasks import PromptStream, build_tasks, heldout, stored
+from keel.engines.registry import build_engine
 from keel.learn.advantages import check_entries
 from keel.learn.learner import Learner
 from keel.learn.optimizer import AdamW, trainable
@@ -31,6 +35,7 @@ from keel.runs.layout import RunFolder
 from keel.runs.quarantine import LeftOut, counted, write_quarantine
 from keel.runs.writer import RunWriter
 from keel.training.rl import LossConfig, Schedule
+from keel.training.rollout import Sampler
 from keel.training.state import (
     Progress,
     read_reference,
@@ -241,6 +246,38 @@ def scorer(
         on_error=rewards.on_error,
         max_tokens=max_tokens,
         overlong_buffer=overlong_buffer,
+    )
+
+
+def build_sampler(
+    policy: Policy,
+    source: PromptSource,
+    scorer: Scorer,
+    rollout: Rollout,
+    seed: int,
+    *,
+    model: PreTrainedModel | None = None,
+    less: str = "",
+) -> Sampler:
+    """What samples completions with the weights of `model` (the policy's own unless given, which
+    the recipe's `dtype` then does not round)."""
+    engine = build_engine(
+        rollout.engine,
+        model=policy.model if model is None else model,
+        tokenizer=policy.tokenizer,
+        max_rows=rollout.max_rows,
+        autocast=policy.autocast,
+        dtype="model" if model is None else rollout.dtype,
+    )
+    return Sampler(
+        engine=engine,
+        tokenizer=policy.tokenizer,
+        tasks=source.tasks,
+        stream=source.stream,
+        scorer=scorer,
+        config=rollout,
+        seed=seed,
+        less=less,
     )
 
 

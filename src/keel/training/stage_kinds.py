@@ -23,7 +23,6 @@ from keel.config.fields import derive
 from keel.config.objective import explain_stage
 from keel.config.schema import Recipe, RLStage, SFTStage
 from keel.config.sources import LEARNED
-from keel.engines.registry import build_engine
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.loading import describe_model
 from keel.models.policy import frozen_copy
@@ -41,10 +40,11 @@ from keel.training.preference_stages import (
     train_reward_model,
 )
 from keel.training.prefetch import RolloutPrefetcher, read_pending
-from keel.training.rollout import Sampler, collect
+from keel.training.rollout import collect
 from keel.training.setup import (
     RunContext,
     build_learner,
+    build_sampler,
     load_rewards,
     loss_config,
     open_prompts,
@@ -149,27 +149,13 @@ def build_loop(
     )
     functions = load_rewards(stage.rewards, reward_context(run.recipe, run.folder, policy))
     scored = partial(scorer, stage.rewards, functions, source.tasks, max_tokens=rollout.max_tokens)
-    engine = partial(
-        build_engine,
-        rollout.engine,
-        tokenizer=policy.tokenizer,
-        max_rows=rollout.max_rows,
-        autocast=policy.autocast,
-    )
-    sampler = Sampler(
-        engine=engine(model=model, dtype=rollout.dtype),
-        tokenizer=policy.tokenizer,
-        tasks=source.tasks,
-        stream=source.stream,
-        scorer=scored(overlong_buffer=rollout.overlong_buffer),
-        config=rollout,
-        seed=seed,
-    )
+    shaped = scored(overlong_buffer=rollout.overlong_buffer)
+    sampler = build_sampler(policy, source, shaped, rollout, seed, model=model)
     judge = scored()
     prompts = source.heldout(stage.evaluation.prompts)
     judge.check(prompts)
     # Evaluation is of the policy itself, not of a rounded or an earlier copy.
-    exact = replace(sampler, engine=engine(model=policy.model))
+    exact = build_sampler(policy, source, shaped, rollout, seed)
     evaluator = Evaluator(exact, judge, prompts, stage.evaluation) if prompts else None
     prefetcher = RolloutPrefetcher(
         partial(collect, sampler, stage.algorithm),
