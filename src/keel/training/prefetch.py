@@ -1,8 +1,8 @@
 """The next step's rollouts, sampled while this one is trained on: one step off policy.
 
-They are sampled while an update runs, with the weights from before it, so that they are
-a function of recipe and seed and not of time. A checkpoint holds those that no step has learned
-from yet: nothing is drawn, and no reward asked, a second time.
+They are sampled with the weights from before the update, so that they are a function of recipe and
+seed and not of time. A checkpoint holds those that no step has trained on yet, so that a resumed
+run does not sample or score them again.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
 
 PENDING = "pending.json"
 PATIENCE = 30.0
-"""Seconds that cancelled sampling gets to end: a decode step, a prefill, a reply are shorter."""
+"""Seconds to wait for cancelled sampling: a decode step, a prefill, a reply are shorter."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pending:
-    """Rollouts that a step is to learn from."""
+    """Rollouts for a step."""
 
     step: int
     rollouts: Rollouts
 
 
 class RolloutPrefetcher:
-    """Draws the rollouts of steps, where `ahead` one step before they are wanted.
+    """Samples the rollouts of steps; with `ahead` those of the next step too, while one trains.
 
-    `draw` gives those of a step, with the weights that the engine has. `pending` are those of the
-    next step, where they are there.
+    `sample` gives those of a step, with the engine's weights. `pending` are those of the next step
+    that a checkpoint held.
     """
 
     def __init__(
-        self, draw: Callable[[int], Rollouts], ahead: bool, pending: Pending | None = None
+        self, sample: Callable[[int], Rollouts], ahead: bool, pending: Pending | None = None
     ) -> None:
-        self.draw = draw
+        self.sample = sample
         self.ahead = ahead
         self.pending = pending
 
     def __call__(self, step: int) -> Rollouts:
-        """The rollouts of a step, drawn before or now."""
+        """The rollouts of a step, sampled before or now."""
         pending, self.pending = self.pending, None
         if pending is not None and pending.step == step:
             return pending.rollouts
-        return self.draw(step)
+        return self.sample(step)
 
     @contextmanager
     def prefetch(self, step: int, last: int) -> Iterator[None]:
-        """Sample the rollouts of a step, unless it is after the `last`, while the block lasts.
+        """Sample the rollouts of a step, unless it is after the `last`, while the block runs.
 
-        Raises what the drawing raises, once the block is done; an error of the block's own ends the
-        drawing. In either case no thread is left but one that hangs in code that is not Keel's.
+        Raises what sampling raises, after the block; an error in the block cancels the sampling.
+        In either case no thread is left, except one that hangs in a task's or a user's code.
         """
         if not self.ahead or step > last:
             yield
             return
-        thread = _Thread(lambda: self.draw(step))
+        thread = _Thread(lambda: self.sample(step))
         thread.start()
         try:
             yield
@@ -80,11 +80,11 @@ class RolloutPrefetcher:
 
 
 class _Thread(threading.Thread):
-    """Draws with as many threads of torch as whoever made it: how many decides the last bits."""
+    """Samples with the caller's number of torch threads, which decides the last bits."""
 
-    def __init__(self, draw: Callable[[], Rollouts]) -> None:
+    def __init__(self, sample: Callable[[], Rollouts]) -> None:
         super().__init__(name="keel-ahead", daemon=True)
-        self._draw = draw
+        self._sample = sample
         self._threads = torch.get_num_threads()
         self._rollouts: Rollouts | None = None
         self._error: BaseException | None = None
@@ -94,12 +94,12 @@ class _Thread(threading.Thread):
         try:
             torch.set_num_threads(self._threads)
             with cancel.until(self._cancelled):
-                self._rollouts = self._draw()
+                self._rollouts = self._sample()
         except BaseException as error:
             self._error = error
 
     def result(self) -> Rollouts:
-        """Wait for the rollouts. Raises what drawing them raised."""
+        """Wait for the rollouts. Raises what sampling raised."""
         self.join()
         if self._error is not None:
             raise self._error
@@ -107,10 +107,7 @@ class _Thread(threading.Thread):
         return self._rollouts
 
     def give_up(self) -> None:
-        """Cancel the sampling (`cancel.raise_if_cancelled`), and wait until it has ended.
-
-        A thread that hangs in code that is not Keel's, as in a task's, is not waited for longer.
-        """
+        """Cancel the sampling (`cancel.raise_if_cancelled`), and wait `PATIENCE` for its end."""
         self._cancelled.set()
         self.join(PATIENCE)
 
@@ -119,10 +116,9 @@ class _Thread(threading.Thread):
 
 
 def as_kept(rollouts: Rollouts) -> Rollouts:
-    """All that a step and its records need of rollouts, and a checkpoint can hold.
+    """What a step and its records need of rollouts, in a form that a checkpoint can hold.
 
-    Of prompts that leaves out the columns, which only rewards read, and they have; what rewards
-    recorded becomes what the table of rollouts will have.
+    Prompts lose their columns, which only rewards read; what rewards logged becomes plain values.
     """
     return replace(
         rollouts,
@@ -139,7 +135,7 @@ def save_pending(folder: Path, pending: Pending) -> None:
         "groups": [_group(group) for group in rollouts.groups],
         "verdicts": [[asdict(verdict) for verdict in judged] for judged in rollouts.verdicts],
         "greedy": rollouts.greedy,
-        # Plain already, and whatever keys a user gave: text, for state has keys of its own.
+        # As text: keys that a user chose must not meet those of the state.
         "extras": json.dumps(rollouts.extras),
         "metrics": rollouts.metrics,
     }

@@ -1,4 +1,4 @@
-"""One step's rollouts: prompts, completions, verdicts; refilled with dynamic sampling."""
+"""The rollouts of a step: prompts, completions and rewards; refilled with dynamic sampling."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Judged = tuple[Verdict, ...]
 
 @dataclass(frozen=True, eq=False)
 class Rollouts:
-    """Groups with their verdicts, in order; `extras` is what rewards recorded per completion."""
+    """Groups with their rewards, in order; `extras` is what rewards logged for each completion."""
 
     groups: tuple[Group, ...]
     verdicts: tuple[Judged, ...]
@@ -61,7 +61,7 @@ class Sampler:
     config: SamplingConfig
     seed: int
     less: str = ""
-    """How to need less memory or time, where the recipe has no table `rollout`."""
+    """The hint of an error, where the recipe has no table `rollout`."""
 
     @property
     def sampling(self) -> Sampling:
@@ -102,8 +102,8 @@ class Sampler:
     ) -> list[Group]:
         """Completions of the prompts, through as many turns as the task and the recipe allow.
 
-        `on_group` gets each group as it is done (see `StreamingEngine.stream`). Raises KeelError
-        where the engine does not answer in time or memory runs out.
+        `on_group` gets each finished group (see `StreamingEngine.stream`). Raises KeelError where
+        the engine exceeds its timeout or memory runs out.
         """
         smaller = self.less or f"lower rollout.max_rows (now {self.config.max_rows})"
         try:
@@ -134,8 +134,8 @@ def collect(sampler: Sampler, algorithm: Algorithm, step: int) -> Rollouts:
     """The rollouts of a step, without groups that hold nothing to learn from.
 
     A group without any reward is dropped and counted; with dynamic sampling (DAPO,
-    arXiv:2503.14476 §3.2) so is one whose rewards before the punishment of length are all equal (of
-    0 and 1: all wrong or all right), and the step is refilled.
+    arXiv:2503.14476 §3.2) so is one whose rewards before the length penalty are all equal (as all
+    wrong or all right), and the step is refilled.
     """
     config = sampler.config
     kept: list[tuple[Group, Judged]] = []
@@ -228,8 +228,7 @@ def _flat(judged: Judged) -> bool:
 def all_alike(judged: Sequence[Verdict], of_steps: bool) -> bool:
     """Whether the rewards of a group are all equal before length is punished, or there are none.
 
-    Where advantages are `of_steps`, the rewards are those of the steps, with what the answers' own
-    hold besides them.
+    Where advantages are `of_steps`, these are the rewards of the steps and of whole answers.
     """
     rewards: list[float] = []
     for verdict in judged:
@@ -257,9 +256,9 @@ def _gather_extras(
     group_size: int,
     groups: int,
 ) -> None:
-    """Append what rewards recorded for the completions that are kept; `groups` are kept so far.
+    """Append what rewards logged for the completions that are kept; `groups` are kept so far.
 
-    None stands where a round did not record a name that another did.
+    None where a round did not log a name that another did.
     """
     before = (groups - sum(keep)) * group_size
     for name in {**into, **extras}:
@@ -292,7 +291,7 @@ def _with_greedy(sampler: Sampler, rollouts: Rollouts, step: int) -> Rollouts:
 def rollout_records(
     rollouts: Rollouts, batch: Batch | None, advantage_N: Tensor | None
 ) -> list[RolloutRow]:
-    """A step's rollouts as the records of its Parquet file: one a completion, as in the batch."""
+    """A step's rollouts as the records of its Parquet file: one for each completion."""
     if batch is None:
         return []
     old = _pieces(batch, batch.old_log_prob_N)

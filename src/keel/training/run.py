@@ -46,9 +46,9 @@ def train(
     `callbacks` are described in `keel.runs.callbacks`. `inputs` writes the files that the recipe
     names by `$RUN/inputs/` into a folder of a new run.
 
-    With `resume` the folder's newest whole checkpoint is where it goes on, under the folder's own
-    recipe. Raises Interrupted, a checkpoint left, when Ctrl-C or SIGTERM came; KeelError for
-    whatever a user can fix.
+    With `resume` the run continues from the folder's newest whole checkpoint, under the folder's
+    own recipe. Raises Interrupted after Ctrl-C or SIGTERM, with a checkpoint written; KeelError for
+    what a user can fix.
     """
     if recipe is None and not resume:
         raise KeelError("there is no recipe to run: name one, or resume a run")
@@ -61,7 +61,7 @@ def train(
         if re.fullmatch(rf"{PYTHON}:\w+", value):
             load_entry(value, key)
     with lifecycle.run_lifecycle(place, resume, callbacks) as (writer, start):
-        progress = Progress(stage=0) if start is None else _begun(start, recipe)
+        progress = Progress(stage=0) if start is None else _progress_of(start, recipe)
         writer.recorder.event("resumed" if resume else "started", step=progress.step)
         with keeping_stacks(writer):
             run_stages(recipe, writer, progress, start)
@@ -108,16 +108,16 @@ def run_stages(recipe: Recipe, writer: RunWriter, progress: Progress, start: Pat
             for tracker in trackers:
                 tracker.close()
         done = progress.step == stage.steps
-        if done:  # a stage that a stop cut short says so at its end, as if it had never stopped
+        if done:  # not of an interrupted stage: its resumed run records the same in the end
             update_run_json(writer.folder, {"tokens": progress.tokens})
         if (not done or number + 1 < len(recipe.stages)) and writer.stopped():
             return
-    _let_go(recipe, writer.folder)
+    _prune(recipe, writer.folder)
     update_run_json(writer.folder, {"finished": True})
     writer.recorder.event("finished")
 
 
-def _begun(start: Path, recipe: Recipe) -> Progress:
+def _progress_of(start: Path, recipe: Recipe) -> Progress:
     """The progress of a checkpoint. Raises KeelError where its stage now has fewer steps."""
     progress = read_progress(start)
     stage = recipe.stages[progress.stage]
@@ -129,7 +129,7 @@ def _begun(start: Path, recipe: Recipe) -> Progress:
     return progress
 
 
-def _let_go(recipe: Recipe, folder: RunFolder) -> None:
+def _prune(recipe: Recipe, folder: RunFolder) -> None:
     """Delete old checkpoints that a killed process left."""
     best: dict[str, int] = update_run_json(folder, {}).get("best", {})
     known = {

@@ -1,10 +1,10 @@
-"""Rows made on the spot: the policy answers, rewards judge, and what they say becomes data."""
+"""Preference data sampled from the policy: it answers prompts, and rewards score the answers."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 
 from keel.config.fields import derive
 from keel.config.judging import PROMPTS_AT_ONCE, SampledData
-from keel.data.tasks.mixture import PromptStream
 from keel.rewards.scorer import Scorer
 from keel.runs.files import make_folder, write_text
 from keel.runs.layout import RunFolder
@@ -21,12 +20,12 @@ from keel.types import Completion, Group, KeelError, Prompt, Side, Verdict
 
 Rows = list[dict[str, Any]]
 Make = Callable[[Group, Sequence[Verdict], SampledData, np.random.Generator], Rows]
-"""The rows of one prompt's judged answers."""
+"""Makes examples from the scored answers to one prompt."""
 
 
 @dataclass(frozen=True, eq=False)
 class SampledDataSource:
-    """The policy that answers and the rewards that judge, before a stage."""
+    """What samples and scores the answers, before a stage."""
 
     sampler: Sampler
     scorer: Scorer
@@ -35,24 +34,27 @@ class SampledDataSource:
     seed: int
 
 
-def write_rows(judge: SampledDataSource, folder: RunFolder, stage: str, make: Make) -> str:
-    """Both sides' rows as files of the run folder; a side that is there is left as it is.
+def write_rows(source: SampledDataSource, folder: RunFolder, stage: str, make: Make) -> str:
+    """Write the examples of both splits to files of the run folder, unless they exist.
 
-    Returns one line that says how many rows came of how many prompts. Raises KeelError where
-    nothing can be learned from the answers.
+    Returns a line with the number of examples and prompts. Raises KeelError where nothing can be
+    learned from the answers.
     """
-    choice = judge.choice
+    choice = source.choice
     counts = []
     for side in ("train", "heldout"):
         target = folder.rows(stage, side)
         if target.exists():
             continue
-        prompts = _prompts(judge.sampler.stream, choice, judge.heldout, side)
-        rows = list(_judged(judge, prompts, side, make))
+        train = side == "train"
+        prompts = (
+            source.sampler.stream.take(choice.train) if train else source.heldout[: choice.heldout]
+        )
+        rows = list(_examples(source, prompts, side, make))
         if not rows:
             raise KeelError(
-                f"stage {stage!r}: the {len(prompts)} {side} prompts gave no row to learn from, "
-                "since all answers to a prompt have the same reward, or none: raise "
+                f"stage {stage!r}: the {len(prompts)} {side} prompts gave no example to learn "
+                "from, since all answers to a prompt have the same reward, or none: raise "
                 "sampled.group_size or sampled.temperature, or fix sampled.rewards"
             )
         make_folder(target.parent)
@@ -65,14 +67,13 @@ def write_rows(judge: SampledDataSource, folder: RunFolder, stage: str, make: Ma
 def pairs(
     group: Group, verdicts: Sequence[Verdict], choice: SampledData, rng: np.random.Generator
 ) -> Rows:
-    """Pairs of different answers that the rewards tell apart, at most `choice.pairs` of them."""
-    judged = _spoken_of(group, verdicts)
-    apart = [
+    """Pairs of answers with different texts and rewards, at most `choice.pairs` of them."""
+    pairs = [
         (a, b) if x > y else (b, a)
-        for (a, x), (b, y) in itertools.combinations(judged, 2)
+        for (a, x), (b, y) in itertools.combinations(_rewarded(group, verdicts), 2)
         if x != y and a.text != b.text
     ]
-    different = list({(a.text, b.text): (a, b) for a, b in apart}.values())
+    different = list({(a.text, b.text): (a, b) for a, b in pairs}.values())
     order = rng.permutation(len(different))[: choice.pairs]
     rows = []
     for at in order.tolist():
@@ -88,7 +89,7 @@ def labels(
 ) -> Rows:
     """Each different answer with its reward, which must lie between 0 and 1, as its label."""
     rows = []
-    for text, reward in {c.text: r for c, r in _spoken_of(group, verdicts)}.items():
+    for text, reward in {c.text: r for c, r in _rewarded(group, verdicts)}.items():
         label = _share(reward, group)
         label = 1 - label if rng.random() < choice.noise else label
         rows.append({"prompt": _content(group), "completion": text, "label": label})
@@ -98,7 +99,7 @@ def labels(
 def steps(separator: str, decode: Callable[[Sequence[int]], str]) -> Make:
     """Each different answer cut into its steps, with the steps' rewards (0 to 1) as labels.
 
-    `decode` gives the text of tokens, to tell where in the text a judged step ends.
+    `decode` gives the text of tokens, to find where in the text a scored step ends.
     """
 
     def make(
@@ -107,40 +108,36 @@ def steps(separator: str, decode: Callable[[Sequence[int]], str]) -> Make:
         rows = {}
         for completion, verdict in zip(group.completions, verdicts, strict=True):
             if verdict.steps:
-                texts, marks = _cut(completion, verdict, decode, group)
-                turned = [1 - m if rng.random() < choice.noise else m for m in marks]
+                texts, shares = _split_steps(completion, verdict, decode, group)
+                labels = [1 - s if rng.random() < choice.noise else s for s in shares]
                 texts[:-1] = [text.removesuffix(separator) for text in texts[:-1]]
                 rows[completion.text] = {
                     "prompt": _content(group),
                     "completions": texts,
-                    "labels": turned,
+                    "labels": labels,
                 }
         return list(rows.values())
 
     return make
 
 
-def _judged(judge: SampledDataSource, prompts: Sequence[Prompt], side: Side, make: Make) -> Any:
-    choice, sampler = judge.choice, judge.sampler
-    if side == "heldout":  # accuracy is measured against what the rewards say
+def _examples(
+    source: SampledDataSource, prompts: Sequence[Prompt], side: Side, make: Make
+) -> Iterator[dict[str, Any]]:
+    choice, sampler = source.choice, source.sampler
+    if side == "heldout":  # accuracy is relative to the rewards themselves
         choice = choice.model_copy(update={"noise": 0.0})
     for start in range(0, len(prompts), PROMPTS_AT_ONCE):
-        seed = derive(judge.seed, "answers", side, start)
+        seed = derive(source.seed, "answers", side, start)
         part = prompts[start : start + PROMPTS_AT_ONCE]
         groups = sampler.sample(part, choice.group_size, sampler.sampling, seed)
-        scored = judge.scorer(groups, 0)
+        scored = source.scorer(groups, 0)
         for number, (group, verdicts) in enumerate(zip(groups, scored.verdicts, strict=True)):
-            rng = np.random.default_rng(derive(judge.seed, "rows", side, start + number))
+            rng = np.random.default_rng(derive(source.seed, "rows", side, start + number))
             yield from make(group, verdicts, choice, rng)
 
 
-def _prompts(
-    stream: PromptStream, choice: SampledData, heldout: Sequence[Prompt], side: Side
-) -> Sequence[Prompt]:
-    return stream.take(choice.train) if side == "train" else heldout[: choice.heldout]
-
-
-def _spoken_of(group: Group, verdicts: Sequence[Verdict]) -> list[tuple[Completion, float]]:
+def _rewarded(group: Group, verdicts: Sequence[Verdict]) -> list[tuple[Completion, float]]:
     return [
         (completion, verdict.reward)
         for completion, verdict in zip(group.completions, verdicts, strict=True)
@@ -148,13 +145,13 @@ def _spoken_of(group: Group, verdicts: Sequence[Verdict]) -> list[tuple[Completi
     ]
 
 
-def _cut(
+def _split_steps(
     completion: Completion,
     verdict: Verdict,
     decode: Callable[[Sequence[int]], str],
     group: Group,
 ) -> tuple[list[str], list[float]]:
-    """The text up to each step's end, less what came before; the last takes what is left."""
+    """The text of each step, the last with the rest of the completion, and its label."""
     ids = completion.tokens.tolist()
     ends = [len(decode(ids[: step.end + 1])) for step in verdict.steps]
     ends[-1] = len(completion.text)
@@ -166,7 +163,7 @@ def _share(reward: float, group: Group) -> float:
     if not 0 <= reward <= 1:
         raise KeelError(
             f"prompt {group.prompt.id!r}: the reward {reward:g} cannot be a label, which lies "
-            "between 0 and 1: use a rule of right and wrong in sampled.rewards"
+            "between 0 and 1: use a reward of correctness in sampled.rewards"
         )
     return reward
 

@@ -121,7 +121,7 @@ def _quarantine_prompts(
 ) -> None:
     """Write the stored examples that give no prompt to the quarantine, and note how many.
 
-    As many as take seconds are encoded for that, in the order of the tasks; of the others, those
+    At most `ENCODED_BEFORE` are encoded for that, in the order of the tasks; of the others, those
     that cannot be encoded are found when they are reached.
     """
     left: list[LeftOut] = []
@@ -194,7 +194,7 @@ def token_budget(stage: StageConfig, progress: Progress, writer: RunWriter) -> T
 
 
 def longest_prompt(wanted: int | None, context: int | None, max_tokens: int) -> int | None:
-    """How long a prompt may be, so that an answer of `max_tokens` tokens still fits the context."""
+    """The longest prompt with which an answer of `max_tokens` tokens still fits the context."""
     if context is None:
         return wanted
     if context <= max_tokens:
@@ -213,7 +213,7 @@ def longest_prompt(wanted: int | None, context: int | None, max_tokens: int) -> 
 def reward_context(
     recipe: Recipe | None, folder: RunFolder | None, policy: Policy
 ) -> RewardContext:
-    """What rewards may use of a run; without a folder they keep nothing."""
+    """The parts of a run that rewards may use; without a folder they keep no files."""
     stages = () if recipe is None else recipe.stages
     names = [stage.name for stage in stages if stage.reward_model is not None]
     return RewardContext(
@@ -238,7 +238,7 @@ def scorer(
     max_tokens: int,
     overlong_buffer: int = 0,
 ) -> Scorer:
-    """A scorer that calls the functions as the recipe says."""
+    """The scorer of a stage's rewards."""
     return Scorer(
         functions,
         tasks,

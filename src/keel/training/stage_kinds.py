@@ -151,12 +151,12 @@ def build_loop(
     scored = partial(scorer, stage.rewards, functions, source.tasks, max_tokens=rollout.max_tokens)
     shaped = scored(overlong_buffer=rollout.overlong_buffer)
     sampler = build_sampler(policy, source, shaped, rollout, seed, model=model)
-    judge = scored()
+    evaluated = scored()
     prompts = source.heldout(stage.evaluation.prompts)
-    judge.check(prompts)
+    evaluated.check(prompts)
     # Evaluation is of the policy itself, not of a rounded or an earlier copy.
     exact = build_sampler(policy, source, shaped, rollout, seed)
-    evaluator = Evaluator(exact, judge, prompts, stage.evaluation) if prompts else None
+    evaluator = Evaluator(exact, evaluated, prompts, stage.evaluation) if prompts else None
     prefetcher = RolloutPrefetcher(
         partial(collect, sampler, stage.algorithm),
         ahead=rollout.async_level > 0,

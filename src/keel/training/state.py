@@ -27,7 +27,7 @@ REFERENCE = "reference.safetensors"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage has come: the part of its state that is not tensors.
+    """The position of a stage: the part of its state that is not tensors.
 
     `token_budget` is what fitted into memory once it ran out, None before; `skipped` counts the
     optimizer steps that were not taken because they were not finite.
