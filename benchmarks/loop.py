@@ -127,7 +127,7 @@ class Bench:
         return {
             "model": str(self.folder / case.lengths),
             "prompts": str(self.folder / f"{case.prompts}.jsonl"),
-            "heldout": str(self.folder / "heldout.jsonl"),
+            "validation": str(self.folder / "validation.jsonl"),
             "folder": str(self.folder / "written"),
             "seed": SEED,
             "learning_rate": LEARNING_RATE,

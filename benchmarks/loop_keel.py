@@ -28,7 +28,7 @@ def recipe(job: dict[str, Any]) -> dict[str, Any]:
         "stage": "rl",
         "steps": job["steps"],
         "algorithm": {"preset": "grpo", "divergence": "none"},
-        "tasks": [{"name": "jsonl", "path": job["prompts"], "validation_path": job["heldout"]}],
+        "tasks": [{"name": "jsonl", "path": job["prompts"], "validation_path": job["validation"]}],
         "rewards": {"functions": [{"function": "benchmarks.loop_trl:vowels"}]},
         "rollout": {
             "prompts_per_step": job["completions"] // job["group"],
@@ -103,7 +103,7 @@ def prepare(size: dict[str, Any], folder: Path) -> None:
     for name, bounds, count in (
         ("short", size["short"], PROMPTS),
         ("long", size["long"], PROMPTS),
-        ("heldout", size["short"], 1),
+        ("validation", size["short"], 1),
     ):
         with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
             for _ in range(count):

@@ -6,8 +6,8 @@
 
 64 conversations, groups of 8 for 8 prompts of 500 random tokens, of the fp32 Llama that `update.py`
 has (256 wide, 6 layers): 4 turns whose end is as likely at every token, 60 tokens on average, and
-after each a reply of 20. Both sides go through `converse`, which calls the engine once a turn; one
-of them is not offered a memory. They take turns in going first; figures are medians,
+after each a reply of 20. Both sides go through `generate_multi_turn`, which calls the engine once a
+turn; one of them is not offered a memory. They take turns in going first; figures are medians,
 the fastest and slowest, and how many tokens went through the model.
 """
 
@@ -32,7 +32,7 @@ from benchmarks.update import FIRST, MODEL, SEED, SMALL
 from keel.config.model import BuildModel
 from keel.engines.compiled import CompiledPass
 from keel.engines.multi_step import MultiStep
-from keel.engines.multi_turn import converse
+from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.models.build import build_model, build_tokenizer
 from keel.types import Prompt, Sampling
@@ -96,7 +96,7 @@ class Talk:
         tasks: Any = {"talk": Replying(self.size.reply)}
         with tokens_fed() as fed:
             start = time.perf_counter()
-            converse(
+            generate_multi_turn(
                 engine,
                 self.prompts,
                 self.size.group,

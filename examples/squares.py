@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from keel.types import Completion, Prompt, Side
+from keel.types import Completion, Prompt, Split
 
-HELDOUT = 10
+VALIDATION = 10
 
 
 class Squares:
@@ -13,13 +13,15 @@ class Squares:
     name = "squares"
     correctness = True
 
-    def size(self, side: Side) -> int:
-        return HELDOUT if side == "heldout" else 100 - HELDOUT
+    def size(self, split: Split) -> int:
+        return VALIDATION if split == "validation" else 100 - VALIDATION
 
-    def prompt(self, side: Side, index: int) -> Prompt:
-        every = 100 // HELDOUT
-        n = index * every if side == "heldout" else index + index // (every - 1) + 1
-        return Prompt(f"{self.name}/{side}/{index}", f"{n}*{n}=", {"answer": str(n * n)}, self.name)
+    def prompt(self, split: Split, index: int) -> Prompt:
+        every = 100 // VALIDATION
+        n = index * every if split == "validation" else index + index // (every - 1) + 1
+        return Prompt(
+            f"{self.name}/{split}/{index}", f"{n}*{n}=", {"answer": str(n * n)}, self.name
+        )
 
     def score(self, prompt: Prompt, completion: Completion) -> float:
         return float(completion.text.strip() == prompt.columns["answer"])

@@ -3,7 +3,7 @@
     python studies/exported_answers.py [--families llama qwen2 ...] [--prompts 100]
 
 Of each supported family a small model with a byte-level tokenizer learns two-digit sums for some
-steps, is exported, and answers held-out prompts twice: in `keel eval`, and by `generate` of the
+steps, is exported, and answers validation prompts twice: in `keel eval`, and by `generate` of the
 classes that AutoModelForCausalLM and AutoTokenizer load. Ends with 1 where the scores differ.
 """
 

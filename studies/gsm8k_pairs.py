@@ -252,9 +252,9 @@ def _evaluated(node: ast.expr) -> float:
 
 
 def bag_of_words(
-    train: Sequence[Pair], heldout: Sequence[Pair], shares: int = 4, *, logarithm: bool = False
+    train: Sequence[Pair], validation: Sequence[Pair], shares: int = 4, *, logarithm: bool = False
 ) -> Array:
-    """Score differences (right less wrong) of held-out pairs, by logistic regression on words.
+    """Score differences (right less wrong) of validation pairs, by logistic regression on words.
 
     The difference of the two solutions' counts of each word (or of log(1 + count)), of words that
     are in three train solutions at least; the L2 penalty is the best of five on shares of the train
@@ -272,7 +272,7 @@ def bag_of_words(
         for penalty in penalties
     ]
     weights = _fitted(rows, penalties[int(np.argmax(right))])
-    found: Array = _differences(heldout, words, logarithm) @ weights
+    found: Array = _differences(validation, words, logarithm) @ weights
     return found
 
 

@@ -1,7 +1,7 @@
 """BIG-Bench Mistake as rows for Keel: traces in words, renamed, and with mistakes put in.
 
 A trace is a prompt, steps, and the index of the first wrong step (none: all are right). All traces,
-held-out ones too, are written in few words: of brackets only these, those of the stack with their
+validation ones too, are written in few words: of brackets only these, those of the stack with their
 height in it as one word; of shuffled objects who is named, and who holds what as one word. These
 two are read without their prompt, which the steps repeat but for the rare one that does not follow
 it. Train traces become more: one of the right steps is changed and is then the first wrong one, and

@@ -77,7 +77,7 @@ def cases(folder: Path, policy: str) -> list[Case]:
     long = [(f"{q if at % 3 else q * 12}>", a) for at, (q, a) in enumerate(rows)]
     long_rows = _jsonl(folder / "long.jsonl", long)
     every = _jsonl(folder / "all.jsonl", [(f"{q}>", a) for q, a in rows])
-    tail = _jsonl(folder / "heldout.jsonl", [(f"{q}>", a) for q, a in rows[:60]])
+    tail = _jsonl(folder / "validation.jsonl", [(f"{q}>", a) for q, a in rows[:60]])
     chat = str(folder / "chat")
     _chat_model(Path(chat))
     shorts = [(f"{q}>", a, "#" if at % 3 else "#000000") for at, (q, a) in enumerate(rows)]
@@ -111,7 +111,7 @@ def cases(folder: Path, policy: str) -> list[Case]:
         Case("never-in-tags", "reward-zero", _rl(policy, rewards=_reward("exact_match", tag="b"))),
         Case(
             "leak",
-            "trained-on-held-out",
+            "trained-on-validation",
             {
                 "model": {"name": policy},
                 "stages": [sft, _rl_stage([{**_file(every), "validation_path": tail}])],

@@ -1,4 +1,4 @@
-"""The quickstart over seeds: what it lifts held-out accuracy by, and how long it takes.
+"""The quickstart over seeds: what it lifts validation accuracy by, and how long it takes.
 
     python studies/quickstart.py                          # GRPO, PPO, GSPO, wrong-sign twin
     python studies/quickstart.py --preset dapo --seeds 0  # any preset on the same task
@@ -39,7 +39,7 @@ CASES: dict[str, list[str]] = {
 
 
 def run_case(name: str, seed: int, folder: Path, extra: list[str]) -> dict[str, Any]:
-    """One run: accuracy before and after on the held-out side, and seconds of wall time."""
+    """One run: accuracy before and after on the validation split, and seconds of wall time."""
     words = {**CASES, **LEARNED_REWARD}.get(name, ["quickstart", f"algorithm.preset={name}"])
     target = folder / f"{name}-{seed}"
     command = [sys.executable, "-m", "keel", "train", *words, f"seed={seed}", *extra]

@@ -57,7 +57,7 @@ from studies.gsm8k_pairs import (  # noqa: E402
 )
 
 CONTEXT = 1024
-BROKEN_HELDOUT = 300
+BROKEN_VALIDATION = 300
 """Problems of train.jsonl whose broken solutions are not learned from."""
 NUMBER_WORDS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 NOTHING, WORDS, LOGS, BROKEN, REAL = (
@@ -93,7 +93,7 @@ class Fold:
 
     name: str
     train: tuple[Pair, ...]
-    heldout: tuple[Pair, ...]
+    validation: tuple[Pair, ...]
 
 
 # ---------------------------------------------------------------- the model before training
@@ -206,13 +206,13 @@ def write_recipe(
     rng = random.Random(seed)
     whole = [laid_out(problem, solution) for problem, solution in gold]
     language = [{"prompt": prompt, "answer": answer} for prompt, answer in whole]
-    kept, apart = gold[:-BROKEN_HELDOUT], gold[-BROKEN_HELDOUT:]
+    kept, apart = gold[:-BROKEN_VALIDATION], gold[-BROKEN_VALIDATION:]
     made = {
         "broken": broken_pairs(kept, choice.broken_steps * choice.broken_rows, rng),
-        "broken-heldout": broken_pairs(apart, BROKEN_HELDOUT, rng),
+        "broken-validation": broken_pairs(apart, BROKEN_VALIDATION, rng),
     }
     for fold in folds:
-        made[fold.name], made[f"{fold.name}-heldout"] = list(fold.train), list(fold.heldout)
+        made[fold.name], made[f"{fold.name}-validation"] = list(fold.train), list(fold.validation)
     files = {}
     for name, pairs in made.items():
         probability = choice.broken_probability if name == "broken" else 1.0
@@ -243,7 +243,7 @@ def write_recipe(
 
 def judging(name: str, files: Mapping[str, str], rows: int) -> str:
     """The head of a reward_model stage on the pairs of that name."""
-    train, held = json.dumps(files[name]), json.dumps(files[f"{name}-heldout"])
+    train, held = json.dumps(files[name]), json.dumps(files[f"{name}-validation"])
     return (
         f'[[stages]]\nstage = "reward_model"\nname = "{name}"\nbatch_size = {rows}\n'
         f'data = {{name = "jsonl", path = {train}, validation_path = {held}, group = "problem"}}\n'
@@ -289,17 +289,17 @@ def differences(model: Path, pairs: Sequence[Pair]) -> Array:
 
 
 def measure(run: Path, folds: Sequence[Fold]) -> dict[str, dict[Pair, float]]:
-    """Of each way of judging and held-out pair: right 1, undecided ½, wrong 0."""
+    """Of each way of judging and validation pair: right 1, undecided ½, wrong 0."""
     found: dict[str, dict[Pair, float]] = {name: {} for name in (WORDS, LOGS, BROKEN, REAL)}
     for fold in folds:
         gaps = {
-            WORDS: bag_of_words(fold.train, fold.heldout),
-            LOGS: bag_of_words(fold.train, fold.heldout, logarithm=True),
-            BROKEN: differences(run / "models" / "broken", fold.heldout),
-            REAL: differences(run / "models" / fold.name, fold.heldout),
+            WORDS: bag_of_words(fold.train, fold.validation),
+            LOGS: bag_of_words(fold.train, fold.validation, logarithm=True),
+            BROKEN: differences(run / "models" / "broken", fold.validation),
+            REAL: differences(run / "models" / fold.name, fold.validation),
         }
         for name, gap in gaps.items():
-            found[name].update(zip(fold.heldout, in_order(gap).tolist(), strict=True))
+            found[name].update(zip(fold.validation, in_order(gap).tolist(), strict=True))
     return found
 
 

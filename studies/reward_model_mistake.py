@@ -7,7 +7,7 @@ on the right beginnings of the train traces, then `process_reward_model` on the 
 copies with a mistake that a program put in. `studies/mistake_traces.py` says how they are
 written. Folds are by input and differ from seed to seed; inputs that are the same
 but for names are on one side. What is counted is how often the first step whose probability of
-being right is under 1/2 is the first wrong one (none under it: all are right), over the held-out
+being right is under 1/2 is the first wrong one (none under it: all are right), over the validation
 traces of all folds, next to the most frequent answer of these traces; a trace that is too long
 counts as missed. Intervals are Wilson's. Nothing is fetched: `--data` is a folder with the data
 set's JSONL files (https://github.com/WHGTyen/BIG-Bench-Mistake).
@@ -93,7 +93,7 @@ token_budget = 4096
 [[stages.tasks]]
 name = "jsonl"
 path = "{folder / "right.jsonl"}"
-validation_path = "{folder / "heldout.jsonl"}"
+validation_path = "{folder / "validation.jsonl"}"
 answer = "gold"
 [[stages]]
 stage = "process_reward_model"
@@ -104,7 +104,7 @@ token_budget = 4096
 [stages.data]
 name = "jsonl"
 path = "{folder / "train.jsonl"}"
-validation_path = "{folder / "heldout.jsonl"}"
+validation_path = "{folder / "validation.jsonl"}"
 group = "key"
 """
 
@@ -174,7 +174,7 @@ def write_rows(
     judged = [row(trace, len(rows) + i, settings.longest, known) for i, trace in enumerate(held)]
     write(folder / "train.jsonl", rows)
     write(folder / "right.jsonl", right)
-    write(folder / "heldout.jsonl", judged)
+    write(folder / "validation.jsonl", judged)
     return list(known)
 
 
@@ -182,7 +182,7 @@ def row(
     trace: Trace, number: int, longest: int, known: Container[str] | None = None
 ) -> dict[str, Any]:
     """A trace as a line of both stages' files, up to its first error; with `known`, words of the
-    train side, it is a held-out one: whole, and other words are unknown ones."""
+    train side, it is a validation one: whole, and other words are unknown ones."""
     steps, error = trace.steps, trace.first_error
     if known is None:
         # One step behind the error stays: else the end of a row would give the error away.
@@ -218,7 +218,7 @@ def run_fold(
     folder: Path,
     seed: int,
 ) -> dict[str, Any]:
-    """One fold: how many of its held-out traces are right, of how many, in how many seconds."""
+    """One fold: how many of its validation traces are right, of how many, in how many seconds."""
     start = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
     held = [trace for trace in traces if fold_of(trace.key, folds, seed) == fold]

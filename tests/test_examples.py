@@ -37,12 +37,12 @@ def test_a_script_runs_and_learns(
     assert f"{rewards[-1]:.2f} at step {len(rewards)}" in capsys.readouterr().out
 
 
-def test_the_examples_task_keeps_its_sides_apart() -> None:
+def test_the_examples_task_keeps_its_splits_apart() -> None:
     task = load_entry(f"{ROOT}/examples/squares.py:Squares", "task")()
-    sides = {
-        side: {task.prompt(side, i).content for i in range(task.size(side))}
-        for side in ("train", "heldout")
+    splits = {
+        split: {task.prompt(split, i).content for i in range(task.size(split))}
+        for split in ("train", "validation")
     }
-    assert len(sides["train"]) == 90
-    assert len(sides["heldout"]) == 10
-    assert not sides["train"] & sides["heldout"]
+    assert len(splits["train"]) == 90
+    assert len(splits["validation"]) == 10
+    assert not splits["train"] & splits["validation"]

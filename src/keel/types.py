@@ -1,7 +1,7 @@
 """The types that packages exchange, and the protocols between them.
 
 Values are frozen and hold numpy arrays at most, so that no package imports torch for a prompt, a
-completion or a verdict.
+completion or a result.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-Side = Literal["train", "heldout"]
-"""The two sides of a task. No prompt is on both."""
+Split = Literal["train", "validation"]
+"""The two splits of a task. No prompt is in both."""
 
 FinishReason = Literal["eos", "stop", "length"]
 """Why a completion ended: end-of-sequence token, a stop string or id, or the token budget."""
@@ -118,14 +118,14 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RewardResult:
     """The rewards of one completion.
 
     `reward` is the weighted sum of the components with a value; None when there is none. `steps`
     is filled by process rewards only, in order of their ends. `outcome` is the part of the reward
-    that is of the whole answer; None where no reward gave one (or the verdict does not say: then it
-    is what the reward holds besides its steps). `unshaped` is the reward before the punishment of
-    length; None where nothing was punished.
+    that is of the whole answer; None where no reward gave one (or where it was not set:
+    then it is the reward less that of the steps). `unshaped` is the reward before the length
+    penalty; None where nothing was punished.
     """
 
     reward: float | None
@@ -187,11 +187,11 @@ class Task(Protocol):
 
     name: str
 
-    def size(self, side: Side) -> int | None:
-        """How many prompts a side has; None when it never ends."""
+    def size(self, split: Split) -> int | None:
+        """How many prompts a split has; None when it never ends."""
         ...
 
-    def prompt(self, side: Side, index: int) -> Prompt:
+    def prompt(self, split: Split, index: int) -> Prompt:
         """The prompt at an index (below `size` where there is one); a function of its arguments."""
         ...
 

@@ -61,7 +61,7 @@ def test_reliability_shows_bins_and_their_sizes(tmp_path: Path) -> None:
     d, p = data()
     path = tmp_path / "a.png"
     for report in (pair_report(d, p), label_report(d, p)):
-        reliability_picture(report, path, "Held-out")
+        reliability_picture(report, path, "Validation")
         assert pixels(path, COLOURS[0]) > 3000  # points, lines, whiskers
         assert pixels(path, COLOURS[5]) > 30_000  # bars
     reliability_picture(pair_report([3.0], [1]), path, "One pair")

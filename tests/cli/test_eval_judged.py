@@ -143,7 +143,7 @@ def test_one_prompt_sampled_is_plain_json(capsys: Capture, tmp_path: Path) -> No
     assert re.search(r"^sampled +0\.667   – +1$", message(words, capsys), re.MULTILINE)
 
 
-def test_a_run_whose_heldout_rows_are_all_ties(tmp_path: Path, capsys: Capture) -> None:
+def test_a_run_whose_validation_rows_are_all_ties(tmp_path: Path, capsys: Capture) -> None:
     stage = {
         "stage": "reward_model",
         "steps": 1,
@@ -152,7 +152,7 @@ def test_a_run_whose_heldout_rows_are_all_ties(tmp_path: Path, capsys: Capture) 
     }
     (tmp_path / "ties.toml").write_text(to_toml(recipe(stage)))
     out = message(["train", str(tmp_path / "ties.toml"), "--run", str(tmp_path / "run")], capsys)
-    line = "held-out accuracy undefined (no decided row), n = 4; log loss 0.693"
+    line = "validation accuracy undefined (no decided row), n = 4; log loss 0.693"
     assert f"reward_model after 0 steps: {line}" in out
     assert f"reward_model after 1 steps: {line[:50]}" in out
 
@@ -163,7 +163,7 @@ def test_a_run_whose_heldout_rows_are_all_ties(tmp_path: Path, capsys: Capture) 
 def test_steps_of_a_run_are_read_as_its_stage_read_them(
     process_run: RunFolder, capsys: Capture
 ) -> None:
-    path = str(process_run.path.parent / "heldout.jsonl")
+    path = str(process_run.path.parent / "validation.jsonl")
     words = ["eval", str(process_run.path), "--steps", path]
     after = info(process_run)["measured"]["marks"]["after"]
     found = strict(words, capsys)

@@ -34,9 +34,9 @@ def printed(words: list[str], capsys: Capture) -> Any:
 
 
 def every(path: Path | str, **keys: Any) -> dict[str, Preference]:
-    sides = read_pairs(PreferenceData(name="jsonl", path=str(path), **keys))
-    assert sides.overlap == 0
-    return {pair.id: pair for pair in (*sides.train, *sides.heldout)}
+    splits = read_pairs(PreferenceData(name="jsonl", path=str(path), **keys))
+    assert splits.overlap == 0
+    return {pair.id: pair for pair in (*splits.train, *splits.validation)}
 
 
 def panda(folder: Path) -> Path:

@@ -212,7 +212,7 @@ def test_a_damaged_reward_model_is_refused_wherever_it_is_loaded(tmp_path: Path)
     content[-5] ^= 4
     weights.write_bytes(content)
     around = RewardContext(models={"judge": made})
-    rows = run / "rows" / "judge-heldout.jsonl"
+    rows = run / "rows" / "judge-validation.jsonl"
     for load_it in (
         lambda: which_model(around, None, "judge"),
         lambda: export(run, tmp_path / "out", stage="judge"),
@@ -223,5 +223,5 @@ def test_a_damaged_reward_model_is_refused_wherever_it_is_loaded(tmp_path: Path)
         ):
             load_it()
     rows.write_bytes(rows.read_bytes()[:-30])
-    with pytest.raises(KeelError, match=r"judge-heldout\.jsonl is damaged: restore it"):
+    with pytest.raises(KeelError, match=r"judge-validation\.jsonl is damaged: restore it"):
         train(None, run, resume=True)

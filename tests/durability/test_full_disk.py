@@ -32,7 +32,7 @@ evaluation.rows = 8
 checkpoints = { every = 2, keep = 9 }
 [stages.sampled]
 train = 16
-heldout = 8
+validation = 8
 group_size = 4
 max_tokens = 8
 tasks = [{ name = "sort_digits" }]

@@ -15,12 +15,12 @@ from benchmarks.turns import tokens_fed
 from keel.config.model import Lora
 from keel.engines import compiled
 from keel.engines.kv_cache import Prefill, PrefixCache
-from keel.engines.multi_turn import converse
+from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.engines.scheduler import DecodeBatch
 from keel.engines.slots import PagePool
 from keel.models.lora import add_lora, lora_layers
-from keel.types import Completion, Group, KeelError, Prompt, Sampling, Side
+from keel.types import Completion, Group, KeelError, Prompt, Sampling, Split
 from tests.engines.test_compiled import model_of, prompts
 from tests.engines.test_decoding import poison
 from tests.engines.tiny import TOKENIZER, stock_logits
@@ -37,10 +37,10 @@ class Host:
     patience: int = 3
     name: str = "host"
 
-    def size(self, side: Side) -> int | None:
+    def size(self, split: Split) -> int | None:
         return None
 
-    def prompt(self, side: Side, index: int) -> Prompt:
+    def prompt(self, split: Split, index: int) -> Prompt:
         return Prompt(str(index), "", task=self.name)
 
     def score(self, prompt: Prompt, completion: Completion) -> float | None:
@@ -65,7 +65,7 @@ def talk(
     engine: Any, asked: Sequence[Prompt], n: int, task: Host | None = None, max_turns: int = 3
 ) -> list[Group]:
     task = task or Host()
-    return converse(
+    return generate_multi_turn(
         engine,
         [replace(prompt, task=task.name) for prompt in asked],
         n,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.engines import sampler
-from keel.engines.sampler import draw
+from keel.engines.sampler import sample_tokens
 from keel.models.kernels import sample as compiled
 from keel.types import Sampling
 
@@ -51,7 +51,7 @@ def test_frequencies_on_a_grid_are_the_distribution(
     count = 10_000
     logits = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]).log().expand(count, 5)
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    tokens, log_probs = draw(logits, uniform, sampling)
+    tokens, log_probs = sample_tokens(logits, uniform, sampling)
     prob = np.array(expected) / sum(expected)
     np.testing.assert_allclose(np.bincount(tokens, minlength=5), prob * count, atol=1.01)
     # The logits are float32, of which 1e-6 is a few last places.
@@ -60,7 +60,9 @@ def test_frequencies_on_a_grid_are_the_distribution(
 
 def test_greedy_takes_the_first_of_the_largest_at_temperature_one() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0]])
-    tokens, log_probs = draw(logits, torch.tensor([0.99]).double(), Sampling(1, temperature=0))
+    tokens, log_probs = sample_tokens(
+        logits, torch.tensor([0.99]).double(), Sampling(1, temperature=0)
+    )
     assert tokens.tolist() == [1]
     assert log_probs.item() == pytest.approx(logits[0].double().log_softmax(0)[1].item())
 
@@ -71,7 +73,7 @@ def test_no_number_chooses_a_token_without_mass(number: float, options: dict) ->
     """Neither end of [0, 1) falls on a token of probability 0."""
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 1.0, 0.3, -torch.inf, -torch.inf]])
     uniform = torch.tensor([number], dtype=torch.float64)
-    tokens, log_probs = draw(logits, uniform, Sampling(1, **options))
+    tokens, log_probs = sample_tokens(logits, uniform, Sampling(1, **options))
     assert tokens.item() in (1, 3, 4)
     assert torch.isfinite(log_probs).all()
 
@@ -93,7 +95,7 @@ def test_kept_probabilities_sum_to_one(
     logits = torch.randn(1, vocabulary, generator=generator)
     sampling = Sampling(1, temperature, top_k, top_p, min_p)
     uniform = torch.linspace(0, 1, 4001, dtype=torch.float64)[:-1]
-    tokens, log_probs = draw(logits.expand(4000, -1), uniform, sampling)
+    tokens, log_probs = sample_tokens(logits.expand(4000, -1), uniform, sampling)
     seen = {int(token): float(log_prob) for token, log_prob in zip(tokens, log_probs, strict=True)}
     assert 0 < len(seen) <= (top_k or vocabulary)
     # A token of less mass than the grid's 1/4000 may be missed; there are at most 40.
@@ -104,9 +106,9 @@ def test_kept_probabilities_sum_to_one(
 def test_chunks_over_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, uniform = torch.randn(7, 11), torch.rand(7, dtype=torch.float64)
     sampling = Sampling(1, top_p=0.8)
-    whole = draw(logits, uniform, sampling)
+    whole = sample_tokens(logits, uniform, sampling)
     monkeypatch.setattr(sampler, "_CHUNK", 25)
-    for left, right in zip(whole, draw(logits, uniform, sampling), strict=True):
+    for left, right in zip(whole, sample_tokens(logits, uniform, sampling), strict=True):
         assert torch.equal(left, right)
 
 
@@ -125,8 +127,10 @@ def test_rows_may_lie_apart(options: dict) -> None:
         (logits[:, ::40], uniform),
         (logits[:1, ::40], uniform[:1]),
     ):
-        want = draw(given_.clone(memory_format=torch.contiguous_format), numbers.clone(), sampling)
-        tokens, log_probs = draw(given_, numbers, sampling)
+        want = sample_tokens(
+            given_.clone(memory_format=torch.contiguous_format), numbers.clone(), sampling
+        )
+        tokens, log_probs = sample_tokens(given_, numbers, sampling)
         assert torch.equal(tokens, want[0])
         # Torch sums in the order of memory.
         torch.testing.assert_close(log_probs, want[1], rtol=1e-13, atol=1e-13)
@@ -145,6 +149,6 @@ def test_compiled_code_draws_from_float32_on_a_cpu(
     monkeypatch.setattr(compiled, "draw", noting)
     logits, uniform = torch.randn(3, 9), torch.rand(3, dtype=torch.float64)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        tokens, log_probs = draw(logits.to(dtype), uniform, Sampling(1))
+        tokens, log_probs = sample_tokens(logits.to(dtype), uniform, Sampling(1))
         assert (tokens.dtype, log_probs.dtype) == (torch.int64, torch.float64)
     assert asked == ([torch.float32] if path == "compiled" else [])

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from keel.engines.multi_turn import converse
+from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.models.build import byte_tokenizer
 from keel.runs import cancel
-from keel.types import Completion, Group, KeelError, Prompt, Sampling, Side
+from keel.types import Completion, Group, KeelError, Prompt, Sampling, Split
 from tests.engines.scripted import ScriptedEngine
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_logits, tiny
 
@@ -29,10 +29,10 @@ class Calculator:
     name: str = "calculator"
     asked: list[str] = field(default_factory=list)
 
-    def size(self, side: Side) -> int | None:
+    def size(self, split: Split) -> int | None:
         return None
 
-    def prompt(self, side: Side, index: int) -> Prompt:
+    def prompt(self, split: Split, index: int) -> Prompt:
         return Prompt(str(index), "3+4", task=self.name)
 
     def score(self, prompt: Prompt, completion: Completion) -> float | None:
@@ -47,7 +47,7 @@ class Calculator:
 
 
 def talk(engine, prompts, n, sampling, task, max_turns, seed=0) -> list[Group]:
-    return converse(
+    return generate_multi_turn(
         engine,
         [replace(prompt, task=task.name) for prompt in prompts],
         n,
@@ -211,7 +211,7 @@ def test_a_special_token_in_a_reply_is_ordinary_characters() -> None:
     engine, task = ScriptedEngine(lambda prompt, index: "go", tokenizer), Calculator(answer=reply)
     prompt = Prompt("p", "3+4", task=task.name, tokens=(5,))
     tasks = {task.name: task}
-    [group] = converse(
+    [group] = generate_multi_turn(
         engine, [prompt], 1, Sampling(90), 0, tasks=tasks, tokenizer=tokenizer, max_turns=2
     )
     completion = group.completions[0]

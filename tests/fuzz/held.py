@@ -150,10 +150,10 @@ def task(every: Sequence[int], target: Path, **keys: Any) -> Outcome:
     except KeelError as error:
         one_line(error)
         return Outcome(REFUSED, len(every))
-    used = [entry.line for side in made.sides.values() for entry in side.entries]
-    for side in ("train", "heldout"):
-        for index in range(made.size(side)):
-            prompt = made.prompt(side, index)
+    used = [entry.line for split in made.splits.values() for entry in split.entries]
+    for split in ("train", "validation"):
+        for index in range(made.size(split)):
+            prompt = made.prompt(split, index)
             gold = made.gold(prompt)
             json.dumps(prompt.content).encode()
             assert gold is None or gold.encode() is not None
@@ -175,12 +175,12 @@ def judged(kind: str, every: Sequence[int], target: Path, **keys: Any) -> Outcom
     if given is None:
         return Outcome(REFUSED)
     try:
-        sides = READERS[kind](given)
+        splits = READERS[kind](given)
     except KeelError as error:
         one_line(error)
         return Outcome(REFUSED, len(every))
-    used = [row.origin.line for row in (*sides.train, *sides.heldout)]
-    return accounted(every, used, sides.left_out, target)
+    used = [row.origin.line for row in (*splits.train, *splits.validation)]
+    return accounted(every, used, splits.left_out, target)
 
 
 def parquet_rows(content: bytes) -> int | None:

@@ -1,4 +1,4 @@
-"""From verdicts to advantages: sequences without reward, baselines, and rewards of steps."""
+"""From results to advantages: sequences without reward, baselines, and rewards of steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keel.learn.loss import prepare
 from keel.rewards.registry import NamedReward
 from keel.rewards.scorer import compose
 from keel.rewards.validation import RewardOutput, read_rewards
-from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
+from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step
 from tests.learn.flat import blank, sample
 
 LENGTHS, GROUPS = (2, 3, 1, 1, 2), (0, 0, 1, 1, 1)
@@ -47,20 +47,20 @@ def group(size: int, written: Sequence[bool]) -> Group:
     return Group(Prompt("p", "p", tokens=(7,)), (completion,) * size)
 
 
-def steps(*values: float) -> Verdict:
+def steps(*values: float) -> RewardResult:
     """A step at every token."""
     every = tuple(Step(end, value) for end, value in enumerate(values))
-    return Verdict(sum(values), {}, every)
+    return RewardResult(sum(values), {}, every)
 
 
-def advantages(chosen: Algorithm, *verdicts: Verdict, tokens: int = 3) -> list[list[float]]:
+def advantages(chosen: Algorithm, *results: RewardResult, tokens: int = 3) -> list[list[float]]:
     """By completion, for completions of so many tokens in one group."""
-    made = group(len(verdicts), [True] * tokens)
+    made = group(len(results), [True] * tokens)
     batch = from_groups([made])
     if chosen.needs_value:
-        batch = replace(batch, value_N=torch.zeros(tokens * len(verdicts)))
-    found = estimate(chosen, batch, outcome([made], [verdicts], None), 0.0).advantage_N
-    listed: list[list[float]] = found.view(len(verdicts), tokens).tolist()
+        batch = replace(batch, value_N=torch.zeros(tokens * len(results)))
+    found = estimate(chosen, batch, outcome([made], [results], None), 0.0).advantage_N
+    listed: list[list[float]] = found.view(len(results), tokens).tolist()
     return listed
 
 
@@ -109,7 +109,7 @@ def test_greedy_completion_without_reward_is_no_baseline() -> None:
     made = group(2, [True] * 3)
     batch = from_groups([made])
     for baseline, expected in ((0.5, [0.5] * 3 + [2.5] * 3), (NAN, [0.0] * 6)):
-        judged = outcome([made], [(Verdict(1.0), Verdict(3.0))], [baseline])
+        judged = outcome([made], [(RewardResult(1.0), RewardResult(3.0))], [baseline])
         found = estimate(algorithm("remax"), batch, judged, 0.0).advantage_N
         assert found.tolist() == pytest.approx(expected)
 
@@ -118,11 +118,11 @@ def test_advantages_keep_all_digits_of_large_rewards() -> None:
     """Around 1e5 a float32 is .008 apart: (x − mean) of .1 would be off in the first digits."""
     values = [1e5 + 0.1 * at for at in range(4)]
     centred = np.array(values) - np.mean(values)
-    found = advantages(algorithm("grpo"), *map(Verdict, values), tokens=1)
+    found = advantages(algorithm("grpo"), *map(RewardResult, values), tokens=1)
     assert np.ravel(found) == pytest.approx(centred / (np.std(values, ddof=1) + 1e-4), abs=1e-7)
     chosen, made = algorithm("reinforce_pp"), group(4, [True])
     batch = from_groups([made])
-    judged = outcome([made], [tuple(map(Verdict, values))], None)
+    judged = outcome([made], [tuple(map(RewardResult, values))], None)
     whitened = prepare(chosen, batch, estimate(chosen, batch, judged, 0.0), 8).advantage_N
     assert whitened.tolist() == pytest.approx(centred / np.std(values, ddof=1), abs=1e-5)
 
@@ -133,8 +133,11 @@ def test_advantages_keep_all_digits_of_large_rewards() -> None:
 def test_reward_without_its_steps_is_a_step_at_the_end() -> None:
     """Steps sum to 1 and the reward is 0.25: the other −0.75 ends with the completion."""
     made = group(2, [True, False, True, True])
-    verdicts = Verdict(0.25, {}, (Step(0, 0.4), Step(2, 0.6))), Verdict(2.0, {}, (Step(3, 2.0),))
-    found = outcome([made], [verdicts], None)
+    results = (
+        RewardResult(0.25, {}, (Step(0, 0.4), Step(2, 0.6))),
+        RewardResult(2.0, {}, (Step(3, 2.0),)),
+    )
+    found = outcome([made], [results], None)
     assert found.step_reward_K is not None
     assert found.step_end_K is not None
     assert found.step_sequence_K is not None
@@ -152,14 +155,14 @@ def test_batch_without_steps_uses_each_reward_as_one_step() -> None:
     """As where a gate refuses every completion: equal rewards, so nothing to learn."""
     chosen = algorithm("grpo_process")
     # Two rewards, 1 and 0: less ½, over the unbiased deviation √½.
-    first, _ = advantages(chosen, Verdict(1.0), Verdict(0.0))
+    first, _ = advantages(chosen, RewardResult(1.0), RewardResult(0.0))
     assert first == pytest.approx([0.5 / (0.5**0.5 + 1e-4)] * 3)
-    assert advantages(chosen, Verdict(-0.5), Verdict(-0.5)) == [[0.0] * 3] * 2
+    assert advantages(chosen, RewardResult(-0.5), RewardResult(-0.5)) == [[0.0] * 3] * 2
 
 
 def test_gae_gets_each_steps_reward_at_its_last_token() -> None:
     chosen = algorithm("ppo", advantage=GAE(lam=0.5))
-    first, last, whole = advantages(chosen, steps(1, 0, 0), steps(0, 0, 1), Verdict(1.0))
+    first, last, whole = advantages(chosen, steps(1, 0, 0), steps(0, 0, 1), RewardResult(1.0))
     assert first == [1.0, 0.0, 0.0]
     assert last == whole == [0.25, 0.5, 1.0]
 
@@ -167,7 +170,7 @@ def test_gae_gets_each_steps_reward_at_its_last_token() -> None:
 def test_return_to_go_counts_later_steps_and_the_outcome() -> None:
     with_outcome = replace(steps(1, 2, 0), reward=7.0, outcome=4.0)
     assert advantages(TO_GO, with_outcome) == [[7.0, 6.0, 4.0]]
-    assert advantages(TO_GO, steps(1, 0, 0), Verdict(None)) == [[1.0, 0.0, 0.0], [0.0] * 3]
+    assert advantages(TO_GO, steps(1, 0, 0), RewardResult(None)) == [[1.0, 0.0, 0.0], [0.0] * 3]
 
 
 @pytest.mark.parametrize("stated", [True, False], ids=["stated", "by difference"])
@@ -210,10 +213,10 @@ def test_empty_list_of_steps_is_no_outcome() -> None:
     values = read_rewards([[(0, 1.0), (1, 0.0)], [(0, 0.0), (1, 1.0)], []], [2, 2, 2])
     composed = compose([NamedReward("steps", None)], {"steps": values}, [0, 0, 0])
     assert [(c.reward, c.outcome) for c in composed] == [(1.0, None), (1.0, None), (0.0, None)]
-    verdicts = [Verdict(c.reward, {}, c.steps, c.outcome) for c in composed]
-    first, second, third = advantages(algorithm("grpo_process"), *verdicts, tokens=2)
+    results = [RewardResult(c.reward, {}, c.steps, c.outcome) for c in composed]
+    first, second, third = advantages(algorithm("grpo_process"), *results, tokens=2)
     # Four steps of which two are right; nothing is added to them at the ends.
-    assert [first, second] == advantages(algorithm("grpo_process"), *verdicts[:2], tokens=2)
+    assert [first, second] == advantages(algorithm("grpo_process"), *results[:2], tokens=2)
     assert third == [0.0, 0.0]
 
 

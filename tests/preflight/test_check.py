@@ -66,12 +66,12 @@ def broken(*, completions, answer):
 class Sum(BaseTask):
     name = "sums"
 
-    def size(self, side):
+    def size(self, split):
         return 40
 
-    def prompt(self, side, index):
-        a = index if side == "train" else 40 + index
-        return Prompt(f"sums/{side}/{index}", f"{a}+17=", {"answer": str(a + 17)}, self.name)
+    def prompt(self, split, index):
+        a = index if split == "train" else 40 + index
+        return Prompt(f"sums/{split}/{index}", f"{a}+17=", {"answer": str(a + 17)}, self.name)
 
     def gold(self, prompt):
         return prompt.columns["answer"]
@@ -81,8 +81,8 @@ class Sum(BaseTask):
 
 
 class Misnamed(Sum):
-    def prompt(self, side, index):
-        return Prompt(f"mine/{side}/{index}", f"{index}+17=", {"answer": "1"}, "mine")
+    def prompt(self, split, index):
+        return Prompt(f"mine/{split}/{index}", f"{index}+17=", {"answer": "1"}, "mine")
 
 
 class Spells(Sum):
@@ -440,7 +440,7 @@ def test_validation_rows_that_are_all_too_long_would_stop(tmp_path: Path, pairs:
     dpo = {"stage": "dpo", "data": {"name": "jsonl", "path": pairs, "validation_path": held}}
     key, line = stops(check(recipe(dpo)))
     assert key == "evaluation.rows"
-    assert "each of the 5 held-out rows is longer than 48" in line
+    assert "each of the 5 validation rows is longer than 48" in line
 
 
 def test_rows_left_out_are_counted_by_check_and_evaluation(tmp_path: Path) -> None:
@@ -457,11 +457,11 @@ def test_validation_prompts_that_are_trained_on(tmp_path: Path, pairs: str) -> N
     task = questions(tmp_path / "rows.jsonl", 60)
     dpo = {"stage": "dpo", "steps": 2, "data": {"name": "jsonl", "path": pairs}}
     report = check(recipe(dpo, rl(tasks=[{**task, "validation_fraction": 0.4}])))
-    (leak,) = [one for one in report.findings if one.kind == "trained-on-held-out"]
+    (leak,) = [one for one in report.findings if one.kind == "trained-on-validation"]
     assert leak.key == "dpo.data.validation_path"
     assert check(recipe(dpo, rl(tasks=[task]))).findings == ()
     split = check(recipe(rl(tasks=[task, {**task, "validation_fraction": 0.5}])))
-    (own,) = [one for one in split.findings if one.kind == "trained-on-held-out"]
+    (own,) = [one for one in split.findings if one.kind == "trained-on-validation"]
     assert "same validation_fraction" in own.fix
 
 

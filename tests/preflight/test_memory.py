@@ -105,7 +105,7 @@ def test_every_kind_of_stage_is_measured_with_the_models_of_earlier_ones(tmp_pat
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {"name": "sort_digits", "options": {"min_digits": 2, "max_digits": 4}}
-    sampled = {"tasks": [task], "max_tokens": 10, "train": 20, "heldout": 5}
+    sampled = {"tasks": [task], "max_tokens": 10, "train": 20, "validation": 5}
     data = {"name": "jsonl", "path": str(path)}
 
     def scored(*functions: dict[str, Any]) -> dict[str, Any]:

@@ -134,8 +134,8 @@ CASES: list[tuple[Any, ...]] = [
     ("chat_template.thinking", judging("dpo", chat_template={"thinking": True}), ()),
     ("sampled.pairs",
      judging("reward_model", objective="labels", sampled={**SAMPLED, "pairs": 3}), ()),
-    ("sampled.heldout",
-     judging("dpo", sampled={**SAMPLED, "heldout": 9}, evaluation={"rows": 0}), ()),
+    ("sampled.validation",
+     judging("dpo", sampled={**SAMPLED, "validation": 9}, evaluation={"rows": 0}), ()),
     ("sampled.tasks.0.weight",
      judging("dpo", sampled={"tasks": [{**TASK, "weight": 3.0}]}), ()),
 ]  # fmt: skip
@@ -173,7 +173,7 @@ EFFECTIVE: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     # `keel eval` of the run reads them.
     (rl(), ("evaluation.prompts=0", "evaluation.samples=4", "evaluation.threshold=0.5")),
     (rl(), ("evaluation.temperature=0.5",)),
-    (judging("dpo", sampled={**SAMPLED, "pairs": 3, "heldout": 9}), ()),
+    (judging("dpo", sampled={**SAMPLED, "pairs": 3, "validation": 9}), ()),
 ]
 
 

@@ -72,4 +72,4 @@ def reward(
 
 def values(scored: Any) -> list[float | None]:
     """The rewards of a step, one after the other."""
-    return [verdict.reward for verdicts in scored.verdicts for verdict in verdicts]
+    return [result.reward for results in scored.results for result in results]

@@ -13,7 +13,7 @@ from keel.rewards import Scorer, load_reward
 from keel.rewards.registry import NamedReward, RewardContext, named_reward
 from keel.rewards.scorer import Scored, compose
 from keel.rewards.validation import RewardOutput
-from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
+from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step
 from tests.data.tasks.made import completion
 
 ABOUT = {"rel": 1e-12, "abs": 1e-12}
@@ -27,7 +27,7 @@ def numbers(*values: float | None) -> list[RewardOutput]:
     return [RewardOutput(value) for value in values]
 
 
-def rewards(composed: Sequence[Verdict]) -> list[float | None]:
+def rewards(composed: Sequence[RewardResult]) -> list[float | None]:
     return [one.reward for one in composed]
 
 
@@ -53,8 +53,8 @@ def test_weight_zero_is_reported_only() -> None:
     functions = [component("a", weight=0.0), component("b")]
     steps = RewardOutput(3.0, (Step(0, 1.0), Step(1, 2.0)))
     assert compose(functions, {"a": [steps, steps], "b": numbers(5, None)}, [0, 0]) == [
-        Verdict(5.0, {"a": 3.0, "b": 5.0}, outcome=5.0),
-        Verdict(None, {"a": 3.0, "b": None}),
+        RewardResult(5.0, {"a": 3.0, "b": 5.0}, outcome=5.0),
+        RewardResult(None, {"a": 3.0, "b": None}),
     ]
 
 
@@ -137,8 +137,8 @@ def test_shut_gate_gives_its_reward_and_no_steps() -> None:
     functions = [component("a"), component("g", gate_below=1.0, gated_reward=-2.0, weight=0.0)]
     steps = RewardOutput(3.0, (Step(0, 3.0),))
     assert compose(functions, {"a": [steps, steps], "g": numbers(0, 1)}, [0, 0]) == [
-        Verdict(-2.0, {"a": 3.0, "g": 0.0}, outcome=-2.0),
-        Verdict(3.0, {"a": 3.0, "g": 1.0}, (Step(0, 3.0),)),
+        RewardResult(-2.0, {"a": 3.0, "g": 0.0}, outcome=-2.0),
+        RewardResult(3.0, {"a": 3.0, "g": 1.0}, (Step(0, 3.0),)),
     ]
 
 
@@ -178,7 +178,7 @@ def groups(*texts: Sequence[str]) -> list[Group]:
 
 
 def flat(scored: Scored) -> list[float | None]:
-    return [verdict.reward for verdicts in scored.verdicts for verdict in verdicts]
+    return [result.reward for results in scored.results for result in results]
 
 
 def starts_with_x(text: str) -> float:
@@ -201,8 +201,8 @@ def test_gates_are_called_first_and_the_others_with_what_passes() -> None:
         ("watch", ["xa", "xddd"]),
     ]
     assert flat(scored) == [3.0, -3.0, -3.0, 5.0]
-    assert scored.verdicts[0][1].components == {"content": None, "gate": 0.0, "watch": None}
-    assert scored.verdicts[1][1].components == {"content": 4.0, "gate": 1.0, "watch": 9.0}
+    assert scored.results[0][1].components == {"content": None, "gate": 0.0, "watch": None}
+    assert scored.results[1][1].components == {"content": 4.0, "gate": 1.0, "watch": 9.0}
     means = {"gate/shut": 0.5, "gate/mean": 0.5, "content/mean": 3.0, "watch/mean": 9.0}
     assert {key: scored.metrics[f"rewards/{key}"] for key in means} == means
     assert "rewards/content/shut" not in scored.metrics
@@ -251,7 +251,7 @@ def test_normalisation_by_group_follows_the_prompts() -> None:
     scored = scorer(groups(["a", "bb", "ccc"], ["aaaa", "aaaa"], ["bb"]), 0)
     assert flat(scored) == pytest.approx([*standard([1, 2, 3]), 0.0, 0.0, 0.0], **ABOUT)
     # What is logged, and kept of each completion, is the raw value.
-    assert scored.verdicts[0][1].components == {"length": 2.0}
+    assert scored.results[0][1].components == {"length": 2.0}
     assert scored.metrics["rewards/length/mean"] == pytest.approx(16 / 6)
 
 
@@ -281,14 +281,14 @@ def test_close_closes_the_rewards() -> None:
     assert flat(scorer(groups(["a"]), 0)) == [1.0]
     scorer.close()
     assert not holds.open
-    Scorer().close()  # the task's own verdict holds nothing
+    Scorer().close()  # the task's own result holds nothing
 
 
 def test_no_completions_are_no_calls() -> None:
     recorder = Recorder()
     gate = recorder.named("gate", starts_with_x, gate_below=1.0)
     scored = Scorer([gate, recorder.named("content", lambda _: 1.0)])([], 0)
-    assert (scored.verdicts, dict(scored.metrics)) == ((), {})
+    assert (scored.results, dict(scored.metrics)) == ((), {})
     assert recorder.calls == []
     empty: tuple[Completion, ...] = ()
-    assert Scorer([gate])([Group(Prompt("p", "say"), empty)], 0).verdicts == ((),)
+    assert Scorer([gate])([Group(Prompt("p", "say"), empty)], 0).results == ((),)

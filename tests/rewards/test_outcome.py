@@ -83,8 +83,8 @@ def test_scores_are_those_of_plain_transformers_in_order(
     scored = Scorer([outcome(folder, around)])(two_groups, 0)
     assert values(scored) == pytest.approx(expected, abs=SAME)
     assert len({round(x, 3) for x in expected}) == 7  # only the two equal ones agree
-    assert scored.verdicts[0][0].components == {"outcome": values(scored)[0]}
-    assert scored.verdicts[0][0].steps == ()
+    assert scored.results[0][0].components == {"outcome": values(scored)[0]}
+    assert scored.results[0][0].steps == ()
 
 
 def test_equal_answers_to_equal_prompts_are_judged_once(

@@ -48,7 +48,7 @@ def threads() -> list[str]:
 
 
 def same(one: Scored, other: Scored) -> None:
-    assert one.verdicts == other.verdicts
+    assert one.results == other.results
     assert one.metrics == other.metrics
     assert list(one.extras.items()) == list(other.extras.items())
     assert one.failures == other.failures

@@ -67,12 +67,12 @@ def test_each_step_gets_its_probability_where_it_ends(folder: Path, around: Rewa
     scored = Scorer([process(folder, around)])([group(around.tokenizer, "1+1=", TEXTS)], 0)
     # Of letters, and an end of sequence: "1+1\n=2\n2" is nine tokens.
     ends = [[3, 6, 8], [0], [5], [2, 5], [4, 7]]
-    for verdict, steps, places in zip(scored.verdicts[0], STEPS, ends, strict=True):
-        assert [step.end for step in verdict.steps] == places
+    for result, steps, places in zip(scored.results[0], STEPS, ends, strict=True):
+        assert [step.end for step in result.steps] == places
         right = plain_steps(folder, "1+1=", steps) if steps else [0.0]
-        assert [step.reward for step in verdict.steps] == pytest.approx(right, abs=SAME)
-        assert verdict.reward == pytest.approx(sum(right), abs=SAME)
-    spread = [step.reward for verdict in scored.verdicts[0] for step in verdict.steps]
+        assert [step.reward for step in result.steps] == pytest.approx(right, abs=SAME)
+        assert result.reward == pytest.approx(sum(right), abs=SAME)
+    spread = [step.reward for result in scored.results[0] for step in result.steps]
     assert len({round(x, 3) for x in spread}) == 9  # the model tells all of them apart
 
 
@@ -82,7 +82,7 @@ def test_an_aggregate_is_one_number(how: Any, folder: Path, around: RewardContex
     scored = Scorer([named])([group(around.tokenizer, "1+1=", TEXTS)], 0)
     expected = [aggregate(plain_steps(folder, "1+1=", s), how) if s else 0.0 for s in STEPS]
     assert values(scored) == pytest.approx(expected, abs=SAME)
-    assert all(verdict.steps == () for verdict in scored.verdicts[0])
+    assert all(result.steps == () for result in scored.results[0])
 
 
 def test_the_policys_tokens_need_not_be_the_models(folder: Path) -> None:
@@ -90,9 +90,9 @@ def test_the_policys_tokens_need_not_be_the_models(folder: Path) -> None:
     bytewise = policy(tokenizer="bytes").tokenizer
     named = process(folder, RewardContext(tokenizer=bytewise))
     made = Group(Prompt("p", "1+1="), (completion(bytewise, "1+1\n=2\n2", end=False),))
-    (verdict,) = Scorer([named])([made], 0).verdicts[0]
-    assert [step.end for step in verdict.steps] == [3, 6, 7]
-    assert [step.reward for step in verdict.steps] == pytest.approx(
+    (result,) = Scorer([named])([made], 0).results[0]
+    assert [step.end for step in result.steps] == [3, 6, 7]
+    assert [step.reward for step in result.steps] == pytest.approx(
         plain_steps(folder, "1+1=", STEPS[0]), abs=SAME
     )
 
@@ -184,7 +184,7 @@ def test_verdicts_become_the_advantages_of_process_supervision(
         for g in (one, two)
     ]
     scored = Scorer([process(folder, around)])(groups, 0)
-    judged = outcome(groups, scored.verdicts, None, torch.float64)
+    judged = outcome(groups, scored.results, None, torch.float64)
     assert judged.step_end_K is not None
     assert judged.step_sequence_K is not None
     # The tool's two tokens are none of the policy's: "a\n12b" and its end are four written ones.
@@ -194,16 +194,16 @@ def test_verdicts_become_the_advantages_of_process_supervision(
     found = estimate(row, from_groups(groups), judged, 0.0).advantage_N
     assert found is not None
     expected: list[float] = []
-    for verdicts, sizes in zip(scored.verdicts, ((4, 7, 1), (4, 1)), strict=True):
-        steps = [step.reward for verdict in verdicts for step in verdict.steps]
+    for results, sizes in zip(scored.results, ((4, 7, 1), (4, 1)), strict=True):
+        steps = [step.reward for result in results for step in result.steps]
         mean, spread = float(np.mean(steps)), float(np.std(steps, ddof=1))
-        for verdict, size in zip(verdicts, sizes, strict=True):
+        for result, size in zip(results, sizes, strict=True):
             ends = [step.end - 2 * (size == 4 and step.end > 2 and sizes == (4, 1))
-                    for step in verdict.steps]  # fmt: skip
+                    for step in result.steps]  # fmt: skip
             expected += [
                 sum(
                     (step.reward - mean) / (spread + row.advantage.epsilon)  # type: ignore[union-attr]
-                    for step, end in zip(verdict.steps, ends, strict=True)
+                    for step, end in zip(result.steps, ends, strict=True)
                     if end >= t
                 )
                 for t in range(size)
@@ -216,8 +216,8 @@ def test_steps_of_a_text_and_steps_of_its_tokens_are_the_same_steps(
     folder: Path, around: RewardContext
 ) -> None:
     made = [group(around.tokenizer, "1+1=", ["a\n\n\nb\n12\n", "\n\n", " \n1", "2\n \n"])]
-    for verdict, one in zip(
-        Scorer([process(folder, around)])(made, 0).verdicts[0], made[0].completions, strict=True
+    for result, one in zip(
+        Scorer([process(folder, around)])(made, 0).results[0], made[0].completions, strict=True
     ):
         ends = [b for _, b in split_steps(one.text, "\n")]
-        assert [step.end for step in verdict.steps] == [*(b - 1 for b in ends[:-1]), len(one) - 1]
+        assert [step.end for step in result.steps] == [*(b - 1 for b in ends[:-1]), len(one) - 1]

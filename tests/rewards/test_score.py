@@ -66,7 +66,7 @@ def reward(function: str, /, **keys: Any) -> NamedReward:
 
 
 def values(scored: Any) -> list[list[float | None]]:
-    return [[v.reward for v in verdicts] for verdicts in scored.verdicts]
+    return [[v.reward for v in results] for results in scored.results]
 
 
 # ---------------------------------------------------------------- what functions are handed
@@ -142,7 +142,7 @@ def test_weights_components_and_metrics() -> None:
     scorer = Scorer([reward("by_length", weight=0.5), reward("needs_gold", weight=2.0)])
     scored = scorer(two_groups(), 1)
     assert values(scored) == [[3.0, 0.5, 1.5], [2.5]]
-    assert scored.verdicts[0][0].components == {"by_length": 2.0, "needs_gold": 1.0}
+    assert scored.results[0][0].components == {"by_length": 2.0, "needs_gold": 1.0}
     assert scored.metrics == pytest.approx(
         {
             "rewards/by_length/mean": 7 / 4,
@@ -158,18 +158,18 @@ def test_component_may_have_no_value() -> None:
     groups = [group(["xa", "b"])]
     scored = Scorer([reward("sometimes"), reward("by_length")])(groups, 0)
     assert values(scored) == [[2.0, 2.0]]
-    assert scored.verdicts[0][0].components == {"sometimes": None, "by_length": 2.0}
+    assert scored.results[0][0].components == {"sometimes": None, "by_length": 2.0}
     assert scored.metrics["rewards/sometimes/mean"] == 1.0
     assert "rewards/sometimes/std" not in scored.metrics
     alone = Scorer([reward("sometimes")], overlong_buffer=1, max_tokens=1)(groups, 0)
-    assert values(alone) == [[None, 0.0]]  # length alone is no verdict
-    assert alone.verdicts[0][0].components == {"sometimes": None, "overlong": None}
+    assert values(alone) == [[None, 0.0]]  # length alone is no result
+    assert alone.results[0][0].components == {"sometimes": None, "overlong": None}
 
 
 def test_overlong_is_a_component() -> None:
     scorer = Scorer([reward("by_length")], overlong_buffer=2, max_tokens=3)
     scored = scorer([group(["a", "aa", "aaa", "aaaa"])], 0)
-    assert [v.components["overlong"] for v in scored.verdicts[0]] == [0.0, -0.5, -1.0, -1.0]
+    assert [v.components["overlong"] for v in scored.results[0]] == [0.0, -0.5, -1.0, -1.0]
     assert values(scored) == [[1.0, 1.5, 2.0, 3.0]]
     assert scored.metrics["rewards/overlong/mean"] == pytest.approx(-0.625)
 
@@ -182,7 +182,7 @@ def test_process_rewards_become_steps() -> None:
         return [[[2, 2.0]], 1.0, None]
 
     scorer = Scorer([replace(named_reward(steps), weight=2.0), named_reward(more)])
-    first, second, third = scorer([group(["abc", "abc", "abc"])], 0).verdicts[0]
+    first, second, third = scorer([group(["abc", "abc", "abc"])], 0).results[0]
     assert first.steps == (Step(0, 1.0), Step(2, 0.0))
     assert first.components == {"steps": -0.5, "more": 2.0}
     assert first.reward == 1.0
@@ -276,7 +276,7 @@ def test_async_functions_wait_together() -> None:
     assert values(scored) == [[12.0, 11.0, 13.0], [11.0]]
 
 
-# ---------------------------------------------------------------- the task's own verdict
+# ---------------------------------------------------------------- the task's own result
 
 
 def test_without_functions_the_task_judges() -> None:
@@ -286,7 +286,7 @@ def test_without_functions_the_task_judges() -> None:
     assert gold is not None
     scored = Scorer(tasks={task.name: task})([group([gold, "0"], prompt)], 0)
     assert values(scored) == [[1.0, 0.0]]
-    assert scored.verdicts[0][0].components == {"task": 1.0}
+    assert scored.results[0][0].components == {"task": 1.0}
     assert scored.metrics["rewards/task/mean"] == 0.5
 
 
@@ -385,7 +385,7 @@ def test_on_error_skip_leaves_out_and_counts(name: str) -> None:
     _, sample = BAD[name]
     scorer = Scorer([reward("by_length"), reward(name)], timeout=0.3, on_error="skip")
     scored = scorer(two_groups(), 42)
-    flat = [v for verdicts in scored.verdicts for v in verdicts]
+    flat = [v for results in scored.results for v in results]
     failed = [i for i, v in enumerate(flat) if v.components[name] is None]
     assert failed == (list(range(4)) if sample is None else [sample])
     assert scored.failures == {name: len(failed)}
@@ -495,7 +495,7 @@ def test_an_async_reward_may_keep_what_belongs_to_its_event_loop() -> None:
     scorer = Scorer([named_reward(guarded, "guarded")])
     for step in (1, 2, 3):
         scored = scorer([group(["a", "bb", "ccc"])], step)
-        assert [v.reward for v in scored.verdicts[0]] == [1.0, 2.0, 3.0]
+        assert [v.reward for v in scored.results[0]] == [1.0, 2.0, 3.0]
 
 
 # ---------------------------------------------------------------- conversations
@@ -537,7 +537,7 @@ def test_an_environment_that_spells_the_answer_earns_nothing() -> None:
         load_reward(RewardSource(function="length", options={"target": 1, "width": 4})),
     ]
     scored = Scorer(rules, max_tokens=10, overlong_buffer=10)([group], 1)
-    reported = [dict(verdict.components) for verdict in scored.verdicts[0]]
+    reported = [dict(result.components) for result in scored.results[0]]
     assert reported == [
         {"numeric_match": 0.0, "length": -0.25, "overlong": -0.2},
         {"numeric_match": 1.0, "length": -0.5, "overlong": pytest.approx(-0.3)},
@@ -549,5 +549,5 @@ def test_steps_that_end_at_written_tokens_stand_at_their_places_in_the_completio
         return [[(at, 1.0) for at in range(len(ids))] for ids in completion_ids]
 
     group = Group(Prompt("t/train/0", "go", {}, "t"), (conversation(["ab", "c"], "12"),))
-    [[verdict]] = Scorer([named_reward(each)])([group], 1).verdicts
-    assert verdict.steps == (Step(0, 1.0), Step(1, 1.0), Step(4, 1.0))
+    [[result]] = Scorer([named_reward(each)])([group], 1).results
+    assert result.steps == (Step(0, 1.0), Step(1, 1.0), Step(4, 1.0))

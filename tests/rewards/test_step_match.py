@@ -20,11 +20,11 @@ GOLD = "1+1\n=2\n2"
 def marks(text: str, gold: str | None = GOLD, **options: Any) -> Any:
     """Each step's (index of its last token, reward); None where there is none."""
     named = reward("step_match", RewardContext(tokenizer=LETTERS), options=options)
-    (verdict,) = Scorer([named])([group(LETTERS, "a:", [text], answer=gold)], 0).verdicts[0]
-    if verdict.reward is None:
+    (result,) = Scorer([named])([group(LETTERS, "a:", [text], answer=gold)], 0).results[0]
+    if result.reward is None:
         return None
-    assert verdict.reward == sum(step.reward for step in verdict.steps)
-    return [(step.end, step.reward) for step in verdict.steps]
+    assert result.reward == sum(step.reward for step in result.steps)
+    return [(step.end, step.reward) for step in result.steps]
 
 
 @pytest.mark.parametrize(

@@ -367,7 +367,7 @@ def test_the_newest_of_the_run_stay_and_the_best_of_each_stage(tmp_path: Path) -
     assert kept[6] == ["warmup-step-000002", *(f"rl-step-00000{n}" for n in (1, 2, 3))]
     assert json.loads(folder.run_json.read_text()) == {
         "best": {"rl": 1, "warmup": 2},
-        "best_selected_on": "held-out evaluation",
+        "best_selected_on": "validation split",
     }
     printed = [row for row in load(folder.path).events() if row["event"] == "checkpoint"]
     assert [(row["stage"], row["step"]) for row in printed][-1] == ("rl", 3)

@@ -619,7 +619,7 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sampled = {
         "tasks": [{"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}],
         "rewards": {"functions": [{"function": "place_match"}]},
-        **{"train": 12, "heldout": 4, "group_size": 5, "max_tokens": 5},
+        **{"train": 12, "validation": 4, "group_size": 5, "max_tokens": 5},
     }
     made = recipe(
         {"stage": "reward_model", "sampled": sampled, "steps": 2, "batch_size": 4},

@@ -123,12 +123,12 @@ tasks = [{{ name = "sort_digits" }}]
 stage = "reward_model"
 steps = 1
 batch_size = 2
-data = {{ name = "jsonl", path = {rows!r}, validation_path = {heldout!r} }}
+data = {{ name = "jsonl", path = {rows!r}, validation_path = {validation!r} }}
 [[stages]]
 stage = "dpo"
 steps = 1
 batch_size = 2
-data = {{ name = "parquet", path = {table!r}, validation_path = {heldout_table!r} }}
+data = {{ name = "parquet", path = {table!r}, validation_path = {validation_table!r} }}
 [[stages]]
 stage = "rl"
 algorithm = "ppo"
@@ -229,9 +229,9 @@ def test_a_run_and_what_comes_of_it(tmp_path: Path) -> None:
     resume, an export, and evaluations of the run and of the exported folder."""
     text = RECIPE.format(
         rows=pairs(tmp_path / "rows.jsonl", 0),
-        heldout=pairs(tmp_path / "heldout.jsonl", 50),
+        validation=pairs(tmp_path / "validation.jsonl", 50),
         table=pairs(tmp_path / "rows.parquet", 0),
-        heldout_table=pairs(tmp_path / "heldout.parquet", 50),
+        validation_table=pairs(tmp_path / "validation.parquet", 50),
     )
     (tmp_path / "recipe.toml").write_text(text)
     run, out = tmp_path / "run", tmp_path / "out"

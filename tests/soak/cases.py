@@ -17,9 +17,9 @@ from torch import Tensor
 
 from keel.algorithms.presets import PRESETS
 from keel.config.schema import Recipe
-from keel.data.tasks.base import BaseTask, side_of
+from keel.data.tasks.base import BaseTask, split_of
 from keel.runs.reader import Run
-from keel.types import Completion, Prompt, Side
+from keel.types import Completion, Prompt, Split
 from tests.training import judged
 from tests.training.small import small
 
@@ -182,7 +182,7 @@ SAMPLED: dict[str, Any] = {
     "tasks": [TASK],
     "rewards": {"functions": [{"function": "place_match"}]},
     "train": 24,
-    "heldout": 8,
+    "validation": 8,
     "group_size": 4,
     "max_tokens": 5,
     "noise": 0.1,
@@ -337,9 +337,9 @@ class Echo(BaseTask):
 
     name = "echo"
 
-    def prompt(self, side: Side, index: int) -> Prompt:
-        n = next(n for n in itertools.count(7 * index) if side_of(f"{n}>") == side)
-        return Prompt(f"echo/{side}/{index}", f"{n}>", task=self.name)
+    def prompt(self, split: Split, index: int) -> Prompt:
+        n = next(n for n in itertools.count(7 * index) if split_of(f"{n}>") == split)
+        return Prompt(f"echo/{split}/{index}", f"{n}>", task=self.name)
 
     def score(self, prompt: Prompt, completion: Completion) -> float:
         return float("9" in completion.text)

@@ -44,12 +44,12 @@ def write(path: Path, rows: Rows) -> str:
     return str(path)
 
 
-def data(folder: Path, train: Rows, heldout: Rows) -> dict[str, Any]:
-    """The `data` of a stage: both sides as files."""
+def data(folder: Path, train: Rows, validation: Rows) -> dict[str, Any]:
+    """The `data` of a stage: both splits as files."""
     return {
         "name": "jsonl",
         "path": write(folder / "train.jsonl", train),
-        "validation_path": write(folder / "heldout.jsonl", heldout),
+        "validation_path": write(folder / "validation.jsonl", validation),
     }
 
 

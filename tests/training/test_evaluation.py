@@ -34,11 +34,11 @@ def sure(completions):
 class Task:
     name = "mine"
 
-    def size(self, side):
+    def size(self, split):
         return 8
 
-    def prompt(self, side, index):
-        return Prompt(f"mine/{side}/{index}", f"{index}{len(side)}>", {}, "mine")
+    def prompt(self, split, index):
+        return Prompt(f"mine/{split}/{index}", f"{index}{len(split)}>", {}, "mine")
 
     def score(self, prompt, completion):
         return 2.0
@@ -101,7 +101,7 @@ def test_a_file_named_for_evaluation_is_scored_whole(
     assert named["n"] == 5
 
 
-def test_a_file_given_to_a_run_is_scored_in_the_place_of_its_own_held_out_one(
+def test_a_file_given_to_a_run_replaces_its_validation_file(
     tmp_path: Path,
 ) -> None:
     own, held = rows(tmp_path / "a.jsonl", range(40)), rows(tmp_path / "b.jsonl", range(50, 59))
@@ -194,18 +194,18 @@ def test_train_prompts_that_a_stage_evaluates_on_are_said_before_the_first_step(
     for name, first, wanted in (("apart", sft, []), ("shared", split, ["WARNING: "])):
         recipe = load_recipe({"threads": 1, "model": model, "stages": [first, rl]})
         folder = train(recipe, tmp_path / name)
-        message = [line for line in notes(folder) if "held-out prompts of stage" in line]
+        message = [line for line in notes(folder) if "validation prompts of stage" in line]
         assert [line[:9] for line in message] == wanted
-    assert "9 of the 30 held-out prompts of stage 'rl'" in message[0]
+    assert "9 of the 30 validation prompts of stage 'rl'" in message[0]
     assert "train prompts of stage 'sft'" in message[0]
     assert held in message[0]
     assert train_path in message[0]
 
 
-def test_the_best_checkpoint_is_labelled_as_selected_on_the_held_out_prompts(
+def test_the_best_checkpoint_is_labelled_as_selected_on_the_validation_prompts(
     tmp_path: Path,
 ) -> None:
     folder = run(tmp_path / "run", "steps=2", "evaluation.every=1")
-    assert info(folder)["best_selected_on"] == "held-out evaluation"
+    assert info(folder)["best_selected_on"] == "validation split"
     assert evaluate(folder.path, checkpoint="best")["selected"] is True
     assert "selected" not in evaluate(folder.path)

@@ -392,7 +392,7 @@ def test_rows_made_on_the_spot_name_keys_that_they_have(
         "tasks": [{"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}],
         "rewards": {"functions": [{"function": "place_match"}]},
         "train": 8,
-        "heldout": 4,
+        "validation": 4,
         "max_tokens": 5,
     }
     with pytest.raises(KeelError) as caught:

@@ -46,7 +46,7 @@ SAMPLED = {
     "tasks": [TASK],
     "rewards": DENSE,
     "train": 24,
-    "heldout": 8,
+    "validation": 8,
     "group_size": 4,
     "max_tokens": 5,
     "noise": 0.1,
@@ -241,21 +241,23 @@ def test_from_within_the_reward_model(whole: RunFolder, tmp_path: Path) -> None:
     again = copied(whole, tmp_path / "again")
     back_to(again, 1, 2)
     shutil.rmtree(again.path / "models")
-    times = [again.rows("reward_model", side).stat().st_mtime_ns for side in ("train", "heldout")]
+    times = [
+        again.rows("reward_model", split).stat().st_mtime_ns for split in ("train", "validation")
+    ]
     train(None, again.path, resume=True)
     alike(whole, again)
     assert times == [
-        again.rows("reward_model", side).stat().st_mtime_ns for side in ("train", "heldout")
+        again.rows("reward_model", split).stat().st_mtime_ns for split in ("train", "validation")
     ]
 
 
 def test_from_amid_the_sampling_of_rows(whole: RunFolder, tmp_path: Path) -> None:
-    """The train rows are there, the held-out ones not yet."""
+    """The train rows are there, the validation ones not yet."""
     again = copied(whole, tmp_path / "again")
     back_to(again, 0, 2)
     shutil.rmtree(again.path / "models")
     shutil.rmtree(again.path / "pictures")
-    again.rows("reward_model", "heldout").unlink()
+    again.rows("reward_model", "validation").unlink()
     train(None, again.path, resume=True)
     alike(whole, again)
 

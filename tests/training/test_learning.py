@@ -41,7 +41,7 @@ TWIN = (
 
 
 def change(folder: Path, recipe: str, seed: int, *more: str) -> float:
-    """Held-out greedy accuracy after less before."""
+    """Validation greedy accuracy after less before."""
     run = train(load_recipe(recipe, [*SHORT, f"seed={seed}", *more]), folder)
     evaluation = info(run)["evaluation"]["rl"]
     return float(evaluation["after"]["mean"] - evaluation["before"]["mean"])

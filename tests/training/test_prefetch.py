@@ -34,7 +34,7 @@ from keel.training.prefetch import (
 )
 from keel.training.rollout import Rollouts
 from keel.training.run import train
-from keel.types import Completion, Group, KeelError, Message, Prompt, Sampling, Verdict
+from keel.types import Completion, Group, KeelError, Message, Prompt, RewardResult, Sampling
 from tests.rewards.judge_server import JudgeServer
 from tests.soak.cases import AHEAD, CASES, DENSE, FAST_RATE
 from tests.soak.killing import differences
@@ -257,7 +257,7 @@ def test_the_turns_of_a_conversation_are_kept(tmp_path: Path) -> None:
         turns=turns,
     )
     group = Group(Prompt("p", "x", {}, "t", (5,)), (message,))
-    save_pending(tmp_path, Pending(1, Rollouts((group,), ((Verdict(0.0),),))))
+    save_pending(tmp_path, Pending(1, Rollouts((group,), ((RewardResult(0.0),),))))
     again = read_pending(tmp_path)
     assert again is not None
     kept = again.rollouts.groups[0].completions[0]

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from keel.config.optimisation import Optimizer
-from keel.data.preferences.dataset import Sides
+from keel.data.preferences.dataset import Splits
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.reward import Answered, Reader, RewardModel, reward_model_from
@@ -321,26 +321,29 @@ def test_rows_at_the_limit_stay() -> None:
     encode = pair_encoder(Reader(model.tokenizer, model.context))
     longest = sorted(max(len(f"{r.prompt}{a}") + 1 for a in (r.chosen, r.rejected)) for r in PAIRS)
     limit = longest[2]
-    found = ready(Sides(PAIRS, PAIRS), encode, limit, 2, "judging")
+    found = ready(Splits(PAIRS, PAIRS), encode, limit, 2, "judging")
     assert sorted(row.longest for row in found.train) == longest[:3]
     assert found.long == 3
-    assert (len(found.heldout) + found.long_heldout, set(found.heldout) <= set(found.train)) == (
+    assert (
+        len(found.validation) + found.long_validation,
+        set(found.validation) <= set(found.train),
+    ) == (
         2,
         True,
     )
-    assert ready(Sides(PAIRS, PAIRS), encode, None, 99, "judging").long == 0
+    assert ready(Splits(PAIRS, PAIRS), encode, None, 99, "judging").long == 0
     with pytest.raises(KeelError, match=r"'judging': each of the 6 .* judging\.max_tokens"):
-        ready(Sides(PAIRS, PAIRS), encode, 3, 2, "judging")
+        ready(Splits(PAIRS, PAIRS), encode, 3, 2, "judging")
     short = [row for row in PAIRS if encode(row).longest <= limit]
-    with pytest.raises(KeelError, match=r"each of the 3 held-out rows .*evaluation\.rows = 0"):
-        ready(Sides(tuple(short), tuple(set(PAIRS) - set(short))), encode, limit, 9, "judging")
+    with pytest.raises(KeelError, match=r"each of the 3 validation rows .*evaluation\.rows = 0"):
+        ready(Splits(tuple(short), tuple(set(PAIRS) - set(short))), encode, limit, 9, "judging")
 
 
-def test_which_rows_are_held_out_does_not_follow_the_file() -> None:
+def test_the_validation_split_does_not_depend_on_the_order_of_the_file() -> None:
     """Of a file that is sorted, the first rows are all of one kind."""
     rows = tuple(replace(PAIRS[0], id=str(at), prompt=f"{at}=") for at in range(100))
     encode = pair_encoder(Reader(tiny.policy().tokenizer))
-    held = ready(Sides(rows, rows), encode, None, 20, "judging").heldout
+    held = ready(Splits(rows, rows), encode, None, 20, "judging").validation
     places = [int(row.cluster[:-1]) for row in held]
     assert places == sorted(places)
     assert len(set(places)) == 20
@@ -449,5 +452,5 @@ def test_scores_that_are_not_finite_are_one_line(wrong: float) -> None:
     def judge(answers: Sequence[Answered]) -> list[list[float]]:
         return [[wrong if at == 3 else 0.0] for at in range(len(answers))]
 
-    with pytest.raises(KeelError, match=r"scores of 1 of 12 held-out answers are not finite"):
+    with pytest.raises(KeelError, match=r"scores of 1 of 12 validation answers are not finite"):
         measure_pairs(rows, judge)

@@ -61,12 +61,12 @@ def pairs(tmp_path: Path, **keys: Any) -> dict[str, Any]:
     return {"stage": "reward_model", "data": source, **BRIEF, **keys}
 
 
-def plain_scores(folder: Path, heldout: list[dict[str, Any]], column: str) -> list[float]:
+def plain_scores(folder: Path, validation: list[dict[str, Any]], column: str) -> list[float]:
     """What plain transformers says of prompt, answer and end, one at a time."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     scores = []
-    for row in heldout:
+    for row in validation:
         ids = tokenizer(row["prompt"] + row[column])["input_ids"] + [tokenizer.eos_token_id]
         with torch.no_grad():
             scores.append(float(model(input_ids=torch.tensor([ids])).logits[0, 0]))
@@ -78,8 +78,8 @@ def plain_scores(folder: Path, heldout: list[dict[str, Any]], column: str) -> li
 
 @pytest.mark.parametrize("lora", [None, {"rank": 8, "alpha": 16.0}], ids=["full", "lora"])
 def test_bradley_terry_learns(lora: dict[str, Any] | None, tmp_path: Path) -> None:
-    heldout = ones(150, 7)
-    source = data(tmp_path, ones(400, 1), heldout)
+    validation = ones(150, 7)
+    source = data(tmp_path, ones(400, 1), validation)
     base = {} if lora is None else {"base": {"lora": lora}}
     stage = {"stage": "reward_model", "data": source, **LEARNS, **base}
     folder = train(recipe(stage), tmp_path / "run")
@@ -93,8 +93,8 @@ def test_bradley_terry_learns(lora: dict[str, Any] | None, tmp_path: Path) -> No
     gaps = [
         a - b
         for a, b in zip(
-            plain_scores(model, heldout, "chosen"),
-            plain_scores(model, heldout, "rejected"),
+            plain_scores(model, validation, "chosen"),
+            plain_scores(model, validation, "rejected"),
             strict=True,
         )
     ]
@@ -133,11 +133,11 @@ def test_labels_turned_round_are_learned_turned_round(tmp_path: Path) -> None:
 
 
 def test_a_process_model_finds_the_first_error(tmp_path: Path) -> None:
-    heldout = traces(150, 7)
+    validation = traces(150, 7)
     stage = {
         "stage": "process_reward_model",
         "separator": " ",
-        "data": data(tmp_path, traces(400, 1), heldout),
+        "data": data(tmp_path, traces(400, 1), validation),
         **LEARNS,
     }
     folder = train(recipe(stage), tmp_path / "run")
@@ -147,14 +147,14 @@ def test_a_process_model_finds_the_first_error(tmp_path: Path) -> None:
     assert after["n"] == 150
     assert after["steps"]["n"] == sum(
         len(row["steps"]) if row["first_error"] is None else row["first_error"] + 1
-        for row in heldout
+        for row in validation
     )
     assert headline(after, "auc") == headline(after["steps"], "auc") > 0.9
     # Plain transformers finds the same steps: log-odds of right at the token that closes each.
     model = AutoModelForTokenClassification.from_pretrained(folder.model("process_reward_model"))
     tokenizer = AutoTokenizer.from_pretrained(folder.model("process_reward_model"))
     right = 0
-    for row in heldout:
+    for row in validation:
         text = row["prompt"] + " ".join(row["steps"])
         ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
         begins = len(row["prompt"])
@@ -163,7 +163,7 @@ def test_a_process_model_finds_the_first_error(tmp_path: Path) -> None:
             logits = model.eval()(input_ids=torch.tensor([ids])).logits[0, ends]
         wrong = (logits[:, 1] < logits[:, 0]).nonzero()[:, 0].tolist()
         right += (wrong[0] if wrong else None) == row["first_error"]
-    assert right / len(heldout) == headline(after, "accuracy")
+    assert right / len(validation) == headline(after, "accuracy")
 
 
 def test_a_process_model_on_marks_turned_round_is_wrong(tmp_path: Path) -> None:
@@ -234,14 +234,14 @@ def test_tokens_are_counted_with_the_end_of_each_answer(tmp_path: Path) -> None:
     stage = pairs(tmp_path, steps=6)  # 6 steps of 8 are one epoch of the 48
     folder = train(recipe(stage), tmp_path / "run")
     read = sum(
-        len(row["prompt"]) + len(row[side]) + 1
+        len(row["prompt"]) + len(row[split]) + 1
         for row in ones(48, 1)
-        for side in ("chosen", "rejected")
+        for split in ("chosen", "rejected")
     )
     assert rows(folder)[-1]["num_tokens"] == info(folder)["tokens"] == read
 
 
-def test_without_heldout_rows_nothing_is_measured(tmp_path: Path) -> None:
+def test_without_validation_rows_nothing_is_measured(tmp_path: Path) -> None:
     folder = train(recipe(pairs(tmp_path, evaluation={"rows": 0})), tmp_path / "run")
     assert "measured" not in info(folder)
     assert not folder.pictures.exists()

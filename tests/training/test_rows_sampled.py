@@ -22,7 +22,7 @@ from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training import sampled_data as rows_sampled
 from keel.training.run import train
-from keel.types import Completion, Group, Prompt, Side, Step, Verdict
+from keel.types import Completion, Group, Prompt, RewardResult, Split, Step
 from tests.training.judged import recipe
 
 TASK = {"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}
@@ -30,7 +30,7 @@ SAMPLED: dict[str, Any] = {
     "tasks": [TASK],
     "rewards": {"functions": [{"function": "place_match"}]},
     "train": 60,
-    "heldout": 20,
+    "validation": 20,
     "group_size": 5,
     "max_tokens": 5,
 }
@@ -42,8 +42,8 @@ def stage(kind: str = "reward_model", keys: dict[str, Any] | None = None, **samp
     return {"stage": kind, "sampled": {**SAMPLED, **sampled}, **BRIEF, **(keys or {})}
 
 
-def rows(folder: RunFolder, side: Side, name: str = "reward_model") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in folder.rows(name, side).read_text().splitlines()]
+def rows(folder: RunFolder, split: Split, name: str = "reward_model") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in folder.rows(name, split).read_text().splitlines()]
 
 
 def worth(prompt: str, text: str) -> float:
@@ -55,7 +55,7 @@ def worth(prompt: str, text: str) -> float:
 
 def test_the_answer_of_the_higher_reward_is_chosen(tmp_path: Path) -> None:
     folder = train(recipe(stage()), tmp_path / "run")
-    train_rows, held = rows(folder, "train"), rows(folder, "heldout")
+    train_rows, held = rows(folder, "train"), rows(folder, "validation")
     for row in (*train_rows, *held):
         assert worth(row["prompt"], row["chosen"]) > worth(row["prompt"], row["rejected"])
     counts = Counter(row["prompt"] for row in train_rows)
@@ -64,7 +64,7 @@ def test_the_answer_of_the_higher_reward_is_chosen(tmp_path: Path) -> None:
     assert len({json.dumps(row) for row in train_rows}) == len(train_rows)
     notes = [event["text"] for event in load(folder.path).events() if event["event"] == "note"]
     message = (
-        f"{len(train_rows)} train rows from 60 prompts; {len(held)} heldout rows from 20 prompts"
+        f"{len(train_rows)} train rows from 60 prompts; {len(held)} validation rows from 20 prompts"
     )
     assert notes == [f"reward_model: {message}"]
 
@@ -124,7 +124,7 @@ def test_noise_turns_labels_round(tmp_path: Path) -> None:
         ("process_reward_model", {"separator": ""}),
     ],
 )
-def test_noise_leaves_the_held_out_labels_right(
+def test_noise_leaves_validation_labels_right(
     kind: str, keys: dict[str, Any], tmp_path: Path
 ) -> None:
     """Accuracy must not be measured against labels that were turned round on purpose."""
@@ -135,7 +135,7 @@ def test_noise_leaves_the_held_out_labels_right(
         noise: train(recipe(stage(kind, keys, noise=noise, rewards=rewards)), tmp_path / str(noise))
         for noise in (0.0, 1.0)
     }
-    held, noisy = (rows(folder, "heldout", "made") for folder in made.values())
+    held, noisy = (rows(folder, "validation", "made") for folder in made.values())
     assert held == noisy
     clean, turned = (rows(folder, "train", "made") for folder in made.values())
     assert clean != turned
@@ -216,10 +216,10 @@ def test_steps_joined_are_the_answer_that_was_written(text: str) -> None:
         text=text,
     )
     group = Group(Prompt(id="p", content="12>", tokens=(3, 4)), (completion,))
-    verdict = Verdict(reward=1.0, components={}, steps=tuple(Step(end, 1.0) for end in ends))
+    result = RewardResult(reward=1.0, components={}, steps=tuple(Step(end, 1.0) for end in ends))
     make = rows_sampled.steps(" ", lambda tokens: decode(tokenizer, [tokens])[0])
     choice = SampledData(tasks=(TaskSource(name="sort_digits"),))
-    (row,) = make(group, [verdict], choice, np.random.default_rng(0))
+    (row,) = make(group, [result], choice, np.random.default_rng(0))
     assert "".join(joined(row["completions"], " ")) == text
     assert row["labels"] == [1.0] * len(ends)
     assert row["prompt"] == "12>"
@@ -258,18 +258,18 @@ def test_rows_are_read_with_the_template_they_were_sampled_with(
     assert first["num_tokens"] == read
 
 
-def test_a_side_that_is_there_is_not_sampled_again(tmp_path: Path) -> None:
+def test_a_split_that_is_there_is_not_sampled_again(tmp_path: Path) -> None:
     """So that what a judge was paid for is not paid twice."""
     folder = train(recipe(stage()), tmp_path / "run")
     kept = folder.rows("reward_model", "train").read_text().splitlines()[:10]
     folder.rows("reward_model", "train").write_text("\n".join(kept) + "\n")
-    held = folder.rows("reward_model", "heldout").read_bytes()
-    folder.rows("reward_model", "heldout").unlink()
+    held = folder.rows("reward_model", "validation").read_bytes()
+    folder.rows("reward_model", "validation").unlink()
     for entry in load(folder.path).checkpoints():
         shutil.rmtree(entry.path)
     train(None, folder.path, resume=True)
     assert folder.rows("reward_model", "train").read_text().splitlines() == kept
-    assert folder.rows("reward_model", "heldout").read_bytes() == held
+    assert folder.rows("reward_model", "validation").read_bytes() == held
 
 
 def test_the_policy_that_answers_is_the_one_before_the_stage(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from keel.runs.reader import load
 from keel.training.rl import minibatches
 from keel.training.rollout import all_alike
 from keel.training.run import train
-from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
+from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step
 from tests.training.small import info, run, small
 
 STEPS = "rewards.functions=[{function='tests.training.rewards:digits_in_order'}]"
@@ -98,9 +98,9 @@ def test_wrong_answers_of_different_lengths_have_no_variance_for_dynamic_samplin
     made = group((2, 6, 7, 8))
     wrong = named_reward(lambda completions: [0.0] * len(completions), "right")
     scorer = Scorer([wrong], overlong_buffer=4, max_tokens=8)
-    [judged] = scorer([made], 0).verdicts
+    [judged] = scorer([made], 0).results
     scorer.close()
-    assert len({verdict.reward for verdict in judged}) == 4
+    assert len({result.reward for result in judged}) == 4
     assert all_alike(judged, of_steps=False)
     right = replace(judged[0], reward=1.0, unshaped=1.0)
     assert not all_alike((right, *judged[1:]), of_steps=False)
@@ -108,15 +108,17 @@ def test_wrong_answers_of_different_lengths_have_no_variance_for_dynamic_samplin
 
 def test_punishments_that_make_up_for_the_reward_leave_the_variance() -> None:
     """Right and long against wrong and short: equal once shaped, and yet 0 < correct < G."""
-    assert not all_alike((Verdict(0.0, unshaped=1.0), Verdict(0.0, unshaped=0.0)), of_steps=False)
+    assert not all_alike(
+        (RewardResult(0.0, unshaped=1.0), RewardResult(0.0, unshaped=0.0)), of_steps=False
+    )
 
 
 def test_steps_that_differ_are_variance_where_advantages_are_of_steps() -> None:
-    first = Verdict(1.0, {}, (Step(0, 1.0), Step(1, 0.0)))
-    second = Verdict(1.0, {}, (Step(0, 0.0), Step(1, 1.0)))
+    first = RewardResult(1.0, {}, (Step(0, 1.0), Step(1, 0.0)))
+    second = RewardResult(1.0, {}, (Step(0, 0.0), Step(1, 1.0)))
     assert all_alike((first, second), of_steps=False)
     assert not all_alike((first, second), of_steps=True)
-    assert all_alike((Verdict(None), Verdict(None)), of_steps=True)
+    assert all_alike((RewardResult(None), RewardResult(None)), of_steps=True)
 
 
 @pytest.mark.parametrize("kind", ["sequence_mean", "token_mean", "constant", "sequence_sum"])

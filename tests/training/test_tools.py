@@ -20,7 +20,7 @@ from keel.models.chat import Encoder
 from keel.models.policy import Policy, load_policy
 from keel.rewards.scorer import Scorer
 from keel.training.rollout import Sampler, collect
-from keel.types import Completion, Prompt, Side
+from keel.types import Completion, Prompt, Split
 from tests.engines.scripted import ScriptedEngine
 
 TOOL = " is 12;"
@@ -31,11 +31,11 @@ class Calculator(BaseTask):
 
     name = "calculator"
 
-    def size(self, side: Side) -> int | None:
+    def size(self, split: Split) -> int | None:
         return 4
 
-    def prompt(self, side: Side, index: int) -> Prompt:
-        return Prompt(f"calculator/{side}/{index}", f"{index}*3?", {"answer": "12"}, self.name)
+    def prompt(self, split: Split, index: int) -> Prompt:
+        return Prompt(f"calculator/{split}/{index}", f"{index}*3?", {"answer": "12"}, self.name)
 
     def score(self, prompt: Prompt, completion: Completion) -> float:
         return float(completion.text.endswith("so 12"))
@@ -88,7 +88,7 @@ def test_tool_output_is_context_through_the_whole_step(policy: Policy, advantage
     texts = [c.text for c in group.completions]
     right, wrong = "4*3=so 12", "4*3=so 13"
     assert texts == [right, "dunno", wrong, right]
-    assert [v.reward for v in rollouts.verdicts[0]] == [1.0, 0.0, 0.0, 1.0]
+    assert [v.reward for v in rollouts.results[0]] == [1.0, 0.0, 0.0, 1.0]
     for completion in (group.completions[0], group.completions[2]):
         tool = completion.tokens[~completion.written]
         assert policy.tokenizer.decode(tool.tolist()) == TOOL
@@ -102,7 +102,7 @@ def test_tool_output_is_context_through_the_whole_step(policy: Policy, advantage
     assert batch.tokens_T[batch.target_N].tolist() == np.concatenate(whole).tolist()
     if row.needs_value:
         batch = replace(batch, value_N=torch.linspace(0, 1, batch.target_N.numel()).double())
-    judged = outcome(rollouts.groups, rollouts.verdicts, None, torch.float64)
+    judged = outcome(rollouts.groups, rollouts.results, None, torch.float64)
     ready = prepare(row, batch, estimate(row, batch, judged, 0.0), 40)
     assert ready.advantage_N.shape == batch.target_N.shape
 

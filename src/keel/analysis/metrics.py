@@ -357,11 +357,11 @@ SAMPLING = Section(
 )
 
 EVALUATION = Section(
-    "Held-out evaluation",
+    "Evaluation on the validation split",
     (
         Metric(
             "eval/pass@1",
-            "Share of held-out prompts whose greedy completion passes "
+            "Share of validation prompts whose greedy completion passes "
             "(reward ≥ evaluation.threshold), where a reward is declared as correctness.",
             "share, 0–1",
             "The figure that counts. Training reward rising alone is overfitting or gaming.",
@@ -369,13 +369,13 @@ EVALUATION = Section(
         Metric(
             "eval/pass@*",
             "Probability that one of k sampled completions passes, estimated without bias and "
-            "averaged over held-out prompts [2107.03374].",
+            "averaged over validation prompts [2107.03374].",
             "share, 0–1",
             "Falling while pass@1 rises: the policy loses breadth.",
         ),
         Metric(
             "eval/reward",
-            "Mean reward of the greedy held-out completions, where no reward is declared as "
+            "Mean reward of the greedy validation completions, where no reward is declared as "
             "correctness and pass@k is undefined.",
             "reward",
             "As for training rewards: a learned one may be gamed.",
@@ -390,14 +390,14 @@ EVALUATION = Section(
         Metric("eval/*/high", "Upper end of that interval.", "as the metric", ""),
         Metric(
             "eval/sampled",
-            "Share of sampled held-out completions that pass, or their mean reward where there is "
-            "no pass@1.",
+            "Share of sampled validation completions that pass, or their mean reward where there "
+            "is no pass@1.",
             "share, 0–1, or reward",
             "Comes close to the greedy figure as entropy falls.",
         ),
         Metric(
             "eval/mean_length",
-            "Mean length of the greedy held-out completions.",
+            "Mean length of the greedy validation completions.",
             "tokens",
             "As completions/mean_length.",
         ),
@@ -417,11 +417,11 @@ JUDGING = Section(
         ),
         Metric("margin", "Mean score of chosen less that of rejected answers.", "reward", ""),
         Metric("mean_reward", "Mean score, or log-odds of right, of the step's rows.", "1", ""),
-        Metric("eval/accuracy", "The same on the held-out rows; of steps, the first error.",
+        Metric("eval/accuracy", "The same on the validation rows; of steps, the first error.",
                "share, 0–1", ""),
         Metric("eval/auc", "Chance that a right answer's score lies above a wrong one's.",
                "share, 0–1", "0.5 knows nothing."),
-        Metric("eval/log_loss", "Mean cross-entropy on the held-out rows.", "nats",
+        Metric("eval/log_loss", "Mean cross-entropy on the validation rows.", "nats",
                "Rising while the loss falls: stop earlier."),
         Metric("eval/brier", "Mean squared error of the probabilities.", "1", ""),
         Metric("eval/ece", "Expected calibration error in ten bins.", "share, 0–1",
@@ -487,13 +487,13 @@ CONTROL = Section(
         Metric("episode/finished", "How many there were.", "episodes", ""),
         Metric(
             "eval/return",
-            "Mean return of the greedy policy over held-out episodes; `/low` and `/high` are its "
+            "Mean return of the greedy policy over evaluation episodes; `/low` and `/high` are its "
             "95 % bootstrap interval over the episodes.",
             "reward",
             "What to report, over several seeds.",
         ),
         Metric("eval/return/*", "End of the interval of eval/return.", "reward", ""),
-        Metric("eval/length", "Mean length of the held-out episodes.", "steps", ""),
+        Metric("eval/length", "Mean length of the evaluation episodes.", "steps", ""),
         Metric(
             "updates",
             "Optimizer steps in this row.",

@@ -120,7 +120,7 @@ def return_curve(
     """
     at = [{**row, "step": row["environment_steps"]} for row in rows]
     training = column(at, "episode/return", "training episodes, with exploration")
-    evaluated = column(at, "eval/return", "greedy, held-out episodes")
+    evaluated = column(at, "eval/return", "greedy, evaluation episodes")
     with drawing(path, 4.0) as figure:
         axes = figure.subplots()
         window = max(1, len(training.steps) // 40) * 2 + 1 if len(training.steps) >= 20 else 1
@@ -234,7 +234,7 @@ def _plot_evaluated(axes: Axes, curves: Sequence[Curve], share: bool) -> None:
         axes.set_ylim(0, 1)
         axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
         _label_ends(axes, curves[0])
-    axes.set_ylabel("held-out accuracy" if share else "held-out reward")
+    axes.set_ylabel("validation accuracy" if share else "validation reward")
     axes.legend(loc="best")
 
 

@@ -137,7 +137,7 @@ def _evaluation(stage: str, step: int, result: Mapping[str, Any]) -> str:
         )
     if "accuracy" in result:
         return _measured(stage, step, result)
-    line = f"{stage} after {step} steps: held-out greedy {figure(result)}, n = {result['n']}"
+    line = f"{stage} after {step} steps: validation greedy {figure(result)}, n = {result['n']}"
     if "sampled" in result:
         sampled = result["sampled"]["mean"]
         form = ".1%" if result.get("measure", "pass@1") == "pass@1" else ".3g"
@@ -160,13 +160,13 @@ def figure(result: Mapping[str, Any]) -> str:
 
 
 def _measured(stage: str, step: int, result: Mapping[str, Any]) -> str:
-    """What held-out rows say of a reward model, or of a policy's preferences."""
+    """What validation rows say of a reward model, or of a policy's preferences."""
     share = result["accuracy"]
     if share["mean"] is None:
         accuracy = "undefined (no decided row)"
     else:
         accuracy = f"{share['mean']:.1%} [{share['low']:.1%}, {share['high']:.1%}]"
-    line = f"{stage} after {step} steps: held-out accuracy {accuracy}, n = {result['n']}"
+    line = f"{stage} after {step} steps: validation accuracy {accuracy}, n = {result['n']}"
     for name, words in (("log_loss", "log loss"), ("ece", "calibration error"), ("f1", "F1")):
         value = result.get(name)
         if value is not None:

@@ -132,7 +132,7 @@ def _table(result: dict[str, Any]) -> None:
     if result.get("selected"):
         print("\nthis checkpoint was selected on these prompts: report the figure of other ones")
     if result.get("left_out"):
-        print(f"\n{result['left_out']} held-out prompts left out: too long, or unreadable")
+        print(f"\n{result['left_out']} validation prompts left out: too long, or unreadable")
 
 
 def _head() -> None:

@@ -122,7 +122,7 @@ def _eval(commands: Verbs) -> None:
     command.add_argument("--reward", action="append", default=[], help="reward, as module:function")
     command.add_argument(
         "--checkpoint",
-        help="of a run: last (default), best (selected on the held-out prompts), or a name",
+        help="of a run: last (default), best (selected on the validation prompts), or a name",
     )
     command.add_argument(
         "--prompts", type=_positive, help="how many (default 200; of a file that is named, all)"
@@ -174,7 +174,7 @@ def _export(commands: Verbs) -> None:
     command.add_argument(
         "--checkpoint",
         default="last",
-        help="last (default), best (selected on the held-out prompts), or a name",
+        help="last (default), best (selected on the validation prompts), or a name",
     )
     command.add_argument("--stage", metavar="NAME", help="the reward model that this stage made")
     command.add_argument("--adapter", action="store_true", help="only the LoRA adapter, for peft")

@@ -76,7 +76,7 @@ def carry(
 
 
 def show(console: Console, folder: RunFolder) -> None:
-    """The reward curve, the held-out side before and after each stage, and a few completions."""
+    """The reward curve, the validation split before and after each stage, and a few completions."""
     run = load(folder.path)
     rewards = [row["reward"] for row in run.metrics() if row.get("reward") is not None]
     if len(rewards) > 1 and console.encoding.startswith("utf"):
@@ -119,7 +119,7 @@ def _recipe(arguments: argparse.Namespace) -> Any:
 def _share(result: dict[str, Any] | None) -> str:
     if result is None:
         return ""
-    return f": held-out greedy {figure(result)} (95 % interval, n = {result['n']})"
+    return f": validation greedy {figure(result)} (95 % interval, n = {result['n']})"
 
 
 def _example(example: dict[str, Any]) -> str:

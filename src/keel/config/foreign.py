@@ -9,6 +9,7 @@ FOREIGN: Final[dict[str, str]] = {
     "ahead": "rollout.async_level",
     "final_share": "optimizer.min_lr_ratio",
     "heldout_share": "tasks.validation_fraction",
+    "heldout": "sampled.validation",
     "heldout_path": "tasks.validation_path",
     "gate": "rewards.functions.gate_below",
     "closed": "rewards.functions.gated_reward",

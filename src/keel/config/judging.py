@@ -33,8 +33,8 @@ class SampledData(FrozenModel):
     """What judges the answers; the task's own verdict where there is no other."""
     train: Count = 512
     """How many train prompts are answered."""
-    heldout: Annotated[Count, _NEVER_EVALUATED] = 128
-    """How many held-out prompts are answered, to evaluate on."""
+    validation: Annotated[Count, _NEVER_EVALUATED] = 128
+    """How many validation prompts are answered, to evaluate on."""
     group_size: Answers = 4
     """Answers to each."""
     max_tokens: Tokens = 256
@@ -60,19 +60,19 @@ class SampledData(FrozenModel):
                 temperature=self.temperature,
             ),
             train_prompts=self.train,
-            validation_prompts=self.heldout,
+            validation_prompts=self.validation,
             seed_name=("sampled",),
             first_draw=("answers", "train", 0),
         )
 
 
 class JudgedEvaluation(FrozenModel):
-    """Evaluation on the held-out rows."""
+    """Evaluation on the validation rows."""
 
     every: Annotated[Index, _NEVER_EVALUATED, PAST_THE_END] = 0
     """In steps; 0 evaluates before and after only."""
     rows: Index = 1000
-    """How many held-out rows at the most; 0 evaluates never."""
+    """How many validation rows at the most; 0 evaluates never."""
 
 
 class JudgingStage(StageConfig):

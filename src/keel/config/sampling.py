@@ -87,13 +87,13 @@ class Rollout(FrozenModel):
 
 
 class Evaluation(FrozenModel):
-    """Greedy pass@1 and sampled pass@k on the held-out side; where no reward is declared as
+    """Greedy pass@1 and sampled pass@k on the validation split; where no reward is declared as
     correctness, the mean reward."""
 
     every: Annotated[Index, _NO_EVALUATION, PAST_THE_END] = 50
     """In steps; 0 evaluates before and after only."""
     prompts: Index = 200
-    """How many held-out prompts; 0 evaluates never."""
+    """How many validation prompts; 0 evaluates never."""
     samples: Annotated[int, Field(ge=0, le=65_536), NEVER_EVALUATED] = 0
     """k of pass@k; 0 leaves sampling out."""
     temperature: Annotated[Temperature, NEVER_EVALUATED, _NOT_SAMPLED] = 1.0

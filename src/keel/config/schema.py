@@ -354,7 +354,7 @@ def _one_split(base: StageConfig, stage: StageConfig) -> None:
         return
     if (one.name, one.path, one.options) != (other.name, other.path, other.options):
         return
-    # Sides follow from where a prompt or group lies: a smaller share holds out some of the same.
+    # Splits follow from where a prompt or group lies: a smaller share holds out some of the same.
     if (
         one.validation_path is not None
         or one.group != other.group

@@ -64,9 +64,9 @@ class TaskSource(FrozenModel):
     name: str
     weight: Annotated[Positive, _ONE_TASK] = 1.0
     path: str | None = None
-    """Data file of the train side (jsonl, parquet), or the `datasets` name."""
+    """Data file of the train split (jsonl, parquet), or the `datasets` name."""
     validation_path: str | None = None
-    """Data file (or split) of the held-out side; without it a share is split off by content."""
+    """Data file (or split) of the validation split; without it a share is split off by content."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1), SEPARATE_VALIDATION, _GENERATED] = 0.1
     prompt: str = "{prompt}"
     """How a row becomes a prompt: a format string over its columns (or the messages column)."""
@@ -158,12 +158,12 @@ class PreferenceData(FrozenModel):
 
     name: str
     path: str | None = None
-    """Data file of the train side (jsonl, parquet), or the `datasets` name."""
+    """Data file of the train split (jsonl, parquet), or the `datasets` name."""
     validation_path: str | None = None
-    """Data file (or split) of the held-out side; without it a share is split off by content."""
+    """Data file (or split) of the validation split; without it a share is split off by content."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1), SEPARATE_VALIDATION] = 0.1
     group: str | None = None
-    """Column whose equal values stay on one side, and are one cluster in an interval; the prompt
+    """Column whose equal values stay in one split, and are one cluster in an interval; the prompt
     unless set."""
     columns: dict[str, str] = Field(default_factory=dict)
     """The file's own names of columns, as in {prompt = "question"}."""

@@ -45,7 +45,7 @@ class _CachesPrefixes(Protocol):
     def conversation(self) -> AbstractContextManager[_Sampler]: ...
 
 
-def converse(
+def generate_multi_turn(
     engine: Engine,
     prompts: Sequence[Prompt],
     n: int,

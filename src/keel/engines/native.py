@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from keel.engines.kv_cache import DecodeRows, Prefill, PrefixCache
 from keel.engines.model_runner import pass_of
 from keel.engines.multi_step import steps_of
-from keel.engines.sampler import Uniforms, check, draw
+from keel.engines.sampler import Uniforms, check, sample_tokens
 from keel.engines.scheduler import DecodeBatch, DecodeEntry
 from keel.engines.stopping import LENGTH, REASONS, Stops, budgets, eos_ids
 from keel.models.attention import ATTENTION, install
@@ -275,7 +275,7 @@ class _Run:
         logits = self._logits(entry)
         self.batch.add(entry)
         numbers = self.uniforms.take(self.batch.sequence, self.batch.made)
-        tokens, log_probs = draw(logits, self._tensor(numbers[0]), self.sampling)
+        tokens, log_probs = sample_tokens(logits, self._tensor(numbers[0]), self.sampling)
         return tokens.cpu().numpy()[None], log_probs[None]
 
     def _ended(self) -> Ints:

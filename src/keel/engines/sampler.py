@@ -44,7 +44,7 @@ def check(sampling: Sampling) -> None:
             raise KeelError(f"sampling.{name} = {getattr(sampling, name)!r}: give {want}")
 
 
-def draw(
+def sample_tokens(
     logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], sampling: Sampling
 ) -> tuple[Int[Tensor, "R"], Float[Tensor, "R"]]:
     """A token for each row and its log-probability under the distribution it was sampled from.
@@ -59,18 +59,18 @@ def draw(
     if logits.dtype == torch.float32 and logits.device.type == "cpu" and compiled.library():
         if logits.shape[1] > 1 and logits.stride(1) != 1:
             logits = logits.contiguous()
-        return compiled.draw(logits, uniform.contiguous(), sampling)
+        return compiled.sample_tokens(logits, uniform.contiguous(), sampling)
     rows = max(1, _CHUNK // logits.shape[-1])
     if len(logits) <= rows:
-        return _draw(logits, uniform, sampling)
+        return _sample_tokens(logits, uniform, sampling)
     parts = [
-        _draw(part, numbers, sampling)
+        _sample_tokens(part, numbers, sampling)
         for part, numbers in zip(torch.split(logits, rows), torch.split(uniform, rows), strict=True)
     ]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
-def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def _sample_tokens(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     logits = logits.double()
     if sampling.temperature == 0:
         tokens = logits.argmax(-1, keepdim=True)

@@ -17,7 +17,7 @@ from keel.learn.batch import Actions, Estimates
 from keel.learn.token_budget import out_of_memory
 from keel.objective import segments
 from keel.objective.signals import Signals
-from keel.types import Group, KeelError, Verdict
+from keel.types import Group, KeelError, RewardResult
 
 ADVANTAGE, SURROGATE = "algorithm.advantage", "algorithm.surrogate"
 ROUNDING = 1e-9
@@ -42,7 +42,7 @@ class RolloutRewards:
 
 def outcome(
     groups: Sequence[Group],
-    verdicts: Sequence[Sequence[Verdict]],
+    results: Sequence[Sequence[RewardResult]],
     greedy: Sequence[float] | None,
     dtype: torch.dtype = torch.float64,
 ) -> RolloutRewards:
@@ -55,17 +55,17 @@ def outcome(
     rewards: list[float] = []
     steps: list[tuple[float, int, int]] = []
     outcomes: list[tuple[float, int, int]] = []
-    for group, judged in zip(groups, verdicts, strict=True):
+    for group, judged in zip(groups, results, strict=True):
         ends: list[tuple[float, int, int]] = []
         given = False
-        for completion, verdict in zip(group.completions, judged, strict=True):
+        for completion, result in zip(group.completions, judged, strict=True):
             written = completion.written.cumsum()
             place = len(rewards)
-            rewards.append(float("nan") if verdict.reward is None else verdict.reward)
-            if verdict.reward is None or not completion.written.any():
+            rewards.append(float("nan") if result.reward is None else result.reward)
+            if result.reward is None or not completion.written.any():
                 continue
-            steps += [(s.reward, max(int(written[s.end]) - 1, 0), place) for s in verdict.steps]
-            own = outcome_of(verdict)
+            steps += [(s.reward, max(int(written[s.end]) - 1, 0), place) for s in result.steps]
+            own = outcome_of(result)
             given |= own is not None
             ends.append((own or 0.0, int(written[-1]) - 1, place))
         outcomes += ends if given else []
@@ -86,12 +86,12 @@ def outcome(
     )
 
 
-def outcome_of(verdict: Verdict) -> float | None:
+def outcome_of(result: RewardResult) -> float | None:
     """The part of the reward that no step holds; None where the steps are all of it."""
-    if verdict.outcome is not None or verdict.reward is None:
-        return verdict.outcome
-    own = [step.reward for step in verdict.steps]
-    rest = verdict.reward - math.fsum(own)
+    if result.outcome is not None or result.reward is None:
+        return result.outcome
+    own = [step.reward for step in result.steps]
+    rest = result.reward - math.fsum(own)
     scale = max(1.0, math.fsum(map(abs, own)))
     return rest if abs(rest) > ROUNDING * scale else None
 

@@ -32,7 +32,7 @@ from keel.preflight.data_stage import inspect_demonstrations, inspect_preference
 from keel.preflight.finding import Finding
 from keel.preflight.judge_cost import over_budget
 from keel.preflight.prediction import facts_of, predict, totals, with_judges
-from keel.preflight.prompts import sampling_plan, trained_on_held_out
+from keel.preflight.prompts import sampling_plan, trained_on_validation
 from keel.preflight.sampling_stage import inspect_sampling_stage
 from keel.preflight.tokens import eos_pair
 from keel.preflight.trial_process import TrialProcess
@@ -212,7 +212,7 @@ def _leaks(contexts: Sequence[StageContext]) -> Iterator[Finding]:
             trained = of_tasks | earlier.trained_positions
             shared = sum(not trained.isdisjoint(places(prompt.content)) for prompt in held)
             names = earlier.stage.name, context.stage.name
-            finding = trained_on_held_out(shared, len(held), *names, key)
+            finding = trained_on_validation(shared, len(held), *names, key)
             if finding is not None:
                 yield finding
 

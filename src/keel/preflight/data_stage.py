@@ -94,16 +94,18 @@ def inspect_preference_data(context: StageContext) -> None:
         return
     key = f"{prefix}data"
     with context.stops("as its rows are read", key):
-        sides = READERS[stage.records or "pairs"](stage.data, context.recipe.seed)
+        splits = READERS[stage.records or "pairs"](stage.data, context.recipe.seed)
         sieve: Any = Sieve(_encoder(stage, base), None)
         if stage.data.bad_rows == "quarantine":
-            sides = sieve.without_bad(sides)
-        step = max(len(sides.train) / ENCODED, 1.0)
-        chosen = [sides.train[int(at * step)] for at in range(min(len(sides.train), ENCODED))]
+            splits = sieve.without_bad(splits)
+        step = max(len(splits.train) / ENCODED, 1.0)
+        chosen = [splits.train[int(at * step)] for at in range(min(len(splits.train), ENCODED))]
         encoded = [sieve(row) for row in chosen]
         lengths = [row.longest for row in encoded]
         held = (
-            [sieve(row).longest for row in sides.heldout[:ENCODED]] if stage.evaluation.rows else []
+            [sieve(row).longest for row in splits.validation[:ENCODED]]
+            if stage.evaluation.rows
+            else []
         )
     limit = min((n for n in (stage.max_tokens, base.context) if n is not None), default=None)
     fitting = [
@@ -119,19 +121,19 @@ def inspect_preference_data(context: StageContext) -> None:
         context.work.longest = LongestExample(longest.length, _as_columns(record), stage.raw)
     if held and limit is not None and min(held) > limit:
         error = KeelError(
-            f"each of the {len(held)} held-out rows is longer than {limit} tokens: raise "
+            f"each of the {len(held)} validation rows is longer than {limit} tokens: raise "
             f"{prefix}max_tokens, or set {prefix}evaluation.rows = 0"
         )
         context.add_stop("as its rows are read", error, f"{prefix}max_tokens")
     _check_row_tokens(context, base, stage, chosen, key)
     context.trained_positions = frozenset(
-        place for row in sides.train for place in places(row.prompt)
+        place for row in splits.train for place in places(row.prompt)
     )
-    rows = len(sides.train)
-    report_left_out(context, sides.left_out)
+    rows = len(splits.train)
+    report_left_out(context, splits.left_out)
     context.figures |= {
         "train rows": rows,
-        "held-out rows": len(sides.heldout),
+        "validation rows": len(splits.validation),
         "plain prompts are read": how_read(base.tokenizer, stage.raw),
         "epochs": round(stage.steps * stage.batch_size / max(rows, 1), 2),
     }
@@ -146,7 +148,7 @@ def inspect_preference_data(context: StageContext) -> None:
             "rows-over-length", "rows", lengths, limit, "prompt and answer", f"{prefix}max_tokens",
             "raise it to {held} (a model with a longer context, where that is the bound)",
         ),
-        unreadable(sides.left_out, rows + len(sides.heldout), f"{key}.bad_rows"),
+        unreadable(splits.left_out, rows + len(splits.validation), f"{key}.bad_rows"),
     )  # fmt: skip
 
 

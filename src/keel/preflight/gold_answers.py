@@ -136,7 +136,7 @@ def check_readable(tasks: Mapping[str, Task], functions: Sequence[Rated]) -> Non
         data = stored(task)
         if data is None or data.answer is None:
             continue
-        side = data.sides["train"]
+        split = data.splits["train"]
         places = inspected_places(task)
         answers = [str(data.prompt("train", at).columns["answer"]) for at in places]
         for reader in readers:
@@ -145,7 +145,7 @@ def check_readable(tasks: Mapping[str, Task], functions: Sequence[Rated]) -> Non
             values = reader.function(completions=texts, answer=answers, **reader.options)
             for at, value in zip(places, values, strict=True):
                 if isinstance(value, Wrong):
-                    place = side.where.place(side.entries[at].line)
+                    place = split.where.place(split.entries[at].line)
                     raise KeelError(f"{place}: reward {reader.name!r}: {value.why}")
 
 
@@ -178,7 +178,7 @@ def _scored(
     ]
     # Not closed: the functions are the batch's scorer's, which closes them.
     scored = Scorer(plain, tasks, timeout=timeout, on_error=on_error)(groups, 0)
-    out = {f.name: [judged[0].components[f.name] for judged in scored.verdicts] for f in plain}
+    out = {f.name: [judged[0].components[f.name] for judged in scored.results] for f in plain}
     for name in scored.failures:
         out[name] = [FAILED if value is None else value for value in out[name]]
     return out

@@ -14,7 +14,7 @@ from keel.config.sampling import Rollout, SamplingSource
 from keel.config.schema import Recipe
 from keel.config.sources import Prompts, Rewards, TaskSource
 from keel.config.stage import StageConfig
-from keel.data.tasks import PromptStream, build_tasks, heldout, stored
+from keel.data.tasks import PromptStream, build_tasks, stored, validation_prompts
 from keel.data.tasks.base import position
 from keel.models.chat import Encoder
 from keel.preflight.context import PromptStats, StageContext, StageStops
@@ -118,7 +118,7 @@ def read_prompts(
         taken = stream.take(take)
         _check_task_names(taken, tasks)
         first = taken
-        held = heldout(every, weights, validation, encoder) if validation else []
+        held = validation_prompts(every, weights, validation, encoder) if validation else []
     except KeelError as error:
         stopped = error
     sizes = [task.size("train") for task in every]
@@ -186,8 +186,8 @@ def _check_rows(
     left = [row for _, data in kept for row in data.left_out]
     report_left_out(context, left)
     first = next((at for at, data in kept if data.left_out), 0)
-    entries = sum(len(side.entries) for _, data in kept for side in data.sides.values())
-    trained = [position(one.body) for _, data in kept for one in data.sides["train"].entries]
+    entries = sum(len(split.entries) for _, data in kept for split in data.splits.values())
+    trained = [position(one.body) for _, data in kept for one in data.splits["train"].entries]
     context.add(
         unreadable(left, entries, f"{key}.{first}.bad_rows"),
         repeated(len(trained) - len(set(trained)), rows or 0, f"{key}.0.path"),
@@ -295,7 +295,7 @@ def repeated(count: int, rows: int, key: str) -> Finding | None:
     )
 
 
-def trained_on_held_out(
+def trained_on_validation(
     shared: int, held: int, trained: str, stage: str, key: str
 ) -> Finding | None:
     """Validation prompts of a stage that the stage `trained`, it or an earlier one, learns from:
@@ -304,11 +304,11 @@ def trained_on_held_out(
         return None
     same = trained == stage
     return Finding(
-        "trained-on-held-out",
+        "trained-on-validation",
         f"stage {stage!r} learns from prompts that it evaluates on"
         if same
         else f"stage {trained!r} learns from prompts that {stage!r} evaluates on",
-        f"{shared} of the {held} held-out prompts are train prompts "
+        f"{shared} of the {held} validation prompts are train prompts "
         + ("of another task of it" if same else "there"),
         key,
         "give tasks of one file the same validation_fraction, or the same validation_path"

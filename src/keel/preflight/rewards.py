@@ -27,7 +27,7 @@ from keel.preflight.prompts import SamplingPlan
 from keel.preflight.trial_batch import SAMPLES, TrialBatch
 from keel.rewards.registry import TASK, NamedReward
 from keel.training.rollout import all_alike
-from keel.types import Verdict
+from keel.types import RewardResult
 
 FLAT = 0.6
 """A third to a half of equal groups is common in good runs (all right, or all wrong): only where
@@ -39,12 +39,12 @@ of 32, are so sure."""
 class ScoredBatch:
     """A batch, its rewards, and what they give to the gold answers.
 
-    `verdicts` are empty where no reward was called; `judging` is the reward that evaluation counts
+    `results` are empty where no reward was called; `judging` is the reward that evaluation counts
     right answers by; `partial`: some rewards could not be called.
     """
 
     batch: TrialBatch
-    verdicts: Sequence[Sequence[Verdict]]
+    results: Sequence[Sequence[RewardResult]]
     gold: Gold | None
     rewards: Sequence[Rated]
     judging: NamedReward | None
@@ -52,7 +52,7 @@ class ScoredBatch:
 
     def values(self, name: str) -> list[float]:
         """The values that a reward gave to the samples."""
-        every = (v.components.get(name) for judged in self.verdicts for v in judged)
+        every = (v.components.get(name) for judged in self.results for v in judged)
         return [value for value in every if value is not None]
 
     def gold_values(self, name: str) -> list[float]:
@@ -112,7 +112,7 @@ def check_sampled_rewards(context: StageContext, plan: SamplingPlan, scored: Sco
         values = scored.values(function.name)
         if values:
             context.figures[f"reward {function.name} (mean)"] = round(float(np.mean(values)), 4)
-    totals = [value for judged in scored.verdicts for value in _rewards_of(judged)]
+    totals = [value for judged in scored.results for value in _rewards_of(judged)]
     if not totals and not scored.partial:
         context.add(reward_none(batch.completions, key))
     if not totals or not batch.whole:
@@ -134,8 +134,8 @@ def check_sampled_rewards(context: StageContext, plan: SamplingPlan, scored: Sco
         return
     dynamic, algorithm = plan.rollout.dynamic_sampling, plan.sampling.algorithm
     of_steps = algorithm is not None and algorithm.needs_steps
-    flat = sum(all_alike(one, of_steps) if dynamic else _flat(one) for one in scored.verdicts)
-    groups = len(scored.verdicts)
+    flat = sum(all_alike(one, of_steps) if dynamic else _flat(one) for one in scored.results)
+    groups = len(scored.results)
     share = wilson_interval(flat, groups)
     context.figures["groups with equal rewards"] = (
         f"{flat} of {groups} (95 % interval {share.low:.0%} to {share.high:.0%})"
@@ -161,13 +161,13 @@ def _flattened(scored: ScoredBatch, key: str) -> tuple[str, str | None]:
     return key, None
 
 
-def _rewards_of(judged: Sequence[Verdict]) -> list[float]:
+def _rewards_of(judged: Sequence[RewardResult]) -> list[float]:
     """What a group's advantages are made of: rewards of steps, where there are any."""
-    steps = [step.reward for verdict in judged for step in verdict.steps]
+    steps = [step.reward for result in judged for step in result.steps]
     return steps or [v.reward for v in judged if v.reward is not None]
 
 
-def _flat(judged: Sequence[Verdict]) -> bool:
+def _flat(judged: Sequence[RewardResult]) -> bool:
     return len(set(_rewards_of(judged))) <= 1
 
 

@@ -29,7 +29,7 @@ from keel.rewards.registry import TASK, NamedReward
 from keel.rewards.scorer import Scorer
 from keel.training.recipe_checks import check_component, check_rewards, check_rewards_of_steps
 from keel.training.setup import load_rewards, reward_context, scorer
-from keel.types import KeelError, Prompt, Verdict
+from keel.types import KeelError, Prompt, RewardResult
 
 
 def inspect_sampling_stage(context: StageContext) -> None:
@@ -54,14 +54,14 @@ def inspect_sampling_stage(context: StageContext) -> None:
     ready, waiting = _split_rewards(plan.rewards.functions)
     for reward, why in waiting:
         context.unseen.append(f"reward {reward.name or reward.function!r}: {why}")
-    callable_now = bool(ready) or not waiting  # without a reward it is the task's own verdict
+    callable_now = bool(ready) or not waiting  # without a reward it is the task's own score
     choice = plan.rewards.model_copy(update={"functions": ready})
     key = f"{plan.key}rewards.functions"
     with context.stops("as its rewards are made", key):
         functions = load_rewards(choice, reward_context(context.recipe, None, context.policy))
         judge = _scorer(plan, functions, stats, bool(waiting))
     rewards = list(zip(ready or (RewardSource(function=TASK),), judge.functions, strict=True))
-    verdicts: tuple[tuple[Verdict, ...], ...] = ()
+    results: tuple[tuple[RewardResult, ...], ...] = ()
     gold: Gold | None = None
     with closing(judge):
         with context.stops("as its first batch is sampled", f"{plan.key}rollout"):
@@ -73,9 +73,9 @@ def inspect_sampling_stage(context: StageContext) -> None:
             gold = gold_of(stats.first, stats.tasks, called, context.policy.tokenizer, plan.rewards)
             if callable_now:
                 start = time.perf_counter()
-                verdicts = judge(batch.groups, 1).verdicts
+                results = judge(batch.groups, 1).results
                 context.work.scoring = time.perf_counter() - start
-                _check_steps(context, plan, verdicts, bool(waiting))
+                _check_steps(context, plan, results, bool(waiting))
             if plan.rewards.on_error == "stop":
                 check_readable(stats.tasks, rewards)
     _forecast_judges(context, plan, [one for one, _ in waiting], batch, stats)
@@ -84,9 +84,9 @@ def inspect_sampling_stage(context: StageContext) -> None:
     judging = None if evaluation is None else judge.judging(evaluation.component)
     if rollout.max_turns > 1 and stats.replies:
         context.add(reply_holds_answer(stats, plan))
-    scored = ScoredBatch(batch, verdicts, gold, rewards, judging, partial=bool(waiting))
+    scored = ScoredBatch(batch, results, gold, rewards, judging, partial=bool(waiting))
     check_gold(context, plan, scored, stats)
-    if verdicts and context.trained_by is None:
+    if results and context.trained_by is None:
         check_sampled_rewards(context, plan, scored)
 
 
@@ -137,11 +137,14 @@ def _check_names(context: StageContext, plan: SamplingPlan) -> None:
 
 
 def _check_steps(
-    context: StageContext, plan: SamplingPlan, verdicts: Sequence[Sequence[Verdict]], partial: bool
+    context: StageContext,
+    plan: SamplingPlan,
+    results: Sequence[Sequence[RewardResult]],
+    partial: bool,
 ) -> None:
     """Whether the advantage can use what the rewards returned: steps, or whole answers."""
-    scored = [v for judged in verdicts for v in judged if v.reward is not None]
-    has_steps = any(verdict.steps for verdict in scored)
+    scored = [v for judged in results for v in judged if v.reward is not None]
+    has_steps = any(result.steps for result in scored)
     algorithm = plan.sampling.algorithm
     if algorithm is None or not scored or (partial and not has_steps):
         return
@@ -211,7 +214,7 @@ def _set_work(
         if plan.sampling.algorithm is None:  # rows of one prompt are all in the same split
             others = (p for p in (*stats.validation, *stats.first) if p.content != longest.content)
             other = next(others, None)
-            data |= {} if other is None else {"heldout": plain_content(other.content)}
+            data |= {} if other is None else {"validation": plain_content(other.content)}
         work.longest = LongestExample(len(longest.tokens), data, longest.task in stats.raw)
     random = context.recipe.model.build is not None
     full = context.trained_by is not None or random or not batch.whole

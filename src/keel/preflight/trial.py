@@ -30,7 +30,7 @@ from keel.models.families import context_length
 from keel.models.packed import sizes_on
 from keel.preflight.context import LongestExample, StageContext
 from keel.preflight.trial_batch import OPERATIONS, SHORTEST, Load
-from keel.types import Completion, Engine, Group, Prompt, Sampling, Side
+from keel.types import Completion, Engine, Group, Prompt, Sampling, Split
 
 LEARNED = ("outcome", "process")
 """Built-in rewards that are models."""
@@ -182,7 +182,7 @@ class _ShortStage:
             "tasks": (self.task,),
             "rewards": self._rewards(choice.rewards, of_steps=stage.records == "steps"),
             "train": min(choice.train, PROMPTS_AT_ONCE, prompts),
-            "heldout": 1,
+            "validation": 1,
             "noise": 0.0,
             # An end-of-sequence token is added to what was sampled.
             "max_tokens": max(1, choice.max_tokens - 1),
@@ -255,11 +255,11 @@ class RepeatedPrompt(BaseTask):
         self.name = name
         self.example = example
 
-    def prompt(self, side: Side, index: int) -> Prompt:
+    def prompt(self, split: Split, index: int) -> Prompt:
         content = self.example["prompt"]
-        if side == "heldout":
-            content = self.example.get("heldout", content)
-        return Prompt(f"{self.name}/{side}/{index}", content, {}, self.name)
+        if split == "validation":
+            content = self.example.get("validation", content)
+        return Prompt(f"{self.name}/{split}/{index}", content, {}, self.name)
 
     def gold(self, prompt: Prompt) -> str | None:
         answer: str | None = self.example.get("answer")

@@ -99,7 +99,7 @@ class RewardCall:
         self._running = AsyncCalls(waiting, self._config.timeout, self._config.loop)
         for function in functions:
             if function.function is None:
-                self._take(function.name, self._task_verdicts(function.name))
+                self._take(function.name, self._task_results(function.name))
             elif not function.is_async:
                 outcome = self._call(function, calls[function.name])
                 self._take(function.name, self._read(function.name, outcome))
@@ -148,8 +148,8 @@ class RewardCall:
         del self.logs[name]
         return [RewardOutput(wrong=wrong)] * len(batch)
 
-    def _task_verdicts(self, name: str) -> list[RewardOutput]:
-        """The tasks' own verdicts; each is a call with its own timeout."""
+    def _task_results(self, name: str) -> list[RewardOutput]:
+        """The tasks' own scores; each is a call with its own timeout."""
         calls, tasks, batch = [], self._config.tasks, self._passed
         for prompt, completion in zip(batch.prompts, batch.completions, strict=True):
             if prompt.task not in tasks:

@@ -1,4 +1,4 @@
-"""The scorer: groups of completions in, verdicts out.
+"""The scorer: groups of completions in, results out.
 
 R_i = gated_reward_g                            where a gate g is shut: x_g < gate_below_g
     = Σ_k weight_k · normalise(clip(x_k))_i     else, over the components with a value
@@ -22,24 +22,24 @@ from keel.rewards.executor import LoopThread
 from keel.rewards.registry import RESERVED, TASK, NamedReward
 from keel.rewards.rules import overlong_penalty
 from keel.rewards.validation import RewardOutput
-from keel.types import Completion, Group, KeelError, Prompt, Step, Task, Verdict
+from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step, Task
 
 EPSILON = 1e-4
 """Added to the standard deviation, as in group-relative advantages."""
 OVERLONG = "overlong"
-"""The component of soft overlong punishment."""
+"""The component of the soft length penalty (DAPO)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
     """The scores of a step.
 
-    `verdicts` by group; `metrics` are each component's mean and std (`rewards/NAME/mean`, unbiased
+    `results` by group; `metrics` are each component's mean and std (`rewards/NAME/mean`, unbiased
     `rewards/NAME/std`; absent where too few have a value) and what functions logged; `extras` what
     they logged a completion, in order; `failures` how many completions each left out by `on_error`.
     """
 
-    verdicts: tuple[tuple[Verdict, ...], ...]
+    results: tuple[tuple[RewardResult, ...], ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
     extras: Mapping[str, list[Any]] = field(default_factory=dict)
     failures: Mapping[str, int] = field(default_factory=dict)
@@ -48,11 +48,11 @@ class Scored:
 class Scorer:
     """Calls reward functions on a step's groups, and weighs their outputs.
 
-    With no functions, the task's own verdict is the reward. `timeout` is in seconds, for one call
-    of one function (a verdict of a task is a call). With `on_error = "skip"` a completion that a
+    With no functions, the task's own score is the reward. `timeout` is in seconds, for one call
+    of one function (a score of a task is a call). With `on_error = "skip"` a completion that a
     function fails on goes without that component; with "stop" the failure is a KeelError that
     names the function, the step and, where it is known, the sample. Over the last
-    `overlong_buffer` tokens of `max_tokens`, length is punished.
+    `overlong_buffer` tokens of `max_tokens`, a length penalty applies.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class Scorer:
         return Overlap(self._config, prompts, step)
 
     def conclude(self, groups: Sequence[Group], step: int, calls: Sequence[RewardCall]) -> Scored:
-        """The verdicts of a step from the calls on its parts, in their order."""
+        """The results of a step from the calls on its parts, in their order."""
         batch = RewardBatch.of(groups, step, ())
         outputs = {
             f.name: [output for call in calls for output in call.outputs[f.name]]
             for f in self.functions
         }
         if self.by_task_alone:
-            _check_verdicts(batch, outputs[TASK])
+            _check_results(batch, outputs[TASK])
         # In the order of the calls: gates first.
         called = sorted(self.functions, key=lambda f: f.gate_below is None)
         logs = {
@@ -112,9 +112,9 @@ class Scorer:
         }
         extras, metrics = join_logs(logs, len(batch))
         groups_S = [g for g, group in enumerate(groups) for _ in group.completions]
-        verdicts = compose(self.functions, outputs, groups_S)
+        results = compose(self.functions, outputs, groups_S)
         if self.overlong_buffer:
-            verdicts = [*map(self._punished, verdicts, batch.completions)]
+            results = [*map(self._punished, results, batch.completions)]
         ends = np.cumsum([0, *(len(group.completions) for group in groups)])
         shut = {
             f"rewards/{f.name}/shut": float(
@@ -124,8 +124,8 @@ class Scorer:
             if f.gate_below is not None and batch.completions
         }
         return Scored(
-            verdicts=tuple(tuple(verdicts[a:b]) for a, b in itertools.pairwise(ends)),
-            metrics={**metrics, **_spread(verdicts), **shut},
+            results=tuple(tuple(results[a:b]) for a, b in itertools.pairwise(ends)),
+            metrics={**metrics, **_spread(results), **shut},
             extras=extras,
             failures={
                 name: count
@@ -136,7 +136,7 @@ class Scorer:
 
     def judging(self, component: str | None = None) -> NamedReward | None:
         """The reward that says right or wrong: this component, or else the first declared as
-        correctness; None where none is. A task's verdict is where its `correctness` is true."""
+        correctness; None where none is. A task's score is where its `correctness` is true."""
         tasks = all(getattr(task, "correctness", False) for task in self.tasks.values())
         for function in self.functions:
             declared = function.correctness
@@ -172,18 +172,18 @@ class Scorer:
                         "(task.answer names the gold answer's column)"
                     )
 
-    def _punished(self, verdict: Verdict, completion: Completion) -> Verdict:
-        """A verdict with the punishment of length, unless it has no reward otherwise."""
-        if verdict.reward is None:
-            return replace(verdict, components={**verdict.components, OVERLONG: None})
+    def _punished(self, result: RewardResult, completion: Completion) -> RewardResult:
+        """A result with the length penalty, unless it has no reward otherwise."""
+        if result.reward is None:
+            return replace(result, components={**result.components, OVERLONG: None})
         written = int(completion.written.sum())
         punishment = overlong_penalty(written, self.max_tokens, self.overlong_buffer)
-        return Verdict(
-            reward=verdict.reward + punishment,
-            components={**verdict.components, OVERLONG: punishment},
-            steps=verdict.steps,
-            outcome=(verdict.outcome or 0.0) + punishment if punishment else verdict.outcome,
-            unshaped=verdict.reward,
+        return RewardResult(
+            reward=result.reward + punishment,
+            components={**result.components, OVERLONG: punishment},
+            steps=result.steps,
+            outcome=(result.outcome or 0.0) + punishment if punishment else result.outcome,
+            unshaped=result.reward,
         )
 
 
@@ -191,11 +191,11 @@ def compose(
     functions: Sequence[NamedReward],
     outputs: Mapping[str, Sequence[RewardOutput]],
     groups: Sequence[int],
-) -> list[Verdict]:
-    """The verdicts on a step's completions; `groups` is the prompt's number of each."""
+) -> list[RewardResult]:
+    """The results of a step's completions; `groups` is the number of each one's prompt."""
     values = {f.name: _values(f, outputs[f.name], groups) for f in functions}
     return [
-        _verdict(
+        _result(
             functions,
             {f.name: outputs[f.name][at] for f in functions},
             {f.name: values[f.name][at] for f in functions},
@@ -204,17 +204,17 @@ def compose(
     ]
 
 
-def _verdict(
+def _result(
     functions: Sequence[NamedReward],
     outputs: Mapping[str, RewardOutput],
     values: Mapping[str, float | None],
-) -> Verdict:
-    """The verdict on one completion; `values` are clipped and normalised."""
+) -> RewardResult:
+    """The result of one completion; `values` are clipped and normalised."""
     components = {name: output.value for name, output in outputs.items()}
     for function in functions:
         if function.shuts(components[function.name]):
             gated = function.gated_reward
-            return Verdict(gated, components, outcome=gated)
+            return RewardResult(gated, components, outcome=gated)
     weighted: list[float] = []
     outcomes: list[float] = []
     steps: dict[int, float] = {}
@@ -228,7 +228,7 @@ def _verdict(
         for step in of_steps or ():
             share = function.weight * function.clipped(step.reward)
             steps[step.end] = steps.get(step.end, 0.0) + share
-    return Verdict(
+    return RewardResult(
         float(sum(weighted)) if weighted else None,
         components,
         tuple(Step(end, steps[end]) for end in sorted(steps)),
@@ -270,8 +270,8 @@ def _standardised(x: npt.NDArray[np.float64]) -> list[float]:
     return scaled
 
 
-def _check_verdicts(batch: RewardBatch, outputs: Sequence[RewardOutput]) -> None:
-    """Raise KeelError for a task that is the only reward and gave no verdict on any answer."""
+def _check_results(batch: RewardBatch, outputs: Sequence[RewardOutput]) -> None:
+    """Raise KeelError for a task that is the only reward and scored no answer."""
     judged = {p.task: False for p in batch.prompts}
     for prompt, one in zip(batch.prompts, outputs, strict=True):
         judged[prompt.task] |= one.value is not None or one.wrong is not None
@@ -283,11 +283,11 @@ def _check_verdicts(batch: RewardBatch, outputs: Sequence[RewardOutput]) -> None
             )
 
 
-def _spread(verdicts: Sequence[Verdict]) -> dict[str, float]:
+def _spread(results: Sequence[RewardResult]) -> dict[str, float]:
     """The mean and the standard deviation of each component."""
     metrics: dict[str, float] = {}
-    for name in verdicts[0].components if verdicts else ():
-        values = [x for v in verdicts if (x := v.components[name]) is not None]
+    for name in results[0].components if results else ():
+        values = [x for v in results if (x := v.components[name]) is not None]
         if values:
             metrics[f"rewards/{name}/mean"] = float(np.mean(values))
         if len(values) > 1:

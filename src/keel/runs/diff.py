@@ -27,14 +27,14 @@ from keel.runs.layout import Place, RunFolder
 from keel.runs.reader import Run
 from keel.runs.rollouts import COMPONENT, read_table
 from keel.runs.values import Change, change, changes, first_unequal, plain, same
-from keel.types import KeelError, Side
+from keel.types import KeelError, Split
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 Where = Literal["samples", "rollouts", "metrics", "checkpoint"]
 ENVIRONMENT = ("versions", "threads")
-SIDES: tuple[Side, ...] = ("train", "heldout")
+SPLITS: tuple[Split, ...] = ("train", "validation")
 STATE = "state.json"
 TENSORS = ".safetensors"
 _DTYPES: Final = {
@@ -188,8 +188,8 @@ class _Comparison:
                 yield from self._checkpoint(stage, place)
 
     def _samples(self, stage: str) -> Iterator[FirstDifference]:
-        for side in SIDES:
-            a, b = (folder.rows(stage, side) for folder in self.folders)
+        for split in SPLITS:
+            a, b = (folder.rows(stage, split) for folder in self.folders)
             if a.exists() and b.exists() and not _same_bytes(a, b):
                 file = a.relative_to(self.folders[0].path).as_posix()
                 lines = zip_longest(files.read_jsonl(a), files.read_jsonl(b))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.runs import files
-from keel.types import KeelError, Side
+from keel.types import KeelError, Split
 
 STEP_DIGITS = 6
 RECIPE = "recipe.toml"
@@ -201,9 +201,9 @@ class RunFolder:
         """The reward model that a stage made, as a plain model folder."""
         return self.path / "models" / stage
 
-    def rows(self, stage: str, side: Side) -> Path:
+    def rows(self, stage: str, split: Split) -> Path:
         """The rows that a stage sampled to learn from."""
-        return self.path / "rows" / f"{stage}-{side}.jsonl"
+        return self.path / "rows" / f"{stage}-{split}.jsonl"
 
     @property
     def lock(self) -> Path:

@@ -21,7 +21,7 @@ Why = Literal["bad", "long", "overlap", "empty"]
 WORDS: Mapping[Why, str] = {
     "bad": "that cannot be read",
     "long": "too long",
-    "overlap": "also held out",
+    "overlap": "also in the validation split",
     "empty": "with an empty answer",
 }
 SHOWN = 500

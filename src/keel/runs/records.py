@@ -20,7 +20,7 @@ from keel.runs.checkpoint import Recorded
 from keel.runs.layout import Place, RunFolder
 from keel.runs.rollouts import RolloutRow
 from keel.runs.run_json import read_run_json
-from keel.types import Side
+from keel.types import Split
 
 _BLOCK = 1 << 16
 
@@ -122,9 +122,9 @@ class Recorder:
 
     def describe(self, checkpoint: Path, stage: int) -> None:
         """Put hashes of what was recorded so far into a checkpoint of a stage, being written."""
-        sides: tuple[Side, ...] = ("train", "heldout")
+        splits: tuple[Split, ...] = ("train", "validation")
         for name in self.folder.stages[: stage + 1]:
-            for path in (self.folder.rows(name, side) for side in sides):
+            for path in (self.folder.rows(name, split) for split in splits):
                 if path.is_file() and self._name(path) not in self._known:
                     self._known[self._name(path)] = files.sha256(path)
         digest = self._digest.hexdigest()

@@ -224,5 +224,5 @@ class RunWriter:
             best[stages[progress.stage]] = progress.best_step
         if best != known:
             # Before the checkpoint: a stage that ends with it must not lose its best.
-            update_run_json(self.folder, {"best": best, "best_selected_on": "held-out evaluation"})
+            update_run_json(self.folder, {"best": best, "best_selected_on": "validation split"})
         return [self.folder.checkpoint(stages.index(name), step) for name, step in best.items()]

@@ -16,7 +16,7 @@ from keel.config.schema import Recipe, RLStage
 from keel.config.sources import PreferenceData
 from keel.config.stage import Records
 from keel.data.preferences.dataset import READERS
-from keel.data.tasks import PromptStream, build_tasks, heldout, stored
+from keel.data.tasks import PromptStream, build_tasks, stored, validation_prompts
 from keel.models.chat import Encoder
 from keel.models.loading import ADAPTER
 from keel.models.policy import Policy, load_policy
@@ -69,7 +69,7 @@ def evaluate(
     table, `choices` keys of the recipe's `evaluation` table. Rows named for this evaluation
     (a `task`, or the key `path`) are scored wholly, unless validation_path or validation_fraction
     is set.
-    With `checkpoint="best"` of a run, on its own held-out prompts, `selected` is true: the
+    With `checkpoint="best"` of a run, on its own validation prompts, `selected` is true: the
     checkpoint was chosen by these prompts.
     """
     recipe, folder = _what(model)
@@ -115,10 +115,10 @@ def _scored_whole(stage: RLStage, tasks: Mapping[str, Task], bounded: bool) -> R
     """The stage, evaluated on all rows of its stored tasks; `bounded`: on so many as it says."""
     rows = [data for task in tasks.values() if (data := stored(task)) is not None]
     for data in rows:
-        data.hold_out_all()
+        data.validate_on_all()
     if bounded or len(rows) < len(tasks):
         return stage
-    every = {"prompts": sum(data.size("heldout") for data in rows)}
+    every = {"prompts": sum(data.size("validation") for data in rows)}
     return stage.model_copy(update={"evaluation": stage.evaluation.model_copy(update=every)})
 
 
@@ -185,7 +185,7 @@ def _run(
     ordered = list(tasks.values())
     if choice.prompts == 0:
         raise KeelError("evaluation.prompts = 0 leaves nothing to evaluate on: set --prompts")
-    chosen = heldout(ordered, weights, choice.prompts, prepare)
+    chosen = validation_prompts(ordered, weights, choice.prompts, prepare)
     judge.check(chosen)
     source = PromptSource(tasks, weights, encoder, PromptStream(ordered, weights, seed, encoder))
     less = "lower --prompts or --max-tokens"
@@ -196,11 +196,11 @@ def _run(
 
 
 def _unreadable(task: Task) -> int:
-    """How many rows of the file that a task's held-out side is read from could not be read."""
+    """How many rows of the file that a task's validation split is read from could not be read."""
     data = stored(task)
     if data is None:
         return 0
-    source = data.sides["heldout"].where.source
+    source = data.splits["validation"].where.source
     return sum(row.why == "bad" and row.source == source for row in data.left_out)
 
 
@@ -245,8 +245,8 @@ def evaluate_reward_model(
         loaded.reader(made is not None and made.raw),
         own[0] if separator is None else separator,
     )
-    sides = READERS[rows](source, 0)
-    examples = [encode(row) for row in (*sides.train, *sides.heldout)]
+    splits = READERS[rows](source, 0)
+    examples = [encode(row) for row in (*splits.train, *splits.validation)]
     long = sum(row.longest > (loaded.context or row.longest) for row in examples)
     if long:
         raise KeelError(

@@ -16,7 +16,7 @@ from keel.rewards.judge.reward import spending
 from keel.rewards.registry import NamedReward
 from keel.rewards.scorer import Scorer
 from keel.training.rollout import Sampler
-from keel.types import Group, KeelError, Prompt, Sampling, Verdict
+from keel.types import Group, KeelError, Prompt, RewardResult, Sampling
 
 EXAMPLES = 4
 """How many completions an evaluation shows."""
@@ -56,30 +56,30 @@ class Evaluator:
             stop_ids=budget.stop_ids,
         )
         spent: dict[str, float] = {}
-        groups, verdicts = self._judge(1, greedy, step, spent)
+        groups, results = self._judge(1, greedy, step, spent)
         lengths = [int(group.completions[0].written.sum()) for group in groups]
-        result: dict[str, Any] = {
-            **self._greedy([judged[0] for judged in verdicts]),
+        report: dict[str, Any] = {
+            **self._greedy([judged[0] for judged in results]),
             "mean_length": sum(lengths) / len(lengths),
         }
         if self.config.samples > 0:
-            result |= self._sampled(greedy, step, spent)
+            report |= self._sampled(greedy, step, spent)
         if spent:
-            result["spent"] = spent
-        result["examples"] = [_example(g, v) for g, v in zip(groups, verdicts, strict=True)][
+            report["spent"] = spent
+        report["examples"] = [_example(g, v) for g, v in zip(groups, results, strict=True)][
             :EXAMPLES
         ]
-        return result
+        return report
 
     def _sampled(self, greedy: Sampling, step: int, spent: dict[str, float]) -> dict[str, Any]:
         c, k = self.config, self.config.samples
         sampling = replace(
             greedy, temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p
         )
-        _, verdicts = self._judge(k, sampling, step, spent)
+        _, results = self._judge(k, sampling, step, spent)
         if self.judging is None:
-            return {"sampled": _mean_reward([self._rewards(judged) for judged in verdicts])}
-        right = [sum(self._passed(v) for v in judged) for judged in verdicts]
+            return {"sampled": _mean_reward([self._rewards(judged) for judged in results])}
+        right = [sum(self._passed(v) for v in judged) for judged in results]
         solved = sum(count > 0 for count in right)
         return {
             "sampled": _rate_interval([count / k for count in right]),
@@ -88,41 +88,41 @@ class Evaluator:
 
     def _judge(
         self, n: int, sampling: Sampling, step: int, spent: dict[str, float]
-    ) -> tuple[list[Group], Sequence[Sequence[Verdict]]]:
-        """Groups of `n` and their verdicts; what they cost is added to `spent`."""
+    ) -> tuple[list[Group], Sequence[Sequence[RewardResult]]]:
+        """Groups of `n` and their results; what they cost is added to `spent`."""
         seed = derive(self.sampler.seed, "evaluation")
         groups, scored = self.sampler.judged(self.prompts, n, sampling, seed, self.scorer, step)
         for name in spending(self.scorer.functions):
             spent[name] = spent.get(name, 0.0) + float(scored.metrics.get(name, 0.0))
-        return groups, scored.verdicts
+        return groups, scored.results
 
-    def _greedy(self, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    def _greedy(self, results: Sequence[RewardResult]) -> dict[str, Any]:
         if self.judging is None:
-            rewards = [self._rewards([verdict]) for verdict in verdicts]
+            rewards = [self._rewards([result]) for result in results]
             return {**_mean_reward(rewards), "measure": "reward"}
-        passed = [self._passed(verdict) for verdict in verdicts]
+        passed = [self._passed(result) for result in results]
         return {**wilson_interval(sum(passed), len(passed)).as_dict(), "measure": "pass@1"}
 
-    def _passed(self, verdict: Verdict) -> bool:
+    def _passed(self, result: RewardResult) -> bool:
         assert self.judging is not None
-        value = verdict.components.get(self.judging.name)
+        value = result.components.get(self.judging.name)
         return value is not None and value >= self.config.threshold
 
-    def _rewards(self, verdicts: Sequence[Verdict]) -> list[float]:
+    def _rewards(self, results: Sequence[RewardResult]) -> list[float]:
         """The rewards of the completions that have one."""
         name = self.config.component
-        rewards = [v.reward if name is None else v.components.get(name) for v in verdicts]
+        rewards = [v.reward if name is None else v.components.get(name) for v in results]
         return [reward for reward in rewards if reward is not None]
 
 
-def metrics(result: dict[str, Any]) -> dict[str, float]:
+def metrics(report: dict[str, Any]) -> dict[str, float]:
     """An evaluation as metrics of its step."""
-    found = {result.get("measure", "pass@1"): result}
-    found |= {k: v for k, v in result.items() if k.startswith("pass@")}
-    if "sampled" in result:
-        found["sampled"] = result["sampled"]
-    out = {"eval/mean_length": result["mean_length"]}
-    out |= {f"eval/{name}": value for name, value in result.get("spent", {}).items()}
+    found = {report.get("measure", "pass@1"): report}
+    found |= {k: v for k, v in report.items() if k.startswith("pass@")}
+    if "sampled" in report:
+        found["sampled"] = report["sampled"]
+    out = {"eval/mean_length": report["mean_length"]}
+    out |= {f"eval/{name}": value for name, value in report.get("spent", {}).items()}
     for name, interval in found.items():
         ends = {"": interval["mean"], "/low": interval["low"], "/high": interval["high"]}
         out |= {f"eval/{name}{end}": value for end, value in ends.items() if value is not None}
@@ -142,10 +142,10 @@ def _rate_interval(rates: Sequence[float]) -> dict[str, float | int]:
     return mean_interval(rates).as_dict()
 
 
-def _example(group: Group, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def _example(group: Group, results: Sequence[RewardResult]) -> dict[str, Any]:
     content = group.prompt.content
     return {
         "prompt": content if isinstance(content, str) else [dict(m) for m in content],
         "completion": group.completions[0].transcript,
-        "reward": verdicts[0].reward,
+        "reward": results[0].reward,
     }

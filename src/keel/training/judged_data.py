@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from keel.config.stage import Records
-from keel.data.preferences.dataset import Sides
+from keel.data.preferences.dataset import Splits
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
 from keel.models.packed import PackedSizes, sizes_on
 from keel.models.reward import Answered, Reader, joined
@@ -63,35 +63,35 @@ class Ready(Generic[E]):
     """Both splits, encoded; how many examples of each were left out for being too long."""
 
     train: tuple[E, ...]
-    heldout: tuple[E, ...]
+    validation: tuple[E, ...]
     long: int
-    long_heldout: int
+    long_validation: int
 
 
 def ready(
-    sides: Sides[R],
+    splits: Splits[R],
     encode: Callable[[R], E],
     limit: int | None,
-    heldout_rows: int,
+    validation_rows: int,
     stage: str,
 ) -> Ready[E]:
-    """The rows of at most `limit` tokens; of the validation split a random `heldout_rows`.
+    """The rows of at most `limit` tokens; of the validation split a random `validation_rows`.
 
     Raises KeelError where no train row is left, or none of a validation split that had some.
     """
-    train, long = _fitting(map(encode, sides.train), limit)
-    held, long_heldout = _fitting(map(encode, _some(sides.heldout, heldout_rows)), limit)
+    train, long = _fitting(map(encode, splits.train), limit)
+    held, long_validation = _fitting(map(encode, _some(splits.validation, validation_rows)), limit)
     if not train:
         raise KeelError(
-            f"stage {stage!r}: each of the {len(sides.train)} train rows is longer than "
+            f"stage {stage!r}: each of the {len(splits.train)} train rows is longer than "
             f"{limit} tokens: raise {stage}.max_tokens, or use a model with a longer context"
         )
-    if long_heldout and not held:
+    if long_validation and not held:
         raise KeelError(
-            f"stage {stage!r}: each of the {long_heldout} held-out rows is longer than {limit} "
-            f"tokens: raise {stage}.max_tokens, or set {stage}.evaluation.rows = 0"
+            f"stage {stage!r}: each of the {long_validation} validation rows is longer than "
+            f"{limit} tokens: raise {stage}.max_tokens, or set {stage}.evaluation.rows = 0"
         )
-    return Ready(train, held, long, long_heldout)
+    return Ready(train, held, long, long_validation)
 
 
 def pair_encoder(reader: Reader) -> Callable[[Preference], EncodedPair]:

@@ -148,7 +148,7 @@ def _loop(
         stage,
         progress,
         examples=judged_examples(rows.train, stage.batch_size, seed, device, backward),
-        evaluate=partial(measure, rows.heldout) if rows.heldout else None,
+        evaluate=partial(measure, rows.validation) if rows.validation else None,
         evaluate_every=stage.evaluation.every,
         plot=partial(
             plot_calibration, folder=run.writer.folder.pictures, name=stage.name, title=title
@@ -203,7 +203,7 @@ def _sampled_files(
 ) -> PreferenceData:
     """The stage's data as files of the run folder, sampled unless they are there."""
     folder, policy = run.writer.folder, run.policy
-    train, held = (folder.rows(stage.name, side) for side in ("train", "heldout"))
+    train, held = (folder.rows(stage.name, split) for split in ("train", "validation"))
     made = PreferenceData(name="jsonl", path=str(train), validation_path=str(held), empty="keep")
     if train.exists() and held.exists():
         return made
@@ -216,7 +216,7 @@ def _sampled_files(
     with closing(judge):
         less = f"lower {stage.name}.sampled.max_tokens or {stage.name}.sampled.group_size"
         sampler = build_sampler(policy, source, judge, choice.sampling.rollout, seed, less=less)
-        prompts = source.heldout(choice.heldout)
+        prompts = source.validation(choice.validation)
         judge.check(prompts)
         parts = sampled_data.SampledDataSource(sampler, judge, prompts, choice, seed)
         counts = sampled_data.write_rows(parts, folder, stage.name, make)
@@ -237,20 +237,20 @@ def _examples(
         data = cast(PreferenceData, stage.data)
     else:
         data = _sampled_files(run, stage, stage.sampled, make)
-    sides = READERS[cast(Records, stage.records)](data, run.recipe.seed)
+    splits = READERS[cast(Records, stage.records)](data, run.recipe.seed)
     limits = [limit for limit in (stage.max_tokens, context) if limit is not None]
     limit = min(limits) if limits else None
     sieve: Sieve[Any, Any] = Sieve(encode, limit)
     if data.bad_rows == "quarantine":
-        sides = sieve.without_bad(sides)
-    rows = ready(sides, sieve, limit, stage.evaluation.rows, stage.name)
-    kept = _quarantined(run, stage, (*sides.left_out, *sieve.left_out))
+        splits = sieve.without_bad(splits)
+    rows = ready(splits, sieve, limit, stage.evaluation.rows, stage.name)
+    kept = _quarantined(run, stage, (*splits.left_out, *sieve.left_out))
     left = (
         (rows.long, f"longer than {limit} tokens"),
-        (rows.long_heldout, f"held out and longer than {limit} tokens"),
-        (sides.overlap, "with a prompt or group that is also held out"),
-        (sides.dropped, "with an empty answer"),
-        (sum(row.why == "bad" for row in sides.left_out), "that cannot be read"),
+        (rows.long_validation, f"held out and longer than {limit} tokens"),
+        (splits.overlap, "with a prompt or group that is also in the validation split"),
+        (splits.dropped, "with an empty answer"),
+        (sum(row.why == "bad" for row in splits.left_out), "that cannot be read"),
     )
     reasons = [f"{n} {why}" for n, why in left if n]
     if reasons and run.resume_from is None:

@@ -19,7 +19,7 @@ import torch
 
 from keel.runs import cancel, checkpoint, encoding
 from keel.training.rollout import Rollouts
-from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
+from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step
 
 PENDING = "pending.json"
 PATIENCE = 30.0
@@ -133,7 +133,7 @@ def save_pending(folder: Path, pending: Pending) -> None:
     state = {
         "step": pending.step,
         "groups": [_group(group) for group in rollouts.groups],
-        "verdicts": [[asdict(verdict) for verdict in judged] for judged in rollouts.verdicts],
+        "results": [[asdict(result) for result in judged] for judged in rollouts.results],
         "greedy": rollouts.greedy,
         # As text: keys that a user chose must not meet those of the state.
         "extras": json.dumps(rollouts.extras),
@@ -159,7 +159,7 @@ def read_pending(folder: Path | None) -> Pending | None:
 def _read(state: Mapping[str, Any]) -> Rollouts:
     return Rollouts(
         groups=tuple(_read_group(group) for group in state["groups"]),
-        verdicts=tuple(tuple(_read_verdict(one) for one in judged) for judged in state["verdicts"]),
+        results=tuple(tuple(_read_result(one) for one in judged) for judged in state["results"]),
         greedy=state["greedy"],
         extras=json.loads(state["extras"]),
         metrics=state["metrics"],
@@ -197,6 +197,8 @@ def _read_group(state: Mapping[str, Any]) -> Group:
     return Group(Prompt(**prompt), tuple(Completion(**one) for one in completions))
 
 
-def _read_verdict(state: Mapping[str, Any]) -> Verdict:
+def _read_result(state: Mapping[str, Any]) -> RewardResult:
     steps = tuple(Step(**step) for step in state["steps"])
-    return Verdict(state["reward"], state["components"], steps, state["outcome"], state["unshaped"])
+    return RewardResult(
+        state["reward"], state["components"], steps, state["outcome"], state["unshaped"]
+    )

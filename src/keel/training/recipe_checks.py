@@ -29,7 +29,7 @@ from keel.rewards.judge.options import JudgeOptions
 from keel.rewards.learned import HOW
 from keel.rewards.registry import MADE, NamedReward, load_reward
 from keel.rewards.scorer import Scorer
-from keel.types import KeelError, Side
+from keel.types import KeelError, Split
 
 T = TypeVar("T")
 
@@ -148,28 +148,28 @@ class _File:
 
 
 def leaks(recipe: Recipe) -> Iterator[str]:
-    """A line for each stage and file whose held-out prompts the stage, or one before it, trains on.
+    """A line for each stage and file whose validation prompts an earlier stage or it trains on.
 
     Of files and `datasets` names; rows that a Python function returns are not read for this. What
     cannot be read is passed over: its own stage stops at it.
     """
     if _alike(recipe):
         return
-    sides = [(stage, list(_files(recipe, stage))) for stage in recipe.stages]
-    for at, (stage, files) in enumerate(sides):
+    splits = [(stage, list(_files(recipe, stage))) for stage in recipe.stages]
+    for at, (stage, files) in enumerate(splits):
         evaluation = None if stage.sampling is None else stage.sampling.evaluation
         if evaluation is None or not evaluation.prompts:
             continue
-        for held in (file for side, file in files if side == "heldout"):
-            for before, others in sides[: at + 1]:
-                for learned in (file for side, file in others if side == "train"):
+        for held in (file for split, file in files if split == "validation"):
+            for before, others in splits[: at + 1]:
+                for learned in (file for split, file in others if split == "train"):
                     places = learned.places
                     shared = sum(not prompt.isdisjoint(places) for prompt in held.prompts)
                     if shared:
                         yield (
-                            f"WARNING: {shared} of the {len(held.prompts)} held-out prompts of "
+                            f"WARNING: {shared} of the {len(held.prompts)} validation prompts of "
                             f"stage {stage.name!r} ({held.name}) are train prompts of stage "
-                            f"{before.name!r} ({learned.name}): its held-out figures are too high. "
+                            f"{before.name!r} ({learned.name}): its figures are too high. "
                             "Give both the same validation_path, or leave these rows out"
                         )
 
@@ -190,15 +190,15 @@ def _sources(stage: Stage) -> tuple[TaskSource, ...]:
     return tuple(source for source in stage.trained_tasks if source.name in KINDS)
 
 
-def _files(recipe: Recipe, stage: Stage) -> Iterator[tuple[Side, _File]]:
-    """The sides of the stage's files."""
+def _files(recipe: Recipe, stage: Stage) -> Iterator[tuple[Split, _File]]:
+    """The splits of the stage's files."""
     for source in _sources(stage):
         with suppress(KeelError):
             data = stored(build_task(source, recipe.seed))
             assert data is not None
-            for side, rows in data.sides.items():
+            for split, rows in data.splits.items():
                 prompts = frozenset(frozenset(places(entry.body)) for entry in rows.entries)
-                yield side, _File(rows.where.source, prompts)
+                yield split, _File(rows.where.source, prompts)
     pairs, records = stage.preference_data, stage.records
     if pairs is not None and records is not None and pairs.name in preferences.KINDS:
         with suppress(KeelError):

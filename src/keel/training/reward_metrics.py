@@ -136,7 +136,7 @@ def _finite(scores: list[list[float]]) -> list[list[float]]:
     wrong = sum(not np.isfinite(one).all() for one in scores)
     if wrong:
         raise KeelError(
-            f"the reward model's scores of {wrong} of {len(scores)} held-out answers are not finite"
-            ": lower optimizer.learning_rate, or resume from an earlier checkpoint"
+            f"the reward model's scores of {wrong} of {len(scores)} validation answers are not "
+            "finite: lower optimizer.learning_rate, or resume from an earlier checkpoint"
         )
     return scores

@@ -175,7 +175,7 @@ def take_step(loop: Loop, progress: Progress, number: int) -> StepResult:
             return StepResult(rollouts, None, None, metrics, beta)
         with clock("score"):
             batch = score(loop, rollouts)
-            rewards = outcome(rollouts.groups, rollouts.verdicts, rollouts.greedy)
+            rewards = outcome(rollouts.groups, rollouts.results, rollouts.greedy)
             estimates = estimate(algorithm, batch, rewards, beta)
         with clock("update"):
             updated = update_models(loop, batch, estimates, rollouts, progress, number)
@@ -366,12 +366,12 @@ def _learnable(loop: Loop, rollouts: Rollouts) -> list[int]:
     Truncated ones are not where the recipe masks them, nor those without a reward where the
     advantage does not compare a group (which gives them 0).
     """
-    verdicts = [v for judged in rollouts.verdicts for v in judged]
+    results = [v for judged in rollouts.results for v in judged]
     completions = [c for group in rollouts.groups for c in group.completions]
     keep = []
-    for i, (completion, verdict) in enumerate(zip(completions, verdicts, strict=True)):
+    for i, (completion, result) in enumerate(zip(completions, results, strict=True)):
         cut = loop.loss.mask_truncated and completion.finish == "length"
-        unrewarded = verdict.reward is None and not loop.algorithm.needs_groups
+        unrewarded = result.reward is None and not loop.algorithm.needs_groups
         if not cut and not unrewarded and completion.written.any():
             keep.append(i)
     return keep

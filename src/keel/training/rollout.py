@@ -15,7 +15,7 @@ from keel.algorithms.spec import Algorithm
 from keel.config.fields import derive
 from keel.config.sampling import Rollout as SamplingConfig
 from keel.data.tasks.mixture import PromptStream
-from keel.engines.multi_turn import converse
+from keel.engines.multi_turn import generate_multi_turn
 from keel.learn.advantages import outcome_of
 from keel.learn.batch import Batch
 from keel.learn.token_budget import oom_context
@@ -29,13 +29,13 @@ from keel.types import (
     Group,
     OnGroup,
     Prompt,
+    RewardResult,
     Sampling,
     StreamingEngine,
     Task,
-    Verdict,
 )
 
-Judged = tuple[Verdict, ...]
+Results = tuple[RewardResult, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class Rollouts:
     """Groups with their rewards, in order; `extras` is what rewards logged for each completion."""
 
     groups: tuple[Group, ...]
-    verdicts: tuple[Judged, ...]
+    results: tuple[Results, ...]
     greedy: tuple[float, ...] | None = None
     extras: dict[str, list[object]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Sampler:
         scorer: Scorer,
         step: int,
     ) -> tuple[list[Group], Scored]:
-        """Completions of the prompts, with the verdicts of a scorer.
+        """Completions of the prompts, with the results of a scorer.
 
         With `overlap_rewards` the scorer runs while the engine samples the last completions, if
         the engine streams groups and completions have one turn.
@@ -113,7 +113,7 @@ class Sampler:
             ):
                 if on_group is not None and isinstance(self.engine, StreamingEngine):
                     return self.engine.stream(prompts, n, sampling, seed, on_group)
-                return converse(
+                return generate_multi_turn(
                     self.engine,
                     prompts,
                     n,
@@ -138,8 +138,8 @@ def collect(sampler: Sampler, algorithm: Algorithm, step: int) -> Rollouts:
     wrong or all right), and the step is refilled.
     """
     config = sampler.config
-    kept: list[tuple[Group, Judged]] = []
-    every: list[tuple[Group, Judged]] = []
+    kept: list[tuple[Group, Results]] = []
+    every: list[tuple[Group, Results]] = []
     rounds: list[Mapping[str, float]] = []
     failures: dict[str, float] = {}
     extras: dict[str, list[object]] = {}
@@ -150,7 +150,7 @@ def collect(sampler: Sampler, algorithm: Algorithm, step: int) -> Rollouts:
         groups, scored = sampler.judged(
             prompts, config.group_size, sampler.sampling, seed, sampler.scorer, step
         )
-        pairs = list(zip(groups, scored.verdicts, strict=True))
+        pairs = list(zip(groups, scored.results, strict=True))
         keep = [
             not all_alike(judged, algorithm.needs_steps)
             if config.dynamic_sampling
@@ -173,7 +173,7 @@ def collect(sampler: Sampler, algorithm: Algorithm, step: int) -> Rollouts:
         refills += 1
     rollouts = Rollouts(
         groups=tuple(group for group, _ in kept),
-        verdicts=tuple(judged for _, judged in kept),
+        results=tuple(judged for _, judged in kept),
         extras=extras,
         metrics={
             **_joined(rounds, spending(sampler.scorer.functions)),
@@ -186,7 +186,7 @@ def collect(sampler: Sampler, algorithm: Algorithm, step: int) -> Rollouts:
     return _with_greedy(sampler, rollouts, step) if algorithm.needs_greedy and kept else rollouts
 
 
-def describe(pairs: Sequence[tuple[Group, Judged]]) -> dict[str, float]:
+def describe(pairs: Sequence[tuple[Group, Results]]) -> dict[str, float]:
     """Rewards and lengths of what was sampled, under TRL's names."""
     completions = [c for group, _ in pairs for c in group.completions]
     rewards = [v.reward for _, judged in pairs for v in judged if v.reward is not None]
@@ -216,28 +216,28 @@ def _joined(rounds: Sequence[Mapping[str, float]], added: Sequence[str]) -> dict
     return {n: float(sum(v) if n in added else np.mean(v)) for n, v in values.items()}
 
 
-def _rewards(judged: Judged) -> list[float]:
+def _rewards(judged: Results) -> list[float]:
     return [v.reward for v in judged if v.reward is not None]
 
 
-def _flat(judged: Judged) -> bool:
+def _flat(judged: Results) -> bool:
     rewards = _rewards(judged)
     return not rewards or max(rewards) == min(rewards)
 
 
-def all_alike(judged: Sequence[Verdict], of_steps: bool) -> bool:
+def all_alike(judged: Sequence[RewardResult], of_steps: bool) -> bool:
     """Whether the rewards of a group are all equal before length is punished, or there are none.
 
     Where advantages are `of_steps`, these are the rewards of the steps and of whole answers.
     """
     rewards: list[float] = []
-    for verdict in judged:
-        whole = verdict.reward if verdict.unshaped is None else verdict.unshaped
+    for result in judged:
+        whole = result.reward if result.unshaped is None else result.unshaped
         if whole is None:
             continue
-        steps = [step.reward for step in verdict.steps] if of_steps else []
+        steps = [step.reward for step in result.steps] if of_steps else []
         rewards += steps
-        if not of_steps or verdict.outcome is not None:
+        if not of_steps or result.outcome is not None:
             rewards.append(whole - math.fsum(steps))
     return not rewards or max(rewards) == min(rewards)
 
@@ -273,7 +273,7 @@ def _with_greedy(sampler: Sampler, rollouts: Rollouts, step: int) -> Rollouts:
     greedy = replace(sampler.sampling, temperature=0.0)
     seed = derive(sampler.seed, "greedy", step)
     _, scored = sampler.judged(prompts, 1, greedy, seed, sampler.scorer, step)
-    rewards = [judged[0].reward for judged in scored.verdicts]
+    rewards = [judged[0].reward for judged in scored.results]
     known = [reward for reward in rewards if reward is not None]
     mean = {"reward/greedy": float(np.mean(known))} if known else {}
     added = spending(sampler.scorer.functions)
@@ -297,8 +297,8 @@ def rollout_records(
     old = _pieces(batch, batch.old_log_prob_N)
     advantages = _pieces(batch, advantage_N)
     out: list[RolloutRow] = []
-    for g, (group, judged) in enumerate(zip(rollouts.groups, rollouts.verdicts, strict=True)):
-        for completion, verdict in zip(group.completions, judged, strict=True):
+    for g, (group, judged) in enumerate(zip(rollouts.groups, rollouts.results, strict=True)):
+        for completion, result in zip(group.completions, judged, strict=True):
             at = len(out)
             out.append(
                 RolloutRow(
@@ -311,13 +311,13 @@ def rollout_records(
                     log_probs=completion.log_probs,
                     written=completion.written,
                     finish=completion.finish,
-                    reward=verdict.reward,
+                    reward=result.reward,
                     old_log_probs=_placed(completion, next(old)),
                     advantages=_placed(completion, next(advantages)),
-                    components=verdict.components,
+                    components=result.components,
                     extras={name: values[at] for name, values in rollouts.extras.items()},
-                    steps=verdict.steps,
-                    outcome=outcome_of(verdict),
+                    steps=result.steps,
+                    outcome=outcome_of(result),
                 )
             )
     return out

@@ -12,14 +12,15 @@ import numpy as np
 
 from keel.config.fields import derive
 from keel.config.judging import PROMPTS_AT_ONCE, SampledData
+from keel.data.tasks.base import SEED_NAMES
 from keel.rewards.scorer import Scorer
 from keel.runs.files import make_folder, write_text
 from keel.runs.layout import RunFolder
 from keel.training.rollout import Sampler
-from keel.types import Completion, Group, KeelError, Prompt, Side, Verdict
+from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Split
 
 Rows = list[dict[str, Any]]
-Make = Callable[[Group, Sequence[Verdict], SampledData, np.random.Generator], Rows]
+Make = Callable[[Group, Sequence[RewardResult], SampledData, np.random.Generator], Rows]
 """Makes examples from the scored answers to one prompt."""
 
 
@@ -29,7 +30,7 @@ class SampledDataSource:
 
     sampler: Sampler
     scorer: Scorer
-    heldout: Sequence[Prompt]
+    validation: Sequence[Prompt]
     choice: SampledData
     seed: int
 
@@ -42,35 +43,37 @@ def write_rows(source: SampledDataSource, folder: RunFolder, stage: str, make: M
     """
     choice = source.choice
     counts = []
-    for side in ("train", "heldout"):
-        target = folder.rows(stage, side)
+    for split in ("train", "validation"):
+        target = folder.rows(stage, split)
         if target.exists():
             continue
-        train = side == "train"
+        train = split == "train"
         prompts = (
-            source.sampler.stream.take(choice.train) if train else source.heldout[: choice.heldout]
+            source.sampler.stream.take(choice.train)
+            if train
+            else source.validation[: choice.validation]
         )
-        rows = list(_examples(source, prompts, side, make))
+        rows = list(_examples(source, prompts, split, make))
         if not rows:
             raise KeelError(
-                f"stage {stage!r}: the {len(prompts)} {side} prompts gave no example to learn "
+                f"stage {stage!r}: the {len(prompts)} {split} prompts gave no example to learn "
                 "from, since all answers to a prompt have the same reward, or none: raise "
                 "sampled.group_size or sampled.temperature, or fix sampled.rewards"
             )
         make_folder(target.parent)
         lines = [json.dumps(row, ensure_ascii=False, sort_keys=True) for row in rows]
         write_text(target, "\n".join(lines) + "\n")
-        counts.append(f"{len(rows)} {side} rows from {len(prompts)} prompts")
+        counts.append(f"{len(rows)} {split} rows from {len(prompts)} prompts")
     return "; ".join(counts)
 
 
 def pairs(
-    group: Group, verdicts: Sequence[Verdict], choice: SampledData, rng: np.random.Generator
+    group: Group, results: Sequence[RewardResult], choice: SampledData, rng: np.random.Generator
 ) -> Rows:
     """Pairs of answers with different texts and rewards, at most `choice.pairs` of them."""
     pairs = [
         (a, b) if x > y else (b, a)
-        for (a, x), (b, y) in itertools.combinations(_rewarded(group, verdicts), 2)
+        for (a, x), (b, y) in itertools.combinations(_rewarded(group, results), 2)
         if x != y and a.text != b.text
     ]
     different = list({(a.text, b.text): (a, b) for a, b in pairs}.values())
@@ -85,11 +88,11 @@ def pairs(
 
 
 def labels(
-    group: Group, verdicts: Sequence[Verdict], choice: SampledData, rng: np.random.Generator
+    group: Group, results: Sequence[RewardResult], choice: SampledData, rng: np.random.Generator
 ) -> Rows:
     """Each different answer with its reward, which must lie between 0 and 1, as its label."""
     rows = []
-    for text, reward in {c.text: r for c, r in _rewarded(group, verdicts)}.items():
+    for text, reward in {c.text: r for c, r in _rewarded(group, results)}.items():
         label = _share(reward, group)
         label = 1 - label if rng.random() < choice.noise else label
         rows.append({"prompt": _content(group), "completion": text, "label": label})
@@ -103,12 +106,12 @@ def steps(separator: str, decode: Callable[[Sequence[int]], str]) -> Make:
     """
 
     def make(
-        group: Group, verdicts: Sequence[Verdict], choice: SampledData, rng: np.random.Generator
+        group: Group, results: Sequence[RewardResult], choice: SampledData, rng: np.random.Generator
     ) -> Rows:
         rows = {}
-        for completion, verdict in zip(group.completions, verdicts, strict=True):
-            if verdict.steps:
-                texts, shares = _split_steps(completion, verdict, decode, group)
+        for completion, result in zip(group.completions, results, strict=True):
+            if result.steps:
+                texts, shares = _split_steps(completion, result, decode, group)
                 labels = [1 - s if rng.random() < choice.noise else s for s in shares]
                 texts[:-1] = [text.removesuffix(separator) for text in texts[:-1]]
                 rows[completion.text] = {
@@ -122,41 +125,43 @@ def steps(separator: str, decode: Callable[[Sequence[int]], str]) -> Make:
 
 
 def _examples(
-    source: SampledDataSource, prompts: Sequence[Prompt], side: Side, make: Make
+    source: SampledDataSource, prompts: Sequence[Prompt], split: Split, make: Make
 ) -> Iterator[dict[str, Any]]:
     choice, sampler = source.choice, source.sampler
-    if side == "heldout":  # accuracy is relative to the rewards themselves
+    if split == "validation":  # accuracy is relative to the rewards themselves
         choice = choice.model_copy(update={"noise": 0.0})
     for start in range(0, len(prompts), PROMPTS_AT_ONCE):
-        seed = derive(source.seed, "answers", side, start)
+        seed = derive(source.seed, "answers", SEED_NAMES[split], start)
         part = prompts[start : start + PROMPTS_AT_ONCE]
         groups = sampler.sample(part, choice.group_size, sampler.sampling, seed)
         scored = source.scorer(groups, 0)
-        for number, (group, verdicts) in enumerate(zip(groups, scored.verdicts, strict=True)):
-            rng = np.random.default_rng(derive(source.seed, "rows", side, start + number))
-            yield from make(group, verdicts, choice, rng)
+        for number, (group, results) in enumerate(zip(groups, scored.results, strict=True)):
+            rng = np.random.default_rng(
+                derive(source.seed, "rows", SEED_NAMES[split], start + number)
+            )
+            yield from make(group, results, choice, rng)
 
 
-def _rewarded(group: Group, verdicts: Sequence[Verdict]) -> list[tuple[Completion, float]]:
+def _rewarded(group: Group, results: Sequence[RewardResult]) -> list[tuple[Completion, float]]:
     return [
-        (completion, verdict.reward)
-        for completion, verdict in zip(group.completions, verdicts, strict=True)
-        if verdict.reward is not None
+        (completion, result.reward)
+        for completion, result in zip(group.completions, results, strict=True)
+        if result.reward is not None
     ]
 
 
 def _split_steps(
     completion: Completion,
-    verdict: Verdict,
+    result: RewardResult,
     decode: Callable[[Sequence[int]], str],
     group: Group,
 ) -> tuple[list[str], list[float]]:
     """The text of each step, the last with the rest of the completion, and its label."""
     ids = completion.tokens.tolist()
-    ends = [len(decode(ids[: step.end + 1])) for step in verdict.steps]
+    ends = [len(decode(ids[: step.end + 1])) for step in result.steps]
     ends[-1] = len(completion.text)
     texts = [completion.text[a:b] for a, b in itertools.pairwise([0, *ends])]
-    return texts, [_share(step.reward, group) for step in verdict.steps]
+    return texts, [_share(step.reward, group) for step in result.steps]
 
 
 def _share(reward: float, group: Group) -> float:

@@ -18,7 +18,7 @@ from keel.config.sampling import Rollout
 from keel.config.schema import Recipe, RLStage
 from keel.config.sources import Prompts, Rewards, TaskSource
 from keel.config.stage import StageConfig
-from keel.data.tasks import PromptStream, build_tasks, heldout, stored
+from keel.data.tasks import PromptStream, build_tasks, stored, validation_prompts
 from keel.engines.registry import build_engine
 from keel.learn.advantages import check_entries
 from keel.learn.learner import Learner
@@ -72,9 +72,9 @@ class PromptSource:
     encoder: Encoder
     stream: PromptStream
 
-    def heldout(self, n: int) -> list[Prompt]:
+    def validation(self, n: int) -> list[Prompt]:
         """The first prompts of the validation split."""
-        return heldout(list(self.tasks.values()), self.weights, n, self.encoder)
+        return validation_prompts(list(self.tasks.values()), self.weights, n, self.encoder)
 
 
 def open_prompts(
@@ -131,7 +131,7 @@ def _quarantine_prompts(
         if data is None:
             continue
         left += data.left_out
-        examples = data.size("train") + data.size("heldout")
+        examples = data.size("train") + data.size("validation")
         if examples <= room:
             room -= examples
             left += data.refused(encoder.wrong, forgiven=name in encoder.forgiven)

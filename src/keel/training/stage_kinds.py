@@ -152,7 +152,7 @@ def build_loop(
     shaped = scored(overlong_buffer=rollout.overlong_buffer)
     sampler = build_sampler(policy, source, shaped, rollout, seed, model=model)
     evaluated = scored()
-    prompts = source.heldout(stage.evaluation.prompts)
+    prompts = source.validation(stage.evaluation.prompts)
     evaluated.check(prompts)
     # Evaluation is of the policy itself, not of a rounded or an earlier copy.
     exact = build_sampler(policy, source, shaped, rollout, seed)

@@ -139,7 +139,7 @@ def run(loop: SupervisedLoop[Any], progress: Progress) -> Progress:
     return progress
 
 
-@oom_context("the held-out rows were measured", f"lower token_budget, {LESS}")
+@oom_context("the validation rows were measured", f"lower token_budget, {LESS}")
 def evaluated(evaluate: Callable[[], Measured]) -> Measured:
     """The result of an evaluation."""
     return evaluate()

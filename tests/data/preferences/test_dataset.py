@@ -1,4 +1,4 @@
-"""Judged answers from files: the forms that are read, the two sides, and what is refused."""
+"""Judged answers from files: the forms that are read, the two splits, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from keel.config.sources import PreferenceData
-from keel.data.preferences.dataset import Sides, read_labelled, read_pairs, read_steps, sides_of
+from keel.data.preferences.dataset import Splits, read_labelled, read_pairs, read_steps, splits_of
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
 from keel.types import KeelError
 from tests.data.tasks.made import jsonl
@@ -36,10 +36,10 @@ def of(path: str, name: str = "jsonl", **keys: Any) -> PreferenceData:
 
 def one(tmp_path: Path, read: Any, row: dict[str, Any], **keys: Any) -> Any:
     """What the only row of a file becomes."""
-    sides = read(of(jsonl(tmp_path / "one.jsonl", [row]), **keys))
-    assert len(sides.train) == 1
-    assert sides.heldout == ()
-    return sides.train[0]
+    splits = read(of(jsonl(tmp_path / "one.jsonl", [row]), **keys))
+    assert len(splits.train) == 1
+    assert splits.validation == ()
+    return splits.train[0]
 
 
 def refused(tmp_path: Path, read: Any, row: dict[str, Any], **keys: Any) -> str:
@@ -60,39 +60,39 @@ GOOD: dict[Any, dict[str, Any]] = {
 }
 
 
-# ---------------------------------------------------------------- sides
+# ---------------------------------------------------------------- splits
 
 
-def test_no_prompt_is_on_both_sides(tmp_path: Path) -> None:
-    sides = read_pairs(of(jsonl(tmp_path / "rows.jsonl", PAIRS)))
-    train, held = ({p.prompt for p in side} for side in (sides.train, sides.heldout))
+def test_no_prompt_is_on_both_splits(tmp_path: Path) -> None:
+    splits = read_pairs(of(jsonl(tmp_path / "rows.jsonl", PAIRS)))
+    train, held = ({p.prompt for p in split} for split in (splits.train, splits.validation))
     assert not train & held
     assert len(train | held) == 200
-    assert len(sides.train) + len(sides.heldout) == 400
+    assert len(splits.train) + len(splits.validation) == 400
     # Binomial(200, 0.1): standard deviation 4.2; four of them.
     assert 3 <= len(held) <= 37
-    assert (sides.overlap, sides.dropped) == (0, 0)
+    assert (splits.overlap, splits.dropped) == (0, 0)
     half = read_pairs(of(str(tmp_path / "rows.jsonl"), validation_fraction=0.5))
-    assert 130 < len(half.heldout) < 270
+    assert 130 < len(half.validation) < 270
 
 
-def test_the_side_of_a_row_does_not_depend_on_the_others(tmp_path: Path) -> None:
+def test_the_split_of_a_row_does_not_depend_on_the_others(tmp_path: Path) -> None:
     whole = read_pairs(of(jsonl(tmp_path / "a.jsonl", PAIRS)))
     part = read_pairs(of(jsonl(tmp_path / "b.jsonl", PAIRS[::-1][:240])))
-    assert {p.prompt for p in part.heldout} <= {p.prompt for p in whole.heldout}
+    assert {p.prompt for p in part.validation} <= {p.prompt for p in whole.validation}
 
 
 def test_a_group_stays_together_and_so_does_a_prompt(tmp_path: Path) -> None:
     rows = [{**row, "book": 100 + n % 40} for n, row in enumerate(PAIRS)]
     path = jsonl(tmp_path / "rows.jsonl", rows)
     books = {row["chosen"]: row["book"] for row in rows}
-    sides = read_pairs(of(path, group="book", validation_fraction=0.3))
-    train, held = ({books[p.chosen] for p in side} for side in (sides.train, sides.heldout))
+    splits = read_pairs(of(path, group="book", validation_fraction=0.3))
+    train, held = ({books[p.chosen] for p in split} for split in (splits.train, splits.validation))
     assert held
     assert not train & held
     # A prompt has two rows, of two books: where one is held out, the other is left out of training.
-    assert not {p.prompt for p in sides.train} & {p.prompt for p in sides.heldout}
-    assert sides.overlap == 400 - len(sides.train) - len(sides.heldout) > 0
+    assert not {p.prompt for p in splits.train} & {p.prompt for p in splits.validation}
+    assert splits.overlap == 400 - len(splits.train) - len(splits.validation) > 0
     with pytest.raises(
         KeelError, match=r"rows\.jsonl:1: unknown column 'bok': did you mean 'book'"
     ):
@@ -102,45 +102,45 @@ def test_a_group_stays_together_and_so_does_a_prompt(tmp_path: Path) -> None:
         read_pairs(of(path, group="book"))
 
 
-def test_few_rows_still_have_two_sides(tmp_path: Path) -> None:
+def test_few_rows_still_have_two_splits(tmp_path: Path) -> None:
     for n in range(2, 8):
-        sides = read_pairs(of(jsonl(tmp_path / "few.jsonl", PAIRS[: 2 * n])))
-        assert sides.train
-        assert sides.heldout
+        splits = read_pairs(of(jsonl(tmp_path / "few.jsonl", PAIRS[: 2 * n])))
+        assert splits.train
+        assert splits.validation
     same = read_pairs(of(jsonl(tmp_path / "few.jsonl", PAIRS[:2])))
-    assert (len(same.train), len(same.heldout)) == (2, 0)
+    assert (len(same.train), len(same.validation)) == (2, 0)
 
 
-def test_which_side_a_position_is_on() -> None:
-    assert sides_of([0.2, 0.05, 0.2, 0.9], 0.1) == ["train", "heldout", "train", "train"]
-    assert sides_of([0.1, 0.05, 0.3], 0.1) == ["train", "heldout", "train"]
-    assert sides_of([0.3, 0.2, 0.4, 0.2], 0.1) == ["train", "heldout", "train", "heldout"]
-    assert sides_of([0.3, 0.2, 0.4, 0.4], 0.5) == ["heldout", "heldout", "train", "train"]
-    assert sides_of([0.01, 0.01], 0.1) == ["train", "train"]
-    assert sides_of([], 0.1) == []
+def test_which_split_a_position_is_on() -> None:
+    assert splits_of([0.2, 0.05, 0.2, 0.9], 0.1) == ["train", "validation", "train", "train"]
+    assert splits_of([0.1, 0.05, 0.3], 0.1) == ["train", "validation", "train"]
+    assert splits_of([0.3, 0.2, 0.4, 0.2], 0.1) == ["train", "validation", "train", "validation"]
+    assert splits_of([0.3, 0.2, 0.4, 0.4], 0.5) == ["validation", "validation", "train", "train"]
+    assert splits_of([0.01, 0.01], 0.1) == ["train", "train"]
+    assert splits_of([], 0.1) == []
 
 
-def test_train_prompts_that_are_held_out_are_left_out(tmp_path: Path) -> None:
+def test_train_prompts_in_the_validation_split_are_left_out(tmp_path: Path) -> None:
     train = jsonl(tmp_path / "train.jsonl", PAIRS[:50])
     held = jsonl(tmp_path / "held.jsonl", PAIRS[44:60])
-    sides = read_pairs(of(train, validation_path=held))
-    assert (len(sides.train), len(sides.heldout), sides.overlap) == (44, 16, 6)
-    assert sides.train[43].id == "jsonl:train/43"
-    assert sides.heldout[15].id == "jsonl:train/heldout/15"
+    splits = read_pairs(of(train, validation_path=held))
+    assert (len(splits.train), len(splits.validation), splits.overlap) == (44, 16, 6)
+    assert splits.train[43].id == "jsonl:train/43"
+    assert splits.validation[15].id == "jsonl:train/validation/15"
     with pytest.raises(
-        KeelError, match="every train prompt is also held out: drop validation_path"
+        KeelError, match="every train prompt is also in the validation split: drop validation_path"
     ):
         read_pairs(of(train, validation_path=train))
     groups = [jsonl(tmp_path / f"{n}.jsonl", [{**PAIRS[n], "g": n % 4}]) for n in (0, 4)]
-    with pytest.raises(KeelError, match="is also held out"):
+    with pytest.raises(KeelError, match="is also in the validation split"):
         read_pairs(of(groups[0], validation_path=groups[1], group="g"))
 
 
 def test_ids_are_the_rows_own_where_they_have_one(tmp_path: Path) -> None:
     rows = [{**PAIRS[0], "id": "a"}, {**PAIRS[1], "id": 7}, {**PAIRS[2], "id": True}, PAIRS[3]]
     rows.append({**PAIRS[4], "id": ""})
-    sides = read_pairs(of(jsonl(tmp_path / "x.jsonl", rows)))
-    ids = {pair.id for pair in (*sides.train, *sides.heldout)}
+    splits = read_pairs(of(jsonl(tmp_path / "x.jsonl", rows)))
+    ids = {pair.id for pair in (*splits.train, *splits.validation)}
     assert ids == {"a", "7", "jsonl:x/2", "jsonl:x/3", "jsonl:x/4"}
     rows = [{**PAIRS[0], "id": "a"}, {**PAIRS[9], "id": "a"}]
     with pytest.raises(KeelError, match=r"x\.jsonl:2: two rows have the id 'a': give each its own"):
@@ -153,21 +153,21 @@ def test_two_files_may_number_their_rows_alike(tmp_path: Path) -> None:
         return jsonl(tmp_path / name, made)
 
     train, held = numbered("train.jsonl", PAIRS[:6]), numbered("held.jsonl", PAIRS[6:8])
-    sides = read_pairs(of(train, validation_path=held))
-    assert [pair.id for pair in sides.train] == ["0", "1", "2", "3", "4", "5"]
-    assert [pair.id for pair in sides.heldout] == ["heldout/0", "heldout/1"]
+    splits = read_pairs(of(train, validation_path=held))
+    assert [pair.id for pair in splits.train] == ["0", "1", "2", "3", "4", "5"]
+    assert [pair.id for pair in splits.validation] == ["validation/0", "validation/1"]
     # Of one file, split here, ids stay as they are.
     split = read_pairs(of(train))
-    assert {pair.id for pair in (*split.train, *split.heldout)} == {str(n) for n in range(6)}
+    assert {pair.id for pair in (*split.train, *split.validation)} == {str(n) for n in range(6)}
     # Within one file they still differ, and the prefix makes none that is there already.
     twice = numbered("twice.jsonl", PAIRS[6:8], id="a")
-    with pytest.raises(KeelError, match=r"twice\.jsonl:2: two rows have the id 'heldout/a'"):
+    with pytest.raises(KeelError, match=r"twice\.jsonl:2: two rows have the id 'validation/a'"):
         read_pairs(of(train, validation_path=twice))
-    one = numbered("one.jsonl", PAIRS[:1], id="heldout/0")
-    with pytest.raises(KeelError, match="two rows have the id 'heldout/0'"):
+    one = numbered("one.jsonl", PAIRS[:1], id="validation/0")
+    with pytest.raises(KeelError, match="two rows have the id 'validation/0'"):
         read_pairs(of(one, validation_path=held))
     blank = jsonl(tmp_path / "blank.jsonl", [{**PAIRS[9], "chosen": ""}])
-    with pytest.raises(KeelError, match=r"^jsonl:train/heldout: no rows are left"):
+    with pytest.raises(KeelError, match=r"^jsonl:train/validation: no rows are left"):
         read_pairs(of(train, validation_path=blank, empty="drop"))
 
 
@@ -286,12 +286,12 @@ def test_empty_answers_are_dropped_or_kept_where_one_says_so(tmp_path: Path) -> 
     rows = [*PAIRS[:6], {**PAIRS[8], "rejected": ""}, {**PAIRS[10], "chosen": " "}]
     path = jsonl(tmp_path / "rows.jsonl", rows)
     dropped = read_pairs(of(path, empty="drop"))
-    assert (len(dropped.train) + len(dropped.heldout), dropped.dropped) == (6, 2)
+    assert (len(dropped.train) + len(dropped.validation), dropped.dropped) == (6, 2)
     kept = read_pairs(of(path, empty="keep"))
-    assert (len(kept.train) + len(kept.heldout), kept.dropped) == (8, 0)
+    assert (len(kept.train) + len(kept.validation), kept.dropped) == (8, 0)
     held = jsonl(tmp_path / "held.jsonl", [PAIRS[20], {**PAIRS[22], "chosen": ""}])
     both = read_pairs(of(path, empty="drop", validation_path=held))
-    assert (len(both.train), len(both.heldout), both.dropped) == (6, 1, 3)
+    assert (len(both.train), len(both.validation), both.dropped) == (6, 1, 3)
     with pytest.raises(KeelError, match="no rows are left: every one has an empty answer"):
         read_pairs(of(jsonl(tmp_path / "none.jsonl", rows[6:]), empty="drop"))
 
@@ -396,8 +396,8 @@ def test_bad_steps_are_refused(tmp_path: Path, row: dict[str, Any], line: str) -
 )
 def test_bigbench_mistake(name: str, rows: int, wrong: int) -> None:
     path = shared_path(f"data/bigbench-mistake/{name}.jsonl")
-    sides = read_steps(of(str(path)))
-    found = [*sides.train, *sides.heldout]
+    splits = read_steps(of(str(path)))
+    found = [*splits.train, *splits.validation]
     assert len(found) == rows
     assert sum(row.first_error is not None for row in found) == wrong
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -422,10 +422,10 @@ def test_every_kind_of_source_gives_the_same(tmp_path: Path) -> None:
         "            yield {**json.loads(line), 'margin': seed}\n"
     )
 
-    def printed(sides: Sides[Preference]) -> list[list[tuple[Any, ...]]]:
+    def printed(splits: Splits[Preference]) -> list[list[tuple[Any, ...]]]:
         return [
-            [(p.prompt, p.chosen, p.rejected, p.probability) for p in side]
-            for side in (sides.train, sides.heldout)
+            [(p.prompt, p.chosen, p.rejected, p.probability) for p in split]
+            for split in (splits.train, splits.validation)
         ]
 
     want = printed(read_pairs(of(path)))
@@ -444,18 +444,18 @@ def test_a_datasets_name(tmp_path: Path) -> None:
     files = {"train": jsonl(tmp_path / "a.jsonl", PAIRS[:50])}
     files["test"] = jsonl(tmp_path / "b.jsonl", PAIRS[50:60])
     options = {"data_files": files, "cache_dir": str(tmp_path / "cache")}
-    sides = read_pairs(of("json", "datasets", validation_path="test", options=options))
-    assert (len(sides.train), len(sides.heldout)) == (50, 10)
+    splits = read_pairs(of("json", "datasets", validation_path="test", options=options))
+    assert (len(splits.train), len(splits.validation)) == (50, 10)
     turned = read_pairs(of("json", "datasets", options={**options, "split": "test"}))
-    assert len(turned.train) + len(turned.heldout) == 10
+    assert len(turned.train) + len(turned.validation) == 10
 
 
 def test_columns_by_the_files_own_names(tmp_path: Path) -> None:
     rows = [{"question": row["prompt"], "good": row["chosen"], "bad": ""} for row in PAIRS[:4]]
     path = jsonl(tmp_path / "rows.jsonl", rows)
     names = {"prompt": "question", "chosen": "good", "rejected": "bad"}
-    sides = read_pairs(of(path, columns=names, empty="keep"))
-    assert {p.prompt for p in (*sides.train, *sides.heldout)} == {r["question"] for r in rows}
+    splits = read_pairs(of(path, columns=names, empty="keep"))
+    assert {p.prompt for p in (*splits.train, *splits.validation)} == {r["question"] for r in rows}
     with pytest.raises(KeelError, match=r"rows\.jsonl:1: column 'bad' = '': the answer is empty"):
         read_pairs(of(path, columns=names))
     with pytest.raises(KeelError, match=r"columns\.margin: unknown column 'god': did you mean"):

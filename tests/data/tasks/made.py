@@ -11,7 +11,7 @@ import numpy as np
 
 from keel.config.sources import TaskSource
 from keel.data.tasks.base import BaseTask
-from keel.types import Completion, Prompt, Side
+from keel.types import Completion, Prompt, Split
 
 
 def completion(text: str, length: int | None = None) -> Completion:
@@ -47,12 +47,12 @@ class Calculator(BaseTask):
         self.name = name
         self.seed = seed
 
-    def prompt(self, side: Side, index: int) -> Prompt:
+    def prompt(self, split: Split, index: int) -> Prompt:
         """A product of two numbers from 10 to 99."""
-        key = np.random.SeedSequence([self.seed, int(side == "heldout"), index])
+        key = np.random.SeedSequence([self.seed, int(split == "validation"), index])
         a, b = (int(n) for n in np.random.default_rng(key).integers(10, 100, size=2))
         columns = {"answer": str(a * b)}
-        return Prompt(f"{self.name}/{side}/{index}", f"{a}*{b}=", columns, self.name)
+        return Prompt(f"{self.name}/{split}/{index}", f"{a}*{b}=", columns, self.name)
 
     def gold(self, prompt: Prompt) -> str:
         """The product."""
@@ -74,18 +74,18 @@ class Calculator(BaseTask):
 
 
 class Listed(BaseTask):
-    """A task with a given number of prompts a side, for the streams."""
+    """A task with a given number of prompts a split, for the streams."""
 
-    def __init__(self, name: str, train: int | None, heldout: int | None = 5) -> None:
+    def __init__(self, name: str, train: int | None, validation: int | None = 5) -> None:
         self.name = name
-        self.sizes = {"train": train, "heldout": heldout}
+        self.sizes = {"train": train, "validation": validation}
 
-    def size(self, side: Side) -> int | None:
+    def size(self, split: Split) -> int | None:
         """As given."""
-        return self.sizes[side]
+        return self.sizes[split]
 
-    def prompt(self, side: Side, index: int) -> Prompt:
+    def prompt(self, split: Split, index: int) -> Prompt:
         """The index as text."""
-        size = self.sizes[side]
+        size = self.sizes[split]
         assert size is None or 0 <= index < size
-        return Prompt(f"{self.name}/{side}/{index}", f"{self.name} {side} {index}", {}, self.name)
+        return Prompt(f"{self.name}/{split}/{index}", f"{self.name} {split} {index}", {}, self.name)

@@ -27,52 +27,52 @@ def build(name: str, **keys: Any) -> DataTask:
 
 
 def ids(task: DataTask) -> list[str]:
-    return [task.prompt(s, i).id for s in ("train", "heldout") for i in range(task.size(s))]
+    return [task.prompt(s, i).id for s in ("train", "validation") for i in range(task.size(s))]
 
 
 def test_rows_become_prompts_with_stable_ids(tmp_path: Path) -> None:
     task = build("jsonl", path=jsonl(tmp_path / "sums.jsonl", ROWS), **KEYS)
     assert task.name == "jsonl:sums"
     seen = set()
-    for side in ("train", "heldout"):
-        for index in range(task.size(side)):
-            prompt = task.prompt(side, index)
-            row = ROWS[int(prompt.id.removeprefix(f"jsonl:sums/{side}/"))]
+    for split in ("train", "validation"):
+        for index in range(task.size(split)):
+            prompt = task.prompt(split, index)
+            row = ROWS[int(prompt.id.removeprefix(f"jsonl:sums/{split}/"))]
             assert prompt.content == row["question"]
             assert prompt.columns == {**row, "answer": row["gold"]}
             assert task.gold(prompt) == row["gold"]
             seen.add(prompt.id)
     assert len(seen) == 200
     # Binomial(200, 0.1): standard deviation 4.2; four of them.
-    assert 3 <= task.size("heldout") <= 37
+    assert 3 <= task.size("validation") <= 37
 
 
-def test_the_side_of_a_row_does_not_depend_on_the_others(tmp_path: Path) -> None:
+def test_the_split_of_a_row_does_not_depend_on_the_others(tmp_path: Path) -> None:
     whole = build("jsonl", path=jsonl(tmp_path / "a.jsonl", ROWS), **KEYS)
     part = build("jsonl", path=jsonl(tmp_path / "b.jsonl", ROWS[::-1][:120]), **KEYS)
-    held = {whole.prompt("heldout", i).content for i in range(whole.size("heldout"))}
-    for i in range(part.size("heldout")):
-        assert part.prompt("heldout", i).content in held
+    held = {whole.prompt("validation", i).content for i in range(whole.size("validation"))}
+    for i in range(part.size("validation")):
+        assert part.prompt("validation", i).content in held
     more = build("jsonl", path=str(tmp_path / "a.jsonl"), validation_fraction=0.5, **KEYS)
-    assert 70 < more.size("heldout") < 130
+    assert 70 < more.size("validation") < 130
 
 
-def test_few_rows_still_have_two_sides(tmp_path: Path) -> None:
+def test_few_rows_still_have_two_splits(tmp_path: Path) -> None:
     for n in range(2, 8):
         task = build("jsonl", path=jsonl(tmp_path / "few.jsonl", ROWS[:n]), **KEYS)
         assert task.size("train") >= 1
-        assert task.size("heldout") >= 1
-        assert task.size("train") + task.size("heldout") == n
+        assert task.size("validation") >= 1
+        assert task.size("train") + task.size("validation") == n
     one = build("jsonl", path=jsonl(tmp_path / "one.jsonl", ROWS[:1]), **KEYS)
-    assert (one.size("train"), one.size("heldout")) == (1, 0)
+    assert (one.size("train"), one.size("validation")) == (1, 0)
 
 
-def test_train_prompts_that_are_held_out_are_left_out(tmp_path: Path) -> None:
+def test_train_prompts_in_the_validation_split_are_left_out(tmp_path: Path) -> None:
     train = jsonl(tmp_path / "train.jsonl", ROWS[:50])
     test = jsonl(tmp_path / "test.jsonl", ROWS[45:60])
     task = build("jsonl", path=train, validation_path=test, **KEYS)
-    assert (task.size("train"), task.size("heldout"), task.overlap) == (45, 15, 5)
-    assert task.prompt("heldout", 0).id == "jsonl:train/heldout/0"
+    assert (task.size("train"), task.size("validation"), task.overlap) == (45, 15, 5)
+    assert task.prompt("validation", 0).id == "jsonl:train/heldout/0"
     with pytest.raises(KeelError, match="every train prompt is also in"):
         build("jsonl", path=train, validation_path=train, **KEYS)
 
@@ -105,7 +105,7 @@ def test_a_datasets_name(tmp_path: Path) -> None:
     files["test"] = jsonl(tmp_path / "b.jsonl", ROWS[50:60])
     options = {"data_files": files, "cache_dir": str(tmp_path / "cache")}
     task = build("datasets", path="json", validation_path="test", options=options, **KEYS)
-    assert (task.size("train"), task.size("heldout")) == (50, 10)
+    assert (task.size("train"), task.size("validation")) == (50, 10)
     with pytest.raises(KeelError, match=r"unknown split 'tset': did you mean 'test'\?"):
         build("datasets", path="json", validation_path="tset", options=options, **KEYS)
     with pytest.raises(KeelError, match="jsonn' cannot be loaded: "):
@@ -118,7 +118,7 @@ def test_messages_and_system(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "chat.jsonl", rows)
     for template in ("chat", "{chat}"):
         task = build("jsonl", path=path, prompt=template)
-        contents = [list(task.prompt(s, 0).content) for s in ("train", "heldout")]
+        contents = [list(task.prompt(s, 0).content) for s in ("train", "validation")]
         assert turns in contents
     printed = build("jsonl", path=path, prompt="chat", system="Be kind.").prompt("train", 0)
     assert [t["role"] for t in printed.content] == ["system", "user"]  # type: ignore[index]
@@ -266,7 +266,7 @@ def test_gsm8k() -> None:
     keys = {"prompt": "{question}", "answer": "answer", "system": "Think."}
     task = build("jsonl", path=str(path), validation_path=str(test), **keys)
     assert task.size("train") + task.overlap == 7_473
-    assert task.size("heldout") == 1_319
+    assert task.size("validation") == 1_319
     first = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
     prompt = task.prompt("train", 0)
     assert prompt.id == "jsonl:train/train/0"
@@ -279,10 +279,10 @@ class Broken:
 
     name = "broken"
 
-    def size(self, side: str) -> int:
+    def size(self, split: str) -> int:
         return 4
 
-    def prompt(self, side: str, index: int) -> object:
+    def prompt(self, split: str, index: int) -> object:
         if index:
             return "just text"
         raise ZeroDivisionError("no prompt\nhere")

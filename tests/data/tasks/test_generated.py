@@ -5,36 +5,36 @@ import pytest
 
 from keel.config.model import BuildModel
 from keel.data.tasks import build_task, build_tasks, generated
-from keel.data.tasks.base import side_of
+from keel.data.tasks.base import split_of
 from keel.data.tasks.generated import Generated
-from keel.types import KeelError, Prompt, Side
+from keel.types import KeelError, Prompt, Split
 from tests.data.tasks.made import Calculator, completion, source
 
 NAMES = ["addition", "reverse", "sort_digits"]
-SIDES: tuple[Side, Side] = ("train", "heldout")
+SPLITS: tuple[Split, Split] = ("train", "validation")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sides_never_overlap(name: str) -> None:
+def test_splits_never_overlap(name: str) -> None:
     task = build_task(source(name), seed=3)
     train = {
         task.prompt("train", i).content for i in range(9_000 if name == "sort_digits" else 1_500)
     }
-    heldout = {
-        task.prompt("heldout", i).content for i in range(1_000 if name == "sort_digits" else 150)
+    validation = {
+        task.prompt("validation", i).content for i in range(1_000 if name == "sort_digits" else 150)
     }
-    assert not train & heldout
-    # And not only in these draws: the side is a property of the content.
-    assert all(side_of(c) == "heldout" for c in heldout)
-    assert {side_of(c) for c in train} == {"train"}
+    assert not train & validation
+    # And not only in these draws: the split is a property of the content.
+    assert all(split_of(c) == "validation" for c in validation)
+    assert {split_of(c) for c in train} == {"train"}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_prompt_is_a_function_of_seed_side_and_index(name: str) -> None:
+def test_a_prompt_is_a_function_of_seed_split_and_index(name: str) -> None:
     forward = build_task(source(name), seed=3)
     backward = build_task(source(name), seed=3)
-    a = [forward.prompt(side, i) for side in SIDES for i in range(50)]
-    b = [backward.prompt(side, i) for side in SIDES[::-1] for i in range(49, -1, -1)][::-1]
+    a = [forward.prompt(split, i) for split in SPLITS for i in range(50)]
+    b = [backward.prompt(split, i) for split in SPLITS[::-1] for i in range(49, -1, -1)][::-1]
     assert a == b
     assert a[17].id == f"{name}/train/17"
     other = build_task(source(name), seed=4)
@@ -80,13 +80,13 @@ def test_lengths_are_those_asked_for() -> None:
     assert lengths == {5, 6}
 
 
-def test_share_of_the_heldout_side() -> None:
+def test_share_of_the_validation_side() -> None:
     rng = np.random.default_rng(0)
     task = build_task(source("reverse"), seed=0)
     assert isinstance(task, Generated)
-    sides = [side_of(task.draw(rng)[0]) for _ in range(5_000)]
+    splits = [split_of(task.draw(rng)[0]) for _ in range(5_000)]
     # Binomial(5000, 0.1): standard deviation 0.0042; five of them.
-    assert abs(sides.count("heldout") / 5_000 - 0.1) < 0.022
+    assert abs(splits.count("validation") / 5_000 - 0.1) < 0.022
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_wrong_options_are_named(name: str, options: dict[str, object], says: st
     assert "\n" not in str(error.value)
 
 
-def test_a_side_without_prompts_is_named() -> None:
+def test_a_split_without_prompts_is_named() -> None:
     class Always(Generated):
         """One question only."""
 
@@ -117,8 +117,10 @@ def test_a_side_without_prompts_is_named() -> None:
 
     task = Always("always", 0)
     assert task.prompt("train", 3).content == "1+1="
-    with pytest.raises(KeelError, match="on the heldout side, since there are too few different"):
-        task.prompt("heldout", 0)
+    with pytest.raises(
+        KeelError, match="on the validation split, since there are too few different"
+    ):
+        task.prompt("validation", 0)
 
 
 def test_files_mean_nothing_to_a_generator() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from keel.data.tasks import build_task, catalogue
-from keel.data.tasks.base import Presentation, side_of
+from keel.data.tasks.base import Presentation, split_of
 from keel.data.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_names, gym_task
-from keel.types import KeelError, Side
+from keel.types import KeelError, Split
 from tests.data.tasks.made import completion, source
 from tests.safety.processes import descendants, gone
 
@@ -39,7 +39,7 @@ def test_every_data_set_gives_prompts_and_knows_its_own_answers(process: GymProc
         task = make(name, process)
         prompt = task.prompt("train", 0)
         assert prompt.id == f"reasoning_gym:{name}/train/0"
-        assert side_of(str(prompt.columns["question"])) == "train"
+        assert split_of(str(prompt.columns["question"])) == "train"
         gold = task.gold(prompt)
         assert (gold is None) == (name in NO_GOLD)
         if gold is not None:
@@ -47,13 +47,13 @@ def test_every_data_set_gives_prompts_and_knows_its_own_answers(process: GymProc
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "letter_counting"])
-def test_sides_and_seeds(name: str, process: GymProcess) -> None:
+def test_splits_and_seeds(name: str, process: GymProcess) -> None:
     task = make(name, process, seed=1)
-    questions: dict[Side, list[str]] = {}
-    for side in ("train", "heldout"):
-        questions[side] = [str(task.prompt(side, i).content) for i in range(30)]
-        assert {side_of(q) for q in questions[side]} == {side}
-        assert len(set(questions[side])) > 20
+    questions: dict[Split, list[str]] = {}
+    for split in ("train", "validation"):
+        questions[split] = [str(task.prompt(split, i).content) for i in range(30)]
+        assert {split_of(q) for q in questions[split]} == {split}
+        assert len(set(questions[split])) > 20
     again = make(name, process, seed=1)
     backward = [str(again.prompt("train", i).content) for i in range(29, -1, -1)]
     assert backward[::-1] == questions["train"]

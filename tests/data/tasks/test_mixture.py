@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from keel.data.tasks import PromptStream, build_tasks, heldout
+from keel.data.tasks import PromptStream, build_tasks, validation_prompts
 from keel.types import KeelError, Prompt
 from tests.data.tasks.made import Listed, source
 
@@ -81,16 +81,16 @@ def test_a_task_without_a_fitting_prompt_stops(size: int | None) -> None:
     task = Listed("long", size, size)
     with pytest.raises(KeelError, match="'long': every train prompt is left out"):
         PromptStream([task], [1.0], 0, lambda prompt: None).take(1)
-    with pytest.raises(KeelError, match="'long': every held-out prompt is left out"):
-        heldout([task], [1.0], 2, lambda prompt: None)
+    with pytest.raises(KeelError, match="'long': every validation prompt is left out"):
+        validation_prompts([task], [1.0], 2, lambda prompt: None)
 
 
 def test_a_task_without_prompts_stops() -> None:
     with pytest.raises(KeelError, match="has no train prompt"):
         PromptStream([Listed("none", 0)], [1.0], 0).take(1)
-    with pytest.raises(KeelError, match="no held-out prompt"):
-        heldout([Listed("none", 3, 0)], [1.0], 1)
-    assert heldout([Listed("none", 3, 0)], [1.0], 0) == []
+    with pytest.raises(KeelError, match="no validation prompt"):
+        validation_prompts([Listed("none", 3, 0)], [1.0], 1)
+    assert validation_prompts([Listed("none", 3, 0)], [1.0], 0) == []
 
 
 def test_a_state_of_another_mixture_is_refused() -> None:
@@ -99,29 +99,29 @@ def test_a_state_of_another_mixture_is_refused() -> None:
         stream().restore(other.state())
 
 
-def test_heldout_takes_the_first_of_each_task_by_weight() -> None:
+def test_validation_takes_the_first_of_each_task_by_weight() -> None:
     tasks = [Listed("a", 5, 100), Listed("b", 5, 100)]
-    found = heldout(tasks, [1.0, 3.0], 40)
+    found = validation_prompts(tasks, [1.0, 3.0], 40)
     assert Counter(p.task for p in found) == {"a": 10, "b": 30}
-    assert [p.id for p in found if p.task == "a"] == [f"a/heldout/{i}" for i in range(10)]
-    assert ids(heldout(tasks, [1.0, 3.0], 8)) == ids(found)[:8]
-    # A side that has no more leaves its place to the others.
+    assert [p.id for p in found if p.task == "a"] == [f"a/validation/{i}" for i in range(10)]
+    assert ids(validation_prompts(tasks, [1.0, 3.0], 8)) == ids(found)[:8]
+    # A split that has no more leaves its place to the others.
     short = [Listed("a", 5, 3), Listed("b", 5, 100)]
-    assert Counter(p.task for p in heldout(short, [1.0, 1.0], 40)) == {"a": 3, "b": 37}
-    assert len(heldout(short, [1.0, 1.0], 500)) == 103
+    assert Counter(p.task for p in validation_prompts(short, [1.0, 1.0], 40)) == {"a": 3, "b": 37}
+    assert len(validation_prompts(short, [1.0, 1.0], 500)) == 103
 
 
-def test_heldout_prompts_differ_and_are_never_trained_on() -> None:
+def test_validation_prompts_differ_and_are_never_trained_on() -> None:
     # Two-digit sums: some 10,000 prompts, so that draws do come twice.
     tasks = build_tasks([source("addition"), source("sort_digits")], seed=5)
-    held = heldout(tasks, [1.0, 1.0], 200)
+    held = validation_prompts(tasks, [1.0, 1.0], 200)
     assert len({p.content for p in held}) == 200
-    assert ids(held) == ids(heldout(tasks, [1.0, 1.0], 200))
+    assert ids(held) == ids(validation_prompts(tasks, [1.0, 1.0], 200))
     trained = PromptStream(tasks, [1.0, 1.0], 5).take(3_000)
     assert not {p.content for p in trained} & {p.content for p in held}
 
 
-def test_heldout_ends_where_an_endless_task_has_no_more() -> None:
+def test_validation_ends_where_an_endless_task_has_no_more() -> None:
     tasks = build_tasks([source("addition", options={"digits": 1})], seed=0)
-    held = heldout(tasks, [1.0], 500)
+    held = validation_prompts(tasks, [1.0], 500)
     assert 1 <= len(held) < 40

@@ -31,7 +31,7 @@ def data_task(name: str = "jsonl", **keys: Any) -> DataTask:
 
 
 def used(task: DataTask) -> list[int]:
-    return sorted(entry.line for side in task.sides.values() for entry in side.entries)
+    return sorted(entry.line for split in task.splits.values() for entry in split.entries)
 
 
 def written(path: Path, *lines: str | bytes) -> str:
@@ -80,7 +80,7 @@ def test_bad_rows_stand_aside_with_line_reason_and_row(tmp_path: Path) -> None:
         text = line.decode("utf-8", "backslashreplace") if isinstance(line, bytes) else line
         assert row.row == (text if number < UNREAD else json.loads(text))
     # Ids are numbers of the row in its file, whether or not another row is fixed.
-    ids = {task.prompt(s, 0).id for s in ("train", "heldout")}
+    ids = {task.prompt(s, 0).id for s in ("train", "validation")}
     assert {i.rsplit("/", 1)[1] for i in ids} == {"0", str(len(BAD) + 1)}
 
 
@@ -110,7 +110,7 @@ def test_a_byte_order_mark_and_other_line_ends_are_no_fault(tmp_path: Path) -> N
     (tmp_path / "rows.jsonl").write_bytes(rows)
     task = data_task(path=str(tmp_path / "rows.jsonl"))
     assert used(task) == [1, 3, 4]
-    message = {task.prompt(s, i).content for s in task.sides for i in range(task.size(s))}
+    message = {task.prompt(s, i).content for s in task.splits for i in range(task.size(s))}
     assert message == {"a", "b", "😀"}
 
 
@@ -129,7 +129,7 @@ def test_overlap_is_left_out_whatever_bad_rows_says(tmp_path: Path) -> None:
     assert task.overlap == 1
     (row,) = task.left_out
     assert (row.source, row.line, row.row, row.why) == (train, 2, {"prompt": "b"}, "overlap")
-    assert row.reason == f"{train}:2: the prompt is also held out"
+    assert row.reason == f"{train}:2: the prompt is also in the validation split"
 
 
 def test_parquet_and_python_rows(tmp_path: Path) -> None:
@@ -184,9 +184,9 @@ def test_judged_rows_of_every_kind(tmp_path: Path) -> None:
     }
     for reader, (good, wrong, reason) in bad.items():
         path = jsonl(tmp_path / "rows.jsonl", [good, wrong, good])
-        sides = reader(PreferenceData(name="jsonl", path=path, bad_rows="quarantine"))
-        assert [row.origin.line for row in sides.train] == [1, 3]
-        (left,) = sides.left_out
+        splits = reader(PreferenceData(name="jsonl", path=path, bad_rows="quarantine"))
+        assert [row.origin.line for row in splits.train] == [1, 3]
+        (left,) = splits.left_out
         assert (left.source, left.line, left.row, left.why) == (path, 2, wrong, "bad")
         assert left.reason.startswith(f"{path}:2: {reason}")
 
@@ -196,20 +196,20 @@ def test_empty_answers_overlap_and_double_ids(tmp_path: Path) -> None:
     rows = [row, {**row, "chosen": ""}, {**row, "id": 7}, {**row, "id": 7}, {**row, "prompt": "q"}]
     path = jsonl(tmp_path / "rows.jsonl", rows)
     held = jsonl(tmp_path / "held.jsonl", [{**row, "prompt": "q"}])
-    sides = read_pairs(
+    splits = read_pairs(
         PreferenceData(
             name="jsonl", path=path, validation_path=held, empty="drop", bad_rows="quarantine"
         )
     )
-    assert [one.origin.line for one in sides.train if one.origin] == [1, 3]
-    assert [(one.line, one.why) for one in sides.left_out] == [
+    assert [one.origin.line for one in splits.train if one.origin] == [1, 3]
+    assert [(one.line, one.why) for one in splits.left_out] == [
         (2, "empty"),
         (4, "bad"),
         (5, "overlap"),
     ]
-    assert (sides.dropped, sides.overlap) == (1, 1)
-    assert "two rows have the id '7'" in sides.left_out[1].reason
-    assert sides.left_out[2].row == rows[4]
+    assert (splits.dropped, splits.overlap) == (1, 1)
+    assert "two rows have the id '7'" in splits.left_out[1].reason
+    assert splits.left_out[2].row == rows[4]
 
 
 # ---------------------------------------------------------------- the file
@@ -251,7 +251,7 @@ def test_how_many_for_what() -> None:
     rows = [LeftOut("/run/rows/a", n, "/run/rows/a:1: x", None, why) for n, why in enumerate(
         ("long", "bad", "long", "overlap", "empty"), 1)]  # fmt: skip
     assert counted(rows) == (
-        "1 that cannot be read, 2 too long, 1 also held out, 1 with an empty answer"
+        "1 that cannot be read, 2 too long, 1 also in the validation split, 1 with an empty answer"
     )
     named = named_from(Path("/run"), rows)
     assert {(row.source, row.reason) for row in named} == {("rows/a", "rows/a:1: x")}

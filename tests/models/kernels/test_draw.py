@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keel.engines import sampler
-from keel.models.kernels.sample import draw
+from keel.models.kernels.sample import sample_tokens
 from keel.types import Sampling
 from tests.engines.test_decoding import poison
 
@@ -51,7 +51,7 @@ def slack(logits: Tensor, sampling: Sampling) -> float:
 def agree(logits: Tensor, uniform: Tensor, sampling: Sampling) -> None:
     """The same tokens and log-probabilities; another token only where the number lies on the
     boundary of two."""
-    tokens, log_probs = draw(logits, uniform, sampling)
+    tokens, log_probs = sample_tokens(logits, uniform, sampling)
     want, want_log_probs = sampler._draw(logits, uniform, sampling)
     near = slack(logits, sampling)
     for row in (tokens != want).nonzero()[:, 0].tolist():
@@ -109,7 +109,7 @@ def test_a_number_within_each_share_of_the_unit(
     count = int((prob > 0).sum())
     prob = prob[0, :count] / prob.sum()
     middle = prob.cumsum(0) - prob / 2
-    tokens, log_probs = draw(logits.expand(count, -1), middle, sampling)
+    tokens, log_probs = sample_tokens(logits.expand(count, -1), middle, sampling)
     assert torch.equal(tokens, order[0, :count])
     torch.testing.assert_close(log_probs, prob.log(), rtol=1e-12, atol=1e-12)
 
@@ -149,7 +149,9 @@ def test_equal_logits(vocabulary: int, cut: dict[str, float]) -> None:
         count = math.ceil(cut["top_p"] * count)
     places = torch.linspace(0, count - 1, min(count, 50)).long()
     logits = torch.full((len(places), vocabulary), -7.3)
-    tokens, log_probs = draw(logits, (places + 0.5).double() / count, Sampling(1, 0.8, **cut))
+    tokens, log_probs = sample_tokens(
+        logits, (places + 0.5).double() / count, Sampling(1, 0.8, **cut)
+    )
     assert torch.equal(tokens, places)
     want = torch.full_like(log_probs, -math.log(count))
     torch.testing.assert_close(log_probs, want, rtol=1e-15, atol=1e-15)
@@ -160,7 +162,7 @@ def test_a_boundary_belongs_to_the_token_behind(options: dict[str, float]) -> No
     """Sums of ones and their parts of 1/1024 are exact."""
     places = torch.arange(1024)
     logits = torch.full((1, 1024), 2.5).expand(1024, -1)
-    tokens, _ = draw(logits, places.double() / 1024, Sampling(1, **options))
+    tokens, _ = sample_tokens(logits, places.double() / 1024, Sampling(1, **options))
     assert torch.equal(tokens, places)
 
 
@@ -171,7 +173,7 @@ def test_temperatures_far_out(cut: dict[str, float], temperature: float) -> None
     sampling = Sampling(1, temperature, **cut)
     if 1e-3 <= temperature <= 100:
         agree(logits, uniform, sampling)
-    tokens, log_probs = draw(logits, uniform, sampling)
+    tokens, log_probs = sample_tokens(logits, uniform, sampling)
     if temperature < 1e-300:
         assert torch.equal(tokens, logits.argmax(-1))
         assert not log_probs.any()
@@ -194,7 +196,7 @@ def test_tokens_without_mass_are_never_chosen(cut: dict[str, float], vocabulary:
     uniform = torch.cat([torch.linspace(0, LAST, 99, dtype=torch.float64), torch.tensor([LAST])])
     logits = logits.expand(100, -1)
     agree(logits, uniform, Sampling(1, **cut))
-    tokens, log_probs = draw(logits, uniform, Sampling(1, **cut))
+    tokens, log_probs = sample_tokens(logits, uniform, Sampling(1, **cut))
     assert not masked[tokens].any()
     assert log_probs.isfinite().all()
 
@@ -206,7 +208,7 @@ def test_one_token_is_left(cut: dict[str, float], vocabulary: int) -> None:
     places = torch.tensor([0, vocabulary // 2, vocabulary - 1, vocabulary // 3])
     logits[torch.arange(4), places] = torch.tensor([-3.0, 0.0, 1e30, -1e-30])
     uniform = torch.tensor([0, LAST, 0.5, 1e-300], dtype=torch.float64)
-    tokens, log_probs = draw(logits, uniform, Sampling(1, **cut))
+    tokens, log_probs = sample_tokens(logits, uniform, Sampling(1, **cut))
     assert torch.equal(tokens, places)
     assert not log_probs.any()
 
@@ -223,12 +225,12 @@ def test_logits_that_are_not_finite_are_told(
     for row, place in enumerate(places):
         logits[2 * row, place], logits[2 * row + 1, place] = torch.nan, torch.inf
     logits[-2] = -torch.inf
-    tokens, log_probs = draw(logits, uniform.fill_(number), Sampling(1, **cut))
+    tokens, log_probs = sample_tokens(logits, uniform.fill_(number), Sampling(1, **cut))
     assert log_probs.isfinite().tolist() == [False] * (2 * len(places) + 1) + [True]
     assert tokens.min() >= 0
     assert tokens.max() < vocabulary
     # The row next to them is as it is alone.
-    alone = draw(logits[-1:], uniform[-1:], Sampling(1, **cut))
+    alone = sample_tokens(logits[-1:], uniform[-1:], Sampling(1, **cut))
     assert (tokens[-1], log_probs[-1]) == (alone[0].item(), alone[1].item())
 
 
@@ -240,15 +242,17 @@ def test_numbers_beside_the_unit_choose_what_may_be_chosen(
     logits, _ = made(3, 1500)
     logits[:, :9] = logits[:, -9:] = -torch.inf
     uniform = torch.full((3,), number, dtype=torch.float64)
-    tokens, log_probs = draw(logits, uniform, Sampling(1, **cut))
+    tokens, log_probs = sample_tokens(logits, uniform, Sampling(1, **cut))
     end = torch.full_like(uniform, LAST if number > 0 else 0.0)
-    for one, other in zip((tokens, log_probs), draw(logits, end, Sampling(1, **cut)), strict=True):
+    for one, other in zip(
+        (tokens, log_probs), sample_tokens(logits, end, Sampling(1, **cut)), strict=True
+    ):
         assert torch.equal(one, other)
 
 
 def draw_alone(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """FrozenModel by row."""
-    rows = [draw(logits[r, None], uniform[r, None], sampling) for r in range(len(logits))]
+    rows = [sample_tokens(logits[r, None], uniform[r, None], sampling) for r in range(len(logits))]
     return torch.cat([row[0] for row in rows]), torch.cat([row[1] for row in rows])
 
 
@@ -263,8 +267,8 @@ def test_neither_threads_nor_other_rows_change_a_bit(
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(draw(logits, uniform, Sampling(1, **cut)))
-            moved = draw(logits[order], uniform[order], Sampling(1, **cut))
+            found.append(sample_tokens(logits, uniform, Sampling(1, **cut)))
+            moved = sample_tokens(logits[order], uniform[order], Sampling(1, **cut))
             back = order.argsort()
             found.append((moved[0][back], moved[1][back]))
     finally:
@@ -279,9 +283,9 @@ def test_memory_that_nothing_was_written_to_is_not_read(
     cut: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits, uniform = made(5, 2100)
-    clean = draw(logits, uniform, Sampling(1, **cut))
+    clean = sample_tokens(logits, uniform, Sampling(1, **cut))
     poison(monkeypatch)
-    assert all(map(torch.equal, clean, draw(logits, uniform, Sampling(1, **cut))))
+    assert all(map(torch.equal, clean, sample_tokens(logits, uniform, Sampling(1, **cut))))
 
 
 def test_greedy_takes_the_first_of_the_largest() -> None:
@@ -289,7 +293,9 @@ def test_greedy_takes_the_first_of_the_largest() -> None:
         logits = torch.zeros(2, 1000)
         logits[0, place:] = 3
         logits[1, [place, 999]] = 3
-        tokens, log_probs = draw(logits, torch.rand(2).double(), Sampling(1, 0, 3, 0.5, 0.5))
+        tokens, log_probs = sample_tokens(
+            logits, torch.rand(2).double(), Sampling(1, 0, 3, 0.5, 0.5)
+        )
         assert tokens.tolist() == [place, place]
         want = logits.double().log_softmax(-1)[:, place]
         torch.testing.assert_close(log_probs, want, rtol=1e-13, atol=1e-13)
@@ -299,7 +305,7 @@ def test_more_tokens_than_there_are() -> None:
     """Also a number that C has no integer for."""
     logits, uniform = made(6, 1300)
     for top_k in (1300, 1301, 2**70):
-        tokens, log_probs = draw(logits, uniform, Sampling(1, top_k=top_k))
+        tokens, log_probs = sample_tokens(logits, uniform, Sampling(1, top_k=top_k))
         # In falling order, as where something is left out.
         want = sampler._draw(logits, uniform, Sampling(1, top_k=1300))
         assert torch.equal(tokens, want[0])
@@ -308,5 +314,5 @@ def test_more_tokens_than_there_are() -> None:
 
 def test_no_rows() -> None:
     for sampling in (Sampling(1), Sampling(1, top_k=2)):
-        tokens, log_probs = draw(torch.empty(0, 9), torch.empty(0).double(), sampling)
+        tokens, log_probs = sample_tokens(torch.empty(0, 9), torch.empty(0).double(), sampling)
         assert len(tokens) == len(log_probs) == 0

@@ -1,4 +1,4 @@
-"""Judged answers from files or Python: pairs, labelled answers, labelled steps, on two sides."""
+"""Judged answers from files or Python: pairs, labelled answers, labelled steps, on two splits."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from keel.data.tables import Gathered, Table, all_bad, read_table, rows_table
 from keel.data.tasks.base import position
 from keel.data.tasks.generated import take_options
 from keel.runs.quarantine import LeftOut, Why, shortened
-from keel.types import KeelError, Side
+from keel.types import KeelError, Split
 
 T = TypeVar("T", bound=Preference | Labelled | Stepwise)
 E = TypeVar("E", bound="Sized")
 
 
 @dataclass(frozen=True, slots=True)
-class Sides(Generic[T]):
-    """Rows on two sides; no prompt, and no value of the group column, is on both.
+class Splits(Generic[T]):
+    """Rows in two splits; no prompt, and no value of the group column, is in both.
 
-    `left_out` are the rows on neither: bad ones, train rows whose prompt or group is also held out
-    (`overlap` counts these), and, where the source says to drop them, those with an empty answer
-    (`dropped`).
+    `left_out` are the rows in neither: bad ones, train rows whose prompt or group is also in the
+    validation split (`overlap` counts these), and those with an empty answer, where the source says
+    to drop them (`dropped`).
     """
 
     train: tuple[T, ...]
-    heldout: tuple[T, ...]
+    validation: tuple[T, ...]
     left_out: tuple[LeftOut, ...] = ()
 
     @property
@@ -48,11 +48,11 @@ class Sides(Generic[T]):
         return sum(row.why == "empty" for row in self.left_out)
 
 
-def sides_of(places: Sequence[float], validation_fraction: float) -> list[Side]:
-    """The side of each row from where its key lies in [0, 1) (`base.position`).
+def splits_of(places: Sequence[float], validation_fraction: float) -> list[Split]:
+    """The split of each row from where its key lies in [0, 1) (`base.position`).
 
-    Few rows may all fall on one side: the key nearest to the other goes over, so that two
-    different keys always give two sides. One key alone is on the train side.
+    Few rows may all fall on one split: the key nearest to the other goes over, so that two
+    different keys always give two splits. One key alone is on the train split.
     """
     held = {p for p in places if p < validation_fraction}
     different = set(places)
@@ -62,7 +62,7 @@ def sides_of(places: Sequence[float], validation_fraction: float) -> list[Side]:
         held = {min(different)}
     elif held == different:
         held = different - {max(different)}
-    return ["heldout" if p in held else "train" for p in places]
+    return ["validation" if p in held else "train" for p in places]
 
 
 class Sized(Protocol):
@@ -96,17 +96,17 @@ class Sieve(Generic[T, E]):
             self.left_out.append(LeftOut(origin.source, origin.line, reason, origin.row, "long"))
         return found
 
-    def without_bad(self, sides: Sides[T]) -> Sides[T]:
-        """The rows that can be encoded; the others go among the sides' left out.
+    def without_bad(self, splits: Splits[T]) -> Splits[T]:
+        """The rows that can be encoded; the others go among the splits' left out.
 
         Raises KeelError where no train row is left.
         """
         bad: list[LeftOut] = []
-        train = tuple(row for row in sides.train if self._takes(row, bad))
+        train = tuple(row for row in splits.train if self._takes(row, bad))
         if not train:
             raise all_bad(bad[0].source, bad)
-        held = tuple(row for row in sides.heldout if self._takes(row, bad))
-        return Sides(train, held, (*sides.left_out, *bad))
+        held = tuple(row for row in splits.validation if self._takes(row, bad))
+        return Splits(train, held, (*splits.left_out, *bad))
 
     def _takes(self, row: T, bad: list[LeftOut]) -> bool:
         try:
@@ -122,26 +122,26 @@ class Sieve(Generic[T, E]):
 
 
 KINDS = ("jsonl", "parquet", "datasets")
-HELDOUT = "heldout/"
-"""Begins the ids of a held-out file of its own: both files may number their rows from 0."""
+VALIDATION = "validation/"
+"""Begins the ids of a validation file of its own: both files may number their rows from 0."""
 
 
-def read_pairs(source: PreferenceData, seed: int = 0) -> Sides[Preference]:
+def read_pairs(source: PreferenceData, seed: int = 0) -> Splits[Preference]:
     """Rows of `prompt/chosen/rejected`, with `probability` and `margin` where the file has them.
 
     The prompt is text or messages, an answer text or messages; without a `prompt` the answers are
     whole conversations. `seed` goes to a Python entry that has a parameter of that name. Raises
     KeelError for a row that is none of these, naming file, line, column and fix.
     """
-    return _DatasetReader(source, judged.pair, judged.PAIR).sides(seed)
+    return _DatasetReader(source, judged.pair, judged.PAIR).splits(seed)
 
 
-def read_labelled(source: PreferenceData, seed: int = 0) -> Sides[Labelled]:
+def read_labelled(source: PreferenceData, seed: int = 0) -> Splits[Labelled]:
     """Rows of `prompt/completion/label`; a label is a boolean or a number from 0 to 1."""
-    return _DatasetReader(source, judged.labelled, judged.LABELLED).sides(seed)
+    return _DatasetReader(source, judged.labelled, judged.LABELLED).splits(seed)
 
 
-def read_steps(source: PreferenceData, seed: int = 0) -> Sides[Stepwise]:
+def read_steps(source: PreferenceData, seed: int = 0) -> Splits[Stepwise]:
     """Rows of `prompt/completions/labels`, or of `prompt/steps/first_error`.
 
     A step's label is a boolean, a number from 0 to 1, or null where it was not judged; a first
@@ -149,10 +149,10 @@ def read_steps(source: PreferenceData, seed: int = 0) -> Sides[Stepwise]:
     Mistake's `input` and `mistake_index` are taken for `prompt` and `first_error`. A step may be
     blank, an answer not.
     """
-    return _DatasetReader(source, judged.stepwise, judged.STEPWISE).sides(seed)
+    return _DatasetReader(source, judged.stepwise, judged.STEPWISE).splits(seed)
 
 
-READERS: dict[Records, Callable[[PreferenceData, int], Sides[Any]]] = {
+READERS: dict[Records, Callable[[PreferenceData, int], Splits[Any]]] = {
     "pairs": read_pairs,
     "labels": read_labelled,
     "steps": read_steps,
@@ -161,7 +161,7 @@ READERS: dict[Records, Callable[[PreferenceData, int], Sides[Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Placed(Generic[T]):
-    """A row with the positions of its prompt and of its group, which decide its side."""
+    """A row with the positions of its prompt and of its group, which decide its split."""
 
     item: T
     prompt: float
@@ -176,24 +176,24 @@ class _Placed(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class _DatasetReader(Generic[T]):
-    """From a source to two sides: `make` builds a row of the kind, `known` are its columns."""
+    """From a source to two splits: `make` builds a row of the kind, `known` are its columns."""
 
     source: PreferenceData
     make: Callable[[Fields, str], T]
     known: tuple[str, ...]
 
-    def sides(self, seed: int) -> Sides[T]:
+    def splits(self, seed: int) -> Splits[T]:
         source = self.source
-        train, heldout = _tables(source, seed)
+        train, validation = _tables(source, seed)
         name = source.name if source.path is None else f"{source.name}:{Path(source.path).stem}"
         ids: set[str] = set()
         kept, left = self._rows(train, name, ids)
-        if heldout is None:
-            sides = sides_of([row.group for row in kept], source.validation_fraction)
-            held = [row for row, side in zip(kept, sides, strict=True) if side == "heldout"]
-            kept = [row for row, side in zip(kept, sides, strict=True) if side == "train"]
+        if validation is None:
+            splits = splits_of([row.group for row in kept], source.validation_fraction)
+            held = [row for row, split in zip(kept, splits, strict=True) if split == "validation"]
+            kept = [row for row, split in zip(kept, splits, strict=True) if split == "train"]
         else:
-            held, left_held = self._rows(heldout, name, ids, HELDOUT)
+            held, left_held = self._rows(validation, name, ids, VALIDATION)
             left += left_held
         return _apart(kept, held, left, name)
 
@@ -278,22 +278,24 @@ class _DatasetReader(Generic[T]):
 
 def _apart(
     train: list[_Placed[T]], held: list[_Placed[T]], left: list[LeftOut], name: str
-) -> Sides[T]:
-    """Train rows whose prompt or group is also held out are left out of training."""
+) -> Splits[T]:
+    """Train rows whose prompt or group is also in the validation split are left out of training."""
     prompts, groups = {row.prompt for row in held}, {row.group for row in held}
     kept, overlap = [], []
     for row in train:
         if row.prompt in prompts or row.group in groups:
-            overlap.append(row.left_out("the prompt or group is also held out", "overlap"))
+            overlap.append(
+                row.left_out("the prompt or group is also in the validation split", "overlap")
+            )
         else:
             kept.append(row)
     if not kept:
         raise KeelError(
-            f"{name}: every train prompt is also held out: drop validation_path or group, "
-            "or give other rows"
+            f"{name}: every train prompt is also in the validation split: drop validation_path or "
+            "group, or give other rows"
         )
     items = tuple(row.item for row in kept), tuple(row.item for row in held)
-    return Sides(*items, left_out=(*left, *overlap))
+    return Splits(*items, left_out=(*left, *overlap))
 
 
 def _answers(item: Preference | Labelled | Stepwise) -> Iterable[tuple[str, str]]:
@@ -317,7 +319,7 @@ def _id(fields: Fields, number: str, prefix: str) -> str:
 
 
 def _tables(source: PreferenceData, seed: int) -> tuple[Table, Table | None]:
-    """The train table, and the held-out one where it is given."""
+    """The train table, and the validation one where it is given."""
     if source.name not in KINDS:
         if ":" not in source.name:
             known = [*KINDS, "module:function"]

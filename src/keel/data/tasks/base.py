@@ -1,4 +1,4 @@
-"""What tasks have in common: defaults of the protocol, the two sides, and how a prompt is put."""
+"""What tasks have in common: defaults of the protocol, the two splits, and how a prompt is put."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 from keel.config.suggest import unknown
 from keel.data.tables import encodable
-from keel.types import Completion, Content, KeelError, Message, Prompt, Side
+from keel.types import Completion, Content, KeelError, Message, Prompt, Split
 
-HELDOUT_SHARE = 0.1
-"""Share of the contents that the held-out side of an endless task gets."""
+VALIDATION_FRACTION = 0.1
+"""Share of the contents that the validation split of an endless task gets."""
 WIDEST = 10_000
 """Characters that a format string may pad a column to."""
 
@@ -28,11 +28,11 @@ class BaseTask:
     correctness = False
     """Whether a verdict of 1 means that the answer is right; see `RewardSource.correctness`."""
 
-    def size(self, side: Side) -> int | None:
+    def size(self, split: Split) -> int | None:
         """Endless."""
         return None
 
-    def prompt(self, side: Side, index: int) -> Prompt:
+    def prompt(self, split: Split, index: int) -> Prompt:
         """The prompt at an index; every task has its own."""
         raise NotImplementedError
 
@@ -50,7 +50,7 @@ class BaseTask:
 
 
 def position(content: Content) -> float:
-    """Where a content lies in [0, 1), by SHA-256: what decides its side, whatever the order."""
+    """Where a content lies in [0, 1), by SHA-256: what decides its split, whatever the order."""
     text = content if isinstance(content, str) else json.dumps(list(content), sort_keys=True)
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:6], "big") / 2.0**48
@@ -68,15 +68,24 @@ def places(content: Content) -> Iterator[float]:
         yield position(turns[0]["content"])
 
 
-def side_of(content: Content, validation_fraction: float = HELDOUT_SHARE) -> Side:
-    """The side that a content is on, by its hash; so the sides never overlap."""
-    return "heldout" if position(content) < validation_fraction else "train"
+def split_of(content: Content, validation_fraction: float = VALIDATION_FRACTION) -> Split:
+    """The split that a content is on, by its hash; so the splits never overlap."""
+    return "validation" if position(content) < validation_fraction else "train"
 
 
-def side_and_index(prompt: Prompt) -> tuple[Side, int]:
-    """The address in a prompt's id, `NAME/SIDE/INDEX`."""
-    _, side, index = prompt.id.rsplit("/", 2)
-    return ("heldout" if side == "heldout" else "train"), int(index)
+SEED_NAMES: Mapping[Split, str] = {"train": "train", "validation": "heldout"}
+"""The names of the splits in what seeds random numbers: with others, results would change."""
+
+
+def prompt_id(task: str, split: Split, index: int) -> str:
+    """The id of a task's prompt, which seeds the random numbers of its completions."""
+    return f"{task}/{SEED_NAMES[split]}/{index}"
+
+
+def split_and_index(prompt: Prompt) -> tuple[Split, int]:
+    """The arguments that a prompt's id was made from."""
+    _, split, index = prompt.id.rsplit("/", 2)
+    return ("train" if split == "train" else "validation"), int(index)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from keel.data.tasks.generated import Addition, Generated, take_options
 from keel.data.tasks.gym import PREFIX, GymProcess, gym_installed, gym_names, gym_task
 from keel.data.tasks.stored import KINDS, DataTask, data_task, entry_task
 from keel.data.tasks.symbols import Reverse, SortDigits
-from keel.types import KeelError, Prompt, Side, Task
+from keel.types import KeelError, Prompt, Split, Task
 
 GENERATORS: dict[str, type[Generated]] = {
     "addition": Addition,
@@ -71,18 +71,18 @@ class Renamed:
         self.task = task
         self.name = name
 
-    def size(self, side: Side) -> int | None:
+    def size(self, split: Split) -> int | None:
         """As the task."""
-        return self.task.size(side)
+        return self.task.size(split)
 
-    def prompt(self, side: Side, index: int) -> Prompt:
+    def prompt(self, split: Split, index: int) -> Prompt:
         """The task's prompt, with the new name in its id."""
-        prompt = self.task.prompt(side, index)
+        prompt = self.task.prompt(split, index)
         rest = prompt.id.removeprefix(self.task.name)
         return dataclasses.replace(prompt, id=self.name + rest, task=self.name)
 
     def __getattr__(self, attribute: str) -> Any:
-        """Verdict, gold answer, reply: as the task."""
+        """RewardResult, gold answer, reply: as the task."""
         return getattr(self.task, attribute)
 
 
@@ -111,8 +111,8 @@ def _generator(source: TaskSource, seed: int) -> Task:
     take_options(kind, source.options, where, own=("name", "seed", "presentation"))
     presentation = Presentation(source.prompt, source.system)
     task = kind(source.name, seed, presentation, **source.options)
-    for side in ("train", "heldout"):
-        task.prompt(side, 0)  # too few different prompts show here
+    for split in ("train", "validation"):
+        task.prompt(split, 0)  # too few different prompts show here
     return task
 
 

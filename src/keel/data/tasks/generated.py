@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 
 from keel.config.suggest import unknown
-from keel.data.tasks.base import BaseTask, Presentation, side_of
-from keel.types import Completion, KeelError, Prompt, Side
+from keel.data.tasks.base import BaseTask, Presentation, prompt_id, split_of
+from keel.types import Completion, KeelError, Prompt, Split
 
 ATTEMPTS = 5_000
-"""Draws for one prompt until one falls on its side; nine in ten held-out draws do not."""
+"""Draws for one prompt until one falls on its split; nine in ten validation draws do not."""
 
 
 class Generated(BaseTask):
     """A task that draws a question and its one right answer; the verdict is exact match, 1 or 0.
 
-    The prompt at (seed, side, index) is the first of the draws seeded by
-    `SeedSequence([seed, side, index, attempt])` whose text the hash puts on that side.
+    The prompt at (seed, split, index) is the first of the draws seeded by
+    `SeedSequence([seed, split, index, attempt])` whose text the hash puts on that split.
     """
 
     correctness = True
@@ -34,17 +34,17 @@ class Generated(BaseTask):
         """A question and its answer."""
         raise NotImplementedError
 
-    def prompt(self, side: Side, index: int) -> Prompt:
-        """The prompt at an index. Raises KeelError where no draw falls on the side."""
+    def prompt(self, split: Split, index: int) -> Prompt:
+        """The prompt at an index. Raises KeelError where no draw falls on the split."""
         for attempt in range(ATTEMPTS):
-            key = [self.seed, int(side == "heldout"), index, attempt]
+            key = [self.seed, int(split == "validation"), index, attempt]
             question, answer = self.draw(np.random.default_rng(np.random.SeedSequence(key)))
-            if side_of(question) == side:
+            if split_of(question) == split:
                 columns = {"prompt": question, "answer": answer}
                 body = self.presentation.body(columns, self.name)
                 content = self.presentation.frame(body, self.name)
-                return Prompt(f"{self.name}/{side}/{index}", content, columns, self.name)
-        raise no_draw(self.name, side, ATTEMPTS)
+                return Prompt(prompt_id(self.name, split, index), content, columns, self.name)
+        raise no_draw(self.name, split, ATTEMPTS)
 
     def gold(self, prompt: Prompt) -> str:
         """The right answer."""
@@ -55,10 +55,10 @@ class Generated(BaseTask):
         return float(completion.text.strip() == self.gold(prompt))
 
 
-def no_draw(name: str, side: Side, attempts: int) -> KeelError:
-    """There are too few different prompts for two sides."""
+def no_draw(name: str, split: Split, attempts: int) -> KeelError:
+    """There are too few different prompts for two splits."""
     return KeelError(
-        f"task {name!r}: none of {attempts} draws is on the {side} side, since there are too few "
+        f"task {name!r}: none of {attempts} draws is on the {split} split, since there are too few "
         "different prompts: widen its options"
     )
 

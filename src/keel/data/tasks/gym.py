@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from keel.config.suggest import unknown
-from keel.data.tasks.base import BaseTask, Presentation, side_and_index, side_of
+from keel.data.tasks.base import BaseTask, Presentation, prompt_id, split_and_index, split_of
 from keel.data.tasks.generated import ATTEMPTS, no_draw
 from keel.graders.formats import tag_content
 from keel.sandbox.resident import Resident, Restarting
-from keel.types import Completion, KeelError, Prompt, Side
+from keel.types import Completion, KeelError, Prompt, Split
 
 PREFIX = "reasoning_gym:"
 BLOCK = 2048
@@ -79,9 +79,9 @@ class GymError(Exception):
 class GymTask(BaseTask):
     """One data set of reasoning-gym; endless, its verdict that of its own scorer.
 
-    The prompt at (seed, side, index) is the first of the items drawn by
-    `SeedSequence([seed, side, index, attempt])` from the block of `index` whose question the hash
-    puts on that side. The answer is what stands in `<answer>…</answer>`, else the whole text.
+    The prompt at (seed, split, index) is the first of the items drawn by
+    `SeedSequence([seed, split, index, attempt])` from the block of `index` whose question the hash
+    puts on that split. The answer is what stands in `<answer>…</answer>`, else the whole text.
     """
 
     correctness = True
@@ -100,22 +100,22 @@ class GymTask(BaseTask):
         self.dataset = name.removeprefix(PREFIX)
         self.options = dict(options)
         self.process = process
-        self._addresses: dict[tuple[Side, int], dict[str, Any]] = {}
+        self._addresses: dict[tuple[Split, int], dict[str, Any]] = {}
 
-    def prompt(self, side: Side, index: int) -> Prompt:
+    def prompt(self, split: Split, index: int) -> Prompt:
         """The prompt at an index; the item's `answer` and `metadata` are among its columns."""
         for attempt in range(ATTEMPTS):
-            address = self._address(side, index, attempt)
+            address = self._address(split, index, attempt)
             item = self._item(address)
-            if side_of(item["question"]) == side:
+            if split_of(item["question"]) == split:
                 if len(self._addresses) >= ADDRESSES_KEPT:
                     self._addresses.clear()
-                self._addresses[side, index] = address
+                self._addresses[split, index] = address
                 columns = {"prompt": item["question"], **item}
                 body = self.presentation.body(columns, self.name)
                 content = self.presentation.frame(body, self.name)
-                return Prompt(f"{self.name}/{side}/{index}", content, columns, self.name)
-        raise no_draw(self.name, side, ATTEMPTS)
+                return Prompt(prompt_id(self.name, split, index), content, columns, self.name)
+        raise no_draw(self.name, split, ATTEMPTS)
 
     def gold(self, prompt: Prompt) -> str | None:
         """The item's own answer, where it has one."""
@@ -124,7 +124,7 @@ class GymTask(BaseTask):
 
     def score(self, prompt: Prompt, completion: Completion) -> float:
         """What the data set's scorer says; 0 where it fails or takes too long."""
-        where = side_and_index(prompt)
+        where = split_and_index(prompt)
         if where not in self._addresses:
             self.prompt(*where)
         text = tag_content(completion.text, "answer")
@@ -138,9 +138,9 @@ class GymTask(BaseTask):
         except GymError as error:
             raise self._refused(error) from None
 
-    def _address(self, side: Side, index: int, attempt: int) -> dict[str, Any]:
+    def _address(self, split: Split, index: int, attempt: int) -> dict[str, Any]:
         block = np.random.SeedSequence([self.seed, index // BLOCK]).generate_state(1)[0]
-        key = [self.seed, int(side == "heldout"), index, attempt]
+        key = [self.seed, int(split == "validation"), index, attempt]
         draw = np.random.default_rng(np.random.SeedSequence(key)).integers(BLOCK)
         return {
             "name": self.dataset,

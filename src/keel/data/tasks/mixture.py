@@ -15,7 +15,7 @@ Prepare = Callable[[Prompt], Prompt | None]
 LEFT_OUT_IN_A_ROW = 1_000
 """So many prompts of an endless task left out one after the other mean that none will do."""
 REPEATS_IN_A_ROW = 1_000
-"""So many known prompts in a row mean that an endless task has shown all its held-out ones."""
+"""So many known prompts in a row mean that an endless task has shown all its validation ones."""
 
 
 class PromptStream:
@@ -112,15 +112,15 @@ class PromptStream:
         return int(self._order[at][1][place])
 
 
-def heldout(
+def validation_prompts(
     tasks: Sequence[Task],
     weights: Sequence[float],
     n: int,
     prepare: Prepare | None = None,
 ) -> list[Prompt]:
-    """The first `n` different held-out prompts, each task in proportion to its weight.
+    """The first `n` different validation prompts, each task in proportion to its weight.
 
-    Fewer where the held-out sides have no more. No chance is in it. Raises KeelError where there
+    Fewer where the validation splits have no more. No chance is in it. Raises KeelError where there
     is none at all.
     """
     _check(tasks, weights)
@@ -139,19 +139,19 @@ def heldout(
         found.append(prompt)
     if not found and n > 0:
         raise KeelError(
-            "there is no held-out prompt: give validation_path or more rows, or set "
+            "there is no validation prompt: give validation_path or more rows, or set "
             "evaluation.prompts = 0"
         )
     return found
 
 
 def _walk(task: Task, prepare: Prepare | None) -> Any:
-    """Different held-out prompts of a task in order of their index."""
-    size = task.size("heldout")
+    """Different validation prompts of a task in order of their index."""
+    size = task.size("validation")
     seen: set[str] = set()
     index = idle = left_out = 0
     while (size is None and idle < REPEATS_IN_A_ROW) or (size is not None and index < size):
-        prompt: Prompt | None = task.prompt("heldout", index)
+        prompt: Prompt | None = task.prompt("validation", index)
         index += 1
         idle += 1
         assert prompt is not None
@@ -167,7 +167,7 @@ def _walk(task: Task, prepare: Prepare | None) -> Any:
         idle = 0
         yield prompt
     if left_out and left_out == len(seen):
-        raise _all_left_out(task.name, "held-out")
+        raise _all_left_out(task.name, "validation")
 
 
 def _check(tasks: Sequence[Task], weights: Sequence[float]) -> tuple[Task, ...]:
@@ -179,8 +179,8 @@ def _check(tasks: Sequence[Task], weights: Sequence[float]) -> tuple[Task, ...]:
     return tuple(tasks)
 
 
-def _all_left_out(name: str, side: str) -> KeelError:
+def _all_left_out(name: str, split: str) -> KeelError:
     return KeelError(
-        f"task {name!r}: every {side} prompt is left out because it is too long: raise "
+        f"task {name!r}: every {split} prompt is left out because it is too long: raise "
         "prompts.max_tokens, or use a model with a longer context"
     )

@@ -12,12 +12,12 @@ from keel.config.entry import load_entry
 from keel.config.sources import TaskSource
 from keel.config.suggest import unknown
 from keel.data.tables import Gathered, Row, Table, Where, all_bad, encodable, read_table, rows_table
-from keel.data.tasks.base import BaseTask, Presentation, position, side_of
+from keel.data.tasks.base import BaseTask, Presentation, position, prompt_id, split_of
 from keel.data.tasks.generated import take_options
 from keel.data.tasks.user import UserTask
 from keel.graders.formats import same_text
 from keel.runs.quarantine import LeftOut, Why
-from keel.types import Completion, Content, KeelError, Prompt, Side
+from keel.types import Completion, Content, KeelError, Prompt, Split
 
 KINDS = {
     "jsonl": "a file with one JSON object a line",
@@ -38,19 +38,19 @@ class StoredExample:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One side of a task: its rows, and where they stand."""
+    """One split of a task: its rows, and where they stand."""
 
     entries: Sequence[StoredExample]
     where: Where
 
 
 class DataTask(BaseTask):
-    """Rows on two sides.
+    """Rows on two splits.
 
-    `left_out` are the rows of its files that are on neither: bad ones, and train rows whose prompt
-    is also held out (`overlap` counts these). The gold answer is the `answer` column's text; the
-    verdict, exact match with it (blanks around aside) where an answer column is set, else none:
-    rewards judge.
+    `left_out` are the rows of its files that are in neither: bad ones, and train rows whose prompt
+    is also in the validation split (`overlap` counts these). The gold answer is the text of the
+    `answer` column; the reward is exact match with it, ignoring blanks at its ends, where an answer
+    column is set.
     """
 
     correctness = True
@@ -59,39 +59,39 @@ class DataTask(BaseTask):
         self,
         name: str,
         train: Stored,
-        heldout: Stored,
+        validation: Stored,
         source: TaskSource,
         left_out: Sequence[LeftOut],
     ) -> None:
         self.name = name
-        self.sides: Mapping[Side, Stored] = {"train": train, "heldout": heldout}
+        self.splits: Mapping[Split, Stored] = {"train": train, "validation": validation}
         self.presentation = _presentation(source)
         self.answer = source.answer
         self.left_out = tuple(left_out)
 
     @property
     def overlap(self) -> int:
-        """How many train rows are left out because their prompt is also held out."""
+        """How many train rows are left out because their prompt is also in the validation split."""
         return sum(row.why == "overlap" for row in self.left_out)
 
-    def hold_out_all(self) -> None:
-        """Put every row on the held-out side too, in the order of the file: nothing is trained."""
-        rows = [entry for side in self.sides.values() for entry in side.entries]
-        every = Stored(sorted(rows, key=lambda row: row.number), self.sides["train"].where)
-        self.sides = {"train": every, "heldout": every}
+    def validate_on_all(self) -> None:
+        """Put every row into both splits, in the order of the file: nothing is trained."""
+        rows = [entry for split in self.splits.values() for entry in split.entries]
+        every = Stored(sorted(rows, key=lambda row: row.number), self.splits["train"].where)
+        self.splits = {"train": every, "validation": every}
 
-    def size(self, side: Side) -> int:
-        """How many rows the side has."""
-        return len(self.sides[side].entries)
+    def size(self, split: Split) -> int:
+        """How many rows the split has."""
+        return len(self.splits[split].entries)
 
-    def prompt(self, side: Side, index: int) -> Prompt:
+    def prompt(self, split: Split, index: int) -> Prompt:
         """The row at an index; its id holds the row's number in its file."""
-        entry = self.sides[side].entries[index]
+        entry = self.splits[split].entries[index]
         columns = dict(entry.row)
         if self.answer is not None:
             columns["answer"] = columns[self.answer]
         content = self.presentation.frame(entry.body, self.name)
-        return Prompt(f"{self.name}/{side}/{entry.number}", content, columns, self.name)
+        return Prompt(prompt_id(self.name, split, entry.number), content, columns, self.name)
 
     def refused(
         self, wrong: Callable[[Prompt], tuple[str, Why] | None], forgiven: bool
@@ -102,10 +102,10 @@ class DataTask(BaseTask):
         is left.
         """
         found: list[LeftOut] = []
-        for side, stored in self.sides.items():
+        for split, stored in self.splits.items():
             before = len(found)
             for index, entry in enumerate(stored.entries):
-                problem = wrong(self.prompt(side, index))
+                problem = wrong(self.prompt(split, index))
                 if problem is None:
                     continue
                 reason = f"{stored.where.place(entry.line)}: {problem[0]}"
@@ -113,7 +113,7 @@ class DataTask(BaseTask):
                     raise KeelError(reason)
                 found.append(stored.where.left_out(entry.line, reason, entry.row, problem[1]))
             bad = [row for row in found[before:] if row.why == "bad"]
-            if side == "train" and bad and len(found) == len(stored.entries):
+            if split == "train" and bad and len(found) == len(stored.entries):
                 raise all_bad(stored.where.source, bad)
         return found
 
@@ -177,34 +177,34 @@ def entry_task(source: TaskSource, seed: int) -> Any:
 
 
 def _split(name: str, table: Table, source: TaskSource) -> DataTask:
-    """Both sides from one table, by the hash of the prompt; each has at least one prompt."""
+    """Both splits from one table, by the hash of the prompt; each has at least one prompt."""
     entries, bad = _entries(table, source)
-    sides = [side_of(entry.body, source.validation_fraction) for entry in entries]
+    splits = [split_of(entry.body, source.validation_fraction) for entry in entries]
     places = [position(entry.body) for entry in entries]
-    if len(set(places)) > 1 and len(set(sides)) == 1:
-        # Few rows may all fall on one side: the one nearest to the other goes over.
+    if len(set(places)) > 1 and len(set(splits)) == 1:
+        # Few rows may all fall on one split: the one nearest to the other goes over.
         low, high = min(places), max(places)
-        sides = (
-            ["heldout" if p == low else "train" for p in places]
-            if sides[0] == "train"
-            else ["train" if p == high else "heldout" for p in places]
+        splits = (
+            ["validation" if p == low else "train" for p in places]
+            if splits[0] == "train"
+            else ["train" if p == high else "validation" for p in places]
         )
-    train = [e for e, side in zip(entries, sides, strict=True) if side == "train"]
-    heldout = [e for e, side in zip(entries, sides, strict=True) if side == "heldout"]
-    if not train:  # one prompt alone, on the held-out side
-        train, heldout = heldout, train
-    return DataTask(name, Stored(train, table.where), Stored(heldout, table.where), source, bad)
+    train = [e for e, split in zip(entries, splits, strict=True) if split == "train"]
+    validation = [e for e, split in zip(entries, splits, strict=True) if split == "validation"]
+    if not train:  # one prompt alone, on the validation split
+        train, validation = validation, train
+    return DataTask(name, Stored(train, table.where), Stored(validation, table.where), source, bad)
 
 
-def _two_tables(name: str, train: Table, heldout: Table, source: TaskSource) -> DataTask:
-    """A table a side; train prompts that are also held out are left out of training."""
-    held, bad_held = _entries(heldout, source)
+def _two_tables(name: str, train: Table, validation: Table, source: TaskSource) -> DataTask:
+    """A table for each split; train prompts that are also in the other are left out."""
+    held, bad_held = _entries(validation, source)
     taken = {position(entry.body) for entry in held}
     every, bad = _entries(train, source)
     kept, overlap = [], []
     for entry in every:
         if position(entry.body) in taken:
-            reason = f"{train.where.place(entry.line)}: the prompt is also held out"
+            reason = f"{train.where.place(entry.line)}: the prompt is also in the validation split"
             overlap.append(train.where.left_out(entry.line, reason, entry.row, "overlap"))
         else:
             kept.append(entry)
@@ -213,8 +213,8 @@ def _two_tables(name: str, train: Table, heldout: Table, source: TaskSource) -> 
             f"task {name!r}: every train prompt is also in {source.validation_path!r}: "
             "drop validation_path, or give other rows"
         )
-    sides = Stored(kept, train.where), Stored(held, heldout.where)
-    return DataTask(name, *sides, source, [*bad, *overlap, *bad_held])
+    splits = Stored(kept, train.where), Stored(held, validation.where)
+    return DataTask(name, *splits, source, [*bad, *overlap, *bad_held])
 
 
 def _presentation(source: TaskSource) -> Presentation:

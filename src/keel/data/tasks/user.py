@@ -6,7 +6,7 @@ import traceback
 from typing import Any, cast
 
 from keel.data.tasks.base import BaseTask
-from keel.types import Completion, KeelError, Prompt, Side
+from keel.types import Completion, KeelError, Prompt, Split
 
 
 class UserTask(BaseTask):
@@ -18,14 +18,14 @@ class UserTask(BaseTask):
         self.name = str(getattr(inner, "name", name))
         self.correctness = bool(getattr(inner, "correctness", False))
 
-    def size(self, side: Side) -> int | None:
-        return cast("int | None", self._ask("size", side))
+    def size(self, split: Split) -> int | None:
+        return cast("int | None", self._ask("size", split))
 
-    def prompt(self, side: Side, index: int) -> Prompt:
-        made = self._ask("prompt", side, index)
+    def prompt(self, split: Split, index: int) -> Prompt:
+        made = self._ask("prompt", split, index)
         if not isinstance(made, Prompt):
             raise KeelError(
-                f"task {self.entry!r}: prompt({side!r}, {index}) returned a "
+                f"task {self.entry!r}: prompt({split!r}, {index}) returned a "
                 f"{type(made).__name__}: return a keel.types.Prompt(id, content, columns, task)"
             )
         return made

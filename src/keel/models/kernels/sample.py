@@ -97,7 +97,7 @@ def draw_of(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Draw:
     return Draw(logits, uniform, sampling, rooms, tokens, uniform.new_empty(rows))
 
 
-def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """`engines.sampler.draw` by compiled code."""
     found = draw_of(logits, uniform, sampling)
     library().keel_draw(byref(found.pointers()))
