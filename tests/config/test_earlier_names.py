@@ -16,8 +16,8 @@ TASKS = {"tasks": [{"name": "addition"}]}
         ({**TASKS, "rollout": {"ahead": 1}}, "rollout.async_level"),
         ({**TASKS, "rollout": {"soft_overlong": 4}}, "rollout.overlong_buffer"),
         ({**TASKS, "optimizer": {"final_share": 0.5}}, "optimizer.min_lr_ratio"),
-        ({"tasks": [{"name": "addition", "validation_share": 0.5}]}, "validation_fraction"),
-        ({"tasks": [{"name": "jsonl", "validation_path": "x"}]}, "validation_path"),
+        ({"tasks": [{"name": "addition", "heldout_share": 0.5}]}, "validation_fraction"),
+        ({"tasks": [{"name": "jsonl", "heldout_path": "x"}]}, "validation_path"),
         ({**TASKS, "rewards": {"functions": [{"function": "length", "gate": 1.0}]}}, "gate_below"),
         (
             {**TASKS, "rewards": {"functions": [{"function": "length", "closed": 1.0}]}},

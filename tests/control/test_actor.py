@@ -122,7 +122,7 @@ def test_judge_is_torchs_distribution(make: Any) -> None:
     distribution = of_torch(actor, x)
     torch.manual_seed(0)
     action = distribution.sample()
-    log_prob, entropy = actor.judge(x, action)
+    log_prob, entropy = actor.evaluate_actions(x, action)
     torch.testing.assert_close(log_prob, distribution.log_prob(action), **EXACT)
     torch.testing.assert_close(entropy, distribution.entropy(), **EXACT)
     # And the gradients, of a sum that neither part cancels out of.

@@ -177,8 +177,8 @@ def uniform(actions: int) -> Categorical:
 
 def test_noise_is_new_every_time() -> None:
     rng = np.random.default_rng(0)
-    draw = sampling(uniform(64), lambda x: x, rng, 3)
-    drawn = np.array([draw(np.zeros((3, 2), dtype=np.float32)) for _ in range(3 * BLOCK)])
+    choose = sampling(uniform(64), lambda x: x, rng, 3)
+    drawn = np.array([choose(np.zeros((3, 2), dtype=np.float32)) for _ in range(3 * BLOCK)])
     # Two blocks of 128 draws of 64 actions agree in 2 of 128 places on average (σ 1.4).
     for one, two in ((0, BLOCK), (BLOCK, 2 * BLOCK)):
         for e in range(3):

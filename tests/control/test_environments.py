@@ -15,7 +15,7 @@ from gymnasium.vector import SyncVectorEnv
 
 from keel.config.control import Environment
 from keel.control import spaces
-from keel.control.collect import Collected, Draw, collect_episodes, collect_steps
+from keel.control.collect import ChooseActions, Collected, collect_episodes, collect_steps
 from keel.control.environments import GROWTH, Environments, derive_episode, make
 from keel.control.subprocess_environments import Copies
 from keel.types import KeelError
@@ -139,7 +139,9 @@ def there_and_back(state: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def assert_same(left: Environments, right: Environments, draw: Draw, times: int = 12) -> None:
+def assert_same(
+    left: Environments, right: Environments, choose: ChooseActions, times: int = 12
+) -> None:
     """Both are in one place, and stay so."""
     assert left.begun == right.begun
     assert left.episode_E.tolist() == right.episode_E.tolist()
@@ -147,9 +149,9 @@ def assert_same(left: Environments, right: Environments, draw: Draw, times: int 
     assert [left.tally(slot) for slot in slots] == [right.tally(slot) for slot in slots]
     assert there_and_back(left.state()) == there_and_back(right.state())
     if left.begun == 0 or (left.episode_E < 0).any():
-        one, two = (collect_episodes(e, draw, 4) for e in (left, right))
+        one, two = (collect_episodes(e, choose, 4) for e in (left, right))
     else:
-        one, two = (collect_steps(e, draw, times) for e in (left, right))
+        one, two = (collect_steps(e, choose, times) for e in (left, right))
     for name in ("observation_NO", "action_N", "reward_N", "episode_S", "last_state_SO"):
         np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
 
@@ -170,15 +172,15 @@ def test_restore_leads_to_the_same_place() -> None:
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
 def test_restore_of_real_environments(name: str) -> None:
-    def draw(observation_EO: Rows) -> npt.NDArray[Any]:
+    def choose(observation_EO: Rows) -> npt.NDArray[Any]:
         if name == "CartPole-v1":
             return worlds.choose_all(observation_EO)
         return np.sin(7 * observation_EO[:, :1]) * 3  # beyond the bounds at times
 
     with opened(name) as first, opened(name) as second:
-        collect_steps(first, draw, 45)
+        collect_steps(first, choose, 45)
         assert second.restore(there_and_back(first.state()))
-        assert_same(first, second, draw, 30)
+        assert_same(first, second, choose, 30)
 
 
 def test_restore_of_copies_at_rest_and_before_the_start() -> None:

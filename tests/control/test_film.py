@@ -28,7 +28,7 @@ def played(path: Path, length: int) -> tuple[int, list[tuple[int, int]]]:
     return film(path, worlds.choose_all, choice, SEED, 10_000), shown(path)
 
 
-def test_it_shows_every_state_of_the_episode_of_its_seed(tmp_path: Path) -> None:
+def test_film_shows_every_state_of_the_episode(tmp_path: Path) -> None:
     steps, pictures = played(tmp_path / "film.gif", 40)
     assert steps == 40
     mark = worlds.mark_of(SEED, 0) % 256
@@ -47,9 +47,9 @@ def test_a_long_episode_is_shown_in_part(tmp_path: Path, length: int) -> None:
     assert numbers == sorted(set(numbers))
 
 
-def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path: Path) -> None:
+def test_an_environment_without_rendering_is_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "film.gif"
-    with pytest.raises(KeelError, match=r"Counter-v0.*no pictures") as caught:
+    with pytest.raises(KeelError, match=r"Counter-v0.*cannot be rendered") as caught:
         film(path, worlds.choose_all, Environment(id=worlds.COUNTER), SEED, 10_000)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []

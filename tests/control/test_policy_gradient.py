@@ -270,7 +270,7 @@ def with_ratios(
     observation_NO = torch.randn(len(cases), 4, generator=generator, dtype=dtype)
     action_N = torch.arange(len(cases)) % 2
     with torch.no_grad():
-        log_prob_N = pg.actor.judge(observation_NO, action_N)[0]
+        log_prob_N = pg.actor.evaluate_actions(observation_NO, action_N)[0]
     old_N = log_prob_N - torch.tensor([c[0] for c in cases], dtype=dtype).log()
     experience = Experience(
         lengths=(1,) * len(cases),
@@ -327,13 +327,13 @@ def test_the_clip_table_in_an_update(settings: tuple[str, ...], case: Case) -> N
     with learner(*CLIPPED, *settings) as pg:
         shake(pg)
         part = prepare(pg.stage.algorithm, *with_ratios(pg, [case], torch.float32), 500)
-        log_prob = pg.actor.judge(part.actions.observation_NO, part.actions.action_N)[0]
+        log_prob = pg.actor.evaluate_actions(part.actions.observation_NO, part.actions.action_N)[0]
         gradients = torch.autograd.grad(log_prob.sum(), list(pg.actor.parameters()))
         norm = float(torch.cat([g.reshape(-1) for g in gradients]).norm())
         before = pg.trained.vector.detach().clone()
         metrics = pg._update(part, 1e-3)
         with torch.no_grad():
-            after = pg.actor.judge(part.actions.observation_NO, part.actions.action_N)[0]
+            after = pg.actor.evaluate_actions(part.actions.observation_NO, part.actions.action_N)[0]
         # float32: the ratio goes through a logarithm and back.
         assert metrics["loss/policy"] == pytest.approx(-value, rel=1e-5, abs=1e-7)
         assert metrics["grad_norm"] == pytest.approx(abs(slope) * norm, rel=1e-4, abs=1e-9)
@@ -573,7 +573,7 @@ def test_statistics_are_of_all_iterations_and_normalise_the_next() -> None:
         returns: list[float] = []
         gamma = pg.stage.algorithm.advantage.gamma  # type: ignore[union-attr]
         for number in (1, 2, 3):
-            before = pg.seen
+            before = pg.observation_moments
             experience, _, _ = iteration(pg, number)
             collected = seen[-1]
             normal = before.normal(collected.observation_NO)
@@ -582,14 +582,16 @@ def test_statistics_are_of_all_iterations_and_normalise_the_next() -> None:
             np.testing.assert_array_equal(np.sort(acted, axis=0), np.sort(normal, axis=0))
             shown.clear()
             signals = pg.signals(experience, collected)  # with the statistics brought up to date
-            reward = pg.earned.scaled(collected.reward_N)
+            reward = pg.return_moments.scaled(collected.reward_N)
             np.testing.assert_array_equal(signals.reward_N, reward)
             # What lies after is seen in the same way.
             last_S = np.cumsum(collected.lengths) - 1
             assert pg.critic is not None
             assert signals.next_value_N is not None
             with torch.no_grad():
-                last_state_S = pg.critic(torch.from_numpy(pg.seen.normal(collected.last_state_SO)))
+                last_state_S = pg.critic(
+                    torch.from_numpy(pg.observation_moments.normal(collected.last_state_SO))
+                )
             last_state_S[torch.from_numpy(collected.terminated_S)] = 0
             assert torch.equal(signals.next_value_N[last_S], last_state_S.squeeze(-1))
             wanted = wanted.with_(collected.observation_NO)
@@ -600,10 +602,10 @@ def test_statistics_are_of_all_iterations_and_normalise_the_next() -> None:
                 for reward_now in collected.reward_N[end - length : end]:
                     totals[episode] = reward_now + gamma * totals.get(episode, 0.0)
                     returns.append(totals[episode])
-    np.testing.assert_array_equal(pg.seen.mean, wanted.mean)
+    np.testing.assert_array_equal(pg.observation_moments.mean, wanted.mean)
     # float64, hundreds of numbers up to 20.
-    np.testing.assert_allclose(pg.earned.mean, [np.mean(returns)], rtol=1e-12)
-    np.testing.assert_allclose(pg.earned.variance, [np.var(returns)], rtol=1e-12)
+    np.testing.assert_allclose(pg.return_moments.mean, [np.mean(returns)], rtol=1e-12)
+    np.testing.assert_allclose(pg.return_moments.variance, [np.var(returns)], rtol=1e-12)
 
 
 # ---------------------------------------------------------------- every preset
@@ -724,7 +726,7 @@ def test_the_greedy_draw_is_the_likeliest_action_of_what_it_was_taught_to_see() 
         with torch.no_grad():
             seen, raw = (
                 pg.actor(torch.from_numpy(array)).argmax(-1).tolist()
-                for array in (pg.seen.normal(x), x)
+                for array in (pg.observation_moments.normal(x), x)
             )
         assert pg.greedy()(x).tolist() == seen != raw
 

@@ -108,7 +108,7 @@ def test_every_transition_in_memory_is_one_that_an_environment_made() -> None:
         replay = q.replay
         t = replay.written
         assert t * 3 == q.steps == 126
-        before, after = replay.observation_TEO[:t], replay.behind_TEO[:t]
+        before, after = replay.observation_TEO[:t], replay.next_observation_TEO[:t]
         assert replay.ended_TE[:t].sum() > 20
         assert false_ones(before.reshape(-1, 2), after.reshape(-1, 2)) == 0
         # Rewards are those of their state and action.
@@ -212,13 +212,16 @@ def test_targets_are_those_of_the_objective(double: bool, n_step: int) -> None:
     settings = (f"double={str(double).lower()}", f"n_step={n_step}", "gamma=0.9")
     with learner(*settings, *SHORT_EPISODES) as q:
         played(q)
-        drawn = q.replay.draw(200, n_step, np.random.default_rng(0))
+        drawn = q.replay.sample(200, n_step, np.random.default_rng(0))
         ended, terminated = q.replay.ended_TE[:160], q.replay.terminated_TE[:160]
         assert terminated.sum() > 2
         assert (ended & ~terminated).sum() > 2
         found = q.targets(drawn)
         with torch.no_grad():
-            online, target = q.online(drawn.behind_BO), q.target(drawn.behind_BO)
+            online, target = (
+                q.online(drawn.next_observation_BO),
+                q.target(drawn.next_observation_BO),
+            )
     assert not found.requires_grad
     chosen = online if double else target
     value = torch.stack([row[best] for row, best in zip(target, chosen.argmax(-1), strict=True)])
@@ -251,7 +254,7 @@ def test_an_update_is_one_step_on_the_mean_loss(loss: str, variant: tuple[str, .
     with learner(f"loss={loss}", "optimizer.max_grad_norm=none", *variant, *SHORT_EPISODES) as q:
         played(q)
         batch, horizon = q.stage.replay.batch_size, q.stage.n_step
-        drawn = q.replay.draw(batch, horizon, np.random.default_rng(5))
+        drawn = q.replay.sample(batch, horizon, np.random.default_rng(5))
         taken_B = q.online(drawn.observation_BO)[torch.arange(batch), drawn.action_B]
         error_B = taken_B - q.targets(drawn)
         assert (error_B.abs() > 1).any()
@@ -309,7 +312,7 @@ def both_memories(q: QLearning, model: sb3_dqn.DQN, times: int) -> Transitions:
         model.replay_buffer.add(before, after, action, reward, done, [info])
     assert sum(step.terminated for (step,) in rows) > 3
     assert sum(step.truncated and not step.terminated for (step,) in rows) > 3
-    return q.replay.draw(times, 1, InOrder())  # type: ignore[arg-type]
+    return q.replay.sample(times, 1, InOrder())  # type: ignore[arg-type]
 
 
 def test_targets_loss_and_gradient_are_stable_baselines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +391,7 @@ def test_what_is_restored_goes_on_bit_for_bit(variant: tuple[str, ...]) -> None:
             assert torch.equal(tensor, other.tensors()[name])
 
 
-def test_real_actions_are_refused_in_one_line() -> None:
-    with pytest.raises(KeelError, match="real numbers") as caught:
+def test_continuous_actions_are_refused_in_one_line() -> None:
+    with pytest.raises(KeelError, match="continuous") as caught:
         QLearning(stages.q_learning("Pendulum-v1"), 0)
     assert "\n" not in str(caught.value)

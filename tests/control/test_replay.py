@@ -82,7 +82,7 @@ def test_draws_are_uniform_over_what_is_there(times: int, horizon: int) -> None:
     replay, columns = filled(times, 3, 15, end=0.3)
     there = sorted(row.number for column in columns for row in column[-5:])
     draws = 1000 * len(there)
-    drawn = replay.draw(draws, horizon, np.random.default_rng(3))
+    drawn = replay.sample(draws, horizon, np.random.default_rng(3))
     numbers, counts = np.unique(drawn.observation_BO[:, 0].numpy(), return_counts=True)
     assert numbers.tolist() == there
     chi_square = float(((counts - 1000.0) ** 2 / 1000.0).sum())
@@ -98,7 +98,7 @@ def test_draws_are_uniform_over_what_is_there(times: int, horizon: int) -> None:
 @pytest.mark.parametrize("horizon", [1, 2, 3, 6, 8])
 def test_windows_are_those_of_a_plain_list(count: int, times: int, horizon: int) -> None:
     replay, columns = filled(times, count, 6 * count, end=0.25, seed=times)
-    drawn = replay.draw(200, horizon, np.random.default_rng(times))
+    drawn = replay.sample(200, horizon, np.random.default_rng(times))
     seen: set[int] = set()
     for b in range(200):
         number = int(drawn.observation_BO[b, 0])
@@ -110,7 +110,7 @@ def test_windows_are_those_of_a_plain_list(count: int, times: int, horizon: int)
         assert drawn.reward_BK[b, :steps].tolist() == [row.reward for row in wanted]
         terminated = [row.terminated for row in wanted]
         assert drawn.terminated_BK[b, :steps].tolist() == terminated
-        assert drawn.behind_BO[b, 0] == wanted[-1].number + 1
+        assert drawn.next_observation_BO[b, 0] == wanted[-1].number + 1
     assert len(seen) == min(times, 6) * count  # every row was looked at
     assert drawn.reward_BK.shape == (200, horizon)
 
@@ -129,11 +129,11 @@ def test_a_window_stops_at_an_end(kind: str) -> None:
             ends if kind == "truncated" else never,
             np.array([[t + 0.5]], dtype=np.float32),
         )
-    drawn = replay.draw(100, 3, np.random.default_rng(0))
+    drawn = replay.sample(100, 3, np.random.default_rng(0))
     found = {
         int(o): (int(s), float(b))
         for o, s, b in zip(
-            drawn.observation_BO[:, 0], drawn.steps_B, drawn.behind_BO[:, 0], strict=True
+            drawn.observation_BO[:, 0], drawn.steps_B, drawn.next_observation_BO[:, 0], strict=True
         )
     }
     # From 0 and 1 to the end at 2; from 3 and 4 to the newest row.
@@ -163,6 +163,6 @@ def test_what_is_restored_draws_the_same(times: int) -> None:
         no = np.array([False, False])
         memory.add(more, np.array([1, 2]), np.array([0.5, 0.25]), no, no, more + 1)
     for horizon in (1, 3):
-        one, two = (m.draw(50, horizon, np.random.default_rng(9)) for m in (replay, other))
+        one, two = (m.sample(50, horizon, np.random.default_rng(9)) for m in (replay, other))
         assert same(one, two)
-        assert not same(one, replay.draw(50, horizon, np.random.default_rng(10)))
+        assert not same(one, replay.sample(50, horizon, np.random.default_rng(10)))

@@ -223,8 +223,8 @@ def test_tuned_settings_load(algorithm: str, environment: str) -> None:
         ("dqn", "CartPole-v1", ("replay.capacity=1",), "replay.capacity = 1 holds less"),
         ("grpo", "CartPole-v1", ("group_size=1",), "leaves nothing to compare"),
         ("grpo", "CartPole-v1", ("group_size=3",), "do not part into groups of 3"),
-        ("remax", "CartPole-v1", (), "of completions, not of environments"),
-        ("grpo_process", "CartPole-v1", (), "of completions, not of environments"),
+        ("remax", "CartPole-v1", (), "for completions, not environments"),
+        ("grpo_process", "CartPole-v1", (), "for completions, not environments"),
         ("missing.toml", None, (), "no such file"),
     ],
 )

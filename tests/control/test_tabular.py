@@ -134,13 +134,13 @@ def test_q_learning_comes_to_the_optimum(double: bool) -> None:
     learner.environments.close()
     with torch.no_grad():
         q_XA = learner.online(torch.eye(STATES)).double()
-    draw = learner.greedy()
+    choose = learner.greedy()
     env = gym.make("FrozenLake-v1", is_slippery=False)
     state, _ = env.reset(seed=0)
     path, terminated = [], False
     while not terminated and len(path) < MOVES:
         path.append(int(state))
-        action = draw(np.eye(STATES, dtype=np.float32)[[state]])[0]
+        action = choose(np.eye(STATES, dtype=np.float32)[[state]])[0]
         state, reward, terminated, _, _ = env.step(int(action))
     env.close()
     assert (int(state), float(reward), len(path)) == (GOAL, 1.0, MOVES)

@@ -1,4 +1,4 @@
-"""Rows made on the spot: rewards of the policy's answers, as files of the run."""
+"""Sampled preference data: rewards of the policy's answers, as files of the run."""
 
 from __future__ import annotations
 

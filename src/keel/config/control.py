@@ -1,6 +1,6 @@
 """The recipe of classic control: environments, networks, and the two families of learners.
 
-One stage, `q_learning` or `policy_gradient`; the algorithm's row is that of language models.
+One stage, `q_learning` or `policy_gradient`; algorithms have the same keys as for language models.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from keel.config.schema import ReferenceConfig
 
 
 class Environment(FrozenModel):
-    """Which Gymnasium environment, and how many copies of it run side by side."""
+    """The Gymnasium environment, and how many of it are stepped together."""
 
     id: str
-    """A registered id; `module:Id-v0` imports the module that registers it."""
+    """A registered id, or `module:Id-v0`, which imports the module that registers it."""
     count: Count = 1
+    """Number of environments that are stepped together."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of `gymnasium.make`, such as max_episode_steps."""
     vectorization: Literal["sync", "async"] = "sync"
-    """In this process, or each copy in a process of its own (for environments that are slow)."""
+    """All environments in this process, or each in its own process (for slow environments)."""
 
     @model_validator(mode="after")
     def _no_pictures(self) -> Environment:
@@ -41,33 +42,38 @@ class Network(FrozenModel):
     """A multilayer perceptron, one for the policy and one for its values."""
 
     hidden: Annotated[tuple[Width, ...], AsTuple] = (64, 64)
+    """Widths of the hidden layers."""
     activation: Literal["tanh", "relu"] = "tanh"
+    """Of the hidden layers."""
 
 
 class ReturnEvaluation(FrozenModel):
-    """Returns of the greedy policy (of a Gaussian, its mean) in environments of its own."""
+    """Returns of the greedy policy (for a Gaussian, its mean) in separate environments."""
 
     every: Index = 10_000
-    """In environment steps; 0 evaluates at the end only."""
+    """Environment steps between evaluations; 0: only at the end."""
     episodes: Index = 20
-    """0 evaluates never."""
+    """Number of episodes; 0: no evaluation."""
     longest: Count = 10_000
-    """An episode of so many steps is counted as it is: not every environment has a time limit."""
+    """An episode is cut after this many steps."""
 
 
 class Watching(FrozenModel):
-    """What is left to look at."""
+    """What a run leaves to look at."""
 
     film: bool = True
-    """Leave a GIF of one greedy episode at the end, where the environment can be drawn."""
+    """Write a GIF of one greedy episode at the end, if the environment can be rendered."""
 
 
 class Exploration(FrozenModel):
     """ε of ε-greedy, falling in a line from `initial` to `final` over a `share` of the steps."""
 
     initial: Unit = 1.0
+    """ε at the start."""
     final: Unit = 0.05
+    """ε after the decay."""
     share: Unit = 0.2
+    """Share of the steps over which ε decays linearly."""
 
     def epsilon(self, step: int, steps: int) -> float:
         """ε at an environment step (from 0) of so many."""
@@ -76,20 +82,23 @@ class Exploration(FrozenModel):
 
 
 class ReplayConfig(FrozenModel):
-    """The memory of transitions that Q-learning draws from, uniformly and with replacement."""
+    """The replay buffer of Q-learning, sampled uniformly with replacement."""
 
     capacity: Count = 50_000
+    """Transitions that are kept."""
     warmup: Index = 1_000
-    """Environment steps, all at random, before the first update."""
+    """Environment steps with random actions before the first update."""
     batch_size: Count = 128
+    """Transitions in an optimizer step."""
 
 
 class Target(FrozenModel):
     """The target network: every `every` environment steps it moves by `rate` to the online one."""
 
     every: Count = 500
+    """Environment steps between updates of the target network."""
     rate: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """1 is a hard copy, less Polyak averaging."""
+    """1 copies the online network; less is Polyak averaging."""
 
 
 class QLearningStage(FrozenModel):
@@ -97,23 +106,27 @@ class QLearningStage(FrozenModel):
 
     stage: Literal["q_learning"] = "q_learning"
     name: str = "q_learning"
+    """Name of the stage in files and metrics."""
     environment: Environment
     steps: Count = 50_000
-    """Environment steps in all."""
+    """Environment steps in total."""
     row_every: Count = 1_000
-    """Environment steps to a row of metrics.jsonl; checkpoints count rows."""
+    """Environment steps per record of metrics.jsonl; checkpoints count records."""
     gamma: Unit = 0.99
+    """Discount factor."""
     double: bool = False
-    """The online network chooses the next action, the target network values it."""
+    """The online network chooses the next action, the target network evaluates it."""
     n_step: Count = 1
+    """Rewards in a bootstrapped return."""
     loss: Literal["squared", "huber"] = "squared"
+    """Of the temporal-difference error."""
     network: Network = Network(activation="relu")
     replay: ReplayConfig = ReplayConfig()
     exploration: Exploration = Exploration()
     update_every: Count = 4
-    """Environment steps between rounds of updates."""
+    """Environment steps between updates."""
     updates: Count = 1
-    """Optimizer steps of a round."""
+    """Optimizer steps per update."""
     target: Target = Target()
     optimizer: Optimizer = Optimizer(learning_rate=5e-4, min_lr_ratio=0.0, max_grad_norm=10.0)
     """Warm-up and schedule count environment steps."""
@@ -137,12 +150,12 @@ class QLearningStage(FrozenModel):
 
 
 class Normalisation(FrozenModel):
-    """Running statistics, brought up to date after each iteration."""
+    """Running statistics, updated after each iteration."""
 
     observations: bool = False
-    """Less their mean, over their standard deviation, cut at ±10."""
+    """Subtract their running mean, divide by the standard deviation, clip at ±10."""
     rewards: bool = False
-    """Over the standard deviation of the discounted return, cut at ±10."""
+    """Divide by the standard deviation of the discounted return, clip at ±10."""
 
 
 class PolicyGradientStage(FrozenModel):
@@ -150,27 +163,28 @@ class PolicyGradientStage(FrozenModel):
 
     stage: Literal["policy_gradient"] = "policy_gradient"
     name: str = "policy_gradient"
+    """Name of the stage in files and metrics."""
     environment: Environment
     algorithm: NamedAlgorithm
     steps: Count = 100_000
-    """Environment steps in all; the last iteration may go past."""
+    """Environment steps in total; the last iteration may exceed them."""
     rollout_steps: Count = 128
-    """Steps of each environment to an iteration, where the advantage bootstraps (gae, td, n_step).
+    """Steps of each environment in an iteration, for advantages that bootstrap (gae, td, n_step).
     """
     rollout_episodes: Count | None = None
-    """Episodes to an iteration where the advantage needs whole ones; None: one an environment."""
+    """Episodes in an iteration, for advantages that need whole ones; None: one per environment."""
     group_size: Count = 1
-    """How many episodes share one start state, where the advantage compares them."""
+    """Episodes with the same start state, for advantages that compare them."""
     epochs: Count = 1
-    """Passes over an iteration's steps; the preset's unless set."""
+    """Passes over the steps of an iteration; the preset's unless set."""
     minibatches: Count = 1
-    """Optimizer steps to an epoch: of steps in random order, or of whole episodes where a choice
-    of the row reads sequences."""
+    """Optimizer steps per epoch, on steps in random order, or on whole episodes if the algorithm
+    reads sequences."""
     target_kl: Positive | None = None
-    """End an iteration's updates once the estimate of KL(old‖π) on a mini-batch is above this."""
+    """End the updates of an iteration once the estimated KL(old‖π) of a mini-batch exceeds this."""
     network: Network = Network()
     log_std: Annotated[float, Field(ge=-20, le=5)] = 0.0
-    """Where the logarithm of a Gaussian's standard deviation starts (continuous actions)."""
+    """Initial logarithm of the standard deviation of a Gaussian policy (continuous actions)."""
     normalisation: Normalisation = Normalisation()
     optimizer: Optimizer = Optimizer(
         learning_rate=3e-4, min_lr_ratio=0.0, epsilon=1e-5, max_grad_norm=0.5
@@ -191,20 +205,20 @@ class PolicyGradientStage(FrozenModel):
 
     @model_validator(mode="after")
     def _on_environments(self) -> PolicyGradientStage:
-        row = self.algorithm
-        if row.needs_greedy or row.needs_steps:
+        algorithm = self.algorithm
+        if algorithm.needs_greedy or algorithm.needs_steps:
             raise ValueError(
-                f'advantage "{row.advantage.kind}" is of completions, not of environments: choose '
-                "another"
+                f'advantage "{algorithm.advantage.kind}" is for completions, not environments: '
+                "choose another"
             )
-        if row.needs_groups and self.group_size < 2:
+        if algorithm.needs_groups and self.group_size < 2:
             raise ValueError(
-                f'advantage "{row.advantage.kind}" compares episodes from one start state: '
+                f'advantage "{algorithm.advantage.kind}" compares episodes from one start state: '
                 f"group_size = {self.group_size} leaves nothing to compare"
             )
-        if row.bootstraps and self.group_size > 1:
+        if algorithm.bootstraps and self.group_size > 1:
             raise ValueError(
-                f'advantage "{row.advantage.kind}" compares no episodes: group_size = '
+                f'advantage "{algorithm.advantage.kind}" compares no episodes: group_size = '
                 f"{self.group_size} would only give copies one start state, set it to 1"
             )
         if self.group_size > 1 and self.episodes % self.group_size:
@@ -215,9 +229,9 @@ class PolicyGradientStage(FrozenModel):
         if self.minibatches > self.parts:
             raise ValueError(
                 f"minibatches = {self.minibatches} is more than the {self.parts} "
-                f"{'steps' if row.per_action else 'episodes'} that an iteration is sure to have"
+                f"{'steps' if algorithm.per_action else 'episodes'} of an iteration"
             )
-        if row.needs_reference and self.normalisation.observations:
+        if algorithm.needs_reference and self.normalisation.observations:
             raise ValueError(
                 "normalisation.observations moves what a frozen reference policy would see: set it "
                 'to false, or algorithm.divergence = "none"'
@@ -243,8 +257,11 @@ class ControlRecipe(FrozenModel):
     """One experiment on one environment, whole."""
 
     name: str = "control"
+    """Name of the run folder."""
     description: str = ""
+    """Printed when the run starts."""
     seed: Seed = 0
+    """Every random number is a function of it."""
     threads: Threads | None = 1
     """CPU threads; small networks are fastest on one."""
     stages: Annotated[tuple[ControlStage, ...], AsTuple, Field(min_length=1, max_length=1)]

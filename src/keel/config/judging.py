@@ -25,25 +25,28 @@ _NO_PAIRS = UnusedIf(
 
 
 class SampledData(FrozenModel):
-    """Rows made on the spot: answers of the policy before the stage, judged by rewards."""
+    """Sample the examples: the policy answers prompts before the stage, and rewards score the
+    answers."""
 
     tasks: Annotated[tuple[TaskSource, ...], AsTuple, Field(min_length=1)]
     prompts: Prompts = Prompts()
     rewards: Rewards = Rewards()
     """What judges the answers; the task's own verdict where there is no other."""
     train: Count = 512
-    """How many train prompts are answered."""
+    """Number of train prompts."""
     validation: Annotated[Count, _NEVER_EVALUATED] = 128
-    """How many validation prompts are answered, to evaluate on."""
+    """Number of validation prompts."""
     group_size: Answers = 4
-    """Answers to each."""
+    """Answers to each prompt."""
     max_tokens: Tokens = 256
+    """Longest answer, in tokens."""
     temperature: Temperature = 1.0
+    """Of the sampling distribution."""
     pairs: Annotated[Count, _NO_PAIRS] = 2
-    """At most so many pairs of answers with different rewards are made of a prompt's answers."""
+    """Most pairs made of the answers to one prompt."""
     noise: Unit = 0.0
-    """Share of the train labels that are turned round, as careless people would. The labels to
-    evaluate on stay right."""
+    """Share of the train labels that are inverted, to imitate careless labelling. Validation labels
+    are not."""
 
     @property
     def sampling(self) -> SamplingSource:
@@ -67,28 +70,34 @@ class SampledData(FrozenModel):
 
 
 class JudgedEvaluation(FrozenModel):
-    """Evaluation on the validation rows."""
+    """Evaluation on the validation examples."""
 
     every: Annotated[Index, _NEVER_EVALUATED, PAST_THE_END] = 0
-    """In steps; 0 evaluates before and after only."""
+    """Steps between evaluations; 0: only before and after the stage."""
     rows: Index = 1000
-    """How many validation rows at the most; 0 evaluates never."""
+    """Most validation examples; 0: no evaluation."""
 
 
 class JudgingStage(StageConfig):
-    """What these stages have in common: rows, how often they are gone through, and how."""
+    """What the stages that learn from preference data have in common."""
 
     name: str = "judging"
+    """Name of the stage in files, metrics and overrides."""
     data: PreferenceData | None = None
     sampled: SampledData | None = None
     max_tokens: Tokens | None = None
-    """Rows longer than this, prompt and answer, are left out and counted; None: the context."""
+    """Longer examples (prompt and answer) are left out and counted; None: what the context allows.
+    """
     steps: Count = 100
+    """Optimizer steps."""
     batch_size: Count = 32
-    """Rows of a step."""
+    """Examples in a step."""
     token_budget: Tokens = 16_384
+    """Largest number of model-input tokens in a micro-batch; a longer example is computed alone."""
     optimizer: Optimizer = Optimizer(learning_rate=1e-5)
     on_nonfinite: OnNonfinite = "stop"
+    """Whether a NaN or infinite loss or gradient stops the run, or only its optimizer step is
+    skipped."""
     evaluation: JudgedEvaluation = JudgedEvaluation()
     checkpoints: Checkpoints = Checkpoints()
     trackers: Trackers = Trackers()
@@ -97,7 +106,7 @@ class JudgingStage(StageConfig):
     def _one_source(self) -> JudgingStage:
         if (self.data is None) == (self.sampled is None):
             raise ValueError(
-                "set exactly one of data (rows from a file) and sampled (rows made on the spot)"
+                "set exactly one of data (rows from a file) and sampled (sampled from the policy)"
             )
         return self
 
@@ -136,10 +145,11 @@ class RewardModelStage(JudgingStage):
     trains_policy: ClassVar[bool] = False
     stage: Literal["reward_model"] = "reward_model"
     name: str = "reward_model"
+    """Name of the stage in files, metrics and overrides."""
     objective: Literal["pairs", "labels"] = "pairs"
     """Bradley–Terry on prompt/chosen/rejected, or cross-entropy on prompt/completion/label."""
     centering: Coefficient = 0.0
-    """Of the squared sum of a pair's scores, which holds them around 0."""
+    """Factor of the squared sum of the scores of a pair, which keeps scores around 0."""
     base: BaseModelChoice = BaseModelChoice()
 
     @property
@@ -171,10 +181,11 @@ class ProcessRewardModelStage(JudgingStage):
     trains_policy: ClassVar[bool] = False
     stage: Literal["process_reward_model"] = "process_reward_model"
     name: str = "process_reward_model"
+    """Name of the stage in files, metrics and overrides."""
     separator: str = "\n"
-    """What stands between two steps of an answer."""
+    """Text between two steps of an answer."""
     threshold: Annotated[Unit, _NEVER_EVALUATED] = 0.5
-    """The first step whose probability of being right is under it is the predicted mistake."""
+    """The first step whose probability of being right is below this is the predicted mistake."""
     base: BaseModelChoice = BaseModelChoice()
 
     @property
@@ -191,14 +202,15 @@ class DPOStage(JudgingStage):
 
     stage: Literal["dpo"] = "dpo"
     name: str = "dpo"
+    """Name of the stage in files, metrics and overrides."""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """The DPO loss, or that of IPO."""
     beta: Positive = 0.1
-    """How dear it is to leave the reference, which is the policy before the stage."""
+    """Strength of the divergence from the reference, which is the policy before the stage."""
     smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of the labels held to be turned round (sigmoid)."""
+    """Assumed share of inverted labels (`sigmoid` only)."""
     chat_template: TemplateKeywords = Field(default_factory=dict)
-    """Keyword arguments of the chat template for the prompts of `data`, as in a stage's
-    prompts.chat_template."""
+    """Keyword arguments of the chat template for the prompts of `data`."""
     optimizer: Optimizer = Optimizer(learning_rate=1e-6)
 
     @property

@@ -1,4 +1,4 @@
-"""The keys that say which model: a folder, a hub name, or one built on the spot. Torch-free."""
+"""The keys that say which model: a folder, a hub name, or one that is built. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,22 +26,28 @@ _NO_KV_HEADS = UnusedIf(
 
 
 class BuildModel(FrozenModel):
-    """A small random model from a transformers config, with a tokenizer made on the spot."""
+    """A small random model from a transformers config, with a new tokenizer."""
 
     family: str = "llama"
-    """transformers model type: llama, qwen2, qwen3, gpt2, …"""
+    """Model type of transformers: llama, qwen2, qwen3, gpt2, …"""
     tokenizer: Literal["characters", "bytes"] = "characters"
+    """One token per character of `alphabet`, or per byte."""
     alphabet: Annotated[str, _BYTES] = (
         "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ +-*/=()[]<>,.:;!?'\"\n"
     )
     """The characters of a `characters` tokenizer."""
     hidden_size: Width = 128
+    """Width of the hidden states."""
     layers: Depth = 4
+    """Number of layers."""
     heads: Depth = 4
+    """Attention heads."""
     kv_heads: Annotated[Depth | None, _NO_KV_HEADS] = None
+    """Key-value heads; None: as many as `heads`."""
     intermediate_size: Width | None = None
-    """None means four times the hidden size (two and two thirds for gated families)."""
+    """Width of the MLP; None: four times the hidden size, or 8/3 for gated families."""
     context: Tokens = 256
+    """Longest sequence, in tokens."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further keys of the family's transformers config."""
 
@@ -50,26 +56,34 @@ class Lora(FrozenModel):
     """Low-rank adapters (peft); the reference policy is then the base with the adapter off."""
 
     rank: Width = 16
+    """Rank of the adapters."""
     alpha: Positive = 32.0
+    """Adapters are scaled by alpha / rank."""
     targets: Annotated[tuple[str, ...] | Literal["all-linear"], AsTuple] = "all-linear"
+    """Names of the modules with adapters, as in peft."""
 
 
 class Model(FrozenModel):
     """Which policy: `name` (a local folder or a hub name) or `build`."""
 
     name: str | None = None
+    """A local folder or a hub name."""
     revision: Annotated[str | None, _LOCAL, _BUILT] = None
+    """Branch, tag or commit on the hub."""
     build: BuildModel | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Of the master weights. bfloat16 weights hardly move at small learning rates."""
+    """Of the master weights. bfloat16 weights hardly change at small learning rates."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` is CUDA where there is a GPU."""
     autocast: Annotated[bool, _ON_CPU, _NOT_FLOAT32] = True
-    """bfloat16 autocast on a GPU; no effect on a CPU."""
+    """Compute in bfloat16 on a GPU; no effect on a CPU."""
     trust_remote_code: Annotated[bool, _BUILT] = False
+    """Run Python code that comes with the model."""
     activation_checkpointing: bool = False
+    """Recompute activations in the backward pass, to save memory."""
     lora: Lora | None = None
     chat_template: Annotated[str | None, NO_CONVERSATION] = None
-    """A Jinja template, for a tokenizer that has none."""
+    """A Jinja template for a tokenizer that has none."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Model:
@@ -82,12 +96,12 @@ class BaseModelChoice(FrozenModel):
     """What a reward model's backbone starts from."""
 
     name: str | None = None
-    """Folder or hub name of a causal language model; None starts from the policy before the
-    stage."""
+    """Folder or hub name of a causal language model; None: the policy as it is before the stage."""
     stage: str | None = None
-    """Name of an earlier stage of the same kind, whose reward model learns on, head and all."""
+    """Name of an earlier stage of the same kind; its reward model is trained further, head
+    included."""
     lora: Lora | None = None
-    """Adapters on a frozen backbone; the head always learns."""
+    """Adapters on a frozen backbone; the head is always trained."""
 
     @model_validator(mode="after")
     def _one_base(self) -> BaseModelChoice:

@@ -24,29 +24,45 @@ class Optimizer(FrozenModel):
     """AdamW, and the schedule of its learning rate over the stage's steps."""
 
     learning_rate: LearningRate = 1e-6
+    """The highest rate of the schedule."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after the warm-up."""
     min_lr_ratio: Annotated[Unit, _CONSTANT] = 0.1
-    """What is left of the learning rate at the end of a linear or cosine schedule."""
+    """Learning rate at the end of a linear or cosine schedule, as a share of `learning_rate`."""
     warmup_steps: Index = 0
+    """Steps in which the rate grows linearly from 0."""
     betas: Annotated[tuple[Decay, Decay], AsTuple] = (0.9, 0.999)
+    """Decay rates of the two moments of AdamW."""
     epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-8
+    """Added to the square root of the second moment."""
     weight_decay: Coefficient = 0.0
+    """Decoupled weight decay."""
     max_grad_norm: Positive | None = 1.0
+    """Gradients are scaled down to this norm; None: never."""
 
 
 class Checkpoints(FrozenModel):
+    """When checkpoints are written, and how many are kept."""
+
     every: Count = 100
+    """Steps between checkpoints; the last step always writes one."""
     keep: Count = 2
-    """How many of the newest are kept, of any stage, in addition to the best of each."""
+    """How many of the newest are kept, over all stages, in addition to the best of each stage."""
 
 
 class Trackers(FrozenModel):
+    """Experiment trackers."""
+
     tensorboard: bool = False
+    """Log the metrics to TensorBoard."""
     wandb: bool = False
+    """Log the metrics to Weights & Biases."""
     project: Annotated[str, _NO_WANDB] = "keel"
+    """W&B project."""
     run_name: Annotated[str | None, _NO_WANDB] = None
-    """Of the W&B run; None: the name of the run folder."""
+    """Name of the W&B run; None: the name of the run folder."""
     group: Annotated[str | None, _NO_WANDB] = None
-    """The W&B group, which puts runs together, as of several seeds."""
+    """W&B group, for example of the seeds of one experiment."""
     completions: Annotated[Index, _NO_WANDB] = 0
-    """How many completions of each step whose rollouts are written go into a W&B table; 0: none."""
+    """Completions per step in a W&B table, for the steps whose rollouts are written; 0: no table.
+    """

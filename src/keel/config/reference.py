@@ -14,15 +14,15 @@ from keel.config.schema import Recipe, RLStage, SFTStage
 
 HEAD = """# Every key of a recipe
 
-A recipe is TOML. `seed`, `threads`, `name`, `description` and `model` belong to the whole; the rest
-to a stage. With one stage, its keys stand at the top; with several, each is a `[[stages]]` table,
-and on the command line a key goes to the stage whose name is in front (`sft.steps=10`), else to the
-last. `extends = "NAME"` starts from another recipe. In a file `"none"` unsets a key that may be
-absent; the resolved recipe in a run folder is written so. The keys of an algorithm's terms are in
-[recipe terms](algorithms/README.md) and `keel explain`.
+A recipe is a TOML file. `name`, `description`, `seed`, `threads` and `model` apply to all of it,
+the other keys to a stage. With one stage, its keys are at the top level; with several, each stage
+is a `[[stages]]` table. On the command line a key applies to the stage that it names
+(`sft.steps=10`), else to the last. `extends = "NAME"` starts from another recipe. `"none"` unsets a
+key. The keys of an algorithm are described in [recipe terms](algorithms/README.md) and by
+`keel explain`.
 
-Recipes of `keel control` are of one stage. Their defaults below are those of the bare key; over
-them lies what an algorithm, or a tuned pair, starts from ([control](algorithms/control.md)).
+Recipes of `keel control` have one stage. The defaults of an algorithm, or of a tuned pair of
+algorithm and environment, replace the defaults below ([control](algorithms/control.md)).
 """
 
 
@@ -40,7 +40,7 @@ def markdown() -> str:
         ('`stage = "policy_gradient"`', PolicyGradientStage),
         ('`stage = "q_learning"`', QLearningStage),
     ):
-        lines.append(f"\n## {title}\n\n| key | default | what it is |\n|---|---|---|")
+        lines.append(f"\n## {title}\n\n| key | default | description |\n|---|---|---|")
         lines += [f"| `{key}` | {default} | {what} |" for key, default, what in _keys(model, "")]
     return "\n".join(lines) + "\n"
 
@@ -56,7 +56,7 @@ def _keys(
         if name in ("stages", "stage"):
             continue
         if name == "algorithm":
-            yield f"{key}.preset", "`grpo`", "the row's defaults; any figure of it may be set"
+            yield f"{key}.preset", "`grpo`", "Preset; each of its terms can be set, too."
             continue
         if inner is None:
             yield key, _default(info, values and getattr(values, name)), _text(info)

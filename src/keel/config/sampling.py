@@ -33,46 +33,57 @@ _NOT_SAMPLED = UnusedIf(
 
 
 class Rollout(FrozenModel):
-    """How each step's completions are drawn."""
+    """How completions are sampled."""
 
     prompts_per_step: Count = PROMPTS_PER_STEP
+    """Prompts of a step."""
     group_size: Answers = GROUP_SIZE
+    """Completions of each prompt."""
     max_tokens: Tokens = 256
+    """Longest completion, in tokens, replies of the environment included."""
     temperature: Temperature = 1.0
+    """Of the sampling distribution."""
     top_k: Index = 0
+    """Must be 0 (off) in training."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Must be 1 (off) in training."""
     min_p: Unit = 0.0
+    """Must be 0 (off) in training."""
     stop: Words = ()
+    """Strings that end a completion."""
     stop_ids: Ids = ()
+    """Token ids that end a completion."""
     max_turns: Annotated[Answers, _NO_REPLIES] = 1
-    """How often the policy may speak in one completion, where the task answers."""
+    """Turns of the policy in one completion, for tasks that reply."""
     dynamic_sampling: bool = False
-    """Drop groups whose rewards, before length is punished, are all equal, and refill; the preset's
-    unless set."""
+    """Drop groups whose rewards (without length penalty) are all equal, and sample others in their
+    place; the preset's unless set."""
     max_refills: Annotated[Count, _NO_REFILLS] = 10
+    """How often a step samples again for dropped groups."""
     mask_truncated: bool = False
-    """Leave completions that hit the budget out of the loss; they still count in its weights, so
-    that the others weigh what they would."""
+    """Leave completions that reach `max_tokens` out of the loss. The weights of the others do not
+    change."""
     overlong_buffer: Index = 0
-    """Punish length over the last so many tokens of the budget (DAPO); the preset's unless set."""
+    """Length of the soft length penalty at the end of the budget, in tokens (DAPO); the preset's
+    unless set."""
     old_log_probs: Literal["trainer", "engine"] = "trainer"
-    """Who computes log π_old: the trainer's own forward, or the engine as it sampled."""
+    """Whether log π_old is computed by the trainer before the update, or taken from the engine."""
     engine: str = "native"
-    """What samples: "native", or `module:function` of a function that makes an engine
-    (`keel.engines.registry.build_engine`)."""
+    """`native`, or `module:function` of a function that returns an engine (see
+    [extending](extending.md))."""
     dtype: Annotated[Literal["model", "bfloat16"], _SAME_DTYPE] = "model"
-    """Of the weights, keys and values that the native engine samples with: the model's own, or
-    bfloat16, a copy made for each call. Its log-probs are then not the trainer's: it takes
-    algorithm.correction. Evaluation is of the model's own."""
+    """Of the weights, keys and values of the native engine. bfloat16 samples with a rounded copy,
+    whose log-probabilities differ from the trainer's, so it needs `algorithm.correction`.
+    Evaluation always uses the model's dtype."""
     timeout: Seconds = 1800.0
-    """Seconds that the engine may be silent: between two tokens of a batch (native)."""
+    """Seconds without a new token after which the engine is considered hung."""
     max_rows: Answers = 256
-    """How many sequences the native engine decodes at once."""
+    """Sequences that the native engine decodes at once."""
     overlap_rewards: Annotated[bool, _MANY_TURNS] = False
-    """Ask the rewards about the first groups while the last are still being drawn."""
+    """Score the first groups while the last ones are still being sampled."""
     async_level: Literal[0, 1] = 0
-    """Steps that rollouts may be ahead of the weights: with 1 the next step's are drawn, by a copy
-    of the model, while this one is learned from. Takes algorithm.correction."""
+    """With 1 the rollouts of the next step are sampled, by a copy of the model, while this step is
+    trained on. Needs `algorithm.correction`."""
 
     @model_validator(mode="after")
     def _on_policy(self) -> Rollout:
@@ -91,20 +102,24 @@ class Evaluation(FrozenModel):
     correctness, the mean reward."""
 
     every: Annotated[Index, _NO_EVALUATION, PAST_THE_END] = 50
-    """In steps; 0 evaluates before and after only."""
+    """Steps between evaluations; 0: only before and after the stage."""
     prompts: Index = 200
-    """How many validation prompts; 0 evaluates never."""
+    """Number of validation prompts; 0: no evaluation."""
     samples: Annotated[int, Field(ge=0, le=65_536), NEVER_EVALUATED] = 0
-    """k of pass@k; 0 leaves sampling out."""
+    """k of pass@k; 0: greedy decoding only."""
     temperature: Annotated[Temperature, NEVER_EVALUATED, _NOT_SAMPLED] = 1.0
+    """Of the sampled completions."""
     top_k: Annotated[Index, NEVER_EVALUATED, _NOT_SAMPLED] = 0
+    """Of the sampled completions; 0: off."""
     top_p: Annotated[float, Field(gt=0, le=1), NEVER_EVALUATED, _NOT_SAMPLED] = 1.0
+    """Of the sampled completions; 1: off."""
     min_p: Annotated[Unit, NEVER_EVALUATED, _NOT_SAMPLED] = 0.0
+    """Of the sampled completions; 0: off."""
     component: Annotated[str | None, NEVER_EVALUATED] = None
     """Name of the reward that is evaluated; None: the first that is declared as correctness, else
-    the whole reward."""
+    the total reward."""
     threshold: Annotated[Real, NEVER_EVALUATED] = 1.0
-    """A completion passes from this value of it on, where it is declared as correctness."""
+    """A completion is right if the reward declared as correctness is at least this."""
 
 
 class NamedAlgorithm(Algorithm):

@@ -48,13 +48,19 @@ class SFTStage(StageConfig):
 
     stage: Literal["sft"] = "sft"
     name: str = "sft"
+    """Name of the stage in files, metrics and overrides."""
     tasks: Annotated[tuple[TaskSource, ...], AsTuple, Field(min_length=1)]
     prompts: Prompts = Prompts()
     demonstration: EntryPoint = "keel.data.tasks.generated:gold"
-    """`module:function` of (prompt, gold answer, random generator) -> the text to imitate."""
+    """`module:function` of (prompt, gold answer, random generator) that returns the text to
+    imitate."""
     steps: Count = 100
+    """Optimizer steps."""
     batch_size: Count = 32
+    """Demonstrations in a step."""
     token_budget: Tokens = 16_384
+    """Largest number of model-input tokens in a micro-batch; a longer sequence is computed alone.
+    """
     optimizer: Optimizer = Optimizer(learning_rate=1e-5)
     on_nonfinite: OnNonfinite = "stop"
     checkpoints: Checkpoints = Checkpoints()
@@ -80,25 +86,30 @@ class Value(FrozenModel):
     """
 
     kind: Literal["head", "critic"] = "critic"
+    """A head on the policy, or a critic with a backbone of its own."""
     name: str | None = None
-    """Folder or hub name of the critic's backbone; None starts it from the policy."""
+    """Folder or hub name of the backbone of a critic; None: a copy of the policy."""
     optimizer: Optimizer | None = Optimizer(learning_rate=VALUE_LEARNING_RATE)
-    """Of the critic, or of the head's own weights. The rate is 1e-5 unless set, as in verl and
-    OpenRLHF, since the output layer starts at 0, and the policy's where that is higher. None means
-    the policy's settings."""
+    """Of the critic, or of the head's own weights. The default rate is 1e-5, as in verl and
+    OpenRLHF, since the output layer starts at 0, or the policy's if that is higher. None: the
+    policy's optimizer."""
     warmup_steps: Index = 0
     """Steps at the start of the stage in which only the value model learns. The policy's schedule
     begins after them."""
 
 
 class ReferenceConfig(FrozenModel):
+    """The frozen reference policy of the divergence."""
+
     reset_every: Annotated[Count | None, _NO_REFERENCE, _NEVER_RESET] = None
-    """Re-set the reference policy to the current one every so many steps; None never."""
+    """Copy the policy to the reference every n steps; None: never."""
 
 
 class MeasuredReferenceConfig(ReferenceConfig):
+    """The frozen reference policy of the divergence."""
+
     measured: Annotated[bool, _MEASURED_ANYWAY] = False
-    """Measure the divergence to the reference also where nothing holds the policy to it (β = 0)."""
+    """Log the divergence to the reference even if it is not in the objective (β = 0)."""
 
 
 class RLStage(StageConfig):
@@ -106,31 +117,33 @@ class RLStage(StageConfig):
 
     stage: Literal["rl"] = "rl"
     name: str = "rl"
+    """Name of the stage in files, metrics and overrides."""
     tasks: Annotated[tuple[TaskSource, ...], AsTuple, Field(min_length=1)]
     prompts: Prompts = Prompts()
     rewards: Rewards = Rewards()
     algorithm: NamedAlgorithm
     rollout: Rollout = Rollout()
     steps: Count = 100
+    """Steps, each of rollouts and the updates on them."""
     epochs: Count = 1
     """Passes over each step's batch (μ); the preset's unless set."""
     minibatches: Count = 1
-    """Optimizer steps per epoch, each on its part of the step's completions; the preset's unless
-    set. Where the parts cannot be equal they differ by one completion at most."""
+    """Optimizer steps per epoch, each on a part of the step's completions; the preset's unless set.
+    Parts differ by one completion at most."""
     token_budget: Tokens = 16_384
-    """Model-input tokens of a micro-batch at the most; a longer sequence goes alone. A CPU takes
-    640, unless more share a prompt."""
+    """Largest number of model-input tokens in a micro-batch; a longer sequence is computed alone.
+    On a CPU at most 640, unless more share a prompt."""
     optimizer: Optimizer = Optimizer()
     on_nonfinite: OnNonfinite = "stop"
-    """What happens where a loss or gradient is NaN or infinite: the optimizer step is not taken in
-    either case."""
+    """Whether a NaN or infinite loss or gradient stops the run, or only its optimizer step is
+    skipped."""
     value: Annotated[Value, _NO_VALUE] = Value()
     reference: MeasuredReferenceConfig = MeasuredReferenceConfig()
     evaluation: Evaluation = Evaluation()
     checkpoints: Checkpoints = Checkpoints()
     trackers: Trackers = Trackers()
     rollouts_every: Annotated[Index, PAST_THE_END] = 1
-    """Write the rollouts of every so many steps; 0 writes none."""
+    """Write the rollouts of every n-th step; 0 writes none."""
 
     @model_validator(mode="before")
     @classmethod
@@ -255,17 +268,17 @@ class RLStage(StageConfig):
     def ratio_stays_one(self) -> bool:
         """Whether the loop gives the ratio no chance to move, in an objective made for one that
         moves. Presets that their papers run on policy (GRPO) are not meant."""
-        row = self.algorithm
-        if row.ratio == "none" or not self.single_update:
+        algorithm = self.algorithm
+        if algorithm.ratio == "none" or not self.single_update:
             return False
-        preset = PRESETS[row.preset]
+        preset = PRESETS[algorithm.preset]
         on_policy = preset.epochs * preset.minibatches == 1
         own = (
-            row.ratio == preset.algorithm.ratio
-            and row.surrogate.kind == preset.algorithm.surrogate.kind
+            algorithm.ratio == preset.algorithm.ratio
+            and algorithm.surrogate.kind == preset.algorithm.surrogate.kind
         )
-        to_old = row.divergence is not None and row.divergence.to == "old"
-        return (row.bounds_ratio and not (on_policy and own)) or to_old
+        to_old = algorithm.divergence is not None and algorithm.divergence.to == "old"
+        return (algorithm.bounds_ratio and not (on_policy and own)) or to_old
 
 
 Stage = Annotated[
@@ -278,10 +291,13 @@ class Recipe(FrozenModel):
     """One experiment, whole."""
 
     name: str = "recipe"
+    """Name of the run folder."""
     description: str = ""
+    """Printed when the run starts."""
     seed: Seed = 0
+    """Every random number is a function of it."""
     threads: Threads | None = None
-    """CPU threads; None leaves torch's own."""
+    """CPU threads; None: the default of torch."""
     model: Model
     stages: Annotated[tuple[Stage, ...], AsTuple, Field(min_length=1)]
 

@@ -58,28 +58,32 @@ TemplateKeywords = Annotated[dict[str, Any], _UNREAD_KEYWORD, NO_CONVERSATION]
 
 
 class TaskSource(FrozenModel):
-    """One task of a mixture; `name` is a built-in, `reasoning_gym:NAME`, `jsonl`, `parquet`,
-    `datasets`, or a Python entry `module:function`."""
+    """The tasks that prompts come from."""
 
     name: str
+    """A built-in task (`keel tasks`), `reasoning_gym:NAME`, `jsonl`, `parquet`, `datasets`, or
+    `module:function`."""
     weight: Annotated[Positive, _ONE_TASK] = 1.0
+    """Share of the stage's prompts, relative to the other tasks."""
     path: str | None = None
-    """Data file of the train split (jsonl, parquet), or the `datasets` name."""
+    """Data file of the train split (.jsonl, .parquet), or the name of a data set."""
     validation_path: str | None = None
-    """Data file (or split) of the validation split; without it a share is split off by content."""
+    """Data file of the validation split, or the name of a split; None: a share of the train data.
+    """
     validation_fraction: Annotated[float, Field(gt=0, lt=1), SEPARATE_VALIDATION, _GENERATED] = 0.1
+    """The share of the prompts in the validation split, chosen by their content."""
     prompt: str = "{prompt}"
-    """How a row becomes a prompt: a format string over its columns (or the messages column)."""
+    """The prompt as a format string over the columns, or the column that holds messages."""
     answer: str | None = None
-    """Column that holds the gold answer."""
+    """Column of the gold answer."""
     system: str | None = None
-    """System message; makes the prompt a conversation."""
+    """System message; makes each prompt a conversation."""
     raw: Annotated[bool, _NO_TEMPLATE] = False
-    """Plain prompts are read as they stand. Otherwise they are the user's turn where the tokenizer
-    has a chat template."""
+    """Do not put plain prompts through the chat template. By default they are the turn of the user
+    if the tokenizer has one."""
     bad_rows: Annotated[BadRows, _GENERATED] = "stop"
-    """A stored row that no prompt can be made of stops the run before its first step, or is left
-    out into the run folder's quarantine/, with its line and the reason."""
+    """Whether an example that gives no prompt stops the run before its first step, or is recorded
+    in the run folder's quarantine/ with its line and the reason."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the generator, or of `datasets.load_dataset`."""
 
@@ -94,25 +98,29 @@ class TaskSource(FrozenModel):
 
 
 class RewardSource(FrozenModel):
-    """One reward: a function by `module:function` or the name of a built-in (keel rewards)."""
+    """The reward functions; their weighted sum is the reward."""
 
     function: str
+    """Name of a built-in (`keel rewards`), or `module:function` or `file.py:function`."""
     name: str | None = None
+    """Name in metrics; None: that of the function."""
     weight: Real = 1.0
-    """Of its value in the sum; 0 watches a component without learning from it."""
+    """Factor of its value in the sum; with 0 it is only logged."""
     clip: Annotated[Annotated[tuple[Real, Real], AsTuple] | None, _UNWEIGHTED] = None
-    """Bounds that its value is cut to, before it is normalised and weighed."""
+    """Bounds of its value, applied before normalisation and weight."""
     normalise: Annotated[Literal["none", "group", "batch"], _UNWEIGHTED] = "none"
-    """Less the mean, over the standard deviation, of a prompt's completions or of the step's."""
+    """Subtract the mean and divide by the standard deviation, over the completions of a prompt or
+    of the step."""
     gate_below: Real | None = None
-    """Below this value `gated_reward` is the completion's whole reward, and the
-    rewards that are no gates are not asked."""
+    """If the value is below this, the reward of the completion is `gated_reward`, and the rewards
+    that are no gates are not called."""
     gated_reward: Real = 0.0
-    """The reward of a completion that is below `gate_below`."""
+    """The reward of a completion whose value is below `gate_below`."""
     correctness: Annotated[bool | None, _UNREAD_VERDICT, NEVER_EVALUATED] = None
-    """Whether evaluation.threshold of it means right, so that pass@k is defined; None: as the
-    function declares itself (rules of right and wrong, code, verdicts of built-in tasks)."""
+    """Whether a value of at least `evaluation.threshold` means a right answer, so that pass@k is
+    defined; None: as the function declares."""
     options: Annotated[dict[str, Any], _UNREAD_OPTION] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
 
     @model_validator(mode="after")
     def _no_secret(self) -> RewardSource:
@@ -135,45 +143,48 @@ class RewardSource(FrozenModel):
 
 
 class Rewards(FrozenModel):
-    """How rewards are called. With no functions, the task's own verdict is the reward."""
+    """How rewards are called. Without functions, the task's own score is the reward."""
 
     functions: Annotated[tuple[RewardSource, ...], AsTuple] = ()
     timeout: Seconds = 60.0
-    """Seconds that one call of one function may take."""
+    """Seconds for one call of one function."""
     on_error: Literal["stop", "skip"] = "stop"
+    """Whether a reward that fails stops the run, or is left out for the completions concerned."""
 
 
 class Prompts(FrozenModel):
-    """What happens to a prompt before it is sampled."""
+    """How prompts are encoded."""
 
     max_tokens: Tokens | None = None
-    """Longer prompts are left out and counted; None means what the context holds."""
+    """Longer prompts are left out and counted; None: what the context allows."""
     chat_template: TemplateKeywords = Field(default_factory=dict)
     """Keyword arguments of the tokenizer's chat template, such as enable_thinking."""
 
 
 class PreferenceData(FrozenModel):
-    """Rows that people, models or rules judged; `name` is `jsonl`, `parquet`, `datasets`, or a
-    Python entry `module:function` that returns rows."""
+    """Preference data: pairs, labelled answers, or labelled steps."""
 
     name: str
+    """`jsonl`, `parquet`, `datasets`, or a function `module:function` that returns examples."""
     path: str | None = None
-    """Data file of the train split (jsonl, parquet), or the `datasets` name."""
+    """Data file of the train split (.jsonl, .parquet), or the name of a data set."""
     validation_path: str | None = None
-    """Data file (or split) of the validation split; without it a share is split off by content."""
+    """Data file of the validation split, or the name of a split; None: a share of the train data.
+    """
     validation_fraction: Annotated[float, Field(gt=0, lt=1), SEPARATE_VALIDATION] = 0.1
+    """The share of the prompts in the validation split, chosen by their content."""
     group: str | None = None
-    """Column whose equal values stay in one split, and are one cluster in an interval; the prompt
-    unless set."""
+    """Column whose equal values stay in one split and form one cluster in intervals; None: the
+    prompt."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """The file's own names of columns, as in {prompt = "question"}."""
+    """Names of the columns in the file, for example {prompt = "question"}."""
     raw: bool = False
-    """Plain prompts are read as they stand. Otherwise they are the user's turn where the tokenizer
-    has a chat template."""
+    """Do not put plain prompts through the chat template. By default they are the turn of the user
+    if the tokenizer has one."""
     empty: Literal["refuse", "drop", "keep"] = "refuse"
-    """What becomes of a row with an empty answer; dropped ones are counted."""
+    """What happens to an example with an empty answer; dropped ones are counted."""
     bad_rows: BadRows = "stop"
-    """A row that cannot be read stops the run, or is left out into the run folder's quarantine/,
-    with its line and the reason."""
+    """Whether an example that cannot be read stops the run, or is recorded in the run folder's
+    quarantine/ with its line and the reason."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, or of `datasets.load_dataset`."""

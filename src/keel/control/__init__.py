@@ -1,1 +1,1 @@
-"""Classic control: Q-learning and policy gradients on Gymnasium; the one door to gymnasium."""
+"""Classic control: Q-learning and policy gradients. The only package that imports gymnasium."""

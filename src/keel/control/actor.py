@@ -1,6 +1,6 @@
-"""Policies on vectors: categorical over discrete actions, a diagonal Gaussian over real ones.
+"""Policies on vectors: categorical for discrete actions, a diagonal Gaussian for continuous ones.
 
-An action is a function of observation, weights and noise, and the noise is drawn beforehand.
+An action is a function of observation, weights and noise, which is generated beforehand.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Act = Callable[[Array, Array | None], Actions]
 
 
 class Actor(ABC, nn.Module):
-    """A policy: what it would do, and how likely it finds what was done."""
+    """A policy: samples actions, and computes the log-probabilities of given ones."""
 
     @abstractmethod
     def forward(self, observation_NO: Tensor) -> Tensor:
-        """The numbers that the distributions in these states are made of."""
+        """The parameters of the distributions in these states."""
 
     @abstractmethod
-    def judge(
+    def evaluate_actions(
         self, observation_NO: Tensor, action: Tensor
     ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         """Log-probabilities (or densities) of the actions, and entropies."""
@@ -49,15 +49,15 @@ class Actor(ABC, nn.Module):
 
     @abstractmethod
     def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-        """What `act` needs to draw so many actions."""
+        """The noise that `act` needs for actions of this shape."""
 
     @abstractmethod
     def acting(self) -> Act:
-        """Actions in states, drawn with the noise given; without it the likeliest ones."""
+        """A function that samples actions with the noise given, or takes the most likely ones."""
 
 
 class Categorical(Actor):
-    """π(a|s) = softmax of a logit an action."""
+    """π(a|s) = softmax of one logit per action."""
 
     def __init__(self, inputs: int, actions: int, choice: Network, seed: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Categorical(Actor):
         logits: Tensor = self.network(observation_NO)
         return logits
 
-    def judge(self, observation_NO: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate_actions(self, observation_NO: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         logits_NA = self(observation_NO)
         log_prob_NA = torch.log_softmax(logits_NA, dim=-1)
         chosen_N = log_prob_NA.gather(-1, action.unsqueeze(-1)).squeeze(-1)
@@ -85,7 +85,7 @@ class Categorical(Actor):
 
         def act(observation_EO: Array, noise_EA: Array | None) -> Actions:
             logits_EA = forward(observation_EO)
-            # argmax of logits plus Gumbel noise is a draw from their softmax (Gumbel 1954).
+            # argmax of logits plus Gumbel noise is a sample of their softmax (Gumbel 1954).
             chosen: Actions = (logits_EA if noise_EA is None else logits_EA + noise_EA).argmax(-1)
             return chosen
 
@@ -93,7 +93,7 @@ class Categorical(Actor):
 
 
 class DiagonalGaussian(Actor):
-    """π(a|s) = N(μ(s), σ²), σ a parameter of its own; actions are cut at the bounds outside."""
+    """π(a|s) = N(μ(s), σ²), with σ a parameter; environments clip actions at their bounds."""
 
     def __init__(
         self, inputs: int, actions: int, choice: Network, log_std: float, seed: int
@@ -107,7 +107,7 @@ class DiagonalGaussian(Actor):
         mean: Tensor = self.network(observation_NO)
         return mean
 
-    def judge(self, observation_NO: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate_actions(self, observation_NO: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         mean_ND = self(observation_NO)
         log_std_1D = self.log_std.unsqueeze(0)
         entropy_N = gaussian.entropy(log_std_1D).expand(len(mean_ND))

@@ -1,6 +1,7 @@
-"""One iteration's experience: so many steps of every environment, or so many whole episodes.
+"""The experience of an iteration: steps of every environment, or whole episodes.
 
-Times (T), environments (E). An environment whose episodes have run out rests while others finish.
+Time steps (T), environments (E). An environment without further episodes rests until the others
+finish.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from keel.types import KeelError
 
 @dataclass(frozen=True, eq=False)
 class Experience(Actions):
-    """Sequences of actions with the observations they answered."""
+    """Sequences of actions, with the observation before each."""
 
     observation_NO: Float[Tensor, "N O"]
     action_N: Tensor
     """Numbers (N) or vectors (N, D)."""
 
     def minibatch(self, indices: Sequence[int], *, steps: bool) -> Experience:
-        """These sequences; with `steps`, these actions, each as a sequence of its own."""
+        """These sequences; with `steps`, these actions, each as one sequence."""
         if not steps:
             return self.select(indices)
         index_K = torch.tensor(list(indices))
@@ -50,17 +51,17 @@ class Experience(Actions):
             yield self.minibatch(chosen.tolist(), steps=steps), estimates.select(index_K)
 
 
-Draw = Callable[[npt.NDArray[np.float32]], npt.NDArray[Any]]
+ChooseActions = Callable[[npt.NDArray[np.float32]], npt.NDArray[Any]]
 """Observations (E, O) -> actions."""
 LONGEST = 100_000
-"""Steps of an episode that has no end, where whole ones are collected."""
+"""Longest episode, where whole ones are collected."""
 BLOCK = 128
-"""Times that there is room and noise for at once."""
+"""Time steps of a block of buffers and noise."""
 
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """Episodes that ended: return, length, and number as they began."""
+    """Episodes that ended: return, length, and number."""
 
     returns: npt.NDArray[np.float64]
     lengths: npt.NDArray[np.int64]
@@ -69,11 +70,11 @@ class Finished:
 
 @dataclass(frozen=True, eq=False)
 class Collected:
-    """Actions (N) sorted by episode, each episode's in order of time.
+    """Actions (N) sorted by episode and time.
 
-    `lengths` says how many there are of each episode (S) in this iteration, `episode_S` which.
-    `last_state_SO` is the observation after the last, and `terminated_S` whether the environment
-    itself ended the episode there; elsewhere the value of that observation stands for the rest.
+    `lengths` is the number of actions of each episode (S) in this iteration, `episode_S` its
+    number. `last_state_SO` is the observation after the last action, and `terminated_S` whether
+    the environment ended the episode there; elsewhere returns bootstrap from its value.
     """
 
     observation_NO: npt.NDArray[np.float32]
@@ -88,41 +89,41 @@ class Collected:
 
 def sampling(
     actor: Actor, normal: Callable[[Any], Any], rng: np.random.Generator, count: int
-) -> Draw:
-    """Draws actions from the policy, the noise a block at a time."""
+) -> ChooseActions:
+    """Samples actions of the policy, with noise generated in blocks."""
     act, noise = actor.acting(), actor.noise(rng, (BLOCK, count))
     used = 0
 
-    def draw(observation_EO: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+    def choose(observation_EO: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
         nonlocal noise, used
         if used == BLOCK:
             noise, used = actor.noise(rng, (BLOCK, count)), 0
         used += 1
         return act(normal(observation_EO), noise[used - 1])
 
-    return draw
+    return choose
 
 
-def greedy(actor: Actor, normal: Callable[[Any], Any]) -> Draw:
-    """The likeliest actions."""
+def greedy(actor: Actor, normal: Callable[[Any], Any]) -> ChooseActions:
+    """Takes the most likely actions."""
     act = actor.acting()
     return lambda observation_EO: act(normal(observation_EO), None)
 
 
-def collect_steps(environments: Environments, draw: Draw, times: int) -> Collected:
-    """`times` steps of every environment; episodes go on into the next iteration."""
+def collect_steps(environments: Environments, choose: ChooseActions, times: int) -> Collected:
+    """`times` steps of every environment; episodes continue in the next iteration."""
     if environments.begun == 0:
         environments.begin(range(environments.count))
     tape = _Tape(environments, times)
     for _ in range(times):
-        ended_E = tape.step(draw)
+        ended_E = tape.step(choose)
         if ended_E.any():
             environments.begin(ended_E.nonzero()[0])
     return tape.collected()
 
 
-def collect_episodes(environments: Environments, draw: Draw, episodes: int) -> Collected:
-    """`episodes` whole episodes, begun in order as environments come free."""
+def collect_episodes(environments: Environments, choose: ChooseActions, episodes: int) -> Collected:
+    """`episodes` whole episodes, started in order as environments become free."""
     last = environments.begun + episodes
     first = np.arange(environments.count)
     environments.begin(first[:episodes])
@@ -132,10 +133,10 @@ def collect_episodes(environments: Environments, draw: Draw, episodes: int) -> C
     while (environments.episode_E >= 0).any():
         if environments.length_E.max() > LONGEST:
             raise KeelError(
-                f"an episode has gone on for {LONGEST} steps, and the advantage needs whole ones: "
+                f"an episode has more than {LONGEST} steps, and the advantage needs whole ones: "
                 "limit them with environment.options={max_episode_steps=1000}"
             )
-        ended = tape.step(draw).nonzero()[0]
+        ended = tape.step(choose).nonzero()[0]
         if len(ended):
             more = ended[: last - environments.begun]
             if len(more):
@@ -146,7 +147,7 @@ def collect_episodes(environments: Environments, draw: Draw, episodes: int) -> C
 
 
 class _Tape:
-    """Buffers over (T, E) that grow by doubling; no object is made for a step."""
+    """Buffers (T, E) that grow by doubling."""
 
     def __init__(self, environments: Environments, times: int) -> None:
         self.environments = environments
@@ -160,12 +161,12 @@ class _Tape:
         self.finished: list[tuple[float, int, int]] = []
         self.time = 0
 
-    def step(self, draw: Draw) -> npt.NDArray[np.bool_]:
-        """Act once everywhere; where an episode ended by it."""
+    def step(self, choose: ChooseActions) -> npt.NDArray[np.bool_]:
+        """Step every environment; True where an episode ended."""
         environments, t = self.environments, self.time
         if t == len(self.reward_TE):
             self._grow()
-        action_E = draw(environments.observation_EO)
+        action_E = choose(environments.observation_EO)
         if self.action_TE is None:
             shape = (len(self.reward_TE), *action_E.shape)
             self.action_TE = np.zeros(shape, dtype=action_E.dtype)
@@ -188,7 +189,7 @@ class _Tape:
         return ended_E
 
     def collected(self) -> Collected:
-        """All of it, flat."""
+        """All steps, flat."""
         assert self.action_TE is not None
         t, e = self.time, self.environments.count
         episode_M = self.episode_TE[:t].reshape(-1)
@@ -227,5 +228,5 @@ class _Tape:
 
 
 def tensor(array: npt.NDArray[Any]) -> Tensor:
-    """The array's numbers as torch has them: reals in float32."""
+    """The array as a tensor, float64 as float32."""
     return torch.from_numpy(array.astype(np.float32) if array.dtype == np.float64 else array)

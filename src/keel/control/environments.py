@@ -1,8 +1,8 @@
-"""Copies of one environment side by side, every episode with a seed of its own.
+"""Several copies of one environment, with a seed for every episode.
 
-Gymnasium's own reset between episodes is off (AutoresetMode.DISABLED): what `step` returns is
-always the state that the action led to, and no transition crosses a reset. An environment's state
-cannot be saved in general; its episode's seed and actions can, and lead there again.
+Automatic resets are off (AutoresetMode.DISABLED): `step` returns the state that the action led to,
+and no transition crosses a reset. The state of an environment cannot be saved in general; the seed
+and the actions of its episode can, and are replayed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Floats = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
 Numbers = npt.NDArray[np.int64]
 GROWTH = 512
-"""Actions of an episode that there is room for at first; more make the room double."""
+"""Initial capacity for the actions of an episode; it doubles when needed."""
 
 
 def make(choice: Environment, render: str | None = None) -> gym.Env:
     """One environment, its observations flat. Raises KeelError where Gymnasium cannot make it."""
-    # An environment that draws nothing need not know of render_mode.
+    # An environment that cannot be rendered may not accept render_mode.
     mode = {} if render is None else {"render_mode": render}
     module, _, name = choice.id.rpartition(":")
     if module:
@@ -52,7 +52,7 @@ def make(choice: Environment, render: str | None = None) -> gym.Env:
 
 @dataclass(frozen=True, eq=False)
 class EnvironmentShape:
-    """What an environment takes and shows, and when it cuts an episode off."""
+    """The actions, observations and time limit of an environment."""
 
     actions: spaces.ActionSpace
     observation_size: int
@@ -71,7 +71,7 @@ def describe(choice: Environment) -> EnvironmentShape:
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """What a step of all copies (E) led to; an observation is that of the state reached."""
+    """The result of a step of all copies (E); observations are of the states reached."""
 
     observation_EO: Floats
     reward_E: npt.NDArray[np.float64]
@@ -82,12 +82,12 @@ class Moves:
 class Environments:
     """`count` copies of an environment. Episodes are numbered as they begin.
 
-    `group` episodes one after another share their seed, and so their start state.
+    Each `group` consecutive episodes share a seed, and so their start state.
     """
 
     def __init__(self, choice: Environment, count: int, seed: int, group: int = 1) -> None:
         self.id, self.count, self.seed, self.group = choice.id, count, seed, group
-        shape = describe(choice)  # says in this process what is wrong with it
+        shape = describe(choice)  # raises errors in this process
         self.actions, self.observation_size = shape.actions, shape.observation_size
         self.max_episode_steps = shape.max_episode_steps
         makers = [partial(make, choice) for _ in range(count)]
@@ -116,12 +116,12 @@ class Environments:
         self._reset(np.isin(self._slots, slots))
 
     def rest(self, slots: Sequence[int] | Numbers) -> None:
-        """Leave these copies without an episode: what they do counts for nothing."""
+        """Leave these copies without an episode: their steps are ignored."""
         self.episode_E[slots] = -1
         self._reset(np.isin(self._slots, slots))
 
     def step(self, action_E: npt.NDArray[Any]) -> Moves:
-        """Take an action in every copy. Whoever sees an episode end begins another, or rests it."""
+        """Step every copy. The caller begins or rests the copies whose episode ended."""
         length = int(self.length_E.max())
         if length == len(self._taken_LE):
             self._taken_LE = np.concatenate([self._taken_LE, np.zeros_like(self._taken_LE)])
@@ -133,7 +133,7 @@ class Environments:
         self.observation_EO[:] = observation
         if not (np.isfinite(reward_E).all() and np.isfinite(self.observation_EO).all()):
             raise KeelError(
-                f"environment {self.id!r} gave a reward or an observation that is not finite, "
+                f"environment {self.id!r} returned a reward or an observation that is not finite, "
                 f"{int(self.length_E.max()) + 1} steps into an episode: fix it"
             )
         self.length_E += 1
@@ -143,14 +143,14 @@ class Environments:
         return Moves(self.observation_EO, reward_E, terminated_E, truncated_E)
 
     def tally(self, slot: int) -> tuple[float, int]:
-        """Return and length so far of the episode in this copy."""
+        """Return and length of the current episode of a copy."""
         return float(self._return_E[slot]), int(self.length_E[slot])
 
     def close(self) -> None:
         self.vector.close()
 
     def state(self) -> dict[str, Any]:
-        """What leads to where the copies are: episodes begun, and each one's actions."""
+        """The current episodes and their actions, from which `restore` gets to the same states."""
         return {
             "begun": self.begun,
             "episode": self.episode_E.tolist(),
@@ -161,15 +161,15 @@ class Environments:
         }
 
     def restore(self, state: dict[str, Any]) -> bool:
-        """Seed the episodes again and replay their actions; whether that led to the same states."""
+        """Replay the episodes; whether that led to the same states."""
         self.begun = state["begun"]
         self.episode_E[:] = state["episode"]
         if self.begun == 0:
-            return True  # no episode had begun, so there is nowhere to lead
+            return True  # no episode had begun
         taken = [np.array(actions, dtype=self._taken_LE.dtype) for actions in state["actions"]]
         longest = max(len(actions) for actions in taken)
         self._reset(np.full(self.count, True))
-        # Copies step together: each begins its episode so late that all arrive at once.
+        # Copies step together: shorter episodes begin later, so that all end at the same time.
         for at in range(longest):
             missing = np.array([longest - len(actions) for actions in taken])
             if at > 0 and (missing == at).any():
@@ -190,7 +190,7 @@ class Environments:
 
     @contextmanager
     def _told(self, doing: str) -> Iterator[None]:
-        """What an environment raises is named as its own."""
+        """Errors of the environment name it, in one line."""
         try:
             yield
         except Exception as error:
@@ -201,7 +201,7 @@ class Environments:
     def _reset(self, mask_E: Flags) -> None:
         self._idle = bool((self.episode_E < 0).any())
         if not self._reset_once:
-            # A copy that was never reset can neither step nor show anything.
+            # Every copy must be reset once before any can step.
             mask_E, self._reset_once = np.full(self.count, True), True
         seeds = [
             derive_episode(self.seed, int(n) // self.group) if chosen else None
@@ -223,7 +223,7 @@ def derive_episode(seed: int, number: int) -> int:
 Outcome = tuple[float, int, float, bool]
 """Probability, next state, reward, and whether the episode terminates there."""
 Table = Mapping[int, Mapping[int, Sequence[Outcome]]]
-"""What may come of an action (inner key) in a state (outer key), each numbered from 0."""
+"""The outcomes of an action (inner key) in a state (outer key), each numbered from 0."""
 
 
 def from_table(

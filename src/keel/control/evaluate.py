@@ -1,4 +1,4 @@
-"""Returns of the greedy policy, in environments that training never sees."""
+"""Returns of the greedy policy, in separate environments."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 from keel.analysis.statistics import bootstrap_interval
 from keel.config.control import Environment, ReturnEvaluation
 from keel.config.fields import derive
-from keel.control.collect import Draw
+from keel.control.collect import ChooseActions
 from keel.control.environments import Environments
 
 SIDE_BY_SIDE = 16
-"""Environments that an evaluation runs at most."""
+"""Most environments that an evaluation steps together."""
 
 
 def returns_of(
-    draw: Draw, environment: Environment, choice: ReturnEvaluation, seed: int
+    choose: ChooseActions, environment: Environment, choice: ReturnEvaluation, seed: int
 ) -> tuple[np.ndarray[Any, np.dtype[np.float64]], np.ndarray[Any, np.dtype[np.int64]]]:
     """Return and length of each episode, in the order of their seeds."""
     episodes = choice.episodes
@@ -27,7 +27,7 @@ def returns_of(
     try:
         environments.begin(range(count))
         while (environments.episode_E >= 0).any():
-            moves = environments.step(draw(environments.observation_EO))
+            moves = environments.step(choose(environments.observation_EO))
             ended_E = moves.terminated_E | moves.truncated_E
             ended_E |= environments.length_E >= choice.longest
             ended_E &= environments.episode_E >= 0
@@ -44,10 +44,10 @@ def returns_of(
 
 
 def evaluate(
-    draw: Draw, environment: Environment, choice: ReturnEvaluation, seed: int
+    choose: ChooseActions, environment: Environment, choice: ReturnEvaluation, seed: int
 ) -> dict[str, Any]:
-    """Mean return with its 95 % bootstrap interval, and every episode's."""
-    totals, lengths = returns_of(draw, environment, choice, seed)
+    """Mean return with its 95 % bootstrap interval, and the return of each episode."""
+    totals, lengths = returns_of(choose, environment, choice, seed)
     interval = bootstrap_interval(totals)
     return {
         **interval.as_dict(),

@@ -1,4 +1,4 @@
-"""A GIF of one episode, as the environment draws it."""
+"""A GIF of one episode, as the environment renders it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from keel.config.control import Environment
 from keel.control import spaces
-from keel.control.collect import Draw
+from keel.control.collect import ChooseActions
 from keel.control.environments import derive_episode, make
 from keel.runs import files
 from keel.types import KeelError
@@ -24,20 +24,22 @@ COUNTER = 24
 FRAMES = 400
 """An episode of more steps is shown in part: every k-th, so that this many are left."""
 FASTEST = 33
-"""Pictures a second; what a browser shows of a GIF."""
+"""Most frames per second; browsers show no more of a GIF."""
 
 
-def film(path: Path, draw: Draw, environment: Environment, seed: int, longest: int) -> int:
+def film(
+    path: Path, choose: ChooseActions, environment: Environment, seed: int, longest: int
+) -> int:
     """Play one episode and write it; its length in steps.
 
-    Raises KeelError where the environment cannot be drawn.
+    Raises KeelError if the environment cannot be rendered.
     """
     for variable in ("SDL_VIDEODRIVER", "SDL_AUDIODRIVER"):
-        os.environ.setdefault(variable, "dummy")  # drawn in memory: there need be no display
+        os.environ.setdefault(variable, "dummy")  # rendered in memory, without a display
     _check(environment)
     env = make(environment, render="rgb_array")
     try:
-        frames, steps = _play(env, draw, derive_episode(seed, 0), longest)
+        frames, steps = _play(env, choose, derive_episode(seed, 0), longest)
         rate = float(env.metadata.get("render_fps", 30))
     finally:
         env.close()
@@ -46,20 +48,24 @@ def film(path: Path, draw: Draw, environment: Environment, seed: int, longest: i
 
 
 def _check(environment: Environment) -> None:
-    """Raises KeelError where no pictures can be had; Gymnasium would warn of it, and then fail."""
+    """Raise KeelError for an environment without rgb_array rendering."""
     env = make(environment)
     modes = env.metadata.get("render_modes", [])
     env.close()
     if "rgb_array" not in modes:
-        raise KeelError(f"environment {environment.id!r} draws no pictures (rgb_array)")
+        raise KeelError(
+            f"environment {environment.id!r} cannot be rendered (it has no rgb_array mode)"
+        )
 
 
-def _play(env: gym.Env[Any, Any], draw: Draw, seed: int, longest: int) -> tuple[list[Image], int]:
+def _play(
+    env: gym.Env[Any, Any], choose: ChooseActions, seed: int, longest: int
+) -> tuple[list[Image], int]:
     actions = spaces.actions(env)
     observation, _ = env.reset(seed=seed)
     frames, steps, every, ended, total = [_frame(env, 0, 0.0)], 0, 1, False, 0.0
     while not ended:
-        action_E = draw(np.asarray(observation, dtype=np.float32)[None])
+        action_E = choose(np.asarray(observation, dtype=np.float32)[None])
         action = actions.to_environment(action_E)[0]
         observation, reward, terminated, truncated, _ = env.step(action)
         steps, total = steps + 1, total + float(reward)
@@ -73,14 +79,14 @@ def _play(env: gym.Env[Any, Any], draw: Draw, seed: int, longest: int) -> tuple[
 
 
 def _frame(env: gym.Env[Any, Any], steps: int, total: float) -> Image:
-    """The environment's picture, with the step and the return so far in a line above it."""
+    """A frame: the step and the return in a line above the rendered environment."""
     from PIL import Image, ImageDraw
 
     try:
         picture = env.render()
     except (gym.error.Error, ImportError) as error:
         raise KeelError(
-            f"the environment cannot be drawn: {' '.join(str(error).split())}"
+            f"the environment cannot be rendered: {' '.join(str(error).split())}"
         ) from error
     scene = Image.fromarray(np.asarray(picture, dtype=np.uint8))
     frame = Image.new("RGB", (scene.width, scene.height + COUNTER), "white")

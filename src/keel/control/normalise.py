@@ -1,4 +1,4 @@
-"""Running statistics of what environments show, for networks that want numbers of size 1."""
+"""Running mean and variance of observations and returns, to normalise them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 LIMIT = 10.0
-"""Normalised numbers are cut here."""
+"""Normalised values are clipped at ± this."""
 EPSILON = 1e-8
 
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Mean and variance of all that was seen; of nothing yet they are 0 and 1."""
+    """Mean and variance of all values so far; 0 and 1 before the first."""
 
     mean: Array
     variance: Array
@@ -26,7 +26,7 @@ class Moments:
         return Moments(np.zeros(size), np.ones(size))
 
     def with_(self, seen: npt.NDArray[np.floating]) -> Moments:
-        """The moments with these rows added.
+        """The moments with these values added.
 
             m' = m + d n/(c+n),   v' = (c v + n w + d² c n/(c+n)) / (c+n),   d = mean(x) − m
 
@@ -46,14 +46,14 @@ class Moments:
         )
 
     def normal(self, x: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
-        """The numbers less the mean, over the standard deviation, cut."""
+        """Subtract the mean, divide by the standard deviation, and clip."""
         if self.count == 0:
             return np.asarray(x, dtype=np.float32)
         y = (x - self.mean) / np.sqrt(self.variance + EPSILON)
         return np.clip(y, -LIMIT, LIMIT).astype(np.float32)
 
     def scaled(self, x: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
-        """The numbers over the standard deviation, cut."""
+        """Divide by the standard deviation, and clip."""
         if self.count == 0:
             return np.asarray(x, dtype=np.float32)
         y = x / np.sqrt(self.variance + EPSILON)

@@ -1,4 +1,4 @@
-"""Policy gradients on environments: the rows, the estimates and the loss of language models."""
+"""Policy gradients on environments, with the advantages and the loss of language models."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from keel.config.control import PolicyGradientStage
 from keel.config.fields import derive
 from keel.control.actor import Actor, build_actor
 from keel.control.collect import (
+    ChooseActions,
     Collected,
-    Draw,
     Experience,
     collect_episodes,
     collect_steps,
@@ -40,14 +40,14 @@ from keel.objective.signals import Signals
 from keel.objective.value import explained_variance
 
 FALLBACK_BUDGET = 1_000
-"""C of `constant` weights, where neither the row nor the environment gives a length."""
+"""C of `constant` weights, where neither the algorithm nor the environment gives a length."""
 
 
 class PolicyGradient:
-    """A policy, and where its row asks for them a value network and a frozen reference."""
+    """A policy and, if the algorithm needs them, a value network and a frozen reference."""
 
     def __init__(self, stage: PolicyGradientStage, seed: int) -> None:
-        row = stage.algorithm
+        algorithm = stage.algorithm
         self.stage, self.seed = stage, seed
         self.environments = Environments(
             stage.environment, stage.environment.count, derive(seed, "train"), stage.group_size
@@ -57,33 +57,33 @@ class PolicyGradient:
             size, self.environments.actions, stage.network, stage.log_std, derive(seed, "actor")
         )
         self.critic: nn.Module | None = None
-        if row.value is not None:
+        if algorithm.value is not None:
             self.critic = perceptron(size, 1, stage.network, 1.0, derive(seed, "critic"))
-        self.reference: Actor | None = deepcopy(self.actor) if row.needs_reference else None
+        self.reference: Actor | None = deepcopy(self.actor) if algorithm.needs_reference else None
         critic = {} if self.critic is None else {"critic": self.critic}
         self.trained = TrainedNetwork({"actor": self.actor, **critic})
         self.optimizer = AdamW([("weights", self.trained.vector)], stage.optimizer)
-        self.seen, self.earned = Moments.of(size), Moments.of(1)
-        self.earning: dict[int, float] = {}
-        self.beta = 0.0 if row.divergence is None else row.divergence.beta
+        self.observation_moments, self.return_moments = Moments.of(size), Moments.of(1)
+        self.open_returns: dict[int, float] = {}
+        self.beta = 0.0 if algorithm.divergence is None else algorithm.divergence.beta
         self.steps = 0
 
     def iterate(self, number: int) -> dict[str, float]:
-        """Collect, estimate, improve; the iteration's metrics."""
+        """Collect, estimate, update; the metrics of the iteration."""
         rng = np.random.default_rng(derive(self.seed, "actions", number))
         collected = self._collect(sampling(self.actor, self._normal, rng, self.environments.count))
         experience, estimates = self.estimate(collected)
         rate = learning_rate(self.stage.optimizer, self.steps, self.stage.steps)
         metrics = self.update(experience, estimates, rate, number)
         self.steps += len(collected.reward_N)
-        self._see(collected)
+        self._update_moments(collected)
         every = self.stage.reference.reset_every
         if self.reference is not None and every is not None and number % every == 0:
             self.reference = deepcopy(self.actor)
         return {**_of_episodes(collected), **metrics, "learning_rate": rate, "beta": self.beta}
 
-    def greedy(self) -> Draw:
-        """The likeliest actions of the policy as it is."""
+    def greedy(self) -> ChooseActions:
+        """The most likely actions of the current policy."""
         return greedy(self.actor, self._normal)
 
     # ---------------------------------------------------------------- estimates
@@ -91,12 +91,14 @@ class PolicyGradient:
     @torch.no_grad()
     def estimate(self, collected: Collected) -> tuple[Experience, Estimates]:
         """The experience, scored as the algorithm needs it, and the advantages of its actions."""
-        row, stage = self.stage.algorithm, self.stage
+        algorithm, stage = self.stage.algorithm, self.stage
         observation_NO = tensor(self._normal(collected.observation_NO))
         action_N = tensor(collected.action_N)
-        read = row.divergence is not None or row.correction is not None
+        read = algorithm.divergence is not None or algorithm.correction is not None
         many = stage.epochs * stage.minibatches > 1
-        log_prob_N = self.actor.judge(observation_NO, action_N)[0] if many or read else None
+        log_prob_N = (
+            self.actor.evaluate_actions(observation_NO, action_N)[0] if many or read else None
+        )
         experience = Experience(
             observation_NO=observation_NO,
             action_N=action_N,
@@ -106,19 +108,19 @@ class PolicyGradient:
             old_log_prob_N=log_prob_N,
         )
         if self.reference is not None:
-            reference_N = self.reference.judge(observation_NO, action_N)[0]
+            reference_N = self.reference.evaluate_actions(observation_NO, action_N)[0]
             experience = replace(experience, reference_log_prob_N=reference_N)
         signals = self.signals(experience, collected)
-        advantage_N = advantages(row, signals)
-        estimates = Estimates(advantage_N, returns(row, signals, advantage_N))
+        advantage_N = advantages(algorithm, signals)
+        estimates = Estimates(advantage_N, returns(algorithm, signals, advantage_N))
         return replace(experience, value_N=signals.value_N), estimates
 
     def signals(self, experience: Experience, collected: Collected) -> Signals:
-        """What an advantage may ask for. A truncated or interrupted episode goes on in V."""
+        """The inputs of advantages. A truncated or interrupted episode bootstraps from V."""
         lengths_S = experience.lengths_S
-        earned_N = tensor(self._scaled(collected.reward_N))
+        scaled_reward_N = tensor(self._scaled(collected.reward_N))
         penalty_N = penalties(self.stage.algorithm, experience, self.beta)
-        reward_N = penalty_N + earned_N
+        reward_N = penalty_N + scaled_reward_N
         value_N = next_value_N = None
         if self.critic is not None:
             value_N = self.critic(experience.observation_NO).squeeze(-1)
@@ -127,7 +129,7 @@ class PolicyGradient:
             next_value_N = segments.shift(value_N, lengths_S)
             next_value_N[lengths_S.cumsum(0) - 1] = last_state_S
         return Signals(
-            outcome_S=segments.segment_sum(earned_N, lengths_S),
+            outcome_S=segments.segment_sum(scaled_reward_N, lengths_S),
             penalty_N=penalty_N,
             reward_S=segments.segment_sum(reward_N, lengths_S),
             reward_N=reward_N,
@@ -143,14 +145,14 @@ class PolicyGradient:
         self, experience: Experience, estimates: Estimates, rate: float, number: int
     ) -> dict[str, float]:
         """The iteration's optimizer steps, and the mean of their metrics."""
-        stage, row = self.stage, self.stage.algorithm
+        stage, algorithm = self.stage, self.stage.algorithm
         rng = np.random.default_rng(derive(self.seed, "minibatches", number))
         budget = self.environments.max_episode_steps or FALLBACK_BUDGET
         taken: list[dict[str, float]] = []
-        count, steps, stopped = stage.minibatches, row.per_action, False
+        count, steps, stopped = stage.minibatches, algorithm.per_action, False
         for _ in range(stage.epochs):
             for part, estimated in experience.split(estimates, count, rng, steps=steps):
-                metrics = self._update(prepare(row, part, estimated, budget), rate)
+                metrics = self._update(prepare(algorithm, part, estimated, budget), rate)
                 taken.append(metrics)
                 stopped = "grad_norm" not in metrics
                 if stopped:
@@ -165,7 +167,7 @@ class PolicyGradient:
 
     def scores(self, part: Experience) -> Scores:
         """What the loss reads of the current networks, with gradients."""
-        log_prob_N, entropy_N = self.actor.judge(part.observation_NO, part.action_N)
+        log_prob_N, entropy_N = self.actor.evaluate_actions(part.observation_NO, part.action_N)
         value_N = None if self.critic is None else self.critic(part.observation_NO).squeeze(-1)
         divergence = self.stage.algorithm.loss_divergence
         full_kl_N = None
@@ -190,7 +192,7 @@ class PolicyGradient:
 
     @torch.no_grad()
     def _adapt(self, experience: Experience, metrics: dict[str, float]) -> None:
-        """β for the next iteration, where the row moves it."""
+        """β for the next iteration, if it is adaptive."""
         divergence = self.stage.algorithm.divergence
         if divergence is None or divergence.adaptive is None:
             return
@@ -208,7 +210,7 @@ class PolicyGradient:
                 sequences=experience.sequences,
             )
             return
-        now_N = self.actor.judge(experience.observation_NO, experience.action_N)[0]
+        now_N = self.actor.evaluate_actions(experience.observation_NO, experience.action_N)[0]
         kl = metrics["kl/after"] = float(divergences.k3(old_N, now_N).mean())
         self.beta = divergences.adapt_ppo(self.beta, kl=kl, target=rule.target)
 
@@ -219,7 +221,7 @@ class PolicyGradient:
         out = self.trained.state() | prefixed("optimizer", self.optimizer.state())
         if self.reference is not None:
             out |= prefixed("reference", self.reference.state_dict())
-        for name, moments in (("seen", self.seen), ("earned", self.earned)):
+        for name, moments in (("seen", self.observation_moments), ("earned", self.return_moments)):
             out[f"{name}/mean"] = torch.from_numpy(moments.mean)
             out[f"{name}/variance"] = torch.from_numpy(moments.variance)
         return out
@@ -229,9 +231,9 @@ class PolicyGradient:
         return {
             "steps": self.steps,
             "beta": self.beta,
-            "seen": self.seen.count,
-            "earned": self.earned.count,
-            "earning": [[n, value] for n, value in self.earning.items()],
+            "seen": self.observation_moments.count,
+            "earned": self.return_moments.count,
+            "open_returns": [[n, value] for n, value in self.open_returns.items()],
         }
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -240,38 +242,40 @@ class PolicyGradient:
         self.optimizer.restore(within("optimizer", tensors))
         if self.reference is not None:
             self.reference.load_state_dict(within("reference", tensors))
-        self.seen = _moments(tensors, "seen", facts["seen"])
-        self.earned = _moments(tensors, "earned", facts["earned"])
+        self.observation_moments = _moments(tensors, "seen", facts["seen"])
+        self.return_moments = _moments(tensors, "earned", facts["earned"])
         self.steps, self.beta = facts["steps"], facts["beta"]
-        self.earning = {int(n): float(value) for n, value in facts["earning"]}
+        self.open_returns = {int(n): float(value) for n, value in facts["open_returns"]}
 
     # ---------------------------------------------------------------- details
 
-    def _collect(self, draw: Draw) -> Collected:
+    def _collect(self, choose: ChooseActions) -> Collected:
         if self.stage.algorithm.bootstraps:
-            return collect_steps(self.environments, draw, self.stage.rollout_steps)
-        return collect_episodes(self.environments, draw, self.stage.episodes)
+            return collect_steps(self.environments, choose, self.stage.rollout_steps)
+        return collect_episodes(self.environments, choose, self.stage.episodes)
 
     def _normal(self, observation: Any) -> Any:
         choice = self.stage.normalisation
-        return self.seen.normal(observation) if choice.observations else observation
+        return self.observation_moments.normal(observation) if choice.observations else observation
 
     def _scaled(self, reward_N: Any) -> Any:
-        return self.earned.scaled(reward_N) if self.stage.normalisation.rewards else reward_N
+        return (
+            self.return_moments.scaled(reward_N) if self.stage.normalisation.rewards else reward_N
+        )
 
-    def _see(self, collected: Collected) -> None:
+    def _update_moments(self, collected: Collected) -> None:
         """Bring the running statistics up to date with an iteration."""
         choice = self.stage.normalisation
         if choice.observations:
-            self.seen = self.seen.with_(collected.observation_NO)
+            self.observation_moments = self.observation_moments.with_(collected.observation_NO)
         if choice.rewards:
             gamma = getattr(self.stage.algorithm.advantage, "gamma", 1.0)
-            so_far_N = _discounted(collected, gamma, self.earning)
-            self.earned = self.earned.with_(so_far_N[:, None])
+            so_far_N = _discounted(collected, gamma, self.open_returns)
+            self.return_moments = self.return_moments.with_(so_far_N[:, None])
             last_S = np.cumsum(collected.lengths) - 1
             on = ~np.isin(collected.episode_S, collected.finished.numbers)
             pairs = zip(collected.episode_S[on], so_far_N[last_S[on]], strict=True)
-            self.earning = {int(n): float(value) for n, value in pairs}
+            self.open_returns = {int(n): float(value) for n, value in pairs}
 
 
 def _discounted(

@@ -1,4 +1,4 @@
-"""Deep Q-learning: ε-greedy steps into a memory, and updates towards a target network.
+"""Deep Q-learning: ε-greedy steps into a replay buffer, and updates towards a target network.
 
 DQN, Mnih et al. 2015; double DQN, arXiv:1509.06461; n-step targets, arXiv:1710.02298.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from keel.config.control import QLearningStage
 from keel.config.fields import derive
-from keel.control.collect import Draw
+from keel.control.collect import ChooseActions
 from keel.control.environments import Environments, describe
 from keel.control.networks import TrainedNetwork, perceptron
 from keel.control.replay import Replay, Transitions
@@ -31,7 +31,7 @@ LOSSES = {"squared": background.squared_loss, "huber": background.huber}
 
 
 class QLearning:
-    """An online network, its target, and the memory between environments and updates."""
+    """An online network, its target network, and the replay buffer."""
 
     def __init__(self, stage: QLearningStage, seed: int) -> None:
         self.stage, self.seed = stage, seed
@@ -40,8 +40,8 @@ class QLearning:
         actions, size = shape.actions, shape.observation_size
         if not isinstance(actions, Discrete):
             raise KeelError(
-                f"environment.id = {stage.environment.id!r}: Q-learning takes the best of a list "
-                "of actions, and this environment's are real numbers: use ppo"
+                f"environment.id = {stage.environment.id!r}: Q-learning needs discrete "
+                "actions, and this environment has continuous ones: use ppo"
             )
         self.choices = actions.n
         try:
@@ -56,12 +56,12 @@ class QLearning:
         self.trained = TrainedNetwork({"online": self.online})
         self.quick = self.online.quick()
         self.optimizer = AdamW([("weights", self.trained.vector)], stage.optimizer)
-        # Last: processes of their own would be left behind by what fails after them.
+        # Last: an error after them would leave their processes.
         self.environments = Environments(stage.environment, count, derive(seed, "train"))
         self.steps = 0
 
     def iterate(self, number: int) -> dict[str, float]:
-        """The environment steps of one row, and the updates among them."""
+        """The environment steps of one iteration, and the updates between them."""
         stage, environments = self.stage, self.environments
         rng = np.random.default_rng(derive(self.seed, "row", number))
         if environments.begun == 0:
@@ -81,8 +81,8 @@ class QLearning:
                 self._move_target()
         return {**_of_episodes(finished), **self._of_updates(sums, updates)}
 
-    def greedy(self) -> Draw:
-        """The best actions by the online network as it is."""
+    def greedy(self) -> ChooseActions:
+        """The best actions by the online network."""
         return lambda observation_EO: self._best(observation_EO)
 
     # ---------------------------------------------------------------- acting
@@ -93,10 +93,10 @@ class QLearning:
         random_E: npt.NDArray[np.int64],
         finished: list[tuple[float, int]],
     ) -> None:
-        """One step everywhere, into the memory; the episodes it ended, and the next ones begun."""
+        """Step every environment, store the transitions, and start the next episodes."""
         environments = self.environments
         explores_E = uniform_E < self._epsilon()
-        # `background.epsilon_greedy` in two draws: a random action needs no network.
+        # `background.epsilon_greedy` with two random numbers: a random action needs no network.
         action_E = random_E
         if not explores_E.all():
             best_E = self._best(environments.observation_EO)
@@ -133,8 +133,8 @@ class QLearning:
         """ŷ of each transition; no gradient."""
         stage = self.stage
         with torch.no_grad():
-            next_q_BA = self.target(drawn.behind_BO)
-            next_online_BA = self.online(drawn.behind_BO) if stage.double else next_q_BA
+            next_q_BA = self.target(drawn.next_observation_BO)
+            next_online_BA = self.online(drawn.next_observation_BO) if stage.double else next_q_BA
         if stage.n_step > 1:
             # The double target is the target network's value of the online network's choice.
             best_B1 = next_online_BA.argmax(-1, keepdim=True)
@@ -155,7 +155,7 @@ class QLearning:
     def _update(self, rng: np.random.Generator) -> npt.NDArray[np.float64]:
         """One optimizer step; its loss, mean Q of the actions taken, and gradient norm."""
         stage = self.stage
-        drawn = self.replay.draw(stage.replay.batch_size, stage.n_step, rng)
+        drawn = self.replay.sample(stage.replay.batch_size, stage.n_step, rng)
         target_B = self.targets(drawn)
         error_B = background.q_error(self.online(drawn.observation_BO), drawn.action_B, target_B)
         loss = LOSSES[stage.loss](error_B).mean()
@@ -202,7 +202,7 @@ class QLearning:
         )
 
     def facts(self) -> dict[str, Any]:
-        """What else decides the next row."""
+        """The rest of the state, besides the tensors."""
         return {"steps": self.steps, "written": self.replay.written}
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The memory of transitions: a ring of arrays, a row a time (T), a column an environment (E)."""
+"""The replay buffer: ring buffers over time steps (T) and environments (E)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Transitions:
-    """Drawn transitions (B): state, action, up to K rewards, and the state after the last one.
+    """Sampled transitions (B): state, action, up to K rewards, and the state after the last one.
 
-    `steps_B` is how many rewards count: less than K where an episode was cut off or the memory
+    `steps_B` is how many rewards count: less than K where an episode was cut off or the buffer
     ends. What comes after counts unless one of them terminated the episode.
     """
 
@@ -25,7 +25,7 @@ class Transitions:
     reward_BK: Float[Tensor, "B K"]
     terminated_BK: Bool[Tensor, "B K"]
     steps_B: Int[Tensor, " B"]
-    behind_BO: Float[Tensor, "B O"]
+    next_observation_BO: Float[Tensor, "B O"]
 
 
 class Replay:
@@ -34,7 +34,7 @@ class Replay:
     def __init__(self, capacity: int, count: int, size: int) -> None:
         rows = max(capacity // count, 1)
         self.observation_TEO = np.zeros((rows, count, size), dtype=np.float32)
-        self.behind_TEO = np.zeros((rows, count, size), dtype=np.float32)
+        self.next_observation_TEO = np.zeros((rows, count, size), dtype=np.float32)
         self.action_TE = np.zeros((rows, count), dtype=np.int64)
         self.reward_TE = np.zeros((rows, count), dtype=np.float32)
         self.terminated_TE = np.zeros((rows, count), dtype=np.bool_)
@@ -42,7 +42,7 @@ class Replay:
         self.written = 0
 
     def __len__(self) -> int:
-        """Transitions there are."""
+        """The number of stored transitions."""
         return min(self.written, len(self.action_TE)) * self.action_TE.shape[1]
 
     def add(
@@ -52,19 +52,19 @@ class Replay:
         reward_E: npt.NDArray[Any],
         terminated_E: npt.NDArray[np.bool_],
         truncated_E: npt.NDArray[np.bool_],
-        behind_EO: npt.NDArray[np.float32],
+        next_observation_EO: npt.NDArray[np.float32],
     ) -> None:
-        """One step of every environment, over the oldest there is."""
+        """Store one step of every environment, in place of the oldest."""
         at = self.written % len(self.action_TE)
         self.observation_TEO[at] = observation_EO
-        self.behind_TEO[at] = behind_EO
+        self.next_observation_TEO[at] = next_observation_EO
         self.action_TE[at] = action_E
         self.reward_TE[at] = reward_E
         self.terminated_TE[at] = terminated_E
         np.logical_or(terminated_E, truncated_E, out=self.ended_TE[at])
         self.written += 1
 
-    def draw(self, batch: int, horizon: int, rng: np.random.Generator) -> Transitions:
+    def sample(self, batch: int, horizon: int, rng: np.random.Generator) -> Transitions:
         """`batch` transitions, uniformly and with replacement, with up to `horizon` rewards."""
         rows, count = self.action_TE.shape
         there = min(self.written, rows)
@@ -79,7 +79,7 @@ class Replay:
             ahead_K = np.arange(horizon)
             window_BK = (oldest + age_B[:, None] + ahead_K) % rows
             ends_BK = self.ended_TE[window_BK, env_B[:, None]]
-            ends_BK |= age_B[:, None] + ahead_K >= there - 1  # the newest row ends the memory
+            ends_BK |= age_B[:, None] + ahead_K >= there - 1  # the newest step ends the buffer
             steps_B = ends_BK.argmax(1) + 1
             steps_B[~ends_BK.any(1)] = horizon
             last_B = window_BK[np.arange(batch), steps_B - 1]
@@ -89,16 +89,16 @@ class Replay:
             reward_BK=torch.from_numpy(self.reward_TE[window_BK, env_B[:, None]]),
             terminated_BK=torch.from_numpy(self.terminated_TE[window_BK, env_B[:, None]]),
             steps_B=torch.from_numpy(steps_B),
-            behind_BO=torch.from_numpy(self.behind_TEO[last_B, env_B]),
+            next_observation_BO=torch.from_numpy(self.next_observation_TEO[last_B, env_B]),
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is filled of the arrays, by name."""
+        """The filled part of the arrays, by name."""
         there = min(self.written, len(self.action_TE))
         return {name: torch.from_numpy(array[:there]) for name, array in self._arrays().items()}
 
     def restore(self, tensors: dict[str, Tensor], written: int) -> None:
-        """The memory that `tensors` gave."""
+        """Load what `tensors` returned."""
         self.written = written
         for name, array in self._arrays().items():
             array[: len(tensors[name])] = tensors[name].numpy()

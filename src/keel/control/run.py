@@ -1,4 +1,4 @@
-"""A run on environments from its start, or from its newest checkpoint, to its end."""
+"""Runs a recipe of `keel control`, from its start or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LEARNERS: Mapping[str, Callable[[Any, int], ControlLearner]] = {
 
 @dataclass(frozen=True, eq=False)
 class ControlRun:
-    """What a run works with."""
+    """The parts of a run."""
 
     stage: ControlStage
     learner: ControlLearner
@@ -55,9 +55,9 @@ def control(
 ) -> RunFolder:
     """Run a recipe into a run folder (the next free one under runs/ unless named).
 
-    With `resume` the folder's newest whole checkpoint is where it goes on, under the folder's own
-    recipe. Raises Interrupted, a checkpoint left, when Ctrl-C or SIGTERM came; KeelError for
-    whatever a user can fix.
+    With `resume` the run continues from the folder's newest whole checkpoint, under the folder's
+    own recipe. Raises Interrupted after Ctrl-C or SIGTERM, with a checkpoint written; KeelError for
+    what a user can fix.
     """
     if recipe is None and not resume:
         raise KeelError("there is no recipe to run: name one, or resume a run")
@@ -76,9 +76,9 @@ def control(
 
 
 def trained(folder: Path | str) -> ControlLearner:
-    """What a run has learned, from its newest whole checkpoint: `greedy()` acts.
+    """The learner of a run's newest whole checkpoint; `greedy()` gives its policy.
 
-    Its environments are at their beginning. Raises KeelError where there is none.
+    Raises KeelError where there is none.
     """
     place = RunFolder.open(folder)
     newest = checkpoint.newest_whole(place)
@@ -90,7 +90,7 @@ def trained(folder: Path | str) -> ControlLearner:
 
 
 def build(recipe: ControlRecipe) -> ControlLearner:
-    """The learner that a recipe asks for, at its beginning."""
+    """The learner of a recipe, untrained."""
     stage = recipe.stage
     return LEARNERS[stage.stage](stage, derive(recipe.seed, stage.name))
 
@@ -105,8 +105,8 @@ def _run(
     progress = ControlProgress() if start is None else state.read(start)
     if start is not None and not state.restore(start, progress, learner):
         writer.note(
-            "the environment did not come back to where it was by its seed and actions: the run "
-            "goes on from where it came to, not bit for bit as if it had never stopped"
+            "the environment is not a function of its seed and actions: the run continues from "
+            "another state, so it will not end bit for bit as without the interruption"
         )
     stage = recipe.stage
     writer.recorder.event("resumed" if resume else "started", step=progress.step)
@@ -114,7 +114,7 @@ def _run(
     writer.callbacks.stage(stage.name, stage.environment.id, stage.steps, progress.steps)
     work = ControlRun(stage, learner, writer, derive(recipe.seed, stage.name))
     progress = _loop(work, progress)
-    _leave(recipe, work, progress)
+    _conclude(recipe, work, progress)
     if progress.steps < stage.steps and writer.stopped():
         return
     update_run_json(writer.folder, {"finished": True})
@@ -124,7 +124,7 @@ def _run(
 
 
 def _loop(work: ControlRun, progress: ControlProgress) -> ControlProgress:
-    """Rows until the steps are taken, or until the run is asked to stop."""
+    """Iterate until all steps are taken, or until the run is to stop."""
     stage, learner, writer = work.stage, work.learner, work.writer
     while progress.steps < stage.steps and not writer.interrupted:
         start = time.perf_counter()
@@ -171,8 +171,8 @@ def _save(work: ControlRun, progress: ControlProgress) -> None:
     )
 
 
-def _leave(recipe: ControlRecipe, work: ControlRun, progress: ControlProgress) -> None:
-    """The curve, and how many steps it took."""
+def _conclude(recipe: ControlRecipe, work: ControlRun, progress: ControlProgress) -> None:
+    """Plot the curve, and record the number of steps."""
     folder = work.writer.folder
     rows = load(folder.path).metrics()
     if rows:
@@ -187,6 +187,6 @@ def _film(work: ControlRun) -> None:
         seed, longest = derive(work.seed, "film"), work.stage.evaluation.longest
         steps = film(path, work.learner.greedy(), work.stage.environment, seed, longest)
         update_run_json(work.writer.folder, {"film": {"steps": steps}})
-    except Exception as error:  # the run is whole without it, whatever an environment raises
+    except Exception as error:  # the run is complete without it
         why = "" if isinstance(error, KeelError) else f"{type(error).__name__}: "
         work.writer.note(f"no film: {why}{error}")

@@ -1,4 +1,4 @@
-"""What an environment shows and takes, as flat arrays."""
+"""Observations and actions of an environment as flat arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Discrete:
     start: int
 
     def to_environment(self, action_E: npt.NDArray[np.int64]) -> list[int]:
-        """The environment's own numbers of actions counted from 0; it checks Python's fastest."""
+        """The environment's numbers for actions counted from 0."""
         numbers: list[int] = (action_E + self.start).tolist()
         return numbers
 
@@ -35,7 +35,7 @@ class Continuous:
     shape: tuple[int, ...]
 
     def to_environment(self, action_ED: Array) -> Array:
-        """Actions cut at the bounds, in the environment's shape."""
+        """Actions clipped at the bounds, in the shape of the environment."""
         cut_ED = np.clip(action_ED, self.low_D, self.high_D)
         return cut_ED.reshape(len(action_ED), *self.shape)
 
@@ -50,15 +50,15 @@ def flat(env: gym.Env) -> gym.Env:
         return env
     try:
         wrapped = gym.wrappers.FlattenObservation(env)
-    except NotImplementedError:  # a kind of space that Gymnasium does not know
+    except NotImplementedError:  # an unknown kind of space
         wrapped = None
     if wrapped is None or not isinstance(wrapped.observation_space, gym.spaces.Box):
-        raise KeelError(f"{_name(env)}: observations of {space} are no vectors of a fixed length")
+        raise KeelError(f"{_name(env)}: observations of {space} cannot be flattened to a vector")
     return wrapped
 
 
 def actions(env: gym.Env) -> ActionSpace:
-    """What actions the environment takes. Raises KeelError for kinds that no policy here draws."""
+    """The action space of an environment. Raises KeelError for a kind without a policy."""
     space = env.action_space
     if isinstance(space, gym.spaces.Discrete):
         return Discrete(int(space.n), int(space.start))
@@ -67,13 +67,13 @@ def actions(env: gym.Env) -> ActionSpace:
         high = np.asarray(space.high, dtype=np.float32).reshape(-1)
         return Continuous(low, high, tuple(space.shape))
     raise KeelError(
-        f"{_name(env)}: actions of {space} are neither Discrete nor a Box of real numbers, "
-        "the two kinds there are policies for"
+        f"{_name(env)}: actions of {space} are not supported: use an environment with Discrete "
+        "actions or a Box of real numbers"
     )
 
 
 def observation_size(env: gym.Env) -> int:
-    """How many numbers an observation has, after `flat`."""
+    """Length of an observation, after `flat`."""
     assert env.observation_space.shape is not None
     return int(np.prod(env.observation_space.shape))
 

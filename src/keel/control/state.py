@@ -1,4 +1,4 @@
-"""All that decides what comes next in a run on environments, to the disk and back."""
+"""The state of a run on environments, saved and restored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from keel.config.control import ControlStage
-from keel.control.collect import Draw
+from keel.control.collect import ChooseActions
 from keel.control.environments import Environments
 from keel.runs import checkpoint
 from keel.types import KeelError
@@ -19,7 +19,7 @@ STATE, TENSORS = "state.json", "tensors.safetensors"
 
 
 class ControlLearner(Protocol):
-    """What a run is of: Q-learning, or a policy gradient."""
+    """Q-learning, or a policy gradient."""
 
     @property
     def stage(self) -> ControlStage:
@@ -31,11 +31,11 @@ class ControlLearner(Protocol):
     """Environment steps taken."""
 
     def iterate(self, number: int) -> dict[str, float]:
-        """One row of metrics.jsonl: act, and learn."""
+        """Collect and update; the metrics of the iteration."""
         ...
 
-    def greedy(self) -> Draw:
-        """The best actions as things are."""
+    def greedy(self) -> ChooseActions:
+        """The best actions by the current networks."""
         ...
 
     def tensors(self) -> dict[str, Tensor]: ...
@@ -47,11 +47,11 @@ class ControlLearner(Protocol):
 
 @dataclass(frozen=True)
 class ControlProgress:
-    """How far a run has come, apart from what its learner knows."""
+    """The position of a run, and the states of its learner and environments."""
 
     stage: int = 0
     step: int = 0
-    """Rows."""
+    """Iterations: records of metrics.jsonl."""
     steps: int = 0
     """Environment steps."""
     best: float | None = None
@@ -77,7 +77,7 @@ def learned(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
 
 
 def restore(folder: Path, progress: ControlProgress, learner: ControlLearner) -> bool:
-    """Bring a learner and its environments to where they were; whether the latter got there."""
+    """Restore a learner and its environments; whether the latter reached the same states."""
     try:
         learner.restore(*learned(folder))
     except (RuntimeError, KeyError, ValueError) as error:
