@@ -145,7 +145,7 @@ def singly(groups: Sequence[Group]) -> list[list[Group]]:
 def rewards(scorer: Scorer, calls: Sequence[Sequence[Group]]) -> list[float | None]:
     """The rewards of calls, one after the other."""
     scored = [scorer(call, 1) for call in calls]
-    return [v.reward for one in scored for verdicts in one.verdicts for v in verdicts]
+    return [v.reward for one in scored for verdicts in one.results for v in verdicts]
 
 
 def compare(bench: Bench, case: Case, completions: int, repeats: int) -> dict[str, Any]:

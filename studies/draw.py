@@ -41,7 +41,7 @@ def torch_side(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Drawn:
     library = compiled.library
     compiled.library = lambda: None  # type: ignore[assignment]
     try:
-        return sampler.draw(logits, uniform, sampling)
+        return sampler.sample_tokens(logits, uniform, sampling)
     finally:
         compiled.library = library
 
@@ -70,12 +70,12 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             uniform = torch.rand(arguments.rows, dtype=torch.float64, generator=generator)
             for case, sampling in CASES.items():
                 given = logits, uniform, sampling
-                old, new = torch_side(*given), sampler.draw(*given)
+                old, new = torch_side(*given), sampler.sample_tokens(*given)
                 assert torch.equal(old[0], new[0]), f"{case}: other tokens"
                 torch.testing.assert_close(old[1], new[1], rtol=1e-12, atol=1e-12)
                 sides: list[Callable[[], Drawn]] = [
                     lambda given=given: torch_side(*given),  # type: ignore[misc]
-                    lambda given=given: sampler.draw(*given),  # type: ignore[misc]
+                    lambda given=given: sampler.sample_tokens(*given),  # type: ignore[misc]
                 ]
                 seconds = least(sides, arguments.repeats, arguments.seconds)
                 rows.append(

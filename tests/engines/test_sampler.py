@@ -140,13 +140,13 @@ def test_compiled_code_draws_from_float32_on_a_cpu(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    theirs = compiled.draw
+    theirs = compiled.sample_tokens
 
     def noting(*given_: Any) -> Any:
         asked.append(given_[0].dtype)
         return theirs(*given_)
 
-    monkeypatch.setattr(compiled, "draw", noting)
+    monkeypatch.setattr(compiled, "sample_tokens", noting)
     logits, uniform = torch.randn(3, 9), torch.rand(3, dtype=torch.float64)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         tokens, log_probs = sample_tokens(logits.to(dtype), uniform, Sampling(1))

@@ -47,7 +47,7 @@ def scored(url: str, folder: Path | None, groups: Sequence[Group], **options: An
 
 def rewards(found: Scored) -> list[float | None]:
     """Flat."""
-    return [verdict.reward for verdicts in found.verdicts for verdict in verdicts]
+    return [verdict.reward for verdicts in found.results for verdict in verdicts]
 
 
 def call(reward: Judge, answers: Sequence[str], **columns: Any) -> list[float | None]:

@@ -37,7 +37,7 @@ def test_rows_become_prompts_with_stable_ids(tmp_path: Path) -> None:
     for split in ("train", "validation"):
         for index in range(task.size(split)):
             prompt = task.prompt(split, index)
-            row = ROWS[int(prompt.id.removeprefix(f"jsonl:sums/{split}/"))]
+            row = ROWS[int(prompt.id.rpartition("/")[2])]
             assert prompt.content == row["question"]
             assert prompt.columns == {**row, "answer": row["gold"]}
             assert task.gold(prompt) == row["gold"]

@@ -52,12 +52,16 @@ def agree(logits: Tensor, uniform: Tensor, sampling: Sampling) -> None:
     """The same tokens and log-probabilities; another token only where the number lies on the
     boundary of two."""
     tokens, log_probs = sample_tokens(logits, uniform, sampling)
-    want, want_log_probs = sampler._draw(logits, uniform, sampling)
+    want, want_log_probs = sampler._sample_tokens(logits, uniform, sampling)
     near = slack(logits, sampling)
     for row in (tokens != want).nonzero()[:, 0].tolist():
         around = uniform[row] + torch.tensor([-near, near], dtype=torch.float64)
         both = logits[row].expand(2, -1), around.clamp(0, LAST)
-        assert tokens[row] in sampler._draw(*both, sampling)[0], (row, uniform[row], sampling)
+        assert tokens[row] in sampler._sample_tokens(*both, sampling)[0], (
+            row,
+            uniform[row],
+            sampling,
+        )
     same = tokens == want
     assert same.double().mean() > 0.9
     assert log_probs.dtype == torch.float64
@@ -307,7 +311,7 @@ def test_more_tokens_than_there_are() -> None:
     for top_k in (1300, 1301, 2**70):
         tokens, log_probs = sample_tokens(logits, uniform, Sampling(1, top_k=top_k))
         # In falling order, as where something is left out.
-        want = sampler._draw(logits, uniform, Sampling(1, top_k=1300))
+        want = sampler._sample_tokens(logits, uniform, Sampling(1, top_k=1300))
         assert torch.equal(tokens, want[0])
         torch.testing.assert_close(log_probs, want[1], rtol=1e-13, atol=1e-13)
 

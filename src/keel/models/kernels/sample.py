@@ -98,7 +98,7 @@ def draw_of(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Draw:
 
 
 def sample_tokens(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """`engines.sampler.draw` by compiled code."""
+    """`engines.sampler.sample_tokens` by compiled code."""
     found = draw_of(logits, uniform, sampling)
     library().keel_draw(byref(found.pointers()))
     return found.tokens, found.log_probs
