@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from keel.cli.main import main
+from keel.config.fields import nearest
 from keel.config.foreign import EXPLAINED, FOREIGN
 from keel.config.load import load_recipe
-from keel.config.suggest import nearest
 from keel.data.tables import read_table
 from keel.rewards.registry import BUILT_IN, MADE, TASK
 from keel.types import KeelError

@@ -12,7 +12,7 @@ from keel.config.control import QLearningStage
 from keel.config.control_load import load_control
 from keel.control.environments import Table, from_table
 from keel.control.q_learning import QLearning
-from keel.objective import tabular
+from keel.objective import background
 
 STATES, ACTIONS, GOAL, GAMMA = 16, 4, 15, 0.99
 MOVES = 6
@@ -27,7 +27,7 @@ def lake(slippery: bool) -> Table:
 
 
 def solved(table: Table) -> Tensor:
-    return tabular.value_iteration(*from_table(table, STATES, ACTIONS), gamma=GAMMA)
+    return background.value_iteration(*from_table(table, STATES, ACTIONS), gamma=GAMMA)
 
 
 def test_a_table_of_two_states() -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 import keel.objective
 from keel.objective import (
     background,
-    correction,
     divergences,
     gae,
     gaussian,
@@ -27,7 +26,6 @@ from keel.objective import (
     ratios,
     segments,
     surrogates,
-    tabular,
     value,
     weights,
 )
@@ -182,8 +180,8 @@ EXAMPLES: dict[Function, Example] = {
     divergences.policy_to_old: example(**TO_OLD),
     value.value_loss: example({"clip": 0.2}, value_N=n(1), old_value_N=n(2), return_N=n(3)),
     divergences.entropy: example(logits_NV=matrix(8, 5, 1)),
-    correction.truncate: example({**CORRECTION, "cap": 1.2}),
-    correction.mask: example({**CORRECTION, "floor": 0.8, "cap": 1.2}),
+    ratios.truncate: example({**CORRECTION, "cap": 1.2}),
+    ratios.mask: example({**CORRECTION, "floor": 0.8, "cap": 1.2}),
     background.state_value: example(probability_BA=matrix(4, 3, 2), q_BA=Q),
     background.epsilon_greedy: example({"q_BA": Q, "epsilon": 0.1}),
     background.td_target: example(
@@ -204,9 +202,9 @@ EXAMPLES: dict[Function, Example] = {
     gaussian.full: example(
         mean_ND=MEAN, log_std_ND=LOG_STD, reference_mean_ND=matrix(8, 2, 3),
         reference_log_std_ND=-LOG_STD),
-    tabular.bellman_optimal: example({"gamma": 0.9}, q_XA=Q, reward_XA=-Q, transition_XAY=LEAKY),
-    tabular.value_iteration: example({"gamma": 0.5}, reward_XA=Q, transition_XAY=LEAKY),
-    tabular.policy_values: example(
+    background.bellman_optimal: example({"gamma": 0.9}, q_XA=Q, reward_XA=-Q, transition_XAY=LEAKY),
+    background.value_iteration: example({"gamma": 0.5}, reward_XA=Q, transition_XAY=LEAKY),
+    background.policy_values: example(
         {"gamma": 0.9}, probability_XA=Q.softmax(-1), reward_XA=Q, transition_XAY=LEAKY),
 }  # fmt: skip
 # Of lengths alone, of floats alone.

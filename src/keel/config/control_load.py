@@ -17,9 +17,9 @@ from keel.algorithms.presets import PRESETS, Preset
 from keel.config.address import gather, layer
 from keel.config.control import ControlRecipe
 from keel.config.errors import explain_validation
+from keel.config.fields import unknown
 from keel.config.load import parse_override, parse_toml, read_toml, refuse_secrets
 from keel.config.presets import DEFAULT_PRESET, merge
-from keel.config.suggest import unknown
 from keel.types import KeelError
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from keel.config.suggest import nearest
+from keel.config.fields import nearest
 from keel.types import KeelError
 
 PYTHON = "python"

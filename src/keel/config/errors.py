@@ -9,9 +9,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from keel.config.address import SHARED, stage_name
+from keel.config.fields import nearest
 from keel.config.foreign import EXPLAINED, FOREIGN
 from keel.config.schema import Recipe, RLStage
-from keel.config.suggest import nearest
 
 Location = tuple[int | str, ...]
 SHOWN = 200

@@ -15,10 +15,10 @@ from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import FrozenModel
 from keel.config.address import gather, layer
 from keel.config.errors import explain_validation
+from keel.config.fields import nearest, unknown
 from keel.config.schema import Recipe
 from keel.config.secrets import wrong_secret
 from keel.config.sources import LEARNED
-from keel.config.suggest import nearest, unknown
 from keel.types import KeelError
 
 Source = str | Path | Mapping[str, Any]

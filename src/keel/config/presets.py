@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from keel.algorithms.presets import PRESETS, Preset
+from keel.config.fields import unknown
 from keel.config.foreign import STAGES
-from keel.config.suggest import unknown
 
 DEFAULT_PRESET = "grpo"
 PROMPTS_PER_STEP, GROUP_SIZE = 32, 8

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.config.fields import BadRows
-from keel.config.suggest import nearest, unknown
+from keel.config.fields import BadRows, nearest, unknown
 from keel.runs.quarantine import LeftOut, Why, shortened
 from keel.types import KeelError
 

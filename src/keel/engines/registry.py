@@ -8,7 +8,7 @@ from typing import Any, cast
 from transformers import PreTrainedModel
 
 from keel.config.entry import load_entry
-from keel.config.suggest import unknown
+from keel.config.fields import unknown
 from keel.engines.native import NativeEngine
 from keel.models.loading import DTYPES
 from keel.types import Engine, KeelError

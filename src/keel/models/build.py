@@ -22,8 +22,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from keel.config.fields import unknown
 from keel.config.model import BuildModel
-from keel.config.suggest import unknown
 from keel.models.families import FAMILIES, check_family
 from keel.models.tokenizer_round_trip import reloaded, same_rules
 from keel.types import KeelError

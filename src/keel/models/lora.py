@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from keel.config.fields import unknown
 from keel.config.model import Lora
-from keel.config.suggest import unknown
 from keel.types import KeelError
 
 POLICY, REFERENCE = "policy", "reference"

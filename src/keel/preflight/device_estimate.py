@@ -13,9 +13,9 @@ from typing import Literal
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from keel.config.fields import unknown
 from keel.config.schema import Recipe
 from keel.config.stage import StageConfig
-from keel.config.suggest import unknown
 from keel.models.loading import read_config
 from keel.types import KeelError
 

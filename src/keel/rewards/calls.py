@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from keel.config.fields import unknown
 from keel.config.secrets import without_secrets
-from keel.config.suggest import unknown
 from keel.rewards.batch import Log, RewardBatch, arguments, column_names
 from keel.rewards.executor import POLL, AsyncCalls, CallOutcome, LoopThread, call, call_each
 from keel.rewards.registry import NamedReward

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from keel.config.entry import load_entry
+from keel.config.fields import unknown
 from keel.config.sources import RewardSource
-from keel.config.suggest import unknown
 from keel.rewards.rules import BUILT_IN
 from keel.types import KeelError
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from keel.config.suggest import unknown
+from keel.config.fields import unknown
 from keel.rewards.batch import RewardBatch, column_names, join_logs
 from keel.rewards.calls import CallConfig, Overlap, RewardCall
 from keel.rewards.executor import LoopThread

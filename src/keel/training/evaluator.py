@@ -9,9 +9,8 @@ from statistics import mean
 from typing import Any
 
 from keel.analysis.statistics import mean_interval, wilson_interval
-from keel.config.fields import derive
+from keel.config.fields import derive, unknown
 from keel.config.sampling import Evaluation
-from keel.config.suggest import unknown
 from keel.rewards.judge.reward import spending
 from keel.rewards.registry import NamedReward
 from keel.rewards.scorer import Scorer

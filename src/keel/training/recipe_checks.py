@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from keel.config.entry import load_entry
 from keel.config.errors import explain_validation
+from keel.config.fields import unknown
 from keel.config.sampling import Evaluation, SamplingSource
 from keel.config.schema import Recipe, Stage
 from keel.config.sources import Rewards, RewardSource, TaskSource
-from keel.config.suggest import unknown
 from keel.data.preferences import dataset as preferences
 from keel.data.preferences.dataset import READERS
 from keel.data.tasks import build_task, stored

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from keel.config.entry import load_entry
+from keel.config.fields import unknown
 from keel.config.sources import PreferenceData
 from keel.config.stage import Records
-from keel.config.suggest import unknown
 from keel.data.preferences import fields as judged
 from keel.data.preferences.fields import Fields
 from keel.data.preferences.schema import Labelled, Origin, Preference, Stepwise

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keel.config.suggest import unknown
+from keel.config.fields import unknown
 from keel.data.preferences.schema import Labelled, Origin, Preference, Stepwise
 from keel.data.tables import encodable
 from keel.types import Content, KeelError, Message

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.config.suggest import unknown
+from keel.config.fields import unknown
 from keel.data.preferences.agreement import Agreement, Bootstrap, cohen_kappa, percent_agreement
 from keel.data.preferences.schema import Preference
 from keel.types import KeelError

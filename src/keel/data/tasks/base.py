@@ -11,7 +11,7 @@ from functools import lru_cache
 from string import Formatter
 from typing import Any
 
-from keel.config.suggest import unknown
+from keel.config.fields import unknown
 from keel.data.tables import encodable
 from keel.types import Completion, Content, KeelError, Message, Prompt, Split
 

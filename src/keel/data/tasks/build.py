@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from keel.config.fields import unknown
 from keel.config.sources import TaskSource
-from keel.config.suggest import unknown
 from keel.data.tasks.base import Presentation
 from keel.data.tasks.generated import Addition, Generated, take_options
 from keel.data.tasks.gym import PREFIX, GymProcess, gym_installed, gym_names, gym_task

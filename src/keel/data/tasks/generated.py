@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from keel.config.suggest import unknown
+from keel.config.fields import unknown
 from keel.data.tasks.base import BaseTask, Presentation, prompt_id, split_of
 from keel.types import Completion, KeelError, Prompt, Split
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from keel.config.suggest import unknown
+from keel.config.fields import unknown
 from keel.data.tasks.base import BaseTask, Presentation, prompt_id, split_and_index, split_of
 from keel.data.tasks.generated import ATTEMPTS, no_draw
 from keel.graders.formats import tag_content

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from keel.config.entry import load_entry
+from keel.config.fields import unknown
 from keel.config.sources import TaskSource
-from keel.config.suggest import unknown
 from keel.data.tables import Gathered, Row, Table, Where, all_bad, encodable, read_table, rows_table
 from keel.data.tasks.base import BaseTask, Presentation, position, prompt_id, split_of
 from keel.data.tasks.generated import take_options
