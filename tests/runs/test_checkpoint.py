@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.config.optimisation import Checkpoints
-from keel.runs import checkpoint, encoding, files, lifecycle
+from keel.runs import checkpoint, files, lifecycle
 from keel.runs.checkpoint import damage, newest_whole, prune, writing
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
+from keel.runs.values import exact, restore
 from keel.types import KeelError
 from tests.runs.example import ONE, Progress, one_stage, two_stages
 
@@ -276,7 +277,7 @@ state = st.recursive(
 
 @given(state)
 def test_state_survives_json_exactly(value: Any) -> None:
-    back = encoding.restore(json.loads(json.dumps(encoding.exact(value), allow_nan=False)))
+    back = restore(json.loads(json.dumps(exact(value), allow_nan=False)))
     # repr tells nan, -0.0, tuples and True from 1; equality does not.
     assert repr(back) == repr(value)
 
@@ -290,14 +291,14 @@ def test_arrays_and_numpy_scalars_keep_their_type() -> None:
         np.array([2**63], np.uint64),
     ]
     for array in arrays:
-        back = encoding.restore(json.loads(json.dumps(encoding.exact(array))))
+        back = restore(json.loads(json.dumps(exact(array))))
         assert back.dtype == array.dtype
         assert back.shape == array.shape
         assert back.tobytes() == array.tobytes()
         assert back.flags.writeable
     scalars: list[Any] = [np.float32(0.1), np.float64("nan"), np.int64(-5), np.bool_(True)]
     for scalar in scalars:
-        back = encoding.restore(json.loads(json.dumps(encoding.exact(scalar))))
+        back = restore(json.loads(json.dumps(exact(scalar))))
         assert type(back) is type(scalar)
         assert back.tobytes() == scalar.tobytes()
 
@@ -307,7 +308,7 @@ def test_arrays_and_numpy_scalars_keep_their_type() -> None:
 )
 def test_state_that_json_would_bend_is_refused(value: Any) -> None:
     with pytest.raises(TypeError):
-        encoding.exact({"state": value})
+        exact({"state": value})
 
 
 def test_recipe_is_left_alone_by_cleaning(tmp_path: Path) -> None:

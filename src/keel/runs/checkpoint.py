@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from keel.runs import encoding, files
+from keel.runs import files
 from keel.runs.layout import FolderEntry, Place, RunFolder
-from keel.runs.values import changes
+from keel.runs.values import changes, exact, restore
 from keel.types import KeelError
 
 if TYPE_CHECKING:
@@ -245,8 +245,8 @@ def load_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
 
 
 def save_json(path: Path, state: Mapping[str, Any]) -> None:
-    """Writes state as JSON such that `load_json` gives an equal value (see `encoding.exact`)."""
-    text = json.dumps(encoding.exact(state), ensure_ascii=True, allow_nan=False, indent=1)
+    """Writes state as JSON such that `load_json` gives an equal value (see `exact`)."""
+    text = json.dumps(exact(state), ensure_ascii=True, allow_nan=False, indent=1)
     with files.os_errors(path):
         path.write_text(text + "\n", "utf-8")
 
@@ -258,7 +258,7 @@ def load_json(path: Path) -> Any:
         KeelError: no such file, or not written by `save_json`.
     """
     try:
-        return encoding.restore(json.loads(path.read_bytes()))
+        return restore(json.loads(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise KeelError(f"cannot read {path}: {error}: resume from another checkpoint") from error
 

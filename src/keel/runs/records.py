@@ -14,12 +14,13 @@ from typing import Any
 
 from keel.config.secrets import without_secrets
 from keel.runs import checkpoint as recorded
-from keel.runs import encoding, files
+from keel.runs import files
 from keel.runs import rollouts as rollout_table
 from keel.runs.checkpoint import Recorded
 from keel.runs.layout import Place, RunFolder
 from keel.runs.rollouts import RolloutRow
 from keel.runs.run_json import read_run_json
+from keel.runs.values import document, plain, record_line
 from keel.types import Side
 
 _BLOCK = 1 << 16
@@ -42,7 +43,7 @@ class JsonlWriter:
 
         Returns the line.
         """
-        line = encoding.line(first, rest)
+        line = record_line(first, rest)
         left = memoryview(line)
         with files.os_errors(self.path):
             while left:
@@ -185,8 +186,8 @@ def update_run_json(folder: RunFolder, values: Mapping[str, Any]) -> dict[str, A
     """
     whole = read_run_json(folder)
     if values:
-        whole.update({key: encoding.plain(value) for key, value in values.items()})
-        files.write_text(folder.run_json, encoding.document(whole))
+        whole.update({key: plain(value) for key, value in values.items()})
+        files.write_text(folder.run_json, document(whole))
     return whole
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from keel.runs.encoding import clean_text, plain
+from keel.runs.values import clean_text, plain
 from keel.types import Content, FinishReason, KeelError, Step
 
 if TYPE_CHECKING:

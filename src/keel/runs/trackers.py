@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from keel.config.optimisation import Trackers
 from keel.runs import files
-from keel.runs.encoding import clean_text
 from keel.runs.layout import RunFolder
 from keel.runs.rollouts import RolloutRow, prompt_text
+from keel.runs.values import clean_text
 from keel.types import KeelError
 
 _LOGIN = "run wandb login, set WANDB_MODE=offline, or set trackers.wandb = false"

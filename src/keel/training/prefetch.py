@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from keel.runs import cancel, checkpoint, encoding
+from keel.runs import cancel, checkpoint
+from keel.runs.values import plain
 from keel.training.rollout import Rollouts
 from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
 
@@ -127,7 +128,7 @@ def as_kept(rollouts: Rollouts) -> Rollouts:
     return replace(
         rollouts,
         groups=tuple(Group(_bare(group.prompt), group.completions) for group in rollouts.groups),
-        extras={name: encoding.plain(values) for name, values in rollouts.extras.items()},
+        extras={name: plain(values) for name, values in rollouts.extras.items()},
     )
 
 
@@ -173,7 +174,7 @@ def _read(state: Mapping[str, Any]) -> Rollouts:
 def _bare(prompt: Prompt) -> Prompt:
     content = prompt.content
     if not isinstance(content, str):
-        content = encoding.plain(list(content))
+        content = plain(list(content))
     return replace(prompt, content=content, columns={})
 
 
