@@ -14,7 +14,7 @@ from keel.config.load import load_recipe
 from keel.rewards.learned import which_model
 from keel.rewards.registry import RewardContext
 from keel.runs.callbacks import Callback
-from keel.runs.fingerprints import fingerprints
+from keel.runs.lifecycle import fingerprints
 from keel.runs.reader import load
 from keel.training.evaluation import evaluate_reward_model
 from keel.training.export import export

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from keel.runs.process import AGAIN
 from keel.runs.reader import load
-from keel.runs.signals import AGAIN
 from tests.durability.harm import plan
 from tests.durability.processes import keel, start
 from tests.durability.same import TINY, same

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from keel.runs import stdio as streams
+from keel.runs import process as streams
 from keel.runs.reader import load
 from tests.durability.harm import plan
 from tests.durability.processes import keel, start
@@ -182,7 +182,7 @@ def test_a_stream_that_a_caller_set_is_left_alone(monkeypatch: pytest.MonkeyPatc
 def test_no_file_gets_the_number_of_a_closed_stream() -> None:
     """The exit code is the number of the next file that is opened."""
     script = (
-        "import os, sys\nfrom keel.runs.stdio import outlasting\nwith outlasting():\n"
+        "import os, sys\nfrom keel.runs.process import outlasting\nwith outlasting():\n"
         "    print('dropped', flush=True)\n    print('dropped', file=sys.stderr)\n"
         "    next_one = os.open('/dev/null', os.O_RDONLY)\nsys.exit(next_one)"
     )

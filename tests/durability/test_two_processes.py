@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from keel.runs.files import locked
 from keel.runs.layout import RunFolder
-from keel.runs.lock import locked
-from keel.runs.signals import AGAIN
+from keel.runs.process import AGAIN
 from keel.types import KeelError
 from tests.durability.harm import plan
 from tests.durability.processes import Keel, keel, start
@@ -109,7 +109,7 @@ def test_a_run_on_environments_is_its_own_and_ends_at_once_with_its_workers(
     finally:
         first.kill()
         first.wait()
-    with locked(RunFolder.open(run)):
+    with locked(run):
         pass
     assert (
         one_line_of(err) == "keel: SIGINT: stopping once the step in hand is saved; again: at once"
@@ -127,7 +127,7 @@ def test_a_forked_child_that_outlives_its_parent_holds_nothing(tmp_path: Path) -
     inner, outer = os.pipe()
     parent = os.fork()
     if parent == 0:
-        with locked(folder):
+        with locked(folder.path):
             if os.fork() == 0:
                 os.write(outer, json.dumps(os.getpid()).encode())
                 time.sleep(60)
@@ -138,7 +138,7 @@ def test_a_forked_child_that_outlives_its_parent_holds_nothing(tmp_path: Path) -
         os.kill(parent, signal.SIGKILL)
         os.waitpid(parent, 0)
         os.kill(child, 0)
-        with locked(folder):
+        with locked(folder.path):
             pass
     finally:
         os.kill(child, signal.SIGKILL)
@@ -153,7 +153,7 @@ def test_a_forked_child_that_ends_leaves_its_parents_lock_alone(tmp_path: Path) 
     mine = tmp_path / "mine"
     mine.write_text("kept")
     try:
-        with locked(folder):
+        with locked(folder.path):
             child = os.fork()
             if child == 0:
                 os.open(mine, os.O_RDWR)  # it takes the number of the lock's descriptor
@@ -161,7 +161,10 @@ def test_a_forked_child_that_ends_leaves_its_parents_lock_alone(tmp_path: Path) 
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
             assert mine.read_text() == "kept"
             assert folder.lock.read_text() == f"{os.getpid()}\n"
-            with pytest.raises(KeelError, match=f"in use by process {os.getpid()}"), locked(folder):
+            with (
+                pytest.raises(KeelError, match=f"in use by process {os.getpid()}"),
+                locked(folder.path),
+            ):
                 pass
     except _Child:
         os._exit(0)

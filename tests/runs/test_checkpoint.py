@@ -69,7 +69,7 @@ def test_a_full_disk_leaves_the_one_before(tmp_path: Path, monkeypatch: Any) -> 
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(files, "sync_file", full)
+    monkeypatch.setattr(files, "sync_path", full)
     with pytest.raises(KeelError, match=r"step-000010: No space left on device: fix the disk"):
         save(folder, 0, 10)
     assert [path.name for path in folder.checkpoints_folder.iterdir()] == ["step-000005"]

@@ -13,9 +13,9 @@ import pytest
 from keel.config.optimisation import Checkpoints
 from keel.runs import files, lifecycle
 from keel.runs.callbacks import Callback, RunState
+from keel.runs.files import locked
 from keel.runs.layout import RunFolder
 from keel.runs.lifecycle import run_lifecycle, write_metadata
-from keel.runs.lock import locked
 from keel.runs.reader import load
 from keel.runs.writer import RunWriter
 from keel.types import KeelError
@@ -299,7 +299,7 @@ def test_of_two_starts_in_one_folder_one_is_refused(
     other = first(monkeypatch, module, name, lambda: start_elsewhere(path))
     if wins:
         folder = lifecycle.create_run(ONE, "sort", path)
-        with locked(folder):
+        with locked(folder.path):
             assert folder.recipe.read_text() == ONE
     else:
         with pytest.raises(KeelError, match="exists and is not empty"):
@@ -348,7 +348,7 @@ def test_what_a_run_calls_may_change_the_working_directory(
 def test_a_new_run_in_a_folder_that_is_held_names_its_holder(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
     printed = f"is in use by process {os.getpid()}"
-    with locked(folder), pytest.raises(KeelError, match=printed):
+    with locked(folder.path), pytest.raises(KeelError, match=printed):
         lifecycle.create_run("", "x", folder.path)
     with pytest.raises(KeelError, match="exists and is not empty"):
         lifecycle.create_run('[[stages]]\nstage = "rl"\n', "x", folder.path)

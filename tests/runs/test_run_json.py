@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from keel.cli.main import main
-from keel.runs.reader import load
-from keel.runs.records import update_run_json
-from keel.runs.run_json import read_run_json
+from keel.runs.reader import load, read_run_json
+from keel.runs.writer import update_run_json
 from keel.types import KeelError
 from tests.runs.example import one_stage
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from keel.runs import stdio
+from keel.runs.process import lost_streams
 from keel.types import KeelError
 
 
@@ -113,7 +113,7 @@ class Callbacks:
                 what = " ".join(f"{type(error).__name__}: {error}".split())
                 name = f"{type(callback).__name__}.{method}"
                 raise KeelError(f"callback {name} raised {what}: fix it") from error
-        for stream, why in stdio.lost().items():
+        for stream, why in lost_streams().items():
             self._event("output_lost", stream=stream, why=why)
 
 

@@ -165,7 +165,7 @@ def bring_back(folder: RunFolder) -> None:
         if not target.exists():
             with files.os_errors(target):
                 path.rename(target)
-                files.sync_folder(target.parent)
+                files.sync_path(target.parent)
 
 
 def _of_a_stop(path: Path) -> bool:
@@ -190,9 +190,9 @@ def _finish(folder: Path, name: str, stop: bool) -> None:
     whole = {"format": FORMAT, "name": name, **({STOP: True} if stop else {}), "files": listed}
     manifest.write_text(json.dumps(whole, indent=2) + "\n", "utf-8")
     for path in (*found, manifest):
-        files.sync_file(path)
+        files.sync_path(path)
     for inside in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
-        files.sync_folder(inside)
+        files.sync_path(inside)
 
 
 def _put(aside: Path, target: Path) -> None:
@@ -203,7 +203,7 @@ def _put(aside: Path, target: Path) -> None:
     if target.exists():
         target.rename(old)
     aside.rename(target)
-    files.sync_folder(target.parent)
+    files.sync_path(target.parent)
     if old.exists():
         files.remove(old)
 

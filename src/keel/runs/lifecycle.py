@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import inspect
 import platform
+import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from keel.config.load import predates_raw
+from keel.config.entry import PYTHON, load_entry, source_of
+from keel.config.load import in_run_folder, predates_raw
 from keel.runs import checkpoint, files
 from keel.runs import checkpoint as recorded
 from keel.runs.callbacks import Callbacks
 from keel.runs.checkpoint import Recorded
-from keel.runs.fingerprints import fingerprints
+from keel.runs.files import locked, refuse_if_taken
 from keel.runs.layout import FolderEntry, RunFolder, make_free, make_next, stages_of
-from keel.runs.lock import locked, refuse_if_taken
-from keel.runs.records import Recorder, truncate_after, update_run_json
-from keel.runs.signals import catching
-from keel.runs.writer import Reached, RunWriter
+from keel.runs.process import catching
+from keel.runs.writer import Reached, Recorder, RunWriter, truncate_after, update_run_json
 from keel.types import KeelError
 
 RUNS = "runs"
@@ -30,6 +32,8 @@ RUNS = "runs"
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 """Errors of the disk, whichever file they come from."""
 Damage = list[tuple[Path, str]]
+_ENTRY = re.compile(r"(?P<place>[\w./~-]+):[A-Za-z_][\w.]*")
+"""`module:function`, or `path/to/file.py:function`."""
 
 
 def create_run(
@@ -46,13 +50,13 @@ def create_run(
     files.check_name(Path(RUNS if path is None else path).absolute())
     if path is not None:
         refuse_if_taken(Path(path))
-    stages = stages_of(recipe)  # before anything is made
+    stages_of(recipe)  # before anything is made
     if path is None:
         place, made = make_next(RUNS, name).absolute(), True
     else:
         place = Path(path).absolute()
         made = make_free(place)
-    with locked(RunFolder(place, stages)):
+    with locked(place):
         return replace(RunFolder.create(place, recipe, inputs), made=made)
 
 
@@ -81,7 +85,7 @@ def run_lifecycle(
     """
     with ExitStack() as stack:
         interrupt = stack.enter_context(catching())
-        stack.enter_context(locked(place))
+        stack.enter_context(locked(place.path))
         start, damaged = _where_to_begin(place) if resume else (None, [])
         known = None if start is None else recorded.read(start.path)
         files_known, lost = _compare(place, start, known)
@@ -284,3 +288,65 @@ def _leaves_nothing(place: RunFolder) -> bool:
         if place.made:
             place.path.rmdir()
     return not place.recipe.exists()
+
+
+# ---------------------------------------------------------------- inputs
+
+
+def fingerprints(recipe: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """The fingerprint of each file that the recipe in a run folder names, by `KEY (VALUE)`.
+
+    The SHA-256 of a file's content, of all files of a model's or data set's folder, or of the
+    source of a function that was passed to `keel.train`. What comes from a hub is named by the
+    recipe's revision and has none.
+    """
+    found = {}
+    for key, value in texts(recipe):
+        try:
+            digest = _fingerprint(key, in_run_folder(value, folder))
+        except (Exception, SystemExit):  # of a user's package, which is imported here
+            continue  # reading it reports what is wrong
+        if digest is not None:
+            found[f"{key} ({value})"] = digest
+    return found
+
+
+def texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """The texts of a recipe, each with its key."""
+    if isinstance(value, Mapping):
+        for name, inside in value.items():
+            yield from texts(inside, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for at, inside in enumerate(value):
+            yield from texts(inside, f"{key}[{at}]")
+    elif isinstance(value, str) and "\n" not in value:
+        yield key, value
+
+
+def _fingerprint(key: str, value: str) -> str | None:
+    entry = _ENTRY.fullmatch(value)
+    if entry is not None and entry["place"] == PYTHON:
+        function = load_entry(value, key)
+        source_text = inspect.getsource(getattr(function, "func", function))
+        return hashlib.sha256(source_text.encode()).hexdigest()
+    if entry is not None:
+        source = source_of(entry["place"])
+        return None if source is None else files.sha256(source)
+    path = Path(value).expanduser()
+    names = set(re.findall(r"\w+", key))
+    if names & {"path", "validation_path", "data_files", "data_dir"}:
+        if path.is_dir():
+            return _of_files(path, path.rglob("*"))
+        return files.sha256(path) if path.is_file() else None
+    if key.rpartition(".")[2] in ("name", "model") and (path / "config.json").is_file():
+        return _of_files(path, path.iterdir())
+    return None
+
+
+def _of_files(folder: Path, paths: Iterable[Path]) -> str:
+    """The fingerprint of the names and contents of files of a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        if path.is_file():
+            digest.update(f"{path.relative_to(folder)} {files.sha256(path)}\n".encode())
+    return digest.hexdigest()

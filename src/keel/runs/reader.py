@@ -13,14 +13,71 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from keel.runs import files
 from keel.runs.layout import FolderEntry, Place, RunFolder
 from keel.runs.rollouts import read_table
-from keel.runs.run_json import read_run_json
 from keel.types import KeelError
 
+HINT = "fix it, or delete it: --resume writes a new one"
 Record = dict[str, Any]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Result(_Strict):
+    mean: float | None
+    low: float | None
+    high: float | None
+    n: int
+
+
+class _Turn(_Strict):
+    content: str
+
+
+class _Example(_Strict):
+    prompt: str | list[_Turn]
+    completion: str
+    reward: float | None
+
+
+class _Shape(_Strict):
+    """The keys that Keel reads; others are left as they are."""
+
+    evaluation: dict[str, dict[str, _Result]] = {}
+    examples: dict[str, dict[str, list[_Example]]] = {}
+    measured: dict[str, dict[str, dict[str, Any]]] = {}
+    best: dict[str, int] = {}
+    versions: dict[str, Any] = {}
+    threads: int | None = None
+
+
+def read_run_json(folder: RunFolder) -> dict[str, Any]:
+    """The content of run.json; empty where it is not written yet.
+
+    Raises:
+        KeelError: the file cannot be read, or has another shape than Keel writes.
+    """
+    path = folder.run_json
+    try:
+        whole = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise KeelError(f"cannot read {path}: {error}: {HINT}") from error
+    if not isinstance(whole, dict):
+        raise KeelError(f"cannot read {path}: it holds no JSON object: {HINT}")
+    try:
+        _Shape.model_validate(whole)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise KeelError(f"cannot read {path}: {key}: {first['msg']}: {HINT}") from None
+    return whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +96,7 @@ class Run:
         return tomllib.loads(self.folder.recipe.read_text(encoding="utf-8"))
 
     def info(self) -> Record:
-        """run.json; empty where it is not written yet (see `run_json`)."""
+        """run.json; empty where it is not written yet."""
         return read_run_json(self.folder)
 
     def metrics(self, stage: str | None = None) -> list[Record]:

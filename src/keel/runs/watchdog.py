@@ -21,7 +21,8 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
@@ -32,6 +33,9 @@ GRACE = 10.0
 TICK = 1.0
 """Seconds between two looks at the time. One that took much longer found the process suspended
 (Ctrl-Z, a debugger), and does not count."""
+
+GivesUp = Callable[[], bool]
+"""Whether the outcome is no longer needed."""
 
 
 class Hung(KeelError):
@@ -338,3 +342,36 @@ def _handling(watch: _Watch) -> Iterator[None]:
     finally:
         time.sleep(0)  # a pending handler runs here, while it is still the watch's
         signal.signal(signal.SIGALRM, before)
+
+
+# ---------------------------------------------------------------- cancellation
+#
+# Work in another thread checks for it. No exception is raised into that thread from outside: one
+# raised by a thread's id can reach a thread that this one is just starting, which has the same id
+# until it runs, and both then hang.
+
+
+class Cancelled(BaseException):
+    """The outcome of a call is no longer needed; a part of it that hangs is abandoned."""
+
+
+_EVENT: ContextVar[threading.Event | None] = ContextVar("_EVENT", default=None)
+"""Of this thread's context; a new thread has none, a task of an event loop inherits it."""
+
+
+@contextlib.contextmanager
+def cancelled_by(event: threading.Event) -> Iterator[None]:
+    """Within the block `raise_if_cancelled` raises Cancelled once the event is set."""
+    before = _EVENT.set(event)
+    try:
+        yield
+    finally:
+        _EVENT.reset(before)
+
+
+def raise_if_cancelled() -> None:
+    """Raise Cancelled if this work is cancelled. Call it at every step of long work, and regularly
+    while waiting."""
+    event = _EVENT.get()
+    if event is not None and event.is_set():
+        raise Cancelled

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from keel.runs import cancel, checkpoint
+from keel.runs import checkpoint
 from keel.runs.values import plain
+from keel.runs.watchdog import cancelled_by
 from keel.training.rollout import Rollouts
 from keel.types import Completion, Group, KeelError, Prompt, Step, Verdict
 
@@ -94,7 +95,7 @@ class _Thread(threading.Thread):
     def run(self) -> None:
         try:
             torch.set_num_threads(self._threads)
-            with cancel.until(self._cancelled):
+            with cancelled_by(self._cancelled):
                 self._rollouts = self._draw()
         except BaseException as error:
             self._error = error
@@ -108,7 +109,7 @@ class _Thread(threading.Thread):
         return self._rollouts
 
     def give_up(self) -> None:
-        """Cancel the sampling (`cancel.raise_if_cancelled`), and wait until it has ended.
+        """Cancel the sampling (`raise_if_cancelled`), and wait until it has ended.
 
         A thread that hangs in code that is not Keel's, as in a task's, is not waited for longer.
         """
