@@ -69,5 +69,5 @@ def test_keys_that_are_not_read_are_left_as_they_are(tmp_path: Path) -> None:
 def test_a_row_of_timings_without_its_total_is_one_line(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
     folder.timings.write_text('{"stage": "rl", "step": 1}\n')
-    with pytest.raises(KeelError, match=r"timings\.jsonl has a row without its total"):
+    with pytest.raises(KeelError, match=r"timings\.jsonl has a record without its total"):
         load(folder.path).seconds()

@@ -201,10 +201,9 @@ class _Comparison:
 
     def _metrics(self, place: Place) -> Iterator[tuple[str, Change]]:
         a, b = self.a.records.get(place), self.b.records.get(place)
-        if a is None or b is None:
-            found = self._missing(place, "record", a, b)
-        else:
-            found = changes(json.loads(a), json.loads(b)) if a != b else iter(())
+        found = self._missing(place, "record", a, b)
+        if a is not None and b is not None:
+            found = changes(json.loads(a), json.loads(b))
         for one in found:
             yield "metrics.jsonl", one
 

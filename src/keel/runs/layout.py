@@ -18,6 +18,7 @@ import re
 import stat
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -223,13 +224,9 @@ def next_free(root: Path | str, recipe_name: str) -> Path:
     """`ROOT/RECIPE-K` with K one above the highest there is."""
     root = Path(root)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", recipe_name).strip("-.") or "run"
-    taken = [0]
-    if root.is_dir():
-        for path in root.iterdir():
-            match = re.fullmatch(re.escape(name) + r"-(\d+)", path.name)
-            if match:
-                taken.append(int(match[1]))
-    return root / f"{name}-{max(taken) + 1}"
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    matches = (re.fullmatch(re.escape(name) + r"-(\d+)", other) for other in names)
+    return root / f"{name}-{max((int(m[1]) for m in matches if m), default=0) + 1}"
 
 
 def stages_of(recipe: str, where: str = "the recipe") -> tuple[str, ...]:
@@ -281,16 +278,12 @@ def make_next(root: Path | str, recipe_name: str) -> Path:
 
     Raises KeelError where it cannot be made.
     """
-    for left in reversed(range(_TRIES)):
+    for _ in range(_TRIES):
         path = next_free(root, recipe_name)
-        with files.os_errors(path, "make"):
-            try:
-                path.mkdir(parents=True)
-                return path
-            except FileExistsError:
-                if left == 0:
-                    raise
-    raise AssertionError("unreachable")
+        with files.os_errors(path, "make"), suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+    raise KeelError(f"cannot make {path}: File exists: fix the disk or folder")
 
 
 def _of_a_start(path: Path) -> bool:

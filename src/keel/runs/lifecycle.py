@@ -18,12 +18,12 @@ from typing import Any, Literal
 from keel.config.entry import PYTHON, load_entry, source_of
 from keel.config.load import in_run_folder, predates_raw
 from keel.runs import checkpoint, files
-from keel.runs import checkpoint as recorded
 from keel.runs.callbacks import Callbacks
-from keel.runs.checkpoint import Recorded
+from keel.runs.checkpoint import SHOWN, Recorded
 from keel.runs.files import locked, refuse_if_taken
 from keel.runs.layout import FolderEntry, RunFolder, make_free, make_next, stages_of
 from keel.runs.process import catching
+from keel.runs.reader import read_run_json
 from keel.runs.writer import Reached, Recorder, RunWriter, truncate_after, update_run_json
 from keel.types import KeelError
 
@@ -44,8 +44,8 @@ def create_run(
 ) -> RunFolder:
     """A new run folder for a recipe (TOML): the next free one under runs/ unless named.
 
-    Of two that start in one folder the first to hold its lock writes its recipe, the other is
-    refused. The folder is absolute: what a run calls may change the working directory.
+    Of two processes that start in one folder, the first to hold its lock writes its recipe and the
+    other is refused. The path is absolute: what a run calls may change the working directory.
     """
     files.check_name(Path(RUNS if path is None else path).absolute())
     if path is not None:
@@ -87,7 +87,7 @@ def run_lifecycle(
         interrupt = stack.enter_context(catching())
         stack.enter_context(locked(place.path))
         start, damaged = _where_to_begin(place) if resume else (None, [])
-        known = None if start is None else recorded.read(start.path)
+        known = None if start is None else checkpoint.read(start.path)
         files_known, lost = _compare(place, start, known)
         recipe = tomllib.loads(place.recipe.read_text("utf-8"))
         inputs = fingerprints(recipe, place.path)
@@ -106,16 +106,9 @@ def run_lifecycle(
             writer.callbacks.note(
                 f"checkpoint {path} is damaged ({wrong}): going on from the one before"
             )
-        changed = "" if known is None else recorded.changed(known, recipe, inputs)
-        if start is not None and changed:
-            writer.note(
-                f"since checkpoint {start.path.name} was written there changed: {changed}: from "
-                "here on this is another run, and not byte for byte one that never stopped"
-            )
-        if lost:
-            writer.note(_losses(lost))
-        if start is not None and known is None:
-            writer.note(_without_record(place, start))
+        if start is not None:
+            for note in _notes(start, known, recipe, inputs, lost):
+                writer.note(note)
         if resume and predates_raw(recipe):
             writer.note(
                 f"{place.recipe.name} has no key raw (an earlier version of Keel wrote it): plain "
@@ -123,6 +116,33 @@ def run_lifecycle(
                 "its tasks and data to choose"
             )
         yield writer, None if start is None else start.path
+
+
+def _notes(
+    start: FolderEntry,
+    known: Recorded | None,
+    recipe: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    lost: Sequence[str],
+) -> Iterator[str]:
+    """What has changed since the checkpoint that a run is resumed from."""
+    name = start.path.name
+    if known is None:
+        yield (
+            f"checkpoint {name} has no {checkpoint.RECORD} (an earlier version of Keel wrote it): "
+            "whether recipe, inputs, metrics or rollouts have changed since is not known"
+        )
+    elif changed := checkpoint.changed(known, recipe, inputs):
+        yield (
+            f"since checkpoint {name} was written there changed: {changed}: from here on this is "
+            "another run, and not byte for byte one that never stopped"
+        )
+    if lost:
+        more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+        yield (
+            f"{', '.join(lost[:SHOWN])}{more}: the run goes on, since nothing that follows depends "
+            "on it; restore it from a copy to have it again"
+        )
 
 
 def write_metadata(
@@ -140,16 +160,20 @@ def write_metadata(
     now = facts(name, seed, threads, packages)
     if kernels is not None:
         now["versions"]["kernels"] = kernels
-    begun: dict[str, Any] = {}
-    if writer.reached.step is not None:
-        begun = update_run_json(writer.folder, {})
-    changed = _changed(begun, now)
+    begun: dict[str, Any] = {} if writer.reached.step is None else read_run_json(writer.folder)
+    before = {"threads": begun.get("threads"), **begun.get("versions", {})}
+    after = {"threads": now["threads"], **now["versions"]}
+    changed = ", ".join(
+        f"{key} {value} (now {after[key]})"
+        for key, value in before.items()
+        if value is not None and key in after and after[key] != value
+    )
     if changed:
         writer.note(
             f"this run began with {changed}: it goes on, but not byte for byte as if it had never "
             "stopped"
         )
-    kept: dict[str, Any] = {k: begun[k] for k in ("versions", "threads") if k in begun}
+    kept: dict[str, Any] = {key: begun[key] for key in ("versions", "threads") if key in begun}
     update_run_json(writer.folder, {**now, **kept})
 
 
@@ -165,24 +189,12 @@ def facts(name: str, seed: int, threads: int, packages: Sequence[str]) -> dict[s
     }
 
 
-def _changed(begun: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The threads and versions that differ, before and now; empty if none do."""
-    before: dict[str, Any] = {"threads": begun.get("threads"), **begun.get("versions", {})}
-    after: dict[str, Any] = {"threads": now["threads"], **now["versions"]}
-    return ", ".join(
-        f"{name} {value} (now {after[name]})"
-        for name, value in before.items()
-        if value is not None and name in after and after[name] != value
-    )
-
-
 def _where_to_begin(place: RunFolder) -> tuple[FolderEntry | None, Damage]:
-    """The newest whole checkpoint, and the damaged ones passed over; replaced ones are back.
+    """The newest whole checkpoint, and the damaged ones that were passed over.
 
     Raises KeelError where none is whole: starting again would discard them.
     """
     damaged: Damage = []
-    checkpoint.bring_back(place)
     newest = checkpoint.newest_whole(place, lambda path, wrong: damaged.append((path, wrong)))
     others = [] if newest or damaged else checkpoint.unknown(place)
     if others:
@@ -211,28 +223,9 @@ def _compare(
     if start is None:
         return {}, []
     if known is not None:
-        return dict(known.files), recorded.check(place, start, known)
+        return dict(known.files), checkpoint.check(place, start, known)
     before = [entry.path for entry in place.list_rollouts() if entry.place <= start.place]
     return {f"rollouts/{path.name}": files.sha256(path) for path in before}, []
-
-
-def _without_record(place: RunFolder, start: FolderEntry) -> str:
-    """The note for a checkpoint without record.json, and the first row of metrics that is wrong."""
-    odd = recorded.odd_row(place, start)
-    return (
-        f"checkpoint {start.path.name} has no {recorded.RECORD} (an earlier version of Keel wrote "
-        "it): whether recipe, inputs, metrics or rollouts have changed since is not known"
-        + ("" if odd is None else f"; {odd}")
-    )
-
-
-def _losses(lost: Sequence[str]) -> str:
-    """Rollouts that are missing or damaged, in one line."""
-    more = f" and {len(lost) - recorded.SHOWN} more" if len(lost) > recorded.SHOWN else ""
-    return (
-        f"{', '.join(lost[: recorded.SHOWN])}{more}: the run goes on, since nothing that follows "
-        "depends on it; restore it from a copy to have it again"
-    )
 
 
 @contextmanager

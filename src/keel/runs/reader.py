@@ -64,20 +64,20 @@ def read_run_json(folder: RunFolder) -> dict[str, Any]:
     """
     path = folder.run_json
     try:
-        whole = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise KeelError(f"cannot read {path}: {error}: {HINT}") from error
-    if not isinstance(whole, dict):
+    if not isinstance(content, dict):
         raise KeelError(f"cannot read {path}: it holds no JSON object: {HINT}")
     try:
-        _Shape.model_validate(whole)
+        _Shape.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
         raise KeelError(f"cannot read {path}: {key}: {first['msg']}: {HINT}") from None
-    return whole
+    return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,39 +100,41 @@ class Run:
         return read_run_json(self.folder)
 
     def metrics(self, stage: str | None = None) -> list[Record]:
-        """The rows of metrics.jsonl, of one stage or of all, in the order written."""
-        return self._rows(self.folder.metrics, stage)
+        """The records of metrics.jsonl, of one stage or of all, in the order written."""
+        return self._records(self.folder.metrics, stage)
 
     def timings(self, stage: str | None = None) -> list[Record]:
-        """The rows of timings.jsonl; a step done twice (killed, then resumed) has two."""
-        return self._rows(self.folder.timings, stage)
+        """The records of timings.jsonl; a step that was repeated after a kill has two."""
+        return self._records(self.folder.timings, stage)
 
     def seconds(self, stage: str | None = None) -> float:
-        """What the steps took, those done twice counted twice."""
+        """What the steps took, repeated ones counted twice."""
         try:
-            return float(sum(row["total"] for row in self.timings(stage)))
+            return float(sum(record["total"] for record in self.timings(stage)))
         except (KeyError, TypeError) as error:
-            raise KeelError(f"{self.folder.timings} has a row without its total: fix it") from error
+            raise KeelError(
+                f"{self.folder.timings} has a record without its total: fix it"
+            ) from error
 
     def events(self) -> list[Record]:
-        """The rows of events.jsonl."""
-        return self._rows(self.folder.events, None)
+        """The records of events.jsonl."""
+        return self._records(self.folder.events, None)
 
     def names(self, stage: str | None = None) -> list[str]:
         """The names of all metrics, sorted."""
-        found = {name for row in self.metrics(stage) for name in row}
+        found = {name for record in self.metrics(stage) for name in record}
         return sorted(found - {"stage", "step"})
 
     def column(
         self, name: str, stage: str | None = None
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Steps and values of a metric, where rows have it; null (not finite) reads as NaN.
+        """Steps and values of a metric, where records have it; null (not finite) reads as NaN.
 
         Steps count within a stage: name the stage where the recipe has several.
         """
-        rows = [row for row in self.metrics(stage) if name in row]
-        steps = np.array([row["step"] for row in rows], dtype=np.int64)
-        values = [np.nan if row[name] is None else row[name] for row in rows]
+        found = [record for record in self.metrics(stage) if name in record]
+        steps = np.array([record["step"] for record in found], dtype=np.int64)
+        values = [np.nan if record[name] is None else record[name] for record in found]
         return steps, np.array(values, dtype=np.float64)
 
     def rollout_places(self) -> list[Place]:
@@ -160,7 +162,7 @@ class Run:
         return rows
 
     def checkpoints(self) -> list[FolderEntry]:
-        """The checkpoints there are, in the order of the run, unverified."""
+        """The checkpoints, in the order of the run, unverified."""
         return self.folder.list_checkpoints()
 
     def _stage_of_rollouts(self, stage: str | None) -> int:
@@ -173,9 +175,9 @@ class Run:
             raise KeelError(f"several stages of {self.folder.path} have rollouts: name the stage")
         return having.pop() if having else len(self.stages) - 1
 
-    def _rows(self, path: Path, stage: str | None) -> list[Record]:
-        rows = (record for _, _, record in files.read_jsonl(path))
-        return [row for row in rows if stage is None or row.get("stage") == stage]
+    def _records(self, path: Path, stage: str | None) -> list[Record]:
+        records = (record for _, _, record in files.read_jsonl(path))
+        return [record for record in records if stage is None or record.get("stage") == stage]
 
 
 def load(path: Path | str) -> Run:

@@ -8,10 +8,9 @@ import os
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from keel.config.optimisation import Checkpoints
@@ -28,8 +27,6 @@ from keel.runs.trackers import Tracker
 from keel.runs.values import document, plain, record_line
 from keel.types import Side
 
-_BLOCK = 1 << 16
-
 
 class JsonlWriter:
     """Appends records to a file, a line each, handed to the kernel as it is written.
@@ -40,14 +37,13 @@ class JsonlWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         with files.os_errors(path):
-            _cut_torn_line(path)
+            content = path.read_bytes() if path.exists() else b""
+            if content and not content.endswith(b"\n"):
+                os.truncate(path, content.rfind(b"\n") + 1)
             self._file = io.FileIO(path, "ab")
 
     def write(self, first: Mapping[str, Any], rest: Mapping[str, Any]) -> bytes:
-        """One record: the keys of `first` in their order, then those of `rest`, sorted.
-
-        Returns the line.
-        """
+        """One record (see `record_line`); returns its line."""
         line = record_line(first, rest)
         left = memoryview(line)
         with files.os_errors(self.path):
@@ -64,11 +60,11 @@ class JsonlWriter:
         self._file.close()
 
 
-class Recorder:
-    """The one writer of a run folder's rows; use as a context manager, under the folder's lock.
+class Recorder(ExitStack):
+    """Writes the records of a run folder; use as a context manager, under the folder's lock.
 
-    Numbers that are not finite become null. Order of a step: rows and rollouts, `sync`, then the
-    checkpoint, so that a checkpoint never knows more than the rows do.
+    Numbers that are not finite become null. Order of a step: records and rollouts, `sync`, then the
+    checkpoint, so that a checkpoint never holds more than the records do.
     """
 
     def __init__(
@@ -80,12 +76,15 @@ class Recorder:
         known: Mapping[str, str] | None = None,
     ) -> None:
         """`inputs` are the run's (`lifecycle.fingerprints`), `known` the files that are checked."""
+        super().__init__()
         self.folder = folder
         self._inputs, self._known = dict(inputs or {}), dict(known or {})
         self._clock = clock
-        self._metrics = JsonlWriter(folder.metrics)
-        self._timings = JsonlWriter(folder.timings)
-        self._events = JsonlWriter(folder.events)
+        paths = (folder.metrics, folder.timings, folder.events)
+        self._writers = [JsonlWriter(path) for path in paths]
+        self._metrics, self._timings, self._events = self._writers
+        for writer in self._writers:
+            self.callback(writer.close)
         with files.os_errors(folder.path, "read"):
             self._recipe = tomllib.loads(folder.recipe.read_text("utf-8"))
             self._digest = hashlib.sha256(folder.metrics.read_bytes())
@@ -116,7 +115,7 @@ class Recorder:
 
     def sync(self) -> None:
         """Blocks until all that was recorded is on the disk. Call before a checkpoint."""
-        for writer in (self._metrics, self._timings, self._events):
+        for writer in self._writers:
             writer.sync()
         with files.os_errors(self.folder.rollouts_folder):
             for path in self._not_synced:
@@ -137,21 +136,6 @@ class Recorder:
         with files.os_errors(checkpoint):
             Recorded(self._recipe, self._inputs, digest, self._known).write(checkpoint)
 
-    def close(self) -> None:
-        for writer in (self._metrics, self._timings, self._events):
-            writer.close()
-
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _name(self, path: Path) -> str:
         return path.relative_to(self.folder.path).as_posix()
 
@@ -162,12 +146,14 @@ class Recorder:
 def truncate_after(folder: RunFolder, stage: int, step: int) -> None:
     """Deletes what a run wrote after a checkpoint, before it continues from there.
 
-    Rows of metrics.jsonl, rollouts, checkpoints (those past the newest whole one are damaged) and
-    unfinished files go; timings.jsonl and events.jsonl stay, for they tell what happened. The rows
+    Records of metrics.jsonl, rollouts, checkpoints (those past the newest whole one are damaged)
+    and unfinished files; timings.jsonl and events.jsonl log what happened and stay. The records
     that stay keep their bytes. `truncate_after(folder, 0, -1)` empties a run.
     """
     keep_to = Place(stage, step)
-    _truncate_rows(folder, keep_to)
+    kept = b"".join(line for _, line in checkpoint.records_until(folder, keep_to))
+    if folder.metrics.exists() and len(kept) < folder.metrics.stat().st_size:
+        files.write_bytes(folder.metrics, kept)
     for entry in (*folder.list_rollouts(), *folder.list_checkpoints()):
         if entry.place > keep_to:
             files.remove(entry.path)
@@ -175,43 +161,16 @@ def truncate_after(folder: RunFolder, stage: int, step: int) -> None:
         files.remove_leftovers(inside)
 
 
-def _truncate_rows(folder: RunFolder, keep_to: Place) -> None:
-    kept = b"".join(row for _, row in checkpoint.records_until(folder, keep_to))
-    if folder.metrics.exists() and len(kept) < folder.metrics.stat().st_size:
-        files.write_bytes(folder.metrics, kept)
-
-
 def update_run_json(folder: RunFolder, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Sets top-level keys of run.json, in one instant; returns the whole. New keys come last.
-
-    Without values nothing is written.
+    """Sets top-level keys of run.json, atomically; returns its content. New keys come last.
 
     Raises:
-        KeelError: the file there is cannot be read, has another shape, or cannot be replaced.
+        KeelError: the file cannot be read, has another shape, or cannot be replaced.
     """
-    whole = read_run_json(folder)
-    if values:
-        whole.update({key: plain(value) for key, value in values.items()})
-        files.write_text(folder.run_json, document(whole))
-    return whole
-
-
-def _cut_torn_line(path: Path) -> None:
-    """Shortens the file to the end of its last whole line."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        end = size = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - _BLOCK)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                end = start + found + 1
-                break
-            end = start
-        if end < size:
-            file.truncate(end)
+    content = read_run_json(folder)
+    content.update({key: plain(value) for key, value in values.items()})
+    files.write_text(folder.run_json, document(content))
+    return content
 
 
 class RunProgress(Protocol):
@@ -228,7 +187,7 @@ class RunProgress(Protocol):
 
 
 def due(every: int, step: int) -> bool:
-    """Whether something done every so many steps (0: never) is done after this one."""
+    """Whether something done every `every` steps (0: never) is due after this one."""
     return every > 0 and step % every == 0
 
 
@@ -319,21 +278,10 @@ class RunWriter:
         when: Literal["before", "during", "after"],
     ) -> None:
         """Report an evaluation; the first and the last of each stage go into run.json."""
-        name = self.folder.stages[progress.stage]
-        self.callbacks.evaluation(progress.step, result)
-        self.recorder.event(
-            "evaluation", stage=name, step=progress.step, mean=result["mean"], n=result["n"]
-        )
-        if when == "during":
-            return
-        known = update_run_json(self.folder, {})
-        news = {"evaluation": {k: v for k, v in result.items() if k != "examples"}}
+        results = {"evaluation": {key: v for key, v in result.items() if key != "examples"}}
         if "examples" in result:
-            news["examples"] = result["examples"]
-        for key, value in news.items():
-            every = known.get(key, {})
-            news[key] = {**every, name: {**every.get(name, {}), when: value}}
-        update_run_json(self.folder, news)
+            results["examples"] = result["examples"]
+        self._report(progress, result, when, {"mean": result["mean"], "n": result["n"]}, results)
 
     def measured(
         self,
@@ -342,14 +290,24 @@ class RunWriter:
         when: Literal["before", "during", "after"],
     ) -> None:
         """Report an evaluation of a reward model; the first and the last go into run.json."""
+        self._report(progress, result, when, {"n": result["n"]}, {"measured": dict(result)})
+
+    def _report(
+        self,
+        progress: RunProgress,
+        result: Mapping[str, Any],
+        when: str,
+        event: Mapping[str, Any],
+        results: Mapping[str, Any],
+    ) -> None:
         name = self.folder.stages[progress.stage]
         self.callbacks.evaluation(progress.step, result)
-        self.recorder.event("evaluation", stage=name, step=progress.step, n=result["n"])
-        if when == "during":
-            return
-        known = update_run_json(self.folder, {}).get("measured", {})
-        own = {**known.get(name, {}), when: dict(result)}
-        update_run_json(self.folder, {"measured": {**known, name: own}})
+        self.recorder.event("evaluation", stage=name, step=progress.step, **event)
+        if when != "during":
+            known = read_run_json(self.folder)
+            for key, value in results.items():
+                known.setdefault(key, {}).setdefault(name, {})[when] = value
+            update_run_json(self.folder, {key: known[key] for key in results})
 
     def recorded(
         self,
@@ -383,9 +341,9 @@ class RunWriter:
     ) -> None:
         """Write a checkpoint by `fill`, completely or not at all, and delete old ones.
 
-        The newest `choice.keep` of the run stay, and of each stage the one that did best. Where
-        `steps`, those of the stage, say that only a stop asked for it, it goes with the next. One
-        that is there already stays as it is.
+        The newest `choice.keep` of the run stay, and the best of each stage. One that is written
+        only because of a stop, by the stage's number of `steps`, is deleted with the next. One that
+        exists stays as it is.
         """
         start = time.perf_counter()
         stage, step = progress.stage, progress.step
@@ -404,15 +362,15 @@ class RunWriter:
             "checkpoint",
             stage=self.folder.stages[stage],
             step=step,
-            bytes=checkpoint.size(target),
+            bytes=sum(path.stat().st_size for path in target.rglob("*") if path.is_file()),
             seconds=round(time.perf_counter() - start, 6),
         )
         self.callbacks.checkpoint(step, target)
 
     def _best(self, progress: RunProgress) -> list[Path]:
-        """The checkpoint of each stage that did best; run.json knows those of earlier stages."""
+        """The best checkpoint of each stage; run.json has those of earlier stages."""
         stages = self.folder.stages
-        known = update_run_json(self.folder, {}).get("best", {})
+        known = read_run_json(self.folder).get("best", {})
         best = {name: step for name, step in known.items() if name in stages[: progress.stage]}
         if progress.best_step is not None:
             best[stages[progress.stage]] = progress.best_step

@@ -20,6 +20,7 @@ from keel.runs import checkpoint, lifecycle
 from keel.runs.layout import RunFolder
 from keel.runs.lifecycle import texts
 from keel.runs.process import keep_freed
+from keel.runs.reader import read_run_json
 from keel.runs.trackers import open_trackers
 from keel.runs.writer import RunWriter, update_run_json
 from keel.training.non_finite import keeping_stacks
@@ -130,7 +131,7 @@ def _begun(start: Path, recipe: Recipe) -> Progress:
 
 def _let_go(recipe: Recipe, folder: RunFolder) -> None:
     """Delete old checkpoints that a killed process left."""
-    best: dict[str, int] = update_run_json(folder, {}).get("best", {})
+    best: dict[str, int] = read_run_json(folder).get("best", {})
     known = {
         folder.stages.index(name): step for name, step in best.items() if name in folder.stages
     }
