@@ -290,7 +290,7 @@ state = st.recursive(
 @given(state)
 def test_state_round_trips_through_json(value: Any) -> None:
     back = restore(json.loads(json.dumps(exact(value), allow_nan=False)))
-    # repr tells nan, -0.0, tuples and True from 1; equality does not.
+    # Equality does not distinguish -0.0, nan, and True from 1; repr does.
     assert repr(back) == repr(value)
 
 

@@ -18,8 +18,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from keel.config.control_load import load_control
-from keel.control.run import control
 from keel.runs import checkpoint
 from keel.runs.diff import FirstDifference, Point, diff
 from keel.runs.layout import RunFolder
@@ -394,13 +392,8 @@ def test_what_is_trained_comes_before_copies_of_it_and_state(whole: Path, copy: 
     assert first(whole, copy).change == Change(name, "present", None)
 
 
-@pytest.mark.parametrize(
-    ("kind", "values"), [("bfloat16", (0.0, 1.0)), ("bool", (False, True)), ("int64", (0, 1))]
-)
-def test_tensors_of_other_kinds(
-    whole: Path, copy: Path, kind: str, values: tuple[Any, Any]
-) -> None:
-    dtype = getattr(torch, kind)
+def test_tensors_of_bfloat16_and_of_other_shapes(whole: Path, copy: Path) -> None:
+    dtype = torch.bfloat16
     left = Path(shutil.copytree(whole, copy.with_name("left")))
 
     def replace(last: int, count: int = 1) -> Alter:
@@ -414,7 +407,7 @@ def test_tensors_of_other_kinds(
 
     edit_checkpoint(left, edit_tensors("trainable.safetensors", replace(0)))
     edit_checkpoint(copy, edit_tensors("trainable.safetensors", replace(1)))
-    assert first(left, copy).change == change("other", *values, (1, 1))
+    assert first(left, copy).change == change("other", 0.0, 1.0, (1, 1))
     edit_checkpoint(copy, edit_tensors("trainable.safetensors", replace(0, count=2)))
     found = first(left, copy).change
     assert (found.name, str(found.a)[-6:], str(found.b)[-6:]) == ("other", "[2, 2]", "[4, 2]")
@@ -509,22 +502,6 @@ def test_stages_and_their_samples_in_the_order_of_the_run(tmp_path: Path) -> Non
     assert first(whole, copy) == FirstDifference("reward_model", 0, file, change)
     path.write_text("\n".join(lines[:2]) + "\n")
     assert first(whole, copy).change.name.startswith("line 3.")
-
-
-def test_runs_on_environments(tmp_path: Path) -> None:
-    overrides = ["steps=200", "row_every=50", "replay.warmup=50", "replay.batch_size=8"]
-    overrides += ["checkpoints.every=2", "checkpoints.keep=9", "watching.film=false"]
-    overrides += ["network.hidden=[8]", "evaluation.every=0"]
-    for name in ("a", "b"):
-        control(load_control("dqn", "CartPole-v1", overrides), tmp_path / name)
-    a, b = tmp_path / "a", tmp_path / "b"
-    assert (diff(a, b).same, diff(a, b).checkpoints) == (True, 2)
-
-    def add_one(tensors: dict[str, Any]) -> None:
-        tensors[min(tensors)].view(-1)[0] += 1
-
-    edit_checkpoint(b, edit_tensors("tensors.safetensors", add_one), "step-000004")
-    assert where(a, b)[:2] == (4, "tensors.safetensors")
 
 
 def test_long_texts_are_cut_to_where_they_differ() -> None:

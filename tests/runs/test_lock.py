@@ -35,7 +35,7 @@ def holder(folder: RunFolder) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
+def test_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
     process = holder(folder)
     try:
@@ -49,7 +49,7 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path) -> 
         assert folder.lock.read_text() == f"{os.getpid()}\n"
 
 
-def test_one_process_holds_it_once(tmp_path: Path) -> None:
+def test_one_process_locks_a_folder_once(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
     with locked(folder.path), pytest.raises(KeelError, match="is in use"), locked(folder.path):
         pass
@@ -57,10 +57,9 @@ def test_one_process_holds_it_once(tmp_path: Path) -> None:
         raise ZeroDivisionError
     with locked(folder.path):
         pass
-    # What is left says nothing of this machine.
     assert folder.lock.read_bytes() == b""
 
 
-def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
+def test_missing_folder_cannot_be_locked(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match="cannot write"), locked(tmp_path / "x"):
         pass

@@ -42,7 +42,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_another_shape_is_one_line(
+def test_run_json_of_another_shape_is_one_line(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = one_stage(tmp_path)
@@ -59,14 +59,14 @@ def test_another_shape_is_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_keys_that_are_not_read_are_left_as_they_are(tmp_path: Path) -> None:
+def test_keys_that_keel_does_not_read_are_kept(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
     content = {"mine": [1], "evaluation": {"rl": {"after": {**RESULT, "mean": None, "more": "x"}}}}
     folder.run_json.write_text(json.dumps(content))
     assert read_run_json(folder) == content
 
 
-def test_a_row_of_timings_without_its_total_is_one_line(tmp_path: Path) -> None:
+def test_timings_without_a_total_are_one_line(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
     folder.timings.write_text('{"stage": "rl", "step": 1}\n')
     with pytest.raises(KeelError, match=r"timings\.jsonl has a record without its total"):

@@ -40,10 +40,7 @@ def writing(target: Path, stop: bool = False) -> Iterator[Path]:
 
     At the end a manifest with the SHA-256 and size of every file is added, all is synced and the
     folder renamed; one of this name is deleted before. With `stop` the checkpoint is deleted once
-    there is a newer one (see `prune`).
-
-    Raises:
-        KeelError: the disk is full, or the folder cannot be written.
+    there is a newer one (see `prune`). Raises KeelError where the folder cannot be written.
     """
     aside = files.aside(target)
     with files.os_errors(target):
@@ -66,10 +63,8 @@ def writing(target: Path, stop: bool = False) -> Iterator[Path]:
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint; None when every file is there, byte for byte.
 
-    A file that the manifest does not list is no damage.
-
-    Raises:
-        KeelError: it cannot be judged: it may not be read, or another version of Keel wrote it.
+    Further files are no damage. Raises KeelError where it cannot be judged: it may not be read, or
+    another version of Keel wrote it.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
@@ -195,11 +190,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
-    """The tensors of a safetensors file.
-
-    Raises:
-        KeelError: no such file, or it is no safetensors file.
-    """
+    """The tensors of a file. Raises KeelError where it is no safetensors file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -217,11 +208,7 @@ def save_json(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def load_json(path: Path) -> Any:
-    """The state that `save_json` wrote.
-
-    Raises:
-        KeelError: no such file, or not written by `save_json`.
-    """
+    """The state that `save_json` wrote. Raises KeelError for another file."""
     try:
         return restore(json.loads(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -229,11 +216,7 @@ def load_json(path: Path) -> Any:
 
 
 def load_record(path: Path, kind: type[R]) -> R:
-    """The frozen record whose fields `save_json` wrote.
-
-    Raises:
-        KeelError: as `load_json`; or another version of Keel, with other fields, wrote it.
-    """
+    """The dataclass whose fields `save_json` wrote. Raises KeelError for a file with others."""
     state = load_json(path)
     known = {f.name for f in fields(kind)}
     if set(state) != known:
@@ -249,8 +232,7 @@ def load_record(path: Path, kind: type[R]) -> R:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The content of record.json: recipe and hashes of what a run is a function of, and so far
-    has recorded."""
+    """The content of record.json: the recipe, and hashes of its inputs and of what is recorded."""
 
     recipe: Mapping[str, Any]
     inputs: Mapping[str, str]
@@ -286,11 +268,7 @@ def changed(known: Recorded, recipe: Mapping[str, Any], inputs: Mapping[str, str
 
 
 def records_until(folder: RunFolder, last: Place) -> list[tuple[Place, bytes]]:
-    """The complete records of metrics.jsonl up to a place, in the order of the file.
-
-    Raises:
-        KeelError: a record is damaged.
-    """
+    """The complete records of metrics.jsonl up to a place. Raises KeelError for a damaged one."""
     found = []
     for number, line, record in files.read_jsonl(folder.metrics):
         try:
@@ -306,11 +284,8 @@ def check(folder: RunFolder, newest: FolderEntry, known: Recorded) -> list[str]:
     """Compares the run folder with its newest checkpoint's record; returns the rollouts lost since.
 
     Nothing that follows depends on the rollouts before a checkpoint: those that are missing or
-    changed are only reported, each as `PATH is missing` or `PATH is damaged`.
-
-    Raises:
-        KeelError: records of metrics or sampled examples from before the checkpoint are missing or
-            changed.
+    changed are only reported, each as `PATH is missing` or `PATH is damaged`. Raises KeelError
+    where metrics or sampled examples from before the checkpoint are.
     """
     if known.metrics != _metrics_hash(folder, newest.place):
         changed = [

@@ -34,10 +34,7 @@ _IN_TEXT = re.compile(r"\(os error (\d+)\)")
 
 @contextmanager
 def os_errors(path: Path, doing: str = "write") -> Iterator[None]:
-    """Turns an operating system error into one line that names the path and what to check.
-
-    Raises KeelError at once in a locked folder that is gone.
-    """
+    """Turns an operating system error into a KeelError that names the path and what to check."""
     present(path)
     try:
         yield
@@ -83,10 +80,8 @@ def locked(folder: Path) -> Iterator[None]:
     """Holds a run folder for writing; the kernel releases it when the process ends.
 
     An advisory flock(2), of this process alone: neither a forked child nor a program that it
-    starts has it. Writes in the folder are refused once the folder is not this one any more.
-
-    Raises:
-        KeelError: another process, or another caller in this one, holds it.
+    starts has it. Writes in the folder are refused once it is replaced by another. Raises KeelError
+    where another process, or another caller in this one, holds it.
     """
     lock, owner = folder / LOCK, os.getpid()
     with os_errors(lock):
@@ -192,11 +187,7 @@ def sync_path(path: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes, sync: bool = True) -> None:
-    """Replaces the file in one instant; with `sync` it is on the disk when this returns.
-
-    Raises:
-        KeelError: the file cannot be written.
-    """
+    """Replaces a file atomically; with `sync` it is on the disk when this returns."""
     temporary = aside(path)
     with os_errors(path):
         try:
@@ -242,10 +233,8 @@ def sha256(path: Path) -> str:
 def read_jsonl(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     """Number (from 1), bytes and JSON object of each line of a file; none where there is no file.
 
-    A last line without its end, which is being written or whose process ended, is left out.
-
-    Raises:
-        KeelError: the file cannot be read, or a line is damaged.
+    An incomplete last line, being written or left by a killed process, is left out.
+    Raises KeelError for a damaged line.
     """
     with os_errors(path, "read"):
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
@@ -270,10 +259,7 @@ def make_folder(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Deletes what interrupted writes left in a folder; returns the deleted paths.
-
-    Only the process that holds the run folder's lock may call this.
-    """
+    """Deletes the files of interrupted writes; only for the process that holds the lock."""
     if not folder.is_dir():
         return []
     leftovers = sorted(path for path in folder.iterdir() if path.name.startswith(ASIDE))

@@ -97,10 +97,7 @@ class RunFolder:
 
         `inputs` writes what was passed as Python objects into the folder that it is given. Where
         other processes may use the folder, call it under its lock, as `lifecycle.create_run` does.
-
-        Raises:
-            KeelError: the folder exists and is not empty, or cannot be made; the recipe is no TOML
-                or a stage's name is no file name.
+        Raises KeelError where the folder is not empty or the recipe is none.
         """
         path = Path(path)
         stages = stages_of(recipe)
@@ -120,12 +117,8 @@ class RunFolder:
 
     @staticmethod
     def open(path: Path | str) -> RunFolder:
-        """The run in a folder.
-
-        Raises:
-            KeelError: there is no folder, no recipe in it, or the recipe cannot be read; or there
-                is a link or special file in it, which could lead elsewhere or block its reader.
-        """
+        """The run in a folder. Raises KeelError where it has no valid recipe, or has a link or
+        special file in it, which could lead elsewhere or block its reader."""
         path = Path(path)
         files.check_name(path.absolute())
         if not path.is_dir():
@@ -198,9 +191,9 @@ class RunFolder:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Raises KeelError for a link or special file in a run folder, which may come from elsewhere.
+    """Raises KeelError for a link or special file in a run folder, except in W&B's own folder.
 
-    A run truncates, deletes and copies what is in its folder. W&B makes links in its own.
+    A run truncates, deletes and copies what is in its folder, which may come from elsewhere.
     """
     own = folder / "trackers" / "wandb" / "wandb"
     for root, folders, names in os.walk(folder):
@@ -230,11 +223,7 @@ def next_free(root: Path | str, recipe_name: str) -> Path:
 
 
 def stages_of(recipe: str, where: str = "the recipe") -> tuple[str, ...]:
-    """The names of the stages of a recipe (TOML), in order.
-
-    Raises:
-        KeelError: it is no TOML, has no stages, or a stage's name is no file name.
-    """
+    """The names of the stages of a recipe (TOML). Raises KeelError where it is none."""
     try:
         stages = tomllib.loads(recipe).get("stages")
     except tomllib.TOMLDecodeError as error:
@@ -254,11 +243,7 @@ def stages_of(recipe: str, where: str = "the recipe") -> tuple[str, ...]:
 
 
 def make_free(path: Path) -> bool:
-    """Makes the folder for a new run, or finds one that is free for it; whether it was made.
-
-    Raises:
-        KeelError: the folder is a file, holds something, or cannot be made.
-    """
+    """Makes the folder for a new run; False where it exists and is empty, else KeelError."""
     if path.exists() and not path.is_dir():
         raise KeelError(f"run folder {path} is a file: choose another with --run DIR")
     with files.os_errors(path, "make"):
@@ -274,10 +259,7 @@ def make_free(path: Path) -> bool:
 
 
 def make_next(root: Path | str, recipe_name: str) -> Path:
-    """Makes the folder `next_free`; another process that does so at the same time gets another.
-
-    Raises KeelError where it cannot be made.
-    """
+    """Makes the folder `next_free`; another process that does so at the same time gets another."""
     for _ in range(_TRIES):
         path = next_free(root, recipe_name)
         with files.os_errors(path, "make"), suppress(FileExistsError):

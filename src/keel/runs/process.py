@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 AGAIN = 0.25
-"""Seconds within which a second signal is the first one's echo: timeout(1) and supervisors send
-one to the process and one to its group."""
+"""Seconds within which a second signal is an echo of the first: timeout(1) sends one to the process
+and one to its group."""
 SHOW_CURSOR = b"\x1b[?25h"
 NAMES = ("stdout", "stderr")
 GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)
@@ -84,10 +84,7 @@ class Interrupt:
 
 @contextmanager
 def catching() -> Iterator[Interrupt]:
-    """Catch SIGINT, SIGTERM and SIGHUP for the duration; only the main thread may.
-
-    A signal that was ignored before (nohup) stays ignored.
-    """
+    """Catch SIGINT, SIGTERM and SIGHUP in the main thread, unless they are ignored (nohup)."""
     if threading.current_thread() is not threading.main_thread():
         yield Interrupt()
         return
@@ -114,7 +111,7 @@ def _terminal() -> int | None:
 
 
 def _end(signum: int) -> None:
-    """End as the signal ends a program that does not catch it."""
+    """End as a program that does not catch the signal."""
     if os.isatty(1):
         _write(SHOW_CURSOR, 1)
     signal.signal(signum, signal.SIG_DFL)
@@ -122,7 +119,7 @@ def _end(signum: int) -> None:
 
 
 def _write(text: str | bytes, descriptor: int = 2) -> None:
-    """Past Python's buffers and rich's locks, which a signal handler may not touch."""
+    """Write without Python's buffers and rich's locks, which a signal handler may not use."""
     with suppress(OSError):
         os.write(descriptor, text.encode() if isinstance(text, str) else text)
 
@@ -131,7 +128,7 @@ def _write(text: str | bytes, descriptor: int = 2) -> None:
 
 
 def lost_streams() -> dict[str, str]:
-    """The streams whose reader has gone since the last call, each with the error it ended with."""
+    """The streams that have lost their reader since the last call, each with its error."""
     found = dict(_lost)
     _lost.clear()
     return found
@@ -139,13 +136,12 @@ def lost_streams() -> dict[str, str]:
 
 @contextmanager
 def outlasting() -> Iterator[None]:
-    r"""Lets the process go on when the reader of its standard output or error goes.
+    r"""Lets the process continue when the reader of its standard output or error ends.
 
     Within the block, what is written to such a stream is dropped, by child processes too. A
     descriptor (0 to 2) that was closed from the start leads to the null device, so that no file of
-    a run gets its number. A character that the stream's encoding does not have is written as
-    `\uXXXX`, which is also how JSON spells it. A stream that a caller put in the place of the
-    process's own is left as it is.
+    a run gets its number. A character outside the stream's encoding is written as in JSON, as
+    `\uXXXX`. A stream that a caller has replaced is left as it is.
     """
     _open_closed()
     before = {name: getattr(sys, name) for name in NAMES}
@@ -164,7 +160,7 @@ def outlasting() -> Iterator[None]:
 
 
 class _Raw(io.FileIO):
-    """A descriptor that leads to the null device once its reader has gone."""
+    """A descriptor that leads to the null device once its reader has ended."""
 
     def __init__(self, descriptor: int, stream: str) -> None:
         super().__init__(descriptor, "w", closefd=False)

@@ -142,10 +142,9 @@ class Run:
         return [entry.place for entry in self.folder.list_rollouts()]
 
     def rollouts(self, step: int, stage: str | None = None) -> list[Record]:
-        """The rollouts of a step, a dict a completion; messages come as lists, arrays as lists.
+        """The rollouts of a step, a dict per completion with messages and arrays as lists.
 
-        Raises:
-            KeelError: the step has none, or the file is damaged.
+        Raises KeelError where the step has none, or the file is damaged.
         """
         path = self.folder.rollouts(self._stage_of_rollouts(stage), step)
         if not path.is_file():
@@ -181,9 +180,5 @@ class Run:
 
 
 def load(path: Path | str) -> Run:
-    """The run in a folder.
-
-    Raises:
-        KeelError: there is no run there.
-    """
+    """The run in a folder. Raises KeelError where there is none."""
     return Run(RunFolder.open(path))

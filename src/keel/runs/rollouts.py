@@ -114,11 +114,7 @@ def encode(stage: str, step: int, rows: Sequence[RolloutRow]) -> bytes:
 
 
 def read_table(path: Path) -> pa.Table:
-    """The table of a rollouts file.
-
-    Raises:
-        KeelError: it is damaged or cannot be read.
-    """
+    """The table of a rollouts file. Raises KeelError where it is damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

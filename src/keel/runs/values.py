@@ -26,11 +26,7 @@ def clean_text(text: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON: keys sorted, arrays as lists, numbers that are not finite as null.
-
-    Raises:
-        TypeError: no JSON for a value of this type.
-    """
+    """The value as JSON: keys sorted, arrays as lists, numbers that are not finite as null."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
@@ -70,9 +66,7 @@ def exact(value: Any) -> Any:
 
     Holds None, bool, int of any size, float (the shortest decimal that reads back the same; nan
     and infinities too), str, list, tuple, mappings with text keys, numpy arrays and scalars.
-
-    Raises:
-        TypeError: a value of another type (tensors go into safetensors), or a key that is no text.
+    Raises TypeError for others: tensors go into safetensors.
     """
     if isinstance(value, np.generic):  # before float: np.float64 is one
         array = np.asarray(value)
@@ -96,11 +90,7 @@ def exact(value: Any) -> Any:
 
 
 def restore(value: Any) -> Any:
-    """The value that `exact` was given.
-
-    Raises:
-        ValueError, KeyError, TypeError: not made by `exact`.
-    """
+    """The value from `exact`; ValueError, KeyError or TypeError for JSON not made by it."""
     if isinstance(value, list):
         return [restore(item) for item in value]
     if not isinstance(value, dict):

@@ -37,7 +37,7 @@ class JsonlWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         with files.os_errors(path):
-            content = path.read_bytes() if path.exists() else b""
+            content = path.read_bytes() if path.is_file() else b""
             if content and not content.endswith(b"\n"):
                 os.truncate(path, content.rfind(b"\n") + 1)
             self._file = io.FileIO(path, "ab")
@@ -162,11 +162,7 @@ def truncate_after(folder: RunFolder, stage: int, step: int) -> None:
 
 
 def update_run_json(folder: RunFolder, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Sets top-level keys of run.json, atomically; returns its content. New keys come last.
-
-    Raises:
-        KeelError: the file cannot be read, has another shape, or cannot be replaced.
-    """
+    """Sets top-level keys of run.json, atomically; returns its content. New keys come last."""
     content = read_run_json(folder)
     content.update({key: plain(value) for key, value in values.items()})
     files.write_text(folder.run_json, document(content))
