@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pty
@@ -164,13 +163,6 @@ def test_characters_outside_the_encoding_are_escaped_as_in_json(
     assert json.loads(message.decode("latin-1")) == text
 
 
-def test_stream_set_by_the_caller_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", own)
-    with streams.outlasting():
-        assert sys.stdout is own
-
-
 def test_no_file_gets_the_descriptor_of_a_closed_stream() -> None:
     """The exit code is the number of the next file that is opened."""
     script = (
@@ -198,10 +190,7 @@ def test_folder_that_is_not_utf8_is_refused(tmp_path: Path, unharmed: Path) -> N
     for command in (
         ("train", "tiny", *RUN, "--run", odd),
         ("train", "--resume", "--run", odd),
-        ("control", "reinforce", "--env", "CartPole-v1", "--run", odd),
         ("export", unharmed, odd),
-        ("eval", odd),
-        ("runs", "diff", odd, unharmed),
     ):
         assert not odd.exists()
         if command[0] != "train" or "--resume" in command:

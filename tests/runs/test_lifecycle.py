@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,20 +161,6 @@ def test_timings_include_the_time_of_recording(tmp_path: Path) -> None:
     assert "rollout" not in second
     assert load(folder.path).seconds() == 0.75
     assert load(folder.path).seconds("other") == 0
-
-
-def test_timings_of_a_step_are_written_last(tmp_path: Path) -> None:
-    """They hold the seconds of its rollouts, so they cannot come before."""
-    folder = one_stage(tmp_path)
-
-    def without_folder(writer: RunWriter) -> None:
-        shutil.rmtree(folder.rollouts_folder)
-        writer.recorded(Progress(0, 1), {"loss": 1.0}, [row()], 0.25)
-
-    printed = stopped(folder, without_folder, True)
-    assert f"cannot write {folder.rollouts(0, 1)}: No such file" in printed
-    assert len(load(folder.path).metrics()) == 1
-    assert load(folder.path).timings() == []
 
 
 def test_callback_whose_output_is_closed_is_removed(tmp_path: Path) -> None:

@@ -19,8 +19,6 @@ EXAMPLE = {"prompt": "3 1 2 =", "completion": "1 2 3", "reward": 1.0}
 
 WRONG: dict[str, tuple[Any, str]] = {
     "a list": ([1], "it holds no JSON object"),
-    "a number": (3, "it holds no JSON object"),
-    "evaluation a list": ({"evaluation": [RESULT]}, "evaluation: "),
     "evaluation without a mean": (
         {"evaluation": {"rl": {"after": {"n": 4}}}},
         "evaluation.rl.after.mean: ",
@@ -29,15 +27,12 @@ WRONG: dict[str, tuple[Any, str]] = {
         {"evaluation": {"rl": {"after": {**RESULT, "mean": "0.5"}}}},
         "evaluation.rl.after.mean: ",
     ),
-    "examples a list": ({"examples": [EXAMPLE]}, "examples: "),
     "an example without its completion": (
         {"examples": {"rl": {"after": [{"prompt": "1", "reward": None}]}}},
         "examples.rl.after.0.completion: ",
     ),
-    "measured a number": ({"measured": {"judge": 3}}, "measured.judge: "),
     "best in words": ({"best": {"rl": "last"}}, "best.rl: "),
     "versions a list": ({"versions": ["torch"]}, "versions: "),
-    "threads in words": ({"threads": "two"}, "threads: "),
 }
 
 

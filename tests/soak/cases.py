@@ -78,6 +78,9 @@ def _kept(run: Run) -> bool:
 
 LOOPS: dict[str, tuple[Make, Shows]] = {
     "ppo-head": _rl("algorithm=ppo", "value.kind=head", "minibatches=2"),
+    "ppo-critic-rate": _rl(
+        "algorithm=ppo", "value.optimizer={learning_rate=1e-2}", "minibatches=2", "epochs=2"
+    ),
     "ppo-lora": _rl("algorithm=ppo", LORA, FAST_RATE),
     "adaptive-ppo": _rl(
         "algorithm=ppo_kl_penalty",
@@ -91,6 +94,7 @@ LOOPS: dict[str, tuple[Make, Shows]] = {
         shows=lambda run: max(_column(run, "rollout/refills")) > 0,
     ),
     "reset": _rl("reference.reset_every=2", FAST_RATE, "steps=5"),
+    "lora-reset": _rl(LORA, "reference.reset_every=2", "minibatches=2", FAST_RATE, "steps=5"),
     "lora-ppo-reset": _rl(
         "algorithm=ppo", "value.kind=head", LORA, "reference.reset_every=1", FAST_RATE
     ),
@@ -234,6 +238,7 @@ def _twice_judged(folder: Path) -> Recipe:
 
 JUDGE: dict[str, Any] = {"stage": "reward_model", **ROWS, "steps": 3, "sampled": SAMPLED}
 PIPELINES: dict[str, tuple[Make, Shows]] = {
+    "sft": _stages(IMITATE),
     "sft-lora": _stages({**IMITATE, "optimizer": {"learning_rate": 1e-2}}, lora={"rank": 4}),
     "two-stages": (
         lambda folder: small(

@@ -227,15 +227,11 @@ class _Comparison:
             x, y = a / name, b / name
             if _same_bytes(x, y):
                 continue
-            file = f"checkpoints/{a.name}/{name}"
-            if not x.exists() or not y.exists():
-                yield file, _only_in_one(name, x.exists())
-                continue
             for path in (a, b):
                 if (wrong := checkpoint.damage(path)) is not None:
                     raise KeelError(f"checkpoint {path} is damaged ({wrong}): delete it")
-            for found in _compare_state(x, y) if name == STATE else _compare_tensors(x, y):
-                yield file, found
+            for found in _compare_files(name, x, y):
+                yield f"checkpoints/{a.name}/{name}", found
 
 
 def _only_in_one(name: str, in_a: bool) -> Change:
@@ -293,12 +289,14 @@ def _change_in_cell(name: str, sequence: int, place: int, a: Any, b: Any) -> Cha
     return change(name, x, y, (sequence, place))
 
 
-def _compare_state(a: Path, b: Path) -> Iterator[Change]:
-    return changes(json.loads(a.read_bytes()), json.loads(b.read_bytes()))
-
-
-def _compare_tensors(a: Path, b: Path) -> Iterator[Change]:
-    """The tensors that differ, each with its first element whose bits do."""
+def _compare_files(name: str, a: Path, b: Path) -> Iterator[Change]:
+    """The values of state that differ, or the tensors, each with its first element that does."""
+    if not a.exists() or not b.exists():
+        yield _only_in_one(name, a.exists())
+        return
+    if name == STATE:
+        yield from changes(json.loads(a.read_bytes()), json.loads(b.read_bytes()))
+        return
     import torch
     from safetensors import safe_open
 

@@ -135,20 +135,6 @@ class RunFolder:
             raise KeelError(f"cannot read {recipe}: {error}") from error
         return RunFolder(path, stages_of(text, str(recipe)))
 
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        """Those that a run writes files or folders into, completely or not at all."""
-        return (
-            self.rollouts_folder,
-            self.checkpoints_folder,
-            self.pictures,
-            self.rewards,
-            self.quarantine,
-            self.faults,
-            self.models_folder,
-            self.rows_folder,
-        )
-
     def model(self, stage: str) -> Path:
         """The reward model that a stage made, as a plain model folder."""
         return self.models_folder / stage

@@ -157,12 +157,12 @@ def write_metadata(
 
     A resumed run keeps what it began with; differences are noted.
     """
-    now = facts(name, seed, threads, packages)
+    versions = {"python": platform.python_version(), **{p: version(p) for p in packages}}
     if kernels is not None:
-        now["versions"]["kernels"] = kernels
+        versions["kernels"] = kernels
     begun: dict[str, Any] = {} if writer.reached.step is None else read_run_json(writer.folder)
     before = {"threads": begun.get("threads"), **begun.get("versions", {})}
-    after = {"threads": now["threads"], **now["versions"]}
+    after: dict[str, Any] = {"threads": threads, **versions}
     changed = ", ".join(
         f"{key} {value} (now {after[key]})"
         for key, value in before.items()
@@ -174,19 +174,8 @@ def write_metadata(
             "stopped"
         )
     kept: dict[str, Any] = {key: begun[key] for key in ("versions", "threads") if key in begun}
+    now = {"name": name, "seed": seed, "versions": versions, "threads": threads, "finished": False}
     update_run_json(writer.folder, {**now, **kept})
-
-
-def facts(name: str, seed: int, threads: int, packages: Sequence[str]) -> dict[str, Any]:
-    """The environment of a run, as run.json has it."""
-    return {
-        "name": name,
-        "seed": seed,
-        "versions": {"python": platform.python_version()}
-        | {package: version(package) for package in packages},
-        "threads": threads,
-        "finished": False,
-    }
 
 
 def _where_to_begin(place: RunFolder) -> tuple[FolderEntry | None, Damage]:
@@ -217,8 +206,8 @@ def _compare(
 ) -> tuple[dict[str, str], list[str]]:
     """The hashes of what was recorded before a checkpoint, and the rollouts that are lost since.
 
-    A checkpoint of an earlier version of Keel has no hashes: then they are those of what is there.
-    A lost file keeps its hash, so that the checkpoints that follow are those of an unharmed run.
+    A checkpoint of an earlier version of Keel has none: then they are those of the present files.
+    A lost file keeps its hash, so that later checkpoints are those of an unharmed run.
     """
     if start is None:
         return {}, []

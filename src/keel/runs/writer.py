@@ -157,7 +157,7 @@ def truncate_after(folder: RunFolder, stage: int, step: int) -> None:
     for entry in (*folder.list_rollouts(), *folder.list_checkpoints()):
         if entry.place > keep_to:
             files.remove(entry.path)
-    for inside in (folder.path, *folder.folders):
+    for inside in (folder.path, *folder.path.iterdir()):
         files.remove_leftovers(inside)
 
 
@@ -272,38 +272,23 @@ class RunWriter:
         progress: RunProgress,
         result: Mapping[str, Any],
         when: Literal["before", "during", "after"],
+        key: Literal["evaluation", "measured"] = "evaluation",
     ) -> None:
-        """Report an evaluation; the first and the last of each stage go into run.json."""
-        results = {"evaluation": {key: v for key, v in result.items() if key != "examples"}}
-        if "examples" in result:
-            results["examples"] = result["examples"]
-        self._report(progress, result, when, {"mean": result["mean"], "n": result["n"]}, results)
-
-    def measured(
-        self,
-        progress: RunProgress,
-        result: Mapping[str, Any],
-        when: Literal["before", "during", "after"],
-    ) -> None:
-        """Report an evaluation of a reward model; the first and the last go into run.json."""
-        self._report(progress, result, when, {"n": result["n"]}, {"measured": dict(result)})
-
-    def _report(
-        self,
-        progress: RunProgress,
-        result: Mapping[str, Any],
-        when: str,
-        event: Mapping[str, Any],
-        results: Mapping[str, Any],
-    ) -> None:
+        """Report an evaluation; the first and the last of each stage go into run.json as `key`."""
         name = self.folder.stages[progress.stage]
+        summary = {part: result[part] for part in ("mean", "n") if part in result}
         self.callbacks.evaluation(progress.step, result)
-        self.recorder.event("evaluation", stage=name, step=progress.step, **event)
-        if when != "during":
-            known = read_run_json(self.folder)
-            for key, value in results.items():
-                known.setdefault(key, {}).setdefault(name, {})[when] = value
-            update_run_json(self.folder, {key: known[key] for key in results})
+        self.recorder.event("evaluation", stage=name, step=progress.step, **summary)
+        if when == "during":
+            return
+        content = read_run_json(self.folder)
+        parts: dict[str, Any] = {
+            key: {part: value for part, value in result.items() if part != "examples"}
+        }
+        parts |= {"examples": result["examples"]} if "examples" in result else {}
+        for part, value in parts.items():
+            content.setdefault(part, {}).setdefault(name, {})[when] = value
+        update_run_json(self.folder, {part: content[part] for part in parts})
 
     def recorded(
         self,
