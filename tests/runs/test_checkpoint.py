@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -135,7 +136,7 @@ def test_prune_keeps_the_newest_and_the_protected(tmp_path: Path) -> None:
 
 
 def dying_after(survive: int) -> None:
-    """In a process of its own: it dies at the system call after `survive` that change the disk."""
+    """In a child: it dies at the call after `survive` that open a file or change the disk."""
     calls = 0
 
     def counted(function: Any) -> Any:
@@ -150,6 +151,7 @@ def dying_after(survive: int) -> None:
 
     for name in ("rename", "fsync", "unlink", "rmdir", "mkdir"):
         setattr(os, name, counted(getattr(os, name)))
+    io.open = counted(io.open)  # which pathlib calls
 
 
 def until_killed(act: Callable[[], object]) -> Iterator[bool]:

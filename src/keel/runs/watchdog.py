@@ -264,8 +264,13 @@ class _Ticker:
         """Raises RuntimeError where no thread can be started."""
         with self._lock:
             if not self._started:
-                threading.Thread(target=self._run, name="keel-watch", daemon=True).start()
-                self._started = True
+                thread = threading.Thread(target=self._run, name="keel-watch", daemon=True)
+                self._started = True  # before: a second thread would count twice
+                try:
+                    thread.start()
+                except RuntimeError:
+                    self._started = False
+                    raise
             self.watches = (*self.watches, watch)
         if watch.tick < TICK:
             self._sooner.set()
