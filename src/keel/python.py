@@ -89,7 +89,7 @@ def train(
 
     Raises:
         KeelError: something is wrong with the arguments, or stops the run.
-        keel.runs.signals.Interrupted: Ctrl-C or SIGTERM; there is a checkpoint.
+        keel.runs.process.Interrupted: Ctrl-C or SIGTERM; there is a checkpoint.
     """
     from keel.training.live import objects
     from keel.training.run import train as run

@@ -24,8 +24,8 @@ from keel.control.evaluate import evaluate
 from keel.control.run import control, trained
 from keel.runs.callbacks import RunState
 from keel.runs.layout import RunFolder
+from keel.runs.process import Interrupted
 from keel.runs.reader import load
-from keel.runs.signals import Interrupted
 from keel.types import KeelError
 from tests.shared import ROOT
 

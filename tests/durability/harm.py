@@ -1,6 +1,6 @@
-"""A reward that is a function of its input, and does what a test asks at one step on the side.
+"""A reward that harms its own run at one step, as a test has planned.
 
-The plan comes by the environment, so that the recipe of a harmed run is that of a whole one.
+The plan is in the environment, so that the recipe is that of an unharmed run.
 """
 
 from __future__ import annotations
@@ -67,22 +67,22 @@ def _level(path: Path) -> None:
         file.write(row.replace('""', '"' + "x" * more + '"'))
 
 
-def _tell(path: str) -> None:
-    """Says that the step is reached, and waits until the file is taken away."""
+def _pause(path: str) -> None:
+    """Makes a file once the step is reached, and waits until it is deleted."""
     Path(path).touch()
     while Path(path).exists():
         time.sleep(0.002)
 
 
-def _say(text: str) -> None:
-    """What a reward prints while it is looked into."""
+def _print(text: str) -> None:
+    """What a reward prints during its call."""
     for _ in range(3):
         print(text, flush=True)
         time.sleep(0.01)
 
 
 def _exchange(paths: list[str]) -> None:
-    """Moves the first to the second, and makes a folder of somebody else's where it was."""
+    """Moves the first folder to the second, and makes another in its place."""
     there, away = paths
     os.rename(there, away)
     Path(there).mkdir()
@@ -106,8 +106,7 @@ ACTS = {
     "exchange": _exchange,
     "freeze": _freeze,
     "fill": _fill,
-    "break": lambda place: mounts.break_disk(Path(place)),
     "vanish": lambda place: mounts.vanish(Path(place)),
-    "tell": _tell,
-    "say": _say,
+    "pause": _pause,
+    "print": _print,
 }

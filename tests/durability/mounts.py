@@ -1,4 +1,4 @@
-"""Small disks that fill, turn read-only and vanish, mounted for a test. Root only."""
+"""Small disks that fill and vanish, mounted for a test. Root only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import errno
 import functools
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,34 +71,6 @@ def bring_back(source: Path, place: Path) -> None:
 
 def vanish(place: Path) -> None:
     subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-@contextmanager
-def breakable_disk(image: Path, place: Path, size: int) -> Iterator[Path]:
-    """An ext4 disk in a file, mounted at `place`."""
-    _need_own()
-    if shutil.which("mkfs.ext4") is None:
-        pytest.skip("mkfs.ext4 is not there")
-    with image.open("wb") as file:
-        file.truncate(size)
-    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
-    place.mkdir()
-    _mount("-o", "loop", str(image), str(place))
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def break_disk(place: Path) -> None:
-    """What the kernel does on an error of the disk: the file system turns read-only at once."""
-    subprocess.run(["mount", "-o", "remount,abort", str(place)], check=True)
-
-
-def mend_disk(image: Path, place: Path) -> None:
-    """Mounts it again, by its journal."""
-    subprocess.run(["umount", str(place)], check=True)
-    _mount("-o", "loop", str(image), str(place))
 
 
 def free(disk: Path) -> int:

@@ -1,4 +1,4 @@
-"""Runs that must end alike, and the small recipe that they are of."""
+"""The small recipe of these tests, and the comparison of two runs of it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ TINY = (
     "checkpoints.keep=9",
     "rewards.functions=[{function='tests.durability.harm:digits'}]",
 )
+RUN = (*TINY, "steps=4")
 OWN_TIME = ("timings.jsonl", "events.jsonl", ".lock")
 """What a run folder holds that is no function of recipe and seed."""
 

@@ -14,7 +14,7 @@ from keel.config.load import load_recipe
 from keel.rewards.learned import which_model
 from keel.rewards.registry import RewardContext
 from keel.runs.callbacks import Callback
-from keel.runs.fingerprints import fingerprints
+from keel.runs.lifecycle import fingerprints
 from keel.runs.reader import load
 from keel.training.evaluation import evaluate_reward_model
 from keel.training.export import export
@@ -99,7 +99,7 @@ def copy(place: Place) -> Place:
     return other
 
 
-def test_nothing_changed_is_not_noted_and_ends_the_same(place: Place, copy: Place) -> None:
+def test_resume_without_changes_notes_nothing_and_ends_the_same(place: Place, copy: Place) -> None:
     assert copy.resume() == []
     same(copy.run, place.run)
 
@@ -120,7 +120,7 @@ CHANGES: dict[str, tuple[Callable[[Place], object], str]] = {
 
 @pytest.mark.quick("data")
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_change_since_the_checkpoint_is_noted(what: str, copy: Place) -> None:
+def test_change_since_the_checkpoint_is_noted(what: str, copy: Place) -> None:
     change, message = CHANGES[what]
     change(copy)
     notes = copy.resume()
@@ -129,7 +129,7 @@ def test_a_change_since_the_checkpoint_is_noted(what: str, copy: Place) -> None:
     assert "from here on this is another run" in notes[0]
 
 
-def test_a_model_of_other_sizes_is_refused(copy: Place) -> None:
+def test_model_of_other_sizes_is_refused(copy: Place) -> None:
     copy.edit("hidden_size = 64", "hidden_size = 32")
     before = (copy.run / "metrics.jsonl").read_bytes()
     with pytest.raises(KeelError, match=r"recipe's model: \S+ is 13 × 64 in it and 13 × 32 in"):
@@ -143,7 +143,7 @@ def test_fewer_steps_than_the_checkpoint_has_taken_are_refused(copy: Place) -> N
         copy.resume()
 
 
-def test_a_checkpoint_of_another_run_is_refused(copy: Place) -> None:
+def test_checkpoint_of_another_run_is_refused(copy: Place) -> None:
     other = copy.make(seed=1, run=copy.folder / "run-3")
     shutil.rmtree(copy.run / "checkpoints" / "step-000004")
     shutil.copytree(other / "checkpoints" / "step-000004", copy.run / "checkpoints" / "step-000004")
@@ -151,7 +151,7 @@ def test_a_checkpoint_of_another_run_is_refused(copy: Place) -> None:
         train(None, copy.run, resume=True)
 
 
-def test_fingerprints_are_of_what_a_recipe_names(tmp_path: Path) -> None:
+def test_fingerprints_of_the_files_a_recipe_names(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -174,7 +174,7 @@ def test_fingerprints_are_of_what_a_recipe_names(tmp_path: Path) -> None:
     assert [key.split(" ")[0] for key in changed] == keys[:3]
 
 
-def test_a_data_set_in_a_folder_has_a_fingerprint_of_all_its_files(tmp_path: Path) -> None:
+def test_fingerprint_of_a_data_set_covers_all_its_files(tmp_path: Path) -> None:
     rows = tmp_path / "data" / "train" / "rows.jsonl"
     rows.parent.mkdir(parents=True)
     rows.write_text('{"a": 1}')
@@ -192,7 +192,7 @@ def test_a_data_set_in_a_folder_has_a_fingerprint_of_all_its_files(tmp_path: Pat
     assert all(again[key] != digest for key, digest in found.items())
 
 
-def test_a_module_in_the_working_folder_has_a_fingerprint(
+def test_fingerprint_of_a_module_in_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A console script does not have that folder on its path."""
@@ -202,7 +202,7 @@ def test_a_module_in_the_working_folder_has_a_fingerprint(
     assert list(fingerprints({"f": "own_rewards_here:x"}, Path())) == ["f (own_rewards_here:x)"]
 
 
-def test_a_damaged_reward_model_is_refused_wherever_it_is_loaded(tmp_path: Path) -> None:
+def test_damaged_reward_model_is_refused_wherever_it_is_loaded(tmp_path: Path) -> None:
     recipe, run = tmp_path / "judged.toml", tmp_path / "run"
     recipe.write_text(JUDGED)
     train(load_recipe(str(recipe)), run)

@@ -9,10 +9,9 @@ import pytest
 from tests.durability import mounts
 from tests.durability.harm import plan
 from tests.durability.processes import keel
-from tests.durability.same import TINY, contents, one_line, same, whole
+from tests.durability.same import RUN, TINY, contents, one_line, same, whole
 
 DISK = 24 << 20
-RUN = (*TINY, "steps=4")
 ROWS_ONLY = (*TINY, "steps=8", "rollouts_every=0", "checkpoints.every=100")
 JUDGED = """
 name = "judged"
@@ -46,23 +45,15 @@ def pages(*paths: Path) -> int:
     return sum(-(-f.stat().st_size // mounts.PAGE) * mounts.PAGE for f in files)
 
 
-@pytest.fixture(scope="module")
-def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tmp_path = tmp_path_factory.mktemp("whole")
-    code, _, err = keel(tmp_path, "train", "tiny", *RUN, "--run", tmp_path / "run")
-    assert (code, err) == (0, "")
-    return tmp_path / "run"
-
-
-def room(unharmed: Path) -> int:
+def needed(unharmed: Path) -> int:
     """What the last step of the run takes: its rollouts and its checkpoint."""
     step = unharmed / "rollouts" / "step-000004.parquet"
     return pages(step, unharmed / "checkpoints" / "step-000004")
 
 
 CASES = {
-    # what the line names: (step of the reward that fills the disk, share of a step's room left,
-    # pages more, steps on record, newest checkpoint)
+    # the file of the message: (step of the reward that fills the disk, share left of the space that
+    # a step needs, pages more, recorded steps, newest checkpoint)
     "rollouts/step-000003.parquet": (3, 0.0, 0, 2, 2),
     "checkpoints/.tmp-step-000004/trainable.safetensors": (4, 0.3, 0, 4, 2),
     "checkpoints/.tmp-step-000004/optimizer.safetensors": (4, 0.7, 0, 4, 2),
@@ -75,13 +66,13 @@ CASES = {
 
 @pytest.mark.quick("checkpoints/.tmp-step-000004/optimizer.safetensors")
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_stops_where_the_disk_is_full_and_goes_on(
+def test_run_stops_where_the_disk_is_full_and_resumes(
     name: str, tmp_path: Path, unharmed: Path
 ) -> None:
     step, share, more, recorded, newest = CASES[name]
     with mounts.small_disk(tmp_path / "disk", DISK) as disk:
         run = disk / "run"
-        leave = int(share * room(unharmed)) // mounts.PAGE * mounts.PAGE + more * mounts.PAGE
+        leave = int(share * needed(unharmed)) // mounts.PAGE * mounts.PAGE + more * mounts.PAGE
         level = {"level": str(run / name)} if name == "events.jsonl" else {}
         harm = plan(step, fill={"disk": str(disk), "leave": leave, **level})
         code, _, err = keel(tmp_path, "train", "tiny", *RUN, "--run", run, environment=harm)
@@ -98,7 +89,7 @@ def test_a_run_stops_where_the_disk_is_full_and_goes_on(
         same(run, unharmed)
 
 
-def test_rows_that_find_no_room_are_dropped_whole(tmp_path: Path) -> None:
+def test_records_that_do_not_fit_are_dropped_completely(tmp_path: Path) -> None:
     """Until space is freed the disk stays full: going on changes nothing but the line."""
     run, other = tmp_path / "disk" / "run", tmp_path / "whole"
     with mounts.small_disk(tmp_path / "disk", DISK) as disk:
@@ -116,7 +107,7 @@ def test_rows_that_find_no_room_are_dropped_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_reward_model_and_its_rows_are_whole_or_not_there(tmp_path: Path) -> None:
+def test_reward_model_and_its_samples_are_whole_or_absent(tmp_path: Path) -> None:
     recipe, other = tmp_path / "judged.toml", tmp_path / "whole"
     recipe.write_text(JUDGED)
     assert keel(tmp_path, "train", recipe, "--run", other)[0] == 0
@@ -145,7 +136,7 @@ def test_a_reward_model_and_its_rows_are_whole_or_not_there(tmp_path: Path) -> N
         same(run, other)
 
 
-def test_a_disk_without_room_for_a_run_folder_stays_as_it_was(tmp_path: Path) -> None:
+def test_disk_without_space_for_a_run_folder_is_not_changed(tmp_path: Path) -> None:
     with mounts.small_disk(tmp_path / "disk", 1 << 20) as disk:
         mounts.fill(disk, 0)
         code, _, err = keel(tmp_path, "train", "tiny", *RUN, "--run", disk / "run")

@@ -8,22 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from keel.runs.process import AGAIN
 from keel.runs.reader import load
-from keel.runs.signals import AGAIN
 from tests.durability.harm import plan
 from tests.durability.processes import keel, start
-from tests.durability.same import TINY, same
+from tests.durability.same import RUN, same
 from tests.durability.test_full_disk import JUDGED
 
-RUN = (*TINY, "steps=4")
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-
-
-@pytest.fixture(scope="module")
-def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tmp_path = tmp_path_factory.mktemp("whole")
-    assert keel(tmp_path, "train", "tiny", *RUN, "--run", tmp_path / "run")[0] == 0
-    return tmp_path / "run"
 
 
 def notice(signum: int) -> str:
@@ -31,7 +23,7 @@ def notice(signum: int) -> str:
     return f"keel: {name}: stopping once the step in hand is saved; again: at once\n"
 
 
-def goes_on(tmp_path: Path, run: Path, other: Path) -> None:
+def resume_to_the_end(tmp_path: Path, run: Path, other: Path) -> None:
     """Resumed, it ends as the other: the checkpoint where it was stopped is gone."""
     code, _, err = keel(tmp_path, "train", "--resume", "--run", run)
     assert (code, err) == (0, "")
@@ -41,7 +33,7 @@ def goes_on(tmp_path: Path, run: Path, other: Path) -> None:
 
 @pytest.mark.quick("1-4")
 @pytest.mark.parametrize(("signum", "step"), [(INT, 0), (INT, 1), (INT, 3), (TERM, 3), (HUP, 4)])
-def test_one_signal_saves_the_step_in_hand(
+def test_signal_saves_the_current_step(
     signum: int, step: int, tmp_path: Path, unharmed: Path
 ) -> None:
     """Step 0 is the evaluation before the first."""
@@ -55,16 +47,16 @@ def test_one_signal_saves_the_step_in_hand(
     how = f"keel train --resume --run {run}"
     assert out.endswith(f"stopped by {signal.Signals(signum).name}; go on with: {how}\n")
     assert load(run).checkpoints()[-1].place.step == step
-    goes_on(tmp_path, run, unharmed)
+    resume_to_the_end(tmp_path, run, unharmed)
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_at_once_and_its_echo_does_not(tmp_path: Path) -> None:
+def test_second_signal_ends_at_once_and_its_echo_does_not(tmp_path: Path) -> None:
     """An echo is what timeout(1) sends: one to the process, one to its group."""
     sign = tmp_path / "sign"
     process = start(
         tmp_path, "train", "tiny", *RUN, "--run", tmp_path / "run",
-        environment=plan(3, tell=str(sign)),
+        environment=plan(3, pause=str(sign)),
     )  # fmt: skip
     process.until(sign.exists)
     process.send(TERM)
@@ -84,7 +76,7 @@ def test_a_second_signal_ends_at_once_and_its_echo_does_not(tmp_path: Path) -> N
     assert load(run).checkpoints()[-1].place.step == 3
 
 
-def test_what_was_ignored_stays_ignored(tmp_path: Path, unharmed: Path) -> None:
+def test_ignored_signal_stays_ignored(tmp_path: Path, unharmed: Path) -> None:
     run = tmp_path / "run"
     harm = plan(3, signal=HUP)
     ended = keel(tmp_path, "train", "tiny", *RUN, "--run", run, environment=harm, ignore=[HUP])
@@ -111,7 +103,7 @@ STOPS = {
 
 
 @pytest.mark.slow
-def test_each_kind_of_stage_saves_its_step(tmp_path: Path) -> None:
+def test_signal_in_each_kind_of_stage_saves_its_step(tmp_path: Path) -> None:
     """One run, stopped within a stage, between two, before the first step of one and within it."""
     recipe, run, other = tmp_path / "two.toml", tmp_path / "run", tmp_path / "whole"
     text = JUDGED.replace("steps = 2", "steps = 30")
@@ -129,4 +121,4 @@ def test_each_kind_of_stage_saves_its_step(tmp_path: Path) -> None:
     code, _, err = process.end()
     assert (code, err) == (128 + INT, notice(INT))
     assert load(run).checkpoints()[-1].path.name > "judge-step-000000"
-    goes_on(tmp_path, run, other)
+    resume_to_the_end(tmp_path, run, other)

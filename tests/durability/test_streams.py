@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pty
@@ -15,14 +14,13 @@ from typing import Any
 
 import pytest
 
-from keel.runs import stdio as streams
+from keel.runs import process as streams
 from keel.runs.reader import load
 from tests.durability.harm import plan
 from tests.durability.processes import keel, start
-from tests.durability.same import TINY, one_line, same
+from tests.durability.same import RUN, TINY, one_line, same
 from tests.shared import ROOT
 
-RUN = (*TINY, "steps=4")
 HARSH = {
     "LC_ALL": "C",
     "PYTHONUTF8": "0",
@@ -33,28 +31,21 @@ HARSH = {
 """No locale, no encoding of its own but ASCII, and a backend that matplotlib does not know."""
 
 
-@pytest.fixture(scope="module")
-def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tmp_path = tmp_path_factory.mktemp("whole")
-    assert keel(tmp_path, "train", "tiny", *RUN, "--run", tmp_path / "run")[0] == 0
-    return tmp_path / "run"
-
-
 def lost(run: Path) -> list[tuple[str, str]]:
-    """The streams that an event says the run has lost, and why."""
+    """The streams that the run has recorded as lost, and why."""
     rows = [row for row in load(run).events() if row["event"] == "output_lost"]
     return [(row["stream"], row["why"]) for row in rows]
 
 
 @pytest.mark.quick("False")
 @pytest.mark.parametrize("quiet", [True, False])
-def test_a_run_outlives_the_reader_of_its_output(
+def test_run_continues_when_the_reader_of_its_output_ends(
     quiet: bool, tmp_path: Path, unharmed: Path
 ) -> None:
     """As in `keel train | head -2`; in the quiet run only the reward prints."""
     run, pipe = tmp_path / "run", tmp_path / "pipe"
     os.mkfifo(pipe)
-    harm = plan(1, say="first") if quiet else {}
+    harm = plan(1, print="first") if quiet else {}
     more = ("--quiet",) if quiet else ()
     process = start(
         tmp_path, "train", "tiny", *RUN, "--run", run, *more, environment=harm, output=pipe
@@ -68,11 +59,11 @@ def test_a_run_outlives_the_reader_of_its_output(
     assert lost(run) == [("stdout", "Broken pipe")]
 
 
-def test_a_run_outlives_its_terminal(tmp_path: Path, unharmed: Path) -> None:
+def test_run_continues_when_its_terminal_closes(tmp_path: Path, unharmed: Path) -> None:
     """The kernel hangs up, and whatever is printed from then on fails."""
     run, sign = tmp_path / "run", tmp_path / "sign"
     ours, theirs = pty.openpty()
-    harm = plan(3, tell=str(sign))
+    harm = plan(3, pause=str(sign))
     process = start(
         tmp_path, "train", "tiny", *RUN, "--run", run, environment={**harm, "TERM": "xterm"},
         output=Path(os.ttyname(theirs)),
@@ -88,7 +79,7 @@ def test_a_run_outlives_its_terminal(tmp_path: Path, unharmed: Path) -> None:
     assert ("stdout", "Input/output error") in lost(run)
 
 
-def test_a_hangup_with_the_terminal_still_open_stops_the_run(tmp_path: Path) -> None:
+def test_hangup_with_an_open_terminal_stops_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     ours, theirs = pty.openpty()
     try:
@@ -114,13 +105,13 @@ def under(environment: dict[str, str], *words: object, **options: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_every_verb_runs_in_an_ascii_locale(tmp_path: Path, unharmed: Path) -> None:
-    script = tmp_path / "verbs.py"
+def test_every_command_runs_in_an_ascii_locale(tmp_path: Path, unharmed: Path) -> None:
+    script = tmp_path / "commands.py"
     run, out = tmp_path / "run", tmp_path / "model"
     rows = tmp_path / "rows.jsonl"
     row = {"prompt": "θ", "chosen": "ä", "rejected": "😀"}
     rows.write_text(json.dumps(row, ensure_ascii=False) + "\n", "utf-8")
-    verbs = [
+    commands = [
         ("train", "tiny", *RUN, "--run", run),
         ("check", "tiny", *TINY),
         ("explain", "tiny"),
@@ -142,20 +133,20 @@ def test_every_verb_runs_in_an_ascii_locale(tmp_path: Path, unharmed: Path) -> N
             for words in %r:
                 print("#", words[0], main(words), flush=True)
         """)
-        % [[str(word) for word in words] for words in verbs]
+        % [[str(word) for word in words] for words in commands]
     )
     ended = under(HARSH, script)
     assert ended.returncode == 0, ended.stderr.decode()
     lines = ended.stdout.decode("ascii").splitlines()
     codes = [line.split()[1:] for line in lines if line.startswith("# ")]
-    assert [verb for verb, _ in codes] == [str(words[0]) for words in verbs]
-    assert [verb for verb, code in codes if code != "0"] == ["eval"]
+    assert [command for command, _ in codes] == [str(words[0]) for words in commands]
+    assert [command for command, code in codes if code != "0"] == ["eval"]
     assert r"J(\u03b8) = " in ended.stdout.decode("ascii")
     assert ended.stderr.count(b"keel: error: ") == 1
     same(run, unharmed)
 
 
-def test_what_an_encoding_lacks_is_written_as_json_spells_it(
+def test_characters_outside_the_encoding_are_escaped_as_in_json(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reading, writing = os.pipe()
@@ -172,17 +163,10 @@ def test_what_an_encoding_lacks_is_written_as_json_spells_it(
     assert json.loads(message.decode("latin-1")) == text
 
 
-def test_a_stream_that_a_caller_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", own)
-    with streams.outlasting():
-        assert sys.stdout is own
-
-
-def test_no_file_gets_the_number_of_a_closed_stream() -> None:
+def test_no_file_gets_the_descriptor_of_a_closed_stream() -> None:
     """The exit code is the number of the next file that is opened."""
     script = (
-        "import os, sys\nfrom keel.runs.stdio import outlasting\nwith outlasting():\n"
+        "import os, sys\nfrom keel.runs.process import outlasting\nwith outlasting():\n"
         "    print('dropped', flush=True)\n    print('dropped', file=sys.stderr)\n"
         "    next_one = os.open('/dev/null', os.O_RDONLY)\nsys.exit(next_one)"
     )
@@ -201,21 +185,18 @@ def test_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_that_is_not_utf8_is_refused(tmp_path: Path, unharmed: Path) -> None:
+def test_folder_that_is_not_utf8_is_refused(tmp_path: Path, unharmed: Path) -> None:
     odd = tmp_path / "odd\udcff"
-    for verb in (
+    for command in (
         ("train", "tiny", *RUN, "--run", odd),
         ("train", "--resume", "--run", odd),
-        ("control", "reinforce", "--env", "CartPole-v1", "--run", odd),
         ("export", unharmed, odd),
-        ("eval", odd),
-        ("runs", "diff", odd, unharmed),
     ):
         assert not odd.exists()
-        if verb[0] != "train" or "--resume" in verb:
+        if command[0] != "train" or "--resume" in command:
             odd.mkdir()
             (odd / "recipe.toml").write_text("")
-        code, _, err = keel(tmp_path, *verb)
+        code, _, err = keel(tmp_path, *command)
         assert code == 2
         assert f"the name of {tmp_path}/odd\\udcff is not UTF-8" in one_line(err)
         if odd.exists():
@@ -223,7 +204,7 @@ def test_a_folder_that_is_not_utf8_is_refused(tmp_path: Path, unharmed: Path) ->
             odd.rmdir()
 
 
-def test_double_o_is_refused_in_one_line_where_it_cannot_work() -> None:
+def test_python_oo_is_refused_in_one_line() -> None:
     ended = under({}, "-OO", "-c", "import keel.models")
     assert ended.stderr.decode().splitlines()[-1].startswith("keel.types.KeelError: python -OO and")
     ended = under({}, "-OO", "-m", "keel", "tasks")

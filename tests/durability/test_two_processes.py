@@ -12,54 +12,51 @@ from pathlib import Path
 
 import pytest
 
+from keel.runs.files import locked
 from keel.runs.layout import RunFolder
-from keel.runs.lock import locked
-from keel.runs.signals import AGAIN
+from keel.runs.process import AGAIN
 from keel.types import KeelError
 from tests.durability.harm import plan
 from tests.durability.processes import Keel, keel, start
-from tests.durability.same import TINY, one_line, same
+from tests.durability.same import RUN, one_line, same
 from tests.shared import ROOT
-
-RUN = (*TINY, "steps=4")
 
 
 def waiting(tmp_path: Path, run: Path) -> tuple[Keel, Path]:
-    """A run in the middle of its third step, until the file is taken away."""
+    """A run in the middle of its third step, until the file is deleted."""
     sign = tmp_path / "sign"
     first = start(
-        tmp_path, "train", "tiny", *RUN, "--run", run, environment=plan(3, tell=str(sign))
+        tmp_path, "train", "tiny", *RUN, "--run", run, environment=plan(3, pause=str(sign))
     )
     first.until(sign.exists)
     return first, sign
 
 
 @pytest.mark.slow
-def test_the_second_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:
-    run, other = tmp_path / "run", tmp_path / "whole"
-    assert keel(tmp_path, "train", "tiny", *RUN, "--run", other)[0] == 0
+def test_second_process_is_refused_and_the_first_unharmed(tmp_path: Path, unharmed: Path) -> None:
+    run = tmp_path / "run"
     first, sign = waiting(tmp_path, run)
     printed = (
         f"keel: error: run folder {run} is in use by process {first.pid}: "
         "wait for it to end, or choose another with --run DIR"
     )
-    verbs = (
+    commands = (
         ("train", "tiny", *RUN),
         ("train", "--resume"),
         ("control", "reinforce", "--env", "CartPole-v1"),
     )
-    for verb in verbs:
-        code, _, err = keel(tmp_path, *verb, "--run", run)
+    for command in commands:
+        code, _, err = keel(tmp_path, *command, "--run", run)
         assert code == 2
         assert one_line(err) == printed
     assert (run / ".lock").read_text() == f"{first.pid}\n"
     sign.unlink()
     assert first.end()[0] == 0
-    same(run, other)
+    same(run, unharmed)
     assert (run / ".lock").read_bytes() == b""
 
 
-def test_the_folder_is_free_once_the_first_was_killed(tmp_path: Path) -> None:
+def test_folder_is_free_after_its_process_was_killed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     first, _ = waiting(tmp_path, run)
     first.send(signal.SIGKILL)
@@ -71,10 +68,10 @@ def test_the_folder_is_free_once_the_first_was_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_on_environments_is_its_own_and_ends_at_once_with_its_workers(
+def test_control_run_ends_at_once_with_its_workers(
     tmp_path: Path,
 ) -> None:
-    """Ctrl-C goes to the whole process group, the second ends it; no worker says a word."""
+    """Ctrl-C goes to the whole process group, the second ends it; no worker prints anything."""
     run, err = tmp_path / "run", tmp_path / "err"
     recipe = [
         "--env",
@@ -109,7 +106,7 @@ def test_a_run_on_environments_is_its_own_and_ends_at_once_with_its_workers(
     finally:
         first.kill()
         first.wait()
-    with locked(RunFolder.open(run)):
+    with locked(run):
         pass
     assert (
         one_line_of(err) == "keel: SIGINT: stopping once the step in hand is saved; again: at once"
@@ -122,12 +119,12 @@ def one_line_of(path: Path) -> str:
     return text.strip()
 
 
-def test_a_forked_child_that_outlives_its_parent_holds_nothing(tmp_path: Path) -> None:
+def test_forked_child_that_outlives_its_parent_holds_no_lock(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", '[[stages]]\nstage = "rl"\nname = "rl"\n')
     inner, outer = os.pipe()
     parent = os.fork()
     if parent == 0:
-        with locked(folder):
+        with locked(folder.path):
             if os.fork() == 0:
                 os.write(outer, json.dumps(os.getpid()).encode())
                 time.sleep(60)
@@ -138,7 +135,7 @@ def test_a_forked_child_that_outlives_its_parent_holds_nothing(tmp_path: Path) -
         os.kill(parent, signal.SIGKILL)
         os.waitpid(parent, 0)
         os.kill(child, 0)
-        with locked(folder):
+        with locked(folder.path):
             pass
     finally:
         os.kill(child, signal.SIGKILL)
@@ -148,12 +145,12 @@ class _Child(Exception):
     """Leaves the block in a forked child."""
 
 
-def test_a_forked_child_that_ends_leaves_its_parents_lock_alone(tmp_path: Path) -> None:
+def test_forked_child_that_ends_keeps_its_parents_lock(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", '[[stages]]\nstage = "rl"\nname = "rl"\n')
     mine = tmp_path / "mine"
     mine.write_text("kept")
     try:
-        with locked(folder):
+        with locked(folder.path):
             child = os.fork()
             if child == 0:
                 os.open(mine, os.O_RDWR)  # it takes the number of the lock's descriptor
@@ -161,7 +158,10 @@ def test_a_forked_child_that_ends_leaves_its_parents_lock_alone(tmp_path: Path) 
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
             assert mine.read_text() == "kept"
             assert folder.lock.read_text() == f"{os.getpid()}\n"
-            with pytest.raises(KeelError, match=f"in use by process {os.getpid()}"), locked(folder):
+            with (
+                pytest.raises(KeelError, match=f"in use by process {os.getpid()}"),
+                locked(folder.path),
+            ):
                 pass
     except _Child:
         os._exit(0)
@@ -171,7 +171,7 @@ def test_a_forked_child_that_ends_leaves_its_parents_lock_alone(tmp_path: Path) 
         raise
 
 
-def test_the_export_of_a_run_that_is_still_going_says_so(tmp_path: Path) -> None:
+def test_export_of_a_running_run_reports_it(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "model"
     first, sign = waiting(tmp_path, run)
     code, message, _ = keel(tmp_path, "export", run, out)

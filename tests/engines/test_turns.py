@@ -12,7 +12,7 @@ import pytest
 from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.models.build import byte_tokenizer
-from keel.runs import cancel
+from keel.runs.watchdog import Cancelled, cancelled_by
 from keel.types import Completion, Group, KeelError, Prompt, Sampling, Split
 from tests.engines.scripted import ScriptedEngine
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_logits, tiny
@@ -199,7 +199,7 @@ def test_a_conversation_that_nobody_wants_ends_at_the_next_reply() -> None:
             return super().reply(prompt, text)
 
     engine, task = ScriptedEngine(lambda prompt, index: "go", TOKENIZER), Tells()
-    with pytest.raises(cancel.Cancelled), cancel.until(printed):
+    with pytest.raises(Cancelled), cancelled_by(printed):
         talk(engine, [Prompt("p", "3+4", tokens=(5,))], 3, Sampling(90), task, max_turns=2)
     assert len(task.asked) == 1
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from keel.runs.files import locked
 from keel.runs.layout import RunFolder
-from keel.runs.lock import locked
 from keel.types import KeelError
 from tests.runs.example import one_stage
 
 HOLD = """
 import sys, time
-from keel.runs.layout import RunFolder
-from keel.runs.lock import locked
-with locked(RunFolder.open(sys.argv[1])):
+from pathlib import Path
+from keel.runs.files import locked
+with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -35,32 +35,31 @@ def holder(folder: RunFolder) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
+def test_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
     process = holder(folder)
     try:
         printed = rf"is in use by process {process.pid}: wait .* --run DIR"
-        with pytest.raises(KeelError, match=printed), locked(folder):
+        with pytest.raises(KeelError, match=printed), locked(folder.path):
             pass
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    with locked(folder):
+    with locked(folder.path):
         assert folder.lock.read_text() == f"{os.getpid()}\n"
 
 
-def test_one_process_holds_it_once(tmp_path: Path) -> None:
+def test_one_process_locks_a_folder_once(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
-    with locked(folder), pytest.raises(KeelError, match="is in use"), locked(folder):
+    with locked(folder.path), pytest.raises(KeelError, match="is in use"), locked(folder.path):
         pass
-    with pytest.raises(ZeroDivisionError), locked(folder):
+    with pytest.raises(ZeroDivisionError), locked(folder.path):
         raise ZeroDivisionError
-    with locked(folder):
+    with locked(folder.path):
         pass
-    # What is left says nothing of this machine.
     assert folder.lock.read_bytes() == b""
 
 
-def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(KeelError, match="cannot write"), locked(RunFolder(tmp_path / "x", ("rl",))):
+def test_missing_folder_cannot_be_locked(tmp_path: Path) -> None:
+    with pytest.raises(KeelError, match="cannot write"), locked(tmp_path / "x"):
         pass

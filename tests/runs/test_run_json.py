@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from keel.cli.main import main
-from keel.runs.reader import load
-from keel.runs.records import update_run_json
-from keel.runs.run_json import read_run_json
+from keel.runs.reader import load, read_run_json
+from keel.runs.writer import update_run_json
 from keel.types import KeelError
 from tests.runs.example import one_stage
 
@@ -20,8 +19,6 @@ EXAMPLE = {"prompt": "3 1 2 =", "completion": "1 2 3", "reward": 1.0}
 
 WRONG: dict[str, tuple[Any, str]] = {
     "a list": ([1], "it holds no JSON object"),
-    "a number": (3, "it holds no JSON object"),
-    "evaluation a list": ({"evaluation": [RESULT]}, "evaluation: "),
     "evaluation without a mean": (
         {"evaluation": {"rl": {"after": {"n": 4}}}},
         "evaluation.rl.after.mean: ",
@@ -30,20 +27,17 @@ WRONG: dict[str, tuple[Any, str]] = {
         {"evaluation": {"rl": {"after": {**RESULT, "mean": "0.5"}}}},
         "evaluation.rl.after.mean: ",
     ),
-    "examples a list": ({"examples": [EXAMPLE]}, "examples: "),
     "an example without its completion": (
         {"examples": {"rl": {"after": [{"prompt": "1", "reward": None}]}}},
         "examples.rl.after.0.completion: ",
     ),
-    "measured a number": ({"measured": {"judge": 3}}, "measured.judge: "),
     "best in words": ({"best": {"rl": "last"}}, "best.rl: "),
     "versions a list": ({"versions": ["torch"]}, "versions: "),
-    "threads in words": ({"threads": "two"}, "threads: "),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_another_shape_is_one_line(
+def test_run_json_of_another_shape_is_one_line(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = one_stage(tmp_path)
@@ -60,15 +54,15 @@ def test_another_shape_is_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_keys_that_are_not_read_are_left_as_they_are(tmp_path: Path) -> None:
+def test_keys_that_keel_does_not_read_are_kept(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
     content = {"mine": [1], "evaluation": {"rl": {"after": {**RESULT, "mean": None, "more": "x"}}}}
     folder.run_json.write_text(json.dumps(content))
     assert read_run_json(folder) == content
 
 
-def test_a_row_of_timings_without_its_total_is_one_line(tmp_path: Path) -> None:
+def test_timings_without_a_total_are_one_line(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
     folder.timings.write_text('{"stage": "rl", "step": 1}\n')
-    with pytest.raises(KeelError, match=r"timings\.jsonl has a row without its total"):
+    with pytest.raises(KeelError, match=r"timings\.jsonl has a record without its total"):
         load(folder.path).seconds()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from keel.runs.signals import catching
+from keel.runs.process import catching
 
 ENDLESS = 600.0
 LOOP = "import subprocess\nsubprocess.Popen(['sleep', '600'])\nwhile True: pass\n"

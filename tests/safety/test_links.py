@@ -13,8 +13,8 @@ from keel.config.load import load_recipe
 from keel.data.preferences.published import TEST_SET, read_llmbar, read_pandalm
 from keel.runs import files, lifecycle
 from keel.runs.diff import diff
+from keel.runs.files import locked, refuse_if_taken
 from keel.runs.layout import RunFolder
-from keel.runs.lock import locked, refuse_if_taken
 from keel.runs.reader import load
 from keel.training.evaluation import evaluate
 from keel.training.export import export, reward_model_of
@@ -110,13 +110,13 @@ def test_the_lock_of_a_folder_follows_no_link_and_waits_for_nobody(
 ) -> None:
     folder = RunFolder(tmp_path, ("rl",))
     folder.lock.symlink_to(outside)
-    with pytest.raises(KeelError, match=r"\.lock"), locked(folder):
+    with pytest.raises(KeelError, match=r"\.lock"), locked(folder.path):
         pass
     assert outside.read_text() == SECRET
     folder.lock.unlink()
     os.mkfifo(folder.lock)
     refuse_if_taken(tmp_path)
-    with pytest.raises(KeelError, match="is no file"), locked(folder):
+    with pytest.raises(KeelError, match="is no file"), locked(folder.path):
         pass
 
 

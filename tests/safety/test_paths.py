@@ -15,7 +15,7 @@ from keel.rewards.judge.reward import judge
 from keel.rewards.registry import RewardContext
 from keel.runs import checkpoint
 from keel.runs.layout import RunFolder, next_free
-from keel.runs.records import truncate_after
+from keel.runs.writer import truncate_after
 from keel.training.export import export
 from keel.training.run import train
 from keel.types import KeelError

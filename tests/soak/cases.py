@@ -33,7 +33,7 @@ UNEVEN = "rewards.functions=[{function='tests.training.rewards:records_now_and_t
 COMPOSED = (
     "rewards.functions=[{function='place_match', weight=2.0, normalise='group'},"
     "{function='tests.soak.cases:brevity', clip=[0.2, 0.9]},"
-    "{function='tests.soak.cases:says_something', gate_below=0.5, gated_reward=-1.0},"
+    "{function='tests.soak.cases:is_not_empty', gate_below=0.5, gated_reward=-1.0},"
     "{function='task', name='whole', weight=0.0}]"
 )
 SPOILED = "algorithm.surrogate={kind='custom', function='tests.soak.cases:spoiled'}"
@@ -44,7 +44,7 @@ AHEAD = ("rollout.async_level=1", "algorithm.correction.kind=truncate")
 
 @dataclass(frozen=True)
 class Case:
-    """A run to kill; `shows` tells whether the run, whole, did what the case is there for."""
+    """A run to kill; `shows`: whether the uninterrupted run did what the case is for."""
 
     name: str
     make: Make
@@ -87,11 +87,6 @@ LOOPS: dict[str, tuple[Make, Shows]] = {
         "algorithm.divergence.adaptive.target=1e-6",
         shows=_varies("beta"),
     ),
-    "adaptive-ziegler": _rl(
-        "algorithm=ppo",
-        "algorithm.divergence.adaptive={rule='ziegler', target=0.001, horizon=10}",
-        shows=_varies("beta"),
-    ),
     "dynamic": _rl(
         "algorithm=dapo",
         "rollout.max_refills=2",
@@ -99,15 +94,14 @@ LOOPS: dict[str, tuple[Make, Shows]] = {
         shows=lambda run: max(_column(run, "rollout/refills")) > 0,
     ),
     "reset": _rl("reference.reset_every=2", FAST_RATE, "steps=5"),
-    "lora": _rl(LORA, FAST_RATE),
     "lora-reset": _rl(LORA, "reference.reset_every=2", "minibatches=2", FAST_RATE, "steps=5"),
     "lora-ppo-reset": _rl(
         "algorithm=ppo", "value.kind=head", LORA, "reference.reset_every=1", FAST_RATE
     ),
     "measured": _rl("algorithm=dr_grpo", "reference={measured=true, reset_every=2}"),
-    "epochs": _rl("minibatches=3", "epochs=2", "optimizer.schedule=cosine"),
     "recompute": _rl(
-        "model.activation_checkpointing=true", "token_budget=40", "optimizer.warmup_steps=2"
+        *("model.activation_checkpointing=true", "token_budget=40", "optimizer.warmup_steps=2"),
+        *("minibatches=3", "epochs=2", "optimizer.schedule=cosine"),
     ),
     "engine-log-probs": _rl("rollout.old_log_probs=engine", "rollout.mask_truncated=true"),
     "best": _rl(
@@ -129,7 +123,6 @@ LOOPS: dict[str, tuple[Make, Shows]] = {
         "rollout.max_tokens=14",
         shows=lambda run: any(not all(row["written"]) for row in run.rollouts(1)),
     ),
-    "overlap": _rl(COMPOSED, "evaluation.component=whole", "rollout.overlap_rewards=true"),
     "ahead": _rl(*AHEAD, "minibatches=2", FAST_RATE, "steps=5"),
     "ahead-lora-reset": _rl(
         *AHEAD, COMPOSED, LORA, "reference.reset_every=2", "evaluation.every=1", FAST_RATE
@@ -144,8 +137,6 @@ LOOPS: dict[str, tuple[Make, Shows]] = {
         "steps=5",
         shows=lambda run: max(_column(run, "rollout/refills")) > 0,
     ),
-    "ahead-remax": _rl("algorithm.preset=remax", *AHEAD, FAST_RATE),
-    "ahead-process": _rl("algorithm.preset=grpo_process", *AHEAD, STEPWISE, "steps=3"),
     "tensorboard": _rl("trackers.tensorboard=true"),
     "skip": _rl(
         SPOILED,
@@ -315,7 +306,7 @@ def brevity(completions: list[str]) -> list[float]:
     return [1.0 / (1 + len(text)) for text in completions]
 
 
-def says_something(completions: list[str]) -> list[float]:
+def is_not_empty(completions: list[str]) -> list[float]:
     """1 for an answer that is not empty."""
     return [float(bool(text)) for text in completions]
 
@@ -333,7 +324,7 @@ def spoiled(log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
 
 
 class Echo(BaseTask):
-    """Answers whatever the policy says with `9>`, so long as there are turns left."""
+    """Replies `9>` to the policy, so long as there are turns left."""
 
     name = "echo"
 

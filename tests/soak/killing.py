@@ -1,7 +1,7 @@
-"""Runs in processes of their own that are killed on the way, resumed, and held against a whole one.
+"""Runs in processes of their own that are killed, resumed, and compared with an uninterrupted one.
 
-The processes are forked off a server that has imported all they need, so that a kill costs a
-fraction of a second. A process is killed by SIGKILL after a row, before an operation on the run
+The processes are forked from a server that has imported all they need, so that a kill costs a
+fraction of a second. A process is killed by SIGKILL after a record, before an operation on the run
 folder, or after so many seconds; or in the middle of a write, by the kernel's limit on file sizes.
 """
 
@@ -10,8 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
-import select
-import shutil
 import signal
 import sys
 import time
@@ -29,16 +27,10 @@ from keel.runs.callbacks import Callback, RunState
 Kind = Literal["row", "operation", "second", "byte"]
 
 FREE = frozenset({"timings.jsonl", "events.jsonl", "trackers", ".lock"})
-"""What lies in a run folder and is no function of recipe and seed."""
+"""What a run folder holds that is no function of recipe and seed."""
 PATIENCE = 300.0
-"""Seconds after which a process that was to end by itself is taken to hang."""
+"""Seconds after which a process counts as hanging."""
 KILLS = (signal.SIGKILL, signal.SIGXFSZ)
-UNKNOWN = 255
-"""What multiprocessing gives as the exit code where its fork server died before the process."""
-
-
-class Lost(Exception):
-    """How a process ended is not known, because what forked it is gone."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,7 @@ class Instant:
 class Ended:
     """How a process ended, after so many seconds; `wrong` is why it failed.
 
-    One that finished tells its rows and each of its operations.
+    `rows` and `done`, the operations, are of one that finished.
     """
 
     killed: bool
@@ -82,7 +74,7 @@ class Outcome:
 
 
 def server() -> Any:
-    """What forks the processes; it lives as long as this one."""
+    """The fork server of the processes."""
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.soak.warm"])
@@ -98,18 +90,7 @@ def whole(recipe: Recipe, folder: Path) -> Ended:
 
 
 def killed(recipe: Recipe, folder: Path, sound: Path, plan: Sequence[Instant]) -> Outcome:
-    """A run that dies at each instant of the plan in turn, goes on each time, and is compared.
-
-    Begun again where the fork server was killed from outside: then nothing is known of the run.
-    """
-    try:
-        return _killed(recipe, folder, sound, plan)
-    except Lost:
-        shutil.rmtree(folder, ignore_errors=True)
-        return _killed(recipe, folder, sound, plan)
-
-
-def _killed(recipe: Recipe, folder: Path, sound: Path, plan: Sequence[Instant]) -> Outcome:
+    """A run that dies at each instant of the plan in turn, is resumed each time, and compared."""
     outcome = Outcome(plan)
     for instant in (*plan, None):
         outcome.resumes += (folder / "recipe.toml").exists()
@@ -129,8 +110,6 @@ def attempt(recipe: Recipe, folder: Path, instant: Instant | None) -> Ended:
     """One process: it starts the run, or goes on with it where the folder holds a recipe.
 
     A run that died before its recipe was written is started again, as a user would.
-
-    Raises Lost where the fork server died meanwhile, its own error where it did before it answered.
     """
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = server().Process(target=_run, args=(to_toml(recipe), str(folder), instant, theirs))
@@ -148,27 +127,10 @@ def attempt(recipe: Recipe, folder: Path, instant: Instant | None) -> Ended:
         process.join()
         return Ended(False, PATIENCE, wrong=f"hung at {instant}")
     seconds, code = time.perf_counter() - start, process.exitcode
-    if code == UNKNOWN:
-        _end(process.pid)
-        raise Lost
     if code in [-signum for signum in KILLS]:
         return Ended(True, seconds)
     wrong = "" if code == 0 else str(printed.get("wrong") or f"exit code {code}")
     return Ended(False, seconds, printed.get("rows", 0), printed.get("done", ()), wrong)
-
-
-def _end(pid: int | None) -> None:
-    """Kill a process that no one waits for, and return when it is gone."""
-    assert pid is not None
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        signal.pidfd_send_signal(handle, signal.SIGKILL)
-        select.select([handle], [], [], PATIENCE)
-    finally:
-        os.close(handle)
 
 
 def differences(a: Path, b: Path) -> list[str]:
@@ -190,7 +152,7 @@ def _files(folder: Path) -> dict[str, bytes | None]:
 
 
 def _next(connection: Connection) -> dict[str, Any]:
-    """What the process says next; nothing where it died."""
+    """The next message of the process; empty where it died."""
     try:
         return dict(connection.recv()) if connection.poll(PATIENCE) else {}
     except EOFError:
@@ -226,12 +188,12 @@ class Operations:
         self.done: list[str] = []
 
     def watch(self) -> None:
-        """From now on, for good."""
+        """Install the audit hook, for the life of the process."""
         import safetensors.torch
 
         sys.addaudithook(self._hear)
         os.fsync = self._before(os.fsync)
-        # It is written in Rust, of which Python hears nothing.
+        # Written in Rust, so that no audit event reports it.
         save = safetensors.torch.serialize_file
         safetensors.torch.serialize_file = self._before(save)
 

@@ -9,9 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -42,7 +40,7 @@ KILLS = {
 
 
 @pytest.mark.parametrize("case", KILLS)
-def test_killed_and_resumed_it_ends_the_same(case: str, tmp_path: Path) -> None:
+def test_killed_and_resumed_run_ends_the_same(case: str, tmp_path: Path) -> None:
     recipe = CASES[case].make(tmp_path)
     ended = whole(recipe, tmp_path / "whole")
     assert CASES[case].shows(load(tmp_path / "whole"))
@@ -58,7 +56,7 @@ def _within(instant: Instant, ended: Ended) -> Instant:
     return Instant("second", instant.at * ended.seconds)
 
 
-def test_dead_between_the_last_checkpoint_and_the_end(tmp_path: Path) -> None:
+def test_run_killed_after_its_last_checkpoint_ends_the_same(tmp_path: Path) -> None:
     """The steps are all taken then, but old checkpoints, the model and pictures may be to do."""
     recipe = CASES["reward-model"].make(tmp_path)
     ended = whole(recipe, tmp_path / "whole")
@@ -70,34 +68,7 @@ def test_dead_between_the_last_checkpoint_and_the_end(tmp_path: Path) -> None:
     assert outcome.kills == plan[:1], "a step was taken twice"
 
 
-def test_a_run_of_which_nothing_is_known_is_begun_anew(tmp_path: Path) -> None:
-    """What forks the processes is killed from outside in the midst of a run."""
-    recipe = CASES["ppo-head"].make(tmp_path)
-    whole(recipe, tmp_path / "whole")
-    rows = tmp_path / "killed" / "metrics.jsonl"
-
-    def server() -> int:
-        return int(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
-
-    def end_the_server() -> None:
-        for _ in range(6000):
-            if rows.exists():
-                os.kill(before, signal.SIGKILL)
-                return
-            time.sleep(0.01)
-
-    before = server()
-    ending = threading.Thread(target=end_the_server, daemon=True)
-    ending.start()
-    plan = [Instant("row", 3)]
-    outcome = killed(recipe, tmp_path / "killed", tmp_path / "whole", plan)
-    ending.join()
-    assert server() != before
-    assert outcome.differences == []
-    assert outcome.kills == plan
-
-
-def test_a_difference_is_found(tmp_path: Path) -> None:
+def test_differences_of_content_and_names_are_found(tmp_path: Path) -> None:
     """Of content, of one byte in a file of many, of names, of empty folders, of leftovers."""
     a, b = tmp_path / "a", tmp_path / "b"
     for folder in (a, b):
@@ -115,7 +86,7 @@ def test_a_difference_is_found(tmp_path: Path) -> None:
     ]
 
 
-def test_on_the_command_line(tmp_path: Path) -> None:
+def test_killed_and_resumed_on_the_command_line_ends_the_same(tmp_path: Path) -> None:
     """`keel train`, killed while it runs, and `keel train --resume`."""
     recipe = CASES["ppo-head"].make(tmp_path)
     file, folder = tmp_path / "recipe.toml", tmp_path / "killed"

@@ -15,8 +15,8 @@ from keel.config.schema import Recipe
 from keel.runs.callbacks import Callback, RunState
 from keel.runs.checkpoint import damage as wrong_with
 from keel.runs.layout import RunFolder
+from keel.runs.process import Interrupted
 from keel.runs.reader import load
-from keel.runs.signals import Interrupted
 from keel.training.run import train
 from tests.training.judged import data, labelled, ones, recipe, traces
 from tests.training.test_resume import damage, same

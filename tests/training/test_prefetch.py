@@ -18,10 +18,10 @@ import torch
 from keel.engines import native
 from keel.engines.native import NativeEngine
 from keel.engines.registry import ENGINES
-from keel.runs import cancel
 from keel.runs.layout import RunFolder
+from keel.runs.process import Interrupted
 from keel.runs.reader import load
-from keel.runs.signals import Interrupted
+from keel.runs.watchdog import raise_if_cancelled
 from keel.training import rl
 from keel.training.prefetch import (
     PENDING,
@@ -373,7 +373,7 @@ def test_a_drawing_is_ended_at_its_next_look() -> None:
         began.set()
         while True:
             time.sleep(0.01)
-            cancel.raise_if_cancelled()
+            raise_if_cancelled()
 
     def learn() -> None:
         with RolloutPrefetcher(draw, ahead=True).prefetch(2, 9):

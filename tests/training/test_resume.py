@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from keel.config.load import to_toml
 from keel.runs.callbacks import Callback, RunState
 from keel.runs.layout import RunFolder
+from keel.runs.process import Interrupted
 from keel.runs.reader import load
-from keel.runs.signals import Interrupted
 from keel.training.run import train
 from keel.types import KeelError
 from tests.shared import ROOT

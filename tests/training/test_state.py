@@ -32,9 +32,8 @@ from keel.learn.optimizer import AdamW
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
 from keel.runs.callbacks import Callback, Callbacks, RunState
-from keel.runs.records import Recorder
-from keel.runs.signals import Interrupt, Interrupted
-from keel.runs.writer import Clock, Reached
+from keel.runs.process import Interrupt, Interrupted
+from keel.runs.writer import Clock, Reached, Recorder
 from keel.training import judged_data as rows_judged
 from keel.training import rl
 from keel.training import supervised as fit

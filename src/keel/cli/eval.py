@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from keel.runs.encoding import plain
 from keel.runs.layout import RECIPE
+from keel.runs.values import plain
 from keel.types import KeelError
 
 OPTIONS = ("prompts", "samples", "temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")

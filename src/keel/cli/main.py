@@ -9,8 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from keel.cli.parser import parse
-from keel.runs.process import sleep_soon
-from keel.runs.stdio import NAMES, outlasting
+from keel.runs.process import NAMES, outlasting, sleep_soon
 
 USAGE = 2
 FAILURE = 1

@@ -25,8 +25,8 @@ from keel.data.preferences.published import (
 from keel.data.preferences.schema import Preference
 from keel.data.preferences.summary import agreement, summarise
 from keel.data.tables import read_table
-from keel.runs.encoding import line, plain
 from keel.runs.files import write_bytes
+from keel.runs.values import plain, record_line
 from keel.types import KeelError
 
 COUNTS = (
@@ -65,7 +65,7 @@ def _import(arguments: argparse.Namespace) -> None:
         raise KeelError(f"{out}: there is no folder {str(out.parent)!r}: make it, or fix --out")
     found = _reader(arguments.kind)(Path(arguments.path))
     kept = [row for row in found.rows if arguments.keep_empty or not row.is_empty]
-    _write(out, b"".join(line(row.row(), {}) for row in kept))
+    _write(out, b"".join(record_line(row.row(), {}) for row in kept))
     shares = [row.preference().probability for row in kept]
     result = {
         "out": str(out),

@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from keel.runs.encoding import plain
 from keel.runs.reader import load
 from keel.runs.rollouts import COMPONENT
+from keel.runs.values import plain
 
 SHOWN = 5
 

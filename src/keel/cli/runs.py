@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from keel.runs.diff import Difference, FirstDifference, Point, diff
@@ -31,15 +32,9 @@ def _lines(found: Difference) -> Iterator[str]:
     yield f"{found.a} and {found.b}: same recipe" + (f" but {_cut(recipe)}" if recipe else "")
     if found.environment:
         yield f"made with {_cut([_change(c) for c in found.environment])}".replace("versions.", "")
-    if found.first is None:
-        yield _no_difference(found)
-    else:
-        yield from _first(found, found.first)
+    yield _no_difference(found) if found.first is None else _first(found.first)
     if found.reach_a == found.reach_b:
         yield f"both go to {_point(found.reach_a)}"
-        for name, count in zip((found.a, found.b), found.rollouts_only, strict=True):
-            if count:
-                yield f"only {name} has the rollouts of {_count(count, 'step')}"
     else:
         yield f"{found.a} goes to {_point(found.reach_a)}, {found.b} to {_point(found.reach_b)}"
 
@@ -50,38 +45,21 @@ def _no_difference(found: Difference) -> str:
     if any(change.name == "stages" for change in found.recipe):
         return f"no difference in the stages that both have: {', '.join(found.stages)}"
     steps = "in any step" if found.reach_a == found.reach_b else "as far as both go"
-    return f"no difference {steps}, nor in {_count(found.checkpoints, 'checkpoint')} that both have"
+    plural = "" if found.checkpoints == 1 else "s"
+    return f"no difference {steps}, nor in {found.checkpoints} checkpoint{plural} that both have"
 
 
-def _first(found: Difference, first: FirstDifference) -> Iterator[str]:
+def _first(first: FirstDifference) -> str:
+    change = first.change
     head = f"first difference: {first.stage} step {first.step}, {first.file}"
-    if first.only_in is not None:
-        has, lacks = (found.a, found.b) if first.only_in == "a" else (found.b, found.a)
-        what = "the record is" if first.where == "metrics" else "is"
-        yield f"{head}: {what} only in {has}, though {lacks} goes further"
-        return
-    if first.prompt_id is not None:
-        head += f", sequence {first.changes[0].at[0]} (prompt {first.prompt_id})"
-        if len(first.changes[0].at) > 1:
-            head += f", token {first.changes[0].at[1]}"
-        yield f"{head}: {_values(first.changes[0])}"
-    else:
-        yield f"{head}: {_change(first.changes[0])}"
-    for change in first.changes[1:SHOWN]:
-        yield f"  {_change(change, sequences=first.prompt_id is not None)}"
-    if len(first.changes) > SHOWN:
-        yield f"  and {len(first.changes) - SHOWN} more"
+    if first.prompt_id is None:
+        return f"{head}: {_change(change)}"
+    place = ", token ".join(map(str, change.at))
+    return f"{head}, sequence {place} (prompt {first.prompt_id}): {_change(replace(change, at=()))}"
 
 
-def _change(change: Change, *, sequences: bool = False) -> str:
-    """A change with its place, which is a sequence and a token, or the element of a tensor."""
-    if not sequences:
-        return _values(change, str(list(change.at)) if change.at else "")
-    place = " token ".join(map(str, change.at))
-    return f"{_values(change)} at sequence {place}"
-
-
-def _values(change: Change, place: str = "") -> str:
+def _change(change: Change) -> str:
+    place = str(list(change.at)) if change.at else ""
     by = "" if change.difference is None else f" (by {change.difference:.3g})"
     return f"{change.name}{place} {_value(change.a)} against {_value(change.b)}{by}"
 
@@ -104,7 +82,3 @@ def _value(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else str(value)
     text = text.encode("unicode_escape").decode() if not text.isprintable() else text
     return text if len(text) <= WIDTH else text[:WIDTH] + "…"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -48,7 +48,7 @@ def carry(
 
     A terminal that has gone changes neither the run nor the code.
     """
-    from keel.runs.signals import Interrupted
+    from keel.runs.process import Interrupted
 
     console = Console(stderr=arguments.json, quiet=arguments.quiet)
     code: int | None = None

@@ -24,8 +24,7 @@ from keel.control.state import ControlLearner, ControlProgress
 from keel.runs import checkpoint, lifecycle
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.runs.records import update_run_json
-from keel.runs.writer import RunWriter
+from keel.runs.writer import RunWriter, update_run_json
 from keel.types import KeelError
 
 REPORTED = ("keel-rl", "gymnasium", "torch", "numpy")

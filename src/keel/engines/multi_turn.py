@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from keel.engines.sampler import occurrences
 from keel.models.chat import decode
-from keel.runs.cancel import raise_if_cancelled
+from keel.runs.watchdog import raise_if_cancelled
 from keel.types import Completion, Engine, Group, KeelError, Message, Prompt, Sampling, Task
 
 

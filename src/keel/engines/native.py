@@ -23,8 +23,7 @@ from keel.models.attention import ATTENTION, install
 from keel.models.chat import decode
 from keel.models.families import autocast_for, context_length, head_of
 from keel.models.head import steady_logits
-from keel.runs.cancel import raise_if_cancelled
-from keel.runs.watchdog import heartbeat
+from keel.runs.watchdog import heartbeat, raise_if_cancelled
 from keel.types import Completion, Group, KeelError, OnGroup, Prompt, Sampling
 
 Ints = npt.NDArray[np.int64]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from keel.rewards.registry import RESERVED, NamedReward
-from keel.runs.encoding import plain
+from keel.runs.values import plain
 from keel.types import Completion, Group, Message, Prompt
 
 

@@ -23,8 +23,7 @@ from keel.rewards.batch import Log, RewardBatch, arguments, column_names
 from keel.rewards.executor import POLL, AsyncCalls, CallOutcome, LoopThread, call, call_each
 from keel.rewards.registry import NamedReward
 from keel.rewards.validation import BadReturn, RewardOutput, read_rewards
-from keel.runs.cancel import Cancelled, GivesUp, raise_if_cancelled
-from keel.runs.watchdog import Hung, place
+from keel.runs.watchdog import Cancelled, GivesUp, Hung, place, raise_if_cancelled
 from keel.types import Completion, Group, KeelError, Prompt, Task
 
 PARTS = 8

@@ -17,8 +17,15 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keel.runs.cancel import Cancelled, GivesUp, raise_if_cancelled
-from keel.runs.watchdog import Deadline, KillTimer, stack_of, stack_of_task
+from keel.runs.watchdog import (
+    Cancelled,
+    Deadline,
+    GivesUp,
+    KillTimer,
+    raise_if_cancelled,
+    stack_of,
+    stack_of_task,
+)
 
 NOTICE = 5.0
 """Seconds that an event loop gets to act on a timeout. One that takes longer is blocked, not merely

@@ -1,8 +1,4 @@
-"""Callbacks: what a run reports while it goes on, and the one request that it takes: to stop.
-
-A callback is an object with any of the methods of `Callback`. It receives plain values, so that it
-cannot change a result.
-"""
+"""Callbacks, which receive what a run reports as plain values, and can ask it to stop."""
 
 from __future__ import annotations
 
@@ -13,17 +9,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from keel.runs import stdio
+from keel.runs.process import lost_streams
 from keel.types import KeelError
 
 
 class StopRun(Exception):
-    """A callback raises it to end the run after the step in hand, with a checkpoint."""
+    """A callback raises it to end the run after the current step, with a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """How far a run has come.
+    """The progress of a run.
 
     `kind` is the kind of the stage, `step` counts its steps from 1 (0 before the first), `metrics`
     and `seconds` are those of the last step.
@@ -39,7 +35,7 @@ class RunState:
 
 
 class Callback:
-    """The methods that a callback may have. Subclassing is not needed."""
+    """The methods that a callback may have; any object with some of them will do."""
 
     def on_stage(self, state: RunState) -> None:
         """A stage begins or is resumed."""
@@ -54,14 +50,14 @@ class Callback:
         """A checkpoint was written."""
 
     def on_note(self, text: str) -> None:
-        """One line worth knowing."""
+        """One line of information."""
 
 
 class Callbacks:
     """Calls the callbacks of a run, in order.
 
-    `stop` is called with the reason when one of them raises StopRun, `event` when one is dropped
-    because what it writes to is gone.
+    `stop` is called with the reason when one of them raises StopRun, `event` when one is removed
+    because what it writes to is closed.
 
     Raises:
         KeelError: a callback raised something else than StopRun or OSError.
@@ -113,7 +109,7 @@ class Callbacks:
                 what = " ".join(f"{type(error).__name__}: {error}".split())
                 name = f"{type(callback).__name__}.{method}"
                 raise KeelError(f"callback {name} raised {what}: fix it") from error
-        for stream, why in stdio.lost().items():
+        for stream, why in lost_streams().items():
             self._event("output_lost", stream=stream, why=why)
 
 

@@ -6,15 +6,15 @@ import errno
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from keel.runs import encoding, files
+from keel.runs import files
 from keel.runs.layout import FolderEntry, Place, RunFolder
-from keel.runs.values import changes
+from keel.runs.values import changes, exact, restore
 from keel.types import KeelError
 
 if TYPE_CHECKING:
@@ -26,23 +26,21 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 STOP = "stop"
 """Set in the manifest of a checkpoint that is there only because the run was asked to stop."""
-_REPLACED = files.ASIDE + "_replaced-"
-"""Prefix of a checkpoint that steps aside for its successor. No stage's name begins so."""
 BROKEN = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
-"""Errors that say a file is damaged; others say that it cannot be read by us, or now."""
+"""Errors of a damaged file; others mean that it cannot be read by us, or now."""
+RECORD = "record.json"
+SHOWN = 3
+"""Differences that a message lists."""
 R = TypeVar("R", bound="DataclassInstance")
 
 
 @contextmanager
 def writing(target: Path, stop: bool = False) -> Iterator[Path]:
-    """A folder to fill, which becomes `target` when the block ends well and vanishes otherwise.
+    """A folder to fill, which becomes `target` when the block ends well and is deleted otherwise.
 
-    On leaving, a manifest with the SHA-256 and size of every file is added, all is put on the disk
-    and the folder renamed. A checkpoint that was there is replaced; one killed on the way leaves
-    it for `bring_back`. With `stop` it goes once there is a newer one (see `prune`).
-
-    Raises:
-        KeelError: the disk is full, or the folder cannot be written.
+    At the end a manifest with the SHA-256 and size of every file is added, all is synced and the
+    folder renamed; one of this name is deleted before. With `stop` the checkpoint is deleted once
+    there is a newer one (see `prune`). Raises KeelError where the folder cannot be written.
     """
     aside = files.aside(target)
     with files.os_errors(target):
@@ -53,19 +51,20 @@ def writing(target: Path, stop: bool = False) -> Iterator[Path]:
         try:
             yield aside
             _finish(aside, target.name, stop)
-            _put(aside, target)
+            if target.exists():
+                shutil.rmtree(target)
+            aside.rename(target)
+            files.sync_path(target.parent)
         except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)  # what stays is cleaned at the next start
+            shutil.rmtree(aside, ignore_errors=True)  # the next start deletes what remains
             raise
 
 
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint; None when every file is there, byte for byte.
 
-    A file that the manifest does not list is no damage.
-
-    Raises:
-        KeelError: it cannot be judged: it may not be read, or another version of Keel wrote it.
+    Further files are no damage. Raises KeelError where it cannot be judged: it may not be read, or
+    another version of Keel wrote it.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
@@ -112,18 +111,14 @@ def newest_whole(
 
 
 def unknown(folder: RunFolder) -> list[Path]:
-    """The checkpoints there are of stages that the recipe does not have."""
+    """The checkpoints of stages that the recipe does not have."""
     listed = {entry.path for entry in folder.list_checkpoints()}
-    found = sorted(folder.checkpoints_folder.glob(f"*/{MANIFEST}"))
-    made = [path.parent for path in found if not path.parent.name.startswith(files.ASIDE)]
-    return [path for path in made if path not in listed]
+    found = (path.parent for path in sorted(folder.checkpoints_folder.glob(f"*/{MANIFEST}")))
+    return [p for p in found if p not in listed and not p.name.startswith(files.ASIDE)]
 
 
 def check_model(path: Path) -> None:
-    """Raises KeelError where a reward model that a stage left is damaged.
-
-    A folder without a manifest, which no stage left, is not judged.
-    """
+    """Raises KeelError where a reward model that a stage wrote, with a manifest, is damaged."""
     wrong = damage(path) if (path / MANIFEST).exists() else None
     if wrong is not None:
         raise KeelError(
@@ -132,40 +127,21 @@ def check_model(path: Path) -> None:
         )
 
 
-def size(path: Path) -> int:
-    """The size of a checkpoint in bytes."""
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
 def prune(folder: RunFolder, keep: int, protect: Collection[Path] = ()) -> list[Path]:
-    """Deletes all checkpoints but the newest `keep` and the protected ones; returns what went.
+    """Deletes all checkpoints but the newest `keep` and the protected ones; returns the deleted.
 
-    Those that a stop left go first, unless one is the newest: a run that was never stopped has
-    none.
+    Those written because of a stop are deleted first, unless one is the newest: a run that was
+    never stopped has none.
     """
     if keep < 1:
         raise ValueError(f"keep = {keep} would delete the newest checkpoint")
-    protected = {path.absolute() for path in protect}
-    there = [entry.path for entry in folder.list_checkpoints()]
-    going = [path for path in there[:-1] if _of_a_stop(path)]
-    old = [path for path in there if path not in going][:-keep]
-    going += [path for path in old if path.absolute() not in protected]
-    for path in going:
+    found = [entry.path for entry in folder.list_checkpoints()]
+    deleted = [path for path in found[:-1] if _of_a_stop(path)]
+    old = [path for path in found if path not in deleted][:-keep]
+    deleted += [path for path in old if path not in protect]
+    for path in deleted:
         files.remove(path)
-    return going
-
-
-def bring_back(folder: RunFolder) -> None:
-    """Restores checkpoints whose process died while it replaced them.
-
-    Only the process that holds the run folder's lock may call this.
-    """
-    for path in sorted(folder.checkpoints_folder.glob(f"{_REPLACED}*")):
-        target = path.with_name(path.name.removeprefix(_REPLACED))
-        if not target.exists():
-            with files.os_errors(target):
-                path.rename(target)
-                files.sync_folder(target.parent)
+    return deleted
 
 
 def _of_a_stop(path: Path) -> bool:
@@ -187,39 +163,23 @@ def _finish(folder: Path, name: str, stop: bool) -> None:
         for path in found
     }
     manifest = folder / MANIFEST
-    whole = {"format": FORMAT, "name": name, **({STOP: True} if stop else {}), "files": listed}
-    manifest.write_text(json.dumps(whole, indent=2) + "\n", "utf-8")
+    content = {"format": FORMAT, "name": name, **({STOP: True} if stop else {}), "files": listed}
+    manifest.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     for path in (*found, manifest):
-        files.sync_file(path)
+        files.sync_path(path)
     for inside in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
-        files.sync_folder(inside)
-
-
-def _put(aside: Path, target: Path) -> None:
-    """Renames; a checkpoint of that name is renamed first and then deleted."""
-    old = target.with_name(_REPLACED + target.name)
-    if old.exists():
-        files.remove(old)
-    if target.exists():
-        target.rename(old)
-    aside.rename(target)
-    files.sync_folder(target.parent)
-    if old.exists():
-        files.remove(old)
+        files.sync_path(inside)
 
 
 # ---------------------------------------------------------------- state
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes tensors as safetensors, bit for bit, from whatever device they are on.
-
-    Tensors that share storage are written apart. The caller's folder is synced by `writing`.
-    """
+    """Writes tensors, from any device and also with shared storage, as safetensors, bit for bit."""
     from safetensors.torch import save_file
 
     own: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    seen: set[int] = set()  # safetensors refuses tensors that share storage
     for name in sorted(tensors):
         tensor = tensors[name].detach().to("cpu").contiguous()
         storage = tensor.untyped_storage().data_ptr()
@@ -230,11 +190,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
-    """The tensors of a safetensors file.
-
-    Raises:
-        KeelError: no such file, or it is no safetensors file.
-    """
+    """The tensors of a file. Raises KeelError where it is no safetensors file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -245,30 +201,22 @@ def load_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
 
 
 def save_json(path: Path, state: Mapping[str, Any]) -> None:
-    """Writes state as JSON such that `load_json` gives an equal value (see `encoding.exact`)."""
-    text = json.dumps(encoding.exact(state), ensure_ascii=True, allow_nan=False, indent=1)
+    """Writes state as JSON such that `load_json` gives an equal value (see `exact`)."""
+    text = json.dumps(exact(state), ensure_ascii=True, allow_nan=False, indent=1)
     with files.os_errors(path):
         path.write_text(text + "\n", "utf-8")
 
 
 def load_json(path: Path) -> Any:
-    """The state that `save_json` wrote.
-
-    Raises:
-        KeelError: no such file, or not written by `save_json`.
-    """
+    """The state that `save_json` wrote. Raises KeelError for another file."""
     try:
-        return encoding.restore(json.loads(path.read_bytes()))
+        return restore(json.loads(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise KeelError(f"cannot read {path}: {error}: resume from another checkpoint") from error
 
 
 def load_record(path: Path, kind: type[R]) -> R:
-    """The frozen record whose fields `save_json` wrote.
-
-    Raises:
-        KeelError: as `load_json`; or another version of Keel, with other fields, wrote it.
-    """
+    """The dataclass whose fields `save_json` wrote. Raises KeelError for a file with others."""
     state = load_json(path)
     known = {f.name for f in fields(kind)}
     if set(state) != known:
@@ -279,14 +227,12 @@ def load_record(path: Path, kind: type[R]) -> R:
     return kind(**state)
 
 
-RECORD = "record.json"
-SHOWN = 3
-"""Differences that a message lists."""
+# ---------------------------------------------------------------- record.json
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The content of record.json."""
+    """The content of record.json: the recipe, and hashes of its inputs and of what is recorded."""
 
     recipe: Mapping[str, Any]
     inputs: Mapping[str, str]
@@ -312,7 +258,7 @@ def read(checkpoint: Path) -> Recorded | None:
 
 
 def changed(known: Recorded, recipe: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
-    """How recipe and inputs differ from those of a checkpoint; empty if they do not."""
+    """How recipe and inputs differ from those of a checkpoint; empty where they do not."""
     parts = [f"{c.name} = {c.b} (was {c.a})" for c in changes(known.recipe, recipe)]
     # A name that only one of them has is a change of the recipe.
     both = sorted(known.inputs.keys() & inputs.keys())
@@ -322,11 +268,7 @@ def changed(known: Recorded, recipe: Mapping[str, Any], inputs: Mapping[str, str
 
 
 def records_until(folder: RunFolder, last: Place) -> list[tuple[Place, bytes]]:
-    """The complete records of metrics.jsonl up to a place, in the order of the file.
-
-    Raises:
-        KeelError: a record is damaged.
-    """
+    """The complete records of metrics.jsonl up to a place. Raises KeelError for a damaged one."""
     found = []
     for number, line, record in files.read_jsonl(folder.metrics):
         try:
@@ -342,16 +284,18 @@ def check(folder: RunFolder, newest: FolderEntry, known: Recorded) -> list[str]:
     """Compares the run folder with its newest checkpoint's record; returns the rollouts lost since.
 
     Nothing that follows depends on the rollouts before a checkpoint: those that are missing or
-    changed are only reported, each as `PATH is missing` or `PATH is damaged`.
-
-    Raises:
-        KeelError: a row of metrics or sampled rows from before the checkpoint are missing or
-            changed.
+    changed are only reported, each as `PATH is missing` or `PATH is damaged`. Raises KeelError
+    where metrics or sampled examples from before the checkpoint are.
     """
-    rows = records_until(folder, newest.place)
-    if hashlib.sha256(b"".join(row for _, row in rows)).hexdigest() != known.metrics:
-        odd, what = _odd(folder, newest, [place for place, _ in rows])
-        raise KeelError(f"{folder.metrics} {what}: {_way_out(folder, odd)}")
+    if known.metrics != _metrics_hash(folder, newest.place):
+        changed = [
+            entry.path.name for entry in folder.list_checkpoints() if _differs(folder, entry)
+        ]
+        which = " to ".join(dict.fromkeys((changed[0], changed[-1])))
+        raise KeelError(
+            f"{folder.metrics} is not what checkpoint {newest.path.name} was written with: restore "
+            f"it from a copy, or delete checkpoints {which}, and --resume repeats what they hold"
+        )
     lost = []
     for name, digest in known.files.items():
         path = folder.path / name
@@ -364,36 +308,12 @@ def check(folder: RunFolder, newest: FolderEntry, known: Recorded) -> list[str]:
     return lost
 
 
-def odd_row(folder: RunFolder, newest: FolderEntry) -> str | None:
-    """The first step up to a checkpoint whose row is missing or there twice, in words.
-
-    Nothing else can be compared with a checkpoint that has no record.
-    """
-    odd, what = _odd(folder, newest, [place for place, _ in records_until(folder, newest.place)])
-    return None if odd is None else f"{folder.metrics.name} {what}"
+def _metrics_hash(folder: RunFolder, last: Place) -> str:
+    lines = (line for _, line in records_until(folder, last))
+    return hashlib.sha256(b"".join(lines)).hexdigest()
 
 
-def _odd(
-    folder: RunFolder, newest: FolderEntry, places: Sequence[Place]
-) -> tuple[Place | None, str]:
-    """The first step whose row is missing or there twice, and which of these it is."""
-    for stage, name in enumerate(folder.stages[: newest.place.stage + 1]):
-        steps = [place.step for place in places if place.stage == stage]
-        last = newest.place.step if stage == newest.place.stage else max(steps, default=0)
-        for step in range(1, last + 1):
-            if steps.count(step) != 1:
-                what = "has two rows" if step in steps else "lacks the row"
-                return Place(stage, step), f"{what} of {name} step {step}"
-    return None, f"is not what checkpoint {newest.path.name} was written with"
-
-
-def _way_out(folder: RunFolder, odd: Place | None) -> str:
-    """How to continue where the record of a step is lost."""
-    later = [e for e in folder.list_checkpoints() if odd is None or e.place >= odd]
-    which = later[0].path.name
-    if len(later) > 1:
-        which += f" to {later[-1].path.name}"
-    return (
-        f"restore it from a copy, or delete checkpoints {which}, and --resume repeats what they "
-        "hold"
-    )
+def _differs(folder: RunFolder, entry: FolderEntry) -> bool:
+    """Whether metrics.jsonl is not what a checkpoint was written with."""
+    known = None if damage(entry.path) else read(entry.path)
+    return known is None or known.metrics != _metrics_hash(folder, entry.place)

@@ -1,12 +1,15 @@
-"""Files that exist wholly or not at all: write aside, fsync, rename. Torch-free."""
+"""Files written completely or not at all (aside, fsync, rename), and the lock of a run folder."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,20 +19,22 @@ from keel.types import KeelError
 
 ASIDE = ".tmp-"
 """Prefix of everything that is not finished yet. A reader never looks at it."""
-
-
-_HELD: dict[Path, tuple[Path, int, int]] = {}
-"""The folders that this process writes, and a file in each with its device and inode."""
+LOCK = ".lock"
+TRIES, BETWEEN = 5, 0.02
+"""Attempts to take a lock, and seconds between them: `refuse_if_taken` of another process may hold
+it briefly."""
+_PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK
+"""The lock's content is overwritten: a link in its place must not lead to another file, nor a FIFO
+make whoever opens it wait."""
+_HELD: dict[int, Path] = {}
+"""The folders that this process has locked, by the descriptor of the lock."""
 _IN_TEXT = re.compile(r"\(os error (\d+)\)")
 """How libraries written in Rust (safetensors, tokenizers) report an operating system error."""
 
 
 @contextmanager
 def os_errors(path: Path, doing: str = "write") -> Iterator[None]:
-    """Turns an operating system error into one line that names the path and what to check.
-
-    Raises KeelError at once below a `held` folder that is gone.
-    """
+    """Turns an operating system error into a KeelError that names the path and what to check."""
     present(path)
     try:
         yield
@@ -51,35 +56,109 @@ def os_error(error: BaseException) -> OSError | None:
     return None if found is None else OSError(int(found[1]), os.strerror(int(found[1])))
 
 
-@contextmanager
-def held(folder: Path, witness: Path, descriptor: int) -> Iterator[None]:
-    """While the block lasts, writes below `folder` are refused once it is another folder.
-
-    `witness` is a file in it, open as `descriptor`. A mount that vanished would otherwise let the
-    run go on in the empty folder underneath it, and one that was moved in its successor.
-    """
-    facts = os.fstat(descriptor)
-    _HELD[folder] = (witness, facts.st_dev, facts.st_ino)
-    try:
-        yield
-    finally:
-        _HELD.pop(folder, None)
-
-
 def present(path: Path) -> None:
-    """Raises KeelError where the path lies below a `held` folder that is gone."""
-    for folder, (witness, device, inode) in _HELD.items():
+    """Raises KeelError where the path is in a locked folder that is gone.
+
+    A mount that vanished would otherwise let the run go on in the empty folder underneath it, and
+    a folder that was moved in its successor.
+    """
+    for descriptor, folder in tuple(_HELD.items()):
         if not path.is_relative_to(folder):
             continue
         try:
-            now = os.stat(witness)
-            same = (now.st_dev, now.st_ino) == (device, inode)
+            same = os.path.samestat(os.stat(folder / LOCK), os.fstat(descriptor))
         except OSError:
             same = False
         if not same:
             raise KeelError(
                 f"run folder {folder} is gone, or another has its place: mount or move it back"
             )
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds a run folder for writing; the kernel releases it when the process ends.
+
+    An advisory flock(2), of this process alone: neither a forked child nor a program that it
+    starts has it. Writes in the folder are refused once it is replaced by another. Raises KeelError
+    where another process, or another caller in this one, holds it.
+    """
+    lock, owner = folder / LOCK, os.getpid()
+    with os_errors(lock):
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | _PLAIN, 0o644)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise KeelError(f"{lock} is no file: delete it")
+    _HELD[descriptor] = folder
+    try:
+        with os_errors(lock, "lock"):
+            _take(folder, descriptor)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{owner}\n".encode("ascii"), 0)
+        try:
+            yield
+        finally:
+            if os.getpid() == owner:
+                with suppress(OSError):  # the disk has already reported an error
+                    os.ftruncate(descriptor, 0)  # a finished run's folder holds no process id
+    finally:
+        if os.getpid() == owner:
+            del _HELD[descriptor]
+            os.close(descriptor)
+
+
+def _take(folder: Path, descriptor: int) -> None:
+    for left in reversed(range(TRIES)):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if left == 0:
+                raise _in_use(folder, descriptor) from None
+            time.sleep(BETWEEN)
+
+
+def _release_in_child() -> None:
+    """A forked child that outlives its parent must not hold the parent's run folder."""
+    for descriptor in _HELD:
+        os.close(descriptor)
+    _HELD.clear()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def refuse_if_taken(folder: Path) -> None:
+    """Raises KeelError where a process holds a run folder. Takes nothing."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | _PLAIN)
+    except OSError:
+        return  # it was never held, or opening the run reports what is wrong
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(folder, descriptor) from None
+    except OSError:
+        return
+    finally:
+        os.close(descriptor)
+
+
+def is_taken(folder: Path) -> bool:
+    """Whether a process holds a run folder: its run is still going."""
+    try:
+        refuse_if_taken(folder)
+    except KeelError:
+        return True
+    return False
+
+
+def _in_use(folder: Path, descriptor: int) -> KeelError:
+    holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+    by = f" by process {holder}" if holder else ""
+    return KeelError(
+        f"run folder {folder} is in use{by}: wait for it to end, or choose another with --run DIR"
+    )
 
 
 def check_name(path: Path) -> None:
@@ -98,18 +177,9 @@ def aside(target: Path) -> Path:
     return target.with_name(ASIDE + target.name)
 
 
-def sync_file(path: Path) -> None:
-    """Blocks until the file's content is on the disk."""
-    _sync(path, os.O_RDONLY)
-
-
-def sync_folder(path: Path) -> None:
-    """Blocks until the folder's list of names is on the disk."""
-    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+def sync_path(path: Path) -> None:
+    """Blocks until a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -117,22 +187,18 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def write_bytes(path: Path, content: bytes, sync: bool = True) -> None:
-    """Replaces the file in one instant; with `sync` it is on the disk when this returns.
-
-    Raises:
-        KeelError: the file cannot be written.
-    """
+    """Replaces a file atomically; with `sync` it is on the disk when this returns."""
     temporary = aside(path)
     with os_errors(path):
         try:
-            temporary.unlink(missing_ok=True)  # a link that lies there is not followed
+            temporary.unlink(missing_ok=True)  # a link is not followed
             with temporary.open("xb") as file:
                 file.write(content)
             if sync:
-                sync_file(temporary)
+                sync_path(temporary)
             temporary.replace(path)
             if sync:
-                sync_folder(path.parent)
+                sync_path(path.parent)
         except OSError:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -152,7 +218,7 @@ def remove(path: Path) -> None:
                 going = aside(path)
                 shutil.rmtree(going, ignore_errors=True)
                 path = path.rename(going)
-                sync_folder(path.parent)  # before the first of its files goes
+                sync_path(path.parent)  # before the first of its files goes
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
@@ -167,10 +233,8 @@ def sha256(path: Path) -> str:
 def read_jsonl(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     """Number (from 1), bytes and JSON object of each line of a file; none where there is no file.
 
-    A last line without its end, which is being written or whose process ended, is left out.
-
-    Raises:
-        KeelError: the file cannot be read, or a line is damaged.
+    An incomplete last line, being written or left by a killed process, is left out.
+    Raises KeelError for a damaged line.
     """
     with os_errors(path, "read"):
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
@@ -195,10 +259,7 @@ def make_folder(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Deletes what interrupted writes left in a folder; returns the deleted paths.
-
-    Only the process that holds the run folder's lock may call this.
-    """
+    """Deletes the files of interrupted writes; only for the process that holds the lock."""
     if not folder.is_dir():
         return []
     leftovers = sorted(path for path in folder.iterdir() if path.name.startswith(ASIDE))

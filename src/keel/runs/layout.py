@@ -6,9 +6,9 @@
     faults/
 
 Steps count from 1 within a stage. Where a recipe has several stages, rollouts and checkpoints carry
-the stage's name; rows of the .jsonl files always do. All but timings.jsonl, events.jsonl, trackers/
-and faults/, which tell what happened, is a function of recipe and seed (on a GPU as far as its
-kernels are: atomics add in no fixed order).
+the stage's name; records of the .jsonl files always do. All but timings.jsonl, events.jsonl,
+trackers/ and faults/, which log what happened, is a function of recipe and seed (on a GPU as far as
+its kernels are: atomics add in no fixed order).
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from keel.runs import files
 from keel.types import KeelError, Split
 
 STEP_DIGITS = 6
 RECIPE = "recipe.toml"
-LOCK = ".lock"
 _TRIES = 100
-"""How often the next number is asked for where others take it at the same time."""
+"""Attempts to make the next folder, where other processes make theirs at the same time."""
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _STEP_NAME = re.compile(r"(?:(?P<stage>.+)-)?step-(?P<step>\d{6,})")
 
@@ -50,16 +49,45 @@ class FolderEntry:
     path: Path
 
 
+class _Inside:
+    """A path in the run folder."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
+        return folder.path / self.name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """The paths of one run. `stages` are the names of the recipe's stages, in order.
 
-    `made` says that the folder itself was made for this run, not only what is in it.
+    `made`: the folder itself was made for this run, not only what is in it.
     """
 
     path: Path
     stages: tuple[str, ...]
     made: bool = field(default=False, compare=False)
+
+    recipe = _Inside(RECIPE)
+    run_json = _Inside("run.json")
+    metrics = _Inside("metrics.jsonl")
+    timings = _Inside("timings.jsonl")
+    events = _Inside("events.jsonl")
+    lock = _Inside(files.LOCK)
+    curve = _Inside("curve.png")  # the reward over the steps
+    film = _Inside("film.gif")  # one episode, of a run on environments
+    rollouts_folder = _Inside("rollouts")
+    checkpoints_folder = _Inside("checkpoints")
+    trackers = _Inside("trackers")  # of third parties: with times and host names
+    pictures = _Inside("pictures")  # what stages plot in addition to the curve
+    rewards = _Inside("rewards")  # what rewards keep, such as a judge's paid answers
+    quarantine = _Inside("quarantine")  # examples that could not be read
+    faults = _Inside("faults")  # batches with values that are not finite, stacks of hangs
+    inputs = _Inside("inputs")  # the model and data that were passed to keel.train as objects
+    models_folder = _Inside("models")
+    rows_folder = _Inside("rows")
 
     @staticmethod
     def create(
@@ -67,13 +95,9 @@ class RunFolder:
     ) -> RunFolder:
         """A new run folder that holds the recipe (TOML, every default written out).
 
-        `inputs` writes what was passed as Python objects into the folder that it is given.
-
-        Whoever may not be alone calls it under the folder's lock, as `lifecycle.create_run` does.
-
-        Raises:
-            KeelError: the folder exists and is not empty, or cannot be made; the recipe is no TOML
-                or a stage's name is no file name.
+        `inputs` writes what was passed as Python objects into the folder that it is given. Where
+        other processes may use the folder, call it under its lock, as `lifecycle.create_run` does.
+        Raises KeelError where the folder is not empty or the recipe is none.
         """
         path = Path(path)
         stages = stages_of(recipe)
@@ -93,12 +117,8 @@ class RunFolder:
 
     @staticmethod
     def open(path: Path | str) -> RunFolder:
-        """The run that lies in a folder.
-
-        Raises:
-            KeelError: there is no folder, no recipe in it, or the recipe cannot be read; or there
-                is a link or special file in it, which could lead elsewhere or block its reader.
-        """
+        """The run in a folder. Raises KeelError where it has no valid recipe, or has a link or
+        special file in it, which could lead elsewhere or block its reader."""
         path = Path(path)
         files.check_name(path.absolute())
         if not path.is_dir():
@@ -115,99 +135,13 @@ class RunFolder:
             raise KeelError(f"cannot read {recipe}: {error}") from error
         return RunFolder(path, stages_of(text, str(recipe)))
 
-    @property
-    def recipe(self) -> Path:
-        return self.path / RECIPE
-
-    @property
-    def run_json(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def timings(self) -> Path:
-        return self.path / "timings.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def curve(self) -> Path:
-        """The picture of the reward over the steps."""
-        return self.path / "curve.png"
-
-    @property
-    def film(self) -> Path:
-        """A GIF of one episode, of a run on environments."""
-        return self.path / "film.gif"
-
-    @property
-    def rollouts_folder(self) -> Path:
-        return self.path / "rollouts"
-
-    @property
-    def checkpoints_folder(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def trackers(self) -> Path:
-        """What third-party trackers write; holds times and host names."""
-        return self.path / "trackers"
-
-    @property
-    def pictures(self) -> Path:
-        """What stages plot in addition to the curve."""
-        return self.path / "pictures"
-
-    @property
-    def rewards(self) -> Path:
-        """What rewards keep, such as a judge's paid answers."""
-        return self.path / "rewards"
-
-    @property
-    def quarantine(self) -> Path:
-        """The rows of data that could not be read, each with its line and why."""
-        return self.path / "quarantine"
-
-    @property
-    def faults(self) -> Path:
-        """What went wrong in flight: batches with values that are not finite, stacks of hangs."""
-        return self.path / "faults"
-
-    @property
-    def inputs(self) -> Path:
-        """The model and data that were passed to keel.train as objects."""
-        return self.path / "inputs"
-
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        """Those that a run writes files or folders into, whole or not at all."""
-        return (
-            self.rollouts_folder,
-            self.checkpoints_folder,
-            self.pictures,
-            self.rewards,
-            self.quarantine,
-            self.faults,
-            self.path / "models",
-            self.path / "rows",
-        )
-
     def model(self, stage: str) -> Path:
         """The reward model that a stage made, as a plain model folder."""
-        return self.path / "models" / stage
+        return self.models_folder / stage
 
     def rows(self, stage: str, split: Split) -> Path:
         """The rows that a stage sampled to learn from."""
-        return self.path / "rows" / f"{stage}-{split}.jsonl"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / LOCK
+        return self.rows_folder / f"{stage}-{split}.jsonl"
 
     def rollouts(self, stage: int, step: int) -> Path:
         """The rollouts of a step (counted within its stage, from 1)."""
@@ -232,23 +166,20 @@ class RunFolder:
     def _entries(self, folder: Path, suffix: str) -> list[FolderEntry]:
         if not folder.is_dir():
             return []
+        names = self.stages if len(self.stages) > 1 else (None,)
         found = []
         for path in folder.iterdir():
             match = _STEP_NAME.fullmatch(path.name.removesuffix(suffix))
-            if match is None or not path.name.endswith(suffix):
-                continue
-            names = self.stages if len(self.stages) > 1 else (None,)
-            if match["stage"] in names:
-                found.append(
-                    FolderEntry(Place(names.index(match["stage"]), int(match["step"])), path)
-                )
+            if match and path.name.endswith(suffix) and match["stage"] in names:
+                place = Place(names.index(match["stage"]), int(match["step"]))
+                found.append(FolderEntry(place, path))
         return sorted(found, key=lambda entry: entry.place)
 
 
 def _refuse_links(folder: Path) -> None:
-    """Raises KeelError for a link or special file in a run folder, which may be somebody else's.
+    """Raises KeelError for a link or special file in a run folder, except in W&B's own folder.
 
-    A run truncates, deletes and copies what is in its folder. W&B makes links in its own.
+    A run truncates, deletes and copies what is in its folder, which may come from elsewhere.
     """
     own = folder / "trackers" / "wandb" / "wandb"
     for root, folders, names in os.walk(folder):
@@ -272,30 +203,33 @@ def next_free(root: Path | str, recipe_name: str) -> Path:
     """`ROOT/RECIPE-K` with K one above the highest there is."""
     root = Path(root)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", recipe_name).strip("-.") or "run"
-    taken = [0]
-    if root.is_dir():
-        for path in root.iterdir():
-            match = re.fullmatch(re.escape(name) + r"-(\d+)", path.name)
-            if match:
-                taken.append(int(match[1]))
-    return root / f"{name}-{max(taken) + 1}"
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    matches = (re.fullmatch(re.escape(name) + r"-(\d+)", other) for other in names)
+    return root / f"{name}-{max((int(m[1]) for m in matches if m), default=0) + 1}"
 
 
 def stages_of(recipe: str, where: str = "the recipe") -> tuple[str, ...]:
-    """The names of the stages of a recipe (TOML), in order.
-
-    Raises:
-        KeelError: it is no TOML, has no stages, or a stage's name is no file name.
-    """
-    return _stage_names(_parse(recipe, where), where)
+    """The names of the stages of a recipe (TOML). Raises KeelError where it is none."""
+    try:
+        stages = tomllib.loads(recipe).get("stages")
+    except tomllib.TOMLDecodeError as error:
+        raise KeelError(f"{where} is not valid TOML: {error}") from error
+    if not isinstance(stages, list) or not stages:
+        raise KeelError(f"{where} has no [[stages]]: a resolved recipe lists them")
+    names = []
+    for stage in stages:
+        name = stage.get("name", stage.get("stage")) if isinstance(stage, dict) else None
+        # The name becomes part of a path, which must stay inside the run folder.
+        if not isinstance(name, str) or not _STAGE_NAME.fullmatch(name):
+            raise KeelError(
+                f"{where} names a stage {name!r}: use letters, digits, dots, dashes and underscores"
+            )
+        names.append(name)
+    return tuple(names)
 
 
 def make_free(path: Path) -> bool:
-    """Makes the folder for a new run, or finds one that is free for it; whether it was made.
-
-    Raises:
-        KeelError: the folder is a file, holds something, or cannot be made.
-    """
+    """Makes the folder for a new run; False where it exists and is empty, else KeelError."""
     if path.exists() and not path.is_dir():
         raise KeelError(f"run folder {path} is a file: choose another with --run DIR")
     with files.os_errors(path, "make"):
@@ -311,20 +245,13 @@ def make_free(path: Path) -> bool:
 
 
 def make_next(root: Path | str, recipe_name: str) -> Path:
-    """Makes the folder `next_free`, in one step: whoever asks at the same time gets another.
-
-    Raises KeelError where it cannot be made.
-    """
-    for left in reversed(range(_TRIES)):
+    """Makes the folder `next_free`; another process that does so at the same time gets another."""
+    for _ in range(_TRIES):
         path = next_free(root, recipe_name)
-        with files.os_errors(path, "make"):
-            try:
-                path.mkdir(parents=True)
-                return path
-            except FileExistsError:
-                if left == 0:
-                    raise
-    raise AssertionError("unreachable")
+        with files.os_errors(path, "make"), suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+    raise KeelError(f"cannot make {path}: File exists: fix the disk or folder")
 
 
 def _of_a_start(path: Path) -> bool:
@@ -333,27 +260,4 @@ def _of_a_start(path: Path) -> bool:
         return False
     if path.name in ("rollouts", "checkpoints"):
         return path.is_dir() and not any(path.iterdir())
-    return path.name in (LOCK, files.ASIDE + RECIPE, files.ASIDE + "inputs")
-
-
-def _parse(text: str, where: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise KeelError(f"{where} is not valid TOML: {error}") from error
-
-
-def _stage_names(recipe: dict[str, Any], where: str) -> tuple[str, ...]:
-    stages = recipe.get("stages")
-    if not isinstance(stages, Sequence) or not stages:
-        raise KeelError(f"{where} has no [[stages]]: a resolved recipe lists them")
-    names = []
-    for stage in stages:
-        name = stage.get("name", stage.get("stage")) if isinstance(stage, dict) else None
-        # The name becomes part of a path, which must stay inside the run folder.
-        if not isinstance(name, str) or not _STAGE_NAME.fullmatch(name):
-            raise KeelError(
-                f"{where} names a stage {name!r}: use letters, digits, dots, dashes and underscores"
-            )
-        names.append(name)
-    return tuple(names)
+    return path.name in (files.LOCK, files.ASIDE + RECIPE, files.ASIDE + "inputs")

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import inspect
 import platform
+import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from keel.config.load import predates_raw
+from keel.config.entry import PYTHON, load_entry, source_of
+from keel.config.load import in_run_folder, predates_raw
 from keel.runs import checkpoint, files
-from keel.runs import checkpoint as recorded
 from keel.runs.callbacks import Callbacks
-from keel.runs.checkpoint import Recorded
-from keel.runs.fingerprints import fingerprints
+from keel.runs.checkpoint import SHOWN, Recorded
+from keel.runs.files import locked, refuse_if_taken
 from keel.runs.layout import FolderEntry, RunFolder, make_free, make_next, stages_of
-from keel.runs.lock import locked, refuse_if_taken
-from keel.runs.records import Recorder, truncate_after, update_run_json
-from keel.runs.signals import catching
-from keel.runs.writer import Reached, RunWriter
+from keel.runs.process import catching
+from keel.runs.reader import read_run_json
+from keel.runs.writer import Reached, Recorder, RunWriter, truncate_after, update_run_json
 from keel.types import KeelError
 
 RUNS = "runs"
@@ -30,6 +32,8 @@ RUNS = "runs"
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 """Errors of the disk, whichever file they come from."""
 Damage = list[tuple[Path, str]]
+_ENTRY = re.compile(r"(?P<place>[\w./~-]+):[A-Za-z_][\w.]*")
+"""`module:function`, or `path/to/file.py:function`."""
 
 
 def create_run(
@@ -40,19 +44,19 @@ def create_run(
 ) -> RunFolder:
     """A new run folder for a recipe (TOML): the next free one under runs/ unless named.
 
-    Of two that start in one folder the first to hold its lock writes its recipe, the other is
-    refused. The folder is absolute: what a run calls may change the working directory.
+    Of two processes that start in one folder, the first to hold its lock writes its recipe and the
+    other is refused. The path is absolute: what a run calls may change the working directory.
     """
     files.check_name(Path(RUNS if path is None else path).absolute())
     if path is not None:
         refuse_if_taken(Path(path))
-    stages = stages_of(recipe)  # before anything is made
+    stages_of(recipe)  # before anything is made
     if path is None:
         place, made = make_next(RUNS, name).absolute(), True
     else:
         place = Path(path).absolute()
         made = make_free(place)
-    with locked(RunFolder(place, stages)):
+    with locked(place):
         return replace(RunFolder.create(place, recipe, inputs), made=made)
 
 
@@ -81,9 +85,9 @@ def run_lifecycle(
     """
     with ExitStack() as stack:
         interrupt = stack.enter_context(catching())
-        stack.enter_context(locked(place))
+        stack.enter_context(locked(place.path))
         start, damaged = _where_to_begin(place) if resume else (None, [])
-        known = None if start is None else recorded.read(start.path)
+        known = None if start is None else checkpoint.read(start.path)
         files_known, lost = _compare(place, start, known)
         recipe = tomllib.loads(place.recipe.read_text("utf-8"))
         inputs = fingerprints(recipe, place.path)
@@ -102,16 +106,9 @@ def run_lifecycle(
             writer.callbacks.note(
                 f"checkpoint {path} is damaged ({wrong}): going on from the one before"
             )
-        changed = "" if known is None else recorded.changed(known, recipe, inputs)
-        if start is not None and changed:
-            writer.note(
-                f"since checkpoint {start.path.name} was written there changed: {changed}: from "
-                "here on this is another run, and not byte for byte one that never stopped"
-            )
-        if lost:
-            writer.note(_losses(lost))
-        if start is not None and known is None:
-            writer.note(_without_record(place, start))
+        if start is not None:
+            for note in _notes(start, known, recipe, inputs, lost):
+                writer.note(note)
         if resume and predates_raw(recipe):
             writer.note(
                 f"{place.recipe.name} has no key raw (an earlier version of Keel wrote it): plain "
@@ -119,6 +116,33 @@ def run_lifecycle(
                 "its tasks and data to choose"
             )
         yield writer, None if start is None else start.path
+
+
+def _notes(
+    start: FolderEntry,
+    known: Recorded | None,
+    recipe: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    lost: Sequence[str],
+) -> Iterator[str]:
+    """What has changed since the checkpoint that a run is resumed from."""
+    name = start.path.name
+    if known is None:
+        yield (
+            f"checkpoint {name} has no {checkpoint.RECORD} (an earlier version of Keel wrote it): "
+            "whether recipe, inputs, metrics or rollouts have changed since is not known"
+        )
+    elif changed := checkpoint.changed(known, recipe, inputs):
+        yield (
+            f"since checkpoint {name} was written there changed: {changed}: from here on this is "
+            "another run, and not byte for byte one that never stopped"
+        )
+    if lost:
+        more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+        yield (
+            f"{', '.join(lost[:SHOWN])}{more}: the run goes on, since nothing that follows depends "
+            "on it; restore it from a copy to have it again"
+        )
 
 
 def write_metadata(
@@ -133,52 +157,33 @@ def write_metadata(
 
     A resumed run keeps what it began with; differences are noted.
     """
-    now = facts(name, seed, threads, packages)
+    versions = {"python": platform.python_version(), **{p: version(p) for p in packages}}
     if kernels is not None:
-        now["versions"]["kernels"] = kernels
-    begun: dict[str, Any] = {}
-    if writer.reached.step is not None:
-        begun = update_run_json(writer.folder, {})
-    changed = _changed(begun, now)
+        versions["kernels"] = kernels
+    begun: dict[str, Any] = {} if writer.reached.step is None else read_run_json(writer.folder)
+    before = {"threads": begun.get("threads"), **begun.get("versions", {})}
+    after: dict[str, Any] = {"threads": threads, **versions}
+    changed = ", ".join(
+        f"{key} {value} (now {after[key]})"
+        for key, value in before.items()
+        if value is not None and key in after and after[key] != value
+    )
     if changed:
         writer.note(
             f"this run began with {changed}: it goes on, but not byte for byte as if it had never "
             "stopped"
         )
-    kept: dict[str, Any] = {k: begun[k] for k in ("versions", "threads") if k in begun}
+    kept: dict[str, Any] = {key: begun[key] for key in ("versions", "threads") if key in begun}
+    now = {"name": name, "seed": seed, "versions": versions, "threads": threads, "finished": False}
     update_run_json(writer.folder, {**now, **kept})
 
 
-def facts(name: str, seed: int, threads: int, packages: Sequence[str]) -> dict[str, Any]:
-    """The environment of a run, as run.json has it."""
-    return {
-        "name": name,
-        "seed": seed,
-        "versions": {"python": platform.python_version()}
-        | {package: version(package) for package in packages},
-        "threads": threads,
-        "finished": False,
-    }
-
-
-def _changed(begun: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The threads and versions that differ, before and now; empty if none do."""
-    before: dict[str, Any] = {"threads": begun.get("threads"), **begun.get("versions", {})}
-    after: dict[str, Any] = {"threads": now["threads"], **now["versions"]}
-    return ", ".join(
-        f"{name} {value} (now {after[name]})"
-        for name, value in before.items()
-        if value is not None and name in after and after[name] != value
-    )
-
-
 def _where_to_begin(place: RunFolder) -> tuple[FolderEntry | None, Damage]:
-    """The newest whole checkpoint, and the damaged ones passed over; replaced ones are back.
+    """The newest whole checkpoint, and the damaged ones that were passed over.
 
     Raises KeelError where none is whole: starting again would discard them.
     """
     damaged: Damage = []
-    checkpoint.bring_back(place)
     newest = checkpoint.newest_whole(place, lambda path, wrong: damaged.append((path, wrong)))
     others = [] if newest or damaged else checkpoint.unknown(place)
     if others:
@@ -201,34 +206,15 @@ def _compare(
 ) -> tuple[dict[str, str], list[str]]:
     """The hashes of what was recorded before a checkpoint, and the rollouts that are lost since.
 
-    A checkpoint of an earlier version of Keel has no hashes: then they are those of what is there.
-    A lost file keeps its hash, so that the checkpoints that follow are those of an unharmed run.
+    A checkpoint of an earlier version of Keel has none: then they are those of the present files.
+    A lost file keeps its hash, so that later checkpoints are those of an unharmed run.
     """
     if start is None:
         return {}, []
     if known is not None:
-        return dict(known.files), recorded.check(place, start, known)
+        return dict(known.files), checkpoint.check(place, start, known)
     before = [entry.path for entry in place.list_rollouts() if entry.place <= start.place]
     return {f"rollouts/{path.name}": files.sha256(path) for path in before}, []
-
-
-def _without_record(place: RunFolder, start: FolderEntry) -> str:
-    """The note for a checkpoint without record.json, and the first row of metrics that is wrong."""
-    odd = recorded.odd_row(place, start)
-    return (
-        f"checkpoint {start.path.name} has no {recorded.RECORD} (an earlier version of Keel wrote "
-        "it): whether recipe, inputs, metrics or rollouts have changed since is not known"
-        + ("" if odd is None else f"; {odd}")
-    )
-
-
-def _losses(lost: Sequence[str]) -> str:
-    """Rollouts that are missing or damaged, in one line."""
-    more = f" and {len(lost) - recorded.SHOWN} more" if len(lost) > recorded.SHOWN else ""
-    return (
-        f"{', '.join(lost[: recorded.SHOWN])}{more}: the run goes on, since nothing that follows "
-        "depends on it; restore it from a copy to have it again"
-    )
 
 
 @contextmanager
@@ -284,3 +270,65 @@ def _leaves_nothing(place: RunFolder) -> bool:
         if place.made:
             place.path.rmdir()
     return not place.recipe.exists()
+
+
+# ---------------------------------------------------------------- inputs
+
+
+def fingerprints(recipe: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """The fingerprint of each file that the recipe in a run folder names, by `KEY (VALUE)`.
+
+    The SHA-256 of a file's content, of all files of a model's or data set's folder, or of the
+    source of a function that was passed to `keel.train`. What comes from a hub is named by the
+    recipe's revision and has none.
+    """
+    found = {}
+    for key, value in texts(recipe):
+        try:
+            digest = _fingerprint(key, in_run_folder(value, folder))
+        except (Exception, SystemExit):  # of a user's package, which is imported here
+            continue  # reading it reports what is wrong
+        if digest is not None:
+            found[f"{key} ({value})"] = digest
+    return found
+
+
+def texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """The texts of a recipe, each with its key."""
+    if isinstance(value, Mapping):
+        for name, inside in value.items():
+            yield from texts(inside, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for at, inside in enumerate(value):
+            yield from texts(inside, f"{key}[{at}]")
+    elif isinstance(value, str) and "\n" not in value:
+        yield key, value
+
+
+def _fingerprint(key: str, value: str) -> str | None:
+    entry = _ENTRY.fullmatch(value)
+    if entry is not None and entry["place"] == PYTHON:
+        function = load_entry(value, key)
+        source_text = inspect.getsource(getattr(function, "func", function))
+        return hashlib.sha256(source_text.encode()).hexdigest()
+    if entry is not None:
+        source = source_of(entry["place"])
+        return None if source is None else files.sha256(source)
+    path = Path(value).expanduser()
+    names = set(re.findall(r"\w+", key))
+    if names & {"path", "validation_path", "data_files", "data_dir"}:
+        if path.is_dir():
+            return _of_files(path, path.rglob("*"))
+        return files.sha256(path) if path.is_file() else None
+    if key.rpartition(".")[2] in ("name", "model") and (path / "config.json").is_file():
+        return _of_files(path, path.iterdir())
+    return None
+
+
+def _of_files(folder: Path, paths: Iterable[Path]) -> str:
+    """The fingerprint of the names and contents of files of a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        if path.is_file():
+            digest.update(f"{path.relative_to(folder)} {files.sha256(path)}\n".encode())
+    return digest.hexdigest()

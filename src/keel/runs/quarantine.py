@@ -1,9 +1,9 @@
-"""Examples that were left out: each with its line and the reason, in files of the run folder.
+"""Examples that were left out, in files of the run folder that are a function of data and recipe.
 
     quarantine/STAGE-prompts.jsonl   of tasks        quarantine/STAGE-rows.jsonl   of preferences
 
 A line is {"source": file or name, "line": from 1, "reason": one line, "row": as it was read, or the
-text of a line that is not JSON}. The files are a function of data and recipe. Torch-free.
+text of a line that is not JSON}.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ class LeftOut:
 
 
 def write_quarantine(target: Path, rows: Sequence[LeftOut]) -> None:
-    """Writes the examples to a file, completely or not at all; no file if there are none.
-
-    Raises KeelError where it cannot be written.
-    """
+    """Writes the examples to a file, completely or not at all; no file if there are none."""
     if not rows:
         if target.exists():
             remove(target)
@@ -76,33 +73,28 @@ def shortened(reason: str) -> str:
 def _line(row: LeftOut) -> bytes:
     record = {"source": row.source, "line": row.line, "reason": shortened(row.reason)}
     try:
-        text = json.dumps(
-            {**record, "row": row.row}, ensure_ascii=False, allow_nan=False, default=_text
-        )
-    except (TypeError, ValueError, RecursionError):
-        text = json.dumps({**record, "row": _plain(row.row)}, ensure_ascii=False)
+        content = _parts(row.row)
+    except RecursionError:
+        content = _text(row.row)
+    text = json.dumps({**record, "row": content}, ensure_ascii=False)
     try:
         return f"{text}\n".encode()
     except UnicodeEncodeError:  # a lone surrogate, which JSON can escape
         return f"{json.dumps(json.loads(text))}\n".encode()
 
 
-def _plain(value: Any) -> Any:
-    """The value as JSON; what JSON cannot hold as text."""
-    try:
-        return _parts(value)
-    except RecursionError:
-        return _text(value)
-
-
 def _parts(value: Any) -> Any:
+    """The value as JSON; what JSON cannot hold as text."""
     if isinstance(value, Mapping):
         return {_text(key): _parts(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_parts(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
-    return value if value is None or isinstance(value, bool | str) else _text(value)
+    if value is None or isinstance(value, bool | str):
+        return value
+    # Python refuses to write integers of more than 4300 digits.
+    return value if isinstance(value, int) and value.bit_length() < 10_000 else _text(value)
 
 
 def _text(value: Any) -> str:

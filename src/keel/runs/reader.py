@@ -13,14 +13,71 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from keel.runs import files
 from keel.runs.layout import FolderEntry, Place, RunFolder
 from keel.runs.rollouts import read_table
-from keel.runs.run_json import read_run_json
 from keel.types import KeelError
 
+HINT = "fix it, or delete it: --resume writes a new one"
 Record = dict[str, Any]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Result(_Strict):
+    mean: float | None
+    low: float | None
+    high: float | None
+    n: int
+
+
+class _Turn(_Strict):
+    content: str
+
+
+class _Example(_Strict):
+    prompt: str | list[_Turn]
+    completion: str
+    reward: float | None
+
+
+class _Shape(_Strict):
+    """The keys that Keel reads; others are left as they are."""
+
+    evaluation: dict[str, dict[str, _Result]] = {}
+    examples: dict[str, dict[str, list[_Example]]] = {}
+    measured: dict[str, dict[str, dict[str, Any]]] = {}
+    best: dict[str, int] = {}
+    versions: dict[str, Any] = {}
+    threads: int | None = None
+
+
+def read_run_json(folder: RunFolder) -> dict[str, Any]:
+    """The content of run.json; empty where it is not written yet.
+
+    Raises:
+        KeelError: the file cannot be read, or has another shape than Keel writes.
+    """
+    path = folder.run_json
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise KeelError(f"cannot read {path}: {error}: {HINT}") from error
+    if not isinstance(content, dict):
+        raise KeelError(f"cannot read {path}: it holds no JSON object: {HINT}")
+    try:
+        _Shape.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise KeelError(f"cannot read {path}: {key}: {first['msg']}: {HINT}") from None
+    return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,43 +96,45 @@ class Run:
         return tomllib.loads(self.folder.recipe.read_text(encoding="utf-8"))
 
     def info(self) -> Record:
-        """run.json; empty where it is not written yet (see `run_json`)."""
+        """run.json; empty where it is not written yet."""
         return read_run_json(self.folder)
 
     def metrics(self, stage: str | None = None) -> list[Record]:
-        """The rows of metrics.jsonl, of one stage or of all, in the order written."""
-        return self._rows(self.folder.metrics, stage)
+        """The records of metrics.jsonl, of one stage or of all, in the order written."""
+        return self._records(self.folder.metrics, stage)
 
     def timings(self, stage: str | None = None) -> list[Record]:
-        """The rows of timings.jsonl; a step done twice (killed, then resumed) has two."""
-        return self._rows(self.folder.timings, stage)
+        """The records of timings.jsonl; a step that was repeated after a kill has two."""
+        return self._records(self.folder.timings, stage)
 
     def seconds(self, stage: str | None = None) -> float:
-        """What the steps took, those done twice counted twice."""
+        """What the steps took, repeated ones counted twice."""
         try:
-            return float(sum(row["total"] for row in self.timings(stage)))
+            return float(sum(record["total"] for record in self.timings(stage)))
         except (KeyError, TypeError) as error:
-            raise KeelError(f"{self.folder.timings} has a row without its total: fix it") from error
+            raise KeelError(
+                f"{self.folder.timings} has a record without its total: fix it"
+            ) from error
 
     def events(self) -> list[Record]:
-        """The rows of events.jsonl."""
-        return self._rows(self.folder.events, None)
+        """The records of events.jsonl."""
+        return self._records(self.folder.events, None)
 
     def names(self, stage: str | None = None) -> list[str]:
         """The names of all metrics, sorted."""
-        found = {name for row in self.metrics(stage) for name in row}
+        found = {name for record in self.metrics(stage) for name in record}
         return sorted(found - {"stage", "step"})
 
     def column(
         self, name: str, stage: str | None = None
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Steps and values of a metric, where rows have it; null (not finite) reads as NaN.
+        """Steps and values of a metric, where records have it; null (not finite) reads as NaN.
 
         Steps count within a stage: name the stage where the recipe has several.
         """
-        rows = [row for row in self.metrics(stage) if name in row]
-        steps = np.array([row["step"] for row in rows], dtype=np.int64)
-        values = [np.nan if row[name] is None else row[name] for row in rows]
+        found = [record for record in self.metrics(stage) if name in record]
+        steps = np.array([record["step"] for record in found], dtype=np.int64)
+        values = [np.nan if record[name] is None else record[name] for record in found]
         return steps, np.array(values, dtype=np.float64)
 
     def rollout_places(self) -> list[Place]:
@@ -83,10 +142,9 @@ class Run:
         return [entry.place for entry in self.folder.list_rollouts()]
 
     def rollouts(self, step: int, stage: str | None = None) -> list[Record]:
-        """The rollouts of a step, a dict a completion; messages come as lists, arrays as lists.
+        """The rollouts of a step, a dict per completion with messages and arrays as lists.
 
-        Raises:
-            KeelError: the step has none, or the file is damaged.
+        Raises KeelError where the step has none, or the file is damaged.
         """
         path = self.folder.rollouts(self._stage_of_rollouts(stage), step)
         if not path.is_file():
@@ -103,7 +161,7 @@ class Run:
         return rows
 
     def checkpoints(self) -> list[FolderEntry]:
-        """The checkpoints there are, in the order of the run, unverified."""
+        """The checkpoints, in the order of the run, unverified."""
         return self.folder.list_checkpoints()
 
     def _stage_of_rollouts(self, stage: str | None) -> int:
@@ -116,15 +174,11 @@ class Run:
             raise KeelError(f"several stages of {self.folder.path} have rollouts: name the stage")
         return having.pop() if having else len(self.stages) - 1
 
-    def _rows(self, path: Path, stage: str | None) -> list[Record]:
-        rows = (record for _, _, record in files.read_jsonl(path))
-        return [row for row in rows if stage is None or row.get("stage") == stage]
+    def _records(self, path: Path, stage: str | None) -> list[Record]:
+        records = (record for _, _, record in files.read_jsonl(path))
+        return [record for record in records if stage is None or record.get("stage") == stage]
 
 
 def load(path: Path | str) -> Run:
-    """The run in a folder.
-
-    Raises:
-        KeelError: there is no run there.
-    """
+    """The run in a folder. Raises KeelError where there is none."""
     return Run(RunFolder.open(path))

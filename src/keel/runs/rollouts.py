@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from keel.runs.encoding import clean_text, plain
+from keel.runs.values import clean_text, plain
 from keel.types import Content, FinishReason, KeelError, Step
 
 if TYPE_CHECKING:
@@ -62,45 +62,42 @@ class RolloutRow:
 def table(stage: str, step: int, rows: Sequence[RolloutRow]) -> pa.Table:
     """The rows as an Arrow table.
 
-    Columns: stage, step, group, prompt_id, task, prompt (text, or messages as JSON, as
-    prompt_format says), completion, tokens, log_probs, old_log_probs, advantages, written, finish,
+    Columns: stage, step, group, prompt_id, task, prompt_format ("text", or "messages" in JSON),
+    prompt, completion, tokens, log_probs, old_log_probs, advantages, written, finish,
     reward, `reward/NAME` for each component and `extra/NAME` for each extra. Where some row has
     rewards of steps also step_ends (the index of each step's last token), step_rewards and outcome.
     """
     import pyarrow as pa
 
-    def column(kind: pa.DataType, values: list[Any]) -> pa.Array:
-        return pa.array(values, type=kind)
-
-    float_list, text = pa.list_(pa.float32()), pa.string()
-    columns: dict[str, pa.Array] = {
-        "stage": column(text, [stage] * len(rows)),
-        "step": column(pa.int32(), [step] * len(rows)),
-        "group": column(pa.int32(), [row.group for row in rows]),
-        "prompt_id": column(text, [clean_text(row.prompt_id) for row in rows]),
-        "task": column(text, [clean_text(row.task) for row in rows]),
-        "prompt_format": column(text, [_format(row.prompt) for row in rows]),
-        "prompt": column(text, [prompt_text(row.prompt) for row in rows]),
-        "completion": column(text, [clean_text(row.completion) for row in rows]),
-        "tokens": column(pa.list_(pa.int32()), [_array(row.tokens, np.int32) for row in rows]),
-        "log_probs": column(float_list, [_array(row.log_probs, np.float32) for row in rows]),
-        "old_log_probs": column(
-            float_list, [_array(row.old_log_probs, np.float32) for row in rows]
-        ),
-        "advantages": column(float_list, [_array(row.advantages, np.float32) for row in rows]),
-        "written": column(pa.list_(pa.bool_()), [_array(row.written, np.bool_) for row in rows]),
-        "finish": column(text, [row.finish for row in rows]),
-        "reward": column(pa.float64(), [row.reward for row in rows]),
-    }
+    formats = ["text" if isinstance(row.prompt, str) else "messages" for row in rows]
+    text, numbers = pa.string(), pa.float64()
+    floats, integers = pa.list_(pa.float32()), pa.list_(pa.int32())
+    fields: tuple[tuple[str, pa.DataType, list[Any]], ...] = (
+        ("stage", text, [stage] * len(rows)),
+        ("step", pa.int32(), [step] * len(rows)),
+        ("group", pa.int32(), [row.group for row in rows]),
+        ("prompt_id", text, [clean_text(row.prompt_id) for row in rows]),
+        ("task", text, [clean_text(row.task) for row in rows]),
+        ("prompt_format", text, formats),
+        ("prompt", text, [prompt_text(row.prompt) for row in rows]),
+        ("completion", text, [clean_text(row.completion) for row in rows]),
+        ("tokens", integers, [_array(row.tokens, np.int32) for row in rows]),
+        ("log_probs", floats, [_array(row.log_probs, np.float32) for row in rows]),
+        ("old_log_probs", floats, [_array(row.old_log_probs, np.float32) for row in rows]),
+        ("advantages", floats, [_array(row.advantages, np.float32) for row in rows]),
+        ("written", pa.list_(pa.bool_()), [_array(row.written, np.bool_) for row in rows]),
+        ("finish", text, [row.finish for row in rows]),
+        ("reward", numbers, [row.reward for row in rows]),
+    )
     if any(row.steps for row in rows):
-        ends = [[step.end for step in row.steps] for row in rows]
-        columns["step_ends"] = column(pa.list_(pa.int32()), ends)
-        rewards = [[step.reward for step in row.steps] for row in rows]
-        columns["step_rewards"] = column(pa.list_(pa.float64()), rewards)
-        columns["outcome"] = column(pa.float64(), [row.outcome for row in rows])
+        fields += (
+            ("step_ends", integers, [[step.end for step in row.steps] for row in rows]),
+            ("step_rewards", pa.list_(numbers), [[s.reward for s in row.steps] for row in rows]),
+            ("outcome", numbers, [row.outcome for row in rows]),
+        )
     for name in _names(row.components for row in rows):
-        values = [row.components.get(name) for row in rows]
-        columns[COMPONENT + name] = column(pa.float64(), values)
+        fields += ((COMPONENT + name, numbers, [row.components.get(name) for row in rows]),)
+    columns = {name: pa.array(values, type=kind) for name, kind, values in fields}
     for name in _names(row.extras for row in rows):
         columns[EXTRA + name] = _extra([plain(row.extras.get(name)) for row in rows])
     return pa.table(columns)
@@ -117,11 +114,7 @@ def encode(stage: str, step: int, rows: Sequence[RolloutRow]) -> bytes:
 
 
 def read_table(path: Path) -> pa.Table:
-    """The table of a rollouts file.
-
-    Raises:
-        KeelError: it is damaged or cannot be read.
-    """
+    """The table of a rollouts file. Raises KeelError where it is damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -139,10 +132,6 @@ def read_table(path: Path) -> pa.Table:
         hint = "leave this step out, or delete the file"
         raise KeelError(f"cannot read {path}: {why}: {hint}") from error
     return found
-
-
-def _format(content: Content) -> str:
-    return "text" if isinstance(content, str) else "messages"
 
 
 def prompt_text(content: Content) -> str:
@@ -165,11 +154,9 @@ def _extra(values: list[Any]) -> pa.Array:
     import pyarrow as pa
 
     kinds = {type(value) for value in values if value is not None}
-    if kinds <= {bool} and kinds:
-        return pa.array(values, type=pa.bool_())
-    if kinds <= {int, float} and kinds:
-        return pa.array([None if v is None else float(v) for v in values], type=pa.float64())
-    if kinds <= {str}:
+    if not any(kinds <= same for same in ({bool}, {int, float}, {str})):
+        values = [None if v is None else json.dumps(v, ensure_ascii=False) for v in values]
         return pa.array(values, type=pa.string())
-    texts = [None if v is None else json.dumps(v, ensure_ascii=False) for v in values]
-    return pa.array(texts, type=pa.string())
+    if kinds & {int, float}:
+        return pa.array([None if v is None else float(v) for v in values], type=pa.float64())
+    return pa.array(values, type=pa.bool_() if kinds == {bool} else pa.string())

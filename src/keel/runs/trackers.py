@@ -9,31 +9,25 @@ from typing import Any, Protocol
 
 from keel.config.optimisation import Trackers
 from keel.runs import files
-from keel.runs.encoding import clean_text
 from keel.runs.layout import RunFolder
 from keel.runs.rollouts import RolloutRow, prompt_text
+from keel.runs.values import clean_text
 from keel.types import KeelError
 
 _LOGIN = "run wandb login, set WANDB_MODE=offline, or set trackers.wandb = false"
 
 
-class Tracker(Protocol):
-    """Shows metrics somewhere else while the run goes on."""
+Rows = Sequence[RolloutRow]
 
-    def log(
-        self,
-        stage: str,
-        step: int,
-        metrics: Mapping[str, Any],
-        rollouts: Sequence[RolloutRow] = (),
-    ) -> None:
-        """The metrics of a step, counted within its stage, without what is no finite number; and
-        its rollouts."""
-        ...
+
+class Tracker(Protocol):
+    """Shows metrics somewhere else while a run goes on."""
+
+    def log(self, stage: str, step: int, metrics: Mapping[str, Any], rollouts: Rows = ()) -> None:
+        """Log the finite metrics of a step, counted within its stage, and its rollouts."""
 
     def close(self) -> None:
         """Send what is buffered."""
-        ...
 
 
 class TensorBoard:
@@ -49,16 +43,10 @@ class TensorBoard:
         self._folder = folder.trackers / "tensorboard"
         self._writers: dict[str, Any] = {}
 
-    def log(
-        self,
-        stage: str,
-        step: int,
-        metrics: Mapping[str, Any],
-        rollouts: Sequence[RolloutRow] = (),
-    ) -> None:
+    def log(self, stage: str, step: int, metrics: Mapping[str, Any], rollouts: Rows = ()) -> None:
         with files.os_errors(self._folder):
             if stage not in self._writers:
-                # What a killed run logged past its checkpoint is hidden once the run goes on.
+                # Hides what a killed run logged past its checkpoint.
                 self._writers[stage] = self._writer_class(
                     log_dir=str(self._folder / stage), purge_step=step
                 )
@@ -73,7 +61,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """Logs `STAGE/NAME` against `STAGE/step`. A resumed run goes on in the same W&B run.
 
-    Where it logs to (online, offline, disabled; key; host) is W&B's own set-up, by environment.
+    W&B's own environment variables set where it logs to (online, offline, disabled; key; host).
     """
 
     def __init__(
@@ -105,13 +93,7 @@ class WeightsAndBiases:
         for stage in folder.stages:
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
 
-    def log(
-        self,
-        stage: str,
-        step: int,
-        metrics: Mapping[str, Any],
-        rollouts: Sequence[RolloutRow] = (),
-    ) -> None:
+    def log(self, stage: str, step: int, metrics: Mapping[str, Any], rollouts: Rows = ()) -> None:
         named: dict[str, Any] = {f"{stage}/{k}": v for k, v in _numbers(metrics).items()}
         shown = rollouts[: self._completions]
         if shown:
@@ -130,11 +112,7 @@ class WeightsAndBiases:
 def open_trackers(
     wanted: Trackers, folder: RunFolder, *, name: str, recipe: Mapping[str, Any]
 ) -> list[Tracker]:
-    """The trackers that a stage asks for.
-
-    Raises:
-        KeelError: one is not installed, or does not start.
-    """
+    """The trackers of a stage. Raises KeelError where one is missing or does not start."""
     trackers: list[Tracker] = []
     if wanted.tensorboard:
         trackers.append(TensorBoard(folder))
@@ -144,10 +122,9 @@ def open_trackers(
 
 
 def check_trackers(wanted: Trackers) -> None:
-    """Whether the trackers that a stage asks for would start, as far as this machine can tell.
+    """Raises KeelError for a tracker that is not installed, and for W&B online without credentials.
 
-    Nothing is sent. Raises KeelError for a package that is not installed, and for W&B online
-    without credentials.
+    Nothing is sent.
     """
     for name in ("tensorboard", "wandb"):
         if getattr(wanted, name) and importlib.util.find_spec(name) is None:

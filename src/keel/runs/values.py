@@ -1,21 +1,133 @@
-"""Comparison of plain values: equal to the bit, or where they differ. Torch-free."""
+"""Plain values: as JSON (lossy for metrics and plots, exact for state), and where two differ."""
 
 from __future__ import annotations
 
+import base64
 import itertools
+import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-CLIP = 60
-"""Characters of a text that a change shows; of two texts from shortly before they differ."""
-_BEFORE = 20
+TAG = "$type"
+"""Marks a value that JSON has no type for. A mapping may not have this key."""
+_BEFORE, _LENGTH = 20, 80
+"""Characters of two long texts that a change shows: from shortly before they differ."""
 _ABSENT = object()
+
+
+def clean_text(text: str) -> str:
+    """The text with lone surrogates, which UTF-8 cannot hold, replaced by `?`."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON: keys sorted, arrays as lists, numbers that are not finite as null."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, str):
+        return clean_text(value)
+    if isinstance(value, Mapping):
+        return {clean_text(str(key)): plain(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
+        return plain(value.tolist())
+    raise TypeError(f"no JSON for {type(value).__name__}: {value!r}")
+
+
+def record_line(first: Mapping[str, Any], rest: Mapping[str, Any]) -> bytes:
+    """One JSONL record: the keys of `first` in their order, then those of `rest`, sorted."""
+    record = {key: plain(value) for key, value in first.items()}
+    for key, value in plain(rest).items():
+        if key in record:
+            raise ValueError(f'"{key}" is a key of every record and cannot be a value\'s name')
+        record[key] = value
+    return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
+
+
+def document(value: Mapping[str, Any]) -> str:
+    """A JSON document for people: indented, keys in the mapping's order at the top."""
+    top = {key: plain(item) for key, item in value.items()}
+    return json.dumps(top, ensure_ascii=False, allow_nan=False, indent=2) + "\n"
+
+
+# ---------------------------------------------------------------- exact
+
+
+def exact(value: Any) -> Any:
+    """A JSON value from which `restore` makes an equal one, bit for bit.
+
+    Holds None, bool, int of any size, float (the shortest decimal that reads back the same; nan
+    and infinities too), str, list, tuple, mappings with text keys, numpy arrays and scalars.
+    Raises TypeError for others: tensors go into safetensors.
+    """
+    if isinstance(value, np.generic):  # before float: np.float64 is one
+        array = np.asarray(value)
+        return {TAG: "scalar", "dtype": array.dtype.str, "data": _packed(array)}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {TAG: "float", "value": repr(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple):
+        return {TAG: "tuple", "items": [exact(item) for item in value]}
+    if isinstance(value, list):
+        return [exact(item) for item in value]
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            raise TypeError("an array of Python objects is no state: use a list")
+        shape = list(value.shape)
+        return {TAG: "array", "dtype": value.dtype.str, "shape": shape, "data": _packed(value)}
+    if isinstance(value, Mapping):
+        return {_text_key(key): exact(item) for key, item in value.items()}
+    raise TypeError(f"{type(value).__name__} is no JSON state: tensors go into safetensors")
+
+
+def restore(value: Any) -> Any:
+    """The value from `exact`; ValueError, KeyError or TypeError for JSON not made by it."""
+    if isinstance(value, list):
+        return [restore(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(TAG)
+    if kind is None:
+        return {key: restore(item) for key, item in value.items()}
+    if kind == "float":
+        return float(value["value"])
+    if kind == "tuple":
+        return tuple(restore(item) for item in value["items"])
+    if kind == "scalar":
+        return _unpacked(value, ())[()]
+    if kind == "array":
+        return _unpacked(value, value["shape"])
+    raise ValueError(f'unknown {TAG} "{kind}"')
+
+
+def _text_key(key: Any) -> str:
+    if not isinstance(key, str) or key == TAG:
+        raise TypeError(f"{key!r} cannot be a key of JSON state: use text other than {TAG!r}")
+    return key
+
+
+def _packed(array: np.ndarray) -> str:
+    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii")
+
+
+def _unpacked(value: Mapping[str, Any], shape: Sequence[int]) -> np.ndarray:
+    dtype = np.dtype(value["dtype"])
+    if dtype.hasobject:
+        raise ValueError("an array of Python objects is no state")
+    flat = np.frombuffer(base64.b64decode(value["data"], validate=True), dtype=dtype)
+    return flat.reshape(tuple(shape)).copy()
+
+
+# ---------------------------------------------------------------- comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +145,15 @@ class Change:
     difference: float | None = None
 
 
-def change(name: str, values: Iterable[Any], at: tuple[int, ...] = ()) -> Change:
-    """The change between two values, with long texts clipped."""
-    a, b = values
-    return Change(name, *clipped(a, b), at=at, difference=_distance(a, b))
+def change(name: str, a: Any, b: Any, at: tuple[int, ...] = ()) -> Change:
+    """The change between two values, with long texts cut to where they differ."""
+    if isinstance(a, str) and isinstance(b, str) and max(len(a), len(b)) > _LENGTH:
+        unequal = (at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+        start = max(0, next(unequal, min(len(a), len(b))) - _BEFORE)
+        a, b = (("…" if start else "") + text[start : start + _LENGTH] for text in (a, b))
+    kinds = {type(a), type(b)}
+    distance = abs(float(a) - float(b)) if float in kinds <= {float, int} else math.inf
+    return Change(name, a, b, at, distance if math.isfinite(distance) else None)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -66,50 +183,5 @@ def changes(a: Any, b: Any, path: str = "") -> Iterator[Change]:
         for at, (x, y) in enumerate(itertools.zip_longest(a, b, fillvalue=_ABSENT)):
             yield from changes(x, y, f"{path}[{at}]")
     elif not same(a, b):
-        values = (None if x is _ABSENT else "null" if x is None else x for x in (a, b))
-        yield change(path, values)
-
-
-def first_unequal(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int | None:
-    """The first place at which two one-dimensional arrays differ, floats by their bits; the end of
-    the shorter one where it equals the beginning of the other. None: they are equal."""
-    if a.dtype != b.dtype:
-        a, b = a.astype(np.float64), b.astype(np.float64)
-    short = min(len(a), len(b))
-    kind = f"u{a.dtype.itemsize}" if a.dtype.kind == "f" else a.dtype
-    unequal = a[:short].view(kind) != b[:short].view(kind)
-    if unequal.any():
-        return int(unequal.argmax())
-    return short if len(a) != len(b) else None
-
-
-def plain(value: Any) -> Any:
-    """A numpy scalar as a Python value; a float as the shortest decimal that reads back as it."""
-    if isinstance(value, np.floating):
-        return float(str(value))
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def clipped(a: Any, b: Any) -> tuple[Any, Any]:
-    """Two values; where one is a long text, both texts from shortly before they differ."""
-    texts = [x for x in (a, b) if isinstance(x, str)]
-    if all(len(text) <= CLIP for text in texts):
-        return a, b
-    pairs = enumerate(zip(a, b, strict=False)) if len(texts) == 2 else iter(())
-    shared = next((at for at, (x, y) in pairs if x != y), min(map(len, texts)))
-    start = max(0, shared - _BEFORE) if len(texts) == 2 else 0
-    end = start + CLIP + (_BEFORE if start else 0)
-
-    def window(text: Any) -> Any:
-        if not isinstance(text, str):
-            return text
-        return ("…" if start else "") + text[start:end] + ("…" if end < len(text) else "")
-
-    return window(a), window(b)
-
-
-def _distance(a: Any, b: Any) -> float | None:
-    if {type(a), type(b)} not in ({float}, {float, int}):
-        return None
-    distance = abs(float(a) - float(b))
-    return distance if math.isfinite(distance) else None
+        x, y = (None if v is _ABSENT else "null" if v is None else v for v in (a, b))
+        yield change(path, x, y)

@@ -1,9 +1,8 @@
-"""Calls that do not come back: named, with the stack they hang in, within their time. Torch-free.
+"""Time limits of calls that may hang, and cancellation of work in other threads. Torch-free.
 
-Two clocks. One is a thread, which raises `Hung` where the call waits. The other is the
-interpreter's own (faulthandler): it needs no lock, so that it also ends a process whose call sits
-in C without ever letting another thread run; the stacks are then on stderr, and the run goes on
-from its newest checkpoint.
+Two clocks limit a call. A thread raises `Hung` where the call waits. The interpreter's own clock
+(faulthandler) needs no lock, so that it also ends a process whose call is in C and never lets
+another thread run: the stacks are then on stderr, and the run can be resumed.
 """
 
 from __future__ import annotations
@@ -21,21 +20,25 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
 from keel.types import KeelError
 
 GRACE = 10.0
-"""Seconds beyond its time that a call gets before the process is ended from below."""
+"""Seconds after its time limit until the interpreter's clock ends the process."""
 TICK = 1.0
-"""Seconds between two looks at the time. One that took much longer found the process suspended
-(Ctrl-Z, a debugger), and does not count."""
+"""Seconds between two checks of the time. Much longer ones found the process suspended (Ctrl-Z, a
+debugger), and do not count."""
+
+GivesUp = Callable[[], bool]
+"""Whether the outcome is no longer needed."""
 
 
 class Hung(KeelError):
-    """A call that gave no answer in its time; `stack` is where it was then."""
+    """A call that exceeded its time limit; `stack` is where it was then."""
 
     def __init__(self, line: str, stack: str) -> None:
         super().__init__(line)
@@ -43,7 +46,7 @@ class Hung(KeelError):
 
 
 class _Expired(BaseException):
-    """Raised in the call that hangs; no `except Exception` of its own holds it up."""
+    """Raised in the call that hangs; its own `except Exception` does not catch it."""
 
 
 @contextlib.contextmanager
@@ -91,7 +94,7 @@ def _raising(watch: _Watch, what: str, advice: str) -> Iterator[None]:
 
 
 def heartbeat() -> None:
-    """A sign of life of what is watched in this thread: its time begins again."""
+    """Restart the time limit of what is watched in this thread."""
     thread = threading.get_ident()
     for watch in reversed(_TICKER.watches):
         if watch.thread == thread:
@@ -100,7 +103,7 @@ def heartbeat() -> None:
 
 
 class Deadline:
-    """Waits that do not count the time in which the process was suspended."""
+    """A time limit for waiting, which does not count the time in which the process is suspended."""
 
     def __init__(self, seconds: float) -> None:
         self.left = seconds
@@ -117,47 +120,41 @@ class Deadline:
 class KillTimer:
     """Ends the process, with all stacks on stderr, where `renew` was called too long ago.
 
-    One clock serves all that are entered: it rings for the first of them.
+    The process has one clock, which is set to the earliest of all timers.
     """
 
     EVERY = 1.0
     """Seconds between two settings of the clock: one costs as much as a quick reward."""
 
     def __init__(self) -> None:
-        self._set = self._rings = -math.inf
+        self._set = self.due = -math.inf  # by the monotonic clock
 
     def renew(self, seconds: float) -> None:
-        """So many seconds, and `GRACE`, from now on (a second more at the most)."""
+        """Set it to so many seconds from now, and `GRACE` (at most one more)."""
         now = time.monotonic()
         if now - self._set >= self.EVERY:
-            self._set, self._rings = now, now + seconds + GRACE + self.EVERY
+            self._set, self.due = now, now + seconds + GRACE + self.EVERY
             _arm()
 
     def __enter__(self) -> KillTimer:
         with _LOCK:
-            _ENDINGS.append(self)
+            _TIMERS.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         with _LOCK, contextlib.suppress(ValueError):
-            _ENDINGS.remove(self)
+            _TIMERS.remove(self)
         _arm()
-
-    @property
-    def rings(self) -> float:
-        """When, by the monotonic clock; minus infinity before the first renewal."""
-        return self._rings
 
 
 _LOCK = threading.Lock()
-_ENDINGS: list[KillTimer] = []
-"""The process has one clock and one handler for signals, so these are of the process too."""
+_TIMERS: list[KillTimer] = []
 
 
 def _arm() -> None:
-    """Set the interpreter's clock to the first that is to ring."""
+    """Set the interpreter's clock to the earliest timer."""
     with _LOCK:
-        due = [ending.rings for ending in _ENDINGS if ending.rings > -math.inf]
+        due = [timer.due for timer in _TIMERS if timer.due > -math.inf]
         faulthandler.cancel_dump_traceback_later()
         if not due or sys.__stderr__ is None:
             return
@@ -197,7 +194,7 @@ def place(stack: str) -> str:
 
 
 class _Watch:
-    """One call that is watched; `tick` is how often, in seconds, its time is looked at."""
+    """One call that is watched; its time is checked every `tick` seconds."""
 
     def __init__(self, thread: int, seconds: float) -> None:
         self.thread, self.seconds = thread, seconds
@@ -205,14 +202,14 @@ class _Watch:
         self.silent = 0.0
         self.stack: str | None = None
         self.alarm = False
-        """Whether a signal ends it: that wakes what waits for a lock, in the main thread."""
+        """Whether a signal ends it, which wakes the main thread from waiting for a lock."""
         self._lock = threading.Lock()
         self._left = False
         self._end: KillTimer | None = None
 
     @contextlib.contextmanager
     def counted(self, end: KillTimer | None = None) -> Iterator[None]:
-        """The seconds of silence are counted while the block lasts, and `end` is renewed."""
+        """Count while the block lasts, and renew `end`."""
         self._end = end
         if end is not None:
             end.renew(self.seconds)
@@ -229,7 +226,7 @@ class _Watch:
                 _TICKER.remove(self)
 
     def passed(self, seconds: float) -> None:
-        """So much time has passed in silence."""
+        """Count so many seconds without a heartbeat."""
         if self._left or self.stack is not None:
             return
         self.silent += seconds
@@ -239,13 +236,13 @@ class _Watch:
             self._end.renew(self.seconds - self.silent)
 
     def _expire(self) -> None:
-        """The time is up: keep the stack, and raise in the thread that waits."""
+        """Keep the stack, and raise in the thread that waits."""
         with self._lock:
             if self._left:
                 return
             self.stack = stack_of(self.thread)
             if self.alarm:
-                signal.pthread_kill(self.thread, signal.SIGALRM)  # wakes what waits for a lock
+                signal.pthread_kill(self.thread, signal.SIGALRM)
             else:
                 raise_in(self.thread, _Expired)
 
@@ -255,51 +252,43 @@ class _Watch:
 
 
 class _Ticker:
-    """The one thread that counts for all watches; it ends where there is long nothing to watch."""
-
-    IDLE = 5
-    """Ticks without a watch before it ends."""
+    """The one thread that counts for all watches, from the first on."""
 
     def __init__(self) -> None:
         self.watches: tuple[_Watch, ...] = ()
         self._lock = threading.Lock()
         self._sooner = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._started = False
 
     def add(self, watch: _Watch) -> None:
-        """Count for a watch, from now on. Raises RuntimeError where no thread can be started."""
+        """Raises RuntimeError where no thread can be started."""
         with self._lock:
-            if self._thread is None:
+            if not self._started:
                 thread = threading.Thread(target=self._run, name="keel-watch", daemon=True)
-                thread.start()
-                self._thread = thread
+                self._started = True  # before: a second thread would count twice
+                try:
+                    thread.start()
+                except RuntimeError:
+                    self._started = False
+                    raise
             self.watches = (*self.watches, watch)
         if watch.tick < TICK:
             self._sooner.set()
 
     def remove(self, watch: _Watch) -> None:
-        """Count no longer for it."""
         with self._lock:
             self.watches = tuple(one for one in self.watches if one is not watch)
 
     def _run(self) -> None:
-        idle = 0
         while True:
-            with self._lock:
-                watches = self.watches
-                idle = 0 if watches else idle + 1
-                if self._thread is not threading.current_thread():
-                    return  # its start was interrupted
-                if idle > self.IDLE:
-                    self._thread = None
-                    return
+            watches = self.watches
             tick = min((watch.tick for watch in watches), default=TICK)
             start = time.monotonic()
             self._sooner.wait(tick)
             self._sooner.clear()
-            # Those that were there all the time; time in which the process slept does not count.
+            # The watches of the whole tick; time in which the process was suspended does not count.
             for watch in watches:
-                with contextlib.suppress(Exception):  # the others count on this thread
+                with contextlib.suppress(Exception):  # the others need this thread
                     watch.passed(min(time.monotonic() - start, 2 * tick))
 
 
@@ -307,7 +296,7 @@ _TICKER = _Ticker()
 
 
 def _without_thread() -> None:
-    """A fork has none of the threads."""
+    """A forked child has none of the threads."""
     global _TICKER
     _TICKER = _Ticker()
 
@@ -316,10 +305,10 @@ os.register_at_fork(after_in_child=_without_thread)
 
 
 def raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Let a thread meet an error at its next step; None takes back one that it has not met yet.
+    """Raise an error in a thread at its next step; None takes back one that is still pending.
 
-    One that is just starting another thread may hang by it, and the other not begin: the two have
-    one id until then. `KillTimer` is late too; what can ask does better (`runs.cancel`).
+    A thread that is just starting another one may hang by it, since the two have one id until then.
+    Work that can check for cancellation is better cancelled (`raise_if_cancelled`).
     """
     what = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
@@ -327,7 +316,7 @@ def raise_in(thread: int, error: type[BaseException] | None) -> None:
 
 @contextlib.contextmanager
 def _handling(watch: _Watch) -> Iterator[None]:
-    """SIGALRM is the watch's while the block lasts; only the main thread can have it."""
+    """The watch handles SIGALRM while the block lasts, in the main thread."""
     if watch.thread != threading.main_thread().ident:
         yield
         return
@@ -338,3 +327,36 @@ def _handling(watch: _Watch) -> Iterator[None]:
     finally:
         time.sleep(0)  # a pending handler runs here, while it is still the watch's
         signal.signal(signal.SIGALRM, before)
+
+
+# ---------------------------------------------------------------- cancellation
+#
+# Work in another thread checks for it. No exception is raised into that thread from outside: one
+# raised by a thread's id can reach a thread that this one is just starting, which has the same id
+# until it runs, and both then hang.
+
+
+class Cancelled(BaseException):
+    """The outcome of a call is no longer needed."""
+
+
+_EVENT: ContextVar[threading.Event | None] = ContextVar("_EVENT", default=None)
+"""Of this thread's context; a new thread has none, a task of an event loop inherits it."""
+
+
+@contextlib.contextmanager
+def cancelled_by(event: threading.Event) -> Iterator[None]:
+    """Within the block `raise_if_cancelled` raises Cancelled once the event is set."""
+    before = _EVENT.set(event)
+    try:
+        yield
+    finally:
+        _EVENT.reset(before)
+
+
+def raise_if_cancelled() -> None:
+    """Raise Cancelled if this work is cancelled. Call it at every step of long work, and regularly
+    while waiting."""
+    event = _EVENT.get()
+    if event is not None and event.is_set():
+        raise Cancelled

@@ -1,23 +1,172 @@
-"""Writes a run: records, rollouts and checkpoints; calls trackers and callbacks."""
+"""Writes a run: records, rollouts, checkpoints, run.json; calls trackers and callbacks."""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import os
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from keel.config.optimisation import Checkpoints
 from keel.config.secrets import without_secrets
-from keel.runs import checkpoint
+from keel.runs import checkpoint, files
+from keel.runs import rollouts as rollout_table
 from keel.runs.callbacks import Callbacks
+from keel.runs.checkpoint import Recorded
 from keel.runs.layout import Place, RunFolder
-from keel.runs.records import Recorder, update_run_json
+from keel.runs.process import Interrupt, Interrupted
+from keel.runs.reader import read_run_json
 from keel.runs.rollouts import RolloutRow
-from keel.runs.signals import Interrupt, Interrupted
 from keel.runs.trackers import Tracker
+from keel.runs.values import document, plain, record_line
+from keel.types import Split
+
+
+class JsonlWriter:
+    """Appends records to a file, a line each, handed to the kernel as it is written.
+
+    An incomplete last line, left by a process that ended, is removed on opening.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with files.os_errors(path):
+            content = path.read_bytes() if path.is_file() else b""
+            if content and not content.endswith(b"\n"):
+                os.truncate(path, content.rfind(b"\n") + 1)
+            self._file = io.FileIO(path, "ab")
+
+    def write(self, first: Mapping[str, Any], rest: Mapping[str, Any]) -> bytes:
+        """One record (see `record_line`); returns its line."""
+        line = record_line(first, rest)
+        left = memoryview(line)
+        with files.os_errors(self.path):
+            while left:
+                left = left[self._file.write(left) or 0 :]
+        return line
+
+    def sync(self) -> None:
+        """Blocks until all that was written is on the disk."""
+        with files.os_errors(self.path):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Recorder(ExitStack):
+    """Writes the records of a run folder; use as a context manager, under the folder's lock.
+
+    Numbers that are not finite become null. Order of a step: records and rollouts, `sync`, then the
+    checkpoint, so that a checkpoint never holds more than the records do.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        clock: Callable[[], float] = time.time,
+        *,
+        inputs: Mapping[str, str] | None = None,
+        known: Mapping[str, str] | None = None,
+    ) -> None:
+        """`inputs` are the run's (`lifecycle.fingerprints`), `known` the files that are checked."""
+        super().__init__()
+        self.folder = folder
+        self._inputs, self._known = dict(inputs or {}), dict(known or {})
+        self._clock = clock
+        paths = (folder.metrics, folder.timings, folder.events)
+        self._writers = [JsonlWriter(path) for path in paths]
+        self._metrics, self._timings, self._events = self._writers
+        for writer in self._writers:
+            self.callback(writer.close)
+        with files.os_errors(folder.path, "read"):
+            self._recipe = tomllib.loads(folder.recipe.read_text("utf-8"))
+            self._digest = hashlib.sha256(folder.metrics.read_bytes())
+        self._not_synced: list[Path] = []
+
+    def metrics(self, stage: int, step: int, values: Mapping[str, Any]) -> None:
+        """Append to metrics.jsonl: values are a function of recipe and seed, and hold no times."""
+        self._digest.update(self._metrics.write(self._place(stage, step), values))
+
+    def timings(self, stage: int, step: int, values: Mapping[str, Any]) -> None:
+        """Append to timings.jsonl: seconds, and whatever else depends on the machine."""
+        self._timings.write(self._place(stage, step), values)
+
+    def event(self, kind: str, **values: Any) -> None:
+        """Append to events.jsonl, with the time (seconds since 1970, UTC)."""
+        first = {"time": round(self._clock(), 3), "event": kind}
+        self._events.write(first, without_secrets(values))
+
+    def rollouts(self, stage: int, step: int, rows: Sequence[RolloutRow]) -> None:
+        """Write the rollouts of a step, replacing earlier ones. Without rows there is no file."""
+        if not rows:
+            return
+        path = self.folder.rollouts(stage, step)
+        content = rollout_table.encode(self.folder.stages[stage], step, rows)
+        files.write_bytes(path, content, sync=False)
+        self._known[self._name(path)] = hashlib.sha256(content).hexdigest()
+        self._not_synced.append(path)
+
+    def sync(self) -> None:
+        """Blocks until all that was recorded is on the disk. Call before a checkpoint."""
+        for writer in self._writers:
+            writer.sync()
+        with files.os_errors(self.folder.rollouts_folder):
+            for path in self._not_synced:
+                files.sync_path(path)
+            if self._not_synced:
+                files.sync_path(self.folder.rollouts_folder)
+            files.sync_path(self.folder.path)
+        self._not_synced.clear()
+
+    def describe(self, checkpoint: Path, stage: int) -> None:
+        """Put hashes of what was recorded so far into a checkpoint of a stage, being written."""
+        splits: tuple[Split, ...] = ("train", "validation")
+        for name in self.folder.stages[: stage + 1]:
+            for path in (self.folder.rows(name, split) for split in splits):
+                if path.is_file() and self._name(path) not in self._known:
+                    self._known[self._name(path)] = files.sha256(path)
+        digest = self._digest.hexdigest()
+        with files.os_errors(checkpoint):
+            Recorded(self._recipe, self._inputs, digest, self._known).write(checkpoint)
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.folder.path).as_posix()
+
+    def _place(self, stage: int, step: int) -> dict[str, Any]:
+        return {"stage": self.folder.stages[stage], "step": step}
+
+
+def truncate_after(folder: RunFolder, stage: int, step: int) -> None:
+    """Deletes what a run wrote after a checkpoint, before it continues from there.
+
+    Records of metrics.jsonl, rollouts, checkpoints (those past the newest whole one are damaged)
+    and unfinished files; timings.jsonl and events.jsonl log what happened and stay. The records
+    that stay keep their bytes. `truncate_after(folder, 0, -1)` empties a run.
+    """
+    keep_to = Place(stage, step)
+    kept = b"".join(line for _, line in checkpoint.records_until(folder, keep_to))
+    if folder.metrics.exists() and len(kept) < folder.metrics.stat().st_size:
+        files.write_bytes(folder.metrics, kept)
+    for entry in (*folder.list_rollouts(), *folder.list_checkpoints()):
+        if entry.place > keep_to:
+            files.remove(entry.path)
+    for inside in (folder.path, *folder.path.iterdir()):
+        files.remove_leftovers(inside)
+
+
+def update_run_json(folder: RunFolder, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Sets top-level keys of run.json, atomically; returns its content. New keys come last."""
+    content = read_run_json(folder)
+    content.update({key: plain(value) for key, value in values.items()})
+    files.write_text(folder.run_json, document(content))
+    return content
 
 
 class RunProgress(Protocol):
@@ -34,7 +183,7 @@ class RunProgress(Protocol):
 
 
 def due(every: int, step: int) -> bool:
-    """Whether something done every so many steps (0: never) is done after this one."""
+    """Whether something done every `every` steps (0: never) is due after this one."""
     return every > 0 and step % every == 0
 
 
@@ -123,39 +272,23 @@ class RunWriter:
         progress: RunProgress,
         result: Mapping[str, Any],
         when: Literal["before", "during", "after"],
+        key: Literal["evaluation", "measured"] = "evaluation",
     ) -> None:
-        """Report an evaluation; the first and the last of each stage go into run.json."""
+        """Report an evaluation; the first and the last of each stage go into run.json as `key`."""
         name = self.folder.stages[progress.stage]
+        summary = {part: result[part] for part in ("mean", "n") if part in result}
         self.callbacks.evaluation(progress.step, result)
-        self.recorder.event(
-            "evaluation", stage=name, step=progress.step, mean=result["mean"], n=result["n"]
-        )
+        self.recorder.event("evaluation", stage=name, step=progress.step, **summary)
         if when == "during":
             return
-        known = update_run_json(self.folder, {})
-        news = {"evaluation": {k: v for k, v in result.items() if k != "examples"}}
-        if "examples" in result:
-            news["examples"] = result["examples"]
-        for key, value in news.items():
-            every = known.get(key, {})
-            news[key] = {**every, name: {**every.get(name, {}), when: value}}
-        update_run_json(self.folder, news)
-
-    def measured(
-        self,
-        progress: RunProgress,
-        result: Mapping[str, Any],
-        when: Literal["before", "during", "after"],
-    ) -> None:
-        """Report an evaluation of a reward model; the first and the last go into run.json."""
-        name = self.folder.stages[progress.stage]
-        self.callbacks.evaluation(progress.step, result)
-        self.recorder.event("evaluation", stage=name, step=progress.step, n=result["n"])
-        if when == "during":
-            return
-        known = update_run_json(self.folder, {}).get("measured", {})
-        own = {**known.get(name, {}), when: dict(result)}
-        update_run_json(self.folder, {"measured": {**known, name: own}})
+        content = read_run_json(self.folder)
+        parts: dict[str, Any] = {
+            key: {part: value for part, value in result.items() if part != "examples"}
+        }
+        parts |= {"examples": result["examples"]} if "examples" in result else {}
+        for part, value in parts.items():
+            content.setdefault(part, {}).setdefault(name, {})[when] = value
+        update_run_json(self.folder, {part: content[part] for part in parts})
 
     def recorded(
         self,
@@ -189,9 +322,9 @@ class RunWriter:
     ) -> None:
         """Write a checkpoint by `fill`, completely or not at all, and delete old ones.
 
-        The newest `choice.keep` of the run stay, and of each stage the one that did best. Where
-        `steps`, those of the stage, say that only a stop asked for it, it goes with the next. One
-        that is there already stays as it is.
+        The newest `choice.keep` of the run stay, and the best of each stage. One that is written
+        only because of a stop, by the stage's number of `steps`, is deleted with the next. One that
+        exists stays as it is.
         """
         start = time.perf_counter()
         stage, step = progress.stage, progress.step
@@ -210,15 +343,15 @@ class RunWriter:
             "checkpoint",
             stage=self.folder.stages[stage],
             step=step,
-            bytes=checkpoint.size(target),
+            bytes=sum(path.stat().st_size for path in target.rglob("*") if path.is_file()),
             seconds=round(time.perf_counter() - start, 6),
         )
         self.callbacks.checkpoint(step, target)
 
     def _best(self, progress: RunProgress) -> list[Path]:
-        """The checkpoint of each stage that did best; run.json knows those of earlier stages."""
+        """The best checkpoint of each stage; run.json has those of earlier stages."""
         stages = self.folder.stages
-        known = update_run_json(self.folder, {}).get("best", {})
+        known = read_run_json(self.folder).get("best", {})
         best = {name: step for name, step in known.items() if name in stages[: progress.stage]}
         if progress.best_step is not None:
             best[stages[progress.stage]] = progress.best_step

@@ -25,8 +25,8 @@ from keel.models.tokenizer_round_trip import (
 )
 from keel.runs import checkpoint, files
 from keel.runs.checkpoint import MANIFEST, check_model
+from keel.runs.files import is_taken
 from keel.runs.layout import RECIPE, FolderEntry, RunFolder
-from keel.runs.lock import is_taken
 from keel.runs.reader import load
 from keel.training.state import POLICY, checkpoint_policy, holds_adapter, read_progress
 from keel.types import KeelError

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
-from keel.runs import cancel, checkpoint, encoding
+from keel.runs import checkpoint
+from keel.runs.values import plain
+from keel.runs.watchdog import cancelled_by
 from keel.training.rollout import Rollouts
 from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step
 
@@ -93,7 +95,7 @@ class _Thread(threading.Thread):
     def run(self) -> None:
         try:
             torch.set_num_threads(self._threads)
-            with cancel.until(self._cancelled):
+            with cancelled_by(self._cancelled):
                 self._rollouts = self._sample()
         except BaseException as error:
             self._error = error
@@ -107,7 +109,7 @@ class _Thread(threading.Thread):
         return self._rollouts
 
     def give_up(self) -> None:
-        """Cancel the sampling (`cancel.raise_if_cancelled`), and wait `PATIENCE` for its end."""
+        """Cancel the sampling (`raise_if_cancelled`), and wait `PATIENCE` for its end."""
         self._cancelled.set()
         self.join(PATIENCE)
 
@@ -123,7 +125,7 @@ def as_kept(rollouts: Rollouts) -> Rollouts:
     return replace(
         rollouts,
         groups=tuple(Group(_bare(group.prompt), group.completions) for group in rollouts.groups),
-        extras={name: encoding.plain(values) for name, values in rollouts.extras.items()},
+        extras={name: plain(values) for name, values in rollouts.extras.items()},
     )
 
 
@@ -169,7 +171,7 @@ def _read(state: Mapping[str, Any]) -> Rollouts:
 def _bare(prompt: Prompt) -> Prompt:
     content = prompt.content
     if not isinstance(content, str):
-        content = encoding.plain(list(content))
+        content = plain(list(content))
     return replace(prompt, content=content, columns={})
 
 

@@ -17,12 +17,12 @@ from keel.models.kernels.build import fingerprint
 from keel.models.loading import describe_model
 from keel.models.policy import load_policy
 from keel.runs import checkpoint, lifecycle
-from keel.runs.fingerprints import texts
 from keel.runs.layout import RunFolder
+from keel.runs.lifecycle import texts
 from keel.runs.process import keep_freed
-from keel.runs.records import update_run_json
+from keel.runs.reader import read_run_json
 from keel.runs.trackers import open_trackers
-from keel.runs.writer import RunWriter
+from keel.runs.writer import RunWriter, update_run_json
 from keel.training.non_finite import keeping_stacks
 from keel.training.recipe_checks import leaks, validate_later_stages
 from keel.training.setup import RunContext
@@ -131,7 +131,7 @@ def _progress_of(start: Path, recipe: Recipe) -> Progress:
 
 def _prune(recipe: Recipe, folder: RunFolder) -> None:
     """Delete old checkpoints that a killed process left."""
-    best: dict[str, int] = update_run_json(folder, {}).get("best", {})
+    best: dict[str, int] = read_run_json(folder).get("best", {})
     known = {
         folder.stages.index(name): step for name, step in best.items() if name in folder.stages
     }

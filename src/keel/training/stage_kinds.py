@@ -29,8 +29,7 @@ from keel.models.policy import frozen_copy
 from keel.rewards.judge.reward import Judge
 from keel.runs.files import make_folder
 from keel.runs.reader import load
-from keel.runs.records import update_run_json
-from keel.runs.writer import RunWriter
+from keel.runs.writer import RunWriter, update_run_json
 from keel.training import rl, supervised
 from keel.training.evaluator import Evaluator
 from keel.training.evaluator import metrics as evaluation_metrics

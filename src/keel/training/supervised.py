@@ -104,7 +104,7 @@ def run(loop: SupervisedLoop[Any], progress: Progress) -> Progress:
     writer = loop.writer
     if progress.before is None and loop.evaluate is not None and not writer.interrupted:
         before = evaluated(loop.evaluate)
-        writer.measured(progress, before.as_dict(), "before")
+        writer.evaluated(progress, before.as_dict(), "before", "measured")
         progress = replace(progress, before=before.headline())
     while progress.step < loop.steps and not writer.interrupted:
         start = time.perf_counter()
@@ -127,7 +127,7 @@ def run(loop: SupervisedLoop[Any], progress: Progress) -> Progress:
             with writer.clock("evaluate"):
                 result = evaluated(loop.evaluate)
             metrics |= {f"eval/{name}": value for name, value in result.headline().items()}
-            writer.measured(progress, result.as_dict(), "after" if last else "during")
+            writer.evaluated(progress, result.as_dict(), "after" if last else "during", "measured")
         writer.recorded(progress, metrics, [], time.perf_counter() - start)
         if last and result is not None and loop.plot is not None:
             # Before the checkpoint: a run that is killed after it does not come here again.

@@ -1,8 +1,9 @@
-"""The heap keeps what is freed."""
+"""Settings of the process: freed memory stays on the heap, OpenMP threads wait briefly."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 
@@ -36,7 +37,7 @@ print(most, taken() - before)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
-def test_what_is_freed_stays_with_the_process() -> None:
+def test_keep_freed_keeps_memory_on_the_heap() -> None:
     for keeps in (True, False):
         words = ["keep"] if keeps else []
         done = subprocess.run(
@@ -46,3 +47,37 @@ def test_what_is_freed_stays_with_the_process() -> None:
         # A little may have been free on the heap before.
         assert most >= 390 * 2**20
         assert (left == most) == keeps, done.stdout
+
+
+SHOWN = """
+import os, sys
+from keel.cli.main import main
+main(["recipes"])
+assert "torch" not in sys.modules, "what torch's OpenMP reads as it is loaded would come too late"
+print("set:", os.environ.get("GOMP_SPINCOUNT"))
+"""
+
+
+def shown(**settings: str) -> str:
+    around = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", SHOWN],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**around, **settings},
+    )
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.quick("settings2-set: None")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "set: 20000"),
+        ({"GOMP_SPINCOUNT": "7"}, "set: 7"),
+        ({"OMP_WAIT_POLICY": "passive"}, "set: None"),
+    ],
+)
+def test_spin_count_is_short_unless_set_by_the_user(settings: dict[str, str], message: str) -> None:
+    assert shown(**settings) == message

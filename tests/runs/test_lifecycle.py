@@ -3,8 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import pytest
 from keel.config.optimisation import Checkpoints
 from keel.runs import files, lifecycle
 from keel.runs.callbacks import Callback, RunState
+from keel.runs.files import locked
 from keel.runs.layout import RunFolder
 from keel.runs.lifecycle import run_lifecycle, write_metadata
-from keel.runs.lock import locked
 from keel.runs.reader import load
 from keel.runs.writer import RunWriter
 from keel.types import KeelError
@@ -39,7 +38,7 @@ class Notes(Callback):
 def go(
     folder: RunFolder, act: Callable[[RunWriter], object], resume: bool, command: Any = "train"
 ) -> None:
-    """A run that does something and then meets what a user can fix."""
+    """A run that does something and then fails."""
     with run_lifecycle(folder, resume, command=command) as (writer, _):
         act(writer)
         raise KeelError("reward 'x' raised ValueError")
@@ -48,13 +47,13 @@ def go(
 def stopped(
     folder: RunFolder, act: Callable[[RunWriter], object], resume: bool, command: str = "train"
 ) -> str:
-    """What it says."""
+    """Its message."""
     with pytest.raises(KeelError) as caught:
         go(folder, act, resume, command)
     return str(caught.value)
 
 
-def test_what_stops_a_run_is_told_with_the_step_reached(tmp_path: Path) -> None:
+def test_error_reports_the_step_reached_and_how_to_continue(tmp_path: Path) -> None:
     folder = two_stages(tmp_path)
     why = "reward 'x' raised ValueError"
     loss = {"loss": 1.0}
@@ -77,22 +76,7 @@ def test_what_stops_a_run_is_told_with_the_step_reached(tmp_path: Path) -> None:
     )
 
 
-def test_a_checkpoint_before_the_first_step_is_no_step(tmp_path: Path) -> None:
-    folder = one_stage(tmp_path)
-    printed = stopped(folder, lambda s: s.checkpoint(Progress(0, 0), fill, Checkpoints()), False)
-    assert printed.startswith("stopped before the first step: reward")
-    assert stopped(folder, lambda s: None, True) == printed
-
-
-def test_what_fails_before_there_is_anything_to_keep_leaves_nothing(tmp_path: Path) -> None:
-    folder = one_stage(tmp_path)
-    with pytest.raises(KeelError) as caught, run_lifecycle(folder, False):
-        raise KeelError("no such model")
-    assert str(caught.value) == "no such model"
-    assert not folder.path.exists()
-
-
-def test_a_folder_that_was_there_before_stays(tmp_path: Path) -> None:
+def test_new_run_that_fails_at_once_leaves_nothing(tmp_path: Path) -> None:
     for name in ("made", "there"):
         path = tmp_path / name
         if name == "there":
@@ -106,7 +90,7 @@ def test_a_folder_that_was_there_before_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("stuck", "left"), [("recipe.toml", True), ("rollouts", False)])
-def test_a_folder_that_cannot_be_emptied_can_be_gone_on_with_or_begun(
+def test_folder_that_cannot_be_emptied_can_be_resumed_or_started(
     stuck: str, left: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
     folder, remove = lifecycle.create_run(ONE, "x", tmp_path / "run"), files.remove
@@ -127,8 +111,8 @@ def test_a_folder_that_cannot_be_emptied_can_be_gone_on_with_or_begun(
         assert lifecycle.create_run(ONE, "x", folder.path) == folder
 
 
-@pytest.mark.parametrize("kept", ["rows", "models", "rewards", "quarantine", "faults"])
-def test_what_was_paid_for_is_kept(kept: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", ["rows", "models", "rewards", "faults"])
+def test_failed_run_keeps_what_took_effort(kept: str, tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
 
     def keep(writer: RunWriter) -> None:
@@ -141,7 +125,7 @@ def test_what_was_paid_for_is_kept(kept: str, tmp_path: Path) -> None:
     assert (folder.path / kept / "rl-train.jsonl").exists()
 
 
-def test_errors_of_the_disk_that_nobody_named_are_one_line_too(tmp_path: Path) -> None:
+def test_errors_of_the_disk_are_one_line(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     missing = FileNotFoundError(errno.ENOENT, "No such file", str(folder.path / "x" / "y.png"))
@@ -154,7 +138,7 @@ def test_errors_of_the_disk_that_nobody_named_are_one_line_too(tmp_path: Path) -
         raise strange
 
 
-def test_an_error_of_the_disk_in_the_words_of_a_library(tmp_path: Path) -> None:
+def test_errors_of_the_disk_in_a_library_are_one_line(tmp_path: Path) -> None:
     target = tmp_path / "x.safetensors"
     printed = f"cannot write {target}: No space left on device"
     with pytest.raises(KeelError, match=printed), files.os_errors(target):
@@ -163,7 +147,7 @@ def test_an_error_of_the_disk_in_the_words_of_a_library(tmp_path: Path) -> None:
         raise RuntimeError("Error 28")
 
 
-def test_a_step_on_record_holds_what_recording_took(tmp_path: Path) -> None:
+def test_timings_include_the_time_of_recording(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
     with run_lifecycle(folder, False) as (writer, _):
         with writer.clock("rollout"):
@@ -179,52 +163,25 @@ def test_a_step_on_record_holds_what_recording_took(tmp_path: Path) -> None:
     assert load(folder.path).seconds("other") == 0
 
 
-def test_the_timings_of_a_step_come_last(tmp_path: Path) -> None:
-    """They hold the seconds of its rollouts, so they cannot come before."""
-    folder = one_stage(tmp_path)
+def test_callback_whose_output_is_closed_is_removed(tmp_path: Path) -> None:
+    class Closed(Callback):
+        calls = 0
 
-    def without_room(writer: RunWriter) -> None:
-        shutil.rmtree(folder.rollouts_folder)
-        writer.recorded(Progress(0, 1), {"loss": 1.0}, [row()], 0.25)
+        def on_stage(self, state: RunState) -> None:
+            self.calls += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    printed = stopped(folder, without_room, True)
-    assert f"cannot write {folder.rollouts(0, 1)}: No such file" in printed
-    assert len(load(folder.path).metrics()) == 1
-    assert load(folder.path).timings() == []
+        def on_note(self, text: str) -> None:
+            raise AssertionError("it was removed")
 
-
-class Gone:
-    """A terminal that has closed."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def fail(self) -> None:
-        self.asked += 1
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    def on_stage(self, state: RunState) -> None:
-        self.fail()
-
-    def on_step(self, state: RunState) -> None:
-        self.fail()
-
-    def on_evaluation(self, state: RunState, result: Mapping[str, Any]) -> None:
-        self.fail()
-
-    def on_note(self, text: str) -> None:
-        self.fail()
-
-
-def test_a_run_outlives_whoever_watches(tmp_path: Path) -> None:
-    folder, gone = one_stage(tmp_path), Gone()
-    with run_lifecycle(folder, False, [gone]) as (writer, _):
+    folder, closed = one_stage(tmp_path), Closed()
+    with run_lifecycle(folder, False, [closed]) as (writer, _):
         writer.callbacks.stage("rl", "rl", 3, 0)
-        writer.callbacks.evaluation(0, {})
-        writer.recorded(Progress(0, 1), {"loss": 1.0}, [], 0.5)
+        writer.callbacks.stage("rl", "rl", 3, 0)
         writer.note("still here")
-    assert gone.asked == 1
-    assert load(folder.path).events()[-1]["text"] == "still here"
+    assert closed.calls == 1
+    events = load(folder.path).events()
+    assert [event["event"] for event in events] == ["output_lost", "note"]
 
 
 def declared(folder: RunFolder, resume: bool, threads: int, packages: list[str]) -> list[str]:
@@ -252,13 +209,6 @@ def test_other_threads_or_versions_are_noted(tmp_path: Path) -> None:
     after = json.loads(folder.run_json.read_text())
     assert (after["threads"], after["versions"]["numpy"], after["finished"]) == (2, "1.0", False)
     assert load(folder.path).events()[-1]["text"] == printed
-
-
-def test_a_run_that_begins_anew_says_what_it_is_made_with_now(tmp_path: Path) -> None:
-    folder = one_stage(tmp_path)
-    folder.run_json.write_text('{"threads": 9, "versions": {"numpy": "1.0"}}')
-    assert declared(folder, True, 2, ["numpy"]) == []
-    assert json.loads(folder.run_json.read_text())["threads"] == 2
 
 
 def start_elsewhere(path: Path | None) -> int:
@@ -291,7 +241,7 @@ def first(monkeypatch: Any, module: Any, name: str, act: Callable[[], Any]) -> l
 @pytest.mark.parametrize(
     ("module", "name", "wins"), [(files, "write_text", True), (lifecycle, "locked", False)]
 )
-def test_of_two_starts_in_one_folder_one_is_refused(
+def test_second_start_in_one_folder_is_refused(
     module: Any, name: str, wins: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """The other starts amid the start of the first, or just before the first has the lock."""
@@ -299,7 +249,7 @@ def test_of_two_starts_in_one_folder_one_is_refused(
     other = first(monkeypatch, module, name, lambda: start_elsewhere(path))
     if wins:
         folder = lifecycle.create_run(ONE, "sort", path)
-        with locked(folder):
+        with locked(folder.path):
             assert folder.recipe.read_text() == ONE
     else:
         with pytest.raises(KeelError, match="exists and is not empty"):
@@ -322,7 +272,7 @@ def test_two_starts_without_a_name_get_two_folders(tmp_path: Path, monkeypatch: 
         lifecycle.create_run(ONE, "sort", None)
 
 
-def test_a_bad_recipe_makes_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+def test_bad_recipe_makes_no_folder(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     for path in (None, tmp_path / "run"):
         with pytest.raises(KeelError, match=r"no \[\[stages\]\]"):
@@ -330,9 +280,7 @@ def test_a_bad_recipe_makes_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_run_calls_may_change_the_working_directory(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_run_may_change_the_working_directory(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "other").mkdir()
     for resume in (False, True):
         monkeypatch.chdir(tmp_path)
@@ -345,10 +293,10 @@ def test_what_a_run_calls_may_change_the_working_directory(
     assert len(load(tmp_path / "run").metrics()) == 2
 
 
-def test_a_new_run_in_a_folder_that_is_held_names_its_holder(tmp_path: Path) -> None:
+def test_start_in_a_locked_folder_names_the_process(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
     printed = f"is in use by process {os.getpid()}"
-    with locked(folder), pytest.raises(KeelError, match=printed):
+    with locked(folder.path), pytest.raises(KeelError, match=printed):
         lifecycle.create_run("", "x", folder.path)
     with pytest.raises(KeelError, match="exists and is not empty"):
         lifecycle.create_run('[[stages]]\nstage = "rl"\n', "x", folder.path)
