@@ -31,101 +31,32 @@ def objective(explanation: Explanation) -> str:
     return "\n".join(e.unicode for e in explanation.objective)
 
 
-# ---------------------------------------------------------------- known formulas
-
-GOLDEN = {
-    "ppo": [
-        "J(θ) = Σ_n w_n · min(ρ_n A_n, clip(ρ_n, 0.8, 1.2) A_n)",
-        "r_n = [n = last_i] R_i − 0.05 d_n",
-        "L_V(φ) = 0.1 · 1/N · Σ_n ½ max((V_n − R̂_n)², (clip(V_n, V_{old,n} ± 0.2) − R̂_n)²)",
-    ],
-    "ppo_kl_penalty": [
-        "J(θ) = Σ_n w_n · ρ_n A_n − β Σ_n w_n · (e^{d_n} − d_n − 1)",
-        "β = 1 at first",
-        "β ← 2 β if KL > 1.5 · 0.01,   β / 2 if KL < 0.01 / 1.5",
-        "L_V(φ) = 0.1 · 1/N · Σ_n ½ max((V_n − R̂_n)², (clip(V_n, V_{old,n} ± 0.2) − R̂_n)²)",
-    ],
-    "grpo": [
-        "J(θ) = Σ_n w_n · min(ρ_n A_n, clip(ρ_n, 0.8, 1.2) A_n)"
-        " − 0.04 Σ_n w_n · (e^{−d_n} + d_n − 1)"
-    ],
-    "dapo": ["J(θ) = Σ_n w_n · min(ρ_n A_n, clip(ρ_n, 0.8, 1.28) A_n)"],
-    "gspo": ["J(θ) = Σ_n w_n · min(ρ_n A_n, clip(ρ_n, 0.9997, 1.0004) A_n)"],
-    "rloo": ["J(θ) = Σ_n w_n · A_n ℓ_n", "R̃_i = R_i − 0.03 Σ_{n∈i} d_n"],
-    "reinforce_pp_baseline": [
-        "J(θ) = Σ_n w_n · min(ρ_n A_n, clip(ρ_n, 0.8, 1.2) A_n) − 0.001 Σ_n w_n · ½ d_n²"
-    ],
-    "cispo": ["J(θ) = Σ_n w_n · sg[clip(ρ_n, 0, 5)] A_n ℓ_n"],
-    "sapo": [
-        "J(θ) = Σ_n w_n · 4/τ_n · σ(τ_n (ρ_n − 1)) A_n",
-        "τ_n = 1 if A_n > 0,   1.05 otherwise",
-    ],
-    "gmpo": [
-        "J(θ) = Σ_n w_n · A_n exp(1/L_i · Σ_{t∈i} g_i min(g_i log ρ_t, "
-        "g_i clip(log ρ_t, −0.4, 0.4)))",
-        "g_i = sign(A_n)",
-    ],
-}
-
-
-@pytest.mark.parametrize(("name", "lines"), GOLDEN.items())
-def test_the_objective_of_a_preset(name: str, lines: list[str]) -> None:
-    assert objective(explain_preset(name)).split("\n") == lines
-
-
-ADVANTAGE_LINES = {
-    "ppo": ["A_n = Σ_{k≥0} (1 · 0.95)^k δ_{n+k}", "δ_n = r_n + 1 · V_{n+1} − V_n",
-            "A_n ← (A_n − mean(A)) / √(var(A) + 10⁻⁸)"],
-    "grpo": ["A_n = (R_i − mean_g(R)) / (std_g(R) + 0.0001)",
-             "std_g(R)² = 1 / (G − 1) · Σ_{j∈g} (R_j − mean_g(R))²"],
-    "grpo_process": ["A_n = Σ_{k:end(k)≥n} r̃_k",
-                     "r̃_k = (r_k − mean_g(r)) / (std_g(r) + 0.0001)"],
-    "dr_grpo": ["A_n = R_i − mean_g(R)"],
-    "rloo": ["A_n = R̃_i − 1/(G−1) Σ_{j≠i} R̃_j"],
-    "reinforce": ["A_n = Σ_{k≥0} 1^k r_{n+k} − mean_S(R)"],
-    "remax": ["A_n = R̃_i − R_greedy"],
-    "opo": ["A_n = R_i − (Σ_{j∈g} L_j R_j) / (Σ_{j∈g} L_j)"],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "lines"), ADVANTAGE_LINES.items())
-def test_the_advantage_of_a_preset(name: str, lines: list[str]) -> None:
-    [term] = [t for t in explain_preset(name).terms if t.key == "advantage"]
-    assert [e.unicode for e in term.equations] == lines
-
-
 # ---------------------------------------------------------------- kinds
 
 
-@pytest.mark.parametrize(
-    ("table", "union"),
-    [
+def test_samples_have_every_kind_of_every_term() -> None:
+    for table, union in (
         (samples.ADVANTAGES, samples.kinds(spec.Advantage)),
         (samples.SURROGATES, samples.kinds(spec.Surrogate)),
         (samples.RATIOS, samples.kinds(spec.Ratio)),
         (samples.WEIGHTS, samples.literals(spec.Weights, "kind")),
-    ],
-    ids=["advantage", "surrogate", "ratio", "weights"],
-)
-def test_there_is_a_row_of_every_kind(table: dict[str, Algorithm], union: set[str]) -> None:
-    assert set(table) == union
-
-
-def test_there_is_a_row_of_every_divergence_rule_and_correction() -> None:
-    found = [r.divergence for r in samples.ALL.values() if r.divergence is not None]
-    assert {d.estimator for d in found} == samples.literals(spec.Divergence, "estimator")
-    assert {d.where for d in found} == samples.literals(spec.Divergence, "where")
-    assert {d.to for d in found} == samples.literals(spec.Divergence, "to")
-    rules = {d.adaptive.rule for d in found if d.adaptive is not None}
-    assert rules == samples.literals(spec.Adaptive, "rule")
-    fixes = [r.correction for r in samples.ALL.values() if r.correction is not None]
-    assert {c.kind for c in fixes} == samples.literals(spec.Correction, "kind")
-    assert {c.level for c in fixes} == samples.literals(spec.Correction, "level")
+    ):
+        assert set(table) == union
+    found = [a.divergence for a in samples.ALL.values() if a.divergence is not None]
+    rules = [d.adaptive for d in found if d.adaptive is not None]
+    fixes = [a.correction for a in samples.ALL.values() if a.correction is not None]
+    for used, model, fields in (
+        (found, spec.Divergence, ("estimator", "where", "to")),
+        (rules, spec.Adaptive, ("rule",)),
+        (fixes, spec.Correction, ("kind", "level")),
+    ):
+        for field in fields:
+            assert {getattr(one, field) for one in used} == samples.literals(model, field)
 
 
 @pytest.mark.parametrize("context", [Setting(), FULL], ids=["bare", "recipe"])
 @pytest.mark.parametrize("name", samples.ALL)
-def test_every_row_is_explained(name: str, context: Setting) -> None:
+def test_every_kind_of_term_is_explained(name: str, context: Setting) -> None:
     algorithm = samples.ALL[name]
     found = explain_algorithm(algorithm, None, context)
     keys = [term.key for term in found.terms]
@@ -142,7 +73,7 @@ def test_every_row_is_explained(name: str, context: Setting) -> None:
     assert all(term.equations for term in found.terms if term.kind != "none")
 
 
-def test_kinds_of_one_choice_read_differently() -> None:
+def test_kinds_of_one_term_have_different_texts() -> None:
     for table in (
         samples.ADVANTAGES,
         samples.RATIOS,
@@ -156,35 +87,22 @@ def test_kinds_of_one_choice_read_differently() -> None:
 
 # ---------------------------------------------------------------- models
 
-IN_MEMORY = {
-    "ppo": 4, "ppo_kl_penalty": 3, "grpo": 3, "grpo_process": 3, "dr_grpo": 2, "dapo": 2,
-    "gspo": 2, "gspo_token": 2, "rloo": 3, "reinforce": 2, "reinforce_pp": 3,
-    "reinforce_pp_baseline": 3, "remax": 3, "opo": 2, "cispo": 2, "sapo": 2, "gmpo": 2,
-}  # fmt: skip
 
-
-@pytest.mark.parametrize(("name", "count"), IN_MEMORY.items())
-def test_the_models_in_memory(name: str, count: int) -> None:
-    found = explain_preset(name)
-    assert len(found.loaded) == count
-    assert f"Models in memory: {count} (" in found.unicode()
-    with_rule = explain_preset(name, Setting(reward="rule"))
-    assert len(with_rule.loaded) == count - 1
-    assert "reward" not in with_rule.loaded
-    assert len(explain_preset(name, Setting(lora=True)).loaded) == count - (
-        "reference" in found.loaded
-    )
-
-
-def test_who_is_in_memory() -> None:
-    assert explain_preset("ppo").loaded == ("policy", "reference", "reward", "value")
-    assert explain_preset("grpo").loaded == ("policy", "reference", "reward")
+@pytest.mark.parametrize("name", PRESETS)
+def test_models_in_memory_follow_reward_and_lora(name: str) -> None:
+    """Counts without a recipe are on each preset's page."""
+    loaded = explain_preset(name).loaded
+    assert f"Models in memory: {len(loaded)} (" in explain_preset(name).unicode()
+    with_rule = explain_preset(name, Setting(reward="rule")).loaded
+    assert set(with_rule) == set(loaded) - {"reward"}
+    with_lora = explain_preset(name, Setting(lora=True)).loaded
+    assert set(with_lora) == set(loaded) - {"reference"}
     small = explain_preset("ppo", Setting(reward="rule", lora=True, value="head"))
     assert small.loaded == ("policy",)
     assert [use.role for use in small.models] == ["policy", "reference", "reward", "value"]
 
 
-def test_a_beta_of_zero_frees_the_reference() -> None:
+def test_beta_zero_needs_no_reference() -> None:
     algorithm = samples.algorithm(divergence={"beta": 0.0})
     found = explain_algorithm(algorithm)
     assert found.loaded == ("policy", "reward")
@@ -195,23 +113,18 @@ def test_a_beta_of_zero_frees_the_reference() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_states_its_sources(name: str) -> None:
-    found = explain_preset(name)
-    stated = {term.key: term.source for term in found.terms}
-    assert stated == dict(PRESETS[name].sources)
-    marked = {term.key for term in found.terms if term.keels_choice}
-    assert marked == {key for key, text in stated.items() if CHOICE in text}
-    assert (f"† {CHOICE}" in found.unicode()) == bool(marked)
-    assert found.unicode().count("Source †") == len(marked)
+def test_unchanged_preset_states_its_sources(name: str) -> None:
+    preset = PRESETS[name]
+    found = explain_algorithm(preset.algorithm, name, Setting(epochs=preset.epochs))
+    assert {t.key: t.source for t in found.terms} == dict(preset.sources)
+    text = explain_preset(name).unicode()
+    marked = {key for key, source in preset.sources.items() if CHOICE in source}
+    assert {t.key for t in found.terms if t.keels_choice} == marked
+    assert (f"† {CHOICE}" in text) == bool(marked)
+    assert text.count("Source †") == len(marked)
 
 
-def test_an_unchanged_row_keeps_the_presets_sources() -> None:
-    for name, preset in PRESETS.items():
-        found = explain_algorithm(preset.algorithm, name, Setting(epochs=preset.epochs))
-        assert {t.key: t.source for t in found.terms} == dict(preset.sources)
-
-
-def test_what_the_recipe_sets_is_said_choice_by_choice() -> None:
+def test_source_names_each_choice_that_the_recipe_sets() -> None:
     data = PRESETS["grpo"].algorithm.model_dump()
     data["divergence"]["beta"] = 0.5
     data["surrogate"] = {"kind": "sapo"}
@@ -233,7 +146,7 @@ def test_what_the_recipe_sets_is_said_choice_by_choice() -> None:
     }
 
 
-def test_a_row_without_a_preset_names_the_papers_of_its_equations_alone() -> None:
+def test_sources_without_a_preset_are_those_of_the_equations() -> None:
     found = explain(samples.algorithm(), name="mine", title="a trial", sources={})
     assert {term.key: term.source for term in found.terms} == {
         "advantage": "set in the recipe; the equation: arXiv:2402.03300 §4.1.2",
@@ -246,7 +159,7 @@ def test_a_row_without_a_preset_names_the_papers_of_its_equations_alone() -> Non
     assert custom.terms[2].source == "set in the recipe"
 
 
-def test_an_unknown_preset_is_named_with_the_nearest() -> None:
+def test_unknown_preset_error_suggests_the_nearest() -> None:
     with pytest.raises(KeelError, match="unknown algorithm 'gmppo': did you mean 'gmpo'"):
         explain_preset("gmppo")
     with pytest.raises(KeelError, match="known: cispo, dapo"):
@@ -256,7 +169,7 @@ def test_an_unknown_preset_is_named_with_the_nearest() -> None:
 # ---------------------------------------------------------------- the setting
 
 
-def test_what_the_setting_adds_is_said() -> None:
+def test_explanation_contains_the_figures_of_the_setting() -> None:
     algorithm = samples.algorithm(advantage={"kind": "leave_one_out"}, weights={"kind": "constant"})
     text = " ".join(explain_algorithm(algorithm, "grpo", FULL).unicode().split())
     assert "A_n = R_i − 1/7 Σ_{j≠i} R_j" in text
@@ -276,7 +189,7 @@ def test_what_the_setting_adds_is_said() -> None:
     assert "overlong" not in bare
 
 
-def test_dapo_brings_its_sampling_without_a_recipe() -> None:
+def test_dapo_explains_its_sampling_without_a_recipe() -> None:
     notes = " ".join(explain_preset("dapo").json()["notes"])
     assert "Dynamic sampling" in notes
     assert "the last 0.2 C tokens" in notes
@@ -285,7 +198,7 @@ def test_dapo_brings_its_sampling_without_a_recipe() -> None:
     assert any("min(0, (800 − L_i) / 200)" in note for note in known)
 
 
-def test_one_update_a_batch_is_said_to_leave_the_ratio_at_one() -> None:
+def test_note_that_one_update_per_batch_keeps_the_ratio_at_one() -> None:
     message = "ρ_n = 1 in value"
     assert message in explain_preset("grpo").unicode()
     assert message not in explain_preset("ppo").unicode()
@@ -294,7 +207,22 @@ def test_one_update_a_batch_is_said_to_leave_the_ratio_at_one() -> None:
     assert "no ratio corrects" in off
 
 
-def test_whose_lambda_the_critic_has() -> None:
+@pytest.mark.parametrize(
+    ("choice", "lines"),
+    [
+        ({"kind": "group_relative"}, ["std_g(R)² = 1 / (G − 1) · Σ_"]),
+        ({"kind": "group_relative", "ddof": 0}, ["std_g(R)² = 1/G · Σ_"]),
+        ({"kind": "value_baseline"}, ["A_n = R_i − V_{q_i}", "R̂_n = Σ_{k≥0} r_{n+k}"]),
+    ],
+)
+def test_advantage_formulas(choice: dict[str, object], lines: list[str]) -> None:
+    value = samples.VALUE if choice["kind"] == "value_baseline" else None
+    ratio = "token" if value is None else "sequence"
+    text = explain_algorithm(samples.algorithm(advantage=choice, ratio=ratio, value=value))
+    assert all(line in text.unicode() for line in lines)
+
+
+def test_critic_lambda_is_explained() -> None:
     def words(**gae: object) -> str:
         algorithm = samples.algorithm(advantage={"kind": "gae", **gae}, value=samples.VALUE)
         [term] = [t for t in explain_algorithm(algorithm).json()["terms"] if t["term"] == "value"]
@@ -309,7 +237,7 @@ def test_whose_lambda_the_critic_has() -> None:
 
 
 @pytest.mark.parametrize("name", samples.ALL)
-def test_text_keeps_to_the_terminal(name: str) -> None:
+def test_text_fits_the_terminal_width(name: str) -> None:
     for context in (Setting(), FULL):
         found = explain_algorithm(samples.ALL[name], "grpo", context)
         for columns in (60, 80, 100, 120):
@@ -330,24 +258,10 @@ def test_terms_are_aligned(name: str) -> None:
         assert line.index(term.title) == 5
 
 
-def test_json_is_plain_and_whole() -> None:
+def test_json_of_a_preset_is_complete() -> None:
     for name, preset in PRESETS.items():
         found = explain_preset(name).json()
         assert json.loads(json.dumps(found)) == found
         assert found["name"] == name
         assert {t["term"] for t in found["terms"]} == set(preset.sources)
         assert found["models_in_memory"] == list(explain_preset(name).loaded)
-
-
-def test_the_count_of_the_deviation_stands_in_the_formula() -> None:
-    for ddof, below in ((1, "1 / (G − 1)"), (0, "1/G")):
-        found = explain_algorithm(
-            samples.algorithm(advantage={"kind": "group_relative", "ddof": ddof})
-        )
-        assert f"std_g(R)² = {below} · Σ_" in found.unicode()
-
-
-def test_a_value_baseline_is_explained() -> None:
-    text = explain_algorithm(samples.ADVANTAGES["value_baseline"]).unicode()
-    assert "A_n = R_i − V_{q_i}" in text
-    assert "R̂_n = Σ_{k≥0} r_{n+k}" in text
