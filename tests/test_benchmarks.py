@@ -68,7 +68,7 @@ def test_update_writes_its_ratios_and_a_row_for_each_case(smoke: Callable[..., P
     assert len({row.count("|") for row in printed.splitlines() if row.startswith("|")}) == 1
 
 
-def test_the_padded_side_learns_the_same_in_parts_and_at_once() -> None:
+def test_padded_gradient_does_not_depend_on_micro_batches() -> None:
     """The agreement with Keel's own gradient is asserted by each run; here, the cutting's."""
     case = Case("ragged", 5, 2, 6, 4, 9)
     found = []
@@ -81,7 +81,7 @@ def test_the_padded_side_learns_the_same_in_parts_and_at_once() -> None:
         torch.testing.assert_close(gradient, found[1][name], rtol=1e-4, atol=1e-7, msg=name)
 
 
-def test_a_side_that_learns_something_else_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_detects_a_different_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = update.bench_of(SMALL, 10_000)
     case = Case("ragged", 5, 2, 6, 4, 9)
     assert update.agree(bench, case) <= update.AGREEMENT
@@ -96,14 +96,14 @@ def test_a_side_that_learns_something_else_is_found_out(monkeypatch: pytest.Monk
         update.agree(bench, case)
 
 
-def test_a_prompt_enters_once_on_the_shared_side_alone() -> None:
+def test_shared_side_packs_a_prompt_once() -> None:
     made = update.rollouts(97, Case("ragged", 20, 4, 8, 6, 20))
     row = update.grpo()
     packed, shared = (update.prepared(row, made, on).actions.packed for on in (False, True))
     assert len(packed.tokens_T) - len(shared.tokens_T) == 2 * 3 * 20
 
 
-def test_ragged_lengths_have_the_mean_and_the_bound_that_the_case_says() -> None:
+def test_ragged_lengths_have_the_mean_and_bound_of_the_case() -> None:
     case = Case("ragged", 1, 8, 8000)
     lengths = [len(one) for _, one in update.rollouts(10, case).completions]
     # The mean's standard error is under 60/√8000 = 0.7; of mean 60 before the cut, it were 57.8.
@@ -141,7 +141,7 @@ def test_growth_learns_as_a_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0, 1.7])
-def test_a_slope_is_the_power_that_times_grow_with(exponent: float) -> None:
+def test_slope_is_the_exponent_of_growth(exponent: float) -> None:
     sizes = [3, 10, 40, 41]
     assert growth.slope(sizes, [0.3 * size**exponent for size in sizes]) == pytest.approx(
         exponent, abs=1e-12
@@ -168,7 +168,7 @@ def test_startup_ends_a_run_at_its_first_update() -> None:
     assert 0 < step.wall < update_.wall
 
 
-def test_startup_tells_the_last_words_of_a_command_that_fails() -> None:
+def test_startup_reports_the_error_of_a_command() -> None:
     command = (sys.executable, "-c", "raise SystemExit('out of paper')")
     with pytest.raises(SystemExit, match="out of paper"):
         startup.whole(command, 1)
@@ -176,7 +176,7 @@ def test_startup_tells_the_last_words_of_a_command_that_fails() -> None:
         startup.first("no-such-recipe", 1)
 
 
-def test_drawing_has_a_row_for_each_case(smoke: Callable[..., Printed]) -> None:
+def test_draw_writes_a_row_for_each_case(smoke: Callable[..., Printed]) -> None:
     before = torch.get_num_threads()
     found, printed = smoke(draw.main)
     assert [row["case"] for row in found["rows"]] == list(draw.CASES)
@@ -188,7 +188,7 @@ def test_drawing_has_a_row_for_each_case(smoke: Callable[..., Printed]) -> None:
     assert draw.compiled.library()
 
 
-def test_memory_tells_the_share(smoke: Callable[..., Printed]) -> None:
+def test_memory_writes_the_share(smoke: Callable[..., Printed]) -> None:
     found, _ = smoke(memory.main)
     (row,) = found["rows"]
     assert found["share"] == row["share"] == row["chunked_bytes"] / row["naive_bytes"]
@@ -205,7 +205,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_loop_times_keels_side(prepared: Path) -> None:
+def test_loop_times_keel(prepared: Path) -> None:
     bench = loop.Bench(prepared, loop.SMOKE, 2, 1, trl_python=None, micro=16, continuous=False)
     row = loop.compare(bench, loop.case_of("ragged-8-short"), repeats=1)
     keel = row["keel"]
@@ -217,7 +217,7 @@ def test_loop_times_keels_side(prepared: Path) -> None:
     assert loop.report(bench, [row])["ragged_ratio"] is None
 
 
-def test_rollout_times_keels_side(prepared: Path) -> None:
+def test_rollout_times_keel(prepared: Path) -> None:
     vllm = rollout.Threads("nobind", apart=False, count=1)
     bench = rollout.Bench(prepared, loop.SMOKE, 1, 0, vllm_python=None, vllm=vllm)
     with rollout.started(bench, "keel", "ragged") as side:
@@ -234,7 +234,7 @@ def test_rollout_times_keels_side(prepared: Path) -> None:
 # ---------------------------------------------------------------- turns
 
 
-def test_turns_with_a_memory_feed_what_is_said_once(smoke: Callable[..., Printed]) -> None:
+def test_turns_with_a_cache_feed_each_token_once(smoke: Callable[..., Printed]) -> None:
     found, printed = smoke(turns.main)
     ((seconds, once),), ((other, repeated),) = found["with"], found["without"]
     assert positive([seconds, other])

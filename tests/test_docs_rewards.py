@@ -82,7 +82,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("snippet", snippets())
-def test_each_recipe_and_its_rewards_load(
+def test_recipe_and_its_rewards_load(
     snippet: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = "[[stages]]" in snippet
@@ -112,7 +112,7 @@ def test_each_recipe_and_its_rewards_load(
         scorer.close()
 
 
-def test_the_reference_has_every_built_in() -> None:
+def test_reference_has_every_built_in() -> None:
     assert re.findall(r"^### `(\w+)`$", PAGE, re.M)[0] == TASK
     for name in (TASK, *BUILT_IN, *MADE):
         assert f'function = "{name}"' in section(name)
@@ -120,7 +120,7 @@ def test_the_reference_has_every_built_in() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in (*BUILT_IN, *MADE) if n not in ("judge", "process")])
-def test_the_tables_have_every_option_and_its_default(name: str) -> None:
+def test_table_has_every_option_and_its_default(name: str) -> None:
     assert table(section(name)) == options(name)
 
 
@@ -130,7 +130,7 @@ def test_process_has_its_own_options_and_those_of_outcome() -> None:
     assert table(section("outcome")) | own == options("process")
 
 
-def test_the_statuses_of_code_are_all_listed() -> None:
+def test_statuses_of_code_are_listed() -> None:
     listed = re.findall(r"^\| `(\w+)` \| [^|`]*(?:`\w+`)?[^|`]* \|$", section("code"), re.M)
     assert tuple(listed) == Status.__args__  # type: ignore[attr-defined]
 

@@ -17,7 +17,7 @@ SCRIPTS = sorted((ROOT / "examples").glob("[0-9]*.py"))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     run = tmp_path / "run"
     words = ["steps=2", "threads=1", "--run", str(run), "--quiet"]
@@ -27,7 +27,7 @@ def test_an_example_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_runs_and_learns(
+def test_script_runs_and_learns(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -37,7 +37,7 @@ def test_a_script_runs_and_learns(
     assert f"{rewards[-1]:.2f} at step {len(rewards)}" in capsys.readouterr().out
 
 
-def test_the_examples_task_keeps_its_splits_apart() -> None:
+def test_task_of_the_examples_separates_its_splits() -> None:
     task = load_entry(f"{ROOT}/examples/squares.py:Squares", "task")()
     splits = {
         split: {task.prompt(split, i).content for i in range(task.size(split))}

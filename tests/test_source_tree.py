@@ -42,11 +42,11 @@ def test_class_names_are_unique() -> None:
     assert [name for name, count in places.items() if count > 1] == []
 
 
-def test_every_file_says_what_it_is() -> None:
+def test_every_file_has_a_docstring() -> None:
     assert [s.name for s in sources() if not s.line or "TODO" in s.line] == []
 
 
-def test_words_that_technical_english_does_not_use_this_way() -> None:
+def test_banned_words() -> None:
     words = re.compile(r"\b(mend(s|ed|ing)?|anew|told|nobody|beside|spoke)\b", re.IGNORECASE)
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
@@ -85,7 +85,7 @@ def test_presets_are_named_in_one_place() -> None:
     assert named == []
 
 
-def test_kinds_that_share_a_presets_word_are_kinds_there() -> None:
+def test_presets_named_as_kinds_are_used_as_kinds() -> None:
     """The three exceptions above stand only where a kind is looked up."""
     allowed = {
         "cispo": {"algorithms", "learn"},

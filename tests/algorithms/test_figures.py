@@ -67,7 +67,7 @@ IN_OBJECTIVE = {"surrogate", "value", "entropy"}
 
 
 @pytest.mark.parametrize(("name", "path"), FIGURES, ids=[f"{n}: {'.'.join(p)}" for n, p in FIGURES])
-def test_a_changed_figure_stands_in_the_formula(name: str, path: tuple[str, ...]) -> None:
+def test_changed_figure_is_in_the_formula(name: str, path: tuple[str, ...]) -> None:
     algorithm, figure = changed(samples.ALL[name], path)
     before, after = (explain_algorithm(r, None, Setting()) for r in (samples.ALL[name], algorithm))
     where = objective if path[0] in IN_OBJECTIVE or path[-1] == "beta" else formulas
@@ -80,7 +80,7 @@ def test_a_changed_figure_stands_in_the_formula(name: str, path: tuple[str, ...]
     assert before.json()["objective"] != after.json()["objective"] or where is not objective
 
 
-def test_the_entropy_bonus_enters_the_objective() -> None:
+def test_entropy_bonus_is_in_the_objective() -> None:
     assert objective(explain_algorithm(samples.algorithm(entropy=0.25))).endswith(
         "+ 0.25 · 1/N · Σ_n H_n"
     )

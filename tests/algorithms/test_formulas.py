@@ -45,7 +45,7 @@ def test_unicode_is_read_off_the_latex(formula: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("formula", [r"\frac{a}{b", r"a}", r"\foo x", r"\frac{a}", r"x_"])
-def test_what_is_no_formula_is_refused(formula: str) -> None:
+def test_invalid_formula_is_refused(formula: str) -> None:
     with pytest.raises(ValueError, match=r"unbalanced|outside the subset|missing"):
         symbols.to_unicode(formula)
 
@@ -55,11 +55,11 @@ def test_what_is_no_formula_is_refused(formula: str) -> None:
     [(0.2, "0.2"), (1.0, "1"), (256.0, "256"), (10_000.0, "10000"), (0.0001, "0.0001"),
      (0.0, "0"), (1e-8, "10⁻⁸"), (3e-5, "3 · 10⁻⁵"), (0.1 + 0.2, "0.30000000000000004")],
 )  # fmt: skip
-def test_a_figure_is_written_as_a_person_would(figure: float, text: str) -> None:
+def test_number_is_written_in_plain_notation(figure: float, text: str) -> None:
     assert symbols.to_unicode(symbols.number(figure)) == text
 
 
-def test_an_edge_has_no_binary_noise() -> None:
+def test_offset_has_no_binary_rounding_noise() -> None:
     assert symbols.offset(-0.0003, 1.0) == "0.9997"
     assert symbols.offset(0.28, 1.0) == "1.28"
 
@@ -69,11 +69,11 @@ def test_an_edge_has_no_binary_noise() -> None:
     [("a b", "a b"), ("a - b", "(a - b)"), ("f(a - b)", "f(a - b)"), ("-a", "-a"),
      (r"\frac{a + b}{c} + [d]", r"(\frac{a + b}{c} + [d])")],
 )  # fmt: skip
-def test_a_sum_as_a_factor_is_in_brackets(formula: str, text: str) -> None:
+def test_sum_as_a_factor_is_in_brackets(formula: str, text: str) -> None:
     assert symbols.factor(formula) == text
 
 
-def test_a_users_text_cannot_break_the_prose() -> None:
+def test_user_text_is_escaped() -> None:
     text = "with $x_1$ and " + symbols.quote("'50% of $5_000 & #1 {~^\\\\}'")
     assert symbols.prose_to_unicode(text) == "with x_1 and '50% of $5_000 & #1 {~^\\\\}'"
     latex = symbols.prose_to_latex(text)
@@ -129,7 +129,7 @@ def test_the_latex_is_balanced(name: str) -> None:
     assert not re.search(r"[_^%#&]|[α-ωΑ-Ω]", outside)
 
 
-def test_no_formula_of_a_preset_overflows_a_page_of_latex() -> None:
+def test_formulas_of_presets_fit_a_latex_page() -> None:
     for name in PRESETS:
         body = explain_preset(name).latex().split(r"\end{align*}")[0]
         assert all(len(symbols.to_unicode(line)) <= 100 for line in re.findall(r"&.*", body)
@@ -186,7 +186,7 @@ SURROGATES = {
 
 
 @pytest.mark.parametrize("name", [n for n in SURROGATES if n != "custom"])
-def test_the_surrogate_is_what_the_loss_computes(name: str) -> None:
+def test_surrogate_formula_equals_the_loss(name: str) -> None:
     algorithm, x = SURROGATES[name], draws()
     log_ratio = x["new"] if algorithm.ratio == "none" else x["new"] - x["old"]
     wanted = algorithm.surrogate.value(log_ratio, x["advantage"], LENGTHS, x["new"])
@@ -201,7 +201,7 @@ def test_the_surrogate_is_what_the_loss_computes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in samples.DIVERGENCES if "full" not in n])
-def test_the_divergence_is_what_the_loss_computes(name: str) -> None:
+def test_divergence_formula_equals_the_loss(name: str) -> None:
     algorithm, x = samples.DIVERGENCES[name], draws(1)
     d = algorithm.divergence
     assert d is not None
@@ -220,7 +220,7 @@ def test_the_divergence_is_what_the_loss_computes(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", samples.WEIGHTS)
-def test_the_weights_are_what_the_loss_computes(kind: str) -> None:
+def test_weights_formula_equals_the_loss(kind: str) -> None:
     wanted = samples.WEIGHTS[kind].weights.value(LENGTHS, 99)
     text = expression(samples.WEIGHTS[kind], "weights")
     lengths = LENGTHS.numpy()[INDEX]
@@ -229,7 +229,7 @@ def test_the_weights_are_what_the_loss_computes(kind: str) -> None:
 
 
 @pytest.mark.parametrize("clip", [0.2, None])
-def test_the_value_loss_is_what_the_loss_computes(clip: float | None) -> None:
+def test_value_formula_equals_the_loss(clip: float | None) -> None:
     x = draws(2)
     algorithm = samples.algorithm(
         advantage={"kind": "gae"}, value={"coefficient": 0.3, "clip": clip}
@@ -246,7 +246,7 @@ def test_the_value_loss_is_what_the_loss_computes(clip: float | None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
-def test_the_correction_is_what_the_loss_computes(kind: str) -> None:
+def test_correction_formula_equals_the_loss(kind: str) -> None:
     x = draws(3)
     algorithm = samples.algorithm(correction={"kind": kind, "cap": 1.5})
     assert algorithm.correction is not None
@@ -314,7 +314,7 @@ CLAIMS: dict[str, tuple[str | None, tuple[tuple[float, str], ...]]] = {
 
 
 @pytest.mark.parametrize("name", CLAIMS)
-def test_an_estimator_does_what_its_text_says(name: str) -> None:
+def test_estimator_has_the_value_and_gradient_of_its_text(name: str) -> None:
     said_value, said_gradient = CLAIMS[name]
     logits, expected, _, kls = enumerated(name)
     gradient = torch.autograd.grad(expected, logits, retain_graph=True)[0]
@@ -336,7 +336,7 @@ def test_an_estimator_does_what_its_text_says(name: str) -> None:
             assert f"∇KL({named})" in text
 
 
-def test_the_token_wise_ones_say_that_states_are_held_fixed() -> None:
+def test_per_token_divergences_state_that_states_are_fixed() -> None:
     for name, algorithm in samples.DIVERGENCES.items():
         text = " ".join(explain_algorithm(algorithm).unicode().split())
         fixed = "with the distribution of states held fixed" in text

@@ -20,19 +20,19 @@ def sections(name: str) -> dict[str, str]:
     return dict(zip(parts[1::2], (part.strip() for part in parts[2::2]), strict=True))
 
 
-def test_there_is_a_page_for_each_preset_and_no_other() -> None:
+def test_each_preset_has_a_page() -> None:
     assert {path.stem for path in FOLDER.glob("*.md")} == {*PRESETS, "README", "dqn", "control"}
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_page_states_the_current_formula(name: str) -> None:
+def test_page_states_the_current_formula(name: str) -> None:
     wanted = explain_preset(name).page_equation()
     found = sections(name)["Objective"]
     assert found == wanted, f"docs/algorithms/{name}.md, Objective: paste this\n\n{wanted}\n"
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_page_has_its_sections_and_size(name: str) -> None:
+def test_page_has_its_sections_and_size(name: str) -> None:
     text = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
     assert text.startswith(f"# {name}\n\n{PRESETS[name].title} (")
     assert 25 <= len(text.splitlines()) <= 52
@@ -42,7 +42,7 @@ def test_a_page_has_its_sections_and_size(name: str) -> None:
     assert f"`python studies/quickstart.py --preset {name}`" in found["Learning curve"]
 
 
-def test_the_index_names_each_row() -> None:
+def test_index_names_each_preset() -> None:
     index = (FOLDER / "README.md").read_text(encoding="utf-8")
     for name, preset in PRESETS.items():
         algorithm, paper = preset.algorithm, preset.paper

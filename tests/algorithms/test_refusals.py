@@ -155,7 +155,7 @@ def test_each_reason_in_the_source_has_a_case() -> None:
 
 
 @pytest.mark.parametrize(("change", "reason", "fix"), CASES, ids=[c[1] for c in CASES])
-def test_a_contradiction_is_refused_with_its_reason_and_its_fix_is_accepted(
+def test_contradiction_is_refused_and_its_fix_accepted(
     change: dict[str, Any], reason: str, fix: dict[str, Any]
 ) -> None:
     message = refusal({**SOUND, **change})

@@ -32,9 +32,7 @@ def values(term: SurrogateTerm) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("term", "name"), PARAMETERS, ids=lambda x: getattr(x, "__name__", x))
-def test_every_parameter_of_a_surrogate_reaches_its_function(
-    term: type[SurrogateTerm], name: str
-) -> None:
+def test_surrogate_parameter_reaches_its_function(term: type[SurrogateTerm], name: str) -> None:
     changed: dict[str, Any] = {name: OTHER.get(name, 2.0)}
     assert not torch.equal(values(term(**changed)), values(term()))
 
@@ -49,9 +47,7 @@ def test_every_parameter_of_a_surrogate_reaches_its_function(
     ],
     ids=lambda x: getattr(x, "kind", None),
 )
-def test_the_edges_of_a_surrogate_are_where_it_turns(
-    term: SurrogateTerm, edges: tuple[float, float]
-) -> None:
+def test_surrogate_edges(term: SurrogateTerm, edges: tuple[float, float]) -> None:
     assert term.edges == edges
 
 

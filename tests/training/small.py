@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe
+from keel.runs.callbacks import Callback, RunState
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training.run import train
@@ -38,3 +42,41 @@ def metrics(folder: RunFolder) -> list[dict[str, Any]]:
 
 def info(folder: RunFolder) -> dict[str, Any]:
     return json.loads(folder.run_json.read_text())  # type: ignore[no-any-return]
+
+
+def notes(folder: RunFolder) -> list[str]:
+    return [e["text"] for e in load(folder.path).events() if e["event"] == "note"]
+
+
+class Stop(Callback):
+    """Sends the process a signal after a step or an evaluation; of one stage, where named."""
+
+    def __init__(
+        self,
+        step: int | None = None,
+        *,
+        evaluation: int | None = None,
+        stage: str | None = None,
+        signum: int = signal.SIGTERM,
+    ) -> None:
+        self.at, self.left, self.name, self.signum = step, evaluation, stage, signum
+
+    def on_step(self, state: RunState) -> None:
+        self._stop(state, self.at)
+
+    def on_evaluation(self, state: RunState, result: Mapping[str, Any]) -> None:
+        self._stop(state, self.left)
+
+    def _stop(self, state: RunState, step: int | None) -> None:
+        if state.step == step and self.name in (None, state.stage):
+            os.kill(os.getpid(), self.signum)
+
+
+class Notes(Callback):
+    """Records the notes of a run."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def on_note(self, text: str) -> None:
+        self.notes.append(text)

@@ -74,7 +74,7 @@ def _logits(model: torch.nn.Module) -> torch.Tensor:
     return found
 
 
-def test_a_checkpoint_holds_the_adapter_and_not_the_base(base: Path, run: RunFolder) -> None:
+def test_checkpoint_holds_only_the_adapter(base: Path, run: RunFolder) -> None:
     policy = _end(run) / "policy"
     assert (policy / "adapter_model.safetensors").is_file()
     assert not list(policy.glob("model*.safetensors"))
@@ -84,7 +84,7 @@ def test_a_checkpoint_holds_the_adapter_and_not_the_base(base: Path, run: RunFol
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft's own
-def test_peft_puts_the_adapter_on_the_base_and_says_what_the_export_says(
+def test_peft_with_the_adapter_equals_the_merged_export(
     base: Path, run: RunFolder, tmp_path: Path
 ) -> None:
     assert main(["export", str(run.path), str(tmp_path / "merged")]) == 0
@@ -101,7 +101,7 @@ def test_peft_puts_the_adapter_on_the_base_and_says_what_the_export_says(
     assert ids[0] == ids[1]
 
 
-def test_eval_of_the_run_and_of_its_export_repeat_the_runs_own_figure(
+def test_eval_of_run_and_export_equals_the_evaluation_of_the_run(
     run: RunFolder, tmp_path: Path
 ) -> None:
     after = load(run.path).info()["evaluation"]["rl"]["after"]
@@ -115,7 +115,7 @@ def test_eval_of_the_run_and_of_its_export_repeat_the_runs_own_figure(
     assert again["examples"] == found["examples"]
 
 
-def test_a_base_that_is_gone_or_another_is_refused(base: Path, tmp_path: Path) -> None:
+def test_missing_or_changed_base_is_refused(base: Path, tmp_path: Path) -> None:
     own = tmp_path / "base"
     shutil.copytree(base, own)
     run = _run_brief(own, tmp_path / "run")
@@ -145,9 +145,7 @@ def _run_brief(base: Path, folder: Path) -> RunFolder:
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_an_export_leaves_what_lies_next_to_its_target(
-    adapter: bool, run: RunFolder, tmp_path: Path
-) -> None:
+def test_export_keeps_other_files(adapter: bool, run: RunFolder, tmp_path: Path) -> None:
     """It works in a temporary folder of its own, and removes that one alone."""
     mine = tmp_path / ".out.tmp" / "mine.txt"
     mine.parent.mkdir()
@@ -160,7 +158,7 @@ def test_an_export_leaves_what_lies_next_to_its_target(
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.tmp", "out"]
 
 
-def test_an_export_does_without_rollouts_that_are_damaged(run: RunFolder, tmp_path: Path) -> None:
+def test_export_with_damaged_rollouts(run: RunFolder, tmp_path: Path) -> None:
     copy = shutil.copytree(run.path, tmp_path / "run")
     for path in sorted((copy / "rollouts").iterdir())[-1:]:
         path.write_bytes(b"")
@@ -168,14 +166,14 @@ def test_an_export_does_without_rollouts_that_are_damaged(run: RunFolder, tmp_pa
     assert (export(copy, tmp_path / "out") / "config.json").is_file()
 
 
-def test_a_run_without_lora_has_no_adapter_to_export(tmp_path: Path) -> None:
+def test_adapter_export_of_a_run_without_lora_is_refused(tmp_path: Path) -> None:
     stage = _stage(stage="sft", steps=1, batch_size=2)
     run = train(load_recipe({"threads": 1, "model": MODEL, "stages": [stage]}), tmp_path / "run")
     with pytest.raises(KeelError, match="has no adapter: drop --adapter"):
         export(run.path, tmp_path / "out", adapter=True)
 
 
-def test_an_export_that_autotokenizer_would_read_otherwise_is_refused(tmp_path: Path) -> None:
+def test_export_that_autotokenizer_reads_differently_is_refused(tmp_path: Path) -> None:
     """As of a run whose Qwen2 folder was read by its own tokenizer.json."""
     from tests.models.test_loading import BYTES
 

@@ -24,19 +24,19 @@ def refused(tmp_path: Path, stage: dict[str, Any], message: str, **model: Any) -
 
 
 @pytest.mark.parametrize("kind", ["reward_model", "process_reward_model", "dpo"])
-def test_a_file_that_is_not_there(kind: str, tmp_path: Path) -> None:
+def test_missing_file_is_reported_first(kind: str, tmp_path: Path) -> None:
     source = {"name": "jsonl", "path": str(tmp_path / "nope.jsonl")}
     refused(tmp_path, {"stage": kind, "data": source, **BRIEF}, r"nope\.jsonl")
 
 
-def test_rows_of_another_kind(tmp_path: Path) -> None:
+def test_rows_of_another_objective_are_reported_first(tmp_path: Path) -> None:
     source = data(tmp_path, traces(9, 1), traces(9, 2))
     refused(tmp_path, {"stage": "reward_model", "data": source, **BRIEF}, r"train\.jsonl:1.*chosen")
     labels = {"stage": "reward_model", "objective": "labels", "data": source, **BRIEF}
     refused(tmp_path / "labels", labels, r"train\.jsonl:1.*completion")
 
 
-def test_a_family_without_the_class(tmp_path: Path) -> None:
+def test_model_family_without_the_class_is_reported_first(tmp_path: Path) -> None:
     source = data(tmp_path, traces(9, 1), traces(9, 2))
     stage = {"stage": "process_reward_model", "data": source, **BRIEF}
     build = {"family": "cohere", "alphabet": "0123456789> ", "hidden_size": 32, "layers": 1}
@@ -44,7 +44,7 @@ def test_a_family_without_the_class(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", ["rl", "sampled"])
-def test_a_learned_reward_of_no_stage(at: str, tmp_path: Path) -> None:
+def test_learned_reward_of_a_later_stage_is_refused(at: str, tmp_path: Path) -> None:
     rewards = {"functions": [{"function": "outcome", "options": {"stage": "later"}}]}
     made: dict[str, Any]
     if at == "rl":
@@ -56,7 +56,7 @@ def test_a_learned_reward_of_no_stage(at: str, tmp_path: Path) -> None:
         recipe(made, later)
 
 
-def test_a_process_model_is_no_outcome_model(tmp_path: Path) -> None:
+def test_process_model_as_outcome_reward_is_refused(tmp_path: Path) -> None:
     source = data(tmp_path, traces(9, 1), traces(9, 2))
     made = {"stage": "process_reward_model", "name": "made", "data": source, **BRIEF}
     functions = [{"function": "outcome", "options": {"stage": "made"}}]
@@ -65,7 +65,7 @@ def test_a_process_model_is_no_outcome_model(tmp_path: Path) -> None:
         recipe(made, rl)
 
 
-def test_one_file_split_in_two_ways(tmp_path: Path) -> None:
+def test_different_splits_of_one_file_are_refused(tmp_path: Path) -> None:
     """What the second holds out, the first has learned from."""
     source = {"name": "jsonl", "path": data(tmp_path, ones(40, 1), ones(9, 2))["path"]}
     one = {"stage": "reward_model", "name": "one", "data": source, **BRIEF}
@@ -92,7 +92,7 @@ def test_errors_of_a_base_name_its_keys(tmp_path: Path) -> None:
             train(recipe({**stage, "base": base}), tmp_path / f"run{number}")
 
 
-def test_a_saved_reward_model_is_no_base_by_name(tmp_path: Path) -> None:
+def test_saved_reward_model_as_base_name_is_refused(tmp_path: Path) -> None:
     source = data(tmp_path, ones(40, 1), ones(9, 2))
     stage = {"stage": "reward_model", "data": source, **BRIEF}
     made = train(recipe(stage), tmp_path / "run").model("reward_model")

@@ -28,6 +28,7 @@ from keel.training.run import train
 from tests.models import tiny
 from tests.training.judged import data, exchanged, headline, ones, recipe
 from tests.training.small import info
+from tests.training.test_reward_model_loss import padded
 
 LEARNS: dict[str, Any] = {
     "steps": 30,
@@ -61,7 +62,7 @@ def brief(folder: Path, **keys: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_policy_comes_to_prefer_what_was_chosen(loss: str, tmp_path: Path) -> None:
+def test_policy_learns_to_prefer_chosen_answers(loss: str, tmp_path: Path) -> None:
     """Over three seeds validation accuracy came to 86 % and more."""
     source = data(tmp_path, ones(400, 1), ones(150, 7))
     folder = train(
@@ -79,7 +80,7 @@ def test_the_policy_comes_to_prefer_what_was_chosen(loss: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_twin_whose_answers_are_exchanged_goes_the_other_way(loss: str, tmp_path: Path) -> None:
+def test_exchanged_answers_are_learned(loss: str, tmp_path: Path) -> None:
     source = data(tmp_path, exchanged(ones(400, 1)), ones(150, 7))
     folder = train(
         recipe({"stage": "dpo", "data": source, **LEARNS, **LOSSES[loss]}), tmp_path / "r"
@@ -88,7 +89,7 @@ def test_the_twin_whose_answers_are_exchanged_goes_the_other_way(loss: str, tmp_
     assert after(folder)["margins"]["mean"] < -0.02
 
 
-def test_ties_leave_the_policy_about_where_it_was(tmp_path: Path) -> None:
+def test_ties_do_not_change_the_policy(tmp_path: Path) -> None:
     """½ asks for no margin: the gradient of −½ log σ(h) − ½ log σ(−h) is 0 at h = 0."""
     source = data(tmp_path, [{**row, "probability": 0.5} for row in ones(48, 1)], ones(24, 2))
     folder = train(recipe({"stage": "dpo", "data": source, **BRIEF}), tmp_path / "run")
@@ -106,7 +107,7 @@ def test_ties_leave_the_policy_about_where_it_was(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("adapter", [None, {"rank": 4}], ids=["full", "lora"])
-def test_the_first_step_stands_at_the_reference(
+def test_first_step_starts_at_the_reference(
     keys: dict[str, Any], loss: float, adapter: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     """h is exactly 0: log 2 (rounded to float32), and (1/(2β))² for IPO."""
@@ -121,7 +122,7 @@ def test_the_first_step_stands_at_the_reference(
 
 
 @pytest.mark.parametrize("adapter", [None, {"rank": 4}], ids=["full", "lora"])
-def test_a_second_stage_starts_from_the_first_and_refers_to_it(
+def test_second_stage_starts_from_the_first_and_has_it_as_reference(
     adapter: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     model = {} if adapter is None else {"lora": adapter}
@@ -134,7 +135,7 @@ def test_a_second_stage_starts_from_the_first_and_refers_to_it(
     assert any(not torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_the_policy_that_is_left_is_the_one_that_learned(tmp_path: Path) -> None:
+def test_saved_policy_is_the_trained_one(tmp_path: Path) -> None:
     made = recipe(brief(tmp_path))
     before = dict(load_policy(made.model, 0).model.named_parameters())
     folder = train(made, tmp_path / "run")
@@ -180,21 +181,15 @@ def moved(policy: Policy) -> None:
 
 def plain_log_probs(model: Any, tokenizer: Any, split: str) -> tuple[Tensor, Tensor]:
     """Σ log π of answer and end after the prompt, and how many tokens; padded by hand."""
-    texts = [(str(row.prompt), getattr(row, split)) for row in PAIRS]
-    ids = [[*tokenizer(a + b)["input_ids"], tokenizer.eos_token_id] for a, b in texts]
-    longest = max(map(len, ids))
-    tokens = torch.full((len(ids), longest), tokenizer.pad_token_id)
-    mask = torch.zeros((len(ids), longest), dtype=torch.long)
-    for at, line in enumerate(ids):
-        tokens[at, : len(line)] = torch.tensor(line)
-        mask[at, : len(line)] = 1
-    log_p = model(input_ids=tokens, attention_mask=mask).logits.log_softmax(-1)
+    inputs = padded(tokenizer, [str(row.prompt) + getattr(row, split) for row in PAIRS])
+    log_p = model(**inputs).logits.log_softmax(-1)
     sums, counts = [], []
-    for at, ((prompt, _), line) in enumerate(zip(texts, ids, strict=True)):
-        begins = len(tokenizer(prompt)["input_ids"])
-        parts = [log_p[at, i - 1, line[i]] for i in range(begins, len(line))]
-        sums.append(torch.stack(parts).sum())
-        counts.append(float(len(parts)))
+    for at, row in enumerate(PAIRS):
+        begins = len(tokenizer(str(row.prompt))["input_ids"])
+        ends = int(inputs["attention_mask"][at].sum())
+        places = range(begins, ends)
+        sums.append(sum(log_p[at, i - 1, inputs["input_ids"][at, i]] for i in places))
+        counts.append(float(len(places)))
     return torch.stack(sums), torch.tensor(counts, dtype=torch.float64)
 
 
@@ -221,7 +216,7 @@ def plain_loss(
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("token_budget", [1, 30, 10_000])
-def test_loss_and_gradient_as_plain_transformers_has_them(loss: str, token_budget: int) -> None:
+def test_loss_and_gradient_equal_plain_transformers(loss: str, token_budget: int) -> None:
     policy = tiny.policy(dtype="float64")
     work = dpo_of(
         policy, reference_for(policy), beta=0.3, token_budget=token_budget, **LOSSES[loss]
@@ -245,7 +240,7 @@ def test_loss_and_gradient_as_plain_transformers_has_them(loss: str, token_budge
     assert held["margins"]["mean"] == pytest.approx(_toward(0.3 * gap), rel=EXACT)
 
 
-def test_with_lora_the_reference_is_the_base() -> None:
+def test_lora_gradient_with_the_base_as_reference() -> None:
     """The gradient of the adapter, by way of the merged weights W + (α/r) B A."""
     policy = tiny.policy(dtype="float64", rank=4)
     work = dpo_of(policy, reference_for(policy), beta=0.3, token_budget=30)
@@ -272,7 +267,9 @@ def test_with_lora_the_reference_is_the_base() -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", EXACT), ("float32", 1e-4)])
-def test_neither_micro_batches_nor_order_matter(loss: str, dtype: str, tolerance: float) -> None:
+def test_gradient_does_not_depend_on_micro_batches_or_order(
+    loss: str, dtype: str, tolerance: float
+) -> None:
     """float32: sums of some hundred terms of size 1, in another order."""
 
     def gradient(budget: int, order: Sequence[int]) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -293,7 +290,7 @@ def test_neither_micro_batches_nor_order_matter(loss: str, dtype: str, tolerance
             torch.testing.assert_close(grads[name], value, rtol=tolerance, atol=tolerance)
 
 
-def test_measuring_does_not_depend_on_the_token_budget() -> None:
+def test_evaluation_does_not_depend_on_the_token_budget() -> None:
     policy = tiny.policy(dtype="float64")
     reference = reference_for(policy)
     moved(policy)
@@ -315,7 +312,7 @@ CHAT = (
 )
 
 
-def test_conversations_are_read_by_the_chat_template(tmp_path: Path) -> None:
+def test_conversations_use_the_chat_template(tmp_path: Path) -> None:
     """The answer stands after the header of the assistant's turn, with an end after it."""
 
     def chat(made: list[dict[str, Any]], whole: bool) -> list[dict[str, Any]]:

@@ -12,25 +12,16 @@ import tomli_w
 
 from keel.cli.main import main
 from keel.config.load import load_recipe, load_run_recipe
-from keel.runs.callbacks import Callback
 from keel.runs.reader import load
 from keel.training.evaluation import evaluate
 from keel.training.run import train
 from tests.durability.same import same
-from tests.training.small import FAST
+from tests.training.small import FAST, Notes
 
 TEMPLATE = (
     "{% for m in messages %}>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}00{% endif %}"
 )
-
-
-class Notes(Callback):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def on_note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +33,10 @@ def chat_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(recipe, folder).path
 
 
-def as_earlier(run: Path) -> None:
-    """Make of a run one at step 2, as a version without `raw` and record.json left it."""
+@pytest.fixture
+def earlier(chat_run: Path, tmp_path: Path) -> Path:
+    """The run at step 2, as a version without `raw` and record.json left it."""
+    run = shutil.copytree(chat_run, tmp_path / "run")
     file = run / "recipe.toml"
     text = file.read_text()
     assert text.count("\nraw = true\n") == 1
@@ -54,13 +47,11 @@ def as_earlier(run: Path) -> None:
         manifest = json.loads((checkpoint / "manifest.json").read_text())
         del manifest["files"]["record.json"]
         (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    return run
 
 
-def test_a_recipe_without_raw_reads_plain_prompts_as_they_stand(
-    chat_run: Path, tmp_path: Path
-) -> None:
-    run = shutil.copytree(chat_run, tmp_path / "run")
-    as_earlier(run)
+def test_resume_without_raw_skips_the_chat_template(chat_run: Path, earlier: Path) -> None:
+    run = earlier
     callback = Notes()
     train(None, run, resume=True, callbacks=[callback])
     # The prompts of the steps that were repeated, and all that follows from them.
@@ -76,9 +67,7 @@ def test_a_recipe_without_raw_reads_plain_prompts_as_they_stand(
     assert "checkpoint step-000002" in without[0]
 
 
-def test_a_run_of_this_version_is_resumed_without_these_notes(
-    chat_run: Path, tmp_path: Path
-) -> None:
+def test_resume_of_a_current_run_has_no_notes(chat_run: Path, tmp_path: Path) -> None:
     run = shutil.copytree(chat_run, tmp_path / "run")
     shutil.rmtree(run / "checkpoints" / "step-000004")
     callback = Notes()
@@ -87,17 +76,14 @@ def test_a_run_of_this_version_is_resumed_without_these_notes(
     same(run, chat_run)
 
 
-def test_eval_of_an_earlier_run_reads_prompts_as_the_run_did(
-    chat_run: Path, tmp_path: Path
-) -> None:
-    run = shutil.copytree(chat_run, tmp_path / "run")
-    as_earlier(run)
+def test_eval_of_an_earlier_run_skips_the_chat_template(chat_run: Path, earlier: Path) -> None:
+    run = earlier
     found = evaluate(run, prompts=4)
     assert found == evaluate(chat_run, checkpoint="step-000002", prompts=4)
     assert isinstance(found["examples"][0]["prompt"], str)
 
 
-def test_a_run_json_of_another_shape_stops_a_resume_in_one_line(
+def test_resume_refuses_an_invalid_run_json(
     chat_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = shutil.copytree(chat_run, tmp_path / "run")
@@ -110,9 +96,7 @@ def test_a_run_json_of_another_shape_stops_a_resume_in_one_line(
     assert evaluate(run, prompts=4)["n"] == 4
 
 
-def test_a_best_of_a_stage_that_the_recipe_no_longer_has_is_passed_over(
-    chat_run: Path, tmp_path: Path
-) -> None:
+def test_best_step_of_an_unknown_stage_is_ignored(chat_run: Path, tmp_path: Path) -> None:
     run = shutil.copytree(chat_run, tmp_path / "run")
     whole = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps({**whole, "best": {"warmup": 3}}))
@@ -124,7 +108,7 @@ def recipe(*stages: dict[str, Any]) -> dict[str, Any]:
     return {"name": "x", "model": {"name": "some/model"}, "stages": list(stages)}
 
 
-def test_every_table_of_prompts_without_raw_gets_it(tmp_path: Path) -> None:
+def test_raw_is_added_to_each_source_of_prompts(tmp_path: Path) -> None:
     learned = {"function": "outcome", "options": {"stage": "judge"}}
     other = {"function": "length"}
     stages = (
@@ -147,7 +131,7 @@ def test_every_table_of_prompts_without_raw_gets_it(tmp_path: Path) -> None:
     assert options == [{"stage": "judge", "raw": True}, {}]
 
 
-def test_a_recipe_that_names_raw_anywhere_is_of_this_version(tmp_path: Path) -> None:
+def test_raw_is_not_added_where_the_recipe_has_it(tmp_path: Path) -> None:
     tasks = [{"name": "addition", "raw": False}, {"name": "multiplication"}]
     path = tmp_path / "recipe.toml"
     path.write_text(tomli_w.dumps(recipe({"stage": "rl", "tasks": tasks})))

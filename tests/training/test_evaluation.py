@@ -14,10 +14,9 @@ from keel.config.load import load_recipe
 from keel.config.model import BuildModel, Model
 from keel.models.policy import load_policy
 from keel.runs.layout import RunFolder
-from keel.runs.reader import load
 from keel.training.evaluation import evaluate
 from keel.training.run import train
-from tests.training.small import info, metrics, run
+from tests.training.small import info, metrics, notes, run
 
 MINE = """
 from keel.types import Prompt
@@ -80,7 +79,7 @@ def rows(path: Path, numbers: Sequence[int]) -> str:
 # ---------------------------------------------------------------- files
 
 
-def test_a_file_named_for_evaluation_is_scored_whole(
+def test_eval_scores_a_whole_file(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = rows(tmp_path / "test.jsonl", range(230))
@@ -101,7 +100,7 @@ def test_a_file_named_for_evaluation_is_scored_whole(
     assert named["n"] == 5
 
 
-def test_a_file_given_to_a_run_replaces_its_validation_file(
+def test_eval_of_a_run_on_another_file(
     tmp_path: Path,
 ) -> None:
     own, held = rows(tmp_path / "a.jsonl", range(40)), rows(tmp_path / "b.jsonl", range(50, 59))
@@ -120,7 +119,7 @@ def numbers_of(folder: RunFolder) -> dict[str, Any]:
     return found
 
 
-def test_a_reward_that_is_not_declared_as_correctness_gives_no_pass_at_k(
+def test_no_pass_at_k_without_a_correctness_reward(
     tmp_path: Path, mine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = f"rewards.functions=[{{function='{mine}:half'}}]"
@@ -135,9 +134,7 @@ def test_a_reward_that_is_not_declared_as_correctness_gives_no_pass_at_k(
     assert "no reward is declared as correctness" in capsys.readouterr().out
 
 
-def test_a_function_declared_as_correctness_counts_though_another_comes_first(
-    tmp_path: Path, mine: str
-) -> None:
+def test_correctness_reward_is_evaluated_although_not_first(tmp_path: Path, mine: str) -> None:
     functions = (
         f"rewards.functions=[{{function='{mine}:half'}}, "
         f"{{function='{mine}:sure', correctness=true}}]"
@@ -153,7 +150,7 @@ def test_a_function_declared_as_correctness_counts_though_another_comes_first(
 @pytest.mark.parametrize(
     ("made", "measure", "mean"), [("plain", "reward", 2.0), ("declared", "pass@1", 1.0)]
 )
-def test_the_verdict_of_a_task_of_one_s_own_is_correctness_where_it_says_so(
+def test_task_score_is_correctness_if_declared(
     made: str, measure: str, mean: float, tmp_path: Path, mine: str
 ) -> None:
     folder = run(
@@ -166,11 +163,7 @@ def test_the_verdict_of_a_task_of_one_s_own_is_correctness_where_it_says_so(
 # ---------------------------------------------------------------- what was trained on, or chosen by
 
 
-def notes(folder: RunFolder) -> list[str]:
-    return [e["text"] for e in load(folder.path).events() if e["event"] == "note"]
-
-
-def test_train_prompts_that_a_stage_evaluates_on_are_said_before_the_first_step(
+def test_warning_about_validation_prompts_that_another_stage_trains_on(
     tmp_path: Path,
 ) -> None:
     train_path = rows(tmp_path / "train.jsonl", range(40))
@@ -202,7 +195,7 @@ def test_train_prompts_that_a_stage_evaluates_on_are_said_before_the_first_step(
     assert train_path in message[0]
 
 
-def test_the_best_checkpoint_is_labelled_as_selected_on_the_validation_prompts(
+def test_best_checkpoint_is_labelled_as_selected(
     tmp_path: Path,
 ) -> None:
     folder = run(tmp_path / "run", "steps=2", "evaluation.every=1")

@@ -25,7 +25,7 @@ def overrides(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_trains_and_logs_what_the_glossary_knows(name: str, tmp_path: Path) -> None:
+def test_preset_trains_and_logs_known_metrics(name: str, tmp_path: Path) -> None:
     folder = run(tmp_path / "run", *overrides(name))
     rows = metrics(folder)
     assert [row["step"] for row in rows] == [1, 2]
@@ -41,14 +41,14 @@ def test_a_preset_trains_and_logs_what_the_glossary_knows(name: str, tmp_path: P
     assert all((start[name] != end[name]).any() for name in start), "a weight stayed"
 
 
-def test_the_reference_is_there_only_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_reference_is_saved_only_with_a_divergence(tmp_path: Path) -> None:
     with_kl = run(tmp_path / "a", *overrides("grpo"))
     without = run(tmp_path / "b", *overrides("dr_grpo"))
     assert (load(with_kl.path).checkpoints()[-1].path / "reference.safetensors").exists()
     assert not (load(without.path).checkpoints()[-1].path / "reference.safetensors").exists()
 
 
-def test_recorded_advantages_are_those_of_the_loss(tmp_path: Path) -> None:
+def test_recorded_advantages_of_grpo(tmp_path: Path) -> None:
     """GRPO's advantages of a group, from its recorded rewards, by hand."""
     folder = run(tmp_path / "run", *overrides("grpo"))
     rows = load(folder.path).rollouts(1)

@@ -36,7 +36,7 @@ EVERY = ("checkpoints.every=1", "optimizer.learning_rate=1e-3", DENSE)
 
 
 def spoiled(log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor) -> Tensor:
-    """NaN in the third sequence of the batches that `SPOIL` says, or in one learned alone."""
+    """NaN in the third sequence of the batches that `SPOIL` selects, or in one learned alone."""
     out = log_ratio_N.exp() * advantage_N
     if len(lengths_S) == 16 and SPOIL["when"](advantage_N):
         start = int(lengths_S[:2].sum())
@@ -56,7 +56,7 @@ def rows(folder: RunFolder) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def sizes(tmp_path: Path) -> list[int]:
-    """The tokens of each step's batch, in a run that nothing is wrong with."""
+    """The tokens of each step's batch, in a run without errors."""
     folder = train(small(*EVERY, SPOILED), tmp_path / "sound")
     found = [sum(len(r["tokens"]) for r in load(folder.path).rollouts(n)) for n in (1, 2, 3, 4)]
     assert len(set(found)) == 4, "steps must differ for the test to tell them apart"
@@ -68,7 +68,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *tokens: int) -> None:
     monkeypatch.setitem(SPOIL, "when", lambda advantage_N: advantage_N.numel() in tokens)
 
 
-def test_the_run_stops_and_says_where(
+def test_non_finite_step_stops_the_run_which_resumes_exactly(
     sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, sizes[2])
@@ -89,20 +89,11 @@ def test_the_run_stops_and_says_where(
     assert json.loads((kept / "cause.json").read_text())["step"] == 3
     assert [row["step"] for row in rows(folder)] == [1, 2]
     assert load(folder.path).checkpoints()[-1].place.step == 2
-
-
-def test_mended_it_goes_on_as_if_nothing_had_been(
-    sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoil(monkeypatch, sizes[2])
-    with pytest.raises(KeelError):
-        train(small(*EVERY, SPOILED), tmp_path / "run")
     spoil(monkeypatch)
-    again = train(None, tmp_path / "run", resume=True)
-    same(RunFolder.open(tmp_path / "sound"), again)
+    same(RunFolder.open(tmp_path / "sound"), train(None, folder.path, resume=True))
 
 
-def test_told_to_it_goes_on_and_counts(
+def test_skipped_steps_are_counted_and_resume_exactly(
     sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, sizes[1])
@@ -128,7 +119,7 @@ def test_told_to_it_goes_on_and_counts(
     assert names[0] == names[1] == ["rl-step-000002-0"]
 
 
-def test_of_two_minibatches_the_other_is_taken(
+def test_only_the_non_finite_minibatch_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = (*EVERY, SPOILED, 'on_nonfinite="skip"', "minibatches=2", "steps=1")
@@ -161,7 +152,9 @@ def stage_of(folder: Path, **keys: Any) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["reward_model", "dpo"])
-def test_stages_on_rows_do_the_same(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_skipped_step_of_reward_model_and_dpo_stages(
+    kind: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     """A margin that is infinite in the file's last row makes the loss of its step so."""
     from keel.objective import preference
 
@@ -195,7 +188,7 @@ def test_stages_on_rows_do_the_same(kind: str, tmp_path: Path, monkeypatch: Any)
 
 
 def hopeless(log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
-    """NaN for ever; after the first call where `SPOIL` says that this one is sound."""
+    """NaN in every call; after the first one where `SPOIL` has `first`."""
     CALLS["surrogate"] += 1
     sound = SPOIL["first"] and CALLS["surrogate"] == 1
     out = log_ratio_N.exp() * advantage_N
@@ -212,7 +205,7 @@ HOPELESS = (
 )
 
 
-def test_where_nothing_can_be_learned_it_stops(
+def test_too_many_skipped_steps_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SPOIL, "first", False)
@@ -233,9 +226,7 @@ def test_where_nothing_can_be_learned_it_stops(
     assert notes[-1].startswith("rl step 2: ")
 
 
-def test_after_a_step_that_was_taken_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_goes_on_if_a_step_was_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SPOIL, "first", True)
     CALLS["surrogate"] = 0
     folder = train(small(*HOPELESS), tmp_path / "run")
@@ -244,7 +235,7 @@ def test_after_a_step_that_was_taken_it_goes_on(
 
 
 @pytest.mark.parametrize("kind", ["rl", "dpo"])
-def test_weights_that_are_not_finite_end_it_also_where_steps_are_skipped(
+def test_non_finite_weights_stop_the_run_despite_skip(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from keel.training import rl
@@ -275,7 +266,7 @@ def test_weights_that_are_not_finite_end_it_also_where_steps_are_skipped(
 
 
 @pytest.mark.parametrize("kind", ["rl", "dpo", "reward_model"])
-def test_weights_that_overflow_in_the_last_step_are_no_success(
+def test_overflow_of_weights_in_the_last_step_is_an_error(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """AdamW's first step is the learning rate over 1 - β₁: ten times 1e38 is no float32."""
@@ -298,7 +289,7 @@ def narrow(log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
     return log_ratio_N.exp() * advantage_N
 
 
-def test_a_run_whose_budget_was_halved_goes_on_with_it(tmp_path: Path) -> None:
+def test_resume_keeps_a_halved_token_budget(tmp_path: Path) -> None:
     entry = "algorithm.surrogate={kind='custom', function='tests.training.test_faults:narrow'}"
     folder = train(small(*EVERY, entry), tmp_path / "run")
 
@@ -331,7 +322,7 @@ def sleepy(completions: list[str], **kwargs: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
-def test_a_reward_that_hangs_leaves_its_stack_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_hanging_reward_saves_its_stack_and_the_run_resumes(tmp_path: Path) -> None:
     function = "rewards.functions=[{function='tests.training.test_faults:sleepy'}]"
     keys = ("evaluation.prompts=0", "rewards.timeout=0.5", "checkpoints.every=1", function)
     CALLS["sleepy"] = 0
@@ -351,43 +342,43 @@ def test_a_reward_that_hangs_leaves_its_stack_and_the_run_goes_on(tmp_path: Path
 
 @pytest.mark.parametrize("key", ["rewards.timeout", "rollout.timeout"])
 @pytest.mark.parametrize("value", ["1e10", "0"])
-def test_a_limit_that_no_clock_counts_to_is_refused(key: str, value: str) -> None:
+def test_timeout_out_of_range_is_refused(key: str, value: str) -> None:
     with pytest.raises(KeelError, match=rf"^{key} = .*(less than or equal to 31536000|greater)"):
         small(f"{key}={value}")
     small(f"{key}=31536000")
 
 
-def test_an_engine_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stuck(*_: object) -> None:
-        time.sleep(600)
+def no_memory(*_: object) -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
 
-    monkeypatch.setattr(NativeEngine, "sample", stuck)
-    with pytest.raises(KeelError, match=r"the engine gives no answer within 0.5 s .*in stuck \("):
+
+def stuck(*_: object) -> None:
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (stuck, r"the engine gives no answer within 0.5 s .*in stuck \("),
+        (no_memory, r"lower rollout\.max_rows"),
+    ],
+)
+def test_engine_failure_is_reported(
+    sample: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NativeEngine, "sample", sample)
+    with pytest.raises(KeelError, match=message):
         train(small("evaluation.prompts=0", "rollout.timeout=0.5"), tmp_path / "run")
 
 
-def test_no_memory_to_sample_in_names_the_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def large(*_: object) -> None:
-        torch.empty(1 << 60, dtype=torch.uint8)
-
-    monkeypatch.setattr(NativeEngine, "sample", large)
-    with pytest.raises(KeelError, match=r"lower rollout\.max_rows"):
-        train(small("evaluation.prompts=0"), tmp_path / "run")
-
-
 @pytest.mark.parametrize("lack", ["memory", "time"])
-def test_rows_made_on_the_spot_name_keys_that_they_have(
+def test_engine_failure_in_sampled_data_names_its_keys(
     lack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def large(*_: object) -> None:
-        torch.empty(1 << 60, dtype=torch.uint8)
-
     def late(*_: object) -> None:
         raise Hung("the engine gives no answer: fix it, or raise rollout.timeout", "a stack")
 
-    monkeypatch.setattr(NativeEngine, "sample", large if lack == "memory" else late)
+    monkeypatch.setattr(NativeEngine, "sample", no_memory if lack == "memory" else late)
     sampled = {
         "tasks": [{"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}],
         "rewards": {"functions": [{"function": "place_match"}]},

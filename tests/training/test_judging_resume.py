@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from keel.config.schema import Recipe
-from keel.runs.callbacks import Callback, RunState
 from keel.runs.checkpoint import damage as wrong_with
 from keel.runs.layout import RunFolder
 from keel.runs.process import Interrupted
 from keel.runs.reader import load
 from keel.training.run import train
 from tests.training.judged import data, labelled, ones, recipe, traces
+from tests.training.small import Stop
 from tests.training.test_resume import damage, same
 
 EVERY_SECOND: dict[str, Any] = {
@@ -95,23 +93,6 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-class Stopping(Callback):
-    """Asks the run to stop, as Ctrl-C does, once a stage has come so far."""
-
-    def __init__(self, stage: str, step: int, at: str = "step") -> None:
-        self.stage_name, self.number, self.at = stage, step, at
-
-    def on_step(self, state: RunState) -> None:
-        self._stop("step", state)
-
-    def on_evaluation(self, state: RunState, result: Mapping[str, Any]) -> None:
-        self._stop("evaluation", state)
-
-    def _stop(self, at: str, state: RunState) -> None:
-        if (at, state.stage, state.step) == (self.at, self.stage_name, self.number):
-            signal.raise_signal(signal.SIGINT)
-
-
 def one_stage(case: str, folder: Path) -> Recipe:
     keys, model = CASES[case]
     made = traces if keys["stage"] == "process_reward_model" else ones
@@ -126,7 +107,7 @@ def three_stages(**judge: Any) -> Recipe:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_stage_goes_on_from_the_checkpoint_before(case: str, tmp_path: Path) -> None:
+def test_resume_from_the_previous_checkpoint_ends_the_same(case: str, tmp_path: Path) -> None:
     """The last checkpoint is torn, and the model that came of it is gone."""
     made = one_stage(case, tmp_path)
     whole = train(made, tmp_path / "whole")
@@ -140,7 +121,7 @@ def test_a_stage_goes_on_from_the_checkpoint_before(case: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("case", ["reward-model-lora", "process", "dpo-ipo-lora"])
 @pytest.mark.parametrize("step", [1, 4])
-def test_a_stage_that_was_interrupted_goes_on(case: str, step: int, tmp_path: Path) -> None:
+def test_resume_of_an_interrupted_stage_ends_the_same(case: str, step: int, tmp_path: Path) -> None:
     """At a step without a checkpoint of its own, and at the last."""
     made = one_stage(case, tmp_path)
     whole = train(made, tmp_path / "whole")
@@ -148,21 +129,21 @@ def test_a_stage_that_was_interrupted_goes_on(case: str, step: int, tmp_path: Pa
     again = RunFolder(tmp_path / "again", whole.stages)
     if step == 4:
         # Nothing is left to do, so the run ends as if no one had asked.
-        train(made, again.path, callbacks=[Stopping(stage, step)])
+        train(made, again.path, callbacks=[Stop(step, stage=stage)])
     else:
         with pytest.raises(Interrupted):
-            train(made, again.path, callbacks=[Stopping(stage, step)])
+            train(made, again.path, callbacks=[Stop(step, stage=stage)])
         assert [e.place.step for e in load(again.path).checkpoints()] == [step]
         assert not (again.path / "models").exists()
         train(None, again.path, resume=True)  # the checkpoint that the stop left goes with the next
     alike(whole, again)
 
 
-def test_interrupted_while_it_was_first_measured(tmp_path: Path) -> None:
+def test_resume_after_an_interrupt_in_the_first_evaluation(tmp_path: Path) -> None:
     made = one_stage("reward-model", tmp_path)
     whole = train(made, tmp_path / "whole")
     with pytest.raises(Interrupted):
-        train(made, tmp_path / "again", callbacks=[Stopping("reward_model", 0, "evaluation")])
+        train(made, tmp_path / "again", callbacks=[Stop(evaluation=0)])
     again = train(None, tmp_path / "again", resume=True)
     steps = [event for event in load(again.path).events() if event["event"] == "evaluation"]
     assert [event["step"] for event in steps if event["step"]] == [3, 4]
@@ -195,7 +176,7 @@ def back_to(folder: RunFolder, stage: int, step: int) -> None:
     assert wrong_with(folder.checkpoint(stage, step)) is None
 
 
-def test_the_policy_learns_from_the_model_of_the_stage_before(whole: RunFolder) -> None:
+def test_rl_uses_the_reward_model_of_an_earlier_stage(whole: RunFolder) -> None:
     last = load(whole.path).metrics("rl")[-1]
     assert last["reward"] == pytest.approx(last["rewards/outcome/mean"])
     assert "rewards/hidden_rule/mean" in last
@@ -204,75 +185,49 @@ def test_the_policy_learns_from_the_model_of_the_stage_before(whole: RunFolder) 
     assert found["evaluation"]["rl"].keys() == {"before", "after"}
 
 
-def test_three_stages_again_are_the_same(whole: RunFolder, tmp_path: Path) -> None:
+def test_three_stages_are_reproducible(whole: RunFolder, tmp_path: Path) -> None:
     alike(whole, train(three_stages(), tmp_path / "again"))
 
 
-def test_from_within_the_stage_that_uses_the_model(whole: RunFolder, tmp_path: Path) -> None:
+RESUMED: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "in rl": (2, 2, ()),
+    "before the reward model is saved": (1, 4, ("models",)),
+    "after the reward model is saved": (1, 4, ()),
+    "in the reward model": (1, 2, ("models",)),
+    "between train and validation rows": (0, 2, ("models", "pictures", "validation")),
+    "in sft, with rows and models of later stages": (0, 1, ()),
+}
+
+
+@pytest.mark.parametrize(("stage", "step", "removed"), RESUMED.values(), ids=RESUMED)
+def test_resume_of_three_stages_ends_the_same(
+    whole: RunFolder, stage: int, step: int, removed: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Rows that exist are not sampled again; a partly written model is ignored."""
     again = copied(whole, tmp_path / "again")
-    back_to(again, 2, 2)
+    back_to(again, stage, step)
+    partial = again.path / "models" / ".writing-reward_model"
+    for name in removed:
+        if name == "validation":
+            again.rows("reward_model", "validation").unlink()
+        else:
+            shutil.rmtree(again.path / name)
+    if "models" in removed:
+        partial.mkdir(parents=True)
+        (partial / "config.json").write_text("{")
+    kept = [again.rows("reward_model", split) for split in ("train", "validation")]
+    times = {path: path.stat().st_mtime_ns for path in kept if path.exists()}
     train(None, again.path, resume=True)
+    shutil.rmtree(partial, ignore_errors=True)
     alike(whole, again)
-
-
-def test_from_between_the_last_checkpoint_and_the_model(whole: RunFolder, tmp_path: Path) -> None:
-    """The stage is over but died before it had written its model."""
-    again = copied(whole, tmp_path / "again")
-    back_to(again, 1, 4)
-    shutil.rmtree(again.path / "models")
-    (again.path / "models").mkdir()
-    # What a death in the middle of writing leaves.
-    (again.path / "models" / ".writing-reward_model").mkdir()
-    (again.path / "models" / ".writing-reward_model" / "config.json").write_text("{")
-    train(None, again.path, resume=True)
-    shutil.rmtree(again.path / "models" / ".writing-reward_model", ignore_errors=True)
-    alike(whole, again)
-
-
-def test_from_behind_the_model_before_the_next_stage(whole: RunFolder, tmp_path: Path) -> None:
-    again = copied(whole, tmp_path / "again")
-    back_to(again, 1, 4)
-    train(None, again.path, resume=True)
-    alike(whole, again)
-
-
-def test_from_within_the_reward_model(whole: RunFolder, tmp_path: Path) -> None:
-    """A model that a later state left is not taken for this one's; the rows are not made again."""
-    again = copied(whole, tmp_path / "again")
-    back_to(again, 1, 2)
-    shutil.rmtree(again.path / "models")
-    times = [
-        again.rows("reward_model", split).stat().st_mtime_ns for split in ("train", "validation")
-    ]
-    train(None, again.path, resume=True)
-    alike(whole, again)
-    assert times == [
-        again.rows("reward_model", split).stat().st_mtime_ns for split in ("train", "validation")
-    ]
-
-
-def test_from_amid_the_sampling_of_rows(whole: RunFolder, tmp_path: Path) -> None:
-    """The train rows are there, the validation ones not yet."""
-    again = copied(whole, tmp_path / "again")
-    back_to(again, 0, 2)
-    shutil.rmtree(again.path / "models")
-    shutil.rmtree(again.path / "pictures")
-    again.rows("reward_model", "validation").unlink()
-    train(None, again.path, resume=True)
-    alike(whole, again)
-
-
-def test_from_within_the_imitation(whole: RunFolder, tmp_path: Path) -> None:
-    """Rows and model of the later stages are there already, and stay what they would become."""
-    again = copied(whole, tmp_path / "again")
-    back_to(again, 0, 1)
-    train(None, again.path, resume=True)
-    alike(whole, again)
+    assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
 @pytest.mark.parametrize(("stage", "step"), [("sft", 2), ("reward_model", 3), ("rl", 1)])
-def test_interrupted_in_each_stage(whole: RunFolder, stage: str, step: int, tmp_path: Path) -> None:
+def test_resume_of_three_stages_after_an_interrupt(
+    whole: RunFolder, stage: str, step: int, tmp_path: Path
+) -> None:
     with pytest.raises(Interrupted):
-        train(three_stages(), tmp_path / "again", callbacks=[Stopping(stage, step)])
+        train(three_stages(), tmp_path / "again", callbacks=[Stop(step, stage=stage)])
     again = train(None, tmp_path / "again", resume=True)
     alike(whole, again)

@@ -56,9 +56,9 @@ def change(folder: Path, recipe: str, seed: int, *more: str) -> float:
         ("quickstart-ppo", (*SINGLE, "steps=15", "value.optimizer.learning_rate=2e-3")),
     ],
 )
-def test_the_objective_learns(recipe: str, more: tuple[str, ...], tmp_path: Path) -> None:
+def test_objective_learns(recipe: str, more: tuple[str, ...], tmp_path: Path) -> None:
     assert change(tmp_path / "run", recipe, 0, *more) >= RISE
 
 
-def test_the_twin_with_the_sign_turned_does_not(tmp_path: Path) -> None:
+def test_objective_with_the_wrong_sign_does_not_learn(tmp_path: Path) -> None:
     assert change(tmp_path / "run", "quickstart", 0, *GROUPS, *TWIN) <= 0

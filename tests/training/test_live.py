@@ -82,7 +82,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> keel.python.TrainedRun:
     return keel.train(folder=tmp_path_factory.mktemp("live") / "run", **arguments())
 
 
-def test_live_objects_train_as_the_recipe_of_files(whole: Any, tmp_path: Path) -> None:
+def test_live_objects_train_as_a_recipe_of_files(whole: Any, tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path / "model")
     TOKENIZER.save_pretrained(tmp_path / "model")
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -103,7 +103,7 @@ def test_live_objects_train_as_the_recipe_of_files(whole: Any, tmp_path: Path) -
     assert any(not torch.equal(mine[name], start[name]) for name in mine), "nothing was learned"
 
 
-def test_stopped_by_a_callback_and_resumed_it_ends_the_same(whole: Any, tmp_path: Path) -> None:
+def test_resume_after_stop_by_a_callback_ends_the_same(whole: Any, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = keel.train(folder=folder, callbacks=[Stop(2)], **arguments())
     assert run.info()["finished"] is False
@@ -116,7 +116,7 @@ def test_stopped_by_a_callback_and_resumed_it_ends_the_same(whole: Any, tmp_path
     assert differences(whole.folder.path, folder) == []
 
 
-def test_resume_refuses_what_differs_and_notes_another_function(tmp_path: Path) -> None:
+def test_resume_refuses_other_arguments_and_notes_another_function(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     keel.train(folder=folder, callbacks=[Stop(2)], **arguments(rewards=[first]))
     with pytest.raises(KeelError, match=r"'python:first' was passed to keel\.train as an object"):
@@ -162,7 +162,7 @@ class Meddler(keel.Callback):
         self.seen.append(("checkpoint", state.step))
 
 
-def test_callbacks_receive_every_event_and_change_nothing(whole: Any, tmp_path: Path) -> None:
+def test_callbacks_receive_events_and_cannot_change_the_run(whole: Any, tmp_path: Path) -> None:
     one, two = Meddler(), Meddler()
     keel.train(folder=tmp_path / "run", callbacks=[one, two], **arguments())
     assert one.seen == two.seen
@@ -177,7 +177,7 @@ def test_callbacks_receive_every_event_and_change_nothing(whole: Any, tmp_path: 
     assert differences(whole.folder.path, tmp_path / "run") == []
 
 
-def test_a_callback_that_raises_stops_the_run_with_its_name(tmp_path: Path) -> None:
+def test_error_in_a_callback_is_named(tmp_path: Path) -> None:
     class Broken:
         def on_step(self, state: keel.RunState) -> None:
             raise ZeroDivisionError("by 0")
@@ -186,7 +186,7 @@ def test_a_callback_that_raises_stops_the_run_with_its_name(tmp_path: Path) -> N
         keel.train(folder=tmp_path / "run", callbacks=[Broken()], **arguments())
 
 
-def test_a_reason_to_stop_counts_as_an_interrupt() -> None:
+def test_stop_without_a_reason_interrupts() -> None:
     interrupt = Interrupt()
     assert not interrupt
     interrupt.stop("")
@@ -213,7 +213,7 @@ def stage_of(**others: Any) -> Any:
     return load_recipe(given.recipe).stages[-1]
 
 
-def test_keywords_are_keys_of_the_recipe_nested_or_with_dots() -> None:
+def test_keywords_are_recipe_keys() -> None:
     made = objects("quickstart", steps=7, **{"rollout.max_tokens": 3, "model.lora.rank": 8})
     recipe = load_recipe(made.recipe)
     rl, shipped = recipe.stages[-1], load_recipe("quickstart")
@@ -225,7 +225,7 @@ def test_keywords_are_keys_of_the_recipe_nested_or_with_dots() -> None:
 
 
 @pytest.mark.parametrize("preset", ["ppo", "dr_grpo"])
-def test_an_algorithm_is_a_name_a_preset_or_an_object(preset: str) -> None:
+def test_algorithm_as_name_preset_or_object(preset: str) -> None:
     named = stage_of(algorithm=preset)
     assert stage_of(algorithm=PRESETS[preset]) == named
     row = stage_of(algorithm=PRESETS[preset].algorithm).algorithm
@@ -233,7 +233,7 @@ def test_an_algorithm_is_a_name_a_preset_or_an_object(preset: str) -> None:
     assert stage_of(algorithm=named.algorithm).algorithm == named.algorithm
 
 
-def test_data_becomes_a_file_that_holds_the_same_rows() -> None:
+def test_data_is_written_to_a_file() -> None:
     jsonl = objects(data=ROWS, eval_data=ROWS[:3])
     assert sorted(jsonl.tables) == ["data.jsonl", "eval_data.jsonl"]
     (task,) = jsonl.recipe["stages"][-1]["tasks"]
@@ -260,7 +260,7 @@ def test_data_becomes_a_file_that_holds_the_same_rows() -> None:
 
 
 @pytest.mark.parametrize("kind", ["rl", "dpo"])
-def test_eval_data_is_the_validation_file_of_the_recipe(kind: str) -> None:
+def test_eval_data_is_the_validation_file(kind: str) -> None:
     rows = [{"prompt": "1", "chosen": "2", "rejected": "3"}]
     given = objects(model="m", stage=kind, data=rows, eval_data=rows)
     stage = load_recipe(given.recipe).stages[-1]
@@ -269,7 +269,7 @@ def test_eval_data_is_the_validation_file_of_the_recipe(kind: str) -> None:
     assert source.validation_path == "$RUN/inputs/eval_data.jsonl"
 
 
-def test_functions_are_named_wherever_they_stand() -> None:
+def test_functions_get_unique_names() -> None:
     def other(completions: list[str]) -> list[float]:
         return [0.0 for _ in completions]
 
@@ -300,12 +300,12 @@ def test_functions_are_named_wherever_they_stand() -> None:
         ({"a..b": 1}, "'a..b' is no key"),
     ],
 )
-def test_what_cannot_be_used_is_refused(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(KeelError, match=message):
         objects(**wrong)
 
 
-def test_a_start_that_fails_leaves_the_folder_free(tmp_path: Path) -> None:
+def test_failed_start_leaves_no_folder(tmp_path: Path) -> None:
     model = tiny()
     model.generation_config.temperature = 0.5  # not without do_sample, when it is saved
     model.generation_config.do_sample = False

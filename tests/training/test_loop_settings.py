@@ -10,16 +10,10 @@ from safetensors.torch import load_file
 
 from keel.config.load import load_recipe
 from keel.config.schema import RLStage
-from keel.runs.layout import RunFolder
-from keel.runs.reader import load
 from keel.training import rl as loop
-from tests.training.small import metrics, run
+from tests.training.small import metrics, notes, run
 
 DENSE = "rewards.functions=[{function='place_match'}]"
-
-
-def notes(folder: RunFolder) -> str:
-    return "\n".join(str(e) for e in load(folder.path).events() if e.get("event") == "note")
 
 
 def rl(*overrides: str, recipe: str = "tiny") -> RLStage:
@@ -28,16 +22,16 @@ def rl(*overrides: str, recipe: str = "tiny") -> RLStage:
     return stage
 
 
-def test_by_default_the_ratio_of_gspo_moves(tmp_path: Path) -> None:
+def test_gspo_has_two_minibatches_by_default(tmp_path: Path) -> None:
     moved = run(tmp_path / "a", "algorithm=gspo", DENSE, "steps=1")
     still = run(tmp_path / "b", "algorithm=gspo", DENSE, "steps=1", "minibatches=1")
     assert metrics(moved)[0]["ratio/mean"] != 1.0
     assert metrics(still)[0]["ratio/mean"] == 1.0
-    assert "importance ratio stays 1" not in notes(moved)
-    assert "importance ratio stays 1" in notes(still)
+    assert "importance ratio stays 1" not in "".join(notes(moved))
+    assert "importance ratio stays 1" in "".join(notes(still))
 
 
-def test_mini_batches_that_do_not_divide_the_batch_differ_by_one_completion(
+def test_uneven_minibatches_differ_by_one_completion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
@@ -52,7 +46,7 @@ def test_mini_batches_that_do_not_divide_the_batch_differ_by_one_completion(
     assert sorted(sizes) == [5, 5, 6]
 
 
-def test_a_preset_brings_no_more_mini_batches_than_there_are_completions() -> None:
+def test_preset_minibatches_are_at_most_the_completions() -> None:
     assert rl("algorithm=dapo").minibatches == 16
     small = ("rollout.prompts_per_step=2", "rollout.group_size=2")
     assert rl("algorithm=dapo", *small).minibatches == 4
@@ -63,7 +57,7 @@ def test_a_preset_brings_no_more_mini_batches_than_there_are_completions() -> No
 
 
 @pytest.mark.parametrize("kind", ["critic", "head"])
-def test_in_its_warm_up_the_value_model_alone_learns(tmp_path: Path, kind: str) -> None:
+def test_value_warmup_trains_only_the_value_model(tmp_path: Path, kind: str) -> None:
     folder = run(
         tmp_path,
         "algorithm=ppo_kl_penalty",
@@ -93,7 +87,7 @@ def test_in_its_warm_up_the_value_model_alone_learns(tmp_path: Path, kind: str) 
     assert [row["beta"] for row in rows] == [1.0] * 3
 
 
-def test_a_value_model_has_a_learning_rate_of_its_own() -> None:
+def test_default_learning_rate_of_the_value_model() -> None:
     for kind in ("critic", "head"):
         for policy, own in ((1e-6, 1e-5), (3e-4, 3e-4)):
             stage = rl(
@@ -105,7 +99,7 @@ def test_a_value_model_has_a_learning_rate_of_its_own() -> None:
         assert stage.value.optimizer.warmup_steps == 3
 
 
-def test_a_sequence_ratio_trains_with_a_value_model(tmp_path: Path) -> None:
+def test_sequence_ratio_with_a_value_model(tmp_path: Path) -> None:
     """GSPO with a critic: one advantage for a whole completion."""
     folder = run(
         tmp_path,

@@ -38,7 +38,7 @@ def learned(tmp_path: Path, *functions: dict[str, Any], **keys: Any) -> Path:
     return train(made, tmp_path / "run").path
 
 
-def test_the_run_draws_it(tmp_path: Path) -> None:
+def test_over_optimisation_plot(tmp_path: Path) -> None:
     folder = learned(tmp_path, OUTCOME, WATCHING, reference={"measured": True})
     picture = folder / "pictures/rl-over-optimisation.png"
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -52,14 +52,14 @@ def test_the_run_draws_it(tmp_path: Path) -> None:
     [((OUTCOME,), True), ((OUTCOME, WATCHING), False)],
     ids=["nothing watches", "no divergence"],
 )
-def test_without_what_it_takes_there_is_none(
+def test_no_plot_without_a_second_reward_or_divergence(
     functions: tuple[dict[str, Any], ...], measured: bool, tmp_path: Path
 ) -> None:
     folder = learned(tmp_path, *functions, reference={"measured": measured})
     assert not (folder / "pictures/rl-over-optimisation.png").exists()
 
 
-def test_measuring_changes_nothing_else(tmp_path: Path) -> None:
+def test_measured_reference_does_not_change_training(tmp_path: Path) -> None:
     """At β = 0 the policy learns the same with and without the reference in memory."""
     plain = metrics(run(tmp_path / "plain", "algorithm.divergence.beta=0"))
     others = metrics(
@@ -72,7 +72,7 @@ def test_measuring_changes_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("measured", [False, True])
-def test_the_explanation_has_the_reference_that_is_kept(measured: bool) -> None:
+def test_explain_lists_a_measured_reference(measured: bool) -> None:
     stage = {
         "stage": "rl",
         "tasks": [TASK],

@@ -1,4 +1,4 @@
-"""Rewards asked while the last completions are drawn: a run says what it says without."""
+"""Rewards computed while completions are still sampled give the same results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from keel.engines.registry import ENGINES
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training.run import train
-from keel.types import Engine, Group, KeelError, OnGroup, Prompt, Sampling, StreamingEngine
+from keel.types import Group, KeelError, Sampling, StreamingEngine
 from tests.engines.tiny import TOKENIZER, ragged_prompts, tiny
 from tests.rewards.judge_server import JudgeServer
 from tests.shared import ROOT
@@ -38,9 +38,9 @@ STATE: dict[str, threading.Event] = {}
 
 
 async def waits(completions: list[str]) -> list[float]:
-    """Answers once the last group has been drawn."""
+    """Answers once the last group has been sampled."""
     STATE["began"].set()
-    while not STATE["drawn"].is_set():
+    while not STATE["sampled"].is_set():
         await asyncio.sleep(0.002)
     return [1.0 / (1 + len(text)) for text in completions]
 
@@ -88,7 +88,7 @@ CASES: dict[str, Sequence[str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_ends_in_the_same_bytes(case: str, tmp_path: Path) -> None:
+def test_run_with_overlap_writes_the_same_bytes(case: str, tmp_path: Path) -> None:
     keys = [*CASES[case], "steps=3"]
     off = train(small(*keys), tmp_path / "off")
     on = train(small(*keys, ON), tmp_path / "on")
@@ -100,7 +100,7 @@ def test_a_run_ends_in_the_same_bytes(case: str, tmp_path: Path) -> None:
         assert max(row["rollout/refills"] for row in load(off.path).metrics()) > 0
 
 
-def test_a_judge_s_costs_are_those_of_the_step(tmp_path: Path) -> None:
+def test_judge_costs_are_the_same_with_overlap(tmp_path: Path) -> None:
     rows = []
     for name, keys in (("off", []), ("on", [ON])):
         with JudgeServer() as server:
@@ -112,44 +112,35 @@ def test_a_judge_s_costs_are_those_of_the_step(tmp_path: Path) -> None:
     assert rows[1] == rows[0]
 
 
-def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that goes on after its first group once a reward is asked, and says when it is
-    through. Groups of four enter four at a time, so that one is done before the next begins."""
-
-    class Watched(NativeEngine):
-        def stream(
-            self,
-            prompts: Sequence[Prompt],
-            n: int,
-            sampling: Sampling,
-            seed: int,
-            on_group: OnGroup | None = None,
-        ) -> list[Group]:
-            def handed(place: int, group: Group) -> None:
-                assert on_group is not None
-                on_group(place, group)
-                assert STATE["began"].wait(WAIT), "no reward was asked while groups were drawn"
-
-            groups = super().stream(prompts, n, sampling, seed, handed if on_group else None)
-            STATE["drawn"].set()
-            return groups
-
-    monkeypatch.setitem(ENGINES, "native", Watched)
-
-
-def test_a_slow_reward_is_asked_while_generation_goes_on(
+def test_rewards_are_asked_during_generation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    STATE.update(began=threading.Event(), drawn=threading.Event())
-    watched(monkeypatch)
+    """Groups of four enter four at a time, so one is done before the next begins."""
+
+    class Watched(NativeEngine):
+        """Goes on after its first group once a reward is asked."""
+
+        def stream(self, *given: Any) -> list[Group]:
+            *rest, on_group = given
+
+            def passed(place: int, group: Group) -> None:
+                on_group(place, group)
+                assert STATE["began"].wait(WAIT), "no reward was asked while groups were sampled"
+
+            groups = super().stream(*rest, passed)
+            STATE["sampled"].set()
+            return groups
+
+    STATE.update(began=threading.Event(), sampled=threading.Event())
+    monkeypatch.setitem(ENGINES, "native", Watched)
     reward = f"rewards.functions=[{{function='{HERE}:waits'}}]"
     keys = (reward, "steps=1", "evaluation.prompts=0", "rollout.max_rows=4", "rewards.timeout=120")
     folder = train(small(*keys, ON), tmp_path / "on")
-    assert STATE["drawn"].is_set()
+    assert STATE["sampled"].is_set()
     assert len(load(folder.path).rollouts(1)) == 16
 
 
-def test_an_engine_that_keeps_its_groups_is_asked_afterwards(
+def test_overlap_with_an_engine_that_does_not_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Plain:
@@ -178,20 +169,20 @@ def end(folder: Path, *keys: str) -> str:
     return str(caught.value)
 
 
-def test_a_wrong_value_ends_a_run_with_the_same_line(tmp_path: Path) -> None:
+def test_invalid_reward_gives_the_same_error(tmp_path: Path) -> None:
     reward = f"rewards.functions=[{{function='{HERE}:spoils_one'}}]"
     message, *_ = end(tmp_path / "off", reward).split("; go on with")
     assert "at step 2: sample" in message
     assert end(tmp_path / "on", reward, ON).split("; go on with")[0] == message
 
 
-def test_an_error_that_is_no_exception_is_told_too(tmp_path: Path) -> None:
+def test_keyboard_interrupt_in_a_reward_is_reported(tmp_path: Path) -> None:
     message = end(tmp_path / "on", f"rewards.functions=[{{function='{HERE}:stops_at_once'}}]", ON)
     assert "'stops_at_once' at step 1 (4 completions, prompts" in message
     assert "raised KeyboardInterrupt" in message
 
 
-def test_a_reward_that_hangs_leaves_its_stack(tmp_path: Path) -> None:
+def test_hanging_reward_saves_its_stack(tmp_path: Path) -> None:
     hangs = "rewards.functions=[{function='tests.training.rewards:hangs'}]"
     message = end(tmp_path / "on", hangs, "rewards.timeout=0.3", ON)
     assert "hangs: no answer within 0.3 s (in hangs (rewards.py" in message
@@ -199,9 +190,7 @@ def test_a_reward_that_hangs_leaves_its_stack(tmp_path: Path) -> None:
     assert "time.sleep(600)" in stack.read_text()
 
 
-def test_an_engine_that_fails_leaves_no_reward_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_failure_cancels_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Falls(NativeEngine):
         def stream(self, *given: Any, **keys: Any) -> list[Group]:
             super().stream(*given, **keys)
@@ -212,7 +201,7 @@ def test_an_engine_that_fails_leaves_no_reward_behind(
     assert end(tmp_path / "on", hangs, "rewards.timeout=500", ON) == "the engine fell over"
 
 
-def test_the_watch_over_the_engine_is_not_that_of_the_rewards(tmp_path: Path) -> None:
+def test_engine_timeout_does_not_apply_to_rewards(tmp_path: Path) -> None:
     """Rewards that take longer than the engine may be silent."""
     slow = f"rewards.functions=[{{function='{HERE}:dawdles'}}]"
     keys = (slow, "steps=1", "evaluation.prompts=0", "rollout.timeout=1", ON)
@@ -225,7 +214,7 @@ async def dawdles(completions: list[str]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_a_checkpoint(tmp_path: Path) -> None:
+def test_interrupt_saves_a_checkpoint(tmp_path: Path) -> None:
     recipe = tmp_path / "long.toml"
     recipe.write_text(to_toml(small(COMPOSED, ON, "steps=300", "rollouts_every=0")))
     folder = tmp_path / "run"
@@ -255,18 +244,18 @@ def test_streamed_groups_are_those_of_sample(rows: int, temperature: float) -> N
     assert isinstance(engine, StreamingEngine)
     stops = tuple(range(2, 9))  # so that lengths differ
     prompts, sampling = ragged_prompts(12), Sampling(20, temperature=temperature, stop_ids=stops)
-    handed: dict[int, Group] = {}
+    passed: dict[int, Group] = {}
     order: list[int] = []
 
     def take(place: int, group: Group) -> None:
         order.append(place)
-        handed[place] = group
+        passed[place] = group
 
     plain = engine.sample(prompts, 3, sampling, seed=1)
     streamed = engine.stream(prompts, 3, sampling, 1, take)
     assert sorted(order) == list(range(12))
     for at, (one, other) in enumerate(zip(plain, streamed, strict=True)):
-        assert handed[at] is other
+        assert passed[at] is other
         assert one.prompt is other.prompt is prompts[at]
         for a, b in zip(one.completions, other.completions, strict=True):
             assert (a.text, a.finish) == (b.text, b.finish)
@@ -275,7 +264,7 @@ def test_streamed_groups_are_those_of_sample(rows: int, temperature: float) -> N
     assert rows < 64 or order != sorted(order)
 
 
-def test_a_group_is_handed_over_before_the_next_is_drawn() -> None:
+def test_group_is_passed_on_before_the_next_is_sampled() -> None:
     engine = NativeEngine(tiny("llama", seed=5), TOKENIZER, max_rows=2)
     seen: list[int] = []
 
@@ -293,25 +282,18 @@ def test_a_group_is_handed_over_before_the_next_is_drawn() -> None:
     assert torch.is_grad_enabled() == grad
 
 
-def test_logits_that_are_not_finite_are_told_of_the_first_prompt() -> None:
-    """Such a group is never handed over, and the line is that of `sample`."""
+def test_non_finite_logits_name_the_first_prompt() -> None:
+    """Such a group is never passed on; the message is that of `sample`."""
     model = tiny("llama", seed=5)
     with torch.no_grad():
         model.get_input_embeddings().weight[30:] = float("nan")
     engine = NativeEngine(model, TOKENIZER, max_rows=4)
     prompts = ragged_prompts(12)
-    handed: list[int] = []
+    passed: list[int] = []
     with pytest.raises(KeelError) as plain:
         engine.sample(prompts, 2, Sampling(6), 0)
     with pytest.raises(KeelError) as streamed:
-        engine.stream(prompts, 2, Sampling(6), 0, lambda place, group: handed.append(place))
+        engine.stream(prompts, 2, Sampling(6), 0, lambda place, group: passed.append(place))
     assert str(streamed.value) == str(plain.value)
     first = next(at for at, p in enumerate(prompts) if f"'{p.id}'" in str(plain.value))
-    assert first not in handed
-
-
-def test_the_scripted_engine_does_not_stream() -> None:
-    from tests.engines.scripted import ScriptedEngine
-
-    engine: Engine = ScriptedEngine({}, TOKENIZER)
-    assert not isinstance(engine, StreamingEngine)
+    assert first not in passed

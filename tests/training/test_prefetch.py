@@ -1,4 +1,4 @@
-"""Rollouts one step ahead of the weights: what they are drawn with, and what a kill leaves."""
+"""Rollouts sampled one step ahead: with which weights, resume, and errors in the thread."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from keel.types import Completion, Group, KeelError, Message, Prompt, RewardResu
 from tests.rewards.judge_server import JudgeServer
 from tests.soak.cases import AHEAD, CASES, DENSE, FAST_RATE
 from tests.soak.killing import differences
-from tests.training.small import small
-from tests.training.test_resume import _Stop, damage
+from tests.training.small import Stop, small
+from tests.training.test_resume import damage
 
 WAIT = 60.0
 KEYS = (*AHEAD, DENSE, FAST_RATE, "evaluation.prompts=4")
@@ -58,7 +58,7 @@ def size(model: torch.nn.Module) -> float:
 
 
 class Weighed(NativeEngine):
-    """Tells of each call which weights it drew with, and in which thread."""
+    """Records with which weights and in which thread each call samples."""
 
     calls: list[tuple[float, str, int]]
 
@@ -71,11 +71,9 @@ class Weighed(NativeEngine):
         return super().stream(prompts, n, sampling, seed, on_group)
 
 
-def test_a_step_learns_from_rollouts_of_the_weights_before_the_last(
+def test_rollouts_ahead_use_the_weights_of_the_step_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights that each of five steps was drawn with, against those that the run went through:
-    its first, and what each step left."""
     Weighed.calls = []
     monkeypatch.setitem(ENGINES, "native", Weighed)
     left: list[float] = []
@@ -93,7 +91,7 @@ def test_a_step_learns_from_rollouts_of_the_weights_before_the_last(
     monkeypatch.setattr(rl, "sync", sync)
     train(small(*KEYS, "evaluation.prompts=0", "steps=5", "threads=2"), tmp_path / "run")
     first, *others = Weighed.calls
-    assert len(others) == 4  # the last step draws nothing ahead
+    assert len(others) == 4  # the last step samples nothing ahead
     assert len({first[0], *left}) == 6
     assert [total for total, _, _ in others] == [first[0], *left[:3]]
     assert first[1] == "MainThread"
@@ -102,7 +100,7 @@ def test_a_step_learns_from_rollouts_of_the_weights_before_the_last(
     assert threads() == []
 
 
-def test_it_is_off_policy_by_a_step_and_on_policy_without(tmp_path: Path) -> None:
+def test_rollouts_ahead_are_off_policy_by_one_step(tmp_path: Path) -> None:
     keys = ("algorithm.correction.kind=truncate", DENSE, FAST_RATE, "minibatches=2", "steps=3")
     name = "sampling/sampling_logp_difference/mean"
     gaps = {
@@ -119,24 +117,21 @@ def test_it_is_off_policy_by_a_step_and_on_policy_without(tmp_path: Path) -> Non
     assert min(gaps[1][1:]) > 10 * max(gaps[0])
 
 
-def test_drawing_goes_on_while_a_step_is_learned_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The update of each step but the last waits until the next one's drawing has begun, and the
-    drawing until the update has."""
-    drawing, learning = threading.Semaphore(0), threading.Semaphore(0)
+def test_sampling_overlaps_with_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each update but the last waits until the next sampling has begun, and vice versa."""
+    sampling, learning = threading.Semaphore(0), threading.Semaphore(0)
     real, stream = rl.update_models, NativeEngine.stream
 
     def update(*given: Any) -> Any:
         loop, number = given[0], given[-1]
         if number < loop.schedule.steps:
             learning.release()
-            assert drawing.acquire(timeout=WAIT)
+            assert sampling.acquire(timeout=WAIT)
         return real(*given)
 
     def streamed(self: Any, *given: Any, **keys: Any) -> Any:
         if threading.current_thread().name == "keel-ahead":
-            drawing.release()
+            sampling.release()
             assert learning.acquire(timeout=WAIT)
         return stream(self, *given, **keys)
 
@@ -149,7 +144,7 @@ def test_drawing_goes_on_while_a_step_is_learned_from(
 
 
 @pytest.mark.parametrize("case", CHECKED)
-def test_resumed_it_ends_the_same(case: str, tmp_path: Path) -> None:
+def test_resume_with_rollouts_ahead_ends_the_same(case: str, tmp_path: Path) -> None:
     """From the checkpoint after the second step, and rollouts of the third in it."""
     recipe = CASES[case].make(tmp_path)
     (stage,) = recipe.stages
@@ -169,25 +164,25 @@ def test_resumed_it_ends_the_same(case: str, tmp_path: Path) -> None:
     assert differences(whole.path, again.path) == []
 
 
-def test_asked_to_stop_it_ends_the_same(tmp_path: Path) -> None:
+def test_resume_of_a_stopped_run_ends_the_same(tmp_path: Path) -> None:
     recipe = small(*KEYS, "checkpoints.every=2", "checkpoints.keep=1", "steps=3")
     whole, again = tmp_path / "whole", tmp_path / "again"
     train(recipe, whole)
-    for at, stop in enumerate((_Stop(evaluation=0), _Stop(1))):
+    for at, stop in enumerate((Stop(evaluation=0), Stop(1))):
         with pytest.raises(Interrupted):
             train(recipe if at == 0 else None, again, resume=at > 0, callbacks=[stop])
     train(None, again, resume=True)
     assert differences(whole, again) == []
 
 
-def test_a_judge_is_asked_of_nothing_twice(tmp_path: Path) -> None:
+def test_resume_asks_a_judge_nothing_twice(tmp_path: Path) -> None:
     """Not even without a memory of its own on the disk."""
     with JudgeServer() as server:
         judge = f"{{function='judge', options={{model='m', url='{server.url}'}}}}"
         keys = (*AHEAD, FAST_RATE, f"rewards.functions=[{judge}]", "evaluation.prompts=0")
         recipe = small(*keys, "checkpoints.every=1", "steps=3")
         with pytest.raises(Interrupted):
-            train(recipe, tmp_path / "run", callbacks=[_Stop(1)])
+            train(recipe, tmp_path / "run", callbacks=[Stop(1)])
         for path in (tmp_path / "run").glob("rewards/*"):
             path.unlink()
         asked = len(server.log)
@@ -198,7 +193,7 @@ def test_a_judge_is_asked_of_nothing_twice(tmp_path: Path) -> None:
     assert not set(bodies[:asked]) & set(bodies[asked:])
 
 
-def test_a_recipe_that_no_longer_draws_ahead_learns_from_what_was_drawn(tmp_path: Path) -> None:
+def test_resume_without_async_level_uses_saved_rollouts(tmp_path: Path) -> None:
     folder = train(small(*KEYS, "checkpoints.every=1", "steps=4"), tmp_path / "run")
     rows = load(folder.path).rollouts(3)
     for step in (3, 4):
@@ -212,7 +207,7 @@ def test_a_recipe_that_no_longer_draws_ahead_learns_from_what_was_drawn(tmp_path
     assert not (folder.checkpoint(0, 3) / PENDING).exists()
 
 
-def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+def test_saved_rollouts_equal_the_recorded_ones(tmp_path: Path) -> None:
     folder = train(small(*KEYS, "checkpoints.every=1", "steps=2"), tmp_path / "run")
     pending = read_pending(folder.checkpoint(0, 1))
     assert isinstance(pending, Pending)
@@ -236,19 +231,16 @@ def written(folder: Path, keys: dict[str, Any]) -> Pending:
     return Pending(1, as_kept(rollouts))
 
 
-def test_keys_that_a_user_chose_are_kept(tmp_path: Path) -> None:
+def test_saved_rollouts_keep_user_keys_and_turns(tmp_path: Path) -> None:
     keys = {"$type": "tuple", "items": [1]}
     save_pending(tmp_path, written(tmp_path, keys))
     again = read_pending(tmp_path)
     assert again is not None
     assert again.rollouts.extras == {"seen": [keys]}
     assert again.rollouts.groups[0].prompt.content == [{"role": "user", **keys}]
-
-
-def test_the_turns_of_a_conversation_are_kept(tmp_path: Path) -> None:
     words = (("assistant", "go"), ("environment", "no, 12"), ("assistant", ""))
     turns = tuple(Message(role=role, content=text) for role, text in words)
-    message = Completion(
+    completion = Completion(
         tokens=np.array([5, 6]),
         log_probs=np.zeros(2, dtype=np.float32),
         written=np.array([True, False]),
@@ -256,16 +248,15 @@ def test_the_turns_of_a_conversation_are_kept(tmp_path: Path) -> None:
         text="go",
         turns=turns,
     )
-    group = Group(Prompt("p", "x", {}, "t", (5,)), (message,))
+    group = Group(Prompt("p", "x", {}, "t", (5,)), (completion,))
     save_pending(tmp_path, Pending(1, Rollouts((group,), ((RewardResult(0.0),),))))
     again = read_pending(tmp_path)
     assert again is not None
-    kept = again.rollouts.groups[0].completions[0]
-    assert kept.turns == turns
-    assert kept.transcript == "gono, 12"
+    assert again.rollouts.groups[0].completions[0].turns == turns
+    assert again.rollouts.groups[0].completions[0].transcript == "gono, 12"
 
 
-def test_rollouts_of_another_version_are_refused(tmp_path: Path) -> None:
+def test_saved_rollouts_of_another_version_are_refused(tmp_path: Path) -> None:
     save_pending(tmp_path, written(tmp_path, {}))
     path = tmp_path / PENDING
     path.write_text(path.read_text().replace('"columns"', '"surplus"'))
@@ -282,7 +273,7 @@ def falls_later(completions: list[str], trainer_state: Any) -> list[float]:
     return [1.0 / (1 + len(text)) for text in completions]
 
 
-def test_a_failure_ahead_stops_the_run_before_the_step_is_saved(tmp_path: Path) -> None:
+def test_failure_ahead_stops_the_run_before_the_step_is_saved(tmp_path: Path) -> None:
     keys = (*AHEAD, "rewards.functions=[{function='tests.training.test_prefetch:falls_later'}]")
     recipe = small(*keys, "checkpoints.every=1", "evaluation.prompts=0")
     with pytest.raises(KeelError, match=r"'falls_later' at step 3 .*the grader fell over"):
@@ -295,7 +286,7 @@ def test_a_failure_ahead_stops_the_run_before_the_step_is_saved(tmp_path: Path) 
 
 @pytest.mark.parametrize("overlap", ["false", "true"])
 @pytest.mark.parametrize("awaited", [False, True])
-def test_a_failure_of_the_update_ends_the_drawing(
+def test_failure_of_the_update_cancels_rewards_ahead(
     awaited: bool, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would take ten minutes."""
@@ -336,7 +327,7 @@ def test_a_failure_of_the_update_ends_the_drawing(
     over.set()
 
 
-def test_a_failure_of_the_update_ends_an_answer_under_way(
+def test_failure_of_the_update_cancels_generation_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that gets no token at all, a minute long."""
@@ -366,7 +357,7 @@ def test_a_failure_of_the_update_ends_an_answer_under_way(
     assert len(steps) <= 100 * WAIT
 
 
-def test_a_drawing_is_ended_at_its_next_look() -> None:
+def test_prefetch_thread_ends_at_its_next_check() -> None:
     began = threading.Event()
 
     def draw(step: int) -> Rollouts:
@@ -385,7 +376,7 @@ def test_a_drawing_is_ended_at_its_next_look() -> None:
     assert threads() == []
 
 
-def test_a_drawing_that_never_looks_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_thread_that_never_checks_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     began, over = threading.Event(), threading.Event()
 
     def draw(step: int) -> Rollouts:
@@ -409,16 +400,16 @@ def test_a_drawing_that_never_looks_is_left_behind(monkeypatch: pytest.MonkeyPat
     assert threads() == []
 
 
-def test_the_last_step_has_none_beside_it() -> None:
+def test_no_prefetch_after_the_last_step_or_when_off() -> None:
     def draw(step: int) -> Rollouts:
         raise AssertionError
 
-    drawing = RolloutPrefetcher(draw, ahead=True)
-    with drawing.prefetch(10, 9):
+    sampling = RolloutPrefetcher(draw, ahead=True)
+    with sampling.prefetch(10, 9):
         assert threads() == []
     with RolloutPrefetcher(draw, ahead=False).prefetch(2, 9):
         assert threads() == []
-    assert drawing.pending is None
+    assert sampling.pending is None
 
 
 MIXES: Mapping[str, Sequence[str]] = {
@@ -429,7 +420,7 @@ MIXES: Mapping[str, Sequence[str]] = {
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_what_would_be_off_policy_unseen_is_refused(mix: str) -> None:
+def test_async_level_without_correction_is_refused(mix: str) -> None:
     with pytest.raises(KeelError) as caught:
         small(*MIXES[mix])
     message = str(caught.value)

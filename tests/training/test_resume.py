@@ -8,15 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from keel.config.load import to_toml
-from keel.runs.callbacks import Callback, RunState
 from keel.runs.layout import RunFolder
 from keel.runs.process import Interrupted
 from keel.runs.reader import load
@@ -25,7 +22,7 @@ from keel.types import KeelError
 from tests.shared import ROOT
 from tests.soak.killing import differences
 from tests.training import judged
-from tests.training.small import small
+from tests.training.small import Notes, Stop, small
 
 CASES = {
     "grpo": ["algorithm=grpo"],
@@ -84,17 +81,16 @@ def damage(folder: RunFolder, stage: int, step: int) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_resumed_ends_as_the_uninterrupted(case: str, tmp_path: Path) -> None:
+def test_resume_ends_as_the_uninterrupted_run(case: str, tmp_path: Path) -> None:
     """The last checkpoint is damaged, so that the run goes on from the one before."""
     recipe = small(DENSE, *CASES[case])
     whole = train(recipe, tmp_path / "whole")
     again = train(recipe, tmp_path / "again")
     same(whole, again)
     damage(again, 0, 4)
-    notes: list[str] = []
-    callback = _Notes(notes)
+    callback = Notes()
     train(None, again.path, resume=True, callbacks=[callback])
-    assert "is damaged" in notes[0]
+    assert "is damaged" in callback.notes[0]
     same(whole, again)
     assert json.loads(again.run_json.read_text())["finished"] is True
 
@@ -110,29 +106,14 @@ def test_resume_from_within_the_first_of_two_stages(tmp_path: Path) -> None:
     same(whole, again)
 
 
-class _Stop(Callback):
-    """Asks the run to stop after a step, or at the end of the n-th evaluation."""
-
-    def __init__(self, step: int | None = None, evaluation: int | None = None) -> None:
-        self.at, self.left = step, evaluation
-
-    def on_step(self, state: RunState) -> None:
-        if state.step == self.at:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def on_evaluation(self, state: RunState, result: Mapping[str, Any]) -> None:
-        if state.step == self.left:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_a_stopped_run_leaves_no_trace(tmp_path: Path) -> None:
+def test_resume_of_a_stopped_run_gives_the_same_files(tmp_path: Path) -> None:
     """Stopped before its first step and amid: every file but those of times is the same."""
     recipe = small(
         DENSE, "evaluation.prompts=4", "checkpoints.every=2", "checkpoints.keep=1", "steps=5"
     )
     whole, again = tmp_path / "whole", tmp_path / "again"
     train(recipe, whole)
-    for at, stop in enumerate((_Stop(evaluation=0), _Stop(1), _Stop(3))):
+    for at, stop in enumerate((Stop(evaluation=0), Stop(1), Stop(3, signum=signal.SIGINT))):
         with pytest.raises(Interrupted):
             train(recipe if at == 0 else None, again, resume=at > 0, callbacks=[stop])
     assert [entry.place.step for entry in load(again).checkpoints()][-1] == 3
@@ -140,26 +121,18 @@ def test_a_stopped_run_leaves_no_trace(tmp_path: Path) -> None:
     assert differences(whole, again) == []
 
 
-def test_a_stop_amid_the_measurement_before_the_first_step_is_saved(tmp_path: Path) -> None:
+def test_stop_in_the_first_evaluation_saves_its_result(tmp_path: Path) -> None:
     stage = {"stage": "dpo", "steps": 2, "batch_size": 4, "checkpoints": {"every": 1}}
     stage["data"] = judged.data(tmp_path, judged.ones(24, 1), judged.ones(8, 2))
     whole, again = tmp_path / "whole", tmp_path / "again"
     train(judged.recipe(stage), whole)
     with pytest.raises(Interrupted):
-        train(judged.recipe(stage), again, callbacks=[_Stop(evaluation=0)])
+        train(judged.recipe(stage), again, callbacks=[Stop(evaluation=0)])
     assert [entry.place.step for entry in load(again).checkpoints()] == [0]
     measured = json.loads((again / "run.json").read_text())["measured"]
     train(None, again, resume=True)
     assert measured["dpo"].keys() == {"before"}
     assert differences(whole, again) == []
-
-
-class _Notes:
-    def __init__(self, notes: list[str]) -> None:
-        self.notes = notes
-
-    def on_note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def start(tmp_path: Path, folder: Path) -> subprocess.Popen[str]:
@@ -187,7 +160,7 @@ def until(process: subprocess.Popen[str], folder: Path, rows: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_a_checkpoint_and_says_how_to_go_on(
+def test_signal_saves_a_checkpoint_and_prints_how_to_resume(
     signum: signal.Signals, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -204,7 +177,7 @@ def test_a_signal_leaves_a_checkpoint_and_says_how_to_go_on(
 
 
 @pytest.mark.slow
-def test_killed_outright_it_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_resume_of_a_killed_process(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(tmp_path, folder)
     until(process, folder, 5)
@@ -217,7 +190,7 @@ def test_killed_outright_it_goes_on_from_the_newest_checkpoint(tmp_path: Path) -
     assert steps == list(range(1, 9))
 
 
-def test_a_run_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
+def test_existing_run_folder_is_not_overwritten(tmp_path: Path) -> None:
     folder = train(small("steps=1"), tmp_path / "run")
     before = folder.metrics.read_bytes()
     with pytest.raises(KeelError, match="--resume"):

@@ -16,7 +16,7 @@ BRIEF: dict[str, Any] = {"steps": 4, "batch_size": 8, "optimizer": {"learning_ra
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
-def test_a_later_stage_begins_where_the_earlier_one_ended(
+def test_later_stage_starts_from_the_earlier_reward_model(
     lora: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     rows = data(tmp_path, ones(48, 1), ones(24, 2))
@@ -34,7 +34,9 @@ def test_a_later_stage_begins_where_the_earlier_one_ended(
 
 @pytest.mark.parametrize("kind", ["reward_model", "process_reward_model"])
 @pytest.mark.parametrize("name", ["later", "absent", "sft"])
-def test_a_base_that_is_no_earlier_stage_of_the_kind(kind: str, name: str, tmp_path: Path) -> None:
+def test_base_that_is_no_earlier_stage_of_the_kind_is_refused(
+    kind: str, name: str, tmp_path: Path
+) -> None:
     rows = data(tmp_path, ones(48, 1), ones(24, 2))
     sft = {"stage": "sft", "steps": 1, "tasks": [{"name": "sort_digits"}]}
     first = {"stage": kind, "name": "made", "data": rows, "base": {"stage": name}, **BRIEF}
@@ -43,7 +45,7 @@ def test_a_base_that_is_no_earlier_stage_of_the_kind(kind: str, name: str, tmp_p
         recipe(sft, first, later)
 
 
-def test_a_base_has_one_source(tmp_path: Path) -> None:
+def test_base_with_two_sources_is_refused(tmp_path: Path) -> None:
     rows = data(tmp_path, ones(48, 1), ones(24, 2))
     base = {"stage": "first", "name": "folder"}
     with pytest.raises(KeelError, match=r"set one of base\.name"):

@@ -135,45 +135,17 @@ def plain_pair_loss(plain: Any, tokenizer: Any, centring: float) -> Tensor:
     return total / len(PAIRS)
 
 
-@pytest.mark.parametrize("centring", [0.0, 0.3])
-@pytest.mark.parametrize("token_budget", [1, 40, 10_000])
-def test_pairs_as_plain_transformers_has_them(
-    centring: float, token_budget: int, tmp_path: Path
-) -> None:
-    """Soft labels, ties, margins and centring included; any size of micro-batch."""
-    model = model_of("outcome")
-    learned = pairs_backward(model, centring, encoded_pairs(model), token_budget)
-    ours = {name.removeprefix("model."): grad for name, grad in gradients(model).items()}
-    plain = stock(model, tmp_path / "model")
-    loss = plain_pair_loss(plain, model.tokenizer, centring)
-    loss.backward()
-    assert learned.metrics["loss"] == pytest.approx(float(loss.detach()), rel=EXACT)
-    same(ours, gradients(plain))
-
-
-def test_labels_as_plain_transformers_has_them(tmp_path: Path) -> None:
-    model = model_of("outcome")
-    learned = labels_backward(model, marked(model), 20)
-    ours = {name.removeprefix("model."): grad for name, grad in gradients(model).items()}
-    plain = stock(model, tmp_path / "model")
+def plain_label_loss(plain: Any, tokenizer: Any) -> Tensor:
     texts = [str(row.prompt) + row.completion for row in LABELS]
-    logits = plain(**padded(model.tokenizer, texts)).logits[:, 0]
-    loss = sum(cross_entropy(z, row.label) for z, row in zip(logits, LABELS, strict=True)) / 3
-    loss.backward()
-    assert learned.metrics["loss"] == pytest.approx(float(loss.detach()), rel=EXACT)
-    same(ours, gradients(plain))
+    logits = plain(**padded(tokenizer, texts)).logits[:, 0]
+    losses = [cross_entropy(z, row.label) for z, row in zip(logits, LABELS, strict=True)]
+    return torch.stack(losses).mean()
 
 
-@pytest.mark.parametrize("token_budget", [1, 10_000])
-def test_steps_as_plain_transformers_has_them(token_budget: int, tmp_path: Path) -> None:
-    """Two logits at the token that closes a step; steps that no one judged say nothing."""
-    model = model_of("process")
-    learned = labels_backward(model, marked(model), token_budget)
-    ours = {name.removeprefix("model."): grad for name, grad in gradients(model).items()}
-    plain = stock(model, tmp_path / "model")
-    logits = plain(
-        **padded(model.tokenizer, [f"{row.prompt}{' '.join(row.steps)}" for row in STEPS])
-    ).logits.log_softmax(-1)
+def plain_step_loss(plain: Any, tokenizer: Any) -> Tensor:
+    """Two logits at the token that closes a step; steps without a label do not count."""
+    texts = [f"{row.prompt}{' '.join(row.steps)}" for row in STEPS]
+    logits = plain(**padded(tokenizer, texts)).logits.log_softmax(-1)
     losses = []
     for row, line in zip(STEPS, logits, strict=True):
         at = len(str(row.prompt)) - 1
@@ -182,7 +154,28 @@ def test_steps_as_plain_transformers_has_them(token_budget: int, tmp_path: Path)
             if label is not None:
                 losses.append(-label * line[at, 1] - (1 - label) * line[at, 0])
     assert len(losses) == 6
-    loss = torch.stack(losses).mean()
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("token_budget", [1, 20, 40, 10_000])
+@pytest.mark.parametrize("kind", ["pairs", "centred pairs", "labels", "steps"])
+def test_loss_and_gradient_equal_plain_transformers(
+    kind: str, token_budget: int, tmp_path: Path
+) -> None:
+    """Soft labels, ties, margins and centring included; any size of micro-batch."""
+    model = model_of("process" if kind == "steps" else "outcome")
+    centring = 0.3 if kind == "centred pairs" else 0.0
+    if "pairs" in kind:
+        learned = pairs_backward(model, centring, encoded_pairs(model), token_budget)
+    else:
+        learned = labels_backward(model, marked(model), token_budget)
+    ours = {name.removeprefix("model."): grad for name, grad in gradients(model).items()}
+    plain = stock(model, tmp_path / "model")
+    if "pairs" in kind:
+        loss = plain_pair_loss(plain, model.tokenizer, centring)
+    else:
+        plain_loss = plain_label_loss if kind == "labels" else plain_step_loss
+        loss = plain_loss(plain, model.tokenizer)
     loss.backward()
     assert learned.metrics["loss"] == pytest.approx(float(loss.detach()), rel=EXACT)
     same(ours, gradients(plain))
@@ -207,7 +200,9 @@ KINDS: dict[
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", EXACT), ("float32", 1e-4)])
-def test_neither_micro_batches_nor_order_matter(kind: str, dtype: str, tolerance: float) -> None:
+def test_gradient_does_not_depend_on_micro_batches_or_order(
+    kind: str, dtype: str, tolerance: float
+) -> None:
     """float32: sums of some hundred terms of size 1, in another order."""
     what, rows_of, learn = KINDS[kind]
     model = model_of(what, dtype)
@@ -226,7 +221,7 @@ def test_neither_micro_batches_nor_order_matter(kind: str, dtype: str, tolerance
         same(gradients(model), wanted, tolerance)
 
 
-def test_a_pair_told_the_other_way_round_is_the_same(tmp_path: Path) -> None:
+def test_gradient_of_an_exchanged_pair_is_the_same(tmp_path: Path) -> None:
     """Answers exchanged and p for 1 − p; the margin is asked of the better one either way."""
     model = model_of("outcome")
     rows = encoded_pairs(model)
@@ -243,7 +238,7 @@ def test_a_pair_told_the_other_way_round_is_the_same(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what comes of it
 
 
-def test_centring_brings_scores_back_to_zero() -> None:
+def test_centring_moves_scores_to_zero() -> None:
     """All scores start near 5, where the comparisons alone leave them free to stay."""
 
     rate = 1e-3
@@ -272,7 +267,7 @@ def test_centring_brings_scores_back_to_zero() -> None:
     assert drift(0.1) < 0.1
 
 
-def test_the_metrics_of_a_step_of_pairs() -> None:
+def test_metrics_of_a_step_of_pairs() -> None:
     model = model_of("outcome")
     rows = encoded_pairs(model)
     message = [[one[0] for one in model.judge([row.chosen, row.rejected], 10_000)] for row in rows]
@@ -280,12 +275,12 @@ def test_the_metrics_of_a_step_of_pairs() -> None:
     metrics = pairs_backward(model, 0.0, rows, 30).metrics
     assert metrics["margin"] == pytest.approx(np.mean(gaps), rel=EXACT)
     assert metrics["mean_reward"] == pytest.approx(np.mean(message), rel=EXACT)
-    plain = pairs_backward(model, 0.0, rows[:1] + rows[5:], 10_000).metrics
-    right = [gaps[0] > 0, gaps[5] < 0]
-    assert plain["accuracy"] == pytest.approx(np.mean(right))
+    decided = [gaps[0] > 0, gaps[5] < 0]
+    metrics = pairs_backward(model, 0.0, [rows[0], rows[5]], 10_000).metrics
+    assert metrics["accuracy"] == pytest.approx(np.mean(decided))
 
 
-def test_the_metrics_of_a_step_of_labels() -> None:
+def test_metrics_of_a_step_of_labels() -> None:
     model = model_of("outcome")
     rows = marked(model)
     logits = [one[0] for one in model.judge([row.answer for row in rows], 10_000)]
@@ -298,7 +293,7 @@ def test_the_metrics_of_a_step_of_labels() -> None:
 # ---------------------------------------------------------------- rows in epochs
 
 
-def test_epochs_are_permutations_end_to_end() -> None:
+def test_each_epoch_is_a_permutation() -> None:
     model = model_of("outcome")
     rows = encoded_pairs(model)
     places = {id(row): at for at, row in enumerate(rows)}
@@ -316,7 +311,7 @@ def test_epochs_are_permutations_end_to_end() -> None:
     assert taken(4, 9, 4) != order
 
 
-def test_rows_at_the_limit_stay() -> None:
+def test_rows_longer_than_the_limit_are_left_out() -> None:
     model = model_of("outcome")
     encode = pair_encoder(Reader(model.tokenizer, model.context))
     longest = sorted(max(len(f"{r.prompt}{a}") + 1 for a in (r.chosen, r.rejected)) for r in PAIRS)
@@ -339,7 +334,7 @@ def test_rows_at_the_limit_stay() -> None:
         ready(Splits(tuple(short), tuple(set(PAIRS) - set(short))), encode, limit, 9, "judging")
 
 
-def test_the_validation_split_does_not_depend_on_the_order_of_the_file() -> None:
+def test_validation_examples_are_a_random_sample() -> None:
     """Of a file that is sorted, the first rows are all of one kind."""
     rows = tuple(replace(PAIRS[0], id=str(at), prompt=f"{at}=") for at in range(100))
     encode = pair_encoder(Reader(tiny.policy().tokenizer))
@@ -350,7 +345,7 @@ def test_the_validation_split_does_not_depend_on_the_order_of_the_file() -> None
     assert max(places) > 60
 
 
-def test_lengths_are_those_of_answers() -> None:
+def test_length_correlation_uses_answers_only() -> None:
     """A judge of the answer's length is fully explained by it, whatever the prompts are."""
     encode = pair_encoder(Reader(tiny.policy().tokenizer))
     rows = [
@@ -370,7 +365,7 @@ def test_lengths_are_those_of_answers() -> None:
     assert measure_labels(marks, judge).as_dict()["score_and_length"]["pearson"] == pytest.approx(1)
 
 
-def test_training_counts_right_answers_as_the_evaluation_does() -> None:
+def test_accuracy_in_training_equals_the_evaluation() -> None:
     """No answer is half right; a tie decides nothing."""
     model = model_of("outcome")
     rows = [pair_encoder(model.reader())(row) for row in PAIRS]
@@ -394,7 +389,7 @@ def test_rows_of_one_prompt_are_one_cluster() -> None:
 # ---------------------------------------------------------------- measuring
 
 
-def test_pairs_are_measured_chosen_less_rejected() -> None:
+def test_measure_pairs() -> None:
     model = model_of("outcome")
     rows = encoded_pairs(model)[:2]
 
@@ -414,14 +409,14 @@ def test_pairs_are_measured_chosen_less_rejected() -> None:
     assert found["score_and_length"]["pearson"] < 0
 
 
-def test_labels_are_measured() -> None:
+def test_measure_labels() -> None:
     rows = marked(model_of("outcome"))
     found = measure_labels(rows, lambda answers: [[1.0], [-2.0], [-1.0]]).as_dict()
     assert found["accuracy"]["mean"] == found["auc"]["mean"] == 1.0
     assert found["base_rate"] == pytest.approx(1.3 / 3)
 
 
-def test_steps_are_measured_by_their_first_error() -> None:
+def test_measure_steps() -> None:
     """Truth: step 1 wrong; none wrong; step 1 wrong. Predicted: step 1; step 0; step 1."""
     rows = marked(model_of("process"))
     message = [[2.0, -1.0, 3.0], [-0.1, 1.0], [1.0, -2.0, 0.0, 1.0]]
@@ -435,18 +430,23 @@ def test_steps_are_measured_by_their_first_error() -> None:
     assert measure_steps(rows, lambda answers: message, 0.4).as_dict()["accuracy"]["mean"] == 1.0
 
 
-def test_a_step_at_the_threshold_is_right() -> None:
-    assert first_under([0.0, -0.1], 0.5) == 1
-    assert first_under([0.0], 0.5) is None
-    assert first_under([3.0, 2.0], 0.9) == 1
-
-
-def test_a_step_that_is_surely_wrong() -> None:
-    assert first_under([1.0, -1000.0], 0.5) == 1
+@pytest.mark.parametrize(
+    ("logits", "threshold", "first"),
+    [
+        ([0.0, -0.1], 0.5, 1),
+        ([0.0], 0.5, None),
+        ([3.0, 2.0], 0.9, 1),
+        ([1.0, -1000.0], 0.5, 1),
+    ],
+)
+def test_first_step_under_the_threshold(
+    logits: list[float], threshold: float, first: int | None
+) -> None:
+    assert first_under(logits, threshold) == first
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_scores_that_are_not_finite_are_one_line(wrong: float) -> None:
+def test_non_finite_scores_are_an_error(wrong: float) -> None:
     rows = [pair_encoder(Reader(tiny.policy().tokenizer))(row) for row in PAIRS]
 
     def judge(answers: Sequence[Answered]) -> list[list[float]]:

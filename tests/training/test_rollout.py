@@ -45,7 +45,7 @@ def test_dynamic_sampling_keeps_only_groups_with_variance(tmp_path: Path) -> Non
         assert all(len(rewards) > 1 for rewards in by_group.values())
 
 
-def test_a_step_that_nobody_judged_is_skipped_and_told(tmp_path: Path) -> None:
+def test_step_without_rewards_is_skipped_with_a_note(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", function("never"), "steps=2")
     assert [row["step/tokens"] for row in metrics(folder)] == [0.0, 0.0]
     notes = [e["text"] for e in load(folder.path).events() if e["event"] == "note"]
@@ -54,7 +54,7 @@ def test_a_step_that_nobody_judged_is_skipped_and_told(tmp_path: Path) -> None:
     assert "no group had anything to learn from" in notes[0]
 
 
-def test_truncated_completions_are_left_out_of_the_loss_by_choice(tmp_path: Path) -> None:
+def test_mask_truncated_gives_zero_advantages(tmp_path: Path) -> None:
     words = ("rewards.functions=[{function='place_match'}]", "rollout.mask_truncated=true")
     folder = run(tmp_path / "run", *words, "steps=1")
     rows = load(folder.path).rollouts(1)
@@ -72,7 +72,7 @@ def test_truncated_completions_are_left_out_of_the_loss_by_choice(tmp_path: Path
         ("rollout.dynamic_sampling=true", None),
     ],
 )
-def test_what_cannot_work_is_said_before_the_first_step(
+def test_invalid_settings_are_refused_before_the_first_step(
     override: str, reason: str | None, tmp_path: Path
 ) -> None:
     if reason is None:
@@ -85,7 +85,7 @@ def test_what_cannot_work_is_said_before_the_first_step(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_users_advantage_that_raises_is_named(tmp_path: Path) -> None:
+def test_error_in_a_user_advantage_is_named(tmp_path: Path) -> None:
     own = f"algorithm.advantage={{kind='custom', function='{HERE}:broken_advantage'}}"
     with pytest.raises(KeelError, match="broken_advantage raised ZeroDivisionError"):
         train(small("rewards.functions=[{function='place_match'}]", own), tmp_path / "run")
@@ -97,9 +97,7 @@ SFT = {
 }
 
 
-def test_a_recipe_of_imitation_alone_runs_and_shows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recipe_with_sft_only_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from keel.cli.main import main
     from keel.config.load import to_toml
 
@@ -118,8 +116,6 @@ def test_a_recipe_of_imitation_alone_runs_and_shows(
         (f"demonstration={HERE}:falls", "raised RuntimeError"),
     ],
 )
-def test_a_demonstration_that_cannot_be_learned_is_named(
-    override: str, reason: str, tmp_path: Path
-) -> None:
+def test_invalid_demonstration_is_named(override: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(KeelError, match=reason):
         train(load_recipe(SFT, [override, "model.build.context=32"]), tmp_path / "run")

@@ -21,7 +21,7 @@ GAP = "sampling/sampling_logp_difference"
 @pytest.mark.parametrize(
     "model", [(), ("model.build.family=gpt2",), ("model.lora.rank=4",)], ids=["", "gpt2", "lora"]
 )
-def test_rollouts_are_rounded_and_what_is_evaluated_is_not(
+def test_bfloat16_rollouts_with_float32_evaluation(
     model: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`minibatches=2`, so that the trainer's own log-probabilities are there before the update."""
@@ -57,7 +57,7 @@ def test_rollouts_are_rounded_and_what_is_evaluated_is_not(
         (("rollout.dtype=float16", *BF16[1:]), "should be 'model' or 'bfloat16'"),
     ],
 )
-def test_nothing_that_corrects_is_refused(overrides: tuple[str, ...], message: str) -> None:
+def test_bfloat16_without_correction_is_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(KeelError) as caught:
         small(*overrides)
     assert message in str(caught.value)

@@ -53,7 +53,7 @@ def worth(prompt: str, text: str) -> float:
     return reward
 
 
-def test_the_answer_of_the_higher_reward_is_chosen(tmp_path: Path) -> None:
+def test_answer_of_the_higher_reward_is_chosen(tmp_path: Path) -> None:
     folder = train(recipe(stage()), tmp_path / "run")
     train_rows, held = rows(folder, "train"), rows(folder, "validation")
     for row in (*train_rows, *held):
@@ -69,14 +69,14 @@ def test_the_answer_of_the_higher_reward_is_chosen(tmp_path: Path) -> None:
     assert notes == [f"reward_model: {message}"]
 
 
-def test_more_pairs_of_a_prompt_where_asked(tmp_path: Path) -> None:
+def test_pairs_per_prompt_are_limited_by_the_key(tmp_path: Path) -> None:
     """Five answers are ten pairs at the most, fewer where two are worth the same."""
     folder = train(recipe(stage(pairs=9)), tmp_path / "run")
     counts = Counter(row["prompt"] for row in rows(folder, "train"))
     assert 5 <= max(counts.values()) <= 9
 
 
-def test_rows_are_a_function_of_recipe_and_seed(tmp_path: Path) -> None:
+def test_rows_depend_on_recipe_and_seed_only(tmp_path: Path) -> None:
     def made(name: str, seed: int) -> bytes:
         folder = train(recipe(stage(), seed=seed), tmp_path / name)
         return folder.rows("reward_model", "train").read_bytes() + folder.metrics.read_bytes()
@@ -86,34 +86,40 @@ def test_rows_are_a_function_of_recipe_and_seed(tmp_path: Path) -> None:
     assert made("c", 1) != first
 
 
-@pytest.mark.parametrize("noise", [0.3, 1.0])
-def test_noise_turns_about_that_share_of_pairs_round(noise: float, tmp_path: Path) -> None:
-    """The rows are those without noise, some turned: a binomial of n, within four deviations."""
-    clean = train(recipe(stage(train=200, pairs=4)), tmp_path / "clean")
-    noisy = train(recipe(stage(train=200, pairs=4, noise=noise)), tmp_path / "noisy")
-    turned = 0
-    pairs = list(zip(rows(clean, "train"), rows(noisy, "train"), strict=True))
-    for plain, other in pairs:
-        assert {plain["chosen"], plain["rejected"]} == {other["chosen"], other["rejected"]}
-        assert plain["prompt"] == other["prompt"]
-        turned += plain["chosen"] == other["rejected"]
-    n = len(pairs)
+def judged(row: dict[str, Any]) -> tuple[Any, list[float]]:
+    """What was judged in a row, and its labels; of a pair, whether its first text is chosen."""
+    if "chosen" in row:
+        texts = sorted((row["chosen"], row["rejected"]))
+        return (row["prompt"], texts), [float(row["chosen"] == texts[0])]
+    labels = row["labels"] if "labels" in row else [row["label"]]
+    return (row["prompt"], row.get("completions", row.get("completion"))), labels
+
+
+@pytest.mark.parametrize("noise", [0.25, 1.0])
+@pytest.mark.parametrize("kind", ["pairs", "labels", "steps"])
+def test_noise_flips_about_that_share_of_labels(kind: str, noise: float, tmp_path: Path) -> None:
+    """The rows are those without noise, some flipped: a binomial of n, within four deviations."""
+
+    def made(noise: float) -> list[dict[str, Any]]:
+        one = {
+            "pairs": lambda: stage(train=200, pairs=4, noise=noise),
+            "labels": lambda: stage(keys={"objective": "labels"}, train=150, noise=noise),
+            "steps": lambda: steps(train=150, noise=noise),
+        }[kind]()
+        return rows(train(recipe(one), tmp_path / str(noise)), "train", one["stage"])
+
+    flipped = n = 0
+    for plain, other in zip(made(0.0), made(noise), strict=True):
+        (content, labels), (same, noisy) = judged(plain), judged(other)
+        assert content == same
+        for label, found in zip(labels, noisy, strict=True):
+            assert found in (label, 1 - label)
+            n += label != 0.5
+            flipped += label != found
+        if kind == "labels":
+            assert plain["label"] == worth(plain["prompt"], plain["completion"])
     assert n > 250
-    assert abs(turned - n * noise) <= 4 * (n * noise * (1 - noise)) ** 0.5
-
-
-def test_noise_turns_labels_round(tmp_path: Path) -> None:
-    keys = {"objective": "labels"}
-    clean = train(recipe(stage(keys=keys, train=150)), tmp_path / "clean")
-    noisy = train(recipe(stage(keys=keys, train=150, noise=0.2)), tmp_path / "noisy")
-    turned = decided = 0
-    for plain, other in zip(rows(clean, "train"), rows(noisy, "train"), strict=True):
-        assert plain["label"] == worth(plain["prompt"], plain["completion"])
-        assert plain["completion"] == other["completion"]
-        assert other["label"] in (plain["label"], 1 - plain["label"])
-        decided += plain["label"] != 0.5
-        turned += plain["label"] != other["label"]
-    assert abs(turned - 0.2 * decided) <= 4 * (decided * 0.16) ** 0.5
+    assert abs(flipped - n * noise) <= 4 * (n * noise * (1 - noise)) ** 0.5
 
 
 @pytest.mark.parametrize(
@@ -124,7 +130,7 @@ def test_noise_turns_labels_round(tmp_path: Path) -> None:
         ("process_reward_model", {"separator": ""}),
     ],
 )
-def test_noise_leaves_validation_labels_right(
+def test_noise_does_not_flip_validation_labels(
     kind: str, keys: dict[str, Any], tmp_path: Path
 ) -> None:
     """Accuracy must not be measured against labels that were turned round on purpose."""
@@ -141,7 +147,7 @@ def test_noise_leaves_validation_labels_right(
     assert clean != turned
 
 
-def test_labels_are_of_different_answers(tmp_path: Path) -> None:
+def test_equal_answers_are_one_row(tmp_path: Path) -> None:
     """Of one-token answers many are the same; each counts once."""
     folder = train(recipe(stage(keys={"objective": "labels"}, max_tokens=1)), tmp_path / "run")
     made = [(row["prompt"], row["completion"]) for row in rows(folder, "train")]
@@ -179,29 +185,7 @@ def test_steps_are_labelled_where_they_end(tmp_path: Path) -> None:
     assert {0.0, 1.0} == {label for row in made for label in row["labels"]}
 
 
-def test_noise_turns_single_steps_round(tmp_path: Path) -> None:
-    clean = train(recipe(steps(train=150)), tmp_path / "clean")
-    noisy = train(recipe(steps(train=150, noise=0.25)), tmp_path / "noisy")
-    turned = n = 0
-    name = "process_reward_model"
-    for plain, other in zip(rows(clean, "train", name), rows(noisy, "train", name), strict=True):
-        assert plain["completions"] == other["completions"]
-        n += len(plain["labels"])
-        turned += sum(a != b for a, b in zip(plain["labels"], other["labels"], strict=True))
-    assert abs(turned - n * 0.25) <= 4 * (n * 0.1875) ** 0.5
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "12",
-        "1 2",
-        "1  23",
-        " 1 2",
-        "",
-        "1 2 ",
-    ],
-)
+@pytest.mark.parametrize("text", ["12", "1 2", "1  23", " 1 2", "", "1 2 "])
 def test_steps_joined_are_the_answer_that_was_written(text: str) -> None:
     """The reward will read the answer as it was written, so it must be learned from so."""
     tokenizer = character_tokenizer("0123456789 ", 40)
@@ -225,7 +209,7 @@ def test_steps_joined_are_the_answer_that_was_written(text: str) -> None:
     assert row["prompt"] == "12>"
 
 
-def test_the_prompts_of_a_conversation_stay_messages(tmp_path: Path) -> None:
+def test_prompts_of_conversations_stay_messages(tmp_path: Path) -> None:
     task = {**TASK, "system": "12"}
     folder = train(recipe(stage(tasks=[task]), chat_template=CHAT), tmp_path / "run")
     for row in rows(folder, "train"):
@@ -258,7 +242,7 @@ def test_rows_are_read_with_the_template_they_were_sampled_with(
     assert first["num_tokens"] == read
 
 
-def test_a_split_that_is_there_is_not_sampled_again(tmp_path: Path) -> None:
+def test_resume_does_not_sample_existing_rows_again(tmp_path: Path) -> None:
     """So that what a judge was paid for is not paid twice."""
     folder = train(recipe(stage()), tmp_path / "run")
     kept = folder.rows("reward_model", "train").read_text().splitlines()[:10]
@@ -272,7 +256,7 @@ def test_a_split_that_is_there_is_not_sampled_again(tmp_path: Path) -> None:
     assert folder.rows("reward_model", "validation").read_bytes() == held
 
 
-def test_the_policy_that_answers_is_the_one_before_the_stage(tmp_path: Path) -> None:
+def test_rows_are_sampled_from_the_policy_of_the_stage_before(tmp_path: Path) -> None:
     """After imitation the answers are of digits alone, as the task's are; at random few are."""
     imitate = {
         "stage": "sft",
@@ -291,7 +275,7 @@ def test_the_policy_that_answers_is_the_one_before_the_stage(tmp_path: Path) -> 
     assert clean > random + 0.2
 
 
-def test_the_seed_reaches_a_function_that_gives_rows(tmp_path: Path) -> None:
+def test_user_function_of_rows_gets_the_seed(tmp_path: Path) -> None:
     """`tests.training.judged:ones` draws its rows from the recipe's seed, as tasks do."""
     data = {"name": "tests.training.judged:ones", "options": {"n": 40}}
     made = {"stage": "reward_model", "data": data, **BRIEF}

@@ -11,7 +11,6 @@ import importlib
 import pkgutil
 import random
 import re
-import signal
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from keel.learn import token_budget as budget
 from keel.learn.optimizer import AdamW
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
-from keel.runs.callbacks import Callback, Callbacks, RunState
+from keel.runs.callbacks import Callbacks
 from keel.runs.process import Interrupt, Interrupted
 from keel.runs.writer import Clock, Reached, Recorder
 from keel.training import judged_data as rows_judged
@@ -41,6 +40,7 @@ from keel.training.run import train
 from keel.training.state import State
 from tests.soak.cases import CASES
 from tests.training.leaves import Leaf, Walk, of_chance, of_process
+from tests.training.small import Stop
 
 # Terms import their equations when they are first computed, which is no change of a run's state.
 for found in pkgutil.iter_modules(keel.objective.__path__):
@@ -102,17 +102,6 @@ class Seen:
     after: Leaves
     saved: frozenset[int]
     opaque: Mapping[str, str]
-
-
-class Stop(Callback):
-    """Asks the run to stop, as Ctrl-C does, after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.fatal = step
-
-    def on_step(self, state: RunState) -> None:
-        if state.step == self.fatal:
-            signal.raise_signal(signal.SIGINT)
 
 
 def reached(loop: Any, process: bool = False) -> Walk:
@@ -194,7 +183,7 @@ def _read(recipe: Recipe) -> Recipe:
 
 
 @pytest.mark.parametrize("case", STOPPED)
-def test_what_changes_is_declared_and_comes_back(
+def test_state_that_changes_is_declared_and_restored(
     case: str, tmp_path: Path, looking: list[Seen]
 ) -> None:
     stopped(case, tmp_path)
@@ -208,7 +197,7 @@ def test_what_changes_is_declared_and_comes_back(
 
 
 @pytest.mark.parametrize("case", ["composed", "process"])
-def test_nothing_in_the_package_changes(
+def test_package_globals_do_not_change(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Globals, classes, and the defaults and closures of functions."""
@@ -219,7 +208,7 @@ def test_nothing_in_the_package_changes(
     assert undeclared(seen[0]) == []
 
 
-def test_a_smaller_token_budget_comes_back(
+def test_resume_restores_a_halved_token_budget(
     tmp_path: Path, looking: list[Seen], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory runs out once, in the first pass over more than one sequence."""
@@ -245,18 +234,27 @@ def test_a_smaller_token_budget_comes_back(
     assert differing(live.after, looking[1].before) == []
 
 
-# ---------------------------------------------------------------- that it bites
+# ---------------------------------------------------------------- undeclared state is found
+
+
+def _before(
+    monkeypatch: pytest.MonkeyPatch, kind: type, method: str, action: Callable[[Any], object]
+) -> None:
+    """Call the action with the object before each call of its method."""
+    real = getattr(kind, method)
+
+    def called(self: Any, *arguments: Any, **named: Any) -> Any:
+        action(self)
+        return real(self, *arguments, **named)
+
+    monkeypatch.setattr(kind, method, called)
 
 
 def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attribute of the engine."""
-    real = NativeEngine.sample
+    def count(engine: Any) -> None:
+        engine.asked = getattr(engine, "asked", 0) + 1
 
-    def sample(self: Any, *arguments: Any) -> Any:
-        self.asked = getattr(self, "asked", 0) + 1
-        return real(self, *arguments)
-
-    monkeypatch.setattr(NativeEngine, "sample", sample)
+    _before(monkeypatch, NativeEngine, "sample", count)
 
 
 def _closure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,85 +262,66 @@ def _closure(monkeypatch: pytest.MonkeyPatch) -> None:
     real = TokenBudget.__init__
 
     def begin(self: Any, tokens: int, printed: Any) -> None:
-        told_so_far: list[str] = []
+        notes: list[str] = []
 
-        def tell(text: str) -> None:
-            told_so_far.append(text)
+        def remember(text: str) -> None:
+            notes.append(text)
 
-        real(self, tokens, tell)
-        self.remember = tell
-
-    fitting = TokenBudget.fitting
-
-    def counted(self: Any, *arguments: Any, **named: Any) -> Any:
-        self.remember("asked")
-        return fitting(self, *arguments, **named)
+        real(self, tokens, remember)
+        self.remember = remember
 
     monkeypatch.setattr(TokenBudget, "__init__", begin)
-    monkeypatch.setattr(TokenBudget, "fitting", counted)
+    _before(monkeypatch, TokenBudget, "fitting", lambda budget: budget.remember("asked"))
 
 
 def _average(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A running average of the weights, in a tensor that the policy holds as a buffer."""
-    real = AdamW.apply
+    """A running average of a weight, in a tensor."""
 
-    def apply(self: Any, rate: float) -> None:
-        real(self, rate)
-        now = self.parameters[0][1].detach()
-        before = getattr(self, "average", now)
-        self.average = 0.9 * before + 0.1 * now
+    def average(optimizer: Any) -> None:
+        now = optimizer.parameters[0][1].detach()
+        optimizer.average = 0.9 * getattr(optimizer, "average", now) + 0.1 * now
 
-    monkeypatch.setattr(AdamW, "apply", apply)
+    _before(monkeypatch, AdamW, "apply", average)
 
 
 def _stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A random generator that the prompts are drawn with."""
-    real = PromptStream.take
+    """A random generator."""
 
-    def take(self: Any, k: int) -> Any:
-        self.chance = getattr(self, "chance", None) or np.random.default_rng(0)
-        self.chance.random()
-        return real(self, k)
+    def sample(stream: Any) -> None:
+        stream.chance = getattr(stream, "chance", None) or np.random.default_rng(0)
+        stream.chance.random()
 
-    monkeypatch.setattr(PromptStream, "take", take)
+    _before(monkeypatch, PromptStream, "take", sample)
 
 
 def _policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frozen weight that is moved."""
-    real = Policy.scores
+    """A buffer."""
 
-    def scores(self: Any, *arguments: Any, **named: Any) -> Any:
-        if not hasattr(self, "drift"):
-            self.register_buffer("drift", torch.zeros(1))
-        self.drift += 1
-        return real(self, *arguments, **named)
+    def drift(policy: Any) -> None:
+        if not hasattr(policy, "drift"):
+            policy.register_buffer("drift", torch.zeros(1))
+        policy.drift += 1
 
-    monkeypatch.setattr(Policy, "scores", scores)
+    _before(monkeypatch, Policy, "scores", drift)
 
 
 def _generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draw from the generator that everybody shares."""
-    real = NativeEngine.sample
-
-    def sample(self: Any, *arguments: Any) -> Any:
-        torch.rand(1)
-        return real(self, *arguments)
-
-    monkeypatch.setattr(NativeEngine, "sample", sample)
+    """The shared random generator."""
+    _before(monkeypatch, NativeEngine, "sample", lambda engine: torch.rand(1))
 
 
 @pytest.mark.parametrize(
     ("hide", "where"),
     [
         (_engine, r"\.engine\.asked$"),
-        (_closure, r"\.budget\.(_note|remember)\(told_so_far\)#$"),
+        (_closure, r"\.budget\.(_note|remember)\(notes\)#$"),
         (_average, r"\.average$"),
         (_stream, r"\.stream\.chance$"),
         (_policy, r"\['drift'\]$"),
         (_generator, r"^chance\.torch$"),
     ],
 )
-def test_a_field_that_was_forgotten_is_found(
+def test_undeclared_state_is_found(
     hide: Callable[[pytest.MonkeyPatch], None],
     where: str,
     tmp_path: Path,
@@ -355,7 +334,7 @@ def test_a_field_that_was_forgotten_is_found(
     assert any(re.search(where, name) for name in found), found
 
 
-def test_one_that_is_declared_but_not_saved_is_found(
+def test_declared_state_that_is_not_saved_is_found(
     tmp_path: Path, looking: list[Seen], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a State forgets to write does not come back."""
@@ -367,7 +346,7 @@ def test_one_that_is_declared_but_not_saved_is_found(
     assert [name.rpartition(".")[2] for name in lost] == ["_draws"]
 
 
-def test_in_a_stage_that_learns_from_rows_too(
+def test_undeclared_state_of_a_dpo_stage_is_found(
     tmp_path: Path, looking: list[Seen], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A counter in a global of a module, and one in what draws the rows."""
@@ -408,7 +387,7 @@ def chance() -> Iterator[None]:
 
 @pytest.mark.usefixtures("chance")
 @pytest.mark.parametrize("case", ["lora-ppo-reset", "dpo"])
-def test_the_shared_generators_decide_nothing(case: str, tmp_path: Path) -> None:
+def test_shared_random_generators_do_not_affect_a_run(case: str, tmp_path: Path) -> None:
     recipe = CASES[case].make(tmp_path)
     rows = []
     for seed in (1, 2):

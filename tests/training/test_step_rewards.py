@@ -39,7 +39,7 @@ def group(lengths: tuple[int, ...]) -> Group:
     return Group(Prompt("p", "p", tokens=(7,)), completions)
 
 
-def test_advantages_of_steps_can_be_computed_again_from_the_run_folder(tmp_path: Path) -> None:
+def test_process_advantages_follow_from_recorded_rewards(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", "algorithm=grpo_process", BOTH, "steps=1")
     rows = load(folder.path).rollouts(1)
     assert any(row["outcome"] for row in rows)
@@ -55,12 +55,12 @@ def test_advantages_of_steps_can_be_computed_again_from_the_run_folder(tmp_path:
             assert row["advantages"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_run_without_steps_has_no_columns_of_them(tmp_path: Path) -> None:
+def test_run_without_step_rewards_has_no_such_columns(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", "steps=1", "evaluation.prompts=0")
     assert "step_ends" not in load(folder.path).rollouts(1)[0]
 
 
-def test_steps_that_the_advantage_cannot_use_are_refused_before_the_first_step(
+def test_step_rewards_unfit_for_the_advantage_are_refused(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(KeelError, match='"group_relative" is of whole answers'):
@@ -81,7 +81,7 @@ def test_steps_that_the_advantage_cannot_use_are_refused_before_the_first_step(
         ("ppo", STEPS, None),
     ],
 )
-def test_check_finds_steps_that_the_advantage_cannot_use(
+def test_check_finds_step_rewards_unfit_for_the_advantage(
     algorithm: str, rewards: str, message: str | None
 ) -> None:
     words = [f"algorithm={algorithm}", rewards, "rollout.prompts_per_step=4", "threads=1"]
@@ -94,7 +94,7 @@ def test_check_finds_steps_that_the_advantage_cannot_use(
     assert one.key == "rewards.functions"
 
 
-def test_wrong_answers_of_different_lengths_have_no_variance_for_dynamic_sampling() -> None:
+def test_overlong_penalty_is_no_variance_for_dynamic_sampling() -> None:
     made = group((2, 6, 7, 8))
     wrong = named_reward(lambda completions: [0.0] * len(completions), "right")
     scorer = Scorer([wrong], overlong_buffer=4, max_tokens=8)
@@ -106,14 +106,14 @@ def test_wrong_answers_of_different_lengths_have_no_variance_for_dynamic_samplin
     assert not all_alike((right, *judged[1:]), of_steps=False)
 
 
-def test_punishments_that_make_up_for_the_reward_leave_the_variance() -> None:
+def test_variance_is_of_rewards_before_the_overlong_penalty() -> None:
     """Right and long against wrong and short: equal once shaped, and yet 0 < correct < G."""
     assert not all_alike(
         (RewardResult(0.0, unshaped=1.0), RewardResult(0.0, unshaped=0.0)), of_steps=False
     )
 
 
-def test_steps_that_differ_are_variance_where_advantages_are_of_steps() -> None:
+def test_different_steps_are_variance_for_process_advantages() -> None:
     first = RewardResult(1.0, {}, (Step(0, 1.0), Step(1, 0.0)))
     second = RewardResult(1.0, {}, (Step(0, 0.0), Step(1, 1.0)))
     assert all_alike((first, second), of_steps=False)
@@ -122,7 +122,7 @@ def test_steps_that_differ_are_variance_where_advantages_are_of_steps() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sequence_mean", "token_mean", "constant", "sequence_sum"])
-def test_sequences_left_out_of_the_loss_keep_their_place_in_the_weights(kind: str) -> None:
+def test_weights_count_sequences_left_out_of_the_loss(kind: str) -> None:
     stage = small(f"algorithm.weights.kind={kind}").stages[0]
     made = group((2, 3, 4, 3))
     estimates = Estimates(torch.ones(12, dtype=torch.float64))

@@ -74,7 +74,7 @@ def sampler(policy: Policy, turns: int) -> Sampler:
 
 
 @pytest.mark.parametrize("advantage", ["group", "gae"])
-def test_tool_output_is_context_through_the_whole_step(policy: Policy, advantage: str) -> None:
+def test_tool_output_is_context_and_not_trained_on(policy: Policy, advantage: str) -> None:
     if advantage == "group":
         row = Algorithm(
             advantage=GroupRelative(), ratio="token", surrogate=Clip(), weights=Weights()
@@ -124,7 +124,7 @@ def test_tool_output_is_context_through_the_whole_step(policy: Policy, advantage
     assert torch.equal(changed[~own], scores.log_prob_N[~own])
 
 
-def test_one_turn_asks_no_tool(policy: Policy) -> None:
+def test_one_turn_calls_no_tool(policy: Policy) -> None:
     row = Algorithm(advantage=GroupRelative(), ratio="token", surrogate=Clip(), weights=Weights())
     rollouts = collect(sampler(policy, turns=1), row, step=1)
     assert all(c.written.all() for c in rollouts.groups[0].completions)

@@ -64,14 +64,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_files_are_the_same(name: str, folders: dict[str, tuple[Path, Path]]) -> None:
+def test_two_processes_write_the_same_files(
+    name: str, folders: dict[str, tuple[Path, Path]]
+) -> None:
     """But for timings.jsonl, events.jsonl, trackers and the lock."""
     a, b = folders[name]
     assert (a / "metrics.jsonl").stat().st_size > 0
     assert differences(a, b) == []
 
 
-def test_of_another_seed_they_are_not(
+def test_another_seed_writes_other_files(
     folders: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
     name = "lora-reset"
@@ -84,7 +86,7 @@ def test_of_another_seed_they_are_not(
     assert any(name.endswith("trainable.safetensors") for name in found)
 
 
-def test_in_a_process_that_has_run_another_before(
+def test_earlier_run_in_the_process_has_no_effect(
     folders: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
     """Nothing is left over from a run that could reach the next one."""
