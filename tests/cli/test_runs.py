@@ -60,7 +60,7 @@ def test_the_same(here: Path, capsys: Capture) -> None:
     assert printed(capsys, 0) == [
         "a and b: same recipe",
         "no difference in any step, nor in 1 checkpoint that both have",
-        "both go to rl step 2",
+        "both end at rl step 2",
     ]
     assert main(["runs", "diff", "a", "b", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -78,11 +78,11 @@ def test_one_token(here: Path, capsys: Capture) -> None:
     Path("b/run.json").write_text(json.dumps(info))
     torch = json.loads(Path("a/run.json").read_text())["versions"]["torch"]
     assert printed(capsys, 1) == [
-        "a and b: same recipe but seed (0, 1)",
-        f"made with torch {torch} against 2.0",
+        "a and b: same recipe except seed (0, 1)",
+        f"different environments: torch {torch} against 2.0",
         "first difference: rl step 1, rollouts/step-000001.parquet, sequence 3, token 1 "
         f"(prompt {was[3]['prompt_id']}): tokens {was[3]['tokens'][1]} against 99",
-        "both go to rl step 2",
+        "both end at rl step 2",
     ]
     assert main(["runs", "diff", "a", "b", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -116,7 +116,7 @@ def test_metrics_and_reach(here: Path, capsys: Capture) -> None:
     path.write_text(lines[0] + "\n" + json.dumps({**row, "beta": 0.54}) + "\n")
     assert printed(capsys, 1)[1:] == [
         "first difference: rl step 2, metrics.jsonl: beta 0.04 against 0.54 (by 0.5)",
-        "both go to rl step 2",
+        "both end at rl step 2",
     ]
     path.write_text(lines[1] + "\n")
     assert printed(capsys, 1)[1] == (
@@ -124,14 +124,14 @@ def test_metrics_and_reach(here: Path, capsys: Capture) -> None:
     )
     path.write_text(lines[0] + "\n" + lines[1][:-2])
     assert printed(capsys, 1)[1:] == [
-        "no difference as far as both go, nor in 1 checkpoint that both have",
-        "a goes to rl step 2, b to rl step 1",
+        "no difference in the steps of both, nor in 1 checkpoint that both have",
+        "a ends at rl step 2, b at rl step 1",
     ]
     path.unlink()
     shutil.rmtree("b/checkpoints")
     assert printed(capsys, 1, "b", "a")[1:] == [
-        "no difference as far as both go, nor in 0 checkpoints that both have",
-        "b goes to no step, a to rl step 2",
+        "no difference in the steps of both, nor in 0 checkpoints that both have",
+        "b ends at no step, a at rl step 2",
     ]
 
 
@@ -142,9 +142,9 @@ def test_stages(here: Path, capsys: Capture) -> None:
     metrics = Path("b/metrics.jsonl")
     metrics.write_text(metrics.read_text().replace('"stage": "rl"', '"stage": "other"'))
     assert printed(capsys, 1) == [
-        "a and b: same recipe but stages (rl, other)",
+        "a and b: same recipe except stages (rl, other)",
         "nothing to compare: their first stages differ",
-        "a goes to rl step 2, b to other step 2",
+        "a ends at rl step 2, b at other step 2",
     ]
 
 
@@ -177,7 +177,7 @@ def test_long_recipes_are_cut(here: Path, capsys: Capture) -> None:
     text = text.replace("seed = 0", "seed = 1").replace('lora = "none"', "lora = {rank = 4}")
     path.write_text(text.replace("epochs = 1", "epochs = 3"))
     line = printed(capsys, 1)[0]
-    assert line.startswith('a and b: same recipe but seed (0, 1), model.lora (none, {"rank": 4}), ')
+    assert line.startswith('a and b: same recipe except seed (0, 1), model.lora (none, {"rank": 4}), ')
     assert line.endswith(", and 2 more")
 
 

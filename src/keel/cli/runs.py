@@ -29,14 +29,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _lines(found: Difference) -> Iterator[str]:
     recipe = [f"{c.name} ({_value(c.a)}, {_value(c.b)})" for c in found.recipe]
-    yield f"{found.a} and {found.b}: same recipe" + (f" but {_cut(recipe)}" if recipe else "")
+    yield f"{found.a} and {found.b}: same recipe" + (f" except {_cut(recipe)}" if recipe else "")
     if found.environment:
-        yield f"made with {_cut([_change(c) for c in found.environment])}".replace("versions.", "")
+        yield f"different environments: {_cut([_change(c) for c in found.environment])}".replace("versions.", "")
     yield _no_difference(found) if found.first is None else _first(found.first)
     if found.reach_a == found.reach_b:
-        yield f"both go to {_point(found.reach_a)}"
+        yield f"both end at {_point(found.reach_a)}"
     else:
-        yield f"{found.a} goes to {_point(found.reach_a)}, {found.b} to {_point(found.reach_b)}"
+        yield f"{found.a} ends at {_point(found.reach_a)}, {found.b} at {_point(found.reach_b)}"
 
 
 def _no_difference(found: Difference) -> str:
@@ -44,7 +44,7 @@ def _no_difference(found: Difference) -> str:
         return "nothing to compare: their first stages differ"
     if any(change.name == "stages" for change in found.recipe):
         return f"no difference in the stages that both have: {', '.join(found.stages)}"
-    steps = "in any step" if found.reach_a == found.reach_b else "as far as both go"
+    steps = "in any step" if found.reach_a == found.reach_b else "in the steps of both"
     plural = "" if found.checkpoints == 1 else "s"
     return f"no difference {steps}, nor in {found.checkpoints} checkpoint{plural} that both have"
 
