@@ -177,7 +177,9 @@ def test_long_recipes_are_cut(here: Path, capsys: Capture) -> None:
     text = text.replace("seed = 0", "seed = 1").replace('lora = "none"', "lora = {rank = 4}")
     path.write_text(text.replace("epochs = 1", "epochs = 3"))
     line = printed(capsys, 1)[0]
-    assert line.startswith('a and b: same recipe except seed (0, 1), model.lora (none, {"rank": 4}), ')
+    assert line.startswith(
+        'a and b: same recipe except seed (0, 1), model.lora (none, {"rank": 4}), '
+    )
     assert line.endswith(", and 2 more")
 
 
