@@ -31,9 +31,8 @@ def _lines(found: Difference) -> Iterator[str]:
     recipe = [f"{c.name} ({_value(c.a)}, {_value(c.b)})" for c in found.recipe]
     yield f"{found.a} and {found.b}: same recipe" + (f" except {_cut(recipe)}" if recipe else "")
     if found.environment:
-        yield f"different environments: {_cut([_change(c) for c in found.environment])}".replace(
-            "versions.", ""
-        )
+        versions = _cut([_change(change) for change in found.environment])
+        yield f"different environments: {versions}".replace("versions.", "")
     yield _no_difference(found) if found.first is None else _first(found.first)
     if found.reach_a == found.reach_b:
         yield f"both end at {_point(found.reach_a)}"
