@@ -161,6 +161,22 @@ def test_a_weight(here: Path, capsys: Capture) -> None:
         tensors["model.model.norm.weight"][3] = 1.5
         save_file(tensors, aside / "trainable.safetensors")
     line = printed(capsys, 1)[1]
+    assert line.startswith(
+        "first difference: rl step 2, checkpoints/step-000002/trainable.safetensors: "
+        "model.model.norm.weight[3] "
+    )
+    assert " against 1.5 (by " in line
+
+
+def test_long_recipes_are_cut(here: Path, capsys: Capture) -> None:
+    path = Path("b/recipe.toml")
+    text = path.read_text()
+    for key in ("hidden_size = 64", "layers = 2", "heads = 2", "context = 64", "steps = 2"):
+        assert f"\n{key}\n" in text
+        text = text.replace(f"\n{key}\n", f"\n{key}0\n")
+    text = text.replace("seed = 0", "seed = 1").replace('lora = "none"', "lora = {rank = 4}")
+    path.write_text(text.replace("epochs = 1", "epochs = 3"))
+    line = printed(capsys, 1)[0]
     head = 'a and b: same recipe except seed (0, 1), model.lora (none, {"rank": 4}), '
     assert line.startswith(head)
     assert line.endswith(", and 2 more")
