@@ -32,10 +32,10 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.loop $(if $(KEEL_TRL_PYTHON),,--keel-only)
 	$(BIN)/python -m benchmarks.rollout
 	$(BIN)/python -m benchmarks.update
-	$(BIN)/python -m benchmarks.turns
+	$(BIN)/python -m studies.turns
 	$(BIN)/python -m benchmarks.startup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rewards.py
-	$(BIN)/python benchmarks/recording.py
+	$(BIN)/python studies/recording.py
 	$(BIN)/python benchmarks/control_speed.py
 
 # Hours: runs of every kind killed at every step and resumed; ten thousand bad inputs; code broken

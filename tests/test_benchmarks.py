@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import loop, loop_keel, memory, rollout, startup, turns, update
+from benchmarks import loop, loop_keel, memory, rollout, startup, update
 from benchmarks.update import SMALL, Case
-from studies import draw, growth
+from studies import draw, growth, turns
 
 pytestmark = pytest.mark.slow
 

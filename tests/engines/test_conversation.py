@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.turns import tokens_fed
 from keel.config.model import Lora
 from keel.engines import compiled
 from keel.engines.kv_cache import Prefill, PrefixCache
@@ -21,6 +20,7 @@ from keel.engines.scheduler import DecodeBatch
 from keel.engines.slots import PagePool
 from keel.models.lora import add_lora, lora_layers
 from keel.types import Completion, Group, KeelError, Prompt, Sampling, Split
+from studies.turns import tokens_fed
 from tests.engines.test_compiled import model_of, prompts
 from tests.engines.test_decoding import poison
 from tests.engines.tiny import TOKENIZER, stock_logits

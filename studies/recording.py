@@ -1,6 +1,6 @@
 """The share of a run's time that recording and checkpoints take.
 
-    python benchmarks/recording.py [RECIPE ...] [-- key=value ...]
+    python studies/recording.py [RECIPE ...] [-- key=value ...]
 
 Runs each recipe at its own intervals (checkpoints every 100 steps by default, rollouts of every
 step) and adds up timings.jsonl and events.jsonl: seconds of recording (metrics, rollouts), of

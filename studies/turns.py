@@ -1,8 +1,8 @@
 """Conversations with and without the engine's memory of earlier turns.
 
-    python -m benchmarks.turns                  # prints a Markdown table
-    python -m benchmarks.turns --threads 1 --repeats 5
-    python -m benchmarks.turns --smoke          # tiny, in seconds
+    python -m studies.turns                  # prints a Markdown table
+    python -m studies.turns --threads 1 --repeats 5
+    python -m studies.turns --smoke          # tiny, in seconds
 
 64 conversations, groups of 8 for 8 prompts of 500 random tokens, of the fp32 Llama that `update.py`
 has (256 wide, 6 layers): 4 turns whose end is as likely at every token, 60 tokens on average, and
