@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -65,3 +66,18 @@ def rambles(prompt: Any, gold: str, rng: Any) -> str:
 
 def falls(prompt: Any, gold: str, rng: Any) -> str:
     raise RuntimeError("no teacher")
+
+
+LOOPS: list[Any] = []
+"""The event loops that `in_a_loop` ran in."""
+
+
+async def in_a_loop(completions: list[str]) -> list[float]:
+    LOOPS.append(asyncio.get_running_loop())
+    return [float(len(text) % 2) for text in completions]
+
+
+def only_at_first(completions: list[str], trainer_state: Any) -> list[float | None]:
+    """None at the second step; otherwise by length, so that groups have variance."""
+    at = trainer_state.global_step
+    return [None if at == 2 else float(len(text) % 3) for text in completions]

@@ -10,6 +10,7 @@ from keel.config.load import load_recipe
 from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import KeelError
+from tests.training import rewards
 from tests.training.small import metrics, run, small
 
 HERE = "tests.training.rewards"
@@ -52,6 +53,27 @@ def test_step_without_rewards_is_skipped_with_a_note(tmp_path: Path) -> None:
     assert len(notes) == 2
     assert "nothing" not in notes[0]
     assert "no group had anything to learn from" in notes[0]
+
+
+def test_reference_is_reset_after_a_step_without_groups(tmp_path: Path) -> None:
+    reward = "rewards.functions=[{function='tests.training.rewards:only_at_first'}]"
+    keys = (
+        "algorithm.divergence.beta=0.1",
+        "reference.reset_every=2",
+        "optimizer.learning_rate=0.01",
+    )
+    folder = run(tmp_path / "run", "steps=3", "evaluation.prompts=0", reward, *keys)
+    first, second, third = metrics(folder)
+    assert "kl" not in second  # nothing was trained on
+    assert (first["kl"], third["kl"]) == (0.0, 0.0)
+
+
+def test_evaluation_and_rollouts_call_async_rewards_in_one_event_loop(tmp_path: Path) -> None:
+    rewards.LOOPS.clear()
+    reward = "rewards.functions=[{function='tests.training.rewards:in_a_loop'}]"
+    run(tmp_path / "run", "steps=2", "evaluation.prompts=4", reward)
+    assert len(rewards.LOOPS) == 4  # two steps, two evaluations
+    assert len(set(map(id, rewards.LOOPS))) == 1
 
 
 def test_mask_truncated_gives_zero_advantages(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class Network(FrozenModel):
     hidden: Annotated[tuple[Width, ...], AsTuple] = (64, 64)
     """Widths of the hidden layers."""
     activation: Literal["tanh", "relu"] = "tanh"
-    """Of the hidden layers."""
+    """Activation of the hidden layers."""
 
 
 class ReturnEvaluation(FrozenModel):
@@ -119,7 +119,7 @@ class QLearningStage(FrozenModel):
     n_step: Count = 1
     """Rewards in a bootstrapped return."""
     loss: Literal["squared", "huber"] = "squared"
-    """Of the temporal-difference error."""
+    """Loss of the temporal-difference error."""
     network: Network = Network(activation="relu")
     replay: ReplayConfig = ReplayConfig()
     exploration: Exploration = Exploration()

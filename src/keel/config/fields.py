@@ -74,7 +74,7 @@ def _typing_errors(a: str, b: str) -> int:
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """One line: there is no such thing, and what was probably meant."""
-    names = sorted(known)
+    names = sorted(set(known))
     guess = nearest(name, names)
     hint = f"did you mean {guess!r}?" if guess else f"known: {', '.join(names)}"
     return f"unknown {what} {name!r}: {hint}"

@@ -31,7 +31,7 @@ class SampledData(FrozenModel):
     tasks: Annotated[tuple[TaskSource, ...], AsTuple, Field(min_length=1)]
     prompts: Prompts = Prompts()
     rewards: Rewards = Rewards()
-    """What judges the answers; the task's own verdict where there is no other."""
+    """The rewards of the answers; without one, the score of the task."""
     train: Count = 512
     """Number of train prompts."""
     validation: Annotated[Count, _NEVER_EVALUATED] = 128
@@ -41,7 +41,7 @@ class SampledData(FrozenModel):
     max_tokens: Tokens = 256
     """Longest answer, in tokens."""
     temperature: Temperature = 1.0
-    """Of the sampling distribution."""
+    """Temperature of the sampling distribution."""
     pairs: Annotated[Count, _NO_PAIRS] = 2
     """Most pairs made of the answers to one prompt."""
     noise: Unit = 0.0
@@ -106,7 +106,7 @@ class JudgingStage(StageConfig):
     def _one_source(self) -> JudgingStage:
         if (self.data is None) == (self.sampled is None):
             raise ValueError(
-                "set exactly one of data (rows from a file) and sampled (sampled from the policy)"
+                "set exactly one of data (rows from a file) and sampled (answers of the policy)"
             )
         return self
 

@@ -72,7 +72,7 @@ class Model(FrozenModel):
     """Branch, tag or commit on the hub."""
     build: BuildModel | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Of the master weights. bfloat16 weights hardly change at small learning rates."""
+    """Dtype of the master weights. bfloat16 weights hardly change at small learning rates."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is CUDA where there is a GPU."""
     autocast: Annotated[bool, _ON_CPU, _NOT_FLOAT32] = True

@@ -42,13 +42,13 @@ class Rollout(FrozenModel):
     max_tokens: Tokens = 256
     """Longest completion, in tokens, replies of the environment included."""
     temperature: Temperature = 1.0
-    """Of the sampling distribution."""
+    """Temperature of the sampling distribution."""
     top_k: Index = 0
-    """Must be 0 (off) in training."""
+    """Sample from the k most likely tokens. Must be 0 (off) in training."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Must be 1 (off) in training."""
+    """Sample from the tokens with this total probability. Must be 1 (off) in training."""
     min_p: Unit = 0.0
-    """Must be 0 (off) in training."""
+    """Sample from tokens with this share of the top probability. Must be 0 (off) in training."""
     stop: Words = ()
     """Strings that end a completion."""
     stop_ids: Ids = ()
@@ -108,13 +108,13 @@ class Evaluation(FrozenModel):
     samples: Annotated[int, Field(ge=0, le=65_536), NEVER_EVALUATED] = 0
     """k of pass@k; 0: greedy decoding only."""
     temperature: Annotated[Temperature, NEVER_EVALUATED, _NOT_SAMPLED] = 1.0
-    """Of the sampled completions."""
+    """Temperature of the sampled completions."""
     top_k: Annotated[Index, NEVER_EVALUATED, _NOT_SAMPLED] = 0
-    """Of the sampled completions; 0: off."""
+    """top-k of the sampled completions; 0: off."""
     top_p: Annotated[float, Field(gt=0, le=1), NEVER_EVALUATED, _NOT_SAMPLED] = 1.0
-    """Of the sampled completions; 1: off."""
+    """top-p of the sampled completions; 1: off."""
     min_p: Annotated[Unit, NEVER_EVALUATED, _NOT_SAMPLED] = 0.0
-    """Of the sampled completions; 0: off."""
+    """min-p of the sampled completions; 0: off."""
     component: Annotated[str | None, NEVER_EVALUATED] = None
     """Name of the reward that is evaluated; None: the first that is declared as correctness, else
     the total reward."""

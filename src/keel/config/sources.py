@@ -58,7 +58,7 @@ TemplateKeywords = Annotated[dict[str, Any], _UNREAD_KEYWORD, NO_CONVERSATION]
 
 
 class TaskSource(FrozenModel):
-    """The tasks that prompts come from."""
+    """A task that prompts come from."""
 
     name: str
     """A built-in task (`keel tasks`), `reasoning_gym:NAME`, `jsonl`, `parquet`, `datasets`, or
@@ -98,7 +98,7 @@ class TaskSource(FrozenModel):
 
 
 class RewardSource(FrozenModel):
-    """The reward functions; their weighted sum is the reward."""
+    """A reward function; the weighted sum of all is the reward."""
 
     function: str
     """Name of a built-in (`keel rewards`), or `module:function` or `file.py:function`."""

@@ -52,7 +52,8 @@ class Scorer:
     of one function (a score of a task is a call). With `on_error = "skip"` a completion that a
     function fails on goes without that component; with "stop" the failure is a KeelError that
     names the function, the step and, where it is known, the sample. Over the last
-    `overlong_buffer` tokens of `max_tokens`, a length penalty applies.
+    `overlong_buffer` tokens of `max_tokens`, a length penalty applies. `loop` runs async functions;
+    scorers of the same functions share it.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Scorer:
         on_error: Literal["stop", "skip"] = "stop",
         overlong_buffer: int = 0,
         max_tokens: int = 0,
+        loop: LoopThread | None = None,
     ) -> None:
         self.tasks = dict(tasks or {})
         self.by_task_alone = not functions
@@ -71,12 +73,14 @@ class Scorer:
         self.timeout = timeout
         self.overlong_buffer = overlong_buffer
         self.max_tokens = max_tokens
-        self._loop = LoopThread()
-        self._config = CallConfig(self.functions, self.tasks, timeout, on_error, self._loop)
+        self.loop = loop or LoopThread()
+        self._config = CallConfig(self.functions, self.tasks, timeout, on_error, self.loop)
         names = [f.name for f in self.functions]
         for name in names:
             if names.count(name) > 1 or name == OVERLONG:
-                raise KeelError(f"two rewards are named {name!r}: give one another `name`")
+                raise KeelError(
+                    f"two rewards are named {name!r}: set a different `name` on one of them"
+                )
         if not any(f.weight for f in self.functions):
             raise KeelError(
                 f"every reward has weight 0 ({', '.join(names)}), so nothing is learned from: "
@@ -149,7 +153,7 @@ class Scorer:
     def close(self) -> None:
         """Close all rewards, even if some fail, and then the event loop that some use for it."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self._loop.close)
+            stack.callback(self.loop.close)
             for function in reversed(self.functions):
                 close = getattr(function.function, "close", None)
                 if close is not None:

@@ -209,7 +209,13 @@ def _sampled_files(
         return made
     seed = derive(run.recipe.seed, stage.name, "sampled")
     source = open_prompts(
-        run, stage.name, choice.tasks, choice.prompts, seed, max_tokens=choice.max_tokens
+        run,
+        stage.name,
+        choice.tasks,
+        choice.prompts,
+        seed,
+        max_tokens=choice.max_tokens,
+        key="sampled.max_tokens",
     )
     functions = load_rewards(choice.rewards, reward_context(run.recipe, folder, policy))
     judge = scorer(choice.rewards, functions, source.tasks, max_tokens=choice.max_tokens)

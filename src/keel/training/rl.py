@@ -165,13 +165,14 @@ def run(loop: Loop, progress: Progress) -> Progress:
 def take_step(loop: Loop, progress: Progress, number: int) -> StepResult:
     """One step: rollouts with their rewards, the updates on them, and the engines' new weights."""
     algorithm, schedule, beta = loop.algorithm, loop.schedule, progress.beta
-    learner, clock = loop.learner, loop.writer.clock
+    clock = loop.writer.clock
     with clock("rollout"):
         rollouts = loop.prefetcher(number)
     metrics = {**rollouts.metrics, "step/tokens": 0.0}
     with loop.prefetcher.prefetch(number + 1, schedule.steps):
         if not rollouts.groups:
             loop.writer.note(f"step {number}: no group had anything to learn from")
+            _reset_reference(loop, number)
             return StepResult(rollouts, None, None, metrics, beta)
         with clock("score"):
             batch = score(loop, rollouts)
@@ -183,9 +184,7 @@ def take_step(loop: Loop, progress: Progress, number: int) -> StepResult:
         metrics["step/tokens"] = float(sum(batch.input_lengths))
         if number > schedule.value_warmup_steps:  # before, the policy did not move
             beta = adapted(loop, updated.minibatches, metrics, beta)
-        every = schedule.reference_reset_every
-        if learner.reference is not None and every is not None and number % every == 0:
-            learner.reference.refresh(learner.policy)
+        _reset_reference(loop, number)
     with clock("sync"):
         sync(loop)
     advantage_N = _trained_advantages(batch, updated.minibatches)
@@ -350,6 +349,13 @@ def state_of(loop: Loop, progress: Progress) -> State:
 # ---------------------------------------------------------------- details
 
 
+def _reset_reference(loop: Loop, number: int) -> None:
+    """Copy the policy to the reference where the schedule does after this step."""
+    reference, every = loop.learner.reference, loop.schedule.reference_reset_every
+    if reference is not None and every is not None and number % every == 0:
+        reference.refresh(loop.learner.policy)
+
+
 def _diagnose(loop: Loop, rollouts: Rollouts, part: Minibatch, beta: float) -> tuple[Cause, str]:
     """The cause of a loss or gradient that is not finite, and the sequence that it comes from."""
     cause = cause_of(loop.learner, loop.algorithm, part.batch, beta)
@@ -363,8 +369,8 @@ def _diagnose(loop: Loop, rollouts: Rollouts, part: Minibatch, beta: float) -> t
 def _learnable(loop: Loop, rollouts: Rollouts) -> list[int]:
     """The sequences that are in the loss.
 
-    Truncated ones are not where the recipe masks them, nor those without a reward where the
-    advantage does not compare a group (which gives them 0).
+    Truncated ones are left out if the recipe masks them; those without a reward are left out unless
+    the advantage compares a group, which gives them 0.
     """
     results = [v for judged in rollouts.results for v in judged]
     completions = [c for group in rollouts.groups for c in group.completions]

@@ -29,6 +29,7 @@ from keel.models.policy import Policy
 from keel.models.reference import reference_for
 from keel.models.value import Critic, ValueHead, critic_from_policy, load_critic, value_head_for
 from keel.rewards import load_reward
+from keel.rewards.executor import LoopThread
 from keel.rewards.registry import NamedReward, RewardContext
 from keel.rewards.scorer import Scorer
 from keel.runs.layout import RunFolder
@@ -85,19 +86,20 @@ def open_prompts(
     seed: int,
     *,
     max_tokens: int,
+    key: str = "rollout.max_tokens",
     state: Mapping[str, Any] | None = None,
 ) -> PromptSource:
     """The prompts of tasks, encoded, without those that leave no room for `max_tokens` of answer.
 
-    `state` is that of the stream to resume. Stored examples that give no prompt are in the run
-    folder's quarantine when this returns.
+    `key` is that of `max_tokens` in the recipe, `state` that of the stream to resume. Stored
+    examples that give no prompt are in the run folder's quarantine when this returns.
     """
     tasks = {task.name: task for task in build_tasks(sources, run.recipe.seed)}
     lenient = {name for name, s in zip(tasks, sources, strict=True) if s.bad_rows == "quarantine"}
     weights = [source.weight for source in sources]
     encoder = Encoder(
         run.policy.tokenizer,
-        longest_prompt(prompts.max_tokens, run.policy.context, max_tokens),
+        longest_prompt(prompts.max_tokens, run.policy.context, max_tokens, key),
         prompts.chat_template,
         forgiven=lenient,
         note=run.writer.note,
@@ -121,8 +123,8 @@ def _quarantine_prompts(
 ) -> None:
     """Write the stored examples that give no prompt to the quarantine, and note how many.
 
-    At most `ENCODED_BEFORE` are encoded for that, in the order of the tasks; of the others, those
-    that cannot be encoded are found when they are reached.
+    Tasks are encoded for that in order, as long as they have at most `ENCODED_BEFORE` examples in
+    total; examples of other tasks that cannot be encoded are found when they are reached.
     """
     left: list[LeftOut] = []
     room = ENCODED_BEFORE
@@ -193,18 +195,23 @@ def token_budget(stage: StageConfig, progress: Progress, writer: RunWriter) -> T
     return budget
 
 
-def longest_prompt(wanted: int | None, context: int | None, max_tokens: int) -> int | None:
-    """The longest prompt with which an answer of `max_tokens` tokens still fits the context."""
+def longest_prompt(
+    wanted: int | None, context: int | None, max_tokens: int, key: str = "rollout.max_tokens"
+) -> int | None:
+    """The longest prompt with which an answer of `max_tokens` tokens still fits the context.
+
+    `key` is that of `max_tokens` in the recipe.
+    """
     if context is None:
         return wanted
     if context <= max_tokens:
         raise KeelError(
-            f"rollout.max_tokens = {max_tokens} leaves no room for a prompt in the model's "
+            f"{key} = {max_tokens} leaves no room for a prompt in the model's "
             f"context of {context} tokens: lower it"
         )
     if wanted is not None and wanted + max_tokens > context:
         raise KeelError(
-            f"prompts.max_tokens = {wanted} and rollout.max_tokens = {max_tokens} are more than "
+            f"prompts.max_tokens = {wanted} and {key} = {max_tokens} are more than "
             f"the model's context of {context} tokens: lower one of them"
         )
     return context - max_tokens if wanted is None else wanted
@@ -237,6 +244,7 @@ def scorer(
     *,
     max_tokens: int,
     overlong_buffer: int = 0,
+    loop: LoopThread | None = None,
 ) -> Scorer:
     """The scorer of a stage's rewards."""
     return Scorer(
@@ -246,6 +254,7 @@ def scorer(
         on_error=rewards.on_error,
         max_tokens=max_tokens,
         overlong_buffer=overlong_buffer,
+        loop=loop,
     )
 
 
@@ -259,8 +268,10 @@ def build_sampler(
     model: PreTrainedModel | None = None,
     less: str = "",
 ) -> Sampler:
-    """What samples completions with the weights of `model` (the policy's own unless given, which
-    the recipe's `dtype` then does not round)."""
+    """What samples completions with the weights of `model`, in the recipe's `rollout.dtype`.
+
+    Without `model`, with the policy's own weights in their own dtype.
+    """
     engine = build_engine(
         rollout.engine,
         model=policy.model if model is None else model,

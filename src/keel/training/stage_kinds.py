@@ -64,7 +64,14 @@ def train_sft(run: RunContext, stage: SFTStage, progress: Progress) -> Progress:
     if run.resume_from is not None:
         restore_optimizers(run.resume_from, {"optimizer": optimizer})
     source = open_prompts(
-        run, stage.name, stage.tasks, stage.prompts, seed, max_tokens=1, state=progress.stream
+        run,
+        stage.name,
+        stage.tasks,
+        stage.prompts,
+        seed,
+        max_tokens=1,
+        key="the shortest demonstration",
+        state=progress.stream,
     )
     demonstrations = Demonstrations(
         stage=stage.name,
@@ -150,7 +157,7 @@ def build_loop(
     scored = partial(scorer, stage.rewards, functions, source.tasks, max_tokens=rollout.max_tokens)
     shaped = scored(overlong_buffer=rollout.overlong_buffer)
     sampler = build_sampler(policy, source, shaped, rollout, seed, model=model)
-    evaluated = scored()
+    evaluated = scored(loop=shaped.loop)
     prompts = source.validation(stage.evaluation.prompts)
     evaluated.check(prompts)
     # Evaluation is of the policy itself, not of a rounded or an earlier copy.
@@ -210,7 +217,7 @@ def plot_over_optimisation(
         return
     divergence = stage.algorithm.divergence
     held = "" if divergence is None else f", β = {divergence.beta:g}"
-    label = f"{stage.algorithm.preset}{held}"
+    label = f"{stage.algorithm.preset or 'an algorithm of its own'}{held}"
     rows = load(writer.folder.path).metrics(stage.name)
     found = optimisation_of(rows, proxies, watching[0], label)
     if found is not None and found.moved:

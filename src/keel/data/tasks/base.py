@@ -26,7 +26,7 @@ class BaseTask:
 
     name: str
     correctness = False
-    """Whether a verdict of 1 means that the answer is right; see `RewardSource.correctness`."""
+    """Whether a score of 1 means that the answer is right; see `RewardSource.correctness`."""
 
     def size(self, split: Split) -> int | None:
         """Endless."""
@@ -37,7 +37,7 @@ class BaseTask:
         raise NotImplementedError
 
     def score(self, prompt: Prompt, completion: Completion) -> float | None:
-        """No verdict."""
+        """None: no score."""
         return None
 
     def gold(self, prompt: Prompt) -> str | None:

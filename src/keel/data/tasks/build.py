@@ -82,7 +82,7 @@ class Renamed:
         return dataclasses.replace(prompt, id=self.name + rest, task=self.name)
 
     def __getattr__(self, attribute: str) -> Any:
-        """RewardResult, gold answer, reply: as the task."""
+        """Score, gold answer and reply are those of the task."""
         return getattr(self.task, attribute)
 
 

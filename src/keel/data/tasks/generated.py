@@ -17,7 +17,7 @@ ATTEMPTS = 5_000
 
 
 class Generated(BaseTask):
-    """A task that draws a question and its one right answer; the verdict is exact match, 1 or 0.
+    """A task that generates a question and its answer; the score is exact match, 1 or 0.
 
     The prompt at (seed, split, index) is the first of the draws seeded by
     `SeedSequence([seed, split, index, attempt])` whose text the hash puts on that split.
