@@ -152,7 +152,7 @@ MUTATIONS: tuple[Mutation, ...] = (
              "0.5 * torch.maximum(", "torch.maximum(", VALUE),
     Mutation("entropy's sign", "objective/divergences.py",
              "return -(log_prob_NV", "return (log_prob_NV", VALUE),
-    Mutation("correction turned round", "objective/ratios.py",
+    Mutation("correction turned round", "objective/correction.py",
              "ratio(old_N.detach(), engine_N.detach()",
              "ratio(engine_N.detach(), old_N.detach()", VALUE),
     Mutation("terminated bootstraps", "objective/background.py",

@@ -18,6 +18,7 @@ from torch import Tensor
 import keel.objective
 from keel.objective import (
     background,
+    correction,
     divergences,
     gae,
     gaussian,
@@ -180,8 +181,8 @@ EXAMPLES: dict[Function, Example] = {
     divergences.policy_to_old: example(**TO_OLD),
     value.value_loss: example({"clip": 0.2}, value_N=n(1), old_value_N=n(2), return_N=n(3)),
     divergences.entropy: example(logits_NV=matrix(8, 5, 1)),
-    ratios.truncate: example({**CORRECTION, "cap": 1.2}),
-    ratios.mask: example({**CORRECTION, "floor": 0.8, "cap": 1.2}),
+    correction.truncate: example({**CORRECTION, "cap": 1.2}),
+    correction.mask: example({**CORRECTION, "floor": 0.8, "cap": 1.2}),
     background.state_value: example(probability_BA=matrix(4, 3, 2), q_BA=Q),
     background.epsilon_greedy: example({"q_BA": Q, "epsilon": 0.1}),
     background.td_target: example(

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from keel.objective import divergences, ratios, value
+from keel.objective import correction, divergences, value
 from tests.objective import loops
 
 
@@ -69,21 +69,21 @@ WHOLE = [TOKEN[0] * TOKEN[1]] * 2 + [TOKEN[2] * TOKEN[3] * TOKEN[4]] * 3
 
 def test_truncate() -> None:
     lengths_S = loops.ints(LENGTHS)
-    token = ratios.truncate(ENGINE, OLD, lengths_S, level="token", cap=2.0)
+    token = correction.truncate(ENGINE, OLD, lengths_S, level="token", cap=2.0)
     loops.close(token, [min(w, 2.0) for w in TOKEN])
-    whole = ratios.truncate(ENGINE, OLD, lengths_S, level="sequence", cap=2.0)
+    whole = correction.truncate(ENGINE, OLD, lengths_S, level="sequence", cap=2.0)
     loops.close(whole, [min(w, 2.0) for w in WHOLE])
 
 
 def test_mask() -> None:
     lengths_S = loops.ints(LENGTHS)
     band = {"floor": 0.5, "cap": 2.0}
-    token = ratios.mask(ENGINE, OLD, lengths_S, level="token", **band)
+    token = correction.mask(ENGINE, OLD, lengths_S, level="token", **band)
     loops.close(token, [w if 0.5 <= w <= 2 else 0.0 for w in TOKEN])
     assert (token == 0).tolist() == [False, True, True, False, False]
-    whole = ratios.mask(ENGINE, OLD, lengths_S, level="sequence", **band)
+    whole = correction.mask(ENGINE, OLD, lengths_S, level="sequence", **band)
     loops.close(whole, [w if 0.5 <= w <= 2 else 0.0 for w in WHOLE])
-    edge = ratios.mask(
+    edge = correction.mask(
         torch.zeros(2), torch.zeros(2), loops.ints([2]), level="token", floor=1.0, cap=1.0
     )
     assert edge.tolist() == [1.0, 1.0]
@@ -94,8 +94,8 @@ def test_equal_log_probabilities_are_a_bitwise_no_op(level: str) -> None:
     for dtype in (torch.float32, torch.float64):
         same, lengths_S = loops.random(5, 1).to(dtype), loops.ints(LENGTHS)
         ones = torch.ones(5, dtype=dtype)
-        truncated = ratios.truncate(same, same, lengths_S, level=level, cap=2.0)  # type: ignore[arg-type]
-        masked = ratios.mask(same, same, lengths_S, level=level, floor=0.5, cap=2.0)  # type: ignore[arg-type]
+        truncated = correction.truncate(same, same, lengths_S, level=level, cap=2.0)  # type: ignore[arg-type]
+        masked = correction.mask(same, same, lengths_S, level=level, floor=0.5, cap=2.0)  # type: ignore[arg-type]
         assert torch.equal(truncated, ones)
         assert torch.equal(masked, ones)
 
@@ -103,7 +103,7 @@ def test_equal_log_probabilities_are_a_bitwise_no_op(level: str) -> None:
 def test_no_gradient_goes_through_a_correction() -> None:
     old_N = OLD.clone().requires_grad_()
     for level in ("token", "sequence"):
-        out = ratios.truncate(ENGINE, old_N, loops.ints(LENGTHS), level=level, cap=2.0)  # type: ignore[arg-type]
+        out = correction.truncate(ENGINE, old_N, loops.ints(LENGTHS), level=level, cap=2.0)  # type: ignore[arg-type]
         assert not out.requires_grad
 
 

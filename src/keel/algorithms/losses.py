@@ -22,7 +22,7 @@ from keel.algorithms.terms import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from keel.objective import ratios, value
+    from keel.objective import correction, value
 else:
     correction, value = Lazy("correction"), Lazy("value")
 
@@ -74,8 +74,8 @@ class Correction(FrozenModel):
     def value(self, engine_N: Tensor, old_N: Tensor, lengths_S: Tensor) -> Tensor:
         """c_n of the log-probabilities of the engine and of the trainer."""
         if self.kind == "truncate":
-            return ratios.truncate(engine_N, old_N, lengths_S, level=self.level, cap=self.cap)
-        return ratios.mask(
+            return correction.truncate(engine_N, old_N, lengths_S, level=self.level, cap=self.cap)
+        return correction.mask(
             engine_N, old_N, lengths_S, level=self.level, floor=self.floor, cap=self.cap
         )
 
@@ -110,7 +110,7 @@ class Correction(FrozenModel):
             )
         if self.kind == "mask" and not self.floor <= 1 <= self.cap:
             yield (
-                f"correction.floor = {self.floor:g} and ratios.cap = {self.cap:g} leave out 1, "
+                f"correction.floor = {self.floor:g} and correction.cap = {self.cap:g} leave out 1, "
                 "the weight on policy: every token would be masked, set floor <= 1 <= cap"
             )
 

@@ -73,7 +73,7 @@ def split_of(content: Content, validation_fraction: float = VALIDATION_FRACTION)
     return "validation" if position(content) < validation_fraction else "train"
 
 
-SEED_NAMES: Mapping[Split, str] = {"train": "train", "validation": "validation"}
+SEED_NAMES: Mapping[Split, str] = {"train": "train", "validation": "heldout"}
 """The names of the splits in what seeds random numbers: with others, results would change."""
 
 
