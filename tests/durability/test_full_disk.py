@@ -80,7 +80,7 @@ def test_run_stops_where_the_disk_is_full_and_resumes(
         assert one_line(err) == (
             f"keel: error: stopped after rl step {recorded} (newest checkpoint: step {newest}): "
             f"cannot write {run / name}: No space left on device: fix the disk or folder; "
-            f"go on with: keel train --resume --run {run}"
+            f"resume with: keel train --resume --run {run}"
         )
         assert whole(run) == [s for s in (2, 4) if s <= newest]
         mounts.empty(disk)

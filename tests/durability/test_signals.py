@@ -20,7 +20,7 @@ INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 def notice(signum: int) -> str:
     name = signal.Signals(signum).name
-    return f"keel: {name}: stopping once the step in hand is saved; again: at once\n"
+    return f"keel: {name}: finishing the current step; send it again to stop at once\n"
 
 
 def resume_to_the_end(tmp_path: Path, run: Path, other: Path) -> None:
@@ -45,7 +45,7 @@ def test_signal_saves_the_current_step(
         return same(run, unharmed)
     assert (code, err) == (128 + signum, notice(signum))
     how = f"keel train --resume --run {run}"
-    assert out.endswith(f"stopped by {signal.Signals(signum).name}; go on with: {how}\n")
+    assert out.endswith(f"stopped by {signal.Signals(signum).name}; resume with: {how}\n")
     assert load(run).checkpoints()[-1].place.step == step
     resume_to_the_end(tmp_path, run, unharmed)
 

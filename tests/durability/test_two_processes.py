@@ -109,7 +109,8 @@ def test_control_run_ends_at_once_with_its_workers(
     with locked(run):
         pass
     assert (
-        one_line_of(err) == "keel: SIGINT: stopping once the step in hand is saved; again: at once"
+        one_line_of(err)
+        == "keel: SIGINT: finishing the current step; send it again to stop at once"
     )
 
 

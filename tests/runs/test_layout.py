@@ -52,7 +52,7 @@ def test_stage_may_have_the_name_of_a_step(tmp_path: Path) -> None:
 
 def test_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
     one_stage(tmp_path)
-    with pytest.raises(KeelError, match=r"exists and is not empty: go on with it by --resume, or"):
+    with pytest.raises(KeelError, match=r"exists and is not empty: resume it with --resume, or"):
         RunFolder.create(tmp_path / "run", ONE)
     (tmp_path / "file").write_text("")
     with pytest.raises(KeelError, match="is a file"):

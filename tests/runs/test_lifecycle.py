@@ -20,7 +20,7 @@ from keel.runs.writer import RunWriter
 from keel.types import KeelError
 from tests.runs.example import ONE, Progress, one_stage, row, two_stages
 
-HOW = "go on with: keel train --resume --run "
+HOW = "resume with: keel train --resume --run "
 
 
 def fill(aside: Path) -> None:
@@ -72,7 +72,7 @@ def test_error_reports_the_step_reached_and_how_to_continue(tmp_path: Path) -> N
     )
     assert stopped(folder, lambda s: None, True, "control") == (
         f"stopped after warmup step 2 (newest checkpoint: step 2): {why}; "
-        f"go on with: keel control --resume --run {folder.path}"
+        f"resume with: keel control --resume --run {folder.path}"
     )
 
 

@@ -171,9 +171,9 @@ def end(folder: Path, *keys: str) -> str:
 
 def test_invalid_reward_gives_the_same_error(tmp_path: Path) -> None:
     reward = f"rewards.functions=[{{function='{HERE}:spoils_one'}}]"
-    message, *_ = end(tmp_path / "off", reward).split("; go on with")
+    message, *_ = end(tmp_path / "off", reward).split("; resume with")
     assert "at step 2: sample" in message
-    assert end(tmp_path / "on", reward, ON).split("; go on with")[0] == message
+    assert end(tmp_path / "on", reward, ON).split("; resume with")[0] == message
 
 
 def test_keyboard_interrupt_in_a_reward_is_reported(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from keel.types import KeelError
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run on an environment, or go on with a run; shows how it went."""
+    """Run on an environment, or resume a run; prints its results."""
     recipe = _recipe(arguments)
     try:
         from keel.control.run import control

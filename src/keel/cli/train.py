@@ -27,7 +27,7 @@ class Start(Protocol):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run, or go on with a run; shows how it went."""
+    """Run, or resume a run; prints its results."""
     recipe = _recipe(arguments)
     if recipe is not None and recipe.description:
         console = Console(stderr=arguments.json, quiet=arguments.quiet)
@@ -44,7 +44,7 @@ def carry(
     start: Start,
     show: Callable[[Console, RunFolder], None],
 ) -> int:
-    """Watch a run to its end and show it, or say how to go on with it; the exit code.
+    """Watch a run to its end and show it, or say how to resume it; the exit code.
 
     A terminal that has gone changes neither the run nor the code.
     """
@@ -60,7 +60,7 @@ def carry(
                 interrupted, code = caught, 128 + caught.signum
         if code:
             how = f"keel {command} --resume --run {interrupted.folder}"
-            console.print(f"stopped by {interrupted}; go on with: {how}", soft_wrap=True)
+            console.print(f"stopped by {interrupted}; resume with: {how}", soft_wrap=True)
         elif arguments.json:
             run = load(folder.path)
             about = {"run": str(folder.path), "seconds": round(run.seconds(), 3), **run.info()}

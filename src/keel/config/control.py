@@ -254,7 +254,7 @@ ControlStage = Annotated[Union[QLearningStage, PolicyGradientStage], Field(discr
 
 
 class ControlRecipe(FrozenModel):
-    """One experiment on one environment, whole."""
+    """One experiment on one environment."""
 
     name: str = "control"
     """Name of the run folder."""

@@ -189,7 +189,7 @@ def _no_recipe(label: str) -> str:
 
 
 def read_toml(path: str) -> dict[str, Any]:
-    """A TOML file as it stands. Raises KeelError where there is none or it is no TOML."""
+    """Parse a TOML file. Raises KeelError if it is missing or not TOML."""
     return parse_toml(_file_text(path), path)
 
 

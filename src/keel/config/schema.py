@@ -288,7 +288,7 @@ Stage = Annotated[
 
 
 class Recipe(FrozenModel):
-    """One experiment, whole."""
+    """One experiment."""
 
     name: str = "recipe"
     """Name of the run folder."""

@@ -1,4 +1,4 @@
-"""What must not stand in a recipe, since a recipe is written into the run folder. Torch-free."""
+"""Rejects secrets in a recipe, which is written into the run folder. Torch-free."""
 
 from __future__ import annotations
 

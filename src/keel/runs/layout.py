@@ -239,7 +239,7 @@ def make_free(path: Path) -> bool:
     if taken:
         raise KeelError(
             f"run folder {path} exists and is not empty: "
-            "go on with it by --resume, or choose another with --run DIR"
+            "resume it with --resume, or choose another with --run DIR"
         )
     return made
 

@@ -232,7 +232,7 @@ def _reporting(place: RunFolder, reached: Reached, resume: bool, command: str) -
         with suppress(KeelError), Recorder(place) as recorder:
             recorder.event("stopped", text=text)
         how = f"keel {command} --resume --run {place.path}"
-        raise KeelError(f"{text}; go on with: {how}") from error
+        raise KeelError(f"{text}; resume with: {how}") from error
 
 
 def _fixable(place: RunFolder, error: KeelError | OSError) -> str | None:

@@ -77,7 +77,7 @@ class Interrupt:
         if self.signum is None:
             self.signum, self._since = signum, now
             name = signal.Signals(signum).name
-            _write(f"keel: {name}: stopping once the step in hand is saved; again: at once\n")
+            _write(f"keel: {name}: finishing the current step; send it again to stop at once\n")
         elif signum != signal.SIGHUP and now - self._since >= AGAIN:
             _end(signum)
 

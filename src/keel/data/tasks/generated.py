@@ -89,7 +89,7 @@ def check_range(where: str, **bounds: int) -> None:
 
 
 MAX_DIGITS = 18
-"""What a 64-bit draw holds."""
+"""Most digits of a number that fits into 64 bits."""
 
 
 class Addition(Generated):
