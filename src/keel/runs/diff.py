@@ -1,4 +1,4 @@
-"""The first step, sequence, token or tensor at which two runs differ. Torch-free to import.
+"""The first step, sequence, token or tensor at which two runs differ. Torch-free.
 
 Runs are compared in the order in which a run produces things: recipe and environment, the samples
 that a stage makes before its first step, then for each step its rollouts, metrics and checkpoint.
@@ -15,6 +15,9 @@ from dataclasses import asdict, dataclass
 from itertools import chain, takewhile, zip_longest
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from safetensors import deserialize
 
 from keel.runs import checkpoint, files
 from keel.runs.checkpoint import records_until
@@ -36,6 +39,8 @@ _TOKENS = ("tokens", "written", "log_probs")
 _END = ("completion", "finish")
 _SCORED = ("step_ends", "step_rewards", "outcome", "reward")
 _LEARNED = ("old_log_probs", "advantages")
+_NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "u1"}
+"""numpy's names of the types of safetensors."""
 _KNOWN = {*_PROMPT, *_TOKENS, *_END, *_SCORED, *_LEARNED, "stage", "step"}
 
 
@@ -297,27 +302,36 @@ def _compare_files(name: str, a: Path, b: Path) -> Iterator[Change]:
     if name == STATE:
         yield from changes(json.loads(a.read_bytes()), json.loads(b.read_bytes()))
         return
-    import torch
-    from safetensors import safe_open
-
-    with safe_open(a, "pt") as left, safe_open(b, "pt") as right:
-        for name in sorted({*left.keys(), *right.keys()}):
-            kinds = _kind(left, name), _kind(right, name)
-            if kinds[0] != kinds[1]:
-                yield change(name, kinds[0], kinds[1])
-                continue
-            x, y = left.get_tensor(name), right.get_tensor(name)
-            if x.numel():
-                bits = [t.reshape(-1).view(torch.uint8).view(t.numel(), -1) for t in (x, y)]
-                unequal = (bits[0] != bits[1]).any(1).nonzero()
-                if len(unequal):
-                    at = tuple(int(i) for i in torch.unravel_index(unequal[0, 0], x.shape))
-                    yield change(name, x[at].item(), y[at].item(), at)
+    # As bytes, since this module does without torch, and numpy has no bfloat16.
+    left, right = (
+        dict(deserialize(path.read_bytes()))  # type: ignore[no-untyped-call]
+        for path in (a, b)
+    )
+    for name in sorted({*left, *right}):
+        x, y = left.get(name), right.get(name)
+        if x is None or y is None or _kind(x) != _kind(y):
+            yield change(name, x and _kind(x), y and _kind(y))
+        elif x["data"] != y["data"]:
+            yield _first_element(name, x, y)
 
 
-def _kind(file: Any, name: str) -> str | None:
-    """Type and shape of a tensor, such as `F32 [64, 2]`; None where the file does not have it."""
-    if name not in set(file.keys()):
-        return None
-    part = file.get_slice(name)
-    return f"{part.get_dtype()} {part.get_shape()}"
+def _kind(tensor: Mapping[str, Any]) -> str:
+    """Type and shape of a tensor, such as `F32 [64, 2]`."""
+    return f"{tensor['dtype']} {tensor['shape']}"
+
+
+def _first_element(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Change:
+    """The first element in which two tensors of one type and shape differ."""
+    x, y = (np.frombuffer(tensor["data"], np.uint8) for tensor in (a, b))
+    size = len(x) // math.prod(a["shape"])
+    at = int((x != y).argmax()) // size
+    place = tuple(int(i) for i in np.unravel_index(at, a["shape"]))
+    one, other = (_number(a["dtype"], part[at * size :][:size].tobytes()) for part in (x, y))
+    return change(name, one, other, place)
+
+
+def _number(dtype: str, element: bytes) -> Any:
+    """The value of an element; its bytes in hexadecimal where numpy has no such type."""
+    if dtype == "BF16":  # the upper half of a float32
+        dtype, element = "F32", b"\0\0" + element
+    return np.frombuffer(element, _NUMPY[dtype])[0].item() if dtype in _NUMPY else element.hex()
