@@ -172,7 +172,7 @@ def test_sequences_without_gradient_are_in_the_metrics(
 ) -> None:
     found = learner(tokens=20, value=algorithm.value is not None)
     prepared = with_zero_advantages(algorithm)
-    assert learner_module._by_gradient(algorithm, prepared, beta)[1].sequences == left_out
+    assert len(learner_module._by_gradient(algorithm, prepared, beta)[1]) == left_out
     whole = backward(found, algorithm, prepared, beta, 1000)
     wanted = gradients(found)
     found.clear()
@@ -184,11 +184,16 @@ def test_sequences_without_gradient_are_in_the_metrics(
         return [1.0]
 
     monkeypatch.setattr(learner_module, "step_all", stop)
-    metrics = update(found, algorithm, prepared, beta, (0.0, 0.0))
+    made = update(found, algorithm, prepared, beta, (0.0, 0.0))
     alike(seen, wanted)
-    assert list(metrics) == [*whole, "grad_norm"]
-    for name, value in whole.items():
-        assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+    assert list(made.metrics) == [*whole.metrics, "grad_norm"]
+    for name, value in whole.metrics.items():
+        assert made.metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+    assert list(made.tokens) == list(whole.tokens)
+    for name, value_N in whole.tokens.items():
+        torch.testing.assert_close(made.tokens[name], value_N, rtol=1e-5, atol=1e-7)
+    terms = sum(float(v.sum()) for name, v in made.tokens.items() if name.startswith("loss/"))
+    assert terms == pytest.approx(made.metrics["loss"], rel=1e-5, abs=1e-6)
 
 
 def test_all_advantages_zero_give_zero_gradients() -> None:
@@ -200,8 +205,8 @@ def test_all_advantages_zero_give_zero_gradients() -> None:
     )
     found = learner()
     moving, others = learner_module._by_gradient(algorithm, prepared, 0.0)
-    assert (moving.sequences, others.sequences) == (1, 10)
-    backward(found, algorithm, moving, 0.0, 1000)
+    assert (len(moving), len(others)) == (1, 10)
+    backward(found, algorithm, prepared.select(moving), 0.0, 1000)
     assert all(g is not None and not g.any() for g in gradients(found).values())
 
 
@@ -210,4 +215,4 @@ def test_users_surrogate_leaves_no_sequence_out() -> None:
     own = algorithm.surrogate.model_copy(update={"kind": "custom"})
     assert not learner_module._by_gradient(
         algorithm.model_copy(update={"surrogate": own}), with_zero_advantages(algorithm), 0.0
-    )[1].sequences
+    )[1]

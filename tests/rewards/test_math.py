@@ -17,18 +17,23 @@ def test_rewards() -> None:
     reward = load_reward(RewardSource(function="math", options={"timeout": 300.0}))
     assert (reward.required, reward.optional) == (
         ("completions", "answer"),
-        ("prompts", "log_metric"),
+        ("prompts", "log_metric", "log_extra"),
     )
     logged: dict[str, float] = {}
+    extras: dict[str, object] = {}
     texts = ["it is $1/2$", "0.25", "1/2", "what?"]
     message = [[{"role": "assistant", "content": text}] for text in texts]
     gold = [r"\frac{1}{2}", 0.5, None, "0.5"]
     assert reward.function is not None
     for completions in (texts, message):
         values = reward.function(
-            completions=completions, answer=gold, log_metric=logged.__setitem__
+            completions=completions,
+            answer=gold,
+            log_metric=logged.__setitem__,
+            log_extra=extras.__setitem__,
         )
         assert values == [1, 0, None, 0]
+        assert extras == {"extracted": ["1/2", "0.25", "1/2", "what?"]}
     assert logged == {"math/timed_out": 0, "math/died": 0}
     assert reward.function(completions=["1"], answer=["1"]) == [1]
     reward.function.close()  # type: ignore[attr-defined]

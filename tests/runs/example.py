@@ -45,8 +45,11 @@ def row(**changes: Any) -> RolloutRow:
         "completion": "1 2 3",
         "tokens": np.array([5, 6, 7]),
         "log_probs": np.array([-0.5, 0.0, -0.25], np.float32),
-        "old_log_probs": np.array([-0.5, 0.0, -0.125], np.float32),
-        "advantages": np.array([1.5, 0.0, 1.5], np.float32),
+        "pieces": ("1 ", "2 ", "3"),
+        "values": {
+            "old_log_probs": np.array([-0.5, 0.0, -0.125], np.float32),
+            "advantages": np.array([1.5, 0.0, 1.5], np.float32),
+        },
         "written": np.array([True, False, True]),
         "finish": "eos",
         "reward": 0.75,

@@ -288,8 +288,8 @@ def test_missing_tokens_sequences_and_values(whole: Path, copy: Path) -> None:
     assert first(whole, copy).change == Change("tokens", None, 1, (6, len(longer) - 2))
     left = Path(shutil.copytree(whole, copy.with_name("left")))
     for run, values in ((left, None), (copy, [])):
-        edit_rollouts(parquet(run, 1), put(3, "old_log_probs", values))
-    assert where(left, copy)[2:] == ("old_log_probs", (3, 0))
+        edit_rollouts(parquet(run, 1), put(3, "advantages", values))
+    assert where(left, copy)[2:] == ("advantages", (3, 0))
 
 
 def test_nan_equals_nan_and_minus_zero_differs_from_zero(whole: Path, copy: Path) -> None:

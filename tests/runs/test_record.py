@@ -162,8 +162,7 @@ def test_rollouts_read_back_as_written(tmp_path: Path) -> None:
         row(
             group=1,
             prompt=messages,
-            old_log_probs=None,
-            advantages=None,
+            values={},
             reward=None,
             components={"format": None},
             finish="length",
@@ -178,6 +177,7 @@ def test_rollouts_read_back_as_written(tmp_path: Path) -> None:
     assert first["old_log_probs"] == [-0.5, 0.0, -0.125]
     assert first["advantages"] == [1.5, 0.0, 1.5]
     assert first["written"] == [True, False, True]
+    assert first["pieces"] == ["1 ", "2 ", "3"]
     assert (first["reward"], first["reward/format"], first["reward/correct"]) == (0.75, 1.0, 0.5)
     assert (first["extra/parsed"], first["extra/tries"]) == ("1 2 3", 2.0)
     assert json.loads(first["extra/trace"]) == ["a", 1]
@@ -185,6 +185,19 @@ def test_rollouts_read_back_as_written(tmp_path: Path) -> None:
     nulls = ("old_log_probs", "advantages", "reward", "reward/format", "reward/correct")
     assert all(second[name] is None for name in nulls)
     assert (second["group"], second["finish"]) == (1, "length")
+
+
+def test_evaluations_read_back_and_are_removed_with_their_step(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    with Recorder(folder) as recorder:
+        recorder.evaluation(0, 0, [row(mode="greedy", passed=True)])
+        recorder.evaluation(0, 3, [row(mode="sampled", passed=None)])
+    run = read.load(folder.path)
+    assert [(one["mode"], one["passed"]) for one in run.evaluation(0)] == [("greedy", True)]
+    assert run.evaluation(3)[0]["passed"] is None
+    assert run.evaluation(2) == []
+    truncate_after(folder, 0, 2)
+    assert [place.step for place in run.evaluation_places()] == [0]
 
 
 def test_columns_have_the_documented_types(tmp_path: Path) -> None:
@@ -213,7 +226,9 @@ def test_parquet_bytes_are_a_function_of_the_rows() -> None:
 
 def test_arrays_of_another_length_than_the_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="advantages has 2 entries for 3 tokens"):
-        row(advantages=np.zeros(2))
+        row(values={"advantages": np.zeros(2)})
+    with pytest.raises(ValueError, match="pieces has 1 entries for 3 tokens"):
+        row(pieces=("a",))
 
 
 def test_missing_or_damaged_rollouts_are_named(tmp_path: Path) -> None:

@@ -31,6 +31,16 @@ def test_preset_trains_and_logs_known_metrics(name: str, tmp_path: Path) -> None
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["grad_norm"] > 0 for row in rows), "nothing was learned from"
     assert unknown(set(rows[0]) - {"stage", "step"}) == []
+    for record in rows:  # the recorded terms of the loss, of all tokens and all updates
+        terms = [
+            value
+            for one in load(folder.path).rollouts(record["step"])
+            for column, values in one.items()
+            if column.startswith("loss/")
+            for value in values
+        ]
+        # Of order 1 each, in float32: absolute, since they cancel on policy.
+        assert sum(terms) == pytest.approx(record["loss"], abs=1e-5)
     row = PRESETS[name].algorithm
     assert ("kl/reference" in rows[1] or "kl" in rows[1]) == (row.divergence is not None)
     assert ("value/loss" in rows[1]) == row.needs_value
@@ -61,3 +71,31 @@ def test_recorded_advantages_of_grpo(tmp_path: Path) -> None:
         expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
         for member, value in zip(members, expected.tolist(), strict=True):
             assert member["advantages"] == pytest.approx([value] * len(member["tokens"]), abs=1e-5)
+
+
+def test_recorded_terms_of_several_updates_add_up_to_the_loss(tmp_path: Path) -> None:
+    several = ("epochs=2", "minibatches=2", "algorithm.entropy=0.01", "value.kind=head")
+    folder = run(tmp_path / "run", *overrides("ppo"), *several)
+    for record in metrics(folder):
+        rows = load(folder.path).rollouts(record["step"])
+        names = ("loss/policy", "loss/value", "loss/entropy")
+        assert {name for name in rows[0] if name.startswith("loss/")} == set(names)
+        sums = {name: sum(sum(row[name]) for row in rows) for name in names}
+        assert sum(sums.values()) == pytest.approx(record["loss"], abs=1e-5)
+        assert sums["loss/policy"] == pytest.approx(record["loss/policy"], abs=1e-5)
+        # Means over the tokens' updates; each token is in as many of them.
+        entropies = [value for row in rows for value in row["entropies"]]
+        assert sum(entropies) / len(entropies) == pytest.approx(record["entropy"], rel=1e-2)
+
+
+def test_evaluated_completions_are_recorded_with_their_result(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", *overrides("grpo"), "evaluation.samples=2")
+    loaded = load(folder.path)
+    assert [place.step for place in loaded.evaluation_places()] == [0, 2]
+    rows = loaded.evaluation(2)
+    assert [row["mode"] for row in rows] == ["greedy"] * 4 + ["sampled"] * 8
+    greedy = [row for row in rows if row["mode"] == "greedy"]
+    assert sum(row["passed"] for row in greedy) / 4 == metrics(folder)[-1]["eval/pass@1"]
+    assert all(row["expected"] for row in rows)
+    shown = "".join(rows[0]["pieces"]).replace("<eos>", "").replace("<pad>", "")
+    assert shown == rows[0]["completion"]

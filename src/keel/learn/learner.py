@@ -19,7 +19,7 @@ from keel.learn.finite import (
     in_weights,
     stop_unless_finite,
 )
-from keel.learn.loss import loss
+from keel.learn.loss import Loss, loss
 from keel.learn.optimizer import AdamW, step_all
 from keel.learn.token_budget import TokenBudget
 from keel.models.head import Scores
@@ -99,14 +99,22 @@ class Learner:
         return replace(batch, **found)
 
 
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """The metrics of a batch's loss, and the values of its tokens (see `Loss`)."""
+
+    metrics: Mapping[str, float]
+    tokens: Mapping[str, Tensor]
+
+
 def update(
     learner: Learner,
     algorithm: Algorithm,
     batch: TrainBatch[Batch],
     beta: float,
     rates: tuple[float | None, float],
-) -> dict[str, float]:
-    """One optimizer step on a batch, and its metrics.
+) -> Losses:
+    """One optimizer step on a batch, and its losses.
 
     `rates` are the learning rates of the policy and of the value model; with None the policy and
     its optimizer's state stay as they are.
@@ -114,16 +122,21 @@ def update(
     Raises:
         NotFinite: the loss or a gradient is not finite; no optimizer took a step.
     """
-    with_gradient, without = _by_gradient(algorithm, batch, beta)
-    metrics = learner.budget.fitting(
+    chosen, others = _by_gradient(algorithm, batch, beta)
+    with_gradient = batch.select(chosen) if others else batch
+    made = learner.budget.fitting(
         partial(backward, learner, algorithm, with_gradient, beta),
         with_gradient.actions.sizes,
         undo=learner.clear,
     )
-    if without.sequences:
+    metrics, tokens = dict(made.metrics), made.tokens
+    if others:
+        without = batch.select(others)
         attempt = partial(_losses, learner, algorithm, without, beta)
         more = learner.budget.fitting(attempt, without.actions.sizes)
-        metrics = {name: value + more[name] for name, value in metrics.items()}
+        metrics = {name: value + more.metrics[name] for name, value in metrics.items()}
+        places = batch.actions.action_index([*chosen, *others]).argsort()
+        tokens = {name: torch.cat([v, more.tokens[name]])[places] for name, v in tokens.items()}
     try:
         stop_unless_finite(metrics)
     except KeelError:
@@ -133,29 +146,29 @@ def update(
     norms = step_all(list(learner.optimizers.values()), rates[: len(learner.optimizers)])
     metrics |= dict(zip(names, norms, strict=False))
     stop_unless_finite(metrics)
-    return metrics
+    return Losses(metrics, tokens)
 
 
 def backward(
     learner: Learner, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float, tokens: int
-) -> dict[str, float]:
-    """Add a batch's gradient to the parameters', `tokens` at a time; its metrics."""
+) -> Losses:
+    """Add a batch's gradient to the parameters', `tokens` at a time; its losses."""
     parts = []
     for micro in _micro_batches(batch, tokens):
         part = loss(algorithm, micro, learner.scores(algorithm, micro.actions), beta)
         part.total.backward()  # type: ignore[no-untyped-call]
-        parts.append(part.metrics)
-    return _summed(parts)
+        parts.append(replace(part, total=part.total.detach()))
+    return _joined(parts)
 
 
 @torch.no_grad()
 def _losses(
     learner: Learner, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float, tokens: int
-) -> dict[str, float]:
-    """The metrics of a batch without its gradient."""
-    return _summed(
+) -> Losses:
+    """The losses of a batch without its gradient."""
+    return _joined(
         [
-            loss(algorithm, micro, learner.scores(algorithm, micro.actions), beta).metrics
+            loss(algorithm, micro, learner.scores(algorithm, micro.actions), beta)
             for micro in _micro_batches(batch, tokens)
         ]
     )
@@ -166,17 +179,20 @@ def _micro_batches(batch: TrainBatch[Batch], tokens: int) -> list[TrainBatch[Bat
     return [batch] if len(spans) == 1 else [batch.select(span) for span in spans]
 
 
-def _summed(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+def _joined(parts: Sequence[Loss]) -> Losses:
+    """Metrics summed, values of tokens end to end."""
     sums: dict[str, Tensor] = {}
     for part in parts:
-        for name, value in part.items():
+        for name, value in part.metrics.items():
             sums[name] = sums[name] + value if name in sums else value
-    return {name: float(value) for name, value in sums.items()}
+    metrics = {name: float(value) for name, value in sums.items()}
+    names = parts[0].tokens
+    return Losses(metrics, {name: torch.cat([p.tokens[name] for p in parts]) for name in names})
 
 
 def _by_gradient(
     algorithm: Algorithm, batch: TrainBatch[Batch], beta: float
-) -> tuple[TrainBatch[Batch], TrainBatch[Batch]]:
+) -> tuple[list[int], list[int]]:
     """The sequences that the loss has a gradient on, and the others.
 
     A sequence whose advantages are all 0 has none, unless the loss has another term than the
@@ -185,15 +201,13 @@ def _by_gradient(
     divergence = algorithm.loss_divergence is not None and beta != 0
     other_terms = divergence or algorithm.value is not None or algorithm.entropy > 0
     if other_terms or algorithm.surrogate.kind == "custom":
-        return batch, batch.select([])
+        return list(range(batch.sequences)), []
     pieces = torch.split((batch.advantage_N != 0).cpu(), list(batch.lengths))
     moves = [bool(piece.any()) for piece in pieces]
     if not any(moves):
         moves[0] = True
-    if all(moves):
-        return batch, batch.select([])
     chosen, others = ([i for i, m in enumerate(moves) if m is want] for want in (True, False))
-    return batch.select(chosen), batch.select(others)
+    return chosen, others
 
 
 def cause_of(
@@ -202,8 +216,8 @@ def cause_of(
     """Where a loss or gradient that is not finite comes from."""
     parameters = [p for optimizer in learner.optimizers.values() for p in optimizer.parameters]
 
-    def backward_alone(i: int) -> dict[str, float]:
-        return backward(learner, algorithm, batch.select([i]), beta, learner.budget.tokens)
+    def backward_alone(i: int) -> Mapping[str, float]:
+        return backward(learner, algorithm, batch.select([i]), beta, learner.budget.tokens).metrics
 
     return (
         in_weights(parameters)

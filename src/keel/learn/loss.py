@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -59,10 +61,16 @@ def _count(actions: Actions) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """A micro-batch's share of the loss, and its share of each metric; both add up."""
+    """A micro-batch's share of the loss, and its share of each metric; both add up.
+
+    `tokens` are values (N,) of the micro-batch's actions: `ratios`, `divergences` and `entropies`,
+    and the terms of the loss, `loss/policy`, `loss/divergence`, `loss/value` and `loss/entropy`,
+    whose sum is `total`. What the algorithm does not have is not among them.
+    """
 
     total: Float[Tensor, ""]
     metrics: Mapping[str, Tensor]
+    tokens: Mapping[str, Float[Tensor, " N"]]
 
 
 def loss(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores, beta: float) -> Loss:
@@ -88,25 +96,35 @@ def loss(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores, beta: flo
     if algorithm.correction is not None:
         engine_N = actions.engine_log_prob_N.to(old_N)
         surrogate_N = surrogate_N * algorithm.correction.value(engine_N, old_N, lengths_S)
-    policy = -(weight_N * surrogate_N).sum()
-    total, metrics = policy, {"loss/policy": policy.detach()}
+    terms = {"policy": (-1.0, weight_N * surrogate_N)}
+    metrics: dict[str, Tensor] = {}
     divergence = algorithm.loss_divergence
     divergence_N = None
     if divergence is not None and divergence.active:
         divergence_N = divergence.value(
             log_prob_N, old_N, actions.reference_log_prob_N, scores.full_kl_N
         )
-        total = total + beta * (weight_N * divergence_N).sum()
+        terms["divergence"] = beta, weight_N * divergence_N
     if algorithm.value is not None and batch.return_N is not None:
-        term, value_metrics = _value(algorithm, batch, batch.return_N, scores)
-        total, metrics = total + term, {**metrics, **value_metrics}
+        value_N, metrics = _value(algorithm, batch, batch.return_N, scores)
+        terms["value"] = algorithm.value.coefficient * batch.token_weight, value_N
     if algorithm.entropy > 0:
         assert scores.entropy_N is not None
-        total = total - algorithm.entropy * batch.token_weight * scores.entropy_N.sum()
+        terms["entropy"] = -algorithm.entropy * batch.token_weight, scores.entropy_N
+    sums = {name: scale * term_N.sum() for name, (scale, term_N) in terms.items()}
+    total = reduce(operator.add, sums.values())
     with torch.no_grad():
         watched = _watch(algorithm, batch, scores, log_ratio_N, old_N, divergence_N)
-        metrics = {**metrics, "loss": total.detach(), **watched}
-    return Loss(total, metrics)
+        first = {"loss/policy": sums["policy"].detach()}
+        metrics = {**first, **metrics, "loss": total.detach(), **watched}
+        tokens = {f"loss/{name}": scale * term_N for name, (scale, term_N) in terms.items()}
+        if algorithm.ratio != "none":
+            tokens["ratios"] = ratios.exponential(log_ratio_N)
+        if divergence_N is not None:
+            tokens["divergences"] = divergence_N.detach()
+        if scores.entropy_N is not None:
+            tokens["entropies"] = scores.entropy_N.detach()
+    return Loss(total, metrics, tokens)
 
 
 def _custom_surrogate(choice: CustomSurrogate, **signals: Tensor) -> Tensor:
@@ -130,7 +148,7 @@ def _value(
         "value/loss": batch.metric_weight * loss_N.detach().sum(),
         "value/clip_ratio": batch.metric_weight * clipped_N.to(loss_N).sum(),
     }
-    return algorithm.value.coefficient * batch.token_weight * loss_N.sum(), metrics
+    return loss_N, metrics
 
 
 def _watch(

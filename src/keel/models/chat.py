@@ -335,6 +335,31 @@ def decode(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
     return texts
 
 
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> dict[int, str]:
+    """The text of each token as it stands within a text, special tokens included.
+
+    Decoded after another token, since tokenizers drop the blank before a first word. Part of a
+    character's bytes is the replacement character.
+    """
+
+    def decoded(sequences: list[list[int]]) -> list[str]:
+        texts: list[str] = tokenizer.batch_decode(
+            sequences, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return texts
+
+    alone = dict(zip(ids, decoded([[one] for one in ids]), strict=True))
+    first = next((one for one in ids if alone[one].strip("\ufffd ")), None)
+    if first is None:
+        return alone
+    start = alone[first]
+    pairs = zip(ids, decoded([[first, one] for one in ids]), strict=True)
+    return {
+        one: pair.removeprefix(start) if pair.startswith(start) else alone[one]
+        for one, pair in pairs
+    }
+
+
 def token_ends(tokenizer: Any, ids: Sequence[int], ends: Sequence[int]) -> list[int]:
     """For each ascending position in the text of `ids`, the token that completes the text up to it.
 

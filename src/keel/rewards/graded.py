@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from keel.graders.answers import final_answer
 from keel.graders.languages import check_language, language_of, language_share
 from keel.graders.mathematics import Mathematics
 from keel.rewards.batch import log_summary
@@ -35,7 +36,8 @@ class MathReward:
     """1 where the text ends on what is mathematically the `answer` column's answer, else 0.
 
     None where the column is empty. What cannot be read, or not compared within its time, is 0; how
-    many ran out of time or brought their process down is logged. `Wrong` where the column's answer
+    many ran out of time or brought their process down is logged, and as `extracted` what each text
+    ends on. `Wrong` where the column's answer
     cannot be read.
     """
 
@@ -52,6 +54,7 @@ class MathReward:
         answer: Sequence[Any],
         prompts: Sequence[Any] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
+        log_extra: Callable[[str, Sequence[Any]], None] | None = None,
     ) -> list[float | Wrong | None]:
         stated = [text or "" for text in stated_texts(completions, self._tag, prompts)]
         compared = [at for at, gold in enumerate(answer) if gold is not None]
@@ -69,6 +72,9 @@ class MathReward:
                 rewards[at] = float(finding == "same")
         if log_metric is not None:
             log_summary(log_metric, found, _unfinished)
+        if log_extra is not None:
+            answers = [final_answer(text, words=True) for text in stated]
+            log_extra("extracted", [None if one is None else one.text for one in answers])
         return rewards
 
 

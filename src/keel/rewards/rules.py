@@ -53,6 +53,7 @@ def numeric_match(
     tolerance: float = 0.0,
     tag: str | None = None,
     log_metric: Callable[[str, float], None] | None = None,
+    log_extra: Callable[[str, Sequence[Any]], None] | None = None,
 ) -> list[float | Wrong | None]:
     r"""1 where the text ends on the number that the `answer` column is or ends on, else 0.
 
@@ -61,13 +62,16 @@ def numeric_match(
     are the same where they differ by at most `tolerance · max(1, |gold|)`. A text that only repeats
     its prompt ends on no number. `tag` as for `exact_match`. None where the column is empty, and
     `Wrong` where it holds no number. The share of completions that end on no number is logged as
-    `numeric_match/unread`. Raises KeelError for a tolerance that is not a number of at least 0.
+    `numeric_match/unread`, the number of each as `extracted`. Raises KeelError for a tolerance that is not a number of at least 0.
     """
     if not 0 <= tolerance < math.inf:
         raise KeelError(f"tolerance = {tolerance:g}: give a number of at least 0")
     rewards: list[float | Wrong | None] = []
     read: list[bool] = []
+    extracted: list[str | None] = []
     for stated, gold in zip(stated_texts(completions, tag, prompts), answer, strict=True):
+        given = None if stated is None else stated_number(stated)
+        extracted.append(None if given is None else str(given.value))
         if gold is None:
             rewards.append(None)
             continue
@@ -79,12 +83,13 @@ def numeric_match(
             )
             rewards.append(Wrong(wrong))
             continue
-        given = None if stated is None else stated_number(stated)
         read.append(given is not None)
         same = given is not None and same_number(given.value, wanted.value, tolerance)
         rewards.append(float(same and given is not None and given.fits(wanted)))
     if log_metric is not None:
         log_metric("numeric_match/unread", read.count(False) / max(len(read), 1))
+    if log_extra is not None:
+        log_extra("extracted", extracted)
     return rewards
 
 

@@ -283,7 +283,7 @@ def records_until(folder: RunFolder, last: Place) -> list[tuple[Place, bytes]]:
 def check(folder: RunFolder, newest: FolderEntry, known: Recorded) -> list[str]:
     """Compares the run folder with its newest checkpoint's record; returns the rollouts lost since.
 
-    Nothing that follows depends on the rollouts before a checkpoint: those that are missing or
+    Nothing that follows depends on rollouts and evaluations before a checkpoint: those missing or
     changed are only reported, each as `PATH is missing` or `PATH is damaged`. Raises KeelError
     where metrics or sampled examples from before the checkpoint are.
     """
@@ -302,7 +302,7 @@ def check(folder: RunFolder, newest: FolderEntry, known: Recorded) -> list[str]:
         if path.is_file() and files.sha256(path) == digest:
             continue
         what = "is damaged" if path.is_file() else "is missing"
-        if path.parent != folder.rollouts_folder:
+        if path.parent not in (folder.rollouts_folder, folder.evaluations_folder):
             raise KeelError(f"{path} {what}: restore it from a copy")
         lost.append(f"{name} {what}")
     return lost

@@ -23,7 +23,7 @@ from keel.runs import checkpoint, files
 from keel.runs.checkpoint import records_until
 from keel.runs.layout import Place, RunFolder
 from keel.runs.reader import Run
-from keel.runs.rollouts import COMPONENT, read_table
+from keel.runs.rollouts import COMPONENT, LEARNED, SCORED, TERMS, read_table
 from keel.runs.values import Change, change, changes, same
 from keel.types import KeelError, Split
 
@@ -34,11 +34,11 @@ TRAINED = "trainable.safetensors"
 
 # Columns of rollouts in causal order: what was sampled (prompt, then token by token, the end), what
 # was scored, what was learned from it. Extras of rewards, which nothing else reads, come last.
-_PROMPT = ("group", "prompt_id", "task", "prompt_format", "prompt")
-_TOKENS = ("tokens", "written", "log_probs")
+_PROMPT = ("group", "prompt_id", "task", "prompt_format", "prompt", "expected")
+_TOKENS = ("tokens", "pieces", "written", "log_probs")
 _END = ("completion", "finish")
 _SCORED = ("step_ends", "step_rewards", "outcome", "reward")
-_LEARNED = ("old_log_probs", "advantages")
+_LEARNED = (*SCORED, *LEARNED, *TERMS)
 _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "u1"}
 """numpy's names of the types of safetensors."""
 _KNOWN = {*_PROMPT, *_TOKENS, *_END, *_SCORED, *_LEARNED, "stage", "step"}

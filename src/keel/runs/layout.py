@@ -1,7 +1,8 @@
 """What a run folder holds, and where. Torch-free.
 
     recipe.toml  run.json  metrics.jsonl  timings.jsonl  events.jsonl  curve.png  film.gif
-    rollouts/[STAGE-]step-000012.parquet  checkpoints/[STAGE-]step-000100/  trackers/
+    rollouts/[STAGE-]step-000012.parquet  evaluations/[STAGE-]step-000012.parquet
+    checkpoints/[STAGE-]step-000100/  trackers/
     inputs/  rows/STAGE-train.jsonl  models/STAGE/  pictures/STAGE-*.png  rewards/  quarantine/
     faults/
 
@@ -79,6 +80,7 @@ class RunFolder:
     curve = _Inside("curve.png")  # the reward over the steps
     film = _Inside("film.gif")  # one episode, of a run on environments
     rollouts_folder = _Inside("rollouts")
+    evaluations_folder = _Inside("evaluations")
     checkpoints_folder = _Inside("checkpoints")
     trackers = _Inside("trackers")  # of third parties: with times and host names
     pictures = _Inside("pictures")  # what stages plot in addition to the curve
@@ -105,6 +107,7 @@ class RunFolder:
         folder = RunFolder(path, stages, made)
         with files.os_errors(path, "make"):
             folder.rollouts_folder.mkdir(exist_ok=True)
+            folder.evaluations_folder.mkdir(exist_ok=True)
             folder.checkpoints_folder.mkdir(exist_ok=True)
         if inputs is not None:
             aside = files.aside(folder.inputs)
@@ -147,6 +150,10 @@ class RunFolder:
         """The rollouts of a step (counted within its stage, from 1)."""
         return self.rollouts_folder / (self._name(stage, step) + ".parquet")
 
+    def evaluation(self, stage: int, step: int) -> Path:
+        """The completions of the evaluation after a step (0: before the first)."""
+        return self.evaluations_folder / (self._name(stage, step) + ".parquet")
+
     def checkpoint(self, stage: int, step: int) -> Path:
         """The checkpoint taken after a step (counted within its stage)."""
         return self.checkpoints_folder / self._name(stage, step)
@@ -154,6 +161,10 @@ class RunFolder:
     def list_rollouts(self) -> list[FolderEntry]:
         """The rollout files there are, in the order of the run."""
         return self._entries(self.rollouts_folder, ".parquet")
+
+    def list_evaluations(self) -> list[FolderEntry]:
+        """The files of evaluations there are, in the order of the run."""
+        return self._entries(self.evaluations_folder, ".parquet")
 
     def list_checkpoints(self) -> list[FolderEntry]:
         """The checkpoints there are, damaged ones too, in the order of the run."""
@@ -258,6 +269,6 @@ def _of_a_start(path: Path) -> bool:
     """Whether a process that died before its recipe was written may have left this."""
     if path.is_symlink():
         return False
-    if path.name in ("rollouts", "checkpoints"):
+    if path.name in ("rollouts", "evaluations", "checkpoints"):
         return path.is_dir() and not any(path.iterdir())
     return path.name in (files.LOCK, files.ASIDE + RECIPE, files.ASIDE + "inputs")

@@ -263,7 +263,8 @@ def _leaves_nothing(place: RunFolder) -> bool:
         return False  # it is another folder now
     # The recipe, without which the folder is no run, is deleted after all content, so that a run
     # that cannot be deleted can be resumed.
-    last = [place.recipe, place.rollouts_folder, place.checkpoints_folder, place.lock]
+    folders = [place.rollouts_folder, place.evaluations_folder, place.checkpoints_folder]
+    last = [place.recipe, *folders, place.lock]
     with suppress(OSError, KeelError):
         for path in [p for p in place.path.iterdir() if p not in last] + last:
             files.remove(path)

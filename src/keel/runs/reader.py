@@ -154,11 +154,21 @@ class Run:
                 f"no rollouts of step {step} in {self.folder.path}: {path} is not there (it has "
                 f"those of {there})"
             )
-        rows: list[Record] = read_table(path).to_pylist()
-        for row in rows:
-            if row.pop("prompt_format") == "messages":
-                row["prompt"] = json.loads(row["prompt"])
-        return rows
+        return _rows(path)
+
+    def evaluation(self, step: int, stage: str | None = None) -> list[Record]:
+        """The completions of the evaluation after a step (0: before the first), as `rollouts`.
+
+        `mode` is "greedy" or "sampled", `passed` whether the completion is correct (None where no
+        reward is declared as correctness). Empty where the stage was not evaluated there.
+        """
+        name = self.stages[-1] if stage is None else stage
+        path = self.folder.evaluation(self._stage_of_rollouts(name), step)
+        return _rows(path) if path.is_file() else []
+
+    def evaluation_places(self) -> list[Place]:
+        """The stages and steps whose evaluations were written, in the order of the run."""
+        return [entry.place for entry in self.folder.list_evaluations()]
 
     def checkpoints(self) -> list[FolderEntry]:
         """The checkpoints, in the order of the run, unverified."""
@@ -177,6 +187,14 @@ class Run:
     def _records(self, path: Path, stage: str | None) -> list[Record]:
         records = (record for _, _, record in files.read_jsonl(path))
         return [record for record in records if stage is None or record.get("stage") == stage]
+
+
+def _rows(path: Path) -> list[Record]:
+    rows: list[Record] = read_table(path).to_pylist()
+    for row in rows:
+        if row.pop("prompt_format") == "messages":
+            row["prompt"] = json.loads(row["prompt"])
+    return rows
 
 
 def load(path: Path | str) -> Run:

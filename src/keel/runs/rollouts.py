@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,17 +22,28 @@ COMPONENT = "reward/"
 """Prefix of the columns that hold the components of the reward."""
 EXTRA = "extra/"
 """Prefix of the columns that hold what rewards recorded with `log_extra`."""
+LOSS = "loss/"
+"""Prefix of the columns that hold each token's part of a term of the loss."""
+SCORED = ("old_log_probs", "reference_log_probs", "values")
+"""Values of tokens that the models gave before the update."""
+LEARNED = ("advantages", "ratios", "divergences", "entropies")
+"""Values of tokens that the update computed, besides the terms of the loss."""
+TERMS = tuple(LOSS + name for name in ("policy", "divergence", "value", "entropy"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutRow:
     """One completion with its results. All arrays have the completion's length in tokens.
 
-    `group` counts the groups of the step from 0. `log_probs` are the engine's, `old_log_probs`
-    those that the ratio divides by; None where they were not computed (a dropped group).
-    `advantages` is 0 where `written` is false. `reward` is None without any reward. `steps` are
-    the rewards of steps, `outcome` the part of the reward that is of the whole answer, where the
-    advantage has one (None: it does not).
+    `group` counts the groups of the step, or of the evaluation, from 0. `pieces` are the texts of
+    the tokens, `log_probs` the engine's. `values` are further values of tokens, 0 where `written`
+    is false: `old_log_probs`, those that the ratio divides by, `reference_log_probs`, `values` (of
+    the value model), `advantages`, and means over the updates of `ratios`, `divergences` (D_n) and
+    `entropies`, in nats; `loss/policy`, `loss/divergence`, `loss/value` and `loss/entropy` are the
+    terms of the loss, which add up to the step's metric `loss`. `expected` is the answer that the
+    data has. `reward` is None without any reward. `steps` are the rewards of steps, `outcome` the
+    part of the reward that is of the whole answer, where the advantage has one (None: it does not).
+    `mode` and `passed` are of evaluations: how it was sampled, and whether it is correct.
     """
 
     group: int
@@ -45,17 +56,22 @@ class RolloutRow:
     written: npt.NDArray[Any]
     finish: FinishReason
     reward: float | None
-    old_log_probs: npt.NDArray[Any] | None = None
-    advantages: npt.NDArray[Any] | None = None
+    pieces: tuple[str, ...] = ()
+    values: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    expected: str | None = None
+    mode: Literal["greedy", "sampled"] | None = None
+    passed: bool | None = None
     components: Mapping[str, float | None] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()
     outcome: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("log_probs", "written", "old_log_probs", "advantages"):
-            array = getattr(self, name)
-            if array is not None and len(array) != len(self.tokens):
+        arrays = {"log_probs": self.log_probs, "written": self.written, **self.values}
+        if self.pieces:
+            arrays["pieces"] = np.array(self.pieces)
+        for name, array in arrays.items():
+            if len(array) != len(self.tokens):
                 raise ValueError(f"{name} has {len(array)} entries for {len(self.tokens)} tokens")
 
 
@@ -63,9 +79,10 @@ def table(stage: str, step: int, rows: Sequence[RolloutRow]) -> pa.Table:
     """The rows as an Arrow table.
 
     Columns: stage, step, group, prompt_id, task, prompt_format ("text", or "messages" in JSON),
-    prompt, completion, tokens, log_probs, old_log_probs, advantages, written, finish,
-    reward, `reward/NAME` for each component and `extra/NAME` for each extra. Where some row has
-    rewards of steps also step_ends (the index of each step's last token), step_rewards and outcome.
+    prompt, expected, completion, tokens, pieces, log_probs, each of the rows' values, written,
+    finish, reward, `reward/NAME` for each component and `extra/NAME` for each extra. Where some row
+    has rewards of steps also step_ends (the index of each step's last token), step_rewards and
+    outcome; in evaluations mode and passed.
     """
     import pyarrow as pa
 
@@ -80,15 +97,27 @@ def table(stage: str, step: int, rows: Sequence[RolloutRow]) -> pa.Table:
         ("task", text, [clean_text(row.task) for row in rows]),
         ("prompt_format", text, formats),
         ("prompt", text, [prompt_text(row.prompt) for row in rows]),
+        ("expected", text, [row.expected and clean_text(row.expected) for row in rows]),
         ("completion", text, [clean_text(row.completion) for row in rows]),
         ("tokens", integers, [_array(row.tokens, np.int32) for row in rows]),
+        ("pieces", pa.list_(text), [[clean_text(p) for p in row.pieces] for row in rows]),
         ("log_probs", floats, [_array(row.log_probs, np.float32) for row in rows]),
-        ("old_log_probs", floats, [_array(row.old_log_probs, np.float32) for row in rows]),
-        ("advantages", floats, [_array(row.advantages, np.float32) for row in rows]),
+    )
+    names = {name for row in rows for name in row.values}
+    for name in (*SCORED, *LEARNED, *TERMS):
+        if name in names:
+            values = [_array(row.values.get(name), np.float32) for row in rows]
+            fields += ((name, floats, values),)
+    fields += (
         ("written", pa.list_(pa.bool_()), [_array(row.written, np.bool_) for row in rows]),
         ("finish", text, [row.finish for row in rows]),
         ("reward", numbers, [row.reward for row in rows]),
     )
+    if any(row.mode for row in rows):
+        fields += (
+            ("mode", text, [row.mode for row in rows]),
+            ("passed", pa.bool_(), [row.passed for row in rows]),
+        )
     if any(row.steps for row in rows):
         fields += (
             ("step_ends", integers, [[step.end for step in row.steps] for row in rows]),

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -105,9 +106,17 @@ class Recorder(ExitStack):
 
     def rollouts(self, stage: int, step: int, rows: Sequence[RolloutRow]) -> None:
         """Write the rollouts of a step, replacing earlier ones. Without rows there is no file."""
+        self._table(self.folder.rollouts(stage, step), stage, step, rows)
+
+    def evaluation(self, stage: int, step: int, rows: Sequence[RolloutRow]) -> None:
+        """Write the completions of an evaluation after a step, as `rollouts` does."""
+        if rows:  # a run that an earlier version began has no such folder
+            files.make_folder(self.folder.evaluations_folder)
+        self._table(self.folder.evaluation(stage, step), stage, step, rows)
+
+    def _table(self, path: Path, stage: int, step: int, rows: Sequence[RolloutRow]) -> None:
         if not rows:
             return
-        path = self.folder.rollouts(stage, step)
         content = rollout_table.encode(self.folder.stages[stage], step, rows)
         files.write_bytes(path, content, sync=False)
         self._known[self._name(path)] = hashlib.sha256(content).hexdigest()
@@ -117,11 +126,11 @@ class Recorder(ExitStack):
         """Blocks until all that was recorded is on the disk. Call before a checkpoint."""
         for writer in self._writers:
             writer.sync()
-        with files.os_errors(self.folder.rollouts_folder):
+        with files.os_errors(self.folder.path):
             for path in self._not_synced:
                 files.sync_path(path)
-            if self._not_synced:
-                files.sync_path(self.folder.rollouts_folder)
+            for inside in {path.parent for path in self._not_synced}:
+                files.sync_path(inside)
             files.sync_path(self.folder.path)
         self._not_synced.clear()
 
@@ -146,15 +155,16 @@ class Recorder(ExitStack):
 def truncate_after(folder: RunFolder, stage: int, step: int) -> None:
     """Deletes what a run wrote after a checkpoint, before it continues from there.
 
-    Records of metrics.jsonl, rollouts, checkpoints (those past the newest whole one are damaged)
-    and unfinished files; timings.jsonl and events.jsonl log what happened and stay. The records
-    that stay keep their bytes. `truncate_after(folder, 0, -1)` empties a run.
+    Records of metrics.jsonl, rollouts, evaluations, checkpoints (those past the newest whole one
+    are damaged) and unfinished files. timings.jsonl and events.jsonl log what happened and stay.
+    The records that stay keep their bytes. `truncate_after(folder, 0, -1)` empties a run.
     """
     keep_to = Place(stage, step)
     kept = b"".join(line for _, line in checkpoint.records_until(folder, keep_to))
     if folder.metrics.exists() and len(kept) < folder.metrics.stat().st_size:
         files.write_bytes(folder.metrics, kept)
-    for entry in (*folder.list_rollouts(), *folder.list_checkpoints()):
+    listed = (folder.list_rollouts(), folder.list_evaluations(), folder.list_checkpoints())
+    for entry in chain(*listed):
         if entry.place > keep_to:
             files.remove(entry.path)
     for inside in (folder.path, *folder.path.iterdir()):
@@ -273,8 +283,13 @@ class RunWriter:
         result: Mapping[str, Any],
         when: Literal["before", "during", "after"],
         key: Literal["evaluation", "measured"] = "evaluation",
+        rows: Sequence[RolloutRow] = (),
     ) -> None:
-        """Report an evaluation; the first and the last of each stage go into run.json as `key`."""
+        """Report an evaluation; the first and the last of each stage go into run.json as `key`.
+
+        `rows` are the completions that were evaluated.
+        """
+        self.recorder.evaluation(progress.stage, progress.step, rows)
         name = self.folder.stages[progress.stage]
         summary = {part: result[part] for part in ("mean", "n") if part in result}
         self.callbacks.evaluation(progress.step, result)

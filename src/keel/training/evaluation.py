@@ -191,7 +191,7 @@ def _run(
     less = "lower --prompts or --max-tokens"
     sampler = build_sampler(policy, source, judge, rollout, seed, less=less)
     with closing(judge):
-        result = Evaluator(sampler, judge, chosen, choice)(0)
+        result = Evaluator(sampler, judge, chosen, choice)(0).report
     return {**result, "left_out": len(left_out) + sum(map(_unreadable, ordered))}
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
-from typing import Any
+from typing import Any, Literal
 
 from keel.analysis.statistics import mean_interval, wilson_interval
 from keel.config.fields import derive, unknown
@@ -14,11 +14,20 @@ from keel.config.sampling import Evaluation
 from keel.rewards.judge.reward import spending
 from keel.rewards.registry import NamedReward
 from keel.rewards.scorer import Scorer
-from keel.training.rollout import Sampler
+from keel.runs.rollouts import RolloutRow
+from keel.training.rollout import Sampler, completion_rows
 from keel.types import Group, KeelError, Prompt, RewardResult, Sampling
 
 EXAMPLES = 4
 """How many completions an evaluation shows."""
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluated:
+    """The figures of an evaluation, as `Evaluator` describes them, and the completions."""
+
+    report: dict[str, Any]
+    rows: Sequence[RolloutRow]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +49,9 @@ class Evaluator:
         """The reward that is declared as correctness, if any."""
         return self.scorer.judging(self.config.component)
 
-    def __call__(self, step: int) -> dict[str, Any]:
-        """`mean`, `low`, `high` (95 %), `n` of greedy pass@1; `sampled` and `pass@k` with k > 0.
+    def __call__(self, step: int) -> Evaluated:
+        """The report: `mean`, `low`, `high` (95 %), `n` of greedy pass@1; with k > 0 also `sampled`
+        and `pass@k`.
 
         Where no reward is declared as correctness, `measure` is "reward", the figures are of the
         reward (of `evaluation.component`, else the whole), and there is no pass@k. Every evaluation
@@ -56,34 +66,55 @@ class Evaluator:
         )
         spent: dict[str, float] = {}
         groups, results = self._judge(1, greedy, step, spent)
+        rows = self._rows(groups, results, "greedy")
         lengths = [int(group.completions[0].written.sum()) for group in groups]
         report: dict[str, Any] = {
             **self._greedy([judged[0] for judged in results]),
             "mean_length": sum(lengths) / len(lengths),
         }
         if self.config.samples > 0:
-            report |= self._sampled(greedy, step, spent)
+            figures, sampled = self._sampled(greedy, step, spent)
+            report |= figures
+            rows += sampled
         if spent:
             report["spent"] = spent
         report["examples"] = [_example(g, v) for g, v in zip(groups, results, strict=True)][
             :EXAMPLES
         ]
-        return report
+        return Evaluated(report, rows)
 
-    def _sampled(self, greedy: Sampling, step: int, spent: dict[str, float]) -> dict[str, Any]:
+    def _sampled(
+        self, greedy: Sampling, step: int, spent: dict[str, float]
+    ) -> tuple[dict[str, Any], list[RolloutRow]]:
         c, k = self.config, self.config.samples
         sampling = replace(
             greedy, temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p
         )
-        _, results = self._judge(k, sampling, step, spent)
+        groups, results = self._judge(k, sampling, step, spent)
+        rows = self._rows(groups, results, "sampled")
         if self.judging is None:
-            return {"sampled": _mean_reward([self._rewards(judged) for judged in results])}
+            return {"sampled": _mean_reward([self._rewards(judged) for judged in results])}, rows
         right = [sum(self._passed(v) for v in judged) for judged in results]
         solved = sum(count > 0 for count in right)
-        return {
+        figures = {
             "sampled": _rate_interval([count / k for count in right]),
             f"pass@{k}": wilson_interval(solved, len(right)).as_dict(),
         }
+        return figures, rows
+
+    def _rows(
+        self,
+        groups: Sequence[Group],
+        results: Sequence[Sequence[RewardResult]],
+        mode: Literal["greedy", "sampled"],
+    ) -> list[RolloutRow]:
+        """The completions as records."""
+        rows = completion_rows(groups, results, self.sampler.tokenizer)
+        judged = [result for group in results for result in group]
+        return [
+            replace(row, mode=mode, passed=None if self.judging is None else self._passed(result))
+            for row, result in zip(rows, judged, strict=True)
+        ]
 
     def _judge(
         self, n: int, sampling: Sampling, step: int, spent: dict[str, float]

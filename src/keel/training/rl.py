@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -23,12 +23,13 @@ from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.finite import Cause, NotFinite
-from keel.learn.learner import Learner, cause_of, update
+from keel.learn.learner import Learner, Losses, cause_of, update
 from keel.learn.loss import prepare
 from keel.learn.optimizer import learning_rate
 from keel.learn.token_budget import LESS, oom_context
 from keel.objective import divergences
 from keel.objective.value import explained_variance
+from keel.runs.rollouts import LOSS
 from keel.runs.writer import RunWriter, due
 from keel.training import non_finite
 from keel.training.evaluator import Evaluator
@@ -99,11 +100,12 @@ class Loop:
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """A step's rollouts, the batch and the advantages it was trained on, and its metrics."""
+    """A step's rollouts, the batch it was trained on with the values of its tokens, and its
+    metrics."""
 
     rollouts: Rollouts
     batch: Batch | None
-    advantage_N: Tensor | None
+    tokens: Mapping[str, Tensor]
     metrics: dict[str, float]
     beta: float
     skipped: int = 0
@@ -119,10 +121,12 @@ class Minibatch:
 
 @dataclass(frozen=True, eq=False)
 class UpdateResult:
-    """The mini-batches of a step, the metrics of its updates, and how many were not finite."""
+    """The mini-batches of a step, the metrics of its updates, how many were not finite, and for
+    each one that was taken the values of its tokens."""
 
     minibatches: Sequence[Minibatch]
     metrics: dict[str, float]
+    tokens: Sequence[tuple[Minibatch, Mapping[str, Tensor]]] = ()
     skipped: int = 0
 
 
@@ -131,8 +135,8 @@ def run(loop: Loop, progress: Progress) -> Progress:
     steps, writer = loop.schedule.steps, loop.writer
     if progress.before is None and loop.evaluator is not None and not writer.interrupted:
         result = loop.evaluator(progress.step)
-        writer.evaluated(progress, result, when="before")
-        progress = replace(progress, before=result)
+        writer.evaluated(progress, result.report, when="before", rows=result.rows)
+        progress = replace(progress, before=result.report)
     while progress.step < steps and not writer.interrupted:
         start = time.perf_counter()
         number = progress.step + 1
@@ -153,7 +157,10 @@ def run(loop: Loop, progress: Progress) -> Progress:
         seconds = time.perf_counter() - start
         with writer.clock("record"):
             wanted = due(loop.rollouts_every, number)
-            records = rollout_records(made.rollouts, made.batch, made.advantage_N) if wanted else []
+            records = []
+            if wanted and made.batch is not None:
+                tokenizer = loop.sampler.tokenizer
+                records = rollout_records(made.rollouts, made.batch, made.tokens, tokenizer)
         writer.recorded(progress, made.metrics, records, seconds)
         if writer.checkpoint_due(progress, steps, loop.checkpoints):
             save(loop, progress)
@@ -173,7 +180,7 @@ def take_step(loop: Loop, progress: Progress, number: int) -> StepResult:
         if not rollouts.groups:
             loop.writer.note(f"step {number}: no group had anything to learn from")
             _reset_reference(loop, number)
-            return StepResult(rollouts, None, None, metrics, beta)
+            return StepResult(rollouts, None, {}, metrics, beta)
         with clock("score"):
             batch = score(loop, rollouts)
             rewards = outcome(rollouts.groups, rollouts.results, rollouts.greedy)
@@ -187,8 +194,8 @@ def take_step(loop: Loop, progress: Progress, number: int) -> StepResult:
         _reset_reference(loop, number)
     with clock("sync"):
         sync(loop)
-    advantage_N = _trained_advantages(batch, updated.minibatches)
-    return StepResult(rollouts, batch, advantage_N, metrics, beta, updated.skipped)
+    tokens = _token_values(batch, updated)
+    return StepResult(rollouts, batch, tokens, metrics, beta, updated.skipped)
 
 
 @oom_context("the engine took the weights over", LESS)
@@ -234,11 +241,12 @@ def update_models(
         seed=seed,
     )
     rates = schedule.rates(number)
-    taken: list[dict[str, float]] = []
+    taken: list[tuple[Minibatch, Losses]] = []
     skipped = 0
     for at, part in enumerate([*parts] * schedule.epochs):
         try:
-            taken.append(update(loop.learner, algorithm, part.batch, progress.beta, rates))
+            made = update(loop.learner, algorithm, part.batch, progress.beta, rates)
+            taken.append((part, made))
         except NotFinite as error:
             stage = loop.writer.folder.stages[progress.stage]
             non_finite.report(
@@ -252,7 +260,8 @@ def update_models(
                 keep=partial(non_finite.write_batch, batch=part.batch),
             )
             skipped += 1
-    metrics = {name: float(np.mean([m[name] for m in taken])) for name in taken[0]} if taken else {}
+    found = [losses.metrics for _, losses in taken]
+    metrics = {name: float(np.mean([m[name] for m in found])) for name in found[0]} if found else {}
     kept = estimates.select(batch.action_index(keep))
     watched = {
         **_before_update(batch.select(keep), kept),
@@ -261,7 +270,8 @@ def update_models(
         **({} if loop.learner.value_optimizer is None else {"value/learning_rate": rates[1]}),
         "beta": progress.beta,
     }
-    return UpdateResult(parts, watched, skipped)
+    tokens = [(part, losses.tokens) for part, losses in taken]
+    return UpdateResult(parts, watched, tokens, skipped)
 
 
 def minibatches(
@@ -415,23 +425,47 @@ def _divergence_now(loop: Loop, parts: Sequence[Batch]) -> float:
     return total / count
 
 
-def _trained_advantages(batch: Batch, parts: Sequence[Minibatch]) -> Tensor:
-    """The advantages in the loss, whitened where the algorithm does; 0 for sequences left out."""
-    advantage_N = torch.zeros(
-        len(batch.target_N), dtype=torch.float64, device=batch.target_N.device
-    )
-    for part in parts:
+@torch.no_grad()
+def _token_values(batch: Batch, updated: UpdateResult) -> dict[str, Tensor]:
+    """The values of a step's tokens, (N,), by their name in its record; 0 for sequences left out.
+
+    Terms of the loss are divided by the number of updates, so that their sum over all tokens is the
+    metric `loss`; ratios, divergences and entropies are means over the updates that a token was in.
+    """
+    device, count = batch.target_N.device, len(batch.target_N)
+    advantage_N = torch.zeros(count, dtype=torch.float64, device=device)
+    for part in updated.minibatches:
         advantage_N[batch.action_index(part.places)] = part.batch.advantage_N
-    return advantage_N
+    sums: dict[str, Tensor] = {}
+    times_N = torch.zeros(count, device=device)
+    for part, tokens in updated.tokens:
+        index_K = batch.action_index(part.places)
+        times_N[index_K] += 1
+        for name, value_K in tokens.items():
+            sums.setdefault(name, torch.zeros(count, device=device))[index_K] += value_K
+    updates = len(updated.tokens)
+    means = {
+        name: sum_N / (updates if name.startswith(LOSS) else times_N.clamp(min=1))
+        for name, sum_N in sums.items()
+    }
+    scored = {
+        "old_log_probs": batch.old_log_prob_N,
+        "reference_log_probs": batch.reference_log_prob_N,
+        "values": batch.value_N,
+    }
+    present = {name: value_N for name, value_N in scored.items() if value_N is not None}
+    return {**present, "advantages": advantage_N, **means}
 
 
 def _evaluate(loop: Loop, progress: Progress, made: StepResult) -> Progress:
     last = progress.step == loop.schedule.steps
     if loop.evaluator is None or not (last or due(loop.evaluate_every, progress.step)):
         return progress
-    result = loop.evaluator(progress.step)
+    evaluated = loop.evaluator(progress.step)
+    result = evaluated.report
     made.metrics.update(evaluation_metrics(result))
-    loop.writer.evaluated(progress, result, when="after" if last else "during")
+    when: Literal["after", "during"] = "after" if last else "during"
+    loop.writer.evaluated(progress, result, when=when, rows=evaluated.rows)
     mean = result["mean"]  # None where no reward scored
     if mean is not None and (progress.best is None or mean >= progress.best):
         progress = replace(progress, best=result["mean"], best_step=progress.step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from keel.engines.multi_turn import generate_multi_turn
 from keel.learn.advantages import outcome_of
 from keel.learn.batch import Batch
 from keel.learn.token_budget import oom_context
+from keel.models.chat import token_texts
 from keel.rewards.judge.reward import spending
 from keel.rewards.scorer import Scored, Scorer
 from keel.runs.rollouts import RolloutRow
@@ -289,54 +290,65 @@ def _with_greedy(sampler: Sampler, rollouts: Rollouts, step: int) -> Rollouts:
 
 
 def rollout_records(
-    rollouts: Rollouts, batch: Batch | None, advantage_N: Tensor | None
+    rollouts: Rollouts, batch: Batch, tokens: Mapping[str, Tensor], tokenizer: Any
 ) -> list[RolloutRow]:
-    """A step's rollouts as the records of its Parquet file: one for each completion."""
-    if batch is None:
-        return []
-    old = _pieces(batch, batch.old_log_prob_N)
-    advantages = _pieces(batch, advantage_N)
-    out: list[RolloutRow] = []
-    for g, (group, judged) in enumerate(zip(rollouts.groups, rollouts.results, strict=True)):
-        for completion, result in zip(group.completions, judged, strict=True):
-            at = len(out)
-            out.append(
-                RolloutRow(
-                    group=g,
-                    prompt_id=group.prompt.id,
-                    task=group.prompt.task,
-                    prompt=group.prompt.content,
-                    completion=completion.transcript,
-                    tokens=completion.tokens,
-                    log_probs=completion.log_probs,
-                    written=completion.written,
-                    finish=completion.finish,
-                    reward=result.reward,
-                    old_log_probs=_placed(completion, next(old)),
-                    advantages=_placed(completion, next(advantages)),
-                    components=result.components,
-                    extras={name: values[at] for name, values in rollouts.extras.items()},
-                    steps=result.steps,
-                    outcome=outcome_of(result),
-                )
-            )
-    return out
+    """A step's rollouts as the records of its Parquet file: one for each completion.
 
-
-def _pieces(batch: Batch, values_N: Tensor | None) -> Iterator[npt.NDArray[Any] | None]:
-    if values_N is None:
-        yield from [None] * batch.sequences
-        return
+    `tokens` are values (N,) of the batch's tokens by the name of their column.
+    """
     ends = np.cumsum(batch.lengths)[:-1]
-    yield from np.split(values_N.detach().cpu().numpy(), ends)
+    split = {
+        name: np.split(value_N.detach().cpu().numpy(), ends) for name, value_N in tokens.items()
+    }
+    rows = completion_rows(rollouts.groups, rollouts.results, tokenizer)
+    completions = [c for group in rollouts.groups for c in group.completions]
+    return [
+        replace(
+            row,
+            values={name: _placed(completion, parts[at]) for name, parts in split.items()},
+            extras={name: extras[at] for name, extras in rollouts.extras.items()},
+        )
+        for at, (row, completion) in enumerate(zip(rows, completions, strict=True))
+    ]
 
 
-def _placed(
-    completion: Completion, written: npt.NDArray[Any] | None
-) -> npt.NDArray[np.float32] | None:
+def completion_rows(
+    groups: Sequence[Group], results: Sequence[Sequence[RewardResult]], tokenizer: Any
+) -> list[RolloutRow]:
+    """Completions with their results as records, without values of their tokens."""
+    ids = {int(i) for group in groups for c in group.completions for i in c.tokens}
+    texts = token_texts(tokenizer, sorted(ids))
+    return [
+        RolloutRow(
+            group=g,
+            prompt_id=group.prompt.id,
+            task=group.prompt.task,
+            prompt=group.prompt.content,
+            expected=_expected(group.prompt),
+            completion=completion.transcript,
+            tokens=completion.tokens,
+            pieces=tuple(texts[int(i)] for i in completion.tokens),
+            log_probs=completion.log_probs,
+            written=completion.written,
+            finish=completion.finish,
+            reward=result.reward,
+            components=result.components,
+            steps=result.steps,
+            outcome=outcome_of(result),
+        )
+        for g, (group, judged) in enumerate(zip(groups, results, strict=True))
+        for completion, result in zip(group.completions, judged, strict=True)
+    ]
+
+
+def _expected(prompt: Prompt) -> str | None:
+    """The answer that the data has; None where it has none that is a text or number."""
+    answer = prompt.columns.get("answer")
+    return str(answer) if isinstance(answer, str | int | float) else None
+
+
+def _placed(completion: Completion, written: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """Values of the written tokens at their places in the completion, 0 at the others."""
-    if written is None:
-        return None
     out = np.zeros(len(completion), dtype=np.float32)
     out[completion.written] = written
     return out
