@@ -33,7 +33,7 @@ def test_rewards() -> None:
             log_extra=extras.__setitem__,
         )
         assert values == [1, 0, None, 0]
-        assert extras == {"extracted": ["1/2", "0.25", "1/2", "what?"]}
+        assert extras == {"extracted": ["it is $1/2$", "0.25", "1/2", None]}
     assert logged == {"math/timed_out": 0, "math/died": 0}
     assert reward.function(completions=["1"], answer=["1"]) == [1]
     reward.function.close()  # type: ignore[attr-defined]

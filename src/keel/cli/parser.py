@@ -48,6 +48,8 @@ def build_parser() -> argparse.ArgumentParser:
     _prefs(commands)
     _runs(commands)
     _rollouts(commands)
+    _view(commands)
+    _report(commands)
     _lists(commands)
     return parser
 
@@ -251,6 +253,29 @@ def _rollouts(commands: Verbs) -> None:
     command.add_argument(
         "-n", type=_positive, metavar="N", help="how many (default 5; as JSON all)"
     )
+    _json(command)
+
+
+def _view(commands: Verbs) -> None:
+    command = _command(commands, "view", "Show runs as local web pages, live while they train.")
+    command.add_argument(
+        "folders", nargs="+", metavar="FOLDER", help="run folders, or folders of them"
+    )
+    command.add_argument(
+        "--host", default="127.0.0.1", help="where to listen (default: this machine only)"
+    )
+    command.add_argument("--port", type=_positive, help="default: 8765, or a free one")
+    command.add_argument(
+        "--price", type=_price, metavar="PER_HOUR", help="of the machine; shows the cost so far"
+    )
+    command.add_argument("--no-browser", action="store_true", help="only print the address")
+
+
+def _report(commands: Verbs) -> None:
+    command = _command(commands, "report", "Write a run's report: one HTML file, and a PNG.")
+    command.add_argument("run", metavar="RUN", help="a run folder")
+    command.add_argument("--out", metavar="FILE", help="default: RUN/report.html")
+    command.add_argument("--price", type=_price, metavar="PER_HOUR", help="of the machine")
     _json(command)
 
 

@@ -62,7 +62,8 @@ def numeric_match(
     are the same where they differ by at most `tolerance · max(1, |gold|)`. A text that only repeats
     its prompt ends on no number. `tag` as for `exact_match`. None where the column is empty, and
     `Wrong` where it holds no number. The share of completions that end on no number is logged as
-    `numeric_match/unread`, the number of each as `extracted`. Raises KeelError for a tolerance that is not a number of at least 0.
+    `numeric_match/unread`, the number of each as `extracted`. Raises KeelError for a tolerance that
+    is not a number of at least 0.
     """
     if not 0 <= tolerance < math.inf:
         raise KeelError(f"tolerance = {tolerance:g}: give a number of at least 0")

@@ -1,0 +1,76 @@
+"""What the pages show, as the address that can be shared. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+from urllib.parse import urlencode
+
+from keel.view.rollout_index import Query
+
+NUMBERS = ("step", "row", "token", "smooth", "min_length", "max_length", "first_step", "last_step")
+LIMITS = ("min_reward", "max_reward")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The query part of an address; a field that is None or empty is not in it.
+
+    `run` are the runs shown, the first of them the one whose rollouts are. `overlay` is "runs" or
+    "algorithms", `colour` the key of a token measure, `theme` "dark" or "light".
+    """
+
+    run: tuple[str, ...] = ()
+    stage: str | None = None
+    step: int | None = None
+    row: int | None = None
+    token: int | None = None
+    colour: str | None = None
+    overlay: str | None = None
+    smooth: int | None = None
+    theme: str | None = None
+    text: str | None = None
+    prompt: str | None = None
+    finish: str | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    min_length: int | None = None
+    max_length: int | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+
+    @staticmethod
+    def read(items: Sequence[tuple[str, str]]) -> Address:
+        """The address of query parameters; what is not known or no number is left out."""
+        known = {f.name for f in fields(Address)}
+        values: dict[str, Any] = {"run": tuple(v for k, v in items if k == "run")}
+        for key, value in items:
+            if key not in known or key == "run" or not value:
+                continue
+            try:
+                number = int if key in NUMBERS else float if key in LIMITS else str
+                values[key] = number(value)
+            except ValueError:
+                continue
+        return Address(**values)
+
+    def but(self, **changes: Any) -> Address:
+        """The address with other values."""
+        return replace(self, **changes)
+
+    def url(self, path: str) -> str:
+        """The path with this query."""
+        pairs: list[tuple[str, str]] = [("run", name) for name in self.run]
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name != "run" and value not in (None, ""):
+                pairs.append((f.name, str(value)))
+        return f"{path}?{urlencode(pairs)}" if pairs else path
+
+    @property
+    def query(self) -> Query:
+        """What to search the rollouts for."""
+        names = (f.name for f in fields(Query) if f.name not in ("text", "prompt_id"))
+        same: Mapping[str, Any] = {name: getattr(self, name) for name in names}
+        return Query(text=self.text or "", prompt_id=self.prompt, **same)

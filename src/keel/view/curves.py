@@ -1,0 +1,234 @@
+"""The first screen of a run: its status, its objective, its curves; of several runs, overlaid."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from nicegui import run as background
+from nicegui import ui
+
+from keel.analysis.panels import Panel, Series, panels_of, series_of
+from keel.analysis.text import visible
+from keel.config.objective import explain_stage
+from keel.config.schema import RLStage
+from keel.types import KeelError
+from keel.view import charts
+from keel.view.address import Address
+from keel.view.frame import Shown, page, problem
+from keel.view.library import Library, OpenRun, recipe_of
+
+EVERY = 2.0
+"""Seconds between two looks at the files."""
+SMOOTH = {1: "each step", 5: "mean of 5 steps", 15: "mean of 15", 51: "mean of 51"}
+MOST = 24
+"""Runs that are overlaid at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The state of a run in figures; None where it is not known."""
+
+    state: str
+    stage: str
+    step: int
+    steps: int
+    seconds_left: float | None
+    tokens_per_second: float | None
+    cost: float | None
+
+    def parts(self) -> list[str]:
+        """As short texts."""
+        out = [self.state, f"{self.stage}: step {self.step:,} of {self.steps:,}"]
+        if self.seconds_left is not None and self.state == "running":
+            out.append(f"about {duration(self.seconds_left)} left")
+        if self.tokens_per_second is not None:
+            out.append(f"{self.tokens_per_second:,.0f} tokens/s")
+        if self.cost is not None:
+            out.append(f"cost {self.cost:.2f}")
+        return out
+
+
+def status_of(run: OpenRun, stage: str, price: float | None = None) -> Status:
+    """Where a run is; `price` is of an hour, and what judges cost is added to it."""
+    columns, times = run.metrics.columns(stage), run.timings.columns(stage)
+    steps = int(run.stage_config(stage).get("steps", 0))
+    done = columns.get("environment_steps")
+    written = [column.steps[-1] for column in columns.values()]
+    step = int(done.values[-1]) if done is not None else int(max(written, default=0))
+    total = times.get("total")
+    left = speed = cost = None
+    if total is not None and len(total.values):
+        each = float(np.median(total.values[-20:]))
+        taken = len(total.values) if done is not None else step
+        left = each * (steps - step) * (taken / step if step else 0)
+        tokens = columns.get("step/tokens")
+        if tokens is not None and each > 0:
+            speed = float(np.median(tokens.values[-20:])) / each
+    dollars = ("judge/dollars", "eval/judge/dollars")
+    paid = [columns[name].values.sum() for name in dollars if name in columns]
+    if price is not None or paid:
+        hours = (
+            sum(
+                float(run.timings.columns(name)["total"].values.sum())
+                for name in run.timings.stages()
+                if "total" in run.timings.columns(name)
+            )
+            / 3600
+        )
+        cost = float(sum(paid)) + hours * (price or 0.0)
+    return Status(run.state(), stage, step, steps, left, speed, cost)
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit that fits."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def formula_of(run: OpenRun, stage: str) -> list[str]:
+    """The objective of a stage with its figures, as lines of Unicode; none for other stages."""
+    recipe = recipe_of(run)
+    found = None if recipe is None else next((s for s in recipe.stages if s.name == stage), None)
+    if not isinstance(found, RLStage):
+        return []
+    lora = recipe is not None and recipe.model.lora is not None
+    return [line.unicode for line in explain_stage(found, lora=lora).objective]
+
+
+def curves_page(library: Library, address: Address, price: float | None) -> None:
+    """Build the page."""
+    names = [name for name in address.run if name in library.names()][:MOST]
+    shown = Shown("/curves", address.but(run=tuple(names) or (library.names()[0],)))
+    try:
+        runs = [library.get(name) for name in shown.address.run]
+        for run in runs:
+            run.update()
+        stage = runs[0].stage(address.stage)
+        kind = runs[0].kind(stage)
+    except KeelError as error:
+        with page(shown, "curves"):
+            problem(str(error))
+        return
+    with page(shown, runs[0].name):
+        _heading(shown, runs, stage, price)
+        window = max(address.smooth or 1, 1)
+        with ui.element("div").classes("panels"):
+            plotted = [
+                _panel(panel, _curves(shown.address, runs, stage, panel, window), shown.address)
+                for panel in panels_of(kind, list(runs[0].metrics.columns(stage)))
+            ]
+        pictures(runs[0], stage)
+
+    async def refresh() -> None:
+        news = await background.io_bound(lambda: [run.update() for run in runs])
+        if not any(news or []):
+            return
+        if len(plotted) != len(panels_of(kind, list(runs[0].metrics.columns(stage)))):
+            ui.navigate.reload()
+            return
+        for panel, chart in plotted:
+            made = _curves(shown.address, runs, stage, panel, window)
+            options = charts.options(panel, made, dark=_dark(shown.address))
+            chart.options["series"] = options["series"]
+            chart.update()
+            await asyncio.sleep(0)
+
+    ui.timer(EVERY, refresh)
+
+
+def _heading(shown: Shown, runs: Sequence[OpenRun], stage: str, price: float | None) -> None:
+    run = runs[0]
+    with ui.row().classes("items-center").style("gap: 6px 18px"):
+        ui.html("<h2></h2>", sanitize=False)
+        ui.label(visible(" · ".join(one.name for one in runs), 300)).style("font-weight: 600")
+        line = ui.label().classes("figure").props("data-testid=status")
+
+        def show() -> None:
+            line.text = " · ".join(status_of(run, stage, price).parts())
+
+        show()
+        ui.timer(EVERY, show)
+    for text in formula_of(run, stage):
+        ui.label(text).classes("formula").props("data-testid=formula")
+    with ui.row().classes("items-center").style("gap: 6px 14px"):
+        if len(run.run.stages) > 1:
+            stages = ui.select(list(run.run.stages), value=stage, label="stage")
+            stages.on_value_change(lambda e: _open(shown, stage=e.value))
+        smooth = {**SMOOTH, (shown.address.smooth or 1): f"mean of {shown.address.smooth or 1}"}
+        smooth = {**smooth, 1: SMOOTH[1]}
+        choice = ui.select(smooth, value=shown.address.smooth or 1, label="smoothing")
+        choice.on_value_change(lambda e: _open(shown, smooth=e.value)).props("data-testid=smooth")
+        if len(runs) > 1:
+            how = {"runs": "each run", "algorithms": "mean of each algorithm"}
+            overlay = ui.select(how, value=shown.address.overlay or "runs", label="overlay")
+            overlay.on_value_change(lambda e: _open(shown, overlay=e.value))
+
+
+def _open(shown: Shown, **changes: Any) -> None:
+    shown.change(**changes)
+    ui.navigate.to(shown.address.url(shown.path))
+
+
+def _panel(
+    panel: Panel, curves: Sequence[tuple[str, Sequence[Series]]], address: Address
+) -> tuple[Panel, ui.echart]:
+    with ui.element("section").classes("panel").props(f"data-testid=panel-{panel.key}"):
+        ui.html(f"<h2>{panel.title}</h2>", sanitize=False)
+        made = charts.options(panel, curves, dark=_dark(address))
+        chart = ui.echart(made, renderer="canvas").classes("chart")
+        chart.props(f'role="img" aria-label="{panel.title} over the steps"')
+        ui.label(panel.help).classes("muted")
+    return panel, chart
+
+
+def _dark(address: Address) -> bool:
+    return address.theme == "dark"
+
+
+def _curves(
+    address: Address, runs: Sequence[OpenRun], stage: str, panel: Panel, window: int
+) -> list[tuple[str, Sequence[Series]]]:
+    """The series of each run; with several, of the panel's first line that they have."""
+    points = 600 if len(runs) < 4 else 200
+    made = []
+    for run in runs:
+        columns = run.metrics.columns(run.stage(stage))
+        series = series_of(panel, columns, window=window, points=points)
+        made.append((run.name, series if len(runs) == 1 else series[:1]))
+    if len(runs) == 1 or address.overlay != "algorithms":
+        return [(f"{run.algorithm} seed {run.seed}" if len(runs) > 1 else run.name, series)
+                for run, (_, series) in zip(runs, made, strict=True)]  # fmt: skip
+    groups: dict[str, list[Series]] = {}
+    for run, (_, series) in zip(runs, made, strict=True):
+        groups.setdefault(run.algorithm, []).extend(series)
+    return [(name, [_mean(several)]) for name, several in groups.items() if several]
+
+
+def _mean(several: Sequence[Series]) -> Series:
+    """The mean of runs at the steps that all have."""
+    end = min(float(one.steps[-1]) for one in several)
+    start = max(float(one.steps[0]) for one in several)
+    longest = max(several, key=lambda one: len(one.steps))
+    steps = longest.steps[(longest.steps >= start) & (longest.steps <= end)]
+    values = np.mean([np.interp(steps, one.steps, one.values) for one in several], axis=0)
+    first = several[0]
+    return Series(first.line, f"{first.label}, mean of {len(several)}", steps, values)
+
+
+def pictures(run: OpenRun, stage: str) -> None:
+    """What a stage plotted of its reward model or of over-optimisation, and a game's film."""
+    found = sorted(run.folder.pictures.glob(f"{stage}-*.png"))
+    found += [path for path in (run.folder.film,) if path.is_file()]
+    if not found:
+        return
+    with ui.element("div").classes("panels"):
+        for path in found:
+            title = path.stem.removeprefix(f"{stage}-").replace("-", " ")
+            with ui.element("section").classes("panel"):
+                ui.label(visible(title, 100)).style("font-weight: 600")
+                ui.image(path).props(f'alt="{title}"').style("max-width: 100%")

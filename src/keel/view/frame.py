@@ -1,0 +1,111 @@
+"""What all pages have in common: style, header, navigation, keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from nicegui import events, ui
+
+from keel.analysis.text import visible
+from keel.view.address import Address
+
+PAGES = (("/", "Runs", "r"), ("/curves", "Curves", "c"), ("/rollouts", "Rollouts", "o"),
+         ("/diagnosis", "Diagnosis", "d"), ("/objective", "Objective", "f"))  # fmt: skip
+STYLE = """
+body { font-size: 15px; }
+.page { width: 100%; max-width: 1500px; margin: 0 auto; padding: 12px 16px 48px; gap: 14px; }
+.muted { opacity: .68; font-size: 13px; line-height: 1.4; }
+.panels { display: grid; gap: 14px; width: 100%;
+          grid-template-columns: repeat(auto-fill, minmax(min(100%, 430px), 1fr)); }
+.panel { border: 1px solid rgba(128,128,128,.28); border-radius: 8px; padding: 10px 12px; }
+.panel h2, .page h2 { font-size: 16px; font-weight: 600; line-height: 1.3; margin: 0; }
+.chart { width: 100%; height: 270px; }
+.text, .tokens { white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate;
+                 font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 13px; }
+.tokens { line-height: 1.75; max-height: 60vh; overflow: auto; width: 100%; }
+.tok { unicode-bidi: isolate; direction: ltr; border-radius: 2px; cursor: pointer; }
+.tok:hover { outline: 1px solid currentColor; }
+.tok.env { font-style: italic; }
+.formula { font-family: "STIX Two Math", "Cambria Math", "DejaVu Serif", serif; font-size: 17px;
+           overflow-x: auto; white-space: pre; max-width: 100%; }
+.figure { font-variant-numeric: tabular-nums; }
+.q-table td, .q-table th { padding: 4px 8px; }
+.q-table td { max-width: 420px; overflow: hidden; text-overflow: ellipsis; }
+a.nav { padding: 4px 10px; border-radius: 6px; color: inherit; text-decoration: none; }
+a.nav:hover, a.nav.here { background: rgba(128,128,128,.22); }
+@media (max-width: 600px) { .page { padding: 8px 8px 40px; } .chart { height: 230px; } }
+"""
+
+
+@dataclass(eq=False)
+class Shown:
+    """The address that a page shows, which changes as its user does."""
+
+    path: str
+    address: Address
+
+    def change(self, **changes: object) -> None:
+        """Show something else, and put it into the browser's address."""
+        self.address = self.address.but(**changes)
+        ui.navigate.history.replace(self.address.url(self.path))
+
+
+Keys = Mapping[str, tuple[str, Callable[[], object]]]
+"""A page's own keys: what each does, in words, and the function."""
+
+
+@contextmanager
+def page(shown: Shown, title: str, keys: Keys | None = None) -> Iterator[None]:
+    """The frame of a page: header with navigation, theme and help; the block fills it."""
+    address = shown.address
+    ui.add_css(STYLE)
+    ui.page_title(visible(f"{title} · Keel", 120))
+    ui.dark_mode({"dark": True, "light": False}.get(address.theme or ""))
+    own = dict(keys or {})
+
+    def toggle() -> None:
+        now = "light" if shown.address.theme == "dark" else "dark"
+        shown.change(theme=now)
+        ui.navigate.to(shown.address.url(shown.path))
+
+    every: dict[str, tuple[str, Callable[[], object]]] = {
+        key: (f"open {name}", lambda path=path: ui.navigate.to(shown.address.url(path)))  # type: ignore[misc]
+        for path, name, key in PAGES
+    }
+    every |= {"t": ("switch between dark and light", toggle), **own}
+    with ui.dialog() as help_, ui.card():
+        ui.html("<h2>Keys</h2>", sanitize=False)
+        for key, (what, _) in [*every.items(), ("?", ("this list", None))]:
+            ui.label(f"{key}   {what}").classes("text")
+
+    def pressed(event: events.KeyEventArguments) -> None:
+        if not event.action.keydown or event.modifiers.ctrl or event.modifiers.alt:
+            return
+        if event.key.name == "?":
+            help_.open()
+        elif event.key.name in every:
+            every[event.key.name][1]()
+
+    ui.keyboard(on_key=pressed)
+    with ui.header().classes("items-center").style("padding: 6px 14px; gap: 6px"):
+        ui.label("Keel").style("font-weight: 700; margin-right: 8px")
+        with ui.element("nav").style("display: flex; flex-wrap: wrap; gap: 2px"):
+            for path, name, key in PAGES:
+                link = ui.link(name, address.url(path)).classes("nav")
+                link.props(f'title="{name} ({key})"')
+                if path == shown.path:
+                    link.classes("here").props("aria-current=page")
+        ui.space()
+        button = ui.button(icon="contrast", on_click=toggle).props("flat round dense color=white")
+        button.props('aria-label="dark or light" data-testid=theme')
+        help_button = ui.button(icon="keyboard", on_click=help_.open)
+        help_button.props('flat round dense color=white aria-label="keys"')
+    with ui.column().classes("page"):
+        yield
+
+
+def problem(text: str) -> None:
+    """An error in place of what cannot be shown."""
+    ui.label(visible(text, 1_000)).props("role=alert data-testid=problem").classes("text-negative")

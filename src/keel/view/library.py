@@ -1,0 +1,151 @@
+"""The run folders that are shown, opened once and followed while they grow. Torch-free."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from keel.config.load import load_run_recipe
+from keel.runs.follow import FollowedFile
+from keel.runs.layout import RECIPE, RunFolder
+from keel.runs.reader import Run, load
+from keel.types import KeelError
+from keel.view.rollout_index import RolloutIndex
+
+DEPTH = 4
+"""Levels of folders below a given one in which runs are looked for."""
+RUNNING = 120.0
+"""Seconds since the last record within which an unfinished run counts as running."""
+
+
+@dataclass(eq=False)
+class OpenRun:
+    """One run: its files, followed, and what its recipe says of it."""
+
+    name: str
+    run: Run
+    metrics: FollowedFile
+    timings: FollowedFile
+    index: RolloutIndex
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        """The resolved recipe as plain data."""
+        return self.run.recipe()
+
+    @property
+    def folder(self) -> RunFolder:
+        return self.run.folder
+
+    def update(self) -> bool:
+        """Read what was written since the last call; whether there was anything."""
+        with self._lock:
+            return self.metrics.update() | self.timings.update()
+
+    def stage_config(self, stage: str) -> Mapping[str, Any]:
+        """The table of a stage in the recipe."""
+        for at, name in enumerate(self.run.stages):
+            if name == stage:
+                table: Mapping[str, Any] = self.recipe["stages"][at]
+                return table
+        raise KeelError(f"no stage {stage!r} in {self.name}: it has {', '.join(self.run.stages)}")
+
+    def kind(self, stage: str) -> str:
+        """The kind of a stage, such as "rl"."""
+        return str(self.stage_config(stage)["stage"])
+
+    def stage(self, wanted: str | None = None) -> str:
+        """The stage to show: the one that is asked for, else the last that has records."""
+        if wanted is not None and wanted in self.run.stages:
+            return wanted
+        written = self.metrics.stages()
+        return written[-1] if written else self.run.stages[0]
+
+    @property
+    def algorithm(self) -> str:
+        """The last stage's algorithm; its kind where it has none by name."""
+        stage = self.recipe["stages"][-1]
+        algorithm = stage.get("algorithm")
+        preset = algorithm.get("preset") if isinstance(algorithm, dict) else algorithm
+        return str(preset or stage["stage"])
+
+    @property
+    def seed(self) -> int:
+        return int(self.recipe.get("seed", 0))
+
+    def state(self) -> str:
+        """ "finished", "running" or "stopped"."""
+        if self.run.info().get("finished"):
+            return "finished"
+        try:
+            age = time.time() - self.folder.timings.stat().st_mtime
+        except OSError:
+            return "running"
+        return "running" if age < RUNNING else "stopped"
+
+
+class Library:
+    """The runs in and below the given folders, by name. Nothing else can be opened."""
+
+    def __init__(self, roots: Iterable[Path | str]) -> None:
+        self.roots = [Path(root) for root in roots]
+        self._open: dict[str, OpenRun] = {}
+        self._lock = threading.Lock()
+        if not self.names():
+            where = ", ".join(map(str, self.roots))
+            raise KeelError(f"no run in {where}: give a run folder, or a folder of them")
+
+    def names(self) -> list[str]:
+        """The names of the runs, those that began since included."""
+        return list(self._paths())
+
+    def get(self, name: str) -> OpenRun:
+        """The run of a name. Raises KeelError where there is none, or it cannot be read."""
+        with self._lock:
+            if name not in self._open:
+                paths = self._paths()
+                if name not in paths:
+                    raise KeelError(f"no run {name!r} here")
+                run = load(paths[name])
+                folder = run.folder
+                self._open[name] = OpenRun(
+                    name,
+                    run,
+                    FollowedFile(folder.metrics),
+                    FollowedFile(folder.timings),
+                    RolloutIndex(folder),
+                )
+            return self._open[name]
+
+    def _paths(self) -> dict[str, Path]:
+        found: dict[str, Path] = {}
+        for root in self.roots:
+            for path in _runs_below(root, DEPTH):
+                name = path.name if path == root else path.relative_to(root).as_posix()
+                while name in found and found[name] != path:
+                    name += "'"
+                found[name] = path
+        return found
+
+
+def _runs_below(folder: Path, depth: int) -> list[Path]:
+    if (folder / RECIPE).is_file():
+        return [folder]
+    if depth == 0 or not folder.is_dir():
+        return []
+    inside = sorted(p for p in folder.iterdir() if p.is_dir() and not p.is_symlink())
+    return [run for path in inside for run in _runs_below(path, depth - 1)]
+
+
+def recipe_of(run: OpenRun) -> Any:
+    """The validated recipe of a run; None where this version of Keel does not accept it."""
+    try:
+        return load_run_recipe(run.folder.recipe)
+    except KeelError:
+        return None

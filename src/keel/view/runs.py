@@ -1,0 +1,132 @@
+"""The list of runs, the diagnosis of one, and its objective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nicegui import run as background
+from nicegui import ui
+
+from keel.analysis.diagnosis.table import diagnose
+from keel.analysis.diagnosis.values import Diagnosis
+from keel.analysis.text import visible
+from keel.types import KeelError
+from keel.view.address import Address
+from keel.view.curves import status_of
+from keel.view.frame import Shown, page, problem
+from keel.view.library import Library, OpenRun
+
+SHOWN = ("reward", "episode/return", "eval/return", "eval/accuracy", "loss")
+
+
+def runs_page(library: Library, address: Address) -> None:
+    """Build the page: all runs, of which one or several can be opened."""
+    shown = Shown("/", address)
+    with page(shown, "runs"):
+        rows = [_line(library, name) for name in library.names()]
+        names = [name for name in rows[0] if name != "id"]
+        columns = [
+            {"name": n, "label": n, "field": n, "sortable": True, "align": "left"} for n in names
+        ]
+        with ui.row().classes("items-center"):
+            button = ui.button("open the curves of the selected").props("no-caps data-testid=open")
+            ui.label("select several to lay their curves over each other").classes("muted")
+        table = ui.table(
+            rows=rows, columns=columns, row_key="id", selection="multiple", pagination=25
+        )
+        table.classes("w-full").props("dense flat bordered data-testid=runs")
+
+        def open_selected() -> None:
+            chosen = tuple(row["id"] for row in table.selected) or (rows[0]["id"],)
+            ui.navigate.to(address.but(run=chosen).url("/curves"))
+
+        button.on_click(open_selected)
+        table.on(
+            "rowClick",
+            lambda e: ui.navigate.to(address.but(run=(e.args[1]["id"],)).url("/curves")),
+        )
+
+
+def _line(library: Library, name: str) -> dict[str, Any]:
+    try:
+        run = library.get(name)
+        run.update()
+        stage = run.stage()
+        status, columns = status_of(run, stage), run.metrics.columns(stage)
+    except KeelError as error:
+        return {"id": name, "run": visible(name, 80), "state": visible(str(error), 100)}
+    last = next(((n, columns[n].values) for n in SHOWN if n in columns), None)
+    return {
+        "id": name,
+        "run": visible(name, 80),
+        "state": status.state,
+        "algorithm": visible(run.algorithm, 40),
+        "seed": run.seed,
+        "step": f"{status.step:,} of {status.steps:,}",
+        "newest": "" if last is None else f"{last[0]} {last[1][-1]:.4g}",
+    }
+
+
+def objective_page(library: Library, address: Address) -> None:
+    """Build the page: what the run optimises, term by term, and its recipe."""
+    run = _first(library, address)
+    with page(Shown("/objective", address.but(run=(run.name,))), f"objective of {run.name}"):
+        none = "this run has no stage of reinforcement learning on a language model"
+        text = str(run.run.info().get("objective", none))
+        label = ui.label(visible(text, lines=True)).classes("text")
+        label.style("overflow-x: auto; max-width: 100%; white-space: pre")
+        with ui.expansion("the resolved recipe").classes("w-full"):
+            recipe = run.folder.recipe.read_text(encoding="utf-8")
+            ui.label(visible(recipe, 100_000, lines=True)).classes("text")
+
+
+def diagnosis_page(library: Library, address: Address) -> None:
+    """Build the page: what is wrong with the run, with evidence and the key to change."""
+    run = _first(library, address)
+    shown = Shown("/diagnosis", address.but(run=(run.name,)))
+    with page(shown, f"diagnosis of {run.name}"):
+        column = ui.column().classes("w-full").props("data-testid=diagnosis")
+        with column:
+            ui.label("reading the run …").classes("muted")
+
+    async def fill() -> None:
+        try:
+            found = await background.io_bound(diagnose, run.run)
+        except KeelError as error:
+            column.clear()
+            with column:
+                problem(str(error))
+            return
+        column.clear()
+        with column:
+            if not found:
+                ui.label("No problem found.")
+            for one in found or ():
+                _diagnosis(shown, one)
+
+    ui.timer(0.05, fill, once=True)
+
+
+def _diagnosis(shown: Shown, one: Diagnosis) -> None:
+    with ui.element("section").classes("panel w-full"):
+        with ui.row().classes("items-center"):
+            ui.badge(one.severity, color="negative" if one.severity == "error" else "warning")
+            ui.html("<h2></h2>", sanitize=False)
+            ui.label(visible(one.title, 300)).style("font-weight: 600")
+            ui.label(f"{one.stage}, steps {one.first_step} to {one.last_step}").classes("muted")
+        for title, lines in (("evidence", one.evidence), ("likely causes", one.causes)):
+            ui.label(title).classes("muted")
+            for line in lines:
+                ui.label(visible(line, 600))
+        ui.label("what to change").classes("muted")
+        for change in one.changes:
+            ui.label(visible(str(change), 600))
+        for sample in one.samples:
+            address = shown.address.but(stage=one.stage, step=sample.step, row=sample.row)
+            ui.link(f"step {sample.step}, completion {sample.row}", address.url("/rollouts"))
+
+
+def _first(library: Library, address: Address) -> OpenRun:
+    """The run that the address names first, else the first there is."""
+    names = library.names()
+    return library.get(next((name for name in address.run if name in names), names[0]))
