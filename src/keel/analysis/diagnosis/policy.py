@@ -1,0 +1,207 @@
+"""Conditions of the policy's movement: too far, not at all, or into one corner."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from keel.analysis.diagnosis.history import StageHistory
+from keel.analysis.diagnosis.trends import WINDOW, holds_since, noise, rolling_medians, trend
+from keel.analysis.diagnosis.values import Symptom
+
+COLLAPSED = 0.15
+NEAR_TOP = 0.9
+BEYOND = 0.5
+UPDATE_KL = 0.1
+STILL = 1e-3
+SHORT_RUN = 20
+
+
+def entropy_collapse(history: StageHistory) -> Symptom | None:
+    """Entropy is gone before the task is learned: the median of the last five steps is at most 15 %
+    of that of the first five and at most 0.3 nats, at least half of the groups have no variance,
+    the reward is below 90 % of the range of rewards, and it has not risen in the last third of the
+    run (20 steps at least). A policy that is right has little entropy too, so the fall alone says
+    nothing."""
+    steps, entropy = history.column("entropy")
+    if len(steps) < SHORT_RUN:
+        return None
+    first, last = float(np.median(entropy[:WINDOW])), float(np.median(entropy[-WINDOW:]))
+    if last > min(COLLAPSED * first, 0.3):
+        return None
+    reward, bounds = history.values("reward"), history.reward_range()
+    late = float(np.median(reward[-WINDOW:]))
+    third = trend(reward[-max(10, len(reward) // 3) :])
+    if bounds is not None and late >= bounds[0] + NEAR_TOP * (bounds[1] - bounds[0]):
+        return None
+    alike = history.values("frac_reward_zero_std")
+    if history.grouped and len(alike) and np.median(alike[-WINDOW:]) < 0.5:
+        return None
+    if third.rises(0.05):
+        return None
+    since = holds_since(-entropy, -COLLAPSED * first)
+    start = 0 if since is None else since
+    evidence = [
+        f"entropy fell from {first:.3g} (first five steps) to {last:.3g} nats per token, under "
+        f"{COLLAPSED:.0%} of the start since step {steps[start]}",
+        f"the reward is {late:.3g} and has stopped rising"
+        + ("" if bounds is None else f"; completions got {bounds[0]:.3g} to {bounds[1]:.3g}"),
+    ]
+    figures = {"entropy_first": first, "entropy_last": last, "reward": late}
+    return Symptom(int(steps[start]), int(steps[-1]), tuple(evidence), figures)
+
+
+def kl_runaway(history: StageHistory) -> Symptom | None:
+    """The policy writes what the reference would not: the divergence to the reference (median of
+    five steps) is above the entropy of the first five steps by 0.5 nats per token or more, to the
+    end. A policy that only concentrates on what the reference samples anyway has KL = H(reference)
+    at the most, in expectation; usual runs stay below a third of it."""
+    name = "kl/reference"
+    if name not in history.columns and history.setting("algorithm.divergence.to") == "reference":
+        name = "kl"
+    if name not in history.columns and history.setting("reference.measured", False):
+        name = "kl"
+    steps, kl = history.column(name)
+    entropy = history.values("entropy")
+    if len(steps) < 2 * WINDOW or history.setting("algorithm.divergence.to") == "old":
+        return None
+    usual = float(np.median(entropy[:WINDOW])) if len(entropy) >= WINDOW else 1.0
+    since = holds_since(kl, usual + BEYOND)
+    if since is None or len(steps) - since < WINDOW:
+        return None
+    last = float(np.median(kl[-WINDOW:]))
+    evidence = (
+        f"{name} is {last:.3g} nats per token, above {usual + BEYOND:.3g} since step "
+        f"{steps[since]}; the policy's entropy was {usual:.3g} at the start",
+    )
+    figures = {"kl": last, "entropy_first": usual}
+    return Symptom(
+        int(steps[since]), int(steps[-1]), evidence, figures, severe=last > usual + 5 * BEYOND
+    )
+
+
+def clip_idle(history: StageHistory) -> Symptom | None:
+    """The clip never acts: several updates per batch and a surrogate with edges, but in 95 % of at
+    least 10 steps no token is clipped, and the policy does not move within a step: |ratio − 1| and
+    10 · KL(old‖policy) are below 1e-3 (medians). A clip that cuts nothing while the policy moves is
+    no fault."""
+    steps, region = history.column("clip_ratio/region_mean")
+    if history.updates < 2 or len(steps) < 10 or _edgeless(history):
+        return None
+    ratio, kl = history.values("ratio/mean"), history.values("kl/old")
+    off = float(np.median(np.abs(ratio - 1))) if len(ratio) else 0.0
+    moved = float(np.median(np.abs(kl))) if len(kl) else 0.0
+    if np.quantile(region, 0.95) > 0 or off > STILL or 10 * moved > STILL:
+        return None
+    if moved > 1e-5:
+        return None
+    evidence = (
+        f"{history.updates} updates per batch, but in {np.mean(region == 0):.0%} of the steps no "
+        f"token's ratio left the clip range; |ratio − 1| is {off:.1e} and kl/old {moved:.1e}",
+    )
+    figures = {"clip_region": float(np.median(region)), "kl_old": moved, "ratio_distance": off}
+    return Symptom(int(steps[0]), int(steps[-1]), evidence, figures)
+
+
+def clip_saturated(history: StageHistory) -> Symptom | None:
+    """The clip acts on much of the batch: the share of clipped tokens (median of five steps) is at
+    least 0.3 in five steps running, or 0.5 for ratios of whole sequences, which clip up to a fifth
+    by design. What is clipped has no gradient. It is also reported of a time that has passed, since
+    a policy that breaks down in it clips nothing afterwards."""
+    steps, region = history.column("clip_ratio/region_mean")
+    if history.updates < 2:
+        return None
+    limit = 0.3 if history.setting("algorithm.ratio") == "token" else 0.5
+    over = np.flatnonzero(rolling_medians(region) >= limit)
+    if len(over) == 0:
+        return None
+    first, last = int(over[0]), int(over[-1]) + WINDOW - 1
+    worst = float(region[first : last + 1].max())
+    evidence = (
+        f"a median of {float(np.median(region[first : last + 1])):.0%} of the tokens (at most "
+        f"{worst:.0%}) are clipped in steps {steps[first]} to {steps[last]}",
+    )
+    figures = {"clip_region_max": worst}
+    return Symptom(int(steps[first]), int(steps[last]), evidence, figures)
+
+
+def learning_rate_high(history: StageHistory) -> Symptom | None:
+    """Updates too large, by either of two signs. The reward fell: its median over five steps is
+    below its peak (or its start) by half of the way between the lowest reward there is and the
+    peak, and by four times the noise of one step, to the end of the run. Or an update moves the
+    policy too far: KL(old‖policy) is above 0.1 nats per token (median of five steps), where trust
+    regions of PPO aim at 0.01."""
+    steps, reward = history.column("reward")
+    medians = rolling_medians(reward)
+    moved_steps, moved = history.column("kl/old")
+    far = np.flatnonzero(rolling_medians(moved) >= UPDATE_KL)
+    evidence: list[str] = []
+    figures: dict[str, float] = {}
+    first = last = None
+    if len(far):
+        first, last = int(moved_steps[far[0]]), int(moved_steps[far[-1] + WINDOW - 1])
+        figures["kl_old_max"] = float(moved.max())
+        evidence.append(
+            f"kl/old is above {UPDATE_KL} nats per token in steps {first} to {last}, at most "
+            f"{moved.max():.3g}"
+        )
+    if len(medians) > WINDOW:
+        start = float(np.median(reward[:2]))
+        best = int(np.argmax(medians))
+        peak = max(float(medians[best]), start)
+        bounds = history.reward_range()
+        low = min(float(reward.min()), start) if bounds is None else bounds[0]
+        now = float(medians[-1])
+        drop = peak - now
+        if drop >= 0.5 * (peak - low) and drop > 4 * noise(reward) and peak > low:
+            at = int(steps[best + WINDOW - 1]) if peak > start else int(steps[0])
+            first = at if first is None else min(first, at)
+            last = int(steps[-1])
+            figures |= {"reward_peak": peak, "reward_last": now}
+            evidence.append(f"the reward fell from {peak:.3g} (step {at}) to {now:.3g}")
+    if first is None or last is None:
+        return None
+    return Symptom(first, last, tuple(evidence), figures)
+
+
+def learning_rate_low(history: StageHistory) -> Symptom | None:
+    """Nothing moves although there is something to learn: over at least 30 steps the reward has no
+    trend (p > 0.05, change below 5 % of the range of rewards), fewer than 70 % of the groups are
+    without variance and gradients are not 0, yet the policy stays where it was: the divergence to
+    the reference, if logged, is below 1e-3 nats per token, and the entropy changed by less than
+    5 %."""
+    steps, reward = history.column("reward")
+    if len(steps) < 30:
+        return None
+    course, bounds = trend(reward), history.reward_range()
+    range_ = (bounds[1] - bounds[0]) if bounds is not None else float(np.ptp(reward))
+    grad = history.values("grad_norm")
+    alike = history.values("frac_reward_zero_std")
+    if course.p < 0.05 and abs(course.change) > 0.05 * range_:
+        return None
+    if range_ == 0 or len(grad) == 0 or np.median(grad) <= 1e-8:
+        return None
+    if history.grouped and (len(alike) == 0 or np.median(alike) >= 0.7):
+        return None
+    kl = history.values("kl/reference") if "kl/reference" in history.columns else (
+        history.values("kl")
+    )
+    entropy = trend(history.values("entropy"))
+    if len(kl) and abs(float(np.median(kl[-WINDOW:]))) > STILL:
+        return None
+    if not entropy.n or abs(entropy.change) > 0.05 * abs(entropy.first):
+        return None
+    evidence = [
+        f"the reward stays at {float(np.median(reward)):.3g} over {len(steps)} steps (change "
+        f"{course.change:+.2g}, p = {course.p:.2g}) although gradients are not 0 (norm "
+        f"{float(np.median(grad)):.2g})",
+        f"entropy went from {entropy.first:.3g} to {entropy.last:.3g} nats per token",
+    ]
+    if len(kl):
+        evidence.append(f"the divergence is {float(np.median(kl[-WINDOW:])):.1e} nats per token")
+    figures = {"reward": float(np.median(reward)), "reward_change": course.change}
+    return Symptom(int(steps[0]), int(steps[-1]), tuple(evidence), figures)
+
+
+def _edgeless(history: StageHistory) -> bool:
+    kind = history.setting("algorithm.surrogate.kind")
+    return history.setting("algorithm.ratio") == "none" or kind in ("unclipped", "log_prob")
