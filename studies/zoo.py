@@ -27,6 +27,8 @@ PARTS = str(Path(__file__).with_name("zoo_parts.py"))
 ALPHABET = "0123456789+=>"
 SORT = {"name": "sort_digits", "options": {"min_digits": 2, "max_digits": 5}}
 LONG_SORT = {"name": "sort_digits", "options": {"min_digits": 7, "max_digits": 9}}
+EASY_SORT = {"name": "sort_digits", "options": {"min_digits": 2, "max_digits": 3}}
+PLAIN = {"preset": "reinforce_pp", "divergence": None}
 FREE = {"preset": "grpo", "divergence": None}
 """GRPO that nothing holds near its start."""
 COLLAPSED = ("entropy-collapse", "no-signal", "learning-rate-high", "kl-runaway", "repetition")
@@ -56,10 +58,18 @@ def broken(policy: str) -> list[Case]:
         Case("hot", ("learning-rate-high",), (*more, "clip-saturated", "gold-falls", "length-explosion", "truncation"),
              _rl(start, algorithm=FREE, optimizer={"learning_rate": 1e-2}, steps=60)),
         Case("hot-epochs", ("clip-saturated",), (*more, "gold-falls", "length-explosion", "truncation"),
-             _rl(start, algorithm=FREE, epochs=4, minibatches=4, optimizer={"learning_rate": 3e-3})),
-        Case("collapse", ("entropy-collapse",), (*more, "gold-falls", "truncation", "saturated-reward"),
-             _rl(start, rewards=_rewards("place_match"), algorithm=FREE, steps=150,
-                 tasks=[LONG_SORT], optimizer={"learning_rate": 1e-3})),
+             _rl(start, algorithm=FREE, epochs=8, minibatches=4, optimizer={"learning_rate": 5e-4},
+                 steps=40)),
+        Case("hot-gspo", ("clip-saturated",), (*more, "gold-falls", "length-explosion", "truncation"),
+             _rl(start, algorithm="gspo", epochs=4, minibatches=4, optimizer={"learning_rate": 5e-4},
+                 steps=40)),
+        Case("one-answer", ("entropy-collapse",), (*more, "truncation", "saturated-reward", "length-explosion"),
+             _rl(_random(), rewards=_rewards("first_place"), algorithm=FREE, steps=120,
+                 optimizer={"learning_rate": 3e-3})),
+        Case("one-sum", ("entropy-collapse",), (*more, "truncation"),
+             _rl(_random(), tasks=[{"name": f"{PARTS}:Calculator"}], algorithm=FREE, steps=120,
+                 rewards=_rewards("place_match"), rollout={"max_tokens": 8, "max_turns": 2},
+                 optimizer={"learning_rate": 1e-3})),
         Case("cold", ("learning-rate-low",), (),
              _rl(start, optimizer={"learning_rate": 1e-7}, steps=60)),
         Case("cold-epochs", ("clip-idle",), ("learning-rate-low",),
@@ -77,11 +87,12 @@ def broken(policy: str) -> list[Case]:
                  evaluation={"every": 10, "prompts": 100})),
         Case("paid-by-length", ("length-reward",), (*more, "length-explosion", "saturated-reward", "truncation", "gold-falls"),
              _rl(start, rewards=_rewards("long_and_right"), algorithm=FREE, rollout={"max_tokens": 20})),
-        Case("entropy-bonus", ("length-explosion",), ("learning-rate-high", "kl-runaway", "truncation", "gold-falls", "no-signal"),
+        Case("entropy-bonus", ("length-explosion",), ("learning-rate-high", "kl-runaway", "truncation", "gold-falls", "no-signal", "length-bias"),
              _rl(start, algorithm={**FREE, "entropy": 0.3}, rollout={"max_tokens": 28})),
-        Case("sequence-mean", ("length-bias",), (*more, "length-explosion", "truncation", "saturated-reward"),
-             _rl(_random(), rewards=_rewards("first_place"), algorithm=FREE, steps=120,
-                 rollout={"max_tokens": 24})),
+        Case("sequence-mean", ("length-bias",), (*more, "length-explosion", "truncation"),
+             _rl(start, tasks=[EASY_SORT, LONG_SORT], rollout={"max_tokens": 28}, steps=120,
+                 algorithm={**PLAIN, "weights": {"kind": "sequence_mean"}},
+                 optimizer={"learning_rate": 1e-4})),
         Case("noise", ("kl-runaway",), (*more, "length-explosion", "truncation", "length-reward"),
              _rl(start, rewards=_rewards("noise"), algorithm=FREE, reference={"measured": True},
                  optimizer={"learning_rate": 1e-3}, steps=120)),
@@ -132,10 +143,13 @@ def healthy(policy: str) -> list[Case]:
                         rewards=_rewards("place_match"), optimizer={"learning_rate": 1e-3}),
         "two-rewards": _rl(start, rewards=_rewards("place_match", ("digits_first", 0.2))),
         "sapo": _rl(start, algorithm="sapo", minibatches=2),
-        "calculator": _rl(_random(), tasks=[{"name": f"{PARTS}:Calculator"}],
-                          algorithm=FREE, rollout={"max_tokens": 8, "max_turns": 2},
-                          rewards={"functions": [{"function": "place_match"}]},
-                          optimizer={"learning_rate": 1e-3}, steps=100),
+        "second-try": _rl(start, tasks=[{"name": f"{PARTS}:SecondTry"}],
+                          rollout={"max_tokens": 24, "max_turns": 2}),
+        "token-mean": _rl(start, tasks=[EASY_SORT, LONG_SORT], rollout={"max_tokens": 28},
+                          algorithm={**PLAIN, "surrogate": {"kind": "clip"}}, steps=80,
+                          optimizer={"learning_rate": 5e-5}),
+        "one-token": _rl(start, rewards=_rewards("first_place"), rollout={"max_tokens": 1},
+                         steps=40),
     }  # fmt: skip
     return [Case(name, (), (), recipe) for name, recipe in recipes.items()]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from keel.data.tasks.symbols import SortDigits
 from keel.engines.native import NativeEngine
 from keel.types import Completion, Group, Prompt, Sampling, Split
 
@@ -104,6 +105,31 @@ class CarelessCalculator(Calculator):
 
     def score(self, prompt: Prompt, completion: Completion) -> float:
         return float(prompt.columns["answer"] in completion.transcript)
+
+
+class SecondTry:
+    """Sorting digits in two turns: after the first answer the environment repeats the question."""
+
+    name = "second_try"
+    correctness = True
+
+    def __init__(self) -> None:
+        self.inner = SortDigits(min_digits=2, max_digits=5)
+
+    def size(self, split: Split) -> None:
+        return None
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        return replace(self.inner.prompt(split, index), task=self.name)
+
+    def reply(self, prompt: Prompt, text: str) -> str | None:
+        return None if ">" in text else f"={prompt.content}"
+
+    def score(self, prompt: Prompt, completion: Completion) -> float:
+        return float(completion.conversation[-1]["content"] == prompt.columns["answer"])
+
+    def gold(self, prompt: Prompt) -> str:
+        return str(prompt.columns["answer"])
 
 
 class WrappedEngine:

@@ -22,7 +22,7 @@ class StageHistory:
     """A stage of reinforcement learning: `recipe` is its table, `model` the recipe's of the model.
 
     `columns` holds each metric by name, a value for each of `steps` (NaN where a record has none).
-    `rollouts` are of some steps only, in order.
+    `rollouts` are of some steps only, in order. `before` is the evaluation before the stage.
     """
 
     stage: str
@@ -31,6 +31,7 @@ class StageHistory:
     steps: Steps
     columns: Mapping[str, Array]
     rollouts: Sequence[StepRollouts] = ()
+    before: Mapping[str, Any] | None = None
 
     def column(self, name: str) -> tuple[Steps, Array]:
         """Steps and values of a metric, where it is a finite number; empty if it was not logged."""

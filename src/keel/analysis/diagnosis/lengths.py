@@ -54,16 +54,16 @@ def length_bias(history: StageHistory) -> Symptom | None:
     tokens (`weights.kind = "sequence_mean"`), so that a token of a long wrong answer is punished
     less than one of a short wrong answer [2503.20783]. In at least 8 steps with rollouts, the mean
     length of completions with a negative advantage rises (p < 0.05) by 15 % and 1 token at least,
-    that of completions with a positive one by less than a third as much, and the difference within
-    groups rises too (p < 0.05)."""
+    that of completions with a positive one by less than a third as much, and the difference of the
+    two rises too (p < 0.05)."""
     if history.setting("algorithm.weights.kind") != "sequence_mean":
         return None
     found = [(r.step, *_sides(r)) for r in history.rollouts]
     found = [one for one in found if all(np.isfinite(one[1:]))]
     if len(found) < ROLLOUTS:
         return None
-    at, wrong, right, within = (np.array(values, dtype=np.float64) for values in zip(*found, strict=True))
-    bad, good, apart = trend(wrong), trend(right), trend(within)
+    at, wrong, right = np.array(found, dtype=np.float64).T
+    bad, good, apart = trend(wrong), trend(right), trend(wrong - right)
     grown = bad.change
     if not bad.rises(0.05) or grown < max(1.0, 0.15 * bad.first):
         return None
@@ -72,7 +72,6 @@ def length_bias(history: StageHistory) -> Symptom | None:
     evidence = [
         f"wrong answers grew from {bad.first:.3g} to {bad.last:.3g} tokens (p = {bad.p:.1g}), "
         f"right ones went from {good.first:.3g} to {good.last:.3g}",
-        f"within groups wrong ones were longer by {apart.first:+.2g} tokens, then {apart.last:+.2g}",
     ]
     light = _lightness(history.rollouts[-1])
     figures = {"wrong_first": bad.first, "wrong_last": bad.last, "right_last": good.last}
@@ -88,9 +87,10 @@ def length_bias(history: StageHistory) -> Symptom | None:
 def truncation(history: StageHistory) -> Symptom | None:
     """Cut completions cost the signal: at least a fifth of the completions (median of the last 10
     steps) reach `rollout.max_tokens`, and they are masked (`rollout.mask_truncated`), or in the
-    rollouts of these steps their reward is lower than that of others to the same prompt
-    (Mann-Whitney p < 0.01, by 5 % of the range), or nearly all are cut and none is rewarded. A
-    task whose answers fill the budget by design is no fault."""
+    newest three steps with rollouts their reward is lower than that of the others (Mann-Whitney
+    p < 0.01): by 5 % of the range of rewards among answers to one prompt, or by 25 % among all,
+    since budgets often cut all answers to one prompt. A task whose answers fill the budget by
+    design is no fault."""
     steps, cut = history.column("completions/clipped_ratio")
     if len(steps) < 10:
         return None
@@ -126,42 +126,31 @@ def _lower_when_cut(history: StageHistory) -> tuple[str, dict[str, float]] | Non
 
     newest = history.rollouts[-3:]
     bounds = history.reward_range()
-    if not newest or bounds is None:
+    if not newest or bounds is None or bounds[0] == bounds[1]:
         return None
-    cut = np.concatenate([r.truncated & np.isfinite(r.reward) for r in newest])
+    cut = np.concatenate([r.truncated for r in newest])
     raw = np.concatenate([r.reward for r in newest])
     within = np.concatenate([r.centred(r.reward) for r in newest])
-    ended = np.isfinite(raw) & ~cut
-    if cut.mean() >= 0.95:
-        if np.nanmax(raw) > bounds[0] or bounds[1] > bounds[0]:
-            return None
-        return "hardly any ends by itself and none is rewarded", {"reward_of_cut": bounds[0]}
+    judged = np.isfinite(raw)
+    cut, ended = cut & judged, ~cut & judged
     if cut.sum() < 10 or ended.sum() < 10:
         return None
-    apart = float(within[ended].mean() - within[cut].mean())
-    if apart < 0.05 * (bounds[1] - bounds[0]) or np.ptp(within[ended | cut]) == 0:
-        return None
-    p = float(mannwhitneyu(within[cut], within[ended], alternative="less").pvalue)
-    if p >= 0.01:
-        return None
-    low, high = float(raw[cut].mean()), float(raw[ended].mean())
-    line = f"cut ones are rewarded with {low:.3g}, others with {high:.3g} (p = {p:.1g} in groups)"
-    return line, {"reward_of_cut": low, "reward_of_ended": high}
+    for values, least, where in ((within, 0.05, " in groups"), (raw, 0.25, "")):
+        apart = float(values[ended].mean() - values[cut].mean())
+        p = float(mannwhitneyu(values[cut], values[ended], alternative="less").pvalue)
+        if apart >= least * (bounds[1] - bounds[0]) and p < 0.01:
+            low, high = float(raw[cut].mean()), float(raw[ended].mean())
+            line = f"cut ones are rewarded with {low:.3g}, others with {high:.3g} (p = {p:.1g}{where})"
+            return line, {"reward_of_cut": low, "reward_of_ended": high}
+    return None
 
 
-def _sides(rollouts: StepRollouts) -> tuple[float, float, float]:
-    """Mean lengths of wrong and right completions of a step, and their difference in groups."""
-    better = rollouts.centred(rollouts.reward)
-    wrong, right = better < -1e-9, better > 1e-9
+def _sides(rollouts: StepRollouts) -> tuple[float, float]:
+    """Mean lengths of the completions with a negative and with a positive advantage."""
+    wrong, right = rollouts.advantage < -1e-9, rollouts.advantage > 1e-9
     if wrong.sum() < 4 or right.sum() < 4:
-        return (float("nan"),) * 3
-    length = rollouts.written
-    apart = [
-        float(length[inside & wrong].mean() - length[inside & right].mean())
-        for inside in (rollouts.group == one for one in np.unique(rollouts.group))
-        if (inside & wrong).any() and (inside & right).any()
-    ]
-    return float(length[wrong].mean()), float(length[right].mean()), float(np.mean(apart))
+        return float("nan"), float("nan")
+    return float(rollouts.written[wrong].mean()), float(rollouts.written[right].mean())
 
 
 def _lightness(rollouts: StepRollouts) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from keel.analysis.diagnosis.history import StageHistory
-from keel.analysis.diagnosis.rollout_summary import read_step, spread
+from keel.analysis.diagnosis.rollout_summary import StepRollouts, read_step, spread
 from keel.runs.reader import Run
 
 KIND = "rl"
@@ -26,7 +26,8 @@ def histories(run: Run) -> Iterator[StageHistory]:
         written = [place.step for place in run.rollout_places() if place.stage == number]
         found = (read_step(run.folder, number, step) for step in spread(written))
         rollouts = [one for one in found if one is not None and len(one)]
-        yield history_of(name, table, recipe.get("model", {}), records, rollouts)
+        before = run.info().get("evaluation", {}).get(name, {}).get("before")
+        yield history_of(name, table, recipe.get("model", {}), records, rollouts, before)
 
 
 def history_of(
@@ -34,7 +35,8 @@ def history_of(
     table: Mapping[str, Any],
     model: Mapping[str, Any],
     records: Sequence[Mapping[str, Any]],
-    rollouts: Sequence[Any] = (),
+    rollouts: Sequence[StepRollouts] = (),
+    before: Mapping[str, Any] | None = None,
 ) -> StageHistory:
     """A history of records as metrics.jsonl has them; null reads as NaN."""
     names = sorted({name for record in records for name in record} - {"stage", "step"})
@@ -48,6 +50,7 @@ def history_of(
             for name in names
         },
         rollouts=rollouts,
+        before=before,
     )
 
 

@@ -9,10 +9,11 @@ import numpy as np
 
 from keel.analysis.diagnosis.history import StageHistory, reward_name
 from keel.analysis.diagnosis.rollout_summary import StepRollouts
-from keel.analysis.diagnosis.trends import WINDOW, trend
+from keel.analysis.diagnosis.trends import WINDOW, rolling_medians, trend
 from keel.analysis.diagnosis.values import RolloutSample, Symptom
 
 ROLLOUTS = 8
+ENDS = ("low", "high")
 JUDGES = ("exact_match", "numeric_match", "place_match", "math", "code", "task")
 """Built-in rewards whose 1 means that the answer is right."""
 
@@ -21,8 +22,8 @@ def gold_falls(history: StageHistory) -> Symptom | None:
     """The reward rises and a score that is not trained on falls (over-optimisation [2210.10760]).
     The reward's trend is up (p < 0.01) over 20 steps or more, and one of two holds: the newest
     evaluation is below the best one before it by more than their 95 % intervals allow (the high end
-    under the low end); or a reward of weight 0 is below its best fifth of the run by 15 % of it,
-    falling since (p < 0.01)."""
+    under the low end); or a reward of weight 0 is in the last fifth of the run lower than in its
+    best five steps (Mann-Whitney p < 0.01), by 15 %."""
     steps, reward = history.column("reward")
     if len(steps) < 20:
         return None
@@ -138,26 +139,32 @@ def _judges(source: Mapping[str, Any]) -> bool:
 
 
 def _evaluations(history: StageHistory) -> tuple[int, str, dict[str, float]] | None:
-    """The newest evaluation against the best before it."""
+    """The newest evaluation against the best before it, the one before the stage included."""
     name = history.pass_at_1
     if name is None:
         return None
     steps, means = history.column(name)
-    lows, highs = history.values(f"{name}/low"), history.values(f"{name}/high")
-    if len(means) < 2 or not len(means) == len(lows) == len(highs):
+    found = list(zip(steps, means, *(history.values(f"{name}/{e}") for e in ENDS), strict=False))
+    before = history.before
+    if before is not None and all(before.get(key) is not None for key in ("mean", *ENDS)):
+        found.insert(0, (0, before["mean"], before["low"], before["high"]))
+    if len(found) < 2:
         return None
-    best = int(np.argmax(means[:-1]))
-    if highs[-1] >= lows[best]:
+    at, best, low, _ = max(found[:-1], key=lambda one: one[1])
+    newest, last, least, high = found[-1]
+    if high >= low:
         return None
     line = (
-        f"{name} fell from {means[best]:.3g} [{lows[best]:.3g}, {highs[best]:.3g}] in step "
-        f"{steps[best]} to {means[-1]:.3g} [{lows[-1]:.3g}, {highs[-1]:.3g}] in step {steps[-1]}"
+        f"{name} fell from {best:.3g} (at least {low:.3g}; step {at}) to {last:.3g} (at most "
+        f"{high:.3g}; step {newest})"
     )
-    return int(steps[best]), line, {"gold_best": float(means[best]), "gold_last": float(means[-1])}
+    return int(at), line, {"gold_best": float(best), "gold_last": float(last)}
 
 
 def _unweighted(history: StageHistory) -> tuple[int, str, dict[str, float]] | None:
-    """A reward of weight 0 that falls since its best."""
+    """A reward of weight 0 that is lower in the last fifth of the run than in its best five steps."""
+    from scipy.stats import mannwhitneyu
+
     for source in history.rewards():
         if source.get("weight", 1.0) != 0:
             continue
@@ -165,14 +172,15 @@ def _unweighted(history: StageHistory) -> tuple[int, str, dict[str, float]] | No
         steps, gold = history.column(name)
         if len(gold) < 20:
             continue
-        width = max(WINDOW, len(gold) // 5)
-        medians = np.array([np.median(gold[i : i + width]) for i in range(len(gold) - width + 1)])
+        late = gold[-max(WINDOW, len(gold) // 5) :]
+        medians = rolling_medians(gold[: len(gold) - len(late)])
         best = int(np.argmax(medians))
-        course = trend(gold[best:])
-        peak, last = float(medians[best]), float(medians[-1])
-        if not course.falls() or peak - last < 0.15 * abs(peak):
+        early = gold[best : best + WINDOW]
+        peak, last = float(medians[best]), float(np.median(late))
+        p = float(mannwhitneyu(late, early, alternative="less").pvalue)
+        if p >= 0.01 or peak - last < 0.15 * abs(peak):
             continue
-        line = f"{name}, which has weight 0, fell from {peak:.3g} to {last:.3g} (p = {course.p:.1g})"
+        line = f"{name}, which has weight 0, fell from {peak:.3g} to {last:.3g} (p = {p:.1g})"
         return int(steps[best]), line, {"gold_best": peak, "gold_last": last}
     return None
 
