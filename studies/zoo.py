@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,18 +31,38 @@ EASY_SORT = {"name": "sort_digits", "options": {"min_digits": 2, "max_digits": 3
 PLAIN = {"preset": "reinforce_pp", "divergence": None}
 FREE = {"preset": "grpo", "divergence": None}
 """GRPO that nothing holds near its start."""
-COLLAPSED = ("entropy-collapse", "no-signal", "learning-rate-high", "kl-runaway", "repetition")
-"""What a policy that breaks down shows besides."""
+COLLAPSED = (
+    "entropy-collapse",
+    "no-signal",
+    "learning-rate-high",
+    "kl-runaway",
+    "repetition",
+    "length-explosion",
+    "truncation",
+)
+"""What a policy that breaks down may show in addition."""
+GAMED = (*COLLAPSED, "gold-falls", "saturated-reward")
+"""What a policy that games its reward may show in addition."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run: what is wrong with it (nothing: healthy), what may follow from that, its recipe."""
+    """A run: what is wrong with it (None: healthy), what may follow from that, its recipe."""
 
     name: str
-    expected: tuple[str, ...]
+    expected: str | None
     follows: tuple[str, ...]
     recipe: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run with what it was diagnosed with: finished, and in flight (with the step)."""
+
+    case: Case
+    seed: int
+    ids: tuple[str, ...]
+    warned: Mapping[str, int]
 
 
 def cases(policy: str) -> list[Case]:
@@ -53,105 +73,202 @@ def cases(policy: str) -> list[Case]:
 def broken(policy: str) -> list[Case]:
     """At least one run of each condition."""
     start = {"model": {"name": policy}}
-    more = COLLAPSED
-    return [
-        Case("hot", ("learning-rate-high",), (*more, "clip-saturated", "gold-falls", "length-explosion", "truncation"),
-             _rl(start, algorithm=FREE, optimizer={"learning_rate": 1e-2}, steps=60)),
-        Case("hot-epochs", ("clip-saturated",), (*more, "gold-falls", "length-explosion", "truncation"),
-             _rl(start, algorithm=FREE, epochs=8, minibatches=4, optimizer={"learning_rate": 5e-4},
-                 steps=40)),
-        Case("hot-gspo", ("clip-saturated",), (*more, "gold-falls", "length-explosion", "truncation"),
-             _rl(start, algorithm="gspo", epochs=4, minibatches=4, optimizer={"learning_rate": 5e-4},
-                 steps=40)),
-        Case("one-answer", ("entropy-collapse",), (*more, "truncation", "saturated-reward", "length-explosion"),
-             _rl(_random(), rewards=_rewards("first_place"), algorithm=FREE, steps=120,
-                 optimizer={"learning_rate": 3e-3})),
-        Case("one-sum", ("entropy-collapse",), (*more, "truncation"),
-             _rl(_random(), tasks=[{"name": f"{PARTS}:Calculator"}], algorithm=FREE, steps=120,
-                 rewards=_rewards("place_match"), rollout={"max_tokens": 8, "max_turns": 2},
-                 optimizer={"learning_rate": 1e-3})),
-        Case("cold", ("learning-rate-low",), (),
-             _rl(start, optimizer={"learning_rate": 1e-7}, steps=60)),
-        Case("cold-epochs", ("clip-idle",), ("learning-rate-low",),
-             _rl(start, algorithm=FREE, minibatches=4, optimizer={"learning_rate": 1e-7})),
-        Case("too-hard", ("no-signal",), (),
-             _rl(_random(), tasks=[LONG_SORT])),
-        Case("any-text", ("saturated-reward",), (),
-             _rl(start, rewards=_rewards("any_text"))),
-        Case("too-easy", ("saturated-reward",), ("entropy-collapse",),
-             _rl(start, rewards=_rewards("digits_first"), steps=60)),
-        Case("proxy", ("gold-falls",), (*more, "length-explosion", "saturated-reward", "truncation", "format-hacking"),
-             _rl(start, rewards=_rewards("nines", ("place_match", 0.0)), algorithm=FREE)),
-        Case("proxy-eval", ("gold-falls",), (*more, "length-explosion", "saturated-reward", "truncation", "length-reward"),
-             _rl(start, rewards=_rewards("nines", ("exact_match", 0.0)), algorithm=FREE,
-                 evaluation={"every": 10, "prompts": 100})),
-        Case("paid-by-length", ("length-reward",), (*more, "length-explosion", "saturated-reward", "truncation", "gold-falls"),
-             _rl(start, rewards=_rewards("long_and_right"), algorithm=FREE, rollout={"max_tokens": 20})),
-        Case("entropy-bonus", ("length-explosion",), ("learning-rate-high", "kl-runaway", "truncation", "gold-falls", "no-signal", "length-bias"),
-             _rl(start, algorithm={**FREE, "entropy": 0.3}, rollout={"max_tokens": 28})),
-        Case("sequence-mean", ("length-bias",), (*more, "length-explosion", "truncation"),
-             _rl(start, tasks=[EASY_SORT, LONG_SORT], rollout={"max_tokens": 28}, steps=120,
-                 algorithm={**PLAIN, "weights": {"kind": "sequence_mean"}},
-                 optimizer={"learning_rate": 1e-4})),
-        Case("noise", ("kl-runaway",), (*more, "length-explosion", "truncation", "length-reward"),
-             _rl(start, rewards=_rewards("noise"), algorithm=FREE, reference={"measured": True},
-                 optimizer={"learning_rate": 1e-3}, steps=120)),
-        Case("no-beta", ("kl-runaway",), (*more, "length-explosion", "truncation", "gold-falls", "saturated-reward", "length-reward"),
-             _rl(start, rewards=_rewards("nines"), algorithm=FREE, reference={"measured": True},
-                 optimizer={"learning_rate": 1e-3}, steps=120)),
-        Case("dead-critic", ("value-model",), (),
-             _rl(start, algorithm="ppo", rollout={"prompts_per_step": 64, "group_size": 1},
-                 optimizer={"learning_rate": 1e-5}, value={"optimizer": {"learning_rate": 1e-8}}, steps=50)),
-        Case("short-budget", ("truncation",), ("no-signal",),
-             _rl(start, rollout={"max_tokens": 4})),
-        Case("masked", ("truncation",), ("no-signal",),
-             _rl(start, rollout={"max_tokens": 4, "mask_truncated": True})),
-        Case("rounded-engine", ("engine-mismatch",), (),
-             _rl(start, minibatches=2, rollout={"engine": f"{PARTS}:rounded"})),
-        Case("colder-engine", ("engine-mismatch",), (),
-             _rl(start, minibatches=2, rollout={"engine": f"{PARTS}:colder"})),
-        Case("refrain", ("repetition",), (*more, "length-explosion", "length-reward", "saturated-reward", "truncation", "gold-falls"),
-             _rl(start, rewards=_rewards("refrain"), algorithm=FREE, rollout={"max_tokens": 24},
-                 optimizer={"learning_rate": 1e-3}, steps=120)),
-        Case("marks-only", ("format-hacking",), (*more, "saturated-reward", "gold-falls"),
-             _rl(_random(), tasks=[LONG_SORT], rewards=_rewards("marked", "inside"), algorithm=FREE,
-                 optimizer={"learning_rate": 1e-3})),
-        Case("careless-calculator", ("environment-words",), (*more, "saturated-reward"),
-             _rl(_random(), tasks=[{"name": f"{PARTS}:CarelessCalculator"}], algorithm=FREE,
-                 rollout={"max_tokens": 8, "max_turns": 2}, optimizer={"learning_rate": 1e-3})),
-    ]  # fmt: skip
+    sum_task = [{"name": f"{PARTS}:Calculator"}]
+    careless = [{"name": f"{PARTS}:CarelessCalculator"}]
+    turns = {"max_tokens": 8, "max_turns": 2}
+    by_sequence = {**PLAIN, "weights": {"kind": "sequence_mean"}}
+    one_each = {"prompts_per_step": 64, "group_size": 1}
+    idle = {"optimizer": {"learning_rate": 1e-8}}
+    measured = {"measured": True}
+    several = {"epochs": 4, "minibatches": 4}
+    cases = [
+        ("hot", "learning-rate-high", COLLAPSED, _rl(start, FREE, rate=1e-2, steps=60)),
+        (
+            "hot-epochs",
+            "clip-saturated",
+            COLLAPSED,
+            _rl(start, FREE, epochs=8, minibatches=4, rate=5e-4, steps=40),
+        ),
+        (
+            "hot-gspo",
+            "clip-saturated",
+            COLLAPSED,
+            _rl(start, "gspo", **several, rate=5e-4, steps=40),
+        ),
+        (
+            "one-answer",
+            "entropy-collapse",
+            GAMED,
+            _rl(_random(), FREE, rewards=_rewards("first_place"), steps=120, rate=3e-3),
+        ),
+        (
+            "one-sum",
+            "entropy-collapse",
+            COLLAPSED,
+            _rl(
+                _random(),
+                FREE,
+                tasks=sum_task,
+                rewards=_rewards("place_match"),
+                rollout=turns,
+                steps=120,
+                rate=1e-3,
+            ),
+        ),
+        ("cold", "learning-rate-low", (), _rl(start, rate=1e-7, steps=60)),
+        (
+            "cold-epochs",
+            "clip-idle",
+            ("learning-rate-low",),
+            _rl(start, FREE, minibatches=4, rate=1e-7),
+        ),
+        ("too-hard", "no-signal", (), _rl(_random(), tasks=[LONG_SORT])),
+        ("any-text", "saturated-reward", (), _rl(start, rewards=_rewards("any_text"))),
+        (
+            "too-easy",
+            "saturated-reward",
+            ("entropy-collapse",),
+            _rl(start, rewards=_rewards("digits_first"), steps=60),
+        ),
+        (
+            "proxy",
+            "gold-falls",
+            GAMED,
+            _rl(start, FREE, rewards=_rewards("nines", ("place_match", 0.0))),
+        ),
+        (
+            "proxy-eval",
+            "gold-falls",
+            GAMED,
+            _rl(
+                start,
+                FREE,
+                rewards=_rewards("nines", ("exact_match", 0.0)),
+                evaluation={"every": 10, "prompts": 100},
+            ),
+        ),
+        (
+            "paid-by-length",
+            "length-reward",
+            GAMED,
+            _rl(start, FREE, rewards=_rewards("long_and_right"), rollout={"max_tokens": 20}),
+        ),
+        (
+            "entropy-bonus",
+            "length-explosion",
+            (*COLLAPSED, "length-bias"),
+            _rl(start, {**FREE, "entropy": 0.3}, rollout={"max_tokens": 28}),
+        ),
+        (
+            "sequence-mean",
+            "length-bias",
+            COLLAPSED,
+            _rl(
+                start,
+                by_sequence,
+                tasks=[EASY_SORT, LONG_SORT],
+                rollout={"max_tokens": 28},
+                steps=120,
+                rate=1e-4,
+            ),
+        ),
+        (
+            "noise",
+            "kl-runaway",
+            COLLAPSED,
+            _rl(start, FREE, rewards=_rewards("noise"), reference=measured, rate=1e-3, steps=120),
+        ),
+        (
+            "no-beta",
+            "kl-runaway",
+            GAMED,
+            _rl(start, FREE, rewards=_rewards("nines"), reference=measured, rate=1e-3, steps=120),
+        ),
+        (
+            "dead-critic",
+            "value-model",
+            (),
+            _rl(start, "ppo", rollout=one_each, value=idle, rate=1e-5, steps=50),
+        ),
+        ("short-budget", "truncation", ("no-signal",), _rl(start, rollout={"max_tokens": 4})),
+        (
+            "masked",
+            "truncation",
+            ("no-signal",),
+            _rl(start, rollout={"max_tokens": 4, "mask_truncated": True}),
+        ),
+        (
+            "rounded-engine",
+            "engine-mismatch",
+            (),
+            _rl(start, minibatches=2, rollout={"engine": f"{PARTS}:rounded"}),
+        ),
+        (
+            "colder-engine",
+            "engine-mismatch",
+            (),
+            _rl(start, minibatches=2, rollout={"engine": f"{PARTS}:colder"}),
+        ),
+        (
+            "refrain",
+            "repetition",
+            (*GAMED, "length-reward"),
+            _rl(
+                start,
+                FREE,
+                rewards=_rewards("refrain"),
+                rollout={"max_tokens": 24},
+                rate=1e-3,
+                steps=120,
+            ),
+        ),
+        (
+            "marks-only",
+            "format-hacking",
+            GAMED,
+            _rl(
+                _random(), FREE, tasks=[LONG_SORT], rewards=_rewards("marked", "inside"), rate=1e-3
+            ),
+        ),
+        (
+            "careless-calculator",
+            "environment-words",
+            GAMED,
+            _rl(_random(), FREE, tasks=careless, rollout=turns, rate=1e-3),
+        ),
+    ]
+    return [Case(*one) for one in cases]
 
 
 def healthy(policy: str) -> list[Case]:
-    """Ten and more runs with nothing wrong: several algorithms, tasks, sizes and lengths."""
+    """Runs with nothing wrong: several algorithms, tasks, sizes and lengths."""
     start = {"model": {"name": policy}}
-    wide = {"build": {"alphabet": ALPHABET, "hidden_size": 96, "layers": 3, "heads": 3, "context": 48}}
-    mean = {"prompts_per_step": 16, "group_size": 8, "max_tokens": 8}
+    wide = {"model": {"build": {**_random()["model"]["build"], "hidden_size": 96, "layers": 3}}}
+    one_each = {"prompts_per_step": 96, "group_size": 1}
+    critic = {"warmup_steps": 5, "optimizer": {"learning_rate": 1e-3}}
+    evaluated = {"every": 25, "prompts": 100}
+    two_lengths = {"tasks": [EASY_SORT, LONG_SORT], "rollout": {"max_tokens": 28}}
+    turns = {"max_tokens": 24, "max_turns": 2}
     recipes = {
         "grpo": _rl(start),
-        "grpo-long": _rl(start, steps=150, evaluation={"every": 25, "prompts": 100}),
-        "gspo": _rl(start, algorithm="gspo", minibatches=2),
-        "ppo": _rl(start, algorithm="ppo", steps=60, rollout={"prompts_per_step": 96, "group_size": 1},
-                   optimizer={"learning_rate": 3e-5},
-                   value={"warmup_steps": 5, "optimizer": {"learning_rate": 1e-3}}),
-        "rloo": _rl(start, algorithm="rloo"),
-        "dapo": _rl(start, algorithm="dapo", minibatches=2, rollout=mean),
-        "reinforce_pp": _rl(start, algorithm="reinforce_pp", optimizer={"learning_rate": 2e-4}),
-        "dr_grpo": _rl(start, algorithm="dr_grpo", optimizer={"learning_rate": 2e-4}),
-        "remax": _rl(start, algorithm="remax", optimizer={"learning_rate": 1e-4}),
-        "opo-wide": _rl({"model": wide}, algorithm="opo", tasks=[SORT], steps=100,
-                        rewards=_rewards("place_match"), optimizer={"learning_rate": 1e-3}),
+        "grpo-long": _rl(start, steps=150, evaluation=evaluated),
+        "gspo": _rl(start, "gspo", minibatches=2),
+        "ppo": _rl(start, "ppo", steps=60, rollout=one_each, rate=3e-5, value=critic),
+        "rloo": _rl(start, "rloo"),
+        "dapo": _rl(start, "dapo", minibatches=2, rollout={"max_tokens": 8}),
+        "reinforce_pp": _rl(start, "reinforce_pp", rate=2e-4),
+        "dr_grpo": _rl(start, "dr_grpo", rate=2e-4),
+        "remax": _rl(start, "remax", rate=1e-4),
+        "opo-wide": _rl(wide, "opo", rewards=_rewards("place_match"), steps=100, rate=1e-3),
         "two-rewards": _rl(start, rewards=_rewards("place_match", ("digits_first", 0.2))),
-        "sapo": _rl(start, algorithm="sapo", minibatches=2),
-        "second-try": _rl(start, tasks=[{"name": f"{PARTS}:SecondTry"}],
-                          rollout={"max_tokens": 24, "max_turns": 2}),
-        "token-mean": _rl(start, tasks=[EASY_SORT, LONG_SORT], rollout={"max_tokens": 28},
-                          algorithm={**PLAIN, "surrogate": {"kind": "clip"}}, steps=80,
-                          optimizer={"learning_rate": 5e-5}),
-        "one-token": _rl(start, rewards=_rewards("first_place"), rollout={"max_tokens": 1},
-                         steps=40),
-    }  # fmt: skip
-    return [Case(name, (), (), recipe) for name, recipe in recipes.items()]
+        "sapo": _rl(start, "sapo", minibatches=2),
+        "second-try": _rl(start, tasks=[{"name": f"{PARTS}:SecondTry"}], rollout=turns),
+        "token-mean": _rl(start, PLAIN, **two_lengths, rate=5e-5),
+        "one-token": _rl(
+            start, rewards=_rewards("first_place"), rollout={"max_tokens": 1}, steps=40
+        ),
+    }
+    return [Case(name, None, (), recipe) for name, recipe in recipes.items()]
 
 
 def half_trained(folder: Path, seed: int) -> str:
@@ -190,47 +307,61 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     wanted = set(arguments.only.split(",")) if arguments.only else None
-    found: list[tuple[Case, int, tuple[str, ...]]] = []
+    found: list[Row] = []
     for seed in map(int, arguments.seeds.split(",")):
         folder = arguments.out / f"seed-{seed}"
         folder.mkdir(parents=True, exist_ok=True)
         for case in cases(half_trained(folder, seed)):
             if wanted is None or case.name in wanted:
-                path = run(case, folder, seed)
-                ids = tuple(dict.fromkeys(one.condition for one in diagnose(load(path))))
-                found.append((case, seed, ids))
+                found.append(look(case, run(case, folder, seed), seed))
     print(table(found))
-    print()
-    print(summary(found))
+    for title, ids in (("finished", lambda row: row.ids), ("in flight", lambda row: row.warned)):
+        print(f"\n{title}\n\n{summary(found, ids)}")
 
 
-def table(found: Sequence[tuple[Case, int, tuple[str, ...]]]) -> str:
-    """A line a run, as Markdown; what was neither expected nor follows is marked."""
-    lines = ["| run | seed | expected | diagnosed |", "|---|---|---|---|"]
-    for case, seed, ids in found:
-        allowed = {*case.expected, *case.follows}
-        shown = ", ".join(one if one in allowed else f"**{one}**" for one in ids) or "nothing"
-        missed = [one for one in case.expected if one not in ids]
-        expected = ", ".join(f"**{e}**" if e in missed else e for e in case.expected) or "nothing"
-        lines.append(f"| {case.name} | {seed} | {expected} | {shown} |")
+def look(case: Case, folder: Path, seed: int) -> Row:
+    """What a finished run is diagnosed with, and what was warned of while it went on."""
+    opened = load(folder)
+    ids = dict.fromkeys(one.condition for one in diagnose(opened))
+    events = [event for event in opened.events() if event["event"] == "diagnosis"]
+    return Row(case, seed, tuple(ids), {e["condition"]: e["last_step"] for e in events})
+
+
+def table(found: Sequence[Row]) -> str:
+    """A line a run, as Markdown. Bold: expected and not found, or found and neither expected nor a
+    consequence. In brackets: found in flight, with the step."""
+    lines = ["| run | seed | expected | diagnosed | in flight |", "|---|---|---|---|---|"]
+    for row in found:
+        case = row.case
+        allowed = (case.expected, *case.follows)
+        shown = ", ".join(i if i in allowed else f"**{i}**" for i in row.ids) or "nothing"
+        early = [f"{i} ({n})" if i in allowed else f"**{i}** ({n})" for i, n in row.warned.items()]
+        expected = case.expected or "nothing"
+        missed = case.expected is not None and case.expected not in row.ids
+        lines.append(
+            f"| {case.name} | {row.seed} | {f'**{expected}**' if missed else expected} | {shown} | "
+            f"{', '.join(early) or 'nothing'} |"
+        )
     return "\n".join(lines)
 
 
-def summary(found: Sequence[tuple[Case, int, tuple[str, ...]]]) -> str:
-    """Recall over what was expected, precision over what was diagnosed, by condition."""
-    lines = ["| condition | recall | precision |", "|---|---|---|"]
+def summary(found: Sequence[Row], ids: Callable[[Row], Collection[str]]) -> str:
+    """By condition: recall over the runs that expect it; precision over the runs diagnosed with it,
+    right where it is expected or follows; and how many of these expect it."""
+    lines = ["| condition | recall | precision | of these expected |", "|---|---|---|---|"]
     totals = [0, 0, 0, 0]
     for condition in (one.id for one in CONDITIONS):
-        expected = [ids for case, _, ids in found if condition in case.expected]
-        said = [case for case, _, ids in found if condition in ids]
-        hits = sum(condition in ids for ids in expected)
-        right = sum(condition in (*case.expected, *case.follows) for case in said)
-        lines.append(f"| {condition} | {hits}/{len(expected)} | {right}/{len(said)} |")
-        totals = [t + n for t, n in zip(totals, (hits, len(expected), right, len(said)), strict=True)]
-    lines.append(f"| all | {totals[0]}/{totals[1]} | {totals[2]}/{totals[3]} |")
-    clean = [ids for case, _, ids in found if not case.expected]
-    lines.append(f"\n{sum(not ids for ids in clean)} of {len(clean)} healthy runs without a diagnosis")
-    return "\n".join(lines)
+        expecting = [row for row in found if row.case.expected == condition]
+        said = [row for row in found if condition in ids(row)]
+        hits = sum(condition in ids(row) for row in expecting)
+        right = sum(condition in (row.case.expected, *row.case.follows) for row in said)
+        lines.append(f"| {condition} | {hits}/{len(expecting)} | {right}/{len(said)} | {hits} |")
+        counts = (hits, len(expecting), right, len(said))
+        totals = [t + n for t, n in zip(totals, counts, strict=True)]
+    lines.append(f"| all | {totals[0]}/{totals[1]} | {totals[2]}/{totals[3]} | {totals[0]} |")
+    clean = [row for row in found if row.case.expected is None]
+    silent = sum(not ids(row) for row in clean)
+    return "\n".join([*lines, "", f"{silent} of {len(clean)} healthy runs without a diagnosis"])
 
 
 # ---------------------------------------------------------------- details
@@ -241,22 +372,24 @@ def _random() -> dict[str, Any]:
     return {"model": {"build": {"family": "llama", **size}}}
 
 
-def _rl(model: Mapping[str, Any], **keys: Any) -> dict[str, Any]:
+def _rl(
+    model: Mapping[str, Any], algorithm: Any = "grpo", rate: float = 3e-4, **keys: Any
+) -> dict[str, Any]:
     """A recipe of one stage on short sorting tasks; tables of `keys` are merged into it."""
     recipe: dict[str, Any] = {
         "threads": 1,
         "stage": "rl",
         "steps": 80,
-        "algorithm": "grpo",
+        "algorithm": algorithm,
         "tasks": [SORT],
         "rollout": {"prompts_per_step": 16, "group_size": 8, "max_tokens": 10},
-        "optimizer": {"learning_rate": 3e-4},
+        "optimizer": {"learning_rate": rate},
         "evaluation": {"every": 0, "prompts": 50},
         "checkpoints": {"every": 1000, "keep": 1},
         **model,
     }
     for key, value in keys.items():
-        merged = key in ("rollout", "optimizer", "evaluation")
+        merged = key in ("rollout", "evaluation")
         recipe[key] = {**recipe[key], **value} if merged else value
     return recipe
 

@@ -1,4 +1,4 @@
-"""Rewards, an environment and an engine for the runs of `studies/zoo.py`, faulty ones among them."""
+"""Rewards, environments and engines of the runs in `studies/zoo.py`; some are faulty."""
 
 from __future__ import annotations
 

@@ -48,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     _prefs(commands)
     _runs(commands)
     _rollouts(commands)
+    _diagnose(commands)
     _lists(commands)
     return parser
 
@@ -251,6 +252,14 @@ def _rollouts(commands: Verbs) -> None:
     command.add_argument(
         "-n", type=_positive, metavar="N", help="how many (default 5; as JSON all)"
     )
+    _json(command)
+
+
+def _diagnose(commands: Verbs) -> None:
+    command = _command(
+        commands, "diagnose", "Report what went wrong in a run: evidence, causes, keys to change."
+    )
+    command.add_argument("run", metavar="RUN", help="a run folder, also of a run that goes on")
     _json(command)
 
 

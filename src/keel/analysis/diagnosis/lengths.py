@@ -44,9 +44,7 @@ def length_explosion(history: StageHistory) -> Symptom | None:
             f"rollout.max_tokens, {float(np.median(cut[:WINDOW])):.0%} were at the start"
         )
     figures = {"length_first": course.first, "length_last": course.last, "reward_gain": gained}
-    return Symptom(
-        int(steps[start]), int(steps[-1]), tuple(evidence), figures, _longest(history)
-    )
+    return Symptom(int(steps[start]), int(steps[-1]), tuple(evidence), figures, _longest(history))
 
 
 def length_bias(history: StageHistory) -> Symptom | None:
@@ -140,7 +138,9 @@ def _lower_when_cut(history: StageHistory) -> tuple[str, dict[str, float]] | Non
         p = float(mannwhitneyu(values[cut], values[ended], alternative="less").pvalue)
         if apart >= least * (bounds[1] - bounds[0]) and p < 0.01:
             low, high = float(raw[cut].mean()), float(raw[ended].mean())
-            line = f"cut ones are rewarded with {low:.3g}, others with {high:.3g} (p = {p:.1g}{where})"
+            line = (
+                f"cut ones are rewarded with {low:.3g}, others with {high:.3g} (p = {p:.1g}{where})"
+            )
             return line, {"reward_of_cut": low, "reward_of_ended": high}
     return None
 

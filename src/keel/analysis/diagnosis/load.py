@@ -15,19 +15,27 @@ KIND = "rl"
 
 
 def histories(run: Run) -> Iterator[StageHistory]:
-    """Each stage of reinforcement learning that has begun."""
+    """Each stage of reinforcement learning, in order.
+
+    Raises KeelError where the recipe, metrics or rollouts cannot be read.
+    """
     recipe = run.recipe()
-    tables = {str(t.get("name", t["stage"])): t for t in recipe["stages"] if t["stage"] == KIND}
-    for name, table in tables.items():
-        records = run.metrics(name)
-        if not records:
-            continue
-        number = run.stages.index(name)
-        written = [place.step for place in run.rollout_places() if place.stage == number]
-        found = (read_step(run.folder, number, step) for step in spread(written))
-        rollouts = [one for one in found if one is not None and len(one)]
-        before = run.info().get("evaluation", {}).get(name, {}).get("before")
-        yield history_of(name, table, recipe.get("model", {}), records, rollouts, before)
+    for name, table in zip(run.stages, recipe.get("stages", [recipe.get("stage")]), strict=False):
+        if isinstance(table, Mapping) and table.get("stage") == KIND:
+            yield stage_history(run, name, table, recipe.get("model", {}))
+
+
+def stage_history(
+    run: Run, stage: str, table: Mapping[str, Any], model: Mapping[str, Any]
+) -> StageHistory:
+    """What the folder holds of a stage, whose `table` and whose `model` are the recipe's."""
+    records = run.metrics(stage)
+    number = run.stages.index(stage)
+    written = [place.step for place in run.rollout_places() if place.stage == number]
+    found = (read_step(run.folder, number, step) for step in spread(written))
+    rollouts = [one for one in found if one is not None and len(one)]
+    before = run.info().get("evaluation", {}).get(stage, {}).get("before")
+    return history_of(stage, table, model, records, rollouts, before)
 
 
 def history_of(
@@ -46,7 +54,7 @@ def history_of(
         model=model,
         steps=np.array([record["step"] for record in records], dtype=np.int64),
         columns={
-            name: np.array([_number(record.get(name)) for record in records], dtype=np.float64)
+            name: np.array([number(record.get(name)) for record in records], dtype=np.float64)
             for name in names
         },
         rollouts=rollouts,
@@ -54,5 +62,6 @@ def history_of(
     )
 
 
-def _number(value: Any) -> float:
+def number(value: Any) -> float:
+    """The value as a float; NaN for anything but a number."""
     return float(value) if isinstance(value, int | float) else float("nan")

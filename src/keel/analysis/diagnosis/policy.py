@@ -184,8 +184,10 @@ def learning_rate_low(history: StageHistory) -> Symptom | None:
         return None
     if history.grouped and (len(alike) == 0 or np.median(alike) >= 0.7):
         return None
-    kl = history.values("kl/reference") if "kl/reference" in history.columns else (
-        history.values("kl")
+    kl = (
+        history.values("kl/reference")
+        if "kl/reference" in history.columns
+        else (history.values("kl"))
     )
     entropy = trend(history.values("entropy"))
     if len(kl) and abs(float(np.median(kl[-WINDOW:]))) > STILL:

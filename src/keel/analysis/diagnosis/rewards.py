@@ -129,7 +129,9 @@ def _range(history: StageHistory, component: str) -> tuple[float, float]:
     found = [r.components[component] for r in history.rollouts if component in r.components]
     every = np.concatenate(found) if found else np.empty(0)
     every = every[np.isfinite(every)]
-    return (min(0.0, float(every.min())), max(1.0, float(every.max()))) if len(every) else (0.0, 1.0)
+    return (
+        (min(0.0, float(every.min())), max(1.0, float(every.max()))) if len(every) else (0.0, 1.0)
+    )
 
 
 def _judges(source: Mapping[str, Any]) -> bool:
@@ -187,7 +189,9 @@ def _unweighted(history: StageHistory) -> tuple[int, str, dict[str, float]] | No
 
 def _slope(rollouts: list[StepRollouts]) -> tuple[float, float] | None:
     """Slope and correlation of reward on length within groups, over all steps."""
-    length = np.concatenate([r.centred(np.where(np.isfinite(r.reward), r.written, np.nan)) for r in rollouts])
+    length = np.concatenate(
+        [r.centred(np.where(np.isfinite(r.reward), r.written, np.nan)) for r in rollouts]
+    )
     reward = np.concatenate([r.centred(r.reward) for r in rollouts])
     inside = np.isfinite(length) & np.isfinite(reward)
     x, y = length[inside], reward[inside]

@@ -87,9 +87,7 @@ def _alike(history: StageHistory) -> tuple[Steps, Array]:
     return history.steps, (spread < 1e-9).astype(np.float64)
 
 
-def _last(
-    history: StageHistory, chosen: Callable[[Array], Any]
-) -> tuple[RolloutSample, ...]:
+def _last(history: StageHistory, chosen: Callable[[Array], Any]) -> tuple[RolloutSample, ...]:
     """The first three completions that are chosen by reward, of the newest rollouts."""
     if not history.rollouts:
         return ()

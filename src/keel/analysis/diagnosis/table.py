@@ -32,11 +32,11 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
         (
             Advice("rollout.group_size", "more answers to a prompt differ more often", factor=2),
             Advice("rollout.dynamic_sampling", "drops such groups and samples others", value=True),
-            Advice("tasks", "prompts of which some are answered rightly", direction="higher"),
+            Advice("tasks", "prompts of which some are answered rightly", direction="other"),
             Advice(
                 FUNCTIONS,
                 "a reward that also counts part of an answer tells bad from worse",
-                direction="higher",
+                direction="other",
             ),
         ),
         severity="error",
@@ -51,8 +51,10 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
         ),
         (
             Advice("steps", "end the stage when the reward has reached its maximum", factor=0.5),
-            Advice("tasks", "harder prompts", direction="higher"),
-            Advice(FUNCTIONS, "a reward that tells good answers from better ones", direction="higher"),
+            Advice("tasks", "harder prompts", direction="other"),
+            Advice(
+                FUNCTIONS, "a reward that tells good answers from better ones", direction="other"
+            ),
         ),
     ),
     Condition(
@@ -88,10 +90,14 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
         ),
         (
             Advice(RATE, "updates of a third move a third as far", factor=0.3),
-            Advice("epochs", "fewer passes over a batch stay nearer to the policy it is of", factor=0.5),
+            Advice(
+                "epochs", "fewer passes over a batch stay nearer to the policy it is of", factor=0.5
+            ),
             Advice("rollout.prompts_per_step", "more prompts make advantages less noisy", factor=2),
             Advice("optimizer.max_grad_norm", "bounds single updates", factor=0.5),
-            Advice("optimizer.warmup_steps", "the first updates of AdamW are the largest", value=10),
+            Advice(
+                "optimizer.warmup_steps", "the first updates of AdamW are the largest", value=10
+            ),
         ),
         severity="error",
     ),
@@ -123,7 +129,7 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
             Advice(
                 "algorithm.divergence",
                 'a divergence to the reference, as {to = "reference", where = "loss", beta = 0.04}',
-                direction="higher",
+                direction="other",
                 where=("algorithm.divergence", None),
             ),
             Advice(RATE, "smaller updates", factor=0.3),
@@ -172,7 +178,11 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
                 value="token_mean",
                 where=("algorithm.weights.kind", "sequence_mean"),
             ),
-            Advice("rollout.overlong_buffer", "a soft penalty at the end of the budget", direction="higher"),
+            Advice(
+                "rollout.overlong_buffer",
+                "a soft penalty at the end of the budget",
+                direction="higher",
+            ),
             Advice("algorithm.entropy", "a weaker bonus", factor=0.1),
             Advice(RATE, "smaller updates", factor=0.3),
         ),
@@ -186,9 +196,19 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
             "Answers that are cut or ramble are wrong anyway, so length costs nothing",
         ),
         (
-            Advice("algorithm.weights.kind", "the same weight for each token (DAPO)", value="token_mean"),
-            Advice("algorithm.advantage.scale", "no division by the std, as Dr. GRPO", value="none"),
-            Advice("rollout.overlong_buffer", "a soft penalty at the end of the budget", direction="higher"),
+            Advice(
+                "algorithm.weights.kind",
+                "the same weight for each token (DAPO)",
+                value="token_mean",
+            ),
+            Advice(
+                "algorithm.advantage.scale", "no division by the std, as Dr. GRPO", value="none"
+            ),
+            Advice(
+                "rollout.overlong_buffer",
+                "a soft penalty at the end of the budget",
+                direction="higher",
+            ),
         ),
     ),
     Condition(
@@ -200,8 +220,16 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
             "A rule counts things of which a longer text has more",
         ),
         (
-            Advice(FUNCTIONS, "add a penalty of length, or judge answers of equal length", direction="higher"),
-            Advice("rollout.max_tokens", "a budget just above what right answers need", direction="lower"),
+            Advice(
+                FUNCTIONS,
+                "add a penalty of length, or judge answers of equal length",
+                direction="other",
+            ),
+            Advice(
+                "rollout.max_tokens",
+                "a budget just above what right answers need",
+                direction="lower",
+            ),
             Advice(BETA, "holds the lengths near the reference's", factor=3),
         ),
     ),
@@ -216,7 +244,11 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
         (
             Advice("rollout.max_tokens", "twice the budget", factor=2),
             Advice("rollout.mask_truncated", "lets cut answers count", value=False),
-            Advice("rollout.overlong_buffer", "makes the policy shorten its answers", direction="higher"),
+            Advice(
+                "rollout.overlong_buffer",
+                "makes the policy shorten its answers",
+                direction="higher",
+            ),
         ),
     ),
     Condition(
@@ -228,9 +260,17 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
             "The training prompts are learned by heart",
         ),
         (
-            Advice("steps", "stop where the score was best (evaluation selects that checkpoint)", factor=0.5),
+            Advice(
+                "steps",
+                "stop where the score was best (evaluation selects that checkpoint)",
+                factor=0.5,
+            ),
             Advice(BETA, "holds the policy where the reward was made for", factor=3),
-            Advice(FUNCTIONS, "train on the score that counts, or on several rewards", direction="higher"),
+            Advice(
+                FUNCTIONS,
+                "train on the score that counts, or on several rewards",
+                direction="other",
+            ),
         ),
         severity="error",
     ),
@@ -243,8 +283,10 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
             "The task is too hard: only the format gives a signal",
         ),
         (
-            Advice(FUNCTIONS, "a smaller weight for the format, or gate_below on it", direction="lower"),
-            Advice("tasks", "prompts of which some are answered rightly", direction="higher"),
+            Advice(
+                FUNCTIONS, "a smaller weight for the format, or gate_below on it", direction="other"
+            ),
+            Advice("tasks", "prompts of which some are answered rightly", direction="other"),
         ),
     ),
     Condition(
@@ -256,7 +298,7 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
             "The policy is far from the reference, or its entropy is gone",
         ),
         (
-            Advice(FUNCTIONS, "count each thing once, or subtract repetitions", direction="higher"),
+            Advice(FUNCTIONS, "count each thing once, or subtract repetitions", direction="other"),
             Advice(BETA, "holds the policy near the reference", factor=3),
             Advice(RATE, "smaller updates", factor=0.3),
         ),
@@ -270,8 +312,10 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
             "The environment gives the answer away",
         ),
         (
-            Advice(FUNCTIONS, "judge what the policy wrote (completions, not turns)", direction="higher"),
-            Advice("tasks", "a reply that does not hold the answer", direction="lower"),
+            Advice(
+                FUNCTIONS, "judge what the policy wrote (completions, not turns)", direction="other"
+            ),
+            Advice("tasks", "a reply that does not hold the answer", direction="other"),
         ),
         severity="error",
     ),
@@ -284,8 +328,12 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
             "Its coefficient or clip is too small for the size of the returns",
         ),
         (
-            Advice("value.optimizer.learning_rate", "ten times, until it explains something", factor=10),
-            Advice("value.warmup_steps", "let it learn before the policy moves", direction="higher"),
+            Advice(
+                "value.optimizer.learning_rate", "ten times, until it explains something", factor=10
+            ),
+            Advice(
+                "value.warmup_steps", "let it learn before the policy moves", direction="higher"
+            ),
             Advice("algorithm.value.clip", "a wider range", factor=5),
         ),
     ),
@@ -304,12 +352,12 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
             Advice(
                 "algorithm.correction",
                 'weighs the difference: {kind = "truncate"}',
-                direction="higher",
+                direction="other",
                 where=("algorithm.correction", None),
             ),
         ),
     ),
-)  # fmt: skip
+)
 
 
 def diagnose(run: Run) -> tuple[Diagnosis, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from keel.analysis.diagnosis.history import StageHistory
-from keel.analysis.diagnosis.rollout_summary import StepRollouts
+from keel.analysis.diagnosis.rollout_summary import Bools, StepRollouts
 from keel.analysis.diagnosis.trends import trend
 from keel.analysis.diagnosis.values import RolloutSample, Symptom
 
@@ -86,7 +86,7 @@ def _enough(rollouts: StepRollouts) -> bool:
     return known >= max(8, len(rollouts) // 4)
 
 
-def _samples(steps: list[StepRollouts], mask: np.ndarray) -> tuple[RolloutSample, ...]:  # type: ignore[type-arg]
+def _samples(steps: list[StepRollouts], mask: Bools) -> tuple[RolloutSample, ...]:
     """The last three of the completions that a mask over several steps chooses."""
     places = [(r.step, row) for r in steps for row in range(len(r))]
     return tuple(RolloutSample(*places[at]) for at in np.flatnonzero(mask)[-3:])

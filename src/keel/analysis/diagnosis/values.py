@@ -25,7 +25,8 @@ class RolloutSample:
 class RecipeChange:
     """A key of the recipe, its present value, what to set it to and why.
 
-    `to` is a value, or "higher" or "lower" where none can be computed.
+    `to` is a value, or "higher", "lower" or "other" where none can be computed. `now` is None
+    where the key is absent or a table.
     """
 
     key: str
@@ -35,8 +36,8 @@ class RecipeChange:
 
     def __str__(self) -> str:
         now = "" if self.now is None else f" (now {_shown(self.now)})"
-        to = self.to if self.to in ("higher", "lower") else f"= {_shown(self.to)}"
-        return f"{self.key} {to}{now}: {self.why}"
+        to = {"higher": " higher", "lower": " lower", "other": ""}.get(str(self.to))
+        return f"{self.key}{f' = {_shown(self.to)}' if to is None else to}{now}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class Advice:
     why: str
     value: Any = None
     factor: float | None = None
-    direction: Literal["higher", "lower"] | None = None
+    direction: Literal["higher", "lower", "other"] | None = None
     where: tuple[str, Any] | None = None
 
     def apply(self, history: StageHistory) -> RecipeChange | None:
@@ -114,6 +115,7 @@ class Advice:
         now = history.setting(self.key)
         key = f"{history.stage}.{self.key}"
         if self.direction is not None:
+            now = None if isinstance(now, Mapping | list) else now
             return RecipeChange(key, now, self.direction, self.why)
         if self.factor is None:
             return None if now == self.value else RecipeChange(key, now, self.value, self.why)
