@@ -247,7 +247,7 @@ def healthy(policy: str) -> list[Case]:
     one_each = {"prompts_per_step": 96, "group_size": 1}
     critic = {"warmup_steps": 5, "optimizer": {"learning_rate": 1e-3}}
     evaluated = {"every": 25, "prompts": 100}
-    two_lengths = {"tasks": [EASY_SORT, LONG_SORT], "rollout": {"max_tokens": 28}}
+    two_lengths = {"tasks": [EASY_SORT, SORT], "rollout": {"max_tokens": 28}}
     turns = {"max_tokens": 24, "max_turns": 2}
     recipes = {
         "grpo": _rl(start),

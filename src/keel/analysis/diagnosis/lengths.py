@@ -19,7 +19,7 @@ def length_explosion(history: StageHistory) -> Symptom | None:
     """Completions grow and nothing is gained by it: over 20 steps or more the mean length rises
     (Mann-Kendall p < 0.01) to 1.5 times its start, and since then the reward has not risen by more
     than 5 % of the range of rewards, or at least half of the completions are cut at
-    `rollout.max_tokens` where fewer than a fifth were. Growth that pays (long reasoning) is none."""
+    `rollout.max_tokens` where fewer than a fifth were. Growth that pays is none."""
     steps, length = history.column("completions/mean_length")
     if len(steps) < 20:
         return None

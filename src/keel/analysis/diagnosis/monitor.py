@@ -54,7 +54,7 @@ class StageCourse:
             column.append(number(metrics.get(name)))
 
     def read_rollouts(self, step: int, spacing: int) -> None:
-        """Read a step's rollouts, if they were written and the last ones are `spacing` steps old."""
+        """Read a step's rollouts, if they exist and the last ones are `spacing` steps old."""
         if self.rollouts and step < self.rollouts[-1].step + spacing:
             return
         read = read_step(self.folder, self.place, step)

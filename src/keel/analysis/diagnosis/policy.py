@@ -82,8 +82,8 @@ def kl_runaway(history: StageHistory) -> Symptom | None:
 def clip_idle(history: StageHistory) -> Symptom | None:
     """The clip never acts: several updates per batch and a surrogate with edges, but in 95 % of at
     least 10 steps with a gradient no token is clipped, and the policy does not move within a step:
-    |ratio − 1| is below 1e-3 and KL(old‖policy) below 1e-5 nats per token (medians). A clip that cuts nothing while the policy moves is
-    no fault."""
+    |ratio − 1| is below 1e-3 and KL(old‖policy) below 1e-5 nats per token (medians). A clip that cuts nothing
+    while the policy moves is no fault."""
     steps, region = history.column("clip_ratio/region_mean")
     if history.updates < 2 or len(steps) < 10 or _edgeless(history):
         return None
@@ -107,8 +107,8 @@ def clip_idle(history: StageHistory) -> Symptom | None:
 def clip_saturated(history: StageHistory) -> Symptom | None:
     """The clip acts on much of the batch: the share of clipped tokens (median of five steps) is at
     least 0.1 in five steps running, or 0.5 for ratios of whole sequences, which clip up to a fifth
-    by design (token ratios clip about a hundredth). What is clipped has no gradient. It is also reported of a time that has passed, since
-    a policy that breaks down in it clips nothing afterwards."""
+    by design (token ratios clip about a hundredth). What is clipped has no gradient. It is
+    also reported of a time that has passed, since a policy that breaks down in it clips nothing afterwards."""
     steps, region = history.column("clip_ratio/region_mean")
     if history.updates < 2:
         return None

@@ -41,11 +41,11 @@ def gold_falls(history: StageHistory) -> Symptom | None:
 
 def length_reward(history: StageHistory) -> Symptom | None:
     """The reward rises through length alone. In 8 steps or more with rollouts, a line of reward on
-    length is fitted within groups (answers to one prompt), one slope for all steps up to then.
-    The mean reward rises (p < 0.01) by 10 % of its range, the mean length by 20 %, and the reward at
-    the length of the start (less slope · growth) keeps less than a quarter of the rise. Within
-    groups a longer answer is better by at least 0.5 standard deviations of correlation, so length is
-    what is paid."""
+    length is fitted within groups (answers to one prompt), one slope for all steps. The mean reward
+    rises (p < 0.01) by 10 % of its range, the mean length by 20 %, and at the length of the start
+    (less slope · growth) the reward keeps less than a quarter of the rise. Reward and length
+    correlate within groups by 0.5 or more, so that length is what is paid, and not a side effect.
+    """
     rollouts = [r for r in history.rollouts if np.isfinite(r.reward).sum() > 8]
     bounds = history.reward_range()
     if len(rollouts) < ROLLOUTS or bounds is None:
@@ -153,7 +153,7 @@ def _evaluations(history: StageHistory) -> tuple[int, str, dict[str, float]] | N
     if len(found) < 2:
         return None
     at, best, low, _ = max(found[:-1], key=lambda one: one[1])
-    newest, last, least, high = found[-1]
+    newest, last, _, high = found[-1]
     if high >= low:
         return None
     line = (
@@ -164,7 +164,7 @@ def _evaluations(history: StageHistory) -> tuple[int, str, dict[str, float]] | N
 
 
 def _unweighted(history: StageHistory) -> tuple[int, str, dict[str, float]] | None:
-    """A reward of weight 0 that is lower in the last fifth of the run than in its best five steps."""
+    """A reward of weight 0 that is lower in the last fifth of the run than in its best steps."""
     from scipy.stats import mannwhitneyu
 
     for source in history.rewards():

@@ -13,9 +13,11 @@ from keel.analysis.diagnosis.values import RolloutSample, Symptom
 
 ALIKE = 0.9
 """Share of groups without variance from which on a step learns from one group in ten at most."""
+LEARNED = 0.8
+"""The same of a reward at its maximum, where the few that differ are chance."""
 LONG = 10
 """Steps that a condition must hold: a group without variance, or a lucky step, is no news."""
-TOP = 0.02
+TOP = 0.03
 """How near the highest reward counts as at it, as a share of the range of rewards."""
 
 
@@ -48,8 +50,8 @@ def no_signal(history: StageHistory) -> Symptom | None:
 
 def saturated_reward(history: StageHistory) -> Symptom | None:
     """The reward is at its maximum: in each window of 5 steps of the last third of the run (10
-    steps at least) its median is within 2 % of the range below the highest reward of any completion
-    that was read, and in 90 % of the groups all rewards are equal. A run that ends at the maximum
+    steps at least) its median is within 3 % of the range below the highest reward of any completion
+    that was read, and in 80 % of the groups all rewards are equal. A run that ends at the maximum
     has done its work; one that stays there for a third of its steps wastes them."""
     steps, reward = history.column("reward")
     bounds = history.reward_range()
@@ -58,7 +60,7 @@ def saturated_reward(history: StageHistory) -> Symptom | None:
         return None
     low, top = bounds
     since = holds_since(np.minimum(reward, top), top - TOP * (top - low) - 1e-9)
-    alike = holds_since(zero, ALIKE)
+    alike = holds_since(zero, LEARNED)
     if since is None or alike is None:
         return None
     start = max(since, alike)

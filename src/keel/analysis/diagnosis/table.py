@@ -106,7 +106,7 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
         "Nothing moves, although there is something to learn",
         policy.learning_rate_low,
         (
-            "The learning rate is too low for this model, or for LoRA (which needs about ten times)",
+            "The learning rate is too low for this model, or for LoRA, which needs more",
             "A divergence with a large coefficient holds the policy where it is",
             "Weights in bfloat16 round the updates away",
         ),
@@ -167,7 +167,7 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
         "Completions grow and nothing is gained by it",
         lengths.length_explosion,
         (
-            "The loss shares a completion's weight among its tokens, so long wrong answers cost less",
+            "The weight of a completion is shared among its tokens, so long wrong ones cost less",
             "An entropy bonus or a high learning rate makes the end-of-sequence token rarer",
             "The reward pays for length, or for what long answers hold by chance",
         ),
