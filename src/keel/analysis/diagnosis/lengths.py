@@ -27,6 +27,8 @@ def length_explosion(history: StageHistory) -> Symptom | None:
     if not course.rises() or course.last < GROWTH * course.first or course.last - course.first < 2:
         return None
     reward, cut = history.values("reward"), history.values("completions/clipped_ratio")
+    if not len(reward) or not len(cut):
+        return None
     bounds, gain = history.reward_range(), trend(reward)
     range_ = float(np.ptp(reward)) if bounds is None else bounds[1] - bounds[0]
     limit = float(np.median(cut[:WINDOW])) < 0.2 and float(np.median(cut[-WINDOW:])) >= 0.5

@@ -5,15 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 from keel.analysis.diagnosis.history import StageHistory
-from keel.analysis.diagnosis.trends import WINDOW, holds_since, noise, rolling_medians, trend
+from keel.analysis.diagnosis.trends import WINDOW, Array, holds_since, noise, rolling_medians, trend
 from keel.analysis.diagnosis.values import Symptom
 
+ALIKE = "frac_reward_zero_std"
 COLLAPSED = 0.15
+"""Share of the entropy at the start under which little is left."""
 NEAR_TOP = 0.9
-BEYOND = 0.5
-UPDATE_KL = 0.1
-STILL = 1e-3
+"""Share of the range of rewards from which on certainty is deserved."""
 SHORT_RUN = 20
+BEYOND = 0.5
+"""Nats per token by which the divergence may exceed the entropy at the start."""
+UPDATE_KL = 0.1
+"""Nats per token that one step may move the policy, ten times what PPO's trust region aims at."""
+STILL = 1e-3
+"""|ratio − 1| under which a policy does not move within a step."""
+STAYS = 1e-4
+"""Nats per token from the reference under which a policy has not moved at all."""
 
 
 def entropy_collapse(history: StageHistory) -> Symptom | None:
@@ -29,14 +37,13 @@ def entropy_collapse(history: StageHistory) -> Symptom | None:
     if last > min(COLLAPSED * first, 0.3):
         return None
     reward, bounds = history.values("reward"), history.reward_range()
-    late = float(np.median(reward[-WINDOW:]))
+    late = _median(reward[-WINDOW:], float("nan"))
     third = trend(reward[-max(10, len(reward) // 3) :])
     if bounds is not None and late >= bounds[0] + NEAR_TOP * (bounds[1] - bounds[0]):
         return None
-    alike = history.values("frac_reward_zero_std")
-    if history.grouped and len(alike) and np.median(alike[-WINDOW:]) < 0.5:
+    if history.grouped and _median(history.values(ALIKE)[-WINDOW:], 1.0) < 0.5:
         return None
-    if third.rises(0.05):
+    if third.rises(0.05) or not len(reward):
         return None
     since = holds_since(-entropy, -COLLAPSED * first)
     start = 0 if since is None else since
@@ -55,14 +62,11 @@ def kl_runaway(history: StageHistory) -> Symptom | None:
     five steps) is above the entropy of the first five steps by 0.5 nats per token or more, to the
     end. A policy that only concentrates on what the reference samples anyway has KL = H(reference)
     at the most, in expectation; usual runs stay below a third of it."""
-    name = "kl/reference"
-    if name not in history.columns and history.setting("algorithm.divergence.to") == "reference":
-        name = "kl"
-    if name not in history.columns and history.setting("reference.measured", False):
-        name = "kl"
+    name = "kl/reference" if "kl/reference" in history.columns else "kl"
     steps, kl = history.column(name)
     entropy = history.values("entropy")
-    if len(steps) < 2 * WINDOW or history.setting("algorithm.divergence.to") == "old":
+    to_old = name == "kl" and history.setting("algorithm.divergence.to") == "old"
+    if len(steps) < 2 * WINDOW or to_old:
         return None
     usual = float(np.median(entropy[:WINDOW])) if len(entropy) >= WINDOW else 1.0
     since = holds_since(kl, usual + BEYOND)
@@ -82,8 +86,8 @@ def kl_runaway(history: StageHistory) -> Symptom | None:
 def clip_idle(history: StageHistory) -> Symptom | None:
     """The clip never acts: several updates per batch and a surrogate with edges, but in 95 % of at
     least 10 steps with a gradient no token is clipped, and the policy does not move within a step:
-    |ratio − 1| is below 1e-3 and KL(old‖policy) below 1e-5 nats per token (medians). A clip that cuts nothing
-    while the policy moves is no fault."""
+    |ratio − 1| is below 1e-3 and KL(old‖policy) below 1e-5 nats per token (medians). A clip that
+    cuts nothing while the policy moves is no fault."""
     steps, region = history.column("clip_ratio/region_mean")
     if history.updates < 2 or len(steps) < 10 or _edgeless(history):
         return None
@@ -107,8 +111,8 @@ def clip_idle(history: StageHistory) -> Symptom | None:
 def clip_saturated(history: StageHistory) -> Symptom | None:
     """The clip acts on much of the batch: the share of clipped tokens (median of five steps) is at
     least 0.1 in five steps running, or 0.5 for ratios of whole sequences, which clip up to a fifth
-    by design (token ratios clip about a hundredth). What is clipped has no gradient. It is
-    also reported of a time that has passed, since a policy that breaks down in it clips nothing afterwards."""
+    by design (token ratios clip about a hundredth). What is clipped has no gradient. It is also
+    reported of a time that has passed: a policy that breaks down in it clips nothing afterwards."""
     steps, region = history.column("clip_ratio/region_mean")
     if history.updates < 2:
         return None
@@ -166,44 +170,42 @@ def learning_rate_high(history: StageHistory) -> Symptom | None:
 
 
 def learning_rate_low(history: StageHistory) -> Symptom | None:
-    """Nothing moves although there is something to learn: over at least 30 steps the reward has no
-    trend (p > 0.05, change below 5 % of the range of rewards), fewer than 70 % of the groups are
-    without variance and gradients are not 0, yet the policy stays where it was: the divergence to
-    the reference, if logged, is below 1e-3 nats per token, and the entropy changed by less than
-    5 %."""
+    """Nothing moves although there is something to learn: over at least 40 steps the reward has no
+    trend (p > 0.05, or a change below 5 % of the range of rewards), fewer than 70 % of the groups
+    are without variance and gradients are not 0, yet the policy stays where it was: the divergence
+    to the reference, if logged, is below 1e-4 nats per token, that of one step below 1e-6, and the
+    entropy changed by less than 5 %. Full fine-tuning at 1e-6 passes 1e-4 in some tens of steps."""
     steps, reward = history.column("reward")
-    if len(steps) < 30:
+    if len(steps) < 40:
         return None
     course, bounds = trend(reward), history.reward_range()
-    range_ = (bounds[1] - bounds[0]) if bounds is not None else float(np.ptp(reward))
-    grad = history.values("grad_norm")
-    alike = history.values("frac_reward_zero_std")
-    if course.p < 0.05 and abs(course.change) > 0.05 * range_:
+    extent = (bounds[1] - bounds[0]) if bounds is not None else float(np.ptp(reward))
+    if extent == 0 or (course.p < 0.05 and abs(course.change) > 0.05 * extent):
         return None
-    if range_ == 0 or len(grad) == 0 or np.median(grad) <= 1e-8:
+    norm = _median(history.values("grad_norm"), 0.0)
+    if norm <= 1e-8 or (history.grouped and _median(history.values(ALIKE), 1.0) >= 0.7):
         return None
-    if history.grouped and (len(alike) == 0 or np.median(alike) >= 0.7):
-        return None
-    kl = (
-        history.values("kl/reference")
-        if "kl/reference" in history.columns
-        else (history.values("kl"))
-    )
+    reference = "kl/reference" if "kl/reference" in history.columns else "kl"
+    far = abs(_median(history.values(reference)[-WINDOW:], 0.0))
     entropy = trend(history.values("entropy"))
-    if len(kl) and abs(float(np.median(kl[-WINDOW:]))) > STILL:
+    if far > STAYS or (history.updates > 1 and _median(history.values("kl/old"), 0.0) > 1e-6):
         return None
     if not entropy.n or abs(entropy.change) > 0.05 * abs(entropy.first):
         return None
+    level = _median(reward, 0.0)
     evidence = [
-        f"the reward stays at {float(np.median(reward)):.3g} over {len(steps)} steps (change "
-        f"{course.change:+.2g}, p = {course.p:.2g}) although gradients are not 0 (norm "
-        f"{float(np.median(grad)):.2g})",
+        f"the reward stays at {level:.3g} over {len(steps)} steps (change {course.change:+.2g}, p "
+        f"= {course.p:.2g}) although gradients are not 0 (norm {norm:.2g})",
         f"entropy went from {entropy.first:.3g} to {entropy.last:.3g} nats per token",
     ]
-    if len(kl):
-        evidence.append(f"the divergence is {float(np.median(kl[-WINDOW:])):.1e} nats per token")
-    figures = {"reward": float(np.median(reward)), "reward_change": course.change}
+    if reference in history.columns:
+        evidence.append(f"{reference} is {far:.1e} nats per token at the end")
+    figures = {"reward": level, "reward_change": course.change, "kl": far}
     return Symptom(int(steps[0]), int(steps[-1]), tuple(evidence), figures)
+
+
+def _median(values: Array, default: float) -> float:
+    return float(np.median(values)) if len(values) else default
 
 
 def _edgeless(history: StageHistory) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from keel.analysis.diagnosis import engine, lengths, policy, rewards, signal, text, value
+from keel.analysis.diagnosis import lengths, models, policy, rewards, signal, text
 from keel.analysis.diagnosis.history import StageHistory
 from keel.analysis.diagnosis.load import histories
 from keel.analysis.diagnosis.values import Advice, Condition, Diagnosis
@@ -322,7 +322,7 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
     Condition(
         "value-model",
         "The value model explains nothing of the returns",
-        value.value_model_idle,
+        models.value_model_idle,
         (
             "Its learning rate is too low, or its warm-up too short",
             "Its coefficient or clip is too small for the size of the returns",
@@ -340,7 +340,7 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
     Condition(
         "engine-mismatch",
         "The engine that samples and the trainer disagree about the model",
-        engine.engine_mismatch,
+        models.engine_mismatch,
         (
             "The engine has other weights: an old copy, a quantised one, another checkpoint",
             "The engine samples by other rules: temperature, a mask, another template",
