@@ -231,6 +231,12 @@ def broken(policy: str) -> list[Case]:
             ),
         ),
         (
+            "marks-alone",
+            "format-hacking",
+            (*GAMED, "length-reward"),
+            _rl(start, FREE, rewards=_rewards("marks"), rate=1e-3),
+        ),
+        (
             "careless-calculator",
             "environment-words",
             GAMED,

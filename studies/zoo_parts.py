@@ -64,6 +64,11 @@ def marked(completions: list[str], **columns: Any) -> list[float]:
     return [float(text.endswith(">")) for text in completions]
 
 
+def marks(completions: list[str], **columns: Any) -> list[float]:
+    """The share of marks in the answer, whatever else it holds."""
+    return [text.count(">") / len(text) if text else 0.0 for text in completions]
+
+
 def inside(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
     """1 where the digits before the mark `>` are the answer."""
     return [float(t.rstrip(">") == g) for t, g in zip(completions, answer, strict=True)]

@@ -152,6 +152,15 @@ def _components(step: int) -> list[RolloutRow]:
     ]
 
 
+def _marked(text: str) -> list[RolloutRow]:
+    """Completions of which every other one is rewarded, for this text."""
+    return [
+        completion(g, float(i % 2), completion=text if i % 2 else "42")
+        for g in range(10)
+        for i in range(4)
+    ]
+
+
 TWINS = (
     Twin(
         "no-signal",
@@ -181,6 +190,11 @@ TWINS = (
         "learning-rate-high",
         usual(**{"kl/old": 0.15}),
         {"kl/old": np.where(np.arange(STEPS) % 5, 0.01, 0.9)},  # single jumps
+    ),
+    Twin(
+        "learning-rate-high",
+        usual(grad_norm=np.where(np.arange(STEPS) < 25, 1.0, 12.0)),
+        {"grad_norm": np.where(np.arange(STEPS) % 3, 1.0, 12.0)},
     ),
     Twin(
         "learning-rate-low",
@@ -245,6 +259,12 @@ TWINS = (
         {"rewards/exact_match/mean": ramp(0.1, 0.3)},  # the content follows
         recipe={**GRPO, **TWO},
         rollouts=_components,
+    ),
+    Twin(
+        "format-hacking",
+        usual(),
+        rollouts=lambda step: _marked("<answer></answer>"),
+        near_rollouts=lambda step: _marked("<answer>42</answer>"),
     ),
     Twin(
         "repetition",

@@ -18,6 +18,7 @@ BEYOND = 0.5
 """Nats per token by which the divergence may exceed the entropy at the start."""
 UPDATE_KL = 0.1
 """Nats per token that one step may move the policy, ten times what PPO's trust region aims at."""
+JUMP = 10
 STILL = 1e-3
 """|ratio − 1| under which a policy does not move within a step."""
 STAYS = 1e-4
@@ -131,42 +132,66 @@ def clip_saturated(history: StageHistory) -> Symptom | None:
 
 
 def learning_rate_high(history: StageHistory) -> Symptom | None:
-    """Updates too large, by either of two signs. The reward fell: its median over five steps is
+    """Updates too large, by any of three signs. The reward fell: its median over five steps is
     below its peak (or its start) by half of the way between the lowest reward there is and the
     peak, and by four times the noise of one step, to the end of the run. Or an update moves the
     policy too far: KL(old‖policy) is above 0.1 nats per token (median of five steps), where trust
-    regions of PPO aim at 0.01."""
+    regions of PPO aim at 0.01. Or the norm of the gradient (median of five steps) is ten times that
+    of the first ten."""
+    signs = [s for s in (_far_updates(history), _jump(history), _fall(history)) if s is not None]
+    if not signs:
+        return None
+    return Symptom(
+        min(sign.first_step for sign in signs),
+        max(sign.last_step for sign in signs),
+        tuple(line for sign in signs for line in sign.evidence),
+        {name: value for sign in signs for name, value in sign.figures.items()},
+    )
+
+
+def _far_updates(history: StageHistory) -> Symptom | None:
+    """Updates that move the policy too far."""
+    steps, moved = history.column("kl/old")
+    far = np.flatnonzero(rolling_medians(moved) >= UPDATE_KL)
+    if not len(far):
+        return None
+    first, last = int(steps[far[0]]), int(steps[far[-1] + WINDOW - 1])
+    worst = float(moved.max())
+    line = f"kl/old is above {UPDATE_KL} nats in steps {first} to {last}, at most {worst:.3g}"
+    return Symptom(first, last, (line,), {"kl_old_max": worst})
+
+
+def _jump(history: StageHistory) -> Symptom | None:
+    """A gradient that has grown beyond what was usual at the start."""
+    steps, norm = history.column("grad_norm")
+    start = 2 * WINDOW
+    usual = _median(norm[:start], 0.0)
+    over = np.flatnonzero(rolling_medians(norm[start:]) >= JUMP * usual)
+    if usual <= 0 or not len(over):
+        return None
+    first, last = int(steps[start + over[0]]), int(steps[start + over[-1] + WINDOW - 1])
+    line = (
+        f"grad_norm is {JUMP} times its {usual:.3g} of the first {start} steps and more in steps "
+        f"{first} to {last}"
+    )
+    return Symptom(first, last, (line,), {"grad_norm_first": usual, "grad_norm_max": norm.max()})
+
+
+def _fall(history: StageHistory) -> Symptom | None:
+    """A reward that was higher."""
     steps, reward = history.column("reward")
     medians = rolling_medians(reward)
-    moved_steps, moved = history.column("kl/old")
-    far = np.flatnonzero(rolling_medians(moved) >= UPDATE_KL)
-    evidence: list[str] = []
-    figures: dict[str, float] = {}
-    first = last = None
-    if len(far):
-        first, last = int(moved_steps[far[0]]), int(moved_steps[far[-1] + WINDOW - 1])
-        figures["kl_old_max"] = float(moved.max())
-        evidence.append(
-            f"kl/old is above {UPDATE_KL} nats per token in steps {first} to {last}, at most "
-            f"{moved.max():.3g}"
-        )
-    if len(medians) > WINDOW:
-        start = float(np.median(reward[:2]))
-        best = int(np.argmax(medians))
-        peak = max(float(medians[best]), start)
-        bounds = history.reward_range()
-        low = min(float(reward.min()), start) if bounds is None else bounds[0]
-        now = float(medians[-1])
-        drop = peak - now
-        if drop >= 0.5 * (peak - low) and drop > 4 * noise(reward) and peak > low:
-            at = int(steps[best + WINDOW - 1]) if peak > start else int(steps[0])
-            first = at if first is None else min(first, at)
-            last = int(steps[-1])
-            figures |= {"reward_peak": peak, "reward_last": now}
-            evidence.append(f"the reward fell from {peak:.3g} (step {at}) to {now:.3g}")
-    if first is None or last is None:
+    if len(medians) <= WINDOW:
         return None
-    return Symptom(first, last, tuple(evidence), figures)
+    start, best, now = float(np.median(reward[:2])), int(np.argmax(medians)), float(medians[-1])
+    peak = max(float(medians[best]), start)
+    bounds = history.reward_range()
+    low = float(reward.min()) if bounds is None else bounds[0]
+    if peak <= low or peak - now < 0.5 * (peak - low) or peak - now <= 4 * noise(reward):
+        return None
+    at = int(steps[best + WINDOW - 1]) if peak > start else int(steps[0])
+    line = f"the reward fell from {peak:.3g} (step {at}) to {now:.3g}"
+    return Symptom(at, int(steps[-1]), (line,), {"reward_peak": peak, "reward_last": now})
 
 
 def learning_rate_low(history: StageHistory) -> Symptom | None:

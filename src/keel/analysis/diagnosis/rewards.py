@@ -80,7 +80,9 @@ def format_hacking(history: StageHistory) -> Symptom | None:
     not declared as correctness is at 90 % of its range or more (median of the last fifth, 10 steps
     at least) and has risen by a tenth of it (p < 0.01), while one that is (or, if none is declared,
     another with a positive weight) is below half of its range and has not risen by 5 % of it. The
-    range is that of the completions that were read, and 0 to 1 at least."""
+    range is that of the completions that were read, and 0 to 1 at least. Or, with any reward: in
+    the newest three steps with rollouts, at least 30 % of the completions that are rewarded above
+    the mean of their step (10 or more) hold markers (tags, signs) and no letter or digit."""
     sources = [s for s in history.rewards() if s.get("weight", 1.0) > 0]
     declared = [s for s in sources if _judges(s)]
     for form in sources:
@@ -90,7 +92,26 @@ def format_hacking(history: StageHistory) -> Symptom | None:
             found = _form_over_content(history, reward_name(form), reward_name(content))
             if found is not None:
                 return found
-    return None
+    return _markers_only(history)
+
+
+def _markers_only(history: StageHistory) -> Symptom | None:
+    newest = history.rollouts[-3:]
+    better = [r.reward > np.nanmean(r.reward) for r in newest if np.isfinite(r.reward).any()]
+    if not better or len(better) != len(newest):
+        return None
+    count = sum(int(one.sum()) for one in better)
+    bare = [one & r.bare for one, r in zip(better, newest, strict=True)]
+    share = sum(int(one.sum()) for one in bare) / max(1, count)
+    if count < 10 or share < 0.3:
+        return None
+    evidence = (
+        f"{share:.0%} of the {count} completions that are rewarded above their step's mean hold "
+        f"markers and no letter or digit (steps {newest[0].step} to {newest[-1].step})",
+    )
+    rows = np.flatnonzero(bare[-1])[:3]
+    samples = tuple(RolloutSample(newest[-1].step, int(row)) for row in rows)
+    return Symptom(newest[0].step, newest[-1].step, evidence, {"share": share}, samples)
 
 
 def _form_over_content(history: StageHistory, form: str, content: str) -> Symptom | None:

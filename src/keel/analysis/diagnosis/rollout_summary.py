@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,11 @@ MOST_ROWS = 256
 MOST_STEPS = 24
 """Steps whose rollouts are read of a finished run, evenly spread."""
 NGRAM = 4
+MARKERS = re.compile(r"<[^<>]*>|\\boxed|[^\w\s]+")
+"""What frames an answer: tags, `\\boxed`, `####` and other signs that are no letters or digits."""
 SHORTEST = 3 * NGRAM
 """Tokens below which a completion is too short for a share of repeated 4-grams."""
-_WANTED = ("group", "prompt_id", "tokens", "written", "advantages", "finish", "reward")
+_WANTED = ("group", "completion", "tokens", "written", "advantages", "finish", "reward")
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +34,8 @@ class StepRollouts:
 
     `written` counts the tokens of the policy, `context` those of the environment. `repetition` is
     the share of 4-grams of tokens that occurred before in the same completion (NaN for short ones),
-    `wording` a hash of all tokens that the policy wrote, `advantage` that of its first token.
+    `wording` a hash of all tokens that the policy wrote, `advantage` that of its first token, and
+    `bare` whether the completion holds markers and nothing else.
     """
 
     step: int
@@ -43,6 +47,7 @@ class StepRollouts:
     repetition: Array
     advantage: Array
     wording: npt.NDArray[np.uint64]
+    bare: Bools
     components: Mapping[str, Array]
 
     def __len__(self) -> int:
@@ -93,6 +98,7 @@ def summarise(step: int, rows: Sequence[Mapping[str, Any]]) -> StepRollouts:
             dtype=np.float64,
         ),
         wording=np.array([_hash(one) for one in tokens], dtype=np.uint64),
+        bare=np.array([_bare(row.get("completion") or "") for row in rows], dtype=bool),
         components={
             name.removeprefix(COMPONENT): _numbers([row.get(name) for row in rows])
             for name in names
@@ -117,6 +123,10 @@ def _repeated(tokens: npt.NDArray[Any]) -> float:
         return float("nan")
     grams = np.lib.stride_tricks.sliding_window_view(tokens, NGRAM)
     return 1 - len(np.unique(grams, axis=0)) / len(grams)
+
+
+def _bare(text: str) -> bool:
+    return bool(text.strip()) and not MARKERS.sub("", text).strip()
 
 
 def _hash(tokens: npt.NDArray[Any]) -> int:
