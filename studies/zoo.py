@@ -271,7 +271,7 @@ def healthy(policy: str) -> list[Case]:
         "second-try": _rl(start, tasks=[{"name": f"{PARTS}:SecondTry"}], rollout=turns),
         "token-mean": _rl(start, PLAIN, **two_lengths, rate=5e-5),
         "one-token": _rl(
-            start, rewards=_rewards("first_place"), rollout={"max_tokens": 1}, steps=40
+            start, rewards=_rewards("first_place"), rollout={"max_tokens": 1}, steps=40, rate=1e-4
         ),
     }
     return [Case(name, None, (), recipe) for name, recipe in recipes.items()]
