@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import keel
 from keel.analysis.diagnosis import monitor
 from keel.analysis.diagnosis.monitor import DiagnosisMonitor
+from keel.analysis.progress import Bar, Lines
 from keel.cli.train import show
 from keel.runs.callbacks import RunState
 from keel.runs.reader import Run, load
@@ -117,6 +119,14 @@ def test_a_resumed_run_keeps_its_history_and_repeats_no_diagnosis(tmp_path: Path
     assert len(diagnoses(load(folder))) == 1
 
 
+@pytest.mark.parametrize("shown", [Lines, Bar])
+def test_a_warning_that_names_a_reward_is_no_markup(
+    shown: type[Lines] | type[Bar], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown(Console(file=sys.stdout, width=200)).on_note("rewards/[/x]/mean fell")
+    assert "rewards/[/x]/mean fell" in capsys.readouterr().out
+
+
 def test_other_stages_are_not_diagnosed(tmp_path: Path) -> None:
     run = keel.train(
         {"extends": "tiny", "stages": [{"stage": "sft", "steps": 12, "batch_size": 2,
@@ -128,8 +138,6 @@ def test_other_stages_are_not_diagnosed(tmp_path: Path) -> None:
 
 
 def test_train_ends_with_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from rich.console import Console
-
     run = train(tmp_path / "run")
     show(Console(file=sys.stdout, width=300), run.folder)
     out = capsys.readouterr().out

@@ -74,7 +74,12 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
                 value=0.28,
                 where=("algorithm.surrogate.high", 0.2),
             ),
-            Advice("algorithm.entropy", "a bonus pays for exploration", value=0.01),
+            Advice(
+                "algorithm.entropy",
+                "a bonus pays for exploration",
+                value=0.01,
+                where=("algorithm.entropy", 0.0),
+            ),
             Advice(BETA, "holds the policy near the reference", factor=3),
         ),
         severity="error",
@@ -96,7 +101,10 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
             Advice("rollout.prompts_per_step", "more prompts make advantages less noisy", factor=2),
             Advice("optimizer.max_grad_norm", "bounds single updates", factor=0.5),
             Advice(
-                "optimizer.warmup_steps", "the first updates of AdamW are the largest", value=10
+                "optimizer.warmup_steps",
+                "the first updates of AdamW are the largest",
+                value=10,
+                where=("optimizer.warmup_steps", 0),
             ),
         ),
         severity="error",
@@ -126,6 +134,7 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
         ),
         (
             Advice(BETA, "holds the policy nearer to the reference", factor=5),
+            Advice(BETA, "GRPO's coefficient", value=0.04, where=(BETA, 0.0)),
             Advice(
                 "algorithm.divergence",
                 'a divergence to the reference, as {to = "reference", where = "loss", beta = 0.04}',
@@ -202,7 +211,10 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
                 value="token_mean",
             ),
             Advice(
-                "algorithm.advantage.scale", "no division by the std, as Dr. GRPO", value="none"
+                "algorithm.advantage.scale",
+                "no division by the std, as Dr. GRPO",
+                value="none",
+                where=("algorithm.advantage.scale", "std"),
             ),
             Advice(
                 "rollout.overlong_buffer",
