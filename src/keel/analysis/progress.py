@@ -71,7 +71,7 @@ class Lines(Callback):
         self.on_note(_evaluation(state.stage, state.step, result))
 
     def on_note(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class Bar(Callback):
@@ -121,7 +121,7 @@ class Bar(Callback):
         self.on_note(_evaluation(state.stage, state.step, result))
 
     def on_note(self, text: str) -> None:
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, markup=False)
 
 
 def _done(state: RunState) -> int:

@@ -48,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     _prefs(commands)
     _runs(commands)
     _rollouts(commands)
+    _diagnose(commands)
     _view(commands)
     _report(commands)
     _lists(commands)
@@ -276,6 +277,14 @@ def _report(commands: Verbs) -> None:
     command.add_argument("run", metavar="RUN", help="a run folder")
     command.add_argument("--out", metavar="FILE", help="default: RUN/report.html")
     command.add_argument("--price", type=_price, metavar="PER_HOUR", help="of the machine")
+    _json(command)
+
+
+def _diagnose(commands: Verbs) -> None:
+    command = _command(
+        commands, "diagnose", "Report what went wrong in a run: evidence, causes, keys to change."
+    )
+    command.add_argument("run", metavar="RUN", help="a run folder, also of a run that goes on")
     _json(command)
 
 

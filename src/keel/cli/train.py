@@ -12,11 +12,13 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from keel.analysis.diagnosis.table import diagnose
 from keel.analysis.progress import figure, watching
 from keel.analysis.terminal import curve
+from keel.cli.diagnose import NOTHING, printable
 from keel.config.load import load_recipe
 from keel.runs.layout import RunFolder
-from keel.runs.reader import load
+from keel.runs.reader import Run, load
 from keel.types import KeelError
 
 
@@ -93,6 +95,7 @@ def show(console: Console, folder: RunFolder) -> None:
             console.print(f"\n[bold]{head}[/bold]" + _share(info["evaluation"][stage].get(when)))
             for example in examples:
                 console.print(_example(example), highlight=False, markup=False)
+    _diagnoses(console, run)
     console.print(f"\nrun folder  {folder.path}")
     if folder.curve.exists():
         console.print(f"curve       {folder.curve}")
@@ -102,6 +105,23 @@ def show(console: Console, folder: RunFolder) -> None:
         console.print(f"  keel rollouts {folder.path} --step {steps[-1]}", soft_wrap=True)
     console.print(f"  keel eval {folder.path} --samples 4", soft_wrap=True)
     console.print(f"  keel export {folder.path} {folder.path.name}-model", soft_wrap=True)
+
+
+def _diagnoses(console: Console, run: Run) -> None:
+    """What went wrong; the run is over and good whatever this finds."""
+    try:
+        found = diagnose(run)
+    except KeelError as error:
+        console.print(f"\nno diagnosis: {error}", highlight=False, markup=False, soft_wrap=True)
+        return
+    console.print("\ndiagnosis" if found else f"\ndiagnosis   {NOTHING}", highlight=False)
+    for one in found:
+        text = [f"{one.severity}: {one.title}", *(f"- {line}" for line in one.evidence)]
+        text += [f"change {change}" for change in one.changes[:1]]
+        for line in text:
+            console.print(f"  {printable(line)}", highlight=False, markup=False, soft_wrap=True)
+    if found:
+        console.print(f"  more: keel diagnose {run.folder.path}", soft_wrap=True)
 
 
 def _recipe(arguments: argparse.Namespace) -> Any:

@@ -74,6 +74,10 @@ class Callbacks:
         self._callbacks = list(callbacks)
         self._stop, self._event = stop, event
 
+    def add(self, callback: object) -> None:
+        """Call one more, after the others."""
+        self._callbacks.append(callback)
+
     def stage(self, name: str, kind: str, steps: int, done: int) -> None:
         self.state = RunState(self.state.folder, name, kind, done, steps)
         self._call("on_stage", self.state)

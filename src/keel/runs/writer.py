@@ -277,6 +277,12 @@ class RunWriter:
         self.callbacks.note(text)
         self.recorder.event("note", text=text)
 
+    def warn(self, text: str, kind: str, **values: Any) -> None:
+        """Show a warning on one line and record it as an event of a kind."""
+        text = without_secrets(text)
+        self.callbacks.note(f"WARNING: {text}")
+        self.recorder.event(kind, text=text, **values)
+
     def evaluated(
         self,
         progress: RunProgress,

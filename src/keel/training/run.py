@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from keel.analysis.diagnosis.monitor import DiagnosisMonitor
 from keel.config.entry import PYTHON, load_entry
 from keel.config.load import load_run_recipe, to_toml
 from keel.config.schema import Recipe
@@ -63,6 +64,7 @@ def train(
     with lifecycle.run_lifecycle(place, resume, callbacks) as (writer, start):
         progress = Progress(stage=0) if start is None else _progress_of(start, recipe)
         writer.recorder.event("resumed" if resume else "started", step=progress.step)
+        writer.callbacks.add(DiagnosisMonitor(writer.warn))
         with keeping_stacks(writer):
             run_stages(recipe, writer, progress, start)
     return place

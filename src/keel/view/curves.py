@@ -144,7 +144,6 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
 def _heading(shown: Shown, runs: Sequence[OpenRun], stage: str, price: float | None) -> None:
     run = runs[0]
     with ui.row().classes("items-center").style("gap: 6px 18px"):
-        ui.html("<h2></h2>", sanitize=False)
         ui.label(visible(" · ".join(one.name for one in runs), 300)).style("font-weight: 600")
         line = ui.label().classes("figure").props("data-testid=status")
 

@@ -46,7 +46,10 @@ class Guard:
 
         async def with_cookie(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                added = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
+                added = [
+                    (b"x-content-type-options", b"nosniff"),
+                    (b"referrer-policy", b"no-referrer"),
+                ]
                 if self.token is not None and by_query:
                     cookie = f"{COOKIE}={self.token}; HttpOnly; SameSite=Strict; Path=/"
                     added.append((b"set-cookie", cookie.encode()))

@@ -111,7 +111,6 @@ def _diagnosis(shown: Shown, one: Diagnosis) -> None:
     with ui.element("section").classes("panel w-full"):
         with ui.row().classes("items-center"):
             ui.badge(one.severity, color="negative" if one.severity == "error" else "warning")
-            ui.html("<h2></h2>", sanitize=False)
             ui.label(visible(one.title, 300)).style("font-weight: 600")
             ui.label(f"{one.stage}, steps {one.first_step} to {one.last_step}").classes("muted")
         for title, lines in (("evidence", one.evidence), ("likely causes", one.causes)):

@@ -1,0 +1,88 @@
+"""What is known of a stage so far: its recipe, its metrics and some of its rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from keel.analysis.diagnosis.rollout_summary import StepRollouts
+
+Array = npt.NDArray[np.float64]
+Steps = npt.NDArray[np.int64]
+GROUP_ADVANTAGES = ("group_relative", "leave_one_out", "process_group_relative", "optimal")
+"""Advantages that are 0 where all rewards of a group are equal."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageHistory:
+    """A stage of reinforcement learning: `recipe` is its table, `model` the recipe's of the model.
+
+    `columns` holds each metric by name, a value for each of `steps` (NaN where a record has none).
+    `rollouts` are of some steps only, in order. `before` is the evaluation before the stage.
+    """
+
+    stage: str
+    recipe: Mapping[str, Any]
+    model: Mapping[str, Any]
+    steps: Steps
+    columns: Mapping[str, Array]
+    rollouts: Sequence[StepRollouts] = ()
+    before: Mapping[str, Any] | None = None
+
+    def column(self, name: str) -> tuple[Steps, Array]:
+        """Steps and values of a metric, where it is a finite number; empty if it was not logged."""
+        values = self.columns.get(name)
+        if values is None:
+            return np.empty(0, dtype=np.int64), np.empty(0)
+        finite = np.isfinite(values)
+        return self.steps[finite], values[finite]
+
+    def values(self, name: str) -> Array:
+        return self.column(name)[1]
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """A key of the stage's recipe by its dotted name; `default` where it is absent or none."""
+        found: Any = self.recipe
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return default if found is None or found == "none" else found
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps on each batch."""
+        return int(self.setting("epochs", 1)) * int(self.setting("minibatches", 1))
+
+    @property
+    def grouped(self) -> bool:
+        """Whether advantages compare the completions of one prompt."""
+        several = int(self.setting("rollout.group_size", 1)) > 1
+        kind = self.setting("algorithm.advantage.kind")
+        baseline = self.setting("algorithm.advantage.group_baseline", False)
+        return several and (kind in GROUP_ADVANTAGES or bool(baseline))
+
+    @property
+    def pass_at_1(self) -> str | None:
+        """The name of the metric that validation is judged by, if the run has it."""
+        return next((n for n in ("eval/pass@1", "eval/reward") if n in self.columns), None)
+
+    def reward_range(self) -> tuple[float, float] | None:
+        """The lowest and highest reward of any completion that was read; None for no rollouts."""
+        found = [r.reward[np.isfinite(r.reward)] for r in self.rollouts]
+        every = np.concatenate(found) if found else np.empty(0)
+        return (float(every.min()), float(every.max())) if len(every) else None
+
+    def rewards(self) -> list[Mapping[str, Any]]:
+        """The recipe's table of each reward function."""
+        return list(self.setting("rewards.functions", []))
+
+
+def reward_name(source: Mapping[str, Any]) -> str:
+    """The name of a reward in metrics: its own, else that of the function."""
+    own = source.get("name")
+    if own not in (None, "none"):
+        return str(own)
+    return str(source["function"]).rpartition(":")[2]

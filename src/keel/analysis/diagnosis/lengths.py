@@ -1,0 +1,176 @@
+"""Conditions of the lengths of completions: growth, bias, truncation."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from keel.analysis.diagnosis.history import StageHistory
+from keel.analysis.diagnosis.rollout_summary import StepRollouts
+from keel.analysis.diagnosis.trends import WINDOW, Array, trend
+from keel.analysis.diagnosis.values import RolloutSample, Symptom
+
+GROWTH = 1.5
+CUT = 0.2
+ROLLOUTS = 8
+"""Fewest steps with rollouts from which a trend of them is taken."""
+
+
+def length_explosion(history: StageHistory) -> Symptom | None:
+    """Completions grow and nothing is gained by it: over 20 steps or more the mean length rises
+    (Mann-Kendall p < 0.01) to 1.5 times its start, and since then the reward has not risen by more
+    than 5 % of the range of rewards, or at least half of the completions are cut at
+    `rollout.max_tokens` where fewer than a fifth were. Growth that pays is none."""
+    steps, length = history.column("completions/mean_length")
+    if len(steps) < 20:
+        return None
+    course = trend(length)
+    if not course.rises() or course.last < GROWTH * course.first or course.last - course.first < 2:
+        return None
+    reward, cut = history.values("reward"), history.values("completions/clipped_ratio")
+    if not len(reward) or not len(cut):
+        return None
+    bounds, gain = history.reward_range(), trend(reward)
+    range_ = float(np.ptp(reward)) if bounds is None else bounds[1] - bounds[0]
+    limit = float(np.median(cut[:WINDOW])) < 0.2 and float(np.median(cut[-WINDOW:])) >= 0.5
+    gained = gain.last - gain.first
+    if gained > 0.05 * range_ and not limit:
+        return None
+    start = int(np.argmax(length > 1.2 * course.first))
+    evidence = [
+        f"the mean length rose from {course.first:.3g} to {course.last:.3g} tokens (p = "
+        f"{course.p:.1g}) while the reward went from {gain.first:.3g} to {gain.last:.3g}"
+    ]
+    if limit:
+        evidence.append(
+            f"{float(np.median(cut[-WINDOW:])):.0%} of the completions are cut at "
+            f"rollout.max_tokens, {float(np.median(cut[:WINDOW])):.0%} were at the start"
+        )
+    figures = {"length_first": course.first, "length_last": course.last, "reward_gain": gained}
+    return Symptom(int(steps[start]), int(steps[-1]), tuple(evidence), figures, _longest(history))
+
+
+def length_bias(history: StageHistory) -> Symptom | None:
+    """Wrong answers grow and right ones do not, where each completion's weight is shared among its
+    tokens (`weights.kind = "sequence_mean"`), so that a token of a long wrong answer is punished
+    less than one of a short wrong answer [2503.20783]. In at least 8 steps with rollouts, the mean
+    length of completions with a negative advantage rises (p < 0.05) by 15 % and 1 token at least,
+    that of completions with a positive one by less than a third as much, and the difference of the
+    two rises too (p < 0.05)."""
+    if history.setting("algorithm.weights.kind") != "sequence_mean":
+        return None
+    found = [(r.step, *_sides(r)) for r in history.rollouts]
+    found = [one for one in found if all(np.isfinite(one[1:]))]
+    if len(found) < ROLLOUTS:
+        return None
+    at, wrong, right = np.array(found, dtype=np.float64).T
+    bad, good, apart = trend(wrong), trend(right), trend(wrong - right)
+    grown = bad.change
+    if not bad.rises(0.05) or grown < max(1.0, 0.15 * bad.first):
+        return None
+    if good.change > grown / 3 or not apart.rises(0.05):
+        return None
+    evidence = [
+        f"wrong answers grew from {bad.first:.3g} to {bad.last:.3g} tokens (p = {bad.p:.1g}), "
+        f"right ones went from {good.first:.3g} to {good.last:.3g}",
+    ]
+    light = _lightness(history.rollouts[-1])
+    figures = {"wrong_first": bad.first, "wrong_last": bad.last, "right_last": good.last}
+    if light is not None:
+        figures["weight_of_long_wrong"] = light
+        evidence.append(
+            f"in step {history.rollouts[-1].step} a token of the longest quarter of wrong answers "
+            f"has {light:.2f} times the weight |advantage|/length of one of the shortest quarter"
+        )
+    return Symptom(int(at[0]), int(at[-1]), tuple(evidence), figures, _longest(history, wrong=True))
+
+
+def truncation(history: StageHistory) -> Symptom | None:
+    """Cut completions cost the signal: at least a fifth of the completions (median of the last 10
+    steps) reach `rollout.max_tokens`, and they are masked (`rollout.mask_truncated`), or in the
+    newest three steps with rollouts their reward is lower than that of the others (Mann-Whitney
+    p < 0.01): by 5 % of the range of rewards among answers to one prompt, or by 25 % among all,
+    since budgets often cut all answers to one prompt. A task whose answers fill the budget by
+    design is no fault."""
+    steps, cut = history.column("completions/clipped_ratio")
+    if len(steps) < 10:
+        return None
+    share = float(np.median(cut[-10:]))
+    if share < CUT:
+        return None
+    masked = bool(history.setting("rollout.mask_truncated", False))
+    over = np.flatnonzero(cut < CUT)
+    start = int(over[-1]) + 1 if len(over) else 0
+    start = min(start, len(steps) - 10)
+    evidence = [f"{share:.0%} of the completions reach rollout.max_tokens (last 10 steps)"]
+    figures = {"clipped_ratio": share}
+    if masked:
+        evidence.append("rollout.mask_truncated leaves them out of the loss")
+        figures["masked"] = 1.0
+    else:
+        said = _lower_when_cut(history)
+        if said is None:
+            return None
+        evidence.append(said[0])
+        figures |= said[1]
+    samples = tuple(
+        RolloutSample(r.step, int(row))
+        for r in history.rollouts[-1:]
+        for row in np.flatnonzero(r.truncated)[:3]
+    )
+    return Symptom(int(steps[start]), int(steps[-1]), tuple(evidence), figures, samples)
+
+
+def _lower_when_cut(history: StageHistory) -> tuple[str, dict[str, float]] | None:
+    """How much lower the rewards of cut completions are than those of their group."""
+    from scipy.stats import mannwhitneyu
+
+    newest = history.rollouts[-3:]
+    bounds = history.reward_range()
+    if not newest or bounds is None or bounds[0] == bounds[1]:
+        return None
+    cut = np.concatenate([r.truncated for r in newest])
+    raw = np.concatenate([r.reward for r in newest])
+    within = np.concatenate([r.centred(r.reward) for r in newest])
+    judged = np.isfinite(raw)
+    cut, ended = cut & judged, ~cut & judged
+    if cut.sum() < 10 or ended.sum() < 10:
+        return None
+    for values, least, where in ((within, 0.05, " in groups"), (raw, 0.25, "")):
+        apart = float(values[ended].mean() - values[cut].mean())
+        p = float(mannwhitneyu(values[cut], values[ended], alternative="less").pvalue)
+        if apart >= least * (bounds[1] - bounds[0]) and p < 0.01:
+            low, high = float(raw[cut].mean()), float(raw[ended].mean())
+            line = (
+                f"cut ones are rewarded with {low:.3g}, others with {high:.3g} (p = {p:.1g}{where})"
+            )
+            return line, {"reward_of_cut": low, "reward_of_ended": high}
+    return None
+
+
+def _sides(rollouts: StepRollouts) -> tuple[float, float]:
+    """Mean lengths of the completions with a negative and with a positive advantage."""
+    wrong, right = rollouts.advantage < -1e-9, rollouts.advantage > 1e-9
+    if wrong.sum() < 4 or right.sum() < 4:
+        return float("nan"), float("nan")
+    return float(rollouts.written[wrong].mean()), float(rollouts.written[right].mean())
+
+
+def _lightness(rollouts: StepRollouts) -> float | None:
+    """|A| / length of the longest quarter of wrong completions, over that of the shortest."""
+    wrong = (rollouts.advantage < 0) & (rollouts.written > 0)
+    if wrong.sum() < 8:
+        return None
+    mass: Array = np.abs(rollouts.advantage[wrong]) / rollouts.written[wrong]
+    low, high = np.quantile(rollouts.written[wrong], [0.25, 0.75])
+    short, long = rollouts.written[wrong] <= low, rollouts.written[wrong] >= high
+    return float(mass[long].mean() / mass[short].mean())
+
+
+def _longest(history: StageHistory, wrong: bool = False) -> tuple[RolloutSample, ...]:
+    """The longest completions (wrong ones only) of the newest rollouts."""
+    if not history.rollouts:
+        return ()
+    newest = history.rollouts[-1]
+    length = np.where(newest.advantage < 0, newest.written, 0) if wrong else newest.written
+    rows = np.argsort(-length, kind="stable")[:3]
+    return tuple(RolloutSample(newest.step, int(row)) for row in rows if length[row] > 0)

@@ -1,0 +1,97 @@
+"""Conditions of the learning signal: no differences between rewards, or nothing left to gain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from keel.analysis.diagnosis.history import StageHistory, Steps
+from keel.analysis.diagnosis.trends import Array, holds_since
+from keel.analysis.diagnosis.values import RolloutSample, Symptom
+
+ALIKE = 0.9
+"""Share of groups without variance from which on a step learns from one group in ten at most."""
+LEARNED = 0.8
+"""The same of a reward at its maximum, where the few that differ are chance."""
+LONG = 10
+"""Steps that a condition must hold: a group without variance, or a lucky step, is no news."""
+TOP = 0.03
+"""How near the highest reward counts as at it, as a share of the range of rewards."""
+
+
+def no_signal(history: StageHistory) -> Symptom | None:
+    """All groups are equal: `frac_reward_zero_std` (median of 5 steps) is at least 0.9 in each of
+    the last 10 steps, or the last fifth of the run if that is longer, while the reward is not at
+    its maximum. Where advantages do not compare a group, the same of steps whose rewards are all
+    equal. From 0.9 on at most one group in ten has a gradient."""
+    steps, zero = _alike(history)
+    needed = max(LONG, len(steps) // 5)
+    since = holds_since(zero, ALIKE)
+    if since is None or len(zero) - since < needed:
+        return None
+    reward = history.values("reward")
+    bounds = history.reward_range()
+    late = float(np.median(reward[-needed:])) if len(reward) else float("nan")
+    if bounds is not None and bounds[1] > 0 and late >= bounds[1] - TOP * (bounds[1] - bounds[0]):
+        return None  # it is saturated
+    share = float(np.median(zero[since:]))
+    evidence = [
+        f"since step {steps[since]} {share:.0%} of the groups (median) have no two different "
+        f"rewards; the reward is {late:.3g}"
+    ]
+    if bounds is not None:
+        evidence.append(f"rewards of single completions are {bounds[0]:.3g} to {bounds[1]:.3g}")
+    figures = {"frac_reward_zero_std": share, "reward": late}
+    samples = _last(history, lambda rewards: np.flatnonzero(np.isfinite(rewards)))
+    return Symptom(int(steps[since]), int(steps[-1]), tuple(evidence), figures, samples)
+
+
+def saturated_reward(history: StageHistory) -> Symptom | None:
+    """The reward is at its maximum: in each window of 5 steps of the last third of the run (10
+    steps at least) its median is within 3 % of the range below the highest reward of any completion
+    that was read, and in 80 % of the groups all rewards are equal. A run that ends at the maximum
+    has done its work; one that stays there for a third of its steps wastes them."""
+    steps, reward = history.column("reward")
+    bounds = history.reward_range()
+    zero = _alike(history)[1]
+    if bounds is None or bounds[1] <= 0 or len(steps) < LONG or len(zero) != len(steps):
+        return None
+    low, top = bounds
+    since = holds_since(np.minimum(reward, top), top - TOP * (top - low) - 1e-9)
+    alike = holds_since(zero, LEARNED)
+    if since is None or alike is None:
+        return None
+    start = max(since, alike)
+    if len(steps) - start < max(LONG, len(steps) // 3):
+        return None
+    late = float(np.median(reward[start:]))
+    constant = " and no completion got any other" if top == low else ""
+    evidence = (
+        f"since step {steps[start]} the mean reward is {late:.3g}; the highest of a completion is "
+        f"{top:.3g}{constant}",
+        f"{float(np.median(zero[start:])):.0%} of the groups there have no two different rewards",
+    )
+    figures = {"reward": late, "highest": top, "lowest": low}
+    samples = _last(history, lambda rewards: np.flatnonzero(rewards >= top))
+    return Symptom(int(steps[start]), int(steps[-1]), evidence, figures, samples)
+
+
+def _alike(history: StageHistory) -> tuple[Steps, Array]:
+    """Steps, and the share of groups without variance; without groups 1 for a constant reward."""
+    if int(history.setting("rollout.group_size", 1)) > 1:
+        return history.column("frac_reward_zero_std")
+    names = [n for n in history.columns if n.startswith("rewards/") and n.endswith("/std")]
+    if not names:
+        return history.column("")
+    spread = np.nan_to_num(np.stack([history.columns[name] for name in names])).max(axis=0)
+    return history.steps, (spread < 1e-9).astype(np.float64)
+
+
+def _last(history: StageHistory, chosen: Callable[[Array], Any]) -> tuple[RolloutSample, ...]:
+    """The first three completions that are chosen by reward, of the newest rollouts."""
+    if not history.rollouts:
+        return ()
+    newest = history.rollouts[-1]
+    return tuple(RolloutSample(newest.step, int(row)) for row in chosen(newest.reward)[:3])

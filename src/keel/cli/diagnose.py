@@ -1,0 +1,65 @@
+"""`keel diagnose`"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+
+from keel.analysis.diagnosis.table import diagnose
+from keel.analysis.diagnosis.values import Diagnosis
+from keel.runs.reader import Run, load
+from keel.types import KeelError
+
+NOTHING = "no problems found"
+WIDTH = 160
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print what is wrong with a run."""
+    opened = load(arguments.run)
+    found = diagnose(opened)
+    if arguments.json:
+        # In ASCII: names may come from another's run folder.
+        print(json.dumps([one.as_dict() for one in found], allow_nan=False))
+    else:
+        print("\n".join(lines(found, opened)))
+
+
+def lines(found: Sequence[Diagnosis], run: Run) -> Iterator[str]:
+    """A block for each diagnosis, or one line where there is none."""
+    if not found:
+        yield NOTHING
+    for at, one in enumerate(found):
+        if at:
+            yield ""
+        yield printable(
+            f"{one.severity}: {one.title} ({one.condition}; {one.stage}, steps {one.first_step} to "
+            f"{one.last_step})"
+        )
+        for line in one.evidence:
+            yield printable(f"  - {line}")
+        yield from _samples(one, run)
+        for line in one.causes:
+            yield printable(f"  cause?  {line}")
+        for change in one.changes:
+            yield printable(f"  change  {change}")
+
+
+def _samples(one: Diagnosis, run: Run) -> Iterator[str]:
+    """The completions that show it, each on a line, where they can be read."""
+    for sample in one.samples:
+        try:
+            row = run.rollouts(sample.step, one.stage)[sample.row]
+        except (KeelError, IndexError):
+            continue
+        reward = "-" if row["reward"] is None else f"{row['reward']:.3g}"
+        text = json.dumps(row["completion"], ensure_ascii=False)
+        text = text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"
+        place = f"step {sample.step}, completion {sample.row}, reward {reward}"
+        yield printable(f"  sample  {place}: {text}")
+
+
+def printable(text: str) -> str:
+    """The text with every character that a terminal could act on written as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,428 @@
+"""Each condition fires on a run that is in it, and not on one that nearly is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keel.analysis.diagnosis.load import history_of
+from keel.analysis.diagnosis.page import markdown
+from keel.analysis.diagnosis.rollout_summary import summarise
+from keel.analysis.diagnosis.table import CONDITIONS, conditions_of, diagnose
+from keel.runs.rollouts import RolloutRow
+from tests.analysis.written_runs import completion, ids, written_run
+
+STEPS = 40
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "diagnosis.md"
+RNG = np.random.default_rng(0)
+WOBBLE = RNG.normal(0, 0.01, STEPS)
+FREE: dict[str, Any] = {"algorithm": {"preset": "grpo", "divergence": None}}
+GRPO: dict[str, Any] = {"algorithm": "grpo"}
+SEVERAL: dict[str, Any] = {**FREE, "minibatches": 4}
+TWO = {
+    "rewards": {
+        "functions": [
+            {"function": "length", "name": "form", "options": {"target": 4}},
+            {"function": "exact_match"},
+        ]
+    }
+}
+GOLD = {
+    "rewards": {
+        "functions": [
+            {"function": "length", "name": "proxy", "options": {"target": 4}},
+            {"function": "exact_match", "weight": 0.0},
+        ]
+    }
+}
+
+
+def ramp(first: float, last: float) -> np.ndarray[Any, Any]:
+    return np.linspace(first, last, STEPS) + WOBBLE
+
+
+def mixed(reward: Callable[[int, int], float] = lambda g, i: float(i % 2)) -> list[RolloutRow]:
+    """Four completions to each of ten prompts."""
+    return [completion(g, reward(g, i), (5, 6, 7, i)) for g in range(10) for i in range(4)]
+
+
+def every(
+    rows: Callable[[int], list[RolloutRow]], spacing: int = 4
+) -> Mapping[int, list[RolloutRow]]:
+    return {step: rows(step) for step in range(spacing, STEPS + 1, spacing)}
+
+
+def usual(**columns: Any) -> dict[str, Any]:
+    """The metrics of a run that learns."""
+    return {
+        "reward": ramp(0.2, 0.7),
+        "reward_std": 0.4,
+        "frac_reward_zero_std": 0.2,
+        "rewards/task/std": 0.4,
+        "entropy": ramp(1.0, 0.6),
+        "kl": np.linspace(0.01, 0.1, STEPS),
+        "kl/old": 1e-3,
+        "ratio/mean": 1.0,
+        "clip_ratio/region_mean": 0.01,
+        "grad_norm": 1.0,
+        "completions/mean_length": 10.0,
+        "completions/clipped_ratio": 0.0,
+        **columns,
+    }
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A run in a condition, and the changes that take it out of it."""
+
+    condition: str
+    columns: dict[str, Any]
+    near: dict[str, Any] = field(default_factory=dict)
+    recipe: Mapping[str, Any] = field(default_factory=lambda: GRPO)
+    rollouts: Callable[[int], list[RolloutRow]] = lambda step: mixed()
+    near_recipe: Mapping[str, Any] | None = None
+    near_rollouts: Callable[[int], list[RolloutRow]] | None = None
+
+
+def _wrong_grow(step: int) -> list[RolloutRow]:
+    """Right answers of 4 tokens, wrong ones of ever more."""
+    rows = []
+    for g in range(8):
+        for i in range(4):
+            right = i % 2 == 0
+            tokens = tuple(range(10, 14 if right else 14 + step // 4))
+            rows.append(completion(g, float(right), tokens, advantage=1.0 if right else -1.0))
+    return rows
+
+
+def _both_grow(step: int) -> list[RolloutRow]:
+    tokens = tuple(range(10, 14 + step // 4))
+    return [
+        completion(g, float(i % 2), tokens, advantage=1.0 if i % 2 else -1.0)
+        for g in range(8)
+        for i in range(4)
+    ]
+
+
+def _paid_by_length(step: int, paid: bool = True) -> list[RolloutRow]:
+    """Lengths grow and spread within groups; the reward is length, or rises by itself."""
+    rows = []
+    for g in range(8):
+        for i in range(4):
+            length = 6 + step // 4 + 2 * i
+            reward = length / 30 if paid else step / STEPS + (i * 7 + g) % 4 / 10
+            rows.append(completion(g, reward, tuple(range(10, 10 + length))))
+    return rows
+
+
+def _cut(step: int, reward: float = 0.0) -> list[RolloutRow]:
+    """Every other completion is cut."""
+    return [
+        completion(g, reward if i % 2 else 1.0 - (g % 2), finish="length" if i % 2 else "eos")
+        for g in range(10)
+        for i in range(4)
+    ]
+
+
+def _repeats(step: int, full: bool = True) -> list[RolloutRow]:
+    """Completions of 24 tokens, of which ever more are one and the same."""
+    same = min(24, step // 2 + 2) if full else 4
+    tokens = (*range(100, 124 - same), *[7] * same)
+    return [completion(g, float(i % 2), tokens) for g in range(8) for i in range(4)]
+
+
+def _turns(step: int, same: bool = True) -> list[RolloutRow]:
+    """Right answers after words of the environment, by one sequence of tokens or by many."""
+    return [
+        completion(g, float(i > 0), (5, 6 if same and i else 10 + g * 4 + i), context=3)
+        for g in range(10)
+        for i in range(4)
+    ]
+
+
+def _components(step: int) -> list[RolloutRow]:
+    return [
+        completion(g, 1.0, components={"form": 1.0, "exact_match": float(g == 0)})
+        for g in range(10)
+    ]
+
+
+def _marked(text: str) -> list[RolloutRow]:
+    """Completions of which every other one is rewarded, for this text."""
+    return [
+        completion(g, float(i % 2), completion=text if i % 2 else "42")
+        for g in range(10)
+        for i in range(4)
+    ]
+
+
+TWINS = (
+    Twin(
+        "no-signal",
+        usual(frac_reward_zero_std=0.95, reward=ramp(0.1, 0.1)),
+        {"frac_reward_zero_std": np.where(np.arange(STEPS) % 2, 0.95, 0.8)},
+    ),
+    Twin(
+        "saturated-reward",
+        usual(reward=np.minimum(ramp(0.2, 3.0), 1.0), frac_reward_zero_std=0.95),
+        {"reward": np.minimum(ramp(0.2, 3.0), 0.9), "frac_reward_zero_std": 0.5},
+    ),
+    Twin(
+        "entropy-collapse",
+        usual(
+            entropy=np.geomspace(1.0, 0.01, STEPS),
+            reward=np.minimum(ramp(0.2, 1.2), 0.5),
+            frac_reward_zero_std=0.7,
+        ),
+        {"reward": np.minimum(ramp(0.2, 1.5), 0.95)},  # it is right, so it is certain
+    ),
+    Twin(
+        "learning-rate-high",
+        usual(reward=np.r_[ramp(0.2, 0.8)[:20], ramp(0.8, 0.2)[20:]]),
+        {"reward": np.r_[ramp(0.2, 0.8)[:20], ramp(0.55, 0.5)[20:]]},
+    ),
+    Twin(
+        "learning-rate-high",
+        usual(**{"kl/old": 0.15}),
+        {"kl/old": np.where(np.arange(STEPS) % 5, 0.01, 0.9)},  # single jumps
+    ),
+    Twin(
+        "learning-rate-high",
+        usual(grad_norm=np.where(np.arange(STEPS) < 25, 1.0, 12.0)),
+        {"grad_norm": np.where(np.arange(STEPS) % 3, 1.0, 12.0)},
+    ),
+    Twin(
+        "learning-rate-low",
+        usual(reward=0.3 + WOBBLE, kl=1e-6, entropy=1.0),
+        {"kl": np.linspace(0.0, 0.01, STEPS)},
+    ),
+    Twin(
+        "kl-runaway",
+        usual(kl=ramp(0.1, 3.0)),
+        {"kl": ramp(0.1, 1.3)},
+    ),
+    Twin(
+        "clip-idle",
+        usual(**{"clip_ratio/region_mean": 0.0, "kl/old": 1e-9}),
+        {"kl/old": 1e-3},
+        recipe=SEVERAL,
+    ),
+    Twin(
+        "clip-saturated",
+        usual(**{"clip_ratio/region_mean": 0.2}),
+        {"clip_ratio/region_mean": 0.05},
+        recipe=SEVERAL,
+    ),
+    Twin(
+        "length-explosion",
+        usual(reward=0.3 + WOBBLE, **{"completions/mean_length": ramp(10, 30)}),
+        {"reward": ramp(0.2, 0.8)},  # it pays
+    ),
+    Twin(
+        "length-bias",
+        usual(),
+        rollouts=_wrong_grow,
+        near_rollouts=_both_grow,
+    ),
+    Twin(
+        "length-reward",
+        usual(),
+        rollouts=_paid_by_length,
+        near_rollouts=lambda step: _paid_by_length(step, paid=False),
+    ),
+    Twin(
+        "truncation",
+        usual(**{"completions/clipped_ratio": 0.5}),
+        rollouts=_cut,
+        near_rollouts=lambda step: _cut(step, reward=0.5),
+    ),
+    Twin(
+        "truncation",
+        usual(**{"completions/clipped_ratio": 0.5}),
+        {"completions/clipped_ratio": 0.1},
+        recipe={**GRPO, "rollout": {"mask_truncated": True}},
+    ),
+    Twin(
+        "gold-falls",
+        usual(**{"rewards/exact_match/mean": ramp(0.5, 0.1)}),
+        {"rewards/exact_match/mean": ramp(0.5, 0.47)},
+        recipe={**GRPO, **GOLD},
+    ),
+    Twin(
+        "format-hacking",
+        usual(**{"rewards/form/mean": ramp(0.2, 1.0), "rewards/exact_match/mean": 0.1}),
+        {"rewards/exact_match/mean": ramp(0.1, 0.3)},  # the content follows
+        recipe={**GRPO, **TWO},
+        rollouts=_components,
+    ),
+    Twin(
+        "format-hacking",
+        usual(),
+        rollouts=lambda step: _marked("<answer></answer>"),
+        near_rollouts=lambda step: _marked("<answer>42</answer>"),
+    ),
+    Twin(
+        "repetition",
+        usual(),
+        rollouts=_repeats,
+        near_rollouts=lambda step: _repeats(step, full=False),
+    ),
+    Twin(
+        "environment-words",
+        usual(),
+        rollouts=_turns,
+        near_rollouts=lambda step: _turns(step, same=False),
+    ),
+    Twin(
+        "value-model",
+        usual(**{"value/explained_variance": WOBBLE}),
+        {"value/explained_variance": ramp(0.0, 0.4)},
+        recipe={"algorithm": "ppo", "rollout": {"group_size": 4}},
+    ),
+    Twin(
+        "engine-mismatch",
+        usual(**{"sampling/sampling_logp_difference/mean": 0.02}),
+        {"sampling/sampling_logp_difference/mean": 1e-5},
+        recipe=SEVERAL,
+    ),
+    Twin(
+        "engine-mismatch",
+        usual(**{"sampling/sampling_logp_difference/mean": 0.2}),
+        {"sampling/sampling_logp_difference/mean": 0.02},
+        recipe={**SEVERAL, "model": {"build": {}, "dtype": "bfloat16"}},
+    ),
+)
+
+
+@pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.condition)
+def test_condition_is_found_and_its_near_miss_is_not(twin: Twin, tmp_path: Path) -> None:
+    run = written_run(tmp_path / "in", twin.columns, every(twin.rollouts), twin.recipe)
+    found = {one.condition: one for one in diagnose(run)}
+    assert twin.condition in found
+    one = found[twin.condition]
+    assert 1 <= one.first_step <= one.last_step <= STEPS
+    assert one.stage == "rl"
+    assert one.evidence
+    assert one.causes
+    assert one.changes
+    assert all(np.isfinite(value) for value in one.figures.values())
+    near = written_run(
+        tmp_path / "near",
+        {**twin.columns, **twin.near},
+        every(twin.near_rollouts or twin.rollouts),
+        twin.near_recipe or twin.recipe,
+    )
+    assert twin.condition not in ids(diagnose(near))
+
+
+def test_a_run_that_learns_has_no_diagnosis(tmp_path: Path) -> None:
+    assert diagnose(written_run(tmp_path / "run", usual(), every(lambda step: mixed()))) == ()
+
+
+@pytest.mark.parametrize("steps", [1, 4, 9])
+def test_a_short_run_has_no_diagnosis(tmp_path: Path, steps: int) -> None:
+    broken = usual(frac_reward_zero_std=1.0, reward=0.0, entropy=ramp(1.0, 0.0))
+    columns = {n: v[:steps] if np.ndim(v) else np.full(steps, v) for n, v in broken.items()}
+    assert diagnose(written_run(tmp_path / "run", columns)) == ()
+
+
+def test_metrics_that_are_missing_or_null_are_passed_over(tmp_path: Path) -> None:
+    gaps = [None if at % 3 else float("nan") for at in range(STEPS)]
+    assert diagnose(written_run(tmp_path / "run", {"reward": gaps, "entropy": gaps})) == ()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_history_is_judged_without_an_error(seed: int) -> None:
+    """Metrics missing, constant, not finite or of one value; no rollouts, or of few completions."""
+    rng = np.random.default_rng(seed)
+    names = [*usual(), "value/explained_variance", "eval/pass@1", "kl/reference", "rewards/x/std"]
+    chosen = rng.choice(names, size=int(rng.integers(1, len(names))), replace=False)
+    levels = (0.0, 1.0, -3.0, float("nan"), float("inf"))
+    records = []
+    for step in range(1, int(rng.integers(2, 90))):
+        values = {
+            str(name): float(rng.choice(levels)) if rng.random() < 0.3 else float(rng.normal())
+            for name in chosen
+            if rng.random() < 0.9
+        }
+        records.append({"step": step, **values})
+    rows = [
+        asdict(completion(int(rng.integers(3)), float(rng.choice(levels[:4])), (1,) * int(n)))
+        for n in rng.integers(0, 30, size=int(rng.integers(1, 30)))
+    ]
+    rollouts = [summarise(step, rows) for step in range(1, int(rng.integers(2, 12)))]
+    algorithm = {"weights": {"kind": "sequence_mean"}, "advantage": {"kind": "group_relative"}}
+    recipe = {"rollout": {"group_size": 4}, "minibatches": 2, "algorithm": algorithm}
+    history = history_of("rl", recipe, {}, records, rollouts if seed % 2 else ())
+    for one in conditions_of(history):
+        assert one.first_step <= one.last_step
+
+
+def test_an_evaluation_below_the_one_before_the_stage_is_a_fall(tmp_path: Path) -> None:
+    columns = usual(
+        **{
+            name: [None] * (STEPS - 1) + [value]
+            for name, value in (("eval/pass@1", 0.1), ("eval/pass@1/low", 0.05),
+                                ("eval/pass@1/high", 0.2))
+        }
+    )  # fmt: skip
+    before = {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 100, "measure": "pass@1"}
+    found = diagnose(written_run(tmp_path / "fell", columns, before=before))
+    assert ids(found) == ["gold-falls"]
+    assert found[0].first_step == 0
+    overlapping = {**before, "low": 0.15}
+    assert diagnose(written_run(tmp_path / "noise", columns, before=overlapping)) == ()
+
+
+def test_a_suggested_value_is_computed_from_the_recipe(tmp_path: Path) -> None:
+    recipe = {**SEVERAL, "optimizer": {"learning_rate": 1e-7}}
+    columns = usual(**{"clip_ratio/region_mean": 0.0, "kl/old": 1e-9})
+    (found,) = diagnose(written_run(tmp_path / "run", columns, recipe=recipe))
+    changes = {one.key: (one.now, one.to) for one in found.changes}
+    assert changes["rl.optimizer.learning_rate"] == (1e-7, 1e-6)
+    assert changes["rl.minibatches"] == (4, 1)
+    assert "rl.epochs" not in changes  # it is 1 already
+
+
+def test_errors_come_before_warnings_then_by_first_step(tmp_path: Path) -> None:
+    columns = usual(
+        frac_reward_zero_std=np.where(np.arange(STEPS) < 20, 0.2, 1.0),
+        kl=ramp(0.0, 3.0),
+        reward=0.3 + WOBBLE,
+        **{"completions/mean_length": ramp(10, 40)},
+    )
+    rows = every(lambda step: mixed())
+    found = diagnose(written_run(tmp_path / "run", columns, rows, GRPO))
+    assert ids(found) == ["no-signal", "length-explosion", "kl-runaway"]
+    assert [one.severity for one in found] == ["error", "warning", "warning"]
+    error, first, second = (one.first_step for one in found)
+    assert first < second
+    assert first < error
+
+
+def test_groups_of_one_are_judged_by_the_batch(tmp_path: Path) -> None:
+    recipe = {"algorithm": "ppo", "rollout": {"group_size": 1}}
+    columns = usual(frac_reward_zero_std=1.0)
+    assert diagnose(written_run(tmp_path / "varied", columns, recipe=recipe)) == ()
+    flat = {**columns, "rewards/task/std": 0.0, "reward": 0.0}
+    found = diagnose(written_run(tmp_path / "flat", flat | {"entropy": ramp(1, 1)}, recipe=recipe))
+    assert "no-signal" in ids(found)
+
+
+def test_condition_ids_are_unique_and_documented() -> None:
+    names = [one.id for one in CONDITIONS]
+    assert len(names) == len(set(names))
+    assert {twin.condition for twin in TWINS} == set(names)
+    for one in CONDITIONS:
+        assert len((one.check.__doc__ or "").split()) > 20, one.id
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text(encoding="utf-8") == markdown(), (
+        "run: python -m keel.analysis.diagnosis.page > docs/howto/diagnosis.md"
+    )

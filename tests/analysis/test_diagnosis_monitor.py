@@ -1,0 +1,149 @@
+"""The diagnosis of a run while it goes on: said once, changes nothing, stops nothing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import keel
+from keel.analysis.diagnosis import monitor
+from keel.analysis.diagnosis.monitor import DiagnosisMonitor
+from keel.analysis.progress import Bar, Lines
+from keel.cli.train import show
+from keel.runs.callbacks import RunState
+from keel.runs.reader import Run, load
+
+STEPS = 26
+
+
+def always(completions: list[str], **columns: Any) -> list[float]:
+    """The same reward for everything."""
+    return [1.0 for _ in completions]
+
+
+def train(folder: Path, **arguments: Any) -> Run:
+    keys: dict[str, Any] = {
+        "steps": STEPS,
+        "rewards": always,
+        "threads": 1,
+        "evaluation": {"prompts": 0},
+        "rollout": {"prompts_per_step": 2, "group_size": 2, "max_tokens": 4},
+        "checkpoints": {"every": 13, "keep": 9},
+        "progress": False,
+    }
+    return keel.train("tiny", folder, **{**keys, **arguments})
+
+
+def diagnoses(run: Run, kind: str = "diagnosis") -> list[dict[str, Any]]:
+    return [event for event in run.events() if event["event"] == kind]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """What of a run is a function of recipe and seed."""
+    kept = ("metrics.jsonl", "rollouts/", "checkpoints/", "run.json", "recipe.toml")
+    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
+    return {n: p.read_bytes() for n, p in found.items() if p.is_file() and n.startswith(kept)}
+
+
+class Notes:
+    """A callback that keeps the notes."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def on_note(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def test_a_condition_is_shown_and_recorded_once_while_the_run_goes_on(tmp_path: Path) -> None:
+    notes = Notes()
+    run = train(tmp_path / "run", callbacks=[notes])
+    (event,) = diagnoses(run)
+    assert event["condition"] == "saturated-reward"
+    assert event["last_step"] < STEPS
+    assert event["evidence"]
+    assert event["changes"]
+    warnings = [text for text in notes.texts if text.startswith("WARNING: rl step")]
+    assert warnings == [f"WARNING: {event['text']}"]
+    assert "\n" not in event["text"]
+
+
+def test_a_run_is_byte_for_byte_that_without_diagnosis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_it = train(tmp_path / "with")
+    assert diagnoses(with_it)
+    monkeypatch.setattr(DiagnosisMonitor, "on_step", lambda self, state: None)
+    without = train(tmp_path / "without")
+    assert not diagnoses(without)
+    a, b = files(with_it.folder.path), files(without.folder.path)
+    assert len(a) > STEPS
+    assert a == b
+
+
+def test_an_error_in_a_condition_is_noted_once_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> list[Any]:
+        raise ZeroDivisionError("in a condition")
+
+    monkeypatch.setattr(monitor, "conditions_of", broken)
+    run = train(tmp_path / "run")
+    assert len(run.metrics()) == STEPS
+    (event,) = diagnoses(run, "diagnosis_failed")
+    assert "ZeroDivisionError: in a condition" in event["text"]
+
+
+def test_a_resumed_run_keeps_its_history_and_repeats_no_diagnosis(tmp_path: Path) -> None:
+    class StopEarly:
+        def __init__(self, step: int) -> None:
+            self.at = step
+
+        def on_step(self, state: RunState) -> None:
+            if state.step == self.at:
+                raise keel.StopRun("enough")
+
+    folder = tmp_path / "run"
+    train(folder, callbacks=[StopEarly(13)])
+    assert not diagnoses(load(folder))  # it takes ten steps and two checks
+    resumed = {"rewards": always, "resume": True, "progress": False}
+    keel.train(None, folder, **resumed, callbacks=[StopEarly(21)])
+    (event,) = diagnoses(load(folder))
+    assert event["first_step"] == 1
+    assert event["last_step"] == 20  # without the steps before the stop there are too few
+    keel.train(None, folder, **resumed)
+    assert len(diagnoses(load(folder))) == 1
+
+
+@pytest.mark.parametrize("shown", [Lines, Bar])
+def test_a_warning_that_names_a_reward_is_no_markup(
+    shown: type[Lines] | type[Bar], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown(Console(file=sys.stdout, width=200)).on_note("rewards/[/x]/mean fell")
+    assert "rewards/[/x]/mean fell" in capsys.readouterr().out
+
+
+def test_other_stages_are_not_diagnosed(tmp_path: Path) -> None:
+    run = keel.train(
+        {"extends": "tiny", "stages": [{"stage": "sft", "steps": 12, "batch_size": 2,
+                                        "tasks": [{"name": "sort_digits"}]}]},
+        tmp_path / "run", progress=False, threads=1,
+    )  # fmt: skip
+    assert not diagnoses(run)
+    assert not diagnoses(run, "diagnosis_failed")
+
+
+def test_train_ends_with_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(tmp_path / "run")
+    show(Console(file=sys.stdout, width=300), run.folder)
+    out = capsys.readouterr().out
+    assert "warning: The reward is at its maximum" in out
+    assert "change rl.steps = 13 (now 26)" in out
+    assert f"keel diagnose {run.folder.path}" in out
+    short = train(tmp_path / "short", steps=3, checkpoints={"every": 3})
+    show(Console(file=sys.stdout, width=300), short.folder)
+    assert "no problems found" in capsys.readouterr().out
