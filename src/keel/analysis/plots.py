@@ -280,6 +280,26 @@ def set_titles(figure: Figure, title: str, subtitle: str) -> None:
 @contextmanager
 def drawing(path: Path, height: float) -> Iterator[Figure]:
     """A figure with our style and no state of pyplot's, written when the block ends."""
+    with styled(WIDTH, height) as figure:
+        yield figure
+        # Next to the target and renamed, so that a reader never sees half a picture.
+        temporary = path.with_name(f".tmp-{path.name}")
+        with files.os_errors(path):
+            try:
+                figure.savefig(temporary, format="png", metadata={"Software": None})
+                os.replace(temporary, path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+
+
+@contextmanager
+def styled(width: float, height: float) -> Iterator[Figure]:
+    """A figure of so many inches with our style, inside the block.
+
+    Raises:
+        KeelError: matplotlib is not installed.
+    """
     # Canvas and style are given below; a backend that matplotlib does not know ends its import.
     backend = os.environ.pop("MPLBACKEND", None)
     try:
@@ -312,15 +332,6 @@ def drawing(path: Path, height: float) -> Iterator[Figure]:
         "legend.fontsize": 9,
     }
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **style}):
-        figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
+        figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
-        # Next to the target and renamed, so that a reader never sees half a picture.
-        temporary = path.with_name(f".tmp-{path.name}")
-        with files.os_errors(path):
-            try:
-                figure.savefig(temporary, format="png", metadata={"Software": None})
-                os.replace(temporary, path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise

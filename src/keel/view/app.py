@@ -31,7 +31,6 @@ def serve(
     Raises KeelError where there is no run, NiceGUI is missing, or the address is taken.
     """
     try:
-        from fastapi import Request
         from nicegui import app, ui
     except ImportError as error:
         raise KeelError(
@@ -48,28 +47,28 @@ def serve(
     port = _free_port(host, port)
     start = "/curves" if len(library.names()) == 1 else "/"
 
-    def read(request: Request) -> Address:
-        return Address.read(request.query_params.multi_items())
+    def address() -> Address:
+        return Address.read(ui.context.client.request.query_params.multi_items())
 
     @ui.page("/")
-    def _runs(request: Request) -> None:
-        runs_page(library, read(request))
+    def _runs() -> None:
+        runs_page(library, address())
 
     @ui.page("/curves")
-    def _curves(request: Request) -> None:
-        curves_page(library, read(request), price)
+    def _curves() -> None:
+        curves_page(library, address(), price)
 
     @ui.page("/rollouts")
-    def _rollouts(request: Request) -> None:
-        rollouts_page(library, read(request))
+    def _rollouts() -> None:
+        rollouts_page(library, address())
 
     @ui.page("/diagnosis")
-    def _diagnosis(request: Request) -> None:
-        diagnosis_page(library, read(request))
+    def _diagnosis() -> None:
+        diagnosis_page(library, address())
 
     @ui.page("/objective")
-    def _objective(request: Request) -> None:
-        objective_page(library, read(request))
+    def _objective() -> None:
+        objective_page(library, address())
 
     app.add_middleware(Guard, hosts=LOOPBACK if local else None, token=token)
     named = f"[{host}]" if ":" in host else host

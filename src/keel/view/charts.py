@@ -9,6 +9,8 @@ from typing import Any
 from keel.analysis.panels import Panel, Series
 from keel.analysis.plots import COLOURS
 
+_SMALL = "(v) => v !== 0 && Math.abs(v) < 1e-3 ? v.toExponential(1) : v.toLocaleString('en')"
+"""How the page writes the figures of an axis."""
 GREY = "#888888"
 """Text and axes: legible on a light and on a dark page."""
 
@@ -41,16 +43,29 @@ def options(
         "aria": {"enabled": True},
         "textStyle": {"color": GREY},
         "grid": {"left": 8, "right": 12, "top": 46, "bottom": 26, "containLabel": True},
-        "legend": {"type": "scroll", "top": 0, "data": names, "textStyle": {"color": GREY}},
+        "legend": {
+            "type": "scroll",
+            "top": 0,
+            "left": 0,
+            "right": 56,
+            "itemWidth": 18,
+            "data": names,
+            "textStyle": {"color": GREY},
+        },
         "tooltip": {"trigger": "axis", "confine": True, "renderMode": "richText"},
-        "toolbox": {"right": 0, "top": 18, "feature": {"dataZoom": {"yAxisIndex": False}}},
+        "toolbox": {
+            "right": 0,
+            "top": -2,
+            "itemSize": 13,
+            "feature": {"dataZoom": {"yAxisIndex": False}},
+        },
         "dataZoom": [{"type": "inside", "filterMode": "none", "zoomOnMouseWheel": "ctrl"}],
         "xAxis": {
             "type": "value",
             "min": "dataMin",
             "max": "dataMax",
             "axisLabel": {"color": GREY, "hideOverlap": True},
-            "axisLine": {"lineStyle": {"color": GREY}},
+            "axisLine": {"onZero": False, "lineStyle": {"color": GREY}},
             "splitLine": {"show": False},
         },
         "yAxis": axes,
@@ -100,7 +115,7 @@ def _axis(unit: str) -> dict[str, Any]:
         "scale": True,
         "name": unit,
         "nameTextStyle": {"color": GREY},
-        "axisLabel": {"color": GREY},
+        "axisLabel": {"color": GREY, ":formatter": _SMALL},
         "splitLine": {"lineStyle": {"color": GREY, "opacity": 0.2}},
     }
 

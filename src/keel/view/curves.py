@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,91 +12,18 @@ from nicegui import ui
 
 from keel.analysis.panels import Panel, Series, panels_of, series_of
 from keel.analysis.text import visible
-from keel.config.objective import explain_stage
-from keel.config.schema import RLStage
 from keel.types import KeelError
 from keel.view import charts
 from keel.view.address import Address
 from keel.view.frame import Shown, page, problem
-from keel.view.library import Library, OpenRun, recipe_of
+from keel.view.library import Library, OpenRun
+from keel.view.status import formula_of, status_of
 
 EVERY = 2.0
 """Seconds between two looks at the files."""
 SMOOTH = {1: "each step", 5: "mean of 5 steps", 15: "mean of 15", 51: "mean of 51"}
 MOST = 24
 """Runs that are overlaid at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """The state of a run in figures; None where it is not known."""
-
-    state: str
-    stage: str
-    step: int
-    steps: int
-    seconds_left: float | None
-    tokens_per_second: float | None
-    cost: float | None
-
-    def parts(self) -> list[str]:
-        """As short texts."""
-        out = [self.state, f"{self.stage}: step {self.step:,} of {self.steps:,}"]
-        if self.seconds_left is not None and self.state == "running":
-            out.append(f"about {duration(self.seconds_left)} left")
-        if self.tokens_per_second is not None:
-            out.append(f"{self.tokens_per_second:,.0f} tokens/s")
-        if self.cost is not None:
-            out.append(f"cost {self.cost:.2f}")
-        return out
-
-
-def status_of(run: OpenRun, stage: str, price: float | None = None) -> Status:
-    """Where a run is; `price` is of an hour, and what judges cost is added to it."""
-    columns, times = run.metrics.columns(stage), run.timings.columns(stage)
-    steps = int(run.stage_config(stage).get("steps", 0))
-    done = columns.get("environment_steps")
-    written = [column.steps[-1] for column in columns.values()]
-    step = int(done.values[-1]) if done is not None else int(max(written, default=0))
-    total = times.get("total")
-    left = speed = cost = None
-    if total is not None and len(total.values):
-        each = float(np.median(total.values[-20:]))
-        taken = len(total.values) if done is not None else step
-        left = each * (steps - step) * (taken / step if step else 0)
-        tokens = columns.get("step/tokens")
-        if tokens is not None and each > 0:
-            speed = float(np.median(tokens.values[-20:])) / each
-    dollars = ("judge/dollars", "eval/judge/dollars")
-    paid = [columns[name].values.sum() for name in dollars if name in columns]
-    if price is not None or paid:
-        hours = (
-            sum(
-                float(run.timings.columns(name)["total"].values.sum())
-                for name in run.timings.stages()
-                if "total" in run.timings.columns(name)
-            )
-            / 3600
-        )
-        cost = float(sum(paid)) + hours * (price or 0.0)
-    return Status(run.state(), stage, step, steps, left, speed, cost)
-
-
-def duration(seconds: float) -> str:
-    """A time in the unit that fits."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def formula_of(run: OpenRun, stage: str) -> list[str]:
-    """The objective of a stage with its figures, as lines of Unicode; none for other stages."""
-    recipe = recipe_of(run)
-    found = None if recipe is None else next((s for s in recipe.stages if s.name == stage), None)
-    if not isinstance(found, RLStage):
-        return []
-    lora = recipe is not None and recipe.model.lora is not None
-    return [line.unicode for line in explain_stage(found, lora=lora).objective]
 
 
 def curves_page(library: Library, address: Address, price: float | None) -> None:
@@ -153,7 +79,7 @@ def _heading(shown: Shown, runs: Sequence[OpenRun], stage: str, price: float | N
         show()
         ui.timer(EVERY, show)
     for text in formula_of(run, stage):
-        ui.label(text).classes("formula").props("data-testid=formula")
+        ui.html(text, sanitize=False).classes("formula").props("data-testid=formula")
     with ui.row().classes("items-center").style("gap: 6px 14px"):
         if len(run.run.stages) > 1:
             stages = ui.select(list(run.run.stages), value=stage, label="stage")

@@ -29,7 +29,8 @@ body { font-size: 15px; }
 .tok:hover { outline: 1px solid currentColor; }
 .tok.env { font-style: italic; }
 .formula { font-family: "STIX Two Math", "Cambria Math", "DejaVu Serif", serif; font-size: 17px;
-           overflow-x: auto; white-space: pre; max-width: 100%; }
+           overflow-x: auto; max-width: 100%; }
+.formula math { text-align: left; margin: 2px 0; }
 .figure { font-variant-numeric: tabular-nums; }
 .q-table td, .q-table th { padding: 4px 8px; }
 .q-table td { max-width: 420px; overflow: hidden; text-overflow: ellipsis; }

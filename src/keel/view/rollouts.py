@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from nicegui import run as background
@@ -15,7 +15,6 @@ from keel.analysis.token_values import (
     loss_terms,
     measures_of,
     pieces_of,
-    scale_of,
     step_loss,
     token_html,
 )
@@ -24,10 +23,10 @@ from keel.types import KeelError
 from keel.view.address import Address
 from keel.view.frame import Shown, page, problem
 from keel.view.library import Library
+from keel.view.rows import PREVIEW, Row, legend, number, prompt_text, summary
 
-PREVIEW, LONGEST, TOKENS = 160, 20_000, 2_000
-"""Characters of a text in a table, of a text shown whole, and tokens shown at a time."""
-Row = Mapping[str, Any]
+LONGEST, TOKENS = 20_000, 2_000
+"""Characters of a text that is shown, and tokens shown at a time."""
 
 
 class RolloutsPage:
@@ -230,7 +229,7 @@ class RolloutsPage:
                 with ui.element("section").classes("panel"):
                     ui.label("components of the reward").style("font-weight: 600")
                     for name, value in scores.items():
-                        ui.label(f"{name.removeprefix(COMPONENT)}: {_number(value)}")
+                        ui.label(f"{name.removeprefix(COMPONENT)}: {number(value)}")
 
     # ------------------------------------------------------------ search
 
@@ -314,43 +313,6 @@ def rollouts_page(library: Library, address: Address) -> None:
     found.build()
 
 
-def summary(row: Row) -> dict[str, Any]:
-    """A completion in a line of a table: only texts and numbers."""
-    components = {
-        name.removeprefix(COMPONENT): _number(value)
-        for name, value in row.items()
-        if name.startswith(COMPONENT)
-    }
-    own = [a for a, w in zip(row["advantages"] or [], row["written"], strict=False) if w]
-    mean = sum(own) / len(own) if own else None
-    written = row["written"]
-    starts = sum(w and not before for before, w in zip([False, *written], written, strict=False))
-    out: dict[str, Any] = {"reward": _number(row["reward"])}
-    out |= components if len(components) > 1 else {}
-    out |= {"advantage": _number(mean), "length": sum(written), "finish": row["finish"]}
-    if row.get(EXTRA + "extracted") is not None:
-        out["extracted"] = visible(str(row[EXTRA + "extracted"]), 60)
-    return {**out, "turns": starts, "completion": visible(row["completion"], PREVIEW)}
-
-
-def legend(row: Row, measure: Any) -> str:
-    """What the colours mean."""
-    full = scale_of(row, measure)
-    if measure.key == "ratios":
-        return f"blue above 1, vermilion below; full colour at a factor of {2.718281828**full:.3g}"
-    if measure.signed:
-        return f"blue above 0, vermilion below; full colour at ±{full:.3g} {measure.unit}"
-    sign = "−" if measure.key == "log_probs" else ""
-    return f"white at 0, full colour at {sign}{full:.3g} {measure.unit}"
-
-
-def prompt_text(content: Any) -> str:
-    """A prompt as text; of a conversation each message with its role."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in content)
-
-
 def _text(text: str) -> None:
     ui.label(visible(text, LONGEST, lines=True)).classes("text")
 
@@ -358,11 +320,7 @@ def _text(text: str) -> None:
 def _hit(at: int, hit: Row) -> dict[str, Any]:
     texts = {name: visible(hit[name], PREVIEW) for name in ("prompt", "completion")}
     same = {name: hit[name] for name in ("stage", "step", "row", "length", "finish")}
-    return {"id": at, **same, **texts, "reward": _number(hit["reward"])}
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
+    return {"id": at, **same, **texts, "reward": number(hit["reward"])}
 
 
 def _nearest(numbers: Sequence[int], wanted: float | None) -> int:

@@ -12,9 +12,9 @@ from keel.analysis.diagnosis.values import Diagnosis
 from keel.analysis.text import visible
 from keel.types import KeelError
 from keel.view.address import Address
-from keel.view.curves import status_of
 from keel.view.frame import Shown, page, problem
 from keel.view.library import Library, OpenRun
+from keel.view.status import status_of
 
 SHOWN = ("reward", "episode/return", "eval/return", "eval/accuracy", "loss")
 
