@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import socket
 from collections.abc import Callable, Sequence
@@ -70,12 +69,12 @@ def serve(
     def _objective() -> None:
         objective_page(library, address())
 
+    _preload(library)
     app.add_middleware(Guard, hosts=LOOPBACK if local else None, token=token)
     named = f"[{host}]" if ":" in host else host
     query = "" if token is None else f"?token={token}"
     url = f"http://{named}:{port}{start}{query}"
     app.on_startup(lambda: announce(f"keel view: {url} (Ctrl-C stops it)"))
-    app.on_startup(lambda: asyncio.get_running_loop().run_in_executor(None, _preload, library))
     ui.run(
         host=host,
         port=port,

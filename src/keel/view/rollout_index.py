@@ -77,6 +77,7 @@ class RolloutIndex:
         self._parts: list[_Part] = []
         self._lock = threading.Lock()
         self._loaded = False
+        self._seen = -1
 
     @property
     def rows(self) -> int:
@@ -92,6 +93,9 @@ class RolloutIndex:
             if not self._loaded:
                 self._parts = list(self._stored())
                 self._loaded = True
+            changed = _changed(self.folder.rollouts_folder)
+            if changed == self._seen:
+                return
             listed = self.folder.list_rollouts()
             there = {entry.path.name: _identity(entry.path) for entry in listed}
             self._parts = [
@@ -112,8 +116,9 @@ class RolloutIndex:
             if fresh:
                 kept = [part for part in self._parts if part not in small]
                 self._parts = [*kept, *self._store([*small, *fresh])]
+            self._seen = changed
 
-    def search(self, query: Query, limit: int = 200) -> Hits:
+    def search(self, query: Query, limit: int = 100) -> Hits:
         """The rollouts that fit a query."""
         total = 0
         found: list[dict[str, Any]] = []
@@ -165,6 +170,14 @@ class RolloutIndex:
             except (OSError, pa.ArrowException, ValueError, KeyError, TypeError):
                 continue  # made again
         return found
+
+
+def _changed(folder: Path) -> int:
+    """When a file was added to the folder or replaced: all are written by renaming."""
+    try:
+        return folder.stat().st_mtime_ns
+    except OSError:
+        return -1
 
 
 def _identity(path: Path) -> tuple[str, int, int]:
