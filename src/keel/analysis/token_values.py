@@ -93,16 +93,25 @@ def step_loss(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def describe_token(row: Mapping[str, Any], token: int) -> list[tuple[str, str]]:
     """Name and figure of all that is recorded of a token."""
+    return _described(row, token, _values(row))
+
+
+def _values(row: Mapping[str, Any]) -> list[tuple[Measure, Array]]:
+    """The recorded measures with their values, but for the loss."""
+    found = ((measure, values_of(row, measure.key)) for measure in MEASURES)
+    return [(m, values) for m, values in found if values is not None and m.key != "loss"]
+
+
+def _described(
+    row: Mapping[str, Any], token: int, values: Sequence[tuple[Measure, Array]]
+) -> list[tuple[str, str]]:
     out = [("token", f"{token} of {len(row['tokens'])}, id {row['tokens'][token]}")]
     if not row["written"][token]:
         return [*out, ("source", "the environment: never trained on")]
-    for measure in MEASURES:
-        values = values_of(row, measure.key)
-        if values is None or measure.key == "loss":
-            continue
-        text = f"{values[token]:.4g}"
+    for measure, value_N in values:
+        text = f"{value_N[token]:.4g}"
         if measure.key == "log_probs":
-            text += f" (p = {math.exp(values[token]):.3g})"
+            text += f" (p = {math.exp(value_N[token]):.3g})"
         out.append((measure.label, text))
     return out
 
@@ -118,9 +127,10 @@ def token_html(
     pieces, written = pieces_of(row), row["written"]
     values = None if measure is None else values_of(row, measure.key)
     colours = None if values is None or measure is None else _colours(values, measure)
+    figures = _values(row)
     spans = []
     for at in range(first, min(first + limit, len(pieces))):
-        title = "\n".join(f"{name}: {text}" for name, text in describe_token(row, at))
+        title = "\n".join(f"{name}: {text}" for name, text in _described(row, at, figures))
         style = "opacity:.55" if not written[at] else ""
         if written[at] and colours is not None:
             style = f"background:rgba({colours[at]})"

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from keel.analysis.diagnosis.table import diagnose
 from keel.analysis.diagnosis.values import Diagnosis
+from keel.analysis.text import visible
 from keel.runs.reader import Run, load
 from keel.types import KeelError
 
@@ -33,17 +34,17 @@ def lines(found: Sequence[Diagnosis], run: Run) -> Iterator[str]:
     for at, one in enumerate(found):
         if at:
             yield ""
-        yield printable(
+        yield visible(
             f"{one.severity}: {one.title} ({one.condition}; {one.stage}, steps {one.first_step} to "
             f"{one.last_step})"
         )
         for line in one.evidence:
-            yield printable(f"  - {line}")
+            yield visible(f"  - {line}")
         yield from _samples(one, run)
         for line in one.causes:
-            yield printable(f"  cause?  {line}")
+            yield visible(f"  cause?  {line}")
         for change in one.changes:
-            yield printable(f"  change  {change}")
+            yield visible(f"  change  {change}")
 
 
 def _samples(one: Diagnosis, run: Run) -> Iterator[str]:
@@ -54,12 +55,6 @@ def _samples(one: Diagnosis, run: Run) -> Iterator[str]:
         except (KeelError, IndexError):
             continue
         reward = "-" if row["reward"] is None else f"{row['reward']:.3g}"
-        text = json.dumps(row["completion"], ensure_ascii=False)
-        text = text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"
+        text = f'"{visible(row["completion"], WIDTH)}"'
         place = f"step {sample.step}, completion {sample.row}, reward {reward}"
-        yield printable(f"  sample  {place}: {text}")
-
-
-def printable(text: str) -> str:
-    """The text with every character that a terminal could act on written as an escape."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        yield visible(f"  sample  {place}: {text}")

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from keel.analysis.text import visible
 from keel.runs.reader import load
 from keel.runs.rollouts import COMPONENT
 from keel.runs.values import plain
@@ -67,4 +68,4 @@ def _text(content: Any) -> str:
     """On one line, without control characters; of a conversation each message."""
     if not isinstance(content, str):
         return "  ".join(f"{turn['role']}: {_text(turn['content'])}" for turn in content)
-    return json.dumps(content, ensure_ascii=False)
+    return f'"{visible(content)}"'

@@ -15,7 +15,8 @@ from rich.console import Console
 from keel.analysis.diagnosis.table import diagnose
 from keel.analysis.progress import figure, watching
 from keel.analysis.terminal import curve
-from keel.cli.diagnose import NOTHING, printable
+from keel.analysis.text import visible
+from keel.cli.diagnose import NOTHING
 from keel.config.load import load_recipe
 from keel.runs.layout import RunFolder
 from keel.runs.reader import Run, load
@@ -119,7 +120,7 @@ def _diagnoses(console: Console, run: Run) -> None:
         text = [f"{one.severity}: {one.title}", *(f"- {line}" for line in one.evidence)]
         text += [f"change {change}" for change in one.changes[:1]]
         for line in text:
-            console.print(f"  {printable(line)}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"  {visible(line)}", highlight=False, markup=False, soft_wrap=True)
     if found:
         console.print(f"  more: keel diagnose {run.folder.path}", soft_wrap=True)
 
@@ -150,5 +151,5 @@ def _example(example: dict[str, Any]) -> str:
 
 
 def _short(text: str, width: int) -> str:
-    text = " ".join(text.split())
+    text = visible(" ".join(text.split()))
     return text if len(text) <= width else text[: width - 1] + "…"

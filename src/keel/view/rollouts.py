@@ -70,7 +70,8 @@ class RolloutsPage:
             if not self.numbers:
                 problem("this run has no rollouts yet")
                 return
-            self.open(self.address.step or self.numbers[-1], self.address.row)
+            step = self.address.step or self.numbers[-1]
+            self.open(step, self.address.row, self.address.token)
             if self._wanted():
                 ui.timer(0.05, self.find, once=True)
 
@@ -84,7 +85,7 @@ class RolloutsPage:
             if 0 <= at < len(numbers):
                 self.open(numbers[at], None)
 
-    def open(self, step: int, row: int | None) -> None:
+    def open(self, step: int, row: int | None, token: int | None = None) -> None:
         """Show a step."""
         try:
             self.rows = self.run.run.rollouts(step, self.address.stage)
@@ -99,7 +100,7 @@ class RolloutsPage:
         with self.head:
             self._steps()
         best = max(range(len(self.rows)), key=lambda at: self.rows[at]["reward"] or 0.0)
-        self.choose(best if row is None else row)
+        self.choose(best if row is None else row, token)
 
     def _steps(self) -> None:
         numbers = self.numbers
@@ -123,10 +124,10 @@ class RolloutsPage:
 
     # ------------------------------------------------------------ a completion
 
-    def choose(self, row: int) -> None:
-        """Show a completion of the step with its group."""
+    def choose(self, row: int, token: int | None = None) -> None:
+        """Show a completion of the step with its group, and the figures of one of its tokens."""
         row = min(max(row, 0), len(self.rows) - 1)
-        self.shown.change(row=row, token=None)
+        self.shown.change(row=row, token=token)
         self.body.clear()
         with self.body:
             one = self.rows[row]
@@ -197,7 +198,7 @@ class RolloutsPage:
 
     def _colour(self, key: str) -> None:
         self.shown.change(colour=key)
-        self.choose(self.address.row or 0)
+        self.choose(self.address.row or 0, self.address.token)
 
     def _token(self, one: Row, token: int) -> None:
         """The figures of a token: what is recorded, and its terms of the loss."""

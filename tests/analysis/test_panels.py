@@ -1,0 +1,65 @@
+"""Curves of a stage from its metrics."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from keel.analysis.glossary import look_up
+from keel.analysis.panels import CONTROL, KINDS, panels_of, series_of
+from keel.runs.follow import Column
+
+
+def column(values: list[float], first: int = 1) -> Column:
+    return Column(np.arange(first, first + len(values), dtype=float), np.array(values))
+
+
+def test_every_panel_is_explained_by_the_glossary() -> None:
+    for panels in (*KINDS.values(), CONTROL):
+        for panel in panels:
+            assert panel.help, panel.key
+            for line in panel.lines:
+                assert look_up(line.metric) is not None, line.metric
+
+
+def test_panels_without_metrics_are_left_out() -> None:
+    assert [panel.key for panel in panels_of("rl", ["entropy", "unknown"])] == ["entropy"]
+    assert [panel.key for panel in panels_of("dqn", ["q/mean"])] == ["value"]
+
+
+def test_components_are_plotted_where_there_are_several() -> None:
+    panel = panels_of("rl", ["reward"])[0]
+    columns = {"reward": column([1.0, 2.0]), "rewards/a/mean": column([3.0, 4.0])}
+    assert [one.label for one in series_of(panel, columns)] == ["training"]
+    columns["rewards/b/mean"] = column([5.0, 6.0])
+    assert [one.label for one in series_of(panel, columns)] == ["training", "a", "b"]
+
+
+def test_bands_and_steps_without_a_value() -> None:
+    panel = panels_of("rl", ["reward"])[0]
+    columns = {
+        "reward": column([1.0, np.nan, 3.0]),
+        "reward_std": column([0.5, 0.5], first=1),
+        "eval/pass@1": column([0.5], first=3),
+        "eval/pass@1/low": column([0.25], first=3),
+        "eval/pass@1/high": column([0.75], first=3),
+    }
+    reward, evaluated = series_of(panel, columns)
+    assert reward.steps.tolist() == [1, 3]
+    assert reward.low is not None
+    assert reward.low[0] == 0.5
+    assert np.isnan(reward.low[1])
+    assert (evaluated.low, evaluated.high) == (np.array([0.25]), np.array([0.75]))
+
+
+def test_long_curves_are_thinned_to_means_of_neighbours() -> None:
+    panel = panels_of("rl", ["entropy"])[0]
+    values = np.arange(10_000, dtype=float)
+    (series,) = series_of(panel, {"entropy": Column(values + 1, values)}, points=100)
+    assert len(series.steps) == 100
+    np.testing.assert_allclose(series.values, values.reshape(100, 100).mean(axis=1))
+
+
+def test_games_count_the_steps_of_their_environments() -> None:
+    columns = {"environment_steps": column([100.0, 250.0]), "q/mean": column([1.0, 2.0])}
+    (panel,) = panels_of("dqn", list(columns))
+    assert series_of(panel, columns)[0].steps.tolist() == [100, 250]

@@ -1,0 +1,287 @@
+"""The pages of `keel view` in headless Chromium, over a real server and real runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from keel.runs.reader import load
+from keel.runs.writer import Recorder
+from tests.training.small import run
+from tests.view import hostile
+
+sync_api = pytest.importorskip("playwright.sync_api")
+expect = sync_api.expect
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
+pytestmark = [
+    pytest.mark.skipif(
+        CHROMIUM is None and "KEEL_REQUIRE_SHARED" not in os.environ,
+        reason="there is no Chromium (apt install chromium, or set CHROMIUM)",
+    ),
+]
+WAIT = 20_000
+
+
+@dataclass(frozen=True)
+class Served:
+    folder: Path
+    url: str
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of three runs: two trained by different algorithms, and a hostile one."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("grpo", "ppo"):
+        run(folder / name, f"algorithm={name}", "steps=3", "evaluation.prompts=4")
+    hostile.write(folder / "hostile")
+    command = [sys.executable, "-m", "keel", "view", str(folder), "--no-browser", "--port"]
+    # NiceGUI serves its own tests differently.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    with subprocess.Popen(
+        [*command, str(_port())], stdout=subprocess.PIPE, text=True, env=environment
+    ) as server:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        found = re.search(r"http://[\d.]+:\d+", line)
+        assert found is not None, line
+        yield Served(folder, found[0])
+        server.terminate()
+
+
+def _port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[sync_api.Browser]:
+    with sync_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def page(browser: sync_api.Browser, served: Served) -> Iterator[sync_api.Page]:
+    """A page that may reach its server alone, and must log no error."""
+    opened = browser.new_page(viewport={"width": 1280, "height": 900})
+    opened.set_default_timeout(WAIT)
+    problems: list[str] = []
+    opened.on("pageerror", lambda error: problems.append(str(error)))
+    opened.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
+    opened.on(
+        "request",
+        lambda request: (
+            problems.append(f"left the machine: {request.url}")
+            if not request.url.startswith((served.url, "data:", "blob:"))
+            else None
+        ),
+    )
+    yield opened
+    opened.close()
+    assert problems == []
+
+
+def part(page: sync_api.Page, name: str) -> sync_api.Locator:
+    return page.locator(f"[data-testid={name}]")
+
+
+def asked(page: sync_api.Page) -> dict[str, list[str]]:
+    return parse_qs(urlsplit(page.url).query)
+
+
+def test_curves_show_status_formula_and_panels(page: sync_api.Page, served: Served) -> None:
+    page.goto(f"{served.url}/curves?run=ppo")
+    part(page, "status").wait_for()
+    assert "step 3 of 3" in part(page, "status").inner_text()
+    assert part(page, "formula").locator("math").count() >= 2
+    panels = ("reward", "signal", "kl", "entropy", "length", "update", "value")
+    for key in panels:
+        assert part(page, f"panel-{key}").locator("canvas").count() == 1, key
+    assert "Mean over the step's completions" in part(page, "panel-reward").inner_text()
+
+
+def test_runs_are_listed_and_overlaid(page: sync_api.Page, served: Served) -> None:
+    page.goto(served.url)
+    part(page, "runs").wait_for()
+    rows = part(page, "runs").locator("tbody tr")
+    assert rows.count() == 3
+    for name in ("grpo", "ppo"):
+        part(page, "runs").locator("tr", has_text=name).locator(".q-checkbox").click()
+    part(page, "open").click()
+    page.wait_for_url("**/curves**")
+    assert asked(page)["run"] == ["grpo", "ppo"]
+    part(page, "panel-reward").locator("canvas").wait_for()
+    chart = part(page, "panel-reward").locator(".chart")
+    expect(chart).to_have_attribute("aria-label", re.compile("grpo seed 0: training"))
+    expect(chart).to_have_attribute("aria-label", re.compile("ppo seed 0: training"))
+
+
+def test_page_follows_a_run_that_goes_on(page: sync_api.Page, served: Served) -> None:
+    shutil.copytree(served.folder / "grpo", served.folder / "live", dirs_exist_ok=True)
+    folder = load(served.folder / "live").folder
+    page.goto(f"{served.url}/curves?run=live")
+    page.wait_for_selector("text=step 3 of 3")
+    record = load(folder.path).metrics()[-1]
+    record = {k: v for k, v in record.items() if k not in ("stage", "step")}
+    with Recorder(folder) as recorder:
+        recorder.metrics(0, 4, {**record, "reward": 0.875})
+        recorder.timings(0, 4, {"total": 0.1})
+    page.wait_for_selector("text=step 4 of 3")
+    chart = part(page, "panel-reward").locator(".chart")
+    expect(chart).to_have_attribute("aria-label", re.compile(r"0\.875"), timeout=WAIT)
+
+
+def test_rollouts_show_group_tokens_and_terms_of_the_loss(
+    page: sync_api.Page, served: Served
+) -> None:
+    page.goto(f"{served.url}/rollouts?run=ppo&step=2&row=1")
+    part(page, "group").wait_for()
+    rows = load(served.folder / "ppo").rollouts(2)
+    members = [row for row in rows if row["group"] == rows[1]["group"]]
+    assert part(page, "group").locator("tbody tr").count() == len(members)
+    tokens = part(page, "tokens").locator(".tok")
+    assert tokens.count() == len(rows[1]["tokens"])
+    assert "advantage" in (tokens.first.get_attribute("title") or "")
+    tokens.first.click()
+    card = part(page, "token")
+    card.locator("text=terms of the loss").wait_for()
+    terms = [rows[1][name][0] for name in ("loss/policy", "loss/value")]
+    assert f"policy {terms[0]:+.4g}" in card.inner_text()
+    assert f"loss {sum(terms):+.4g}" in card.inner_text()
+    assert asked(page)["token"] == ["0"]
+
+
+def test_colours_change_with_the_measure(page: sync_api.Page, served: Served) -> None:
+    page.goto(f"{served.url}/rollouts?run=ppo&step=2&row=1&colour=entropies")
+    first = part(page, "tokens").locator(".tok").first
+    first.wait_for()
+    assert "0,158,115" in (first.get_attribute("style") or "").replace(" ", "")
+    part(page, "colour").click()
+    page.get_by_role("option", name="log-prob").click()
+    page.wait_for_url("**colour=log_probs**")
+
+
+def test_search_and_filters_go_over_all_steps(page: sync_api.Page, served: Served) -> None:
+    loaded = load(served.folder / "grpo")
+    rows = [row for step in (1, 2, 3) for row in loaded.rollouts(step)]
+    page.goto(f"{served.url}/rollouts?run=grpo")
+    part(page, "search").fill("55")
+    part(page, "go").click()
+    part(page, "hits").wait_for()
+    wanted = sum("55" in row["completion"] + "\n" + row["prompt"] for row in rows)
+    assert part(page, "hits").inner_text().startswith(f"{wanted} of {len(rows)} completions")
+    assert asked(page)["text"] == ["55"]
+    part(page, "results").locator("tbody tr").first.click()
+    page.wait_for_function("location.search.includes('step=')")
+    page.goto(f"{served.url}/rollouts?run=grpo&step=3&row=0")
+    part(page, "same-prompt").click()
+    part(page, "hits").wait_for()
+    wanted = sum(row["prompt_id"] == loaded.rollouts(3)[0]["prompt_id"] for row in rows)
+    assert part(page, "hits").inner_text().startswith(f"{wanted} of")
+
+
+def test_shared_address_shows_the_same(page: sync_api.Page, served: Served) -> None:
+    address = f"{served.url}/rollouts?run=grpo&step=1&row=2&colour=loss&token=1&text=5"
+    page.goto(address)
+    part(page, "hits").wait_for()
+    assert part(page, "search").input_value() == "5"
+    assert part(page, "step").input_value() == "1"
+    assert "terms of the loss" in part(page, "token").inner_text()
+    assert asked(page) == parse_qs(urlsplit(address).query) | {"stage": ["rl"]}
+
+
+def test_keys_move_through_steps_and_completions(page: sync_api.Page, served: Served) -> None:
+    page.goto(f"{served.url}/rollouts?run=grpo&step=1&row=0")
+    part(page, "tokens").wait_for()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("location.search.includes('step=2')")
+    page.keyboard.press("j")
+    page.wait_for_function("location.search.includes('row=')")
+    page.keyboard.press("/")
+    page.wait_for_function("document.activeElement.tagName === 'INPUT'")
+    page.keyboard.type("7")
+    page.keyboard.press("Enter")
+    part(page, "hits").wait_for()
+    page.keyboard.press("Escape")
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("?")
+    page.wait_for_selector("text=earlier step")
+
+
+def test_dark_mode_stays_with_the_address(page: sync_api.Page, served: Served) -> None:
+    page.goto(f"{served.url}/curves?run=ppo&theme=light")
+    assert "body--dark" not in (page.locator("body").get_attribute("class") or "")
+    part(page, "theme").click()
+    page.wait_for_url("**theme=dark**")
+    page.wait_for_selector("body.body--dark")
+    page.get_by_role("link", name="Rollouts").click()
+    page.wait_for_selector("body.body--dark")
+
+
+def test_pages_fit_a_narrow_screen(page: sync_api.Page, served: Served) -> None:
+    page.set_viewport_size({"width": 400, "height": 800})
+    for path in ("/", "/curves?run=ppo", "/rollouts?run=ppo", "/objective?run=ppo"):
+        page.goto(f"{served.url}{path}")
+        page.wait_for_selector(".page")
+        page.wait_for_timeout(500)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400, path
+
+
+def test_diagnosis_of_a_run_is_shown(page: sync_api.Page, served: Served) -> None:
+    page.goto(f"{served.url}/diagnosis?run=ppo")
+    page.wait_for_function(
+        "!document.querySelector('[data-testid=diagnosis]')?.innerText.includes('reading')"
+        " && document.querySelector('[data-testid=diagnosis]')?.innerText.length > 5"
+    )
+
+
+def test_hostile_texts_are_inert_text(page: sync_api.Page, served: Served) -> None:
+    for path in ("/", "/curves", "/objective", "/diagnosis", "/rollouts"):
+        page.goto(f"{served.url}{path}?run=hostile")
+        page.wait_for_selector(".page")
+        page.wait_for_timeout(300)
+        assert page.evaluate("window.broken") is None, path
+    for at in range(len(hostile.TEXTS)):
+        page.goto(f"{served.url}/rollouts?run=hostile&step=1&row={at}&token=0")
+        part(page, "tokens").wait_for()
+        assert page.evaluate("window.broken") is None
+        body = page.locator("body").inner_text()
+        assert re.search("[\x1b\x9b\u202e\u2066\u200b]", body) is None
+    page.goto(f"{served.url}/rollouts?run=hostile&text=script")
+    part(page, "hits").wait_for()
+    assert page.evaluate("window.broken") is None
+    assert page.locator("main img, .page img").count() == 0
+
+
+def test_a_line_of_a_megabyte_is_cut(page: sync_api.Page, served: Served) -> None:
+    folder = hostile.write(served.folder / "large", ("x" * 1_000_000, "y " * 50_000))
+    started = time.monotonic()
+    page.goto(f"{served.url}/rollouts?run={folder.path.name}&step=1&row=1")
+    part(page, "tokens").wait_for()
+    assert part(page, "tokens").locator(".tok").count() == 2_000
+    assert len(page.content()) < 3_000_000
+    assert time.monotonic() - started < 15, "a page that takes this long is not shown"
+
+
+@pytest.mark.parametrize("path", ["../", "..%2f..%2fetc%2fpasswd", "/etc/passwd", "grpo/../.."])
+def test_no_other_folder_can_be_opened(path: str, page: sync_api.Page, served: Served) -> None:
+    page.goto(f"{served.url}/objective?run={path}")
+    page.wait_for_selector(".page")
+    assert "root:" not in page.content()
+    answer = page.request.get(f"{served.url}/{path}")
+    assert "root:" not in answer.text()

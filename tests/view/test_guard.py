@@ -1,0 +1,72 @@
+"""Who may ask the server of `keel view`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from keel.view.guard import COOKIE, LOOPBACK, Guard
+
+OK = {"type": "http.response.start", "status": 200, "headers": []}
+
+
+async def page(scope: Any, receive: Any, send: Any) -> None:
+    await send(dict(OK))
+    await send({"type": "http.response.body", "body": b"page"})
+
+
+def ask(
+    guard: Guard, headers: dict[str, str], query: str = "", kind: str = "http"
+) -> list[dict[str, Any]]:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "websocket.connect"}
+
+    raw = [(key.encode(), value.encode()) for key, value in headers.items()]
+    scope = {"type": kind, "headers": raw, "query_string": query.encode()}
+    asyncio.run(guard(scope, receive, send))
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8765", 200),
+        ("localhost:8765", 200),
+        ("[::1]:8765", 200),
+        ("evil.example:8765", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("", 403),
+    ],
+)
+def test_host_must_be_the_loopback(host: str, status: int) -> None:
+    guard = Guard(page, LOOPBACK, None)
+    assert ask(guard, {"host": host})[0]["status"] == status
+
+
+def test_websocket_of_another_site_is_closed() -> None:
+    guard = Guard(page, LOOPBACK, None)
+    own = {"host": "localhost:1", "origin": "http://localhost:1"}
+    assert ask(guard, own, kind="websocket")[0]["type"] == "http.response.start"
+    other = {"host": "localhost:1", "origin": "http://evil.example"}
+    assert ask(guard, other, kind="websocket")[0]["type"] == "websocket.close"
+
+
+def test_token_opens_by_query_and_then_by_cookie() -> None:
+    guard = Guard(page, None, "secret")
+    host = {"host": "10.0.0.1:1"}
+    assert ask(guard, host)[0]["status"] == 403
+    assert ask(guard, host, "token=wrong")[0]["status"] == 403
+    opened = ask(guard, host, "token=secret")[0]
+    assert opened["status"] == 200
+    cookie = dict(opened["headers"])[b"set-cookie"].decode()
+    assert cookie.startswith(f"{COOKIE}=secret; HttpOnly; SameSite=Strict")
+    assert ask(guard, {**host, "cookie": f"{COOKIE}=secret"})[0]["status"] == 200
+    assert ask(guard, {**host, "cookie": f"{COOKIE}=other"})[0]["status"] == 403
+    assert ask(guard, host, kind="websocket")[0]["type"] == "websocket.close"

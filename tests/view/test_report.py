@@ -1,0 +1,78 @@
+"""`keel report`: one file, inert, with the run's numbers."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from keel.types import KeelError
+from keel.view.report import write_report
+from tests.training.small import run
+from tests.view.hostile import ANSI, MARKUP, write
+
+
+class Elements(HTMLParser):
+    """The elements of a page and what their attributes lead to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.handlers: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        for name, value in attrs:
+            self.handlers += [name] if name.startswith("on") else []
+            links = name in ("src", "href", "xlink:href", "action") and not (
+                value or ""
+            ).startswith("#")
+            self.links += [value or ""] if links else []
+
+
+def elements(path: Path) -> Elements:
+    found = Elements()
+    found.feed(path.read_text(encoding="utf-8"))
+    return found
+
+
+def test_report_is_one_file_without_scripts_or_requests(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", "steps=2", "evaluation.prompts=4")
+    path = write_report(folder.path)
+    found = elements(path)
+    assert path == folder.path / "report.html"
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert not found.names & {"script", "iframe", "link", "object", "img"}
+    assert (found.handlers, found.links) == ([], [])
+    text = path.read_text(encoding="utf-8")
+    assert "default-src 'none'" in text
+    assert text.count("<svg") >= 6
+    assert "<math" in text
+    first = path.read_bytes()
+    assert write_report(folder.path).read_bytes() == first, "not a function of the run"
+
+
+def test_hostile_texts_are_inert_in_the_report(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run")
+    path = write_report(folder.path)
+    text = path.read_text(encoding="utf-8")
+    found = elements(path)
+    assert "script" not in found.names
+    assert "img" not in found.names
+    assert found.handlers == []
+    assert "&lt;script&gt;" in text
+    assert "49" not in re.findall(r"\{\{ 7 \* 7 \}\}|\b49\b", text)
+    assert not re.search(
+        "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]", text
+    )
+    assert r"\x1b[31mred" in text
+    assert MARKUP not in text
+    assert ANSI not in text
+
+
+def test_report_without_a_run_says_so(tmp_path: Path) -> None:
+    with pytest.raises(KeelError, match="no run in"):
+        write_report(tmp_path)
