@@ -47,7 +47,8 @@ class Panel:
     def help(self) -> str:
         """What the plotted quantity is, and what to watch for."""
         entry = look_up(self.explains)
-        return "" if entry is None else " ".join((entry.meaning, entry.watch)).strip()
+        text = "" if entry is None else " ".join((entry.meaning, entry.watch))
+        return text.strip().replace("`", "")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -101,9 +101,7 @@ def show(console: Console, folder: RunFolder) -> None:
     if folder.curve.exists():
         console.print(f"curve       {folder.curve}")
     console.print("next")
-    steps = [row["step"] for row in run.metrics() if row.get("reward") is not None]
-    if steps:
-        console.print(f"  keel rollouts {folder.path} --step {steps[-1]}", soft_wrap=True)
+    console.print(f"  keel report {folder.path}", soft_wrap=True)
     console.print(f"  keel eval {folder.path} --samples 4", soft_wrap=True)
     console.print(f"  keel export {folder.path} {folder.path.name}-model", soft_wrap=True)
 

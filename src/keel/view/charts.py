@@ -55,7 +55,7 @@ def options(
         "tooltip": {"trigger": "axis", "confine": True, "renderMode": "richText"},
         "toolbox": {
             "right": 0,
-            "top": -2,
+            "top": -20,
             "itemSize": 13,
             "feature": {"dataZoom": {"yAxisIndex": False}},
         },

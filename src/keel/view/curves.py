@@ -10,14 +10,14 @@ import numpy as np
 from nicegui import run as background
 from nicegui import ui
 
-from keel.analysis.panels import Panel, Series, panels_of, series_of
+from keel.analysis.panels import Panel, Series, series_of
 from keel.analysis.text import visible
 from keel.types import KeelError
 from keel.view import charts
 from keel.view.address import Address
 from keel.view.frame import Shown, page, problem
 from keel.view.library import Library, OpenRun
-from keel.view.status import formula_of, status_of
+from keel.view.status import formula_of, panels, status_of
 
 EVERY = 2.0
 """Seconds between two looks at the files."""
@@ -35,7 +35,6 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
         for run in runs:
             run.update()
         stage = runs[0].stage(address.stage)
-        kind = runs[0].kind(stage)
     except KeelError as error:
         with page(shown, "curves"):
             problem(str(error))
@@ -46,7 +45,7 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
         with ui.element("div").classes("panels"):
             plotted = [
                 _panel(panel, _curves(shown.address, runs, stage, panel, window), shown.address)
-                for panel in panels_of(kind, list(runs[0].metrics.columns(stage)))
+                for panel in panels(runs[0], stage)
             ]
         pictures(runs[0], stage)
 
@@ -54,7 +53,7 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
         news = await background.io_bound(lambda: [run.update() for run in runs])
         if not any(news or []):
             return
-        if len(plotted) != len(panels_of(kind, list(runs[0].metrics.columns(stage)))):
+        if len(plotted) != len(panels(runs[0], stage)):
             ui.navigate.reload()
             return
         for panel, chart in plotted:
@@ -83,7 +82,7 @@ def _heading(shown: Shown, runs: Sequence[OpenRun], stage: str, price: float | N
     with ui.row().classes("items-center").style("gap: 6px 14px"):
         if len(run.run.stages) > 1:
             stages = ui.select(list(run.run.stages), value=stage, label="stage")
-            stages.on_value_change(lambda e: _open(shown, stage=e.value))
+            stages.style("min-width: 90px").on_value_change(lambda e: _open(shown, stage=e.value))
         smooth = {**SMOOTH, (shown.address.smooth or 1): f"mean of {shown.address.smooth or 1}"}
         smooth = {**smooth, 1: SMOOTH[1]}
         choice = ui.select(smooth, value=shown.address.smooth or 1, label="smoothing")

@@ -56,10 +56,6 @@ class OpenRun:
                 return table
         raise KeelError(f"no stage {stage!r} in {self.name}: it has {', '.join(self.run.stages)}")
 
-    def kind(self, stage: str) -> str:
-        """The kind of a stage, such as "rl"."""
-        return str(self.stage_config(stage)["stage"])
-
     def stage(self, wanted: str | None = None) -> str:
         """The stage to show: the one that is asked for, else the last that has records."""
         if wanted is not None and wanted in self.run.stages:

@@ -12,14 +12,14 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from keel.analysis.diagnosis.table import diagnose
-from keel.analysis.panels import Panel, Series, panels_of, series_of
+from keel.analysis.panels import Panel, Series, series_of
 from keel.analysis.plots import COLOURS, MARKERS, drawing, styled
 from keel.analysis.text import visible
 from keel.analysis.token_values import measures_of, step_loss, token_html
 from keel.runs import files
 from keel.view.library import Library, OpenRun
 from keel.view.rows import Row, legend, prompt_text, summary
-from keel.view.status import formula_of, status_of
+from keel.view.status import formula_of, panels, status_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +63,6 @@ def html(run: OpenRun, price: float | None = None) -> str:
 def _stage(run: OpenRun, stage: str, price: float | None) -> dict[str, Any]:
     columns = run.metrics.columns(stage)
     window = max(1, max((len(c.steps) for c in columns.values()), default=1) // 40) * 2 - 1
-    panels = panels_of(run.kind(stage), list(columns))
     return {
         "name": stage,
         "status": status_of(run, stage, price).parts(),
@@ -75,7 +74,7 @@ def _stage(run: OpenRun, stage: str, price: float | None) -> dict[str, Any]:
                 "help": panel.help,
                 "svg": Markup(_svg(panel, series_of(panel, columns, window=window))),
             }
-            for panel in panels
+            for panel in panels(run, stage)
         ],
     }
 
@@ -201,7 +200,7 @@ def _write_png(path: Path, run: OpenRun) -> None:
     """The panels of the last stage under each other."""
     stage = run.stage()
     columns = run.metrics.columns(stage)
-    found = panels_of(run.kind(stage), list(columns))
+    found = panels(run, stage)
     if not found:
         return
     with drawing(path, 2.6 * len(found)) as figure:

@@ -62,7 +62,7 @@ class Hits:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _IndexPart:
     """Rows of some rollout files, and what those files were: path, size and time of each."""
 
     sources: tuple[tuple[str, int, int], ...]
@@ -74,7 +74,7 @@ class RolloutIndex:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
-        self._parts: list[_Part] = []
+        self._parts: list[_IndexPart] = []
         self._lock = threading.Lock()
         self._loaded = False
         self._seen = -1
@@ -104,7 +104,7 @@ class RolloutIndex:
                 if all(there.get(source[0]) == source for source in part.sources)
             ]
             known = {source[0] for part in self._parts for source in part.sources}
-            fresh: list[_Part] = []
+            fresh: list[_IndexPart] = []
             for entry in listed:
                 if entry.path.name in known:
                     continue
@@ -133,20 +133,20 @@ class RolloutIndex:
         found.sort(key=lambda row: (self.folder.stages.index(row["stage"]), row["step"]))
         return Hits(total, found)
 
-    def _read(self, entry: FolderEntry) -> _Part:
+    def _read(self, entry: FolderEntry) -> _IndexPart:
         identity = _identity(entry.path)
         stage = self.folder.stages[entry.place.stage]
         try:
             raw = pq.read_table(entry.path, columns=list(_COLUMNS), use_threads=False)
         except (OSError, pa.ArrowException):
             raw = pa.table({name: [] for name in _COLUMNS})
-        return _Part((identity,), _row_table(raw, stage, entry.place.step))
+        return _IndexPart((identity,), _row_table(raw, stage, entry.place.step))
 
-    def _store(self, parts: Sequence[_Part]) -> list[_Part]:
+    def _store(self, parts: Sequence[_IndexPart]) -> list[_IndexPart]:
         """The parts as one, on disk where it has as many rows as a chunk."""
         sources = tuple(source for part in parts for source in part.sources)
         table = pa.concat_tables([part.table for part in parts]).combine_chunks()
-        joined = _Part(sources, table)
+        joined = _IndexPart(sources, table)
         if table.num_rows < CHUNK:
             return [joined]
         path = self.folder.path / "view" / f"{sources[0][0].removesuffix('.parquet')}.arrow"
@@ -162,7 +162,7 @@ class RolloutIndex:
             temporary.unlink(missing_ok=True)
             return [joined]
 
-    def _stored(self) -> list[_Part]:
+    def _stored(self) -> list[_IndexPart]:
         found = []
         for path in sorted((self.folder.path / "view").glob("[!.]*.arrow")):
             try:
@@ -188,14 +188,14 @@ def _identity(path: Path) -> tuple[str, int, int]:
     return path.name, facts.st_size, facts.st_mtime_ns
 
 
-def _open(path: Path) -> _Part:
+def _open(path: Path) -> _IndexPart:
     table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     sources = tuple(
         (str(n), int(s), int(t)) for n, s, t in json.loads(table.schema.metadata[SOURCES])
     )
     if set(table.column_names) < {"stage", "step", "row", "length", "folded", *_TEXT}:
         raise ValueError("another version's index")
-    return _Part(sources, table.replace_schema_metadata(None))
+    return _IndexPart(sources, table.replace_schema_metadata(None))
 
 
 def _row_table(raw: pa.Table, stage: str, step: int) -> pa.Table:

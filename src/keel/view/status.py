@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from latex2mathml.converter import convert
 
+from keel.analysis.panels import Panel, panels_of
 from keel.config.objective import explain_stage
 from keel.config.schema import RLStage
 from keel.view.library import OpenRun, recipe_of
@@ -72,6 +73,14 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def panels(run: OpenRun, stage: str) -> list[Panel]:
+    """The panels of a stage; not of variance in groups with one completion each."""
+    config = run.stage_config(stage)
+    alone = config.get("rollout", {}).get("group_size") == 1
+    found = panels_of(str(config["stage"]), list(run.metrics.columns(stage)))
+    return [panel for panel in found if not (alone and panel.key == "signal")]
 
 
 def formula_of(run: OpenRun, stage: str) -> list[str]:
