@@ -291,6 +291,9 @@ def _series(
         assert values is not None
         if half is not None:
             low, high = values - half, values + half
+            if values.size and values.min() >= 0 and values.max() <= 1:
+                # Such rewards are shares: a band outside of them would show what cannot be.
+                low, high = low.clip(min=0), high.clip(max=1)
     elif line.band:
         low, high = (_on(columns.get(end), steps) for end in line.band)
     if not line.points:

@@ -55,7 +55,7 @@ def options(
         "tooltip": {"trigger": "axis", "confine": True, "renderMode": "richText"},
         "toolbox": {
             "right": 0,
-            "top": -20,
+            "top": -14,
             "itemSize": 13,
             "feature": {"dataZoom": {"yAxisIndex": False}},
         },

@@ -117,13 +117,18 @@ def _dark(address: Address) -> bool:
 def _curves(
     address: Address, runs: Sequence[OpenRun], stage: str, panel: Panel, window: int
 ) -> list[tuple[str, Sequence[Series]]]:
-    """The series of each run; with several, of the panel's first line that they have."""
+    """The series of each run; with several, of the panel's first line that all of them have."""
     points = 600 if len(runs) < 4 else 200
     made = []
     for run in runs:
         columns = run.metrics.columns(run.stage(stage))
         series = series_of(panel, columns, window=window, points=points)
-        made.append((run.name, series if len(runs) == 1 else series[:1]))
+        made.append((run.name, series))
+    if len(runs) > 1:
+        shared = [one.line for one in made[0][1]]
+        for _, series in made[1:]:
+            shared = [line for line in shared if line in [one.line for one in series]]
+        made = [(name, [s for s in series if s.line in shared[:1]]) for name, series in made]
     if len(runs) == 1 or address.overlay != "algorithms":
         return [(f"{run.algorithm} seed {run.seed}" if len(runs) > 1 else run.name, series)
                 for run, (_, series) in zip(runs, made, strict=True)]  # fmt: skip
