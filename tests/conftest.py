@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 torch.set_num_threads(1)
 
-RENDERED = ("analysis", "control", "durability", "view", "test_twice.py")
+RENDERED = ("analysis", "control", "durability", "view", "workflows", "test_twice.py")
 """Folders and files whose tests get plots as users do."""
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="

@@ -49,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     _runs(commands)
     _rollouts(commands)
     _diagnose(commands)
+    _compare(commands)
     _view(commands)
     _report(commands)
     _lists(commands)
@@ -254,6 +255,37 @@ def _rollouts(commands: Verbs) -> None:
     command.add_argument(
         "-n", type=_positive, metavar="N", help="how many (default 5; as JSON all)"
     )
+    _json(command)
+
+
+def _compare(commands: Verbs) -> None:
+    command = _command(
+        commands, "compare", "Compare algorithms or recipes over seeds, with intervals and costs."
+    )
+    command.add_argument(
+        "recipes",
+        nargs="+",
+        metavar="RECIPE",
+        help="TOML files or names of shipped recipes; key=value sets a key in all of them",
+    )
+    command.add_argument("--algorithms", metavar="A,B", help="presets, as in grpo,gspo,ppo")
+    command.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="KEY=A,B",
+        help="values of a key, each with each algorithm; may be given several times",
+    )
+    command.add_argument("--seeds", type=_positive, default=10, help="how many (default 10)")
+    command.add_argument("--first-seed", type=int, default=0, help="the first of them (default 0)")
+    command.add_argument("--out", metavar="DIR", help="default: comparisons/NAME; goes on there")
+    command.add_argument("--jobs", type=_positive, help="runs at a time (default: one a core)")
+    command.add_argument(
+        "--no-shared-start",
+        action="store_true",
+        help="train the stages before reinforcement learning in every run, not once a seed",
+    )
+    command.set_defaults(overrides=[])
     _json(command)
 
 

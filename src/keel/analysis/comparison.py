@@ -1,0 +1,299 @@
+"""Compares algorithms over seeds: scores with intervals, differences, curves, costs. Torch-free.
+
+Scores are means of few runs, so every statement comes with an interval: an interquartile mean with
+a percentile bootstrap over seeds, whose levels are widened by Student's t for few seeds, and a
+difference is only called one where its interval, corrected for the number of comparisons, leaves
+out 0 [Agarwal et al. 2021, 2108.13264; Hesterberg 2015, Am. Stat. 69:371].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from keel.analysis.statistics import Array, Interval, student_quantile
+from keel.runs.reader import Run
+
+ENOUGH = 10
+"""Seeds below which no claim should be made."""
+RESAMPLES = 2_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunScore:
+    """The outcome of one run: its last evaluation, its curves, and what it cost.
+
+    `passed` is the result of each validation prompt's greedy completion by prompt id (its reward
+    where nothing is declared as correctness); `curves` are (steps, values) by metric.
+    """
+
+    arm: str
+    seed: int
+    score: float
+    measure: str
+    passed: Mapping[str, float]
+    curves: Mapping[str, tuple[Array, Array]]
+    seconds: float
+    tokens: float
+    peak_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ArmSummary:
+    """The runs of one arm: interquartile mean of the scores, means of the costs per run."""
+
+    arm: str
+    score: Interval
+    scores: tuple[float, ...]
+    seconds: float
+    tokens: float
+    peak_bytes: float | None
+    models: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PairSummary:
+    """Arm `a` against arm `b`, with simultaneous intervals.
+
+    `difference` is of the interquartile means, `by_prompt` the mean difference on the same prompts
+    (None where evaluations were not recorded), `probability` that a run of `a` scores above one of
+    `b`, ties ½.
+    """
+
+    a: str
+    b: str
+    difference: Interval
+    by_prompt: Interval | None
+    probability: Interval
+
+    @property
+    def statement(self) -> str:
+        """What may be said."""
+        low, high = self.difference.low, self.difference.high
+        if low > 0:
+            return f"{self.a} scores higher than {self.b}"
+        return f"{self.b} scores higher than {self.a}" if high < 0 else "no difference shown"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All arms, every pair of them, and the confidence of the pairs' intervals."""
+
+    measure: str
+    arms: tuple[ArmSummary, ...]
+    pairs: tuple[PairSummary, ...]
+    confidence: float
+    seeds: int
+    notes: tuple[str, ...] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "measure": self.measure,
+            "seeds": self.seeds,
+            "pair_confidence": self.confidence,
+            "notes": list(self.notes),
+            "arms": [
+                {
+                    "arm": one.arm,
+                    "score": one.score.as_dict(),
+                    "scores": list(one.scores),
+                    "seconds": one.seconds,
+                    "tokens": one.tokens,
+                    "peak_bytes": one.peak_bytes,
+                    "models": list(one.models),
+                }
+                for one in self.arms
+            ],
+            "pairs": [
+                {
+                    "a": one.a,
+                    "b": one.b,
+                    "difference": one.difference.as_dict(),
+                    "by_prompt": None if one.by_prompt is None else one.by_prompt.as_dict(),
+                    "probability_of_improvement": one.probability.as_dict(),
+                    "statement": one.statement,
+                }
+                for one in self.pairs
+            ],
+        }
+
+
+def compare(
+    runs: Mapping[str, Sequence[RunScore]], models: Mapping[str, Sequence[str]] | None = None
+) -> Comparison:
+    """The comparison of arms, in the order given; `models` names those that an arm holds.
+
+    Intervals of the k pairs have a confidence of 1 − 0.05/k each [Bonferroni].
+    """
+    arms = [_arm(name, scores, (models or {}).get(name, ())) for name, scores in runs.items()]
+    pairs = list(combinations(runs, 2))
+    confidence = 1 - 0.05 / max(len(pairs), 1)
+    seeds = min((len(scores) for scores in runs.values()), default=0)
+    notes = []
+    if seeds < ENOUGH:
+        notes.append(
+            f"{seeds} seeds: the intervals are wide and may not hold; use {ENOUGH} or more for a "
+            "claim"
+        )
+    measures = sorted({run.measure for scores in runs.values() for run in scores})
+    return Comparison(
+        measure=", ".join(measures),
+        arms=tuple(arms),
+        pairs=tuple(_pair(a, b, runs[a], runs[b], confidence) for a, b in pairs),
+        confidence=confidence,
+        seeds=seeds,
+        notes=tuple(notes),
+    )
+
+
+def score_of(run: Run, arm: str, seed: int, stage: str, peak_bytes: float | None) -> RunScore:
+    """What a finished run says; `stage` is the one whose last evaluation is the score."""
+    result = run.info()["evaluation"][stage]["after"]
+    last = max((p.step for p in run.evaluation_places()), default=0)
+    greedy = [row for row in run.evaluation(last, stage) if row["mode"] == "greedy"]
+    passed = {
+        row["prompt_id"]: float(row["reward"] or 0.0 if row["passed"] is None else row["passed"])
+        for row in greedy
+    }
+    names = [name for name in run.names(stage) if name in ("reward", "eval/pass@1", "eval/reward")]
+    curves = {name: run.column(name, stage) for name in names}
+    _, tokens = run.column("rollout/tokens", stage)
+    return RunScore(
+        arm=arm,
+        seed=seed,
+        score=math.nan if result["mean"] is None else float(result["mean"]),
+        measure=str(result.get("measure", "pass@1")),
+        passed=passed,
+        curves={n: (s.astype(np.float64), v) for n, (s, v) in curves.items()},
+        seconds=run.seconds(stage),
+        tokens=float(np.nansum(tokens)),
+        peak_bytes=peak_bytes,
+    )
+
+
+# ---------------------------------------------------------------- statistics
+
+
+def probability_of_improvement(x: Array, y: Array) -> float:
+    """P(X > Y) + ½ P(X = Y) over all pairs of runs: the Mann–Whitney statistic over n·m.
+
+    Source: Agarwal et al. 2021 [2108.13264] §4.3 (for one task).
+    """
+    return float(np.mean((x[:, None] > y) + 0.5 * (x[:, None] == y)))
+
+
+def iqm_rows(values: Array) -> Array:
+    """The interquartile mean along the first axis, as `statistics.iqm` has it."""
+    ordered = np.sort(values, axis=0)
+    cut = len(values) // 4
+    return np.asarray(ordered[cut : len(values) - cut].mean(axis=0))
+
+
+def levels(n: int, confidence: float) -> tuple[float, float]:
+    """Percentile levels of a bootstrap over n values: those of Student's t with n − 1 degrees.
+
+    Φ(±t_{(1+confidence)/2, n−1}). The plain percentile interval is too narrow for few values.
+    Source: Hesterberg 2015, Am. Stat. 69:371, §5.3 (there also widened by √(n/(n−1)), which covers
+    more than 97 % here; `studies/coverage.py`).
+    """
+    if n < 2:
+        return 0.0, 1.0
+    low = NormalDist().cdf(-student_quantile((1 + confidence) / 2, n - 1))
+    return low, 1 - low
+
+
+def iqm_interval(scores: Array, confidence: float = 0.95, seed: int = 0) -> Interval:
+    """Interquartile mean over seeds with its bootstrap interval; infinite for a single seed."""
+    n = len(scores)
+    if n < 2:
+        return Interval(float(scores.mean()) if n else math.nan, -math.inf, math.inf, n)
+    drawn = iqm_rows(scores[_places(n, seed)].T)
+    low, high = np.quantile(drawn, levels(n, confidence))
+    return Interval(float(iqm_rows(scores)), float(low), float(high), n)
+
+
+def band(values: Array, confidence: float = 0.95, seed: int = 0) -> tuple[Array, Array, Array]:
+    """Interquartile mean of curves (seeds, steps) at each step, and the ends of its interval."""
+    n = len(values)
+    middle = iqm_rows(values)
+    if n < 2:
+        return middle, middle, middle
+    drawn = iqm_rows(values[_places(n, seed)].swapaxes(0, 1))
+    low, high = np.quantile(drawn, levels(n, confidence), axis=0)
+    return middle, low, high
+
+
+def _places(n: int, seed: int) -> Any:
+    return np.random.default_rng(seed).integers(0, n, size=(RESAMPLES, n))
+
+
+def _arm(name: str, runs: Sequence[RunScore], models: Sequence[str]) -> ArmSummary:
+    scores = np.array([run.score for run in runs])
+    peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
+    return ArmSummary(
+        arm=name,
+        score=iqm_interval(scores),
+        scores=tuple(scores.tolist()),
+        seconds=float(np.mean([run.seconds for run in runs])),
+        tokens=float(np.mean([run.tokens for run in runs])),
+        peak_bytes=float(np.median(peaks)) if peaks else None,
+        models=tuple(models),
+    )
+
+
+def _pair(
+    a: str, b: str, runs_a: Sequence[RunScore], runs_b: Sequence[RunScore], confidence: float
+) -> PairSummary:
+    x, y = (np.array([run.score for run in runs]) for runs in (runs_a, runs_b))
+    n = min(len(x), len(y))
+    difference = float(iqm_rows(x) - iqm_rows(y))
+    chance = probability_of_improvement(x, y)
+    if n < 2:
+        wide = Interval(difference, -math.inf, math.inf, n)
+        return PairSummary(a, b, wide, None, Interval(chance, 0.0, 1.0, n))
+    # Two independent samples: arms share a start and prompts, but their sampling differs.
+    places_x, places_y = _places(len(x), 0), _places(len(y), 1)
+    gaps = iqm_rows(x[places_x].T) - iqm_rows(y[places_y].T)
+    wins = (x[places_x][:, :, None] > y[places_y][:, None]).mean(axis=(1, 2))
+    ties = (x[places_x][:, :, None] == y[places_y][:, None]).mean(axis=(1, 2))
+    at = levels(n, confidence)
+    low, high = np.quantile(gaps, at)
+    least, most = np.quantile(wins + 0.5 * ties, at)
+    return PairSummary(
+        a,
+        b,
+        Interval(difference, float(low), float(high), n),
+        _by_prompt(runs_a, runs_b, confidence),
+        Interval(chance, float(least), float(most), n),
+    )
+
+
+def _by_prompt(
+    runs_a: Sequence[RunScore], runs_b: Sequence[RunScore], confidence: float
+) -> Interval | None:
+    """The mean difference on the same prompts with the same seeds.
+
+    The bootstrap draws seeds and prompts, each with replacement, since both are samples.
+    """
+    other = {run.seed: run for run in runs_b}
+    pairs = [(run, other[run.seed]) for run in runs_a if run.seed in other]
+    runs = [run for pair in pairs for run in pair]
+    prompts = [p for p in runs[0].passed if all(p in run.passed for run in runs)] if runs else []
+    if len(pairs) < 2 or len(prompts) < 2:
+        return None
+    gap_SP = np.array([[x.passed[p] - y.passed[p] for p in prompts] for x, y in pairs])
+    generator = np.random.default_rng(2)
+    shares = [
+        generator.multinomial(size, np.full(size, 1 / size), RESAMPLES) / size
+        for size in gap_SP.shape
+    ]
+    drawn = np.einsum("bs,sp,bp->b", shares[0], gap_SP, shares[1])
+    low, high = np.quantile(drawn, levels(len(pairs), confidence))
+    return Interval(float(gap_SP.mean()), float(low), float(high), len(prompts))

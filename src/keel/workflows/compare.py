@@ -1,0 +1,358 @@
+"""`keel compare`: recipes or algorithms over seeds, each run in a process of its own. Torch-free.
+
+DIR/comparison.json  scores.csv  curves.csv  curves.png
+DIR/plan.toml        what is compared; another comparison in the same folder is refused
+DIR/runs/ARM/seed-S/ ordinary run folders; DIR/runs/start/seed-S/ the stages that arms share
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from keel.analysis.comparison import Comparison, RunScore, compare, score_of
+from keel.config.load import load_recipe, to_toml
+from keel.config.objective import explain_stage
+from keel.config.schema import Recipe, RLStage
+from keel.runs import files
+from keel.runs.layout import RECIPE
+from keel.runs.reader import load
+from keel.types import KeelError
+
+START = "start"
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One of the things compared: a name and the recipe of its runs, but for the seed."""
+
+    name: str
+    recipe: Recipe
+
+    @property
+    def stage(self) -> RLStage:
+        """The last stage of reinforcement learning, whose evaluation is the score."""
+        return [stage for stage in self.recipe.stages if isinstance(stage, RLStage)][-1]
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The roles that take weights of their own."""
+        return explain_stage(self.stage, lora=self.recipe.model.lora is not None).loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A comparison: its arms, the stages that they share (None: they share none), and seeds."""
+
+    arms: tuple[Arm, ...]
+    shared: Recipe | None
+    seeds: tuple[int, ...]
+
+    def document(self) -> dict[str, Any]:
+        """What makes it this comparison; more seeds are the same one."""
+        recipes = {arm.name: arm.recipe for arm in self.arms}
+        recipes |= {} if self.shared is None else {START: self.shared}
+        return {name: to_toml(recipe) for name, recipe in recipes.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A run that ended with an error, and its last line."""
+
+    arm: str
+    seed: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A comparison of the runs that finished, and those that did not."""
+
+    comparison: Comparison
+    runs: Mapping[str, Sequence[RunScore]]
+    failed: tuple[Failed, ...]
+
+
+def plan(
+    recipes: Sequence[str],
+    algorithms: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    vary: Mapping[str, Sequence[str]] | None = None,
+    seeds: Sequence[int] = tuple(range(10)),
+    shared_start: bool = True,
+) -> Plan:
+    """The arms: every recipe with every algorithm and every value of the keys in `vary`.
+
+    Raises KeelError where a recipe is not valid, has no stage of reinforcement learning, or only
+    one arm is left.
+    """
+    arms: list[Arm] = []
+    for name in recipes:
+        stages = [s.name for s in load_recipe(name, overrides).stages if isinstance(s, RLStage)]
+        if not stages:
+            raise KeelError(f"recipe {name} has no stage of reinforcement learning to compare")
+        choices = [[f"{stages[-1]}.algorithm={value}"] for value in algorithms] or [[]]
+        for key, values in (vary or {}).items():
+            choices = [[*choice, f"{key}={value}"] for choice in choices for value in values]
+        for choice in choices:
+            words = list(choice)
+            if algorithms:  # ppo, not rl.algorithm=ppo
+                words[0] = words[0].partition("=")[2]
+            if len(recipes) > 1 or not words:
+                words = [Path(name).stem, *words]
+            label = "".join(c if c.isalnum() or c in "._=-" else "_" for c in "-".join(words))
+            arms.append(Arm(label, load_recipe(name, [*overrides, *choice])))
+    names = [arm.name for arm in arms]
+    if len(set(names)) < max(len(names), 2):
+        raise KeelError(
+            f"there is nothing to compare in {', '.join(names)}: name several recipes, or "
+            "--algorithms a,b, or --vary KEY=a,b"
+        )
+    shared = _shared(arms) if shared_start else None
+    if shared is not None:
+        arms = [Arm(arm.name, _after(arm.recipe, len(shared.stages))) for arm in arms]
+    return Plan(tuple(arms), shared, tuple(seeds))
+
+
+def _shared(arms: Sequence[Arm]) -> Recipe | None:
+    """The stages before the first of reinforcement learning, where all arms have the same."""
+    starts = []
+    for arm in arms:
+        kinds = [isinstance(stage, RLStage) for stage in arm.recipe.stages]
+        first = kinds.index(True)
+        plain = arm.recipe.model.lora is None and not any(
+            stage.reward_model for stage in arm.recipe.stages[:first]
+        )
+        starts.append(
+            arm.recipe.model_copy(
+                update={"stages": arm.recipe.stages[:first], "name": START, "description": ""}
+            )
+            if plain and first
+            else None
+        )
+    same = all(start == starts[0] for start in starts)
+    return starts[0] if same else None
+
+
+def _after(recipe: Recipe, stages: int) -> Recipe:
+    """The later stages, from a model whose folder is named when a run begins."""
+    model = recipe.model.model_copy(update={"name": f"the {START}'s", "build": None})
+    return recipe.model_copy(update={"stages": recipe.stages[stages:], "model": model})
+
+
+# ---------------------------------------------------------------- running
+
+
+class _Children:
+    """The processes of a comparison, which end with it."""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._lock = threading.Lock()
+
+    def run(self, arguments: Sequence[str], threads: int) -> tuple[int, str, int]:
+        """Run a command of Keel; its exit status, the last line of its errors, and its peak memory
+        in bytes."""
+        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+        environment = {**os.environ, **dict.fromkeys(names, str(threads))}
+        with self._lock:
+            if self.stopped.is_set():
+                return -signal.SIGTERM, "stopped", 0
+            process = subprocess.Popen(
+                [sys.executable, "-m", "keel", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+                start_new_session=True,  # Ctrl-C comes to us, who end it in order
+            )
+            self._running.add(process)
+        assert process.stderr is not None
+        with process.stderr:
+            errors = process.stderr.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        with self._lock:
+            self._running.discard(process)
+        lines = errors.strip().splitlines()
+        return process.returncode, lines[-1] if lines else "", usage.ru_maxrss * 1024
+
+    def stop(self) -> None:
+        """Ask all to stop, which makes them write a checkpoint."""
+        with self._lock:
+            self.stopped.set()
+            for process in self._running:
+                process.send_signal(signal.SIGTERM)
+
+
+def run(
+    chosen: Plan, folder: Path, jobs: int | None = None, note: Callable[[str], None] = print
+) -> Outcome:
+    """Run what is not finished yet, `jobs` runs at a time, and compare.
+
+    Raises KeelError where the folder holds another comparison; KeyboardInterrupt after Ctrl-C or
+    SIGTERM, with every run stopped at a checkpoint: the same call goes on from there.
+    """
+    _keep_plan(chosen, folder)
+    cores = _cores()
+    jobs = min(jobs or cores, cores)
+    threads = max(1, cores // jobs)
+    children = _Children()
+    failed: list[Failed] = []
+
+    def one(arm: Arm | None, seed: int) -> Failed | None:
+        name, recipe = (START, chosen.shared) if arm is None else (arm.name, arm.recipe)
+        assert recipe is not None
+        started = arm is not None and chosen.shared is not None
+        why = _train(children, folder, name, recipe, seed, threads, started)
+        if why is None or children.stopped.is_set():
+            return None
+        note(f"{name} seed {seed} failed: {why}")
+        return Failed(name, seed, why)
+
+    with _stopping(children), ThreadPoolExecutor(jobs) as pool:
+        lost = set()
+        if chosen.shared is not None:
+            note(f"{START}: the stages that all arms share, {len(chosen.seeds)} seeds")
+            for found in pool.map(lambda seed: one(None, seed), chosen.seeds):
+                failed += [] if found is None else [found]
+            lost = {one.seed for one in failed}
+        tasks = [(arm, seed) for seed in chosen.seeds for arm in chosen.arms if seed not in lost]
+        note(f"{len(tasks)} runs, {jobs} at a time, {threads} threads each")
+        for found in pool.map(lambda task: one(*task), tasks):
+            failed += [] if found is None else [found]
+    if children.stopped.is_set():
+        raise KeyboardInterrupt
+    return outcome(chosen, folder, failed)
+
+
+def outcome(chosen: Plan, folder: Path, failed: Sequence[Failed] = ()) -> Outcome:
+    """The comparison of the finished runs of a folder."""
+    runs: dict[str, list[RunScore]] = {}
+    for arm in chosen.arms:
+        for seed in chosen.seeds:
+            path = folder / "runs" / arm.name / f"seed-{seed}"
+            if _finished(path):
+                peak = _costs(path).get("peak_bytes")
+                score = score_of(load(path), arm.name, seed, arm.stage.name, peak)
+                runs.setdefault(arm.name, []).append(score)
+    if len(runs) < 2:
+        raise KeelError(
+            f"fewer than two arms of {folder} have a finished run: see the errors above"
+        )
+    models = {arm.name: arm.models for arm in chosen.arms}
+    found = compare(runs, models)
+    if failed:
+        names = ", ".join(f"{one.arm} seed {one.seed}" for one in failed)
+        found = replace(found, notes=(*found.notes, f"left out, since they failed: {names}"))
+    return Outcome(found, runs, tuple(failed))
+
+
+def _train(
+    children: _Children,
+    folder: Path,
+    name: str,
+    recipe: Recipe,
+    seed: int,
+    threads: int,
+    started: bool,
+) -> str | None:
+    """One run, from its start or its newest checkpoint, to its end; why it did not get there."""
+    path = folder / "runs" / name / f"seed-{seed}"
+    if not _finished(path):
+        arguments = ["train", "--resume", "--quiet", "--run", str(path)]
+        if not (path / RECIPE).is_file():
+            source = path.parent / f"seed-{seed}.toml"
+            with files.os_errors(path.parent, "make"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            files.write_text(source, to_toml(_seeded(recipe, seed, threads, folder, started)))
+            arguments = ["train", str(source), "--quiet", "--run", str(path)]
+        code, line, peak = children.run(arguments, threads)
+        before = _costs(path).get("peak_bytes", 0)
+        if path.is_dir():
+            costs = {"peak_bytes": max(peak, before)}
+            files.write_text(path.parent / f"seed-{seed}.costs.json", json.dumps(costs) + "\n")
+        if code != 0:
+            return line or f"exit status {code}"
+    if name == START:
+        model = folder / "runs" / START / f"seed-{seed}-model"
+        if not (model / "config.json").is_file():
+            code, line, _ = children.run(["export", str(path), str(model)], threads)
+            if code != 0:
+                return line
+    return None
+
+
+def _seeded(recipe: Recipe, seed: int, threads: int, folder: Path, started: bool) -> Recipe:
+    update: dict[str, Any] = {"seed": seed, "threads": threads}
+    if started:
+        name = str(folder.absolute() / "runs" / START / f"seed-{seed}-model")
+        update["model"] = recipe.model.model_copy(update={"name": name})
+    return recipe.model_copy(update=update)
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return max(len(os.sched_getaffinity(0)), 1)
+    return os.cpu_count() or 1
+
+
+def _costs(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((path.parent / f"{path.name}.costs.json").read_bytes())
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _finished(path: Path) -> bool:
+    return (path / RECIPE).is_file() and bool(load(path).info().get("finished"))
+
+
+def _keep_plan(chosen: Plan, folder: Path) -> None:
+    """Write what is compared; KeelError where the folder is of something else."""
+    path = folder / "plan.toml"
+    document = tomli_w.dumps(chosen.document())
+    if path.is_file() and path.read_text(encoding="utf-8") != document:
+        raise KeelError(
+            f"{folder} holds another comparison (plan.toml differs): give another --out, or the "
+            "recipes and keys that it was made with"
+        )
+    if not path.is_file() and folder.is_dir() and any(folder.iterdir()):
+        raise KeelError(f"{folder} is not empty and holds no comparison: give another --out")
+    with files.os_errors(folder, "make"):
+        folder.mkdir(parents=True, exist_ok=True)
+    files.write_text(path, document)
+
+
+@contextmanager
+def _stopping(children: _Children) -> Iterator[None]:
+    """Ctrl-C and SIGTERM stop the children, and then the block."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        children.stop()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

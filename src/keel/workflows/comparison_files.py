@@ -1,0 +1,152 @@
+"""The files of a comparison: JSON, CSV, a picture, one HTML page. Torch-free."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from importlib.resources import files as resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from keel.analysis.comparison import Comparison, RunScore, band
+from keel.analysis.plots import COLOURS, MARKERS, drawing, smooth, styled
+from keel.analysis.statistics import Array, Interval
+from keel.runs import files
+from keel.runs.values import plain
+
+Curves = Mapping[str, Mapping[str, tuple[Array, Array, Array, Array]]]
+"""By metric and arm: steps, interquartile mean, and the ends of its interval."""
+TITLES = {
+    "reward": "Training reward",
+    "eval/pass@1": "Validation accuracy, greedy",
+    "eval/reward": "Validation reward, greedy",
+}
+
+
+def write_files(
+    folder: Path, found: Comparison, runs: Mapping[str, Sequence[RunScore]], command: str
+) -> None:
+    """Write comparison.json, scores.csv, curves.csv, curves.png and comparison.html."""
+    curves = curves_of(runs)
+    text = json.dumps({"command": command, **plain(found.as_dict())}, ensure_ascii=False, indent=2)
+    files.write_text(folder / "comparison.json", text + "\n")
+    files.write_text(folder / "scores.csv", _scores_csv(runs))
+    files.write_text(folder / "curves.csv", _curves_csv(curves))
+    if curves:
+        with drawing(folder / "curves.png", 3.2 * len(curves)) as figure:
+            _plot(figure, curves)
+    files.write_text(folder / "comparison.html", _html(found, curves, command))
+
+
+def curves_of(runs: Mapping[str, Sequence[RunScore]]) -> Curves:
+    """The curves of each arm, at the steps that all of its runs have."""
+    found: dict[str, dict[str, tuple[Array, Array, Array, Array]]] = {}
+    for metric in TITLES:
+        for arm, several in runs.items():
+            curves = [run.curves[metric] for run in several if metric in run.curves]
+            if len(curves) < len(several) or not curves:
+                continue
+            steps = curves[0][0]
+            for other, _ in curves[1:]:
+                steps = np.intersect1d(steps, other)
+            values = np.array([v[np.isin(s, steps)] for s, v in curves])
+            if len(steps):
+                found.setdefault(metric, {})[arm] = (steps, *band(values))
+    return found
+
+
+def lines(found: Comparison) -> list[str]:
+    """What was found, in sentences."""
+    out = [
+        f"{pair.statement}: {pair.a} less {pair.b} {shown(pair.difference)}; "
+        f"P({pair.a} > {pair.b}) = {shown(pair.probability)}"
+        + ("" if pair.by_prompt is None else f"; on the same prompts {shown(pair.by_prompt)}")
+        for pair in found.pairs
+    ]
+    out.append(
+        f"Intervals of scores are of 95 %, those of the {len(found.pairs)} pairs of "
+        f"{100 * found.confidence:.4g} % each, so that all of them hold together in 95 %."
+    )
+    return [*out, *found.notes]
+
+
+def shown(one: Interval) -> str:
+    """A figure with its interval."""
+    return f"{one.mean:.3g} [{one.low:.3g}, {one.high:.3g}]"
+
+
+def table(found: Comparison) -> list[list[str]]:
+    """The arms with their scores and costs; the first row is the head."""
+    head = ["", f"IQM of {found.measure}", "seconds", "tokens", "peak memory", "models in memory"]
+    rows = [head]
+    for one in found.arms:
+        memory = "" if one.peak_bytes is None else f"{one.peak_bytes / 2**20:,.0f} MiB"
+        models = f"{len(one.models)} ({', '.join(one.models)})"
+        costs = [f"{one.seconds:,.0f}", f"{one.tokens:,.0f}", memory, models]
+        rows.append([one.arm, shown(one.score), *costs])
+    return rows
+
+
+def _scores_csv(runs: Mapping[str, Sequence[RunScore]]) -> str:
+    head = ("arm", "seed", "measure", "score", "seconds", "tokens", "peak_bytes")
+    rows = ([getattr(run, name) for name in head] for several in runs.values() for run in several)
+    return _csv(head, rows)
+
+
+def _curves_csv(curves: Curves) -> str:
+    head = ("metric", "arm", "step", "iqm", "low", "high")
+    rows = (
+        [metric, arm, *values]
+        for metric, arms in curves.items()
+        for arm, columns in arms.items()
+        for values in zip(*(column.tolist() for column in columns), strict=True)
+    )
+    return _csv(head, rows)
+
+
+def _csv(head: Sequence[str], rows: Any) -> str:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(head)
+    writer.writerows(rows)
+    return buffer.getvalue()
+
+
+def _plot(figure: Any, curves: Curves) -> None:
+    panels = figure.subplots(len(curves), 1, squeeze=False)[:, 0]
+    for axes, (metric, arms) in zip(panels, curves.items(), strict=True):
+        for number, (arm, (steps, *values)) in enumerate(arms.items()):
+            window = max(1, len(steps) // 20) * 2 - 1 if metric == "reward" else 1
+            middle, low, high = (smooth(v, window) for v in values)
+            colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+            axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+            every = max(1, len(steps) // 8)
+            axes.plot(steps, middle, color=colour, marker=marker, markevery=every, label=arm)
+        axes.set_title(TITLES[metric], loc="left", fontweight="bold")
+        axes.set_xlabel("step")
+        axes.legend(loc="best")
+
+
+def _html(found: Comparison, curves: Curves, command: str) -> str:
+    import matplotlib
+
+    svg = ""
+    if curves:
+        hashed = {"svg.fonttype": "none", "svg.hashsalt": "comparison"}
+        with styled(8.0, 3.2 * len(curves)) as figure, matplotlib.rc_context(hashed):
+            _plot(figure, curves)
+            buffer = io.StringIO()
+            figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        svg = buffer.getvalue()
+        svg = svg[svg.index("<svg") :]
+    source = resources("keel.workflows").joinpath("comparison.html.j2").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.from_string(source).render(
+        found=found, rows=table(found), lines=lines(found), svg=Markup(svg), command=command
+    )

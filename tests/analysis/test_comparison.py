@@ -1,0 +1,119 @@
+"""Statistics of comparisons over seeds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keel.analysis.comparison import (
+    RunScore,
+    band,
+    compare,
+    iqm_interval,
+    iqm_rows,
+    levels,
+    probability_of_improvement,
+)
+from keel.analysis.statistics import iqm
+from studies.coverage import DISTRIBUTIONS, coverage
+
+
+def runs(arm: str, scores: list[float], prompts: int = 0) -> list[RunScore]:
+    return [
+        RunScore(
+            arm=arm,
+            seed=seed,
+            score=score,
+            measure="pass@1",
+            passed={f"p{at}": float(at < score * prompts) for at in range(prompts)},
+            curves={},
+            seconds=1.0,
+            tokens=10.0,
+        )
+        for seed, score in enumerate(scores)
+    ]
+
+
+def test_probability_of_improvement_counts_pairs() -> None:
+    x, y = np.array([0.1, 0.5, 0.5, 0.9]), np.array([0.5, 0.2, 0.9])
+    wins = sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in itertools.product(x, y))
+    assert probability_of_improvement(x, y) == pytest.approx(wins / 12)
+    # scipy's Mann-Whitney statistic over n·m.
+    from scipy.stats import mannwhitneyu
+
+    assert probability_of_improvement(x, y) == mannwhitneyu(x, y).statistic / 12
+
+
+def test_interquartile_means_of_columns_are_those_of_each() -> None:
+    values = np.random.default_rng(0).normal(size=(10, 7))
+    np.testing.assert_allclose(iqm_rows(values), [iqm(column) for column in values.T], rtol=1e-12)
+
+
+def test_levels_are_those_of_students_t() -> None:
+    from scipy.stats import norm, t
+
+    low, high = levels(10, 0.95)
+    assert low == pytest.approx(norm.cdf(-t.ppf(0.975, 9)), rel=1e-9)
+    assert high == 1 - low
+    assert levels(1000, 0.95)[0] == pytest.approx(0.025, abs=2e-4)
+
+
+def test_one_seed_has_no_finite_interval() -> None:
+    one = iqm_interval(np.array([0.5]))
+    assert (one.mean, one.low, one.high) == (0.5, -math.inf, math.inf)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_interval_covers_the_true_mean(name: str) -> None:
+    # 600 simulations: a standard error of 0.9 points about 95 %.
+    assert 0.91 <= coverage(name, seeds=10, simulations=600)["studentised levels"] <= 0.98
+
+
+def test_band_is_the_interval_of_each_step() -> None:
+    values = np.random.default_rng(1).random((10, 3))
+    middle, low, high = band(values)
+    for step in range(3):
+        one = iqm_interval(values[:, step])
+        assert (middle[step], low[step], high[step]) == pytest.approx((one.mean, one.low, one.high))
+
+
+def test_clear_difference_is_stated_and_noise_is_not() -> None:
+    rng = np.random.default_rng(2)
+    better = (0.8 + 0.02 * rng.random(10)).tolist()
+    worse = (0.5 + 0.02 * rng.random(10)).tolist()
+    found = compare({"a": runs("a", better, 40), "b": runs("b", worse, 40)})
+    (pair,) = found.pairs
+    assert pair.statement == "a scores higher than b"
+    assert pair.probability.mean == 1
+    assert pair.by_prompt is not None
+    assert pair.by_prompt.low > 0
+    (same,) = compare({"a": runs("a", worse), "b": runs("b", worse[::-1])}).pairs
+    assert same.statement == "no difference shown"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(0, 1), min_size=1, max_size=12),
+    st.lists(st.floats(0, 1), min_size=1, max_size=12),
+)
+def test_no_difference_is_claimed_where_the_interval_holds_zero(
+    x: list[float], y: list[float]
+) -> None:
+    (pair,) = compare({"a": runs("a", x), "b": runs("b", y)}).pairs
+    holds_zero = pair.difference.low <= 0 <= pair.difference.high
+    assert holds_zero == (pair.statement == "no difference shown")
+
+
+def test_more_pairs_have_wider_intervals_and_few_seeds_a_note() -> None:
+    scores = np.random.default_rng(3).random((4, 5)).tolist()
+    two = compare({name: runs(name, s) for name, s in zip("ab", scores[:2], strict=True)})
+    four = compare({name: runs(name, s) for name, s in zip("abcd", scores, strict=True)})
+    assert (two.confidence, four.confidence) == (0.95, 1 - 0.05 / 6)
+    assert four.pairs[0].difference.low < two.pairs[0].difference.low
+    assert "5 seeds: the intervals are wide" in two.notes[0]
+    assert compare({name: runs(name, [0.5] * 10) for name in "ab"}).notes == ()

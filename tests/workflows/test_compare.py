@@ -1,0 +1,190 @@
+"""`keel compare`: real runs in processes of their own."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from keel.runs.reader import load
+from keel.types import KeelError
+from keel.workflows.compare import START, Plan, outcome, plan, run
+
+SMALL = ("steps=2", "evaluation.prompts=4", "evaluation.every=1")
+STAGES = """
+[model.build]
+family = "llama"
+alphabet = "0123456789>"
+hidden_size = 32
+layers = 1
+heads = 2
+context = 32
+
+[[stages]]
+stage = "sft"
+steps = 2
+batch_size = 4
+demonstration = "keel.data.tasks.generated:careless"
+[[stages.tasks]]
+name = "sort_digits"
+
+[[stages]]
+stage = "rl"
+steps = 2
+algorithm = "grpo"
+[[stages.tasks]]
+name = "sort_digits"
+[stages.rollout]
+prompts_per_step = 2
+group_size = 2
+max_tokens = 6
+[stages.evaluation]
+prompts = 4
+"""
+
+
+def small(seeds: int = 2, **changes: object) -> Plan:
+    choices: dict[str, object] = {"algorithms": ["grpo", "ppo"], "overrides": SMALL, **changes}
+    return plan(["tiny"], seeds=tuple(range(seeds)), **choices)  # type: ignore[arg-type]
+
+
+def test_arms_are_recipes_by_algorithms_by_values() -> None:
+    chosen = small(vary={"optimizer.learning_rate": ["1e-3", "1e-4"]})
+    names = [arm.name for arm in chosen.arms]
+    assert names == [
+        "grpo-optimizer.learning_rate=1e-3",
+        "grpo-optimizer.learning_rate=1e-4",
+        "ppo-optimizer.learning_rate=1e-3",
+        "ppo-optimizer.learning_rate=1e-4",
+    ]
+    assert [arm.stage.optimizer.learning_rate for arm in chosen.arms] == [1e-3, 1e-4] * 2
+    assert chosen.arms[2].stage.algorithm.preset == "ppo"
+    assert chosen.arms[2].models == ("policy", "reference", "value")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithms": []}, "nothing to compare in tiny"),
+        ({"algorithms": ["grpo", "grpo"]}, "nothing to compare in grpo, grpo"),
+        ({"algorithms": ["grpo", "gppo"]}, "gppo"),
+    ],
+)
+def test_a_comparison_of_nothing_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(KeelError, match=message):
+        small(**changes)
+
+
+@pytest.mark.slow
+def test_runs_are_compared_and_kept(tmp_path: Path) -> None:
+    notes: list[str] = []
+    found = run(small(), tmp_path / "out", jobs=2, note=notes.append)
+    assert found.failed == ()
+    assert [one.arm for one in found.comparison.arms] == ["grpo", "ppo"]
+    score = load(tmp_path / "out/runs/ppo/seed-1").info()["evaluation"]["rl"]["after"]["mean"]
+    assert found.comparison.arms[1].scores[1] == score
+    assert all((one.peak_bytes or 0) > 50e6 for one in found.comparison.arms)
+    assert found.comparison.pairs[0].by_prompt is not None
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("metrics.jsonl")}
+    assert len(stamps) == 4
+    again = run(small(), tmp_path / "out", note=notes.append)
+    assert again.comparison == found.comparison
+    assert stamps == {path: path.stat().st_mtime_ns for path in stamps}, "runs were repeated"
+    with pytest.raises(KeelError, match="holds another comparison"):
+        run(small(overrides=("steps=3", *SMALL[1:])), tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_shared_start_is_trained_once_a_seed(tmp_path: Path) -> None:
+    recipe = tmp_path / "two.toml"
+    recipe.write_text(STAGES)
+    chosen = plan([str(recipe)], ["grpo", "rloo"], seeds=(0,))
+    assert chosen.shared is not None
+    assert [stage.name for stage in chosen.shared.stages] == ["sft"]
+    run(chosen, tmp_path / "out", note=lambda text: None)
+    start = tmp_path / "out/runs" / START
+    for arm in ("grpo", "rloo"):
+        arm_run = load(tmp_path / "out/runs" / arm / "seed-0")
+        assert arm_run.stages == ("rl",)
+        assert arm_run.recipe()["model"]["name"] == str(start / "seed-0-model")
+        assert [r["step"] for r in arm_run.metrics()] == [1, 2]
+    before = [
+        load(tmp_path / "out/runs" / arm / "seed-0").info()["evaluation"]["rl"]["before"]
+        for arm in ("grpo", "rloo")
+    ]
+    assert before[0] == before[1]
+    whole = plan([str(recipe)], ["grpo", "rloo"], seeds=(0,), shared_start=False)
+    assert whole.shared is None
+    assert len(whole.arms[0].recipe.stages) == 2
+
+
+@pytest.mark.slow
+def test_a_failed_run_is_named_and_the_others_count(tmp_path: Path) -> None:
+    notes: list[str] = []
+    chosen = small(seeds=1)
+    blocked = tmp_path / "out/runs/ppo/seed-0"
+    run(small(seeds=1), tmp_path / "out", note=notes.append)
+    more = small(seeds=2)
+    (blocked.parent / "seed-1").write_text("no folder")
+    found = run(more, tmp_path / "out", note=notes.append)
+    assert [(one.arm, one.seed) for one in found.failed] == [("ppo", 1)]
+    assert "is a file" in found.failed[0].why
+    assert any("ppo seed 1 failed" in text for text in notes)
+    assert "left out, since they failed: ppo seed 1" in found.comparison.notes[-1]
+    assert len(found.comparison.arms[0].scores) == 2
+    assert outcome(chosen, tmp_path / "out").comparison.seeds == 1
+
+
+@pytest.mark.slow
+def test_interrupted_it_goes_on_and_ends_the_same(tmp_path: Path) -> None:
+    words = ["tiny", "--algorithms", "grpo,ppo", "--seeds", "1", "steps=12", "--json"]
+    words += ["evaluation.prompts=4", "checkpoints.every=2"]
+    command = [sys.executable, "-m", "keel", "compare", *words, "--out"]
+    whole = subprocess.run([*command, tmp_path / "whole"], capture_output=True, text=True)
+    assert whole.returncode == 0, whole.stderr
+    with subprocess.Popen([*command, tmp_path / "cut"], stderr=subprocess.PIPE, text=True) as first:
+        deadline = time.monotonic() + 120
+        while not list((tmp_path / "cut").glob("runs/*/seed-0/checkpoints/step-*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(first.pid, signal.SIGTERM)
+        errors = first.communicate()[1]
+    assert first.returncode == 130
+    assert "the same command goes on: keel compare tiny" in errors
+    rest = subprocess.run([*command, tmp_path / "cut"], capture_output=True, text=True)
+    assert rest.returncode == 0, rest.stderr
+    figures = [json.loads(done.stdout) for done in (whole, rest)]
+    assert [arm["scores"] for arm in figures[0]["arms"]] == [
+        a["scores"] for a in figures[1]["arms"]
+    ]
+    for arm in ("grpo", "ppo"):
+        one, two = (tmp_path / at / f"runs/{arm}/seed-0/metrics.jsonl" for at in ("whole", "cut"))
+        assert one.read_bytes() == two.read_bytes()
+
+
+def test_command_writes_its_files(tmp_path: Path) -> None:
+    from keel.cli.main import main
+
+    words = ["compare", "tiny", "--algorithms", "grpo,ppo", "--seeds", "1", *SMALL]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    with (tmp_path / "out/scores.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["arm"], row["seed"]) for row in rows] == [("grpo", "0"), ("ppo", "0")]
+    found = json.loads((tmp_path / "out/comparison.json").read_text())
+    assert found["command"].startswith("keel compare tiny steps=2")
+    assert found["pairs"][0]["statement"] == "no difference shown"
+    assert (tmp_path / "out/curves.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "out/comparison.html").read_text()
+    assert "<svg" in page
+    assert re.search('<script|src=|href="http', page) is None
+    assert "no difference shown" in page
+    assert main(["compare", "steps=2"]) == 2
+    assert main(["compare", "tiny", "--vary", "steps=1"]) == 2
