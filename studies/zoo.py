@@ -157,7 +157,7 @@ def broken(policy: str) -> list[Case]:
             "entropy-bonus",
             "length-explosion",
             (*COLLAPSED, "length-bias"),
-            _rl(start, {**FREE, "entropy": 0.3}, rollout={"max_tokens": 28}),
+            _rl(start, {**FREE, "entropy": 0.4}, rollout={"max_tokens": 28}, steps=120),
         ),
         (
             "sequence-mean",

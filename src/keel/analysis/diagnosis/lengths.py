@@ -53,9 +53,9 @@ def length_bias(history: StageHistory) -> Symptom | None:
     """Wrong answers grow and right ones do not, where each completion's weight is shared among its
     tokens (`weights.kind = "sequence_mean"`), so that a token of a long wrong answer is punished
     less than one of a short wrong answer [2503.20783]. In at least 8 steps with rollouts, the mean
-    length of completions with a negative advantage rises (p < 0.05) by 15 % and 1 token at least,
-    that of completions with a positive one by less than a third as much, and the difference of the
-    two rises too (p < 0.05)."""
+    length of completions with a negative advantage rises (p < 0.05) by 25 % and 2 tokens at least,
+    that of completions with a positive one by less than a third as much; the difference of the two
+    rises too (p < 0.05), and in the end wrong ones are longer."""
     if history.setting("algorithm.weights.kind") != "sequence_mean":
         return None
     found = [(r.step, *_sides(r)) for r in history.rollouts]
@@ -65,7 +65,7 @@ def length_bias(history: StageHistory) -> Symptom | None:
     at, wrong, right = np.array(found, dtype=np.float64).T
     bad, good, apart = trend(wrong), trend(right), trend(wrong - right)
     grown = bad.change
-    if not bad.rises(0.05) or grown < max(1.0, 0.15 * bad.first):
+    if not bad.rises(0.05) or grown < max(2.0, 0.25 * bad.first) or bad.last < good.last:
         return None
     if good.change > grown / 3 or not apart.rises(0.05):
         return None

@@ -19,6 +19,7 @@ BEYOND = 0.5
 UPDATE_KL = 0.1
 """Nats per token that one step may move the policy, ten times what PPO's trust region aims at."""
 JUMP = 10
+RECENT = 20
 STILL = 1e-3
 """|ratio − 1| under which a policy does not move within a step."""
 STAYS = 1e-4
@@ -28,9 +29,9 @@ STAYS = 1e-4
 def entropy_collapse(history: StageHistory) -> Symptom | None:
     """Entropy is gone before the task is learned: the median of the last five steps is at most 15 %
     of that of the first five and at most 0.3 nats, at least half of the groups have no variance,
-    the reward is below 90 % of the range of rewards, and it has not risen in the last third of the
-    run (20 steps at least). A policy that is right has little entropy too, so the fall alone says
-    nothing."""
+    the reward is below 90 % of the range of rewards, and it has not risen to a new high in the last
+    third of the run (20 steps at least). A policy that is right has little entropy too, so the fall
+    alone says nothing."""
     steps, entropy = history.column("entropy")
     if len(steps) < SHORT_RUN:
         return None
@@ -39,12 +40,14 @@ def entropy_collapse(history: StageHistory) -> Symptom | None:
         return None
     reward, bounds = history.values("reward"), history.reward_range()
     late = _median(reward[-WINDOW:], float("nan"))
-    third = trend(reward[-max(10, len(reward) // 3) :])
+    third = max(10, len(reward) // 3)
+    rises = trend(reward[-third:]).rises(0.05)
+    highs = [rolling_medians(part).max(initial=-np.inf) for part in np.split(reward, [-third])]
     if bounds is not None and late >= bounds[0] + NEAR_TOP * (bounds[1] - bounds[0]):
         return None
     if history.grouped and _median(history.values(ALIKE)[-WINDOW:], 1.0) < 0.5:
         return None
-    if third.rises(0.05) or not len(reward):
+    if not len(reward) or (rises and highs[1] > highs[0]):
         return None
     since = holds_since(-entropy, -COLLAPSED * first)
     start = 0 if since is None else since
@@ -136,8 +139,8 @@ def learning_rate_high(history: StageHistory) -> Symptom | None:
     below its peak (or its start) by half of the way between the lowest reward there is and the
     peak, and by four times the noise of one step, to the end of the run. Or an update moves the
     policy too far: KL(old‖policy) is above 0.1 nats per token (median of five steps), where trust
-    regions of PPO aim at 0.01. Or the norm of the gradient (median of five steps) is ten times that
-    of the first ten."""
+    regions of PPO aim at 0.01. Or the norm of the gradient (median of five steps) is ten times the
+    median of the 20 steps before and of all."""
     signs = [s for s in (_far_updates(history), _jump(history), _fall(history)) if s is not None]
     if not signs:
         return None
@@ -162,19 +165,22 @@ def _far_updates(history: StageHistory) -> Symptom | None:
 
 
 def _jump(history: StageHistory) -> Symptom | None:
-    """A gradient that has grown beyond what was usual at the start."""
+    """A gradient far above what was usual until then, and recently."""
     steps, norm = history.column("grad_norm")
-    start = 2 * WINDOW
-    usual = _median(norm[:start], 0.0)
-    over = np.flatnonzero(rolling_medians(norm[start:]) >= JUMP * usual)
-    if usual <= 0 or not len(over):
+    if len(norm) < RECENT + WINDOW:
         return None
-    first, last = int(steps[start + over[0]]), int(steps[start + over[-1] + WINDOW - 1])
+    now = rolling_medians(norm)[RECENT:]
+    # A norm grows slowly with the differences between rewards: that is no jump.
+    usual = np.maximum(rolling_medians(norm, RECENT)[: len(now)], np.median(norm))
+    over = np.flatnonzero((usual > 0) & (now >= JUMP * usual))
+    if not len(over):
+        return None
+    first, last = int(steps[RECENT + over[0]]), int(steps[RECENT + over[-1] + WINDOW - 1])
+    before = float(usual[over[0]])
     line = (
-        f"grad_norm is {JUMP} times its {usual:.3g} of the first {start} steps and more in steps "
-        f"{first} to {last}"
+        f"grad_norm is {JUMP} times its {before:.3g} before, and more, in steps {first} to {last}"
     )
-    return Symptom(first, last, (line,), {"grad_norm_first": usual, "grad_norm_max": norm.max()})
+    return Symptom(first, last, (line,), {"grad_norm_usual": before, "grad_norm_max": norm.max()})
 
 
 def _fall(history: StageHistory) -> Symptom | None:

@@ -41,7 +41,8 @@ def gold_falls(history: StageHistory) -> Symptom | None:
 
 def length_reward(history: StageHistory) -> Symptom | None:
     """The reward rises through length alone. In 8 steps or more with rollouts, a line of reward on
-    length is fitted within groups (answers to one prompt), one slope for all steps. The mean reward
+    length is fitted within groups (answers to one prompt), one slope for the steps in which lengths
+    still grow. The mean reward
     rises (p < 0.01) by 10 % of its range, the mean length by 20 %, and at the length of the start
     (less slope · growth) the reward keeps less than a quarter of the rise. Reward and length
     correlate within groups by 0.5 or more, so that length is what is paid, and not a side effect.
@@ -52,14 +53,16 @@ def length_reward(history: StageHistory) -> Symptom | None:
         return None
     reward = np.array([np.nanmean(r.reward) for r in rollouts])
     length = np.array([r.written.mean() for r in rollouts])
-    fitted = _slope(rollouts)
+    raw, grown = trend(reward), trend(length)
+    # Where all are as long as they can be, length no longer tells answers apart.
+    growing = length < length[0] + 0.9 * (grown.last - length[0])
+    fitted = _slope([r for r, one in zip(rollouts, growing, strict=True) if one])
     if fitted is None:
         return None
     slope, correlation = fitted
-    raw, grown = trend(reward), trend(length)
     if not raw.rises() or raw.last - raw.first < 0.1 * (bounds[1] - bounds[0]):
         return None
-    if not grown.rises() or grown.last < 1.2 * grown.first or correlation < 0.5:
+    if not grown.rises(0.05) or grown.last < 1.2 * grown.first or correlation < 0.5:
         return None
     controlled = trend(reward - slope * (length - length[0]))
     if controlled.last - controlled.first > 0.25 * (raw.last - raw.first):
@@ -210,6 +213,8 @@ def _unweighted(history: StageHistory) -> tuple[int, str, dict[str, float]] | No
 
 def _slope(rollouts: list[StepRollouts]) -> tuple[float, float] | None:
     """Slope and correlation of reward on length within groups, over all steps."""
+    if not rollouts:
+        return None
     length = np.concatenate(
         [r.centred(np.where(np.isfinite(r.reward), r.written, np.nan)) for r in rollouts]
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ MOST_ROWS = 256
 """Completions of a step that are looked at, from the first: medians need no more."""
 MOST_STEPS = 24
 """Steps whose rollouts are read of a finished run, evenly spread."""
+HASHES = 64
+_SALTS = np.arange(1, HASHES + 1, dtype=np.uint64) << np.uint64(40)
 NGRAM = 4
 MARKERS = re.compile(r"<[^<>]*>|\\boxed|[^\w\s]+")
 """What frames an answer: tags, `\\boxed`, `####` and other signs that are no letters or digits."""
@@ -34,8 +35,10 @@ class StepRollouts:
 
     `written` counts the tokens of the policy, `context` those of the environment. `repetition` is
     the share of 4-grams of tokens that occurred before in the same completion (NaN for short ones),
-    `wording` a hash of all tokens that the policy wrote, `advantage` that of its first token, and
-    `bare` whether the completion holds markers and nothing else.
+    `advantage` that of its first token, and `bare` whether the completion holds markers and nothing
+    else. `sketch` has a row of min-hashes of the set of tokens that the policy wrote, where the
+    environment wrote some too: the share of equal entries of two rows estimates the sets' Jaccard
+    similarity (Broder 1997).
     """
 
     step: int
@@ -46,7 +49,7 @@ class StepRollouts:
     truncated: Bools
     repetition: Array
     advantage: Array
-    wording: npt.NDArray[np.uint64]
+    sketch: npt.NDArray[np.uint64]
     bare: Bools
     components: Mapping[str, Array]
 
@@ -97,7 +100,13 @@ def summarise(step: int, rows: Sequence[Mapping[str, Any]]) -> StepRollouts:
             [_first(row.get("advantages"), mask) for row, mask in zip(rows, own, strict=True)],
             dtype=np.float64,
         ),
-        wording=np.array([_hash(one) for one in tokens], dtype=np.uint64),
+        sketch=np.array(
+            [
+                _sketch(one) if len(one) < len(mask) else np.zeros(HASHES, np.uint64)
+                for one, mask in zip(tokens, own, strict=True)
+            ],
+            dtype=np.uint64,
+        ).reshape(len(rows), HASHES),
         bare=np.array([_bare(row.get("completion") or "") for row in rows], dtype=bool),
         components={
             name.removeprefix(COMPONENT): _numbers([row.get(name) for row in rows])
@@ -129,6 +138,12 @@ def _bare(text: str) -> bool:
     return bool(text.strip()) and not MARKERS.sub("", text).strip()
 
 
-def _hash(tokens: npt.NDArray[Any]) -> int:
-    digest = hashlib.blake2b(np.asarray(tokens, dtype=np.int64).tobytes(), digest_size=8)
-    return int.from_bytes(digest.digest(), "little")
+def _sketch(tokens: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """The smallest of each of `HASHES` hashes (multiply and xor-shift) over the tokens."""
+    if not len(tokens):
+        return np.zeros(HASHES, dtype=np.uint64)
+    mixed = (np.unique(tokens).astype(np.uint64)[:, None] + _SALTS) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    smallest: npt.NDArray[np.uint64] = (mixed ^ (mixed >> np.uint64(32))).min(axis=0)
+    return smallest

@@ -15,15 +15,17 @@ ALIKE = 0.9
 """Share of groups without variance from which on a step learns from one group in ten at most."""
 LEARNED = 0.8
 """The same of a reward at its maximum, where the few that differ are chance."""
-LONG = 10
-"""Steps that a condition must hold: a group without variance, or a lucky step, is no news."""
+LONG = 20
+"""Steps without a signal that are too many: a hard task may begin with some."""
+AT_TOP = 10
+"""Steps at the maximum that are too many."""
 TOP = 0.03
 """How near the highest reward counts as at it, as a share of the range of rewards."""
 
 
 def no_signal(history: StageHistory) -> Symptom | None:
     """All groups are equal: `frac_reward_zero_std` (median of 5 steps) is at least 0.9 in each of
-    the last 10 steps, or the last fifth of the run if that is longer, while the reward is not at
+    the last 20 steps, or the last fifth of the run if that is longer, while the reward is not at
     its maximum. Where advantages do not compare a group, the same of steps whose rewards are all
     equal. From 0.9 on at most one group in ten has a gradient."""
     steps, zero = _alike(history)
@@ -56,7 +58,7 @@ def saturated_reward(history: StageHistory) -> Symptom | None:
     steps, reward = history.column("reward")
     bounds = history.reward_range()
     zero = _alike(history)[1]
-    if bounds is None or bounds[1] <= 0 or len(steps) < LONG or len(zero) != len(steps):
+    if bounds is None or bounds[1] <= 0 or len(steps) < AT_TOP or len(zero) != len(steps):
         return None
     low, top = bounds
     since = holds_since(np.minimum(reward, top), top - TOP * (top - low) - 1e-9)
@@ -64,7 +66,7 @@ def saturated_reward(history: StageHistory) -> Symptom | None:
     if since is None or alike is None:
         return None
     start = max(since, alike)
-    if len(steps) - start < max(LONG, len(steps) // 3):
+    if len(steps) - start < max(AT_TOP, len(steps) // 3):
         return None
     late = float(np.median(reward[start:]))
     constant = " and no completion got any other" if top == low else ""

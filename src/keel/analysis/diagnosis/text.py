@@ -10,6 +10,7 @@ from keel.analysis.diagnosis.trends import trend
 from keel.analysis.diagnosis.values import RolloutSample, Symptom
 
 ROLLOUTS = 6
+MOST_COMPARED = 200
 
 
 def repetition(history: StageHistory) -> Symptom | None:
@@ -39,45 +40,43 @@ def repetition(history: StageHistory) -> Symptom | None:
 
 
 def environment_words(history: StageHistory) -> Symptom | None:
-    """The reward is paid for the environment's words. Of the completions that hold tokens of the
-    environment and are rewarded above the middle of the range (20 or more, to 5 groups or more, in
-    the last three steps with rollouts), at least half consist of one and the same sequence of the
-    policy's tokens, and these are rewarded no less than all others: what differs between them is
-    only what the environment wrote. A policy that uses what it reads writes something else for each
-    prompt."""
+    """The reward is paid for the environment's words. In the last three steps with rollouts, at
+    least half of the completions that hold tokens of the environment are rewarded above the middle
+    of the range (20 or more, to 5 groups or more) and no less than those without, yet what the
+    policy wrote in them does not depend on the prompt: the mean Jaccard similarity of its sets of
+    tokens is within groups at most 0.05 above that between groups. A policy that uses what it reads
+    writes the same for one prompt and something else for another."""
     newest = list(history.rollouts[-3:])
     bounds = history.reward_range()
     if not newest or bounds is None or bounds[1] == bounds[0]:
         return None
     reward = np.concatenate([r.reward for r in newest])
-    wording = np.concatenate([r.wording for r in newest])
-    context = np.concatenate([r.context for r in newest])
-    written = np.concatenate([r.written for r in newest])
+    context = np.concatenate([r.context for r in newest]) > 0
     group = np.concatenate([r.group + 10**6 * at for at, r in enumerate(newest)])
-    paid = (context > 0) & (reward > (bounds[0] + bounds[1]) / 2)
-    if paid.sum() < 20:
+    paid = context & (reward > (bounds[0] + bounds[1]) / 2)
+    groups = len(np.unique(group[paid]))
+    if paid.sum() < max(20, context.sum() / 2) or groups < 5:
         return None
-    kinds, counts = np.unique(wording[paid], return_counts=True)
-    same = wording == kinds[int(np.argmax(counts))]
-    chosen = paid & same
-    share = float(counts.max() / paid.sum())
-    others = reward[~same & np.isfinite(reward)]
-    mean = float(np.nanmean(reward[same & (context > 0)]))
-    if share < 0.5 or len(np.unique(group[chosen])) < 5:
+    mean, others = float(np.nanmean(reward[context])), reward[~context & np.isfinite(reward)]
+    if len(others) and mean < others.mean():
         return None
-    if len(others) and mean < float(others.mean()) - 1e-9:
+    sketch = np.concatenate([r.sketch for r in newest])[paid][:MOST_COMPARED]
+    same = group[paid][:MOST_COMPARED, None] == group[paid][:MOST_COMPARED]
+    alike = np.mean(sketch[:, None, :] == sketch[None, :, :], axis=2)
+    pairs = ~np.eye(len(sketch), dtype=bool)
+    if not (same & pairs).any() or not (~same).any():
         return None
-    tokens = float(np.median(written[chosen]))
-    evidence = [
-        f"{share:.0%} of the {int(paid.sum())} rewarded completions with words of the environment "
-        f"consist of the same {tokens:.0f} tokens of the policy, for "
-        f"{len(np.unique(group[chosen]))} prompts",
-        f"they are rewarded with {mean:.3g}"
-        + (f", all others with {float(others.mean()):.3g}" if len(others) else ""),
-    ]
-    figures = {"share": share, "reward": mean, "tokens": tokens}
-    samples = _samples(newest, same & (context > 0))
-    return Symptom(newest[0].step, newest[-1].step, tuple(evidence), figures, samples)
+    within, between = float(alike[same & pairs].mean()), float(alike[~same].mean())
+    if within - between > 0.05:
+        return None
+    evidence = (
+        f"{int(paid.sum())} of {int(context.sum())} completions with words of the environment are "
+        f"rewarded (mean {mean:.3g})" + (f", others {others.mean():.3g}" if len(others) else ""),
+        f"what the policy wrote in them is as similar between {groups} prompts ({between:.2f}) as "
+        f"for one prompt ({within:.2f})",
+    )
+    figures = {"reward": mean, "similar_within": within, "similar_between": between}
+    return Symptom(newest[0].step, newest[-1].step, evidence, figures, _samples(newest, paid))
 
 
 def _enough(rollouts: StepRollouts) -> bool:
