@@ -90,7 +90,8 @@ def test_steps_are_spread_evenly_with_both_ends() -> None:
 
 
 def summary(*rows: object) -> StepRollouts:
-    return summarise(3, [asdict(row) for row in rows])  # type: ignore[call-overload]
+    records = [asdict(row) for row in rows]  # type: ignore[call-overload]
+    return summarise(3, [{**record, **record.pop("values")} for record in records])
 
 
 def test_summary_counts_the_policys_tokens_apart_from_others() -> None:

@@ -68,7 +68,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedRun:
     """A run that ended with an error, and its last line."""
 
     arm: str
@@ -82,7 +82,7 @@ class Outcome:
 
     comparison: Comparison
     runs: Mapping[str, Sequence[RunScore]]
-    failed: tuple[Failed, ...]
+    failed: tuple[FailedRun, ...]
 
 
 def plan(
@@ -212,9 +212,9 @@ def run(
     jobs = min(jobs or cores, cores)
     threads = max(1, cores // jobs)
     children = _Children()
-    failed: list[Failed] = []
+    failed: list[FailedRun] = []
 
-    def one(arm: Arm | None, seed: int) -> Failed | None:
+    def one(arm: Arm | None, seed: int) -> FailedRun | None:
         name, recipe = (START, chosen.shared) if arm is None else (arm.name, arm.recipe)
         assert recipe is not None
         started = arm is not None and chosen.shared is not None
@@ -222,7 +222,7 @@ def run(
         if why is None or children.stopped.is_set():
             return None
         note(f"{name} seed {seed} failed: {why}")
-        return Failed(name, seed, why)
+        return FailedRun(name, seed, why)
 
     with _stopping(children), ThreadPoolExecutor(jobs) as pool:
         lost = set()
@@ -240,7 +240,7 @@ def run(
     return outcome(chosen, folder, failed)
 
 
-def outcome(chosen: Plan, folder: Path, failed: Sequence[Failed] = ()) -> Outcome:
+def outcome(chosen: Plan, folder: Path, failed: Sequence[FailedRun] = ()) -> Outcome:
     """The comparison of the finished runs of a folder."""
     runs: dict[str, list[RunScore]] = {}
     for arm in chosen.arms:

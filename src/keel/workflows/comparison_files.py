@@ -69,10 +69,11 @@ def lines(found: Comparison) -> list[str]:
         + ("" if pair.by_prompt is None else f"; on the same prompts {shown(pair.by_prompt)}")
         for pair in found.pairs
     ]
-    out.append(
-        f"Intervals of scores are of 95 %, those of the {len(found.pairs)} pairs of "
-        f"{100 * found.confidence:.4g} % each, so that all of them hold together in 95 %."
-    )
+    if len(found.pairs) > 1:
+        out.append(
+            f"Intervals of scores are of 95 %, those of the {len(found.pairs)} pairs of "
+            f"{100 * found.confidence:.4g} % each, so that all of them hold together in 95 %."
+        )
     return [*out, *found.notes]
 
 
@@ -130,6 +131,7 @@ def _plot(figure: Any, curves: Curves) -> None:
             axes.plot(steps, middle, color=colour, marker=marker, markevery=every, label=arm)
         axes.set_title(TITLES[metric], loc="left", fontweight="bold")
         axes.set_xlabel("step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(loc="best")
 
 
