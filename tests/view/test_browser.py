@@ -223,6 +223,17 @@ def test_keys_move_through_steps_and_completions(page: sync_api.Page, served: Se
     page.wait_for_selector("text=earlier step")
 
 
+def test_run_without_rollouts_says_so(page: sync_api.Page, served: Served) -> None:
+    shutil.copytree(served.folder / "grpo", served.folder / "bare", dirs_exist_ok=True)
+    shutil.rmtree(served.folder / "bare" / "rollouts")
+    page.goto(f"{served.url}/rollouts?run=bare")
+    page.wait_for_selector("text=this run has no rollouts yet")
+    for key in ("j", "ArrowRight", "/"):
+        page.keyboard.press(key)
+    page.wait_for_timeout(300)
+    assert part(page, "problem").inner_text() == "this run has no rollouts yet"
+
+
 def test_dark_mode_stays_with_the_address(page: sync_api.Page, served: Served) -> None:
     page.goto(f"{served.url}/curves?run=ppo&theme=light")
     assert "body--dark" not in (page.locator("body").get_attribute("class") or "")

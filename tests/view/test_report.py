@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from keel.runs.layout import RunFolder
+from keel.runs.writer import Recorder
 from keel.types import KeelError
 from keel.view.report import write_report
 from tests.training.small import run
-from tests.view.hostile import ANSI, MARKUP, write
+from tests.view.hostile import ANSI, MARKUP, RECIPE, row, write
 
 
 class Elements(HTMLParser):
@@ -71,6 +73,18 @@ def test_hostile_texts_are_inert_in_the_report(tmp_path: Path) -> None:
     assert r"\x1b[31mred" in text
     assert MARKUP not in text
     assert ANSI not in text
+
+
+def test_large_groups_show_their_best_and_worst(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", RECIPE.format(name="large"))
+    with Recorder(folder) as recorder:
+        recorder.metrics(0, 1, {"reward": 0.5})
+        rows = [row(f"answer{at}", reward=at / 20, prompt="same") for at in range(20)]
+        recorder.rollouts(0, 1, rows)
+    text = write_report(folder.path).read_text(encoding="utf-8")
+    shown = [at for at in range(20) if f"> answer{at}<" in text]
+    assert shown == [0, 1, 2, 3, 16, 17, 18, 19]
+    assert "12 others are left out" in text
 
 
 def test_report_without_a_run_says_so(tmp_path: Path) -> None:

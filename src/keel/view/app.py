@@ -72,6 +72,8 @@ def serve(
     _preload(library)
     app.add_middleware(Guard, hosts=LOOPBACK if local else None, token=token)
     named = f"[{host}]" if ":" in host else host
+    if host in ("0.0.0.0", "::"):
+        named = socket.gethostname()
     query = "" if token is None else f"?token={token}"
     url = f"http://{named}:{port}{start}{query}"
     app.on_startup(lambda: announce(f"keel view: {url} (Ctrl-C stops it)"))

@@ -160,4 +160,5 @@ def pictures(run: OpenRun, stage: str) -> None:
             title = path.stem.removeprefix(f"{stage}-").replace("-", " ")
             with ui.element("section").classes("panel"):
                 ui.label(visible(title, 100)).style("font-weight: 600")
-                ui.image(path).props(f'alt="{title}"').style("max-width: 100%")
+                quoted = visible(title, 100).replace('"', "'").replace("\\", "/")
+                ui.image(path).props(f'alt="{quoted}"').style("max-width: 100%")

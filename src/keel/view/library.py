@@ -135,8 +135,13 @@ def _runs_below(folder: Path, depth: int) -> list[Path]:
         return [folder]
     if depth == 0 or not folder.is_dir():
         return []
-    inside = sorted(p for p in folder.iterdir() if p.is_dir() and not p.is_symlink())
-    return [run for path in inside for run in _runs_below(path, depth - 1)]
+    try:
+        inside = sorted(p for p in folder.iterdir() if p.is_dir() and not p.is_symlink())
+    except OSError:  # a folder that may not be read holds no run to show
+        return []
+    # Not in hidden folders, such as an environment's.
+    seen = [path for path in inside if not path.name.startswith(".")]
+    return [run for path in seen for run in _runs_below(path, depth - 1)]
 
 
 def recipe_of(run: OpenRun) -> Any:

@@ -24,8 +24,9 @@ from keel.view.status import formula_of, panels, status_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-GROUPS, TEXT, TOKENS = 3, 4_000, 800
-"""Groups of the last step that are shown; characters of a text; tokens of a completion."""
+GROUPS, MEMBERS, TEXT, TOKENS = 3, 8, 4_000, 800
+"""Groups of the last step that are shown, and completions of each: the best and the worst;
+characters of a text, and tokens of a completion."""
 
 
 def write_report(run: Path | str, out: Path | None = None, price: float | None = None) -> Path:
@@ -121,10 +122,13 @@ def _rollouts(run: OpenRun) -> dict[str, Any] | None:
 def _group(members: Sequence[Row]) -> dict[str, Any]:
     first = members[0]
     ranked = sorted(members, key=lambda row: -(row["reward"] or 0.0))
+    if len(ranked) > MEMBERS:
+        ranked = [*ranked[: MEMBERS // 2], *ranked[-(MEMBERS // 2) :]]
     return {
         "prompt": visible(prompt_text(first["prompt"]), TEXT, lines=True),
         "id": first["prompt_id"],
         "expected": first.get("expected"),
+        "left_out": len(members) - len(ranked),
         "completions": [_completion(row) for row in ranked],
     }
 

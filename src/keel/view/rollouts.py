@@ -126,6 +126,8 @@ class RolloutsPage:
 
     def choose(self, row: int, token: int | None = None) -> None:
         """Show a completion of the step with its group, and the figures of one of its tokens."""
+        if not self.rows:
+            return
         row = min(max(row, 0), len(self.rows) - 1)
         self.shown.change(row=row, token=token)
         self.body.clear()

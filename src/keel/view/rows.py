@@ -22,7 +22,7 @@ def summary(row: Row) -> dict[str, Any]:
         for name, value in row.items()
         if name.startswith(COMPONENT)
     }
-    own = [a for a, w in zip(row["advantages"] or [], row["written"], strict=False) if w]
+    own = [a for a, w in zip(row.get("advantages") or [], row["written"], strict=False) if w]
     mean = sum(own) / len(own) if own else None
     written = row["written"]
     starts = sum(w and not before for before, w in zip([False, *written], written, strict=False))
