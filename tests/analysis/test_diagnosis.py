@@ -110,12 +110,12 @@ def _both_grow(step: int) -> list[RolloutRow]:
 
 
 def _paid_by_length(step: int, paid: bool = True) -> list[RolloutRow]:
-    """Lengths grow and spread within groups; the reward is length, or rises by itself."""
+    """Lengths grow and spread within groups; the reward is length, or rises more than that."""
     rows = []
     for g in range(8):
         for i in range(4):
             length = 6 + step // 4 + 2 * i
-            reward = length / 30 if paid else step / STEPS + (i * 7 + g) % 4 / 10
+            reward = length / 30 + (0.0 if paid else step / STEPS)
             rows.append(completion(g, reward, tuple(range(10, 10 + length))))
     return rows
 
@@ -130,8 +130,8 @@ def _cut(step: int, reward: float = 0.0) -> list[RolloutRow]:
 
 
 def _repeats(step: int, full: bool = True) -> list[RolloutRow]:
-    """Completions of 24 tokens, of which ever more are one and the same."""
-    same = min(24, step // 2 + 2) if full else 4
+    """Completions of 24 tokens, of which ever more are one and the same, or a few more."""
+    same = min(24, step // 2 + 2) if full else 16 + step // 20
     tokens = (*range(100, 124 - same), *[7] * same)
     return [completion(g, float(i % 2), tokens) for g in range(8) for i in range(4)]
 
@@ -170,7 +170,7 @@ TWINS = (
     Twin(
         "saturated-reward",
         usual(reward=np.minimum(ramp(0.2, 3.0), 1.0), frac_reward_zero_std=0.95),
-        {"reward": np.minimum(ramp(0.2, 3.0), 0.9), "frac_reward_zero_std": 0.5},
+        {"reward": np.minimum(ramp(0.2, 3.0), 0.93)},
     ),
     Twin(
         "entropy-collapse",
@@ -183,8 +183,8 @@ TWINS = (
     ),
     Twin(
         "learning-rate-high",
-        usual(reward=np.r_[ramp(0.2, 0.8)[:20], ramp(0.8, 0.2)[20:]]),
-        {"reward": np.r_[ramp(0.2, 0.8)[:20], ramp(0.55, 0.5)[20:]]},
+        usual(reward=np.r_[ramp(0.2, 1.4)[:20], ramp(1.4, 0.2)[20:]]),
+        {"reward": np.r_[ramp(0.2, 1.4)[:20], ramp(1.1, 0.48)[20:]]},
     ),
     Twin(
         "learning-rate-high",
@@ -281,7 +281,7 @@ TWINS = (
     Twin(
         "value-model",
         usual(**{"value/explained_variance": WOBBLE}),
-        {"value/explained_variance": ramp(0.0, 0.4)},
+        {"value/explained_variance": 0.2 + WOBBLE},
         recipe={"algorithm": "ppo", "rollout": {"group_size": 4}},
     ),
     Twin(

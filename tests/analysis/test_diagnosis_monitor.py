@@ -17,7 +17,7 @@ from keel.cli.train import show
 from keel.runs.callbacks import RunState
 from keel.runs.reader import Run, load
 
-STEPS = 26
+STEPS = 36
 
 
 def always(completions: list[str], **columns: Any) -> list[float]:
@@ -142,7 +142,7 @@ def test_train_ends_with_what_was_found(tmp_path: Path, capsys: pytest.CaptureFi
     show(Console(file=sys.stdout, width=300), run.folder)
     out = capsys.readouterr().out
     assert "warning: The reward is at its maximum" in out
-    assert "change rl.steps = 13 (now 26)" in out
+    assert "change rl.steps = 18 (now 36)" in out
     assert f"keel diagnose {run.folder.path}" in out
     short = train(tmp_path / "short", steps=3, checkpoints={"every": 3})
     show(Console(file=sys.stdout, width=300), short.folder)
