@@ -19,7 +19,7 @@ from keel.analysis.comparison import (
     levels,
     probability_of_improvement,
 )
-from keel.analysis.statistics import iqm
+from keel.analysis.statistics import iqm, stratified_bootstrap
 from studies.coverage import DISTRIBUTIONS, coverage
 
 
@@ -47,6 +47,27 @@ def test_probability_of_improvement_counts_pairs() -> None:
     from scipy.stats import mannwhitneyu
 
     assert probability_of_improvement(x, y) == mannwhitneyu(x, y).statistic / 12
+
+
+# Scores of runs (rows) on tasks, and what rliable 1.2.0 says of them: metrics.aggregate_iqm,
+# metrics.probability_of_improvement, library.get_interval_estimates with 50,000 resamples.
+X = [[0.716, 0.627, 0.563], [0.693, 0.824, 0.518], [0.865, 0.795, 0.474], [0.661, 0.873, 0.444],
+     [0.467, 0.656, 0.68], [0.582, 0.85, 0.458], [0.78, 0.821, 0.814], [0.546, 0.608, 0.687],
+     [0.588, 0.879, 0.747], [0.734, 0.701, 0.772]]  # fmt: skip
+Y = [[0.716, 0.574, 0.862], [0.762, 0.528, 0.686], [0.557, 0.534, 0.668], [0.437, 0.464, 0.654],
+     [0.654, 0.483, 0.652], [0.536, 0.735, 0.704], [0.546, 0.631, 0.487],
+     [0.493, 0.918, 0.579]]  # fmt: skip
+
+
+def test_numbers_are_those_of_rliable() -> None:
+    x, y = np.array(X), np.array(Y)
+    assert iqm(x) == pytest.approx(0.6891875, rel=1e-12)
+    assert iqm(y) == pytest.approx(0.6059166666666667, rel=1e-12)
+    tasks = [probability_of_improvement(a, b) for a, b in zip(x.T, y.T, strict=True)]
+    assert np.mean(tasks) == pytest.approx(0.6416666666666667, rel=1e-12)
+    found = stratified_bootstrap(x, resamples=20_000)
+    # Both are simulated: quantiles of 20,000 resamples have an error of about 5e-4.
+    assert (found.low, found.high) == pytest.approx((0.6328125, 0.7425625), abs=2e-3)
 
 
 def test_interquartile_means_of_columns_are_those_of_each() -> None:
