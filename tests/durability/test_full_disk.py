@@ -46,11 +46,14 @@ def pages(*paths: Path) -> int:
 
 
 def needed(unharmed: Path) -> int:
-    """What the last step of the run takes: its rollouts and its checkpoint."""
-    step = unharmed / "rollouts" / "step-000004.parquet"
-    return pages(step, unharmed / "checkpoints" / "step-000004")
+    """What the last step of the run takes: its evaluation, its rollouts and its checkpoint."""
+    step = "step-000004"
+    tables = (unharmed / name / f"{step}.parquet" for name in ("evaluations", "rollouts"))
+    return pages(*tables, unharmed / "checkpoints" / step)
 
 
+AFTER_EVALUATION = ("run.json", "events.jsonl")
+"""Files that are written right after the completions of an evaluation."""
 CASES = {
     # the file of the message: (step of the reward that fills the disk, share left of the space that
     # a step needs, pages more, recorded steps, newest checkpoint)
@@ -58,6 +61,7 @@ CASES = {
     "checkpoints/.tmp-step-000004/trainable.safetensors": (4, 0.3, 0, 4, 2),
     "checkpoints/.tmp-step-000004/optimizer.safetensors": (4, 0.7, 0, 4, 2),
     "checkpoints/step-000004": (4, 1.0, -1, 4, 2),  # all but the manifest
+    "evaluations/step-000004.parquet": (4, 0.0, 0, 3, 2),
     "run.json": (4, 0.0, 0, 3, 2),
     "events.jsonl": (4, 0.0, 0, 3, 2),
     "curve.png": (4, 1.0, 8, 4, 4),
@@ -73,6 +77,8 @@ def test_run_stops_where_the_disk_is_full_and_resumes(
     with mounts.small_disk(tmp_path / "disk", DISK) as disk:
         run = disk / "run"
         leave = int(share * needed(unharmed)) // mounts.PAGE * mounts.PAGE + more * mounts.PAGE
+        if name in AFTER_EVALUATION:
+            leave += pages(unharmed / "evaluations" / "step-000004.parquet")
         level = {"level": str(run / name)} if name == "events.jsonl" else {}
         harm = plan(step, fill={"disk": str(disk), "leave": leave, **level})
         code, _, err = keel(tmp_path, "train", "tiny", *RUN, "--run", run, environment=harm)
