@@ -234,6 +234,18 @@ def test_run_without_rollouts_says_so(page: sync_api.Page, served: Served) -> No
     assert part(page, "problem").inner_text() == "this run has no rollouts yet"
 
 
+def test_damaged_run_is_named_on_every_page(page: sync_api.Page, served: Served) -> None:
+    shutil.copytree(served.folder / "grpo", served.folder / "torn", dirs_exist_ok=True)
+    (served.folder / "torn" / "run.json").write_text("{")
+    for path in ("/curves", "/objective"):
+        page.goto(f"{served.url}{path}?run=torn&smooth={'9' * 400}&token=-1")
+        part(page, "problem").wait_for()
+        assert "run.json" in part(page, "problem").inner_text()
+    page.goto(served.url)
+    assert part(page, "runs").locator("tr", has_text="torn").count() == 1
+    shutil.rmtree(served.folder / "torn")
+
+
 def test_dark_mode_stays_with_the_address(page: sync_api.Page, served: Served) -> None:
     page.goto(f"{served.url}/curves?run=ppo&theme=light")
     assert "body--dark" not in (page.locator("body").get_attribute("class") or "")

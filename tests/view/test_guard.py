@@ -43,6 +43,7 @@ def ask(
         ("evil.example:8765", 403),
         ("127.0.0.1.evil.example", 403),
         ("", 403),
+        ("[::1", 403),
     ],
 )
 def test_host_must_be_the_loopback(host: str, status: int) -> None:
@@ -50,11 +51,12 @@ def test_host_must_be_the_loopback(host: str, status: int) -> None:
     assert ask(guard, {"host": host})[0]["status"] == status
 
 
-def test_websocket_of_another_site_is_closed() -> None:
+def test_requests_of_another_site_are_refused() -> None:
     guard = Guard(page, LOOPBACK, None)
     own = {"host": "localhost:1", "origin": "http://localhost:1"}
     assert ask(guard, own, kind="websocket")[0]["type"] == "http.response.start"
     other = {"host": "localhost:1", "origin": "http://evil.example"}
+    assert ask(guard, other)[0]["status"] == 403
     assert ask(guard, other, kind="websocket")[0]["type"] == "websocket.close"
 
 

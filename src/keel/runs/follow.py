@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,13 +37,20 @@ class FollowedFile:
     _offset: int = 0
     _tail: bytes = b""
     _columns: dict[str, dict[str, tuple[list[float], list[float]]]] = field(default_factory=dict)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def update(self) -> bool:
         """Read what is new; whether there was anything.
 
+        May be called from any thread, as the other methods.
+
         Raises:
             KeelError: a line is damaged, or the file cannot be read.
         """
+        with self._lock:
+            return self._update()
+
+    def _update(self) -> bool:
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)
@@ -56,35 +65,37 @@ class FollowedFile:
         except OSError as error:
             raise KeelError(f"cannot read {self.path}: {error.strerror}: fix it") from error
         end = content.rfind(b"\n") + 1  # the last line may be half written
-        for line in content[:end].splitlines():
-            self._add(line)
+        # All before any is kept: after a damaged line the same are read again.
+        for stage, step, record in [self._parsed(line) for line in content[:end].splitlines()]:
+            columns = self._columns.setdefault(stage, {})
+            for name, value in record.items():
+                if value is not None and not isinstance(value, int | float):
+                    continue
+                steps, values = columns.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(np.nan if value is None else float(value))
         self._offset += end
         self._tail = (self._tail + content[:end])[-64:]
         return end > 0
 
     def stages(self) -> list[str]:
         """The stages that have records, in the order of the run."""
-        return list(self._columns)
+        with self._lock:
+            return list(self._columns)
 
     def columns(self, stage: str) -> Mapping[str, Column]:
         """The metrics of a stage by name; without records none."""
-        found = self._columns.get(stage, {})
-        return {name: Column(np.array(s), np.array(v)) for name, (s, v) in found.items()}
+        with self._lock:
+            found = self._columns.get(stage, {})
+            return {name: Column(np.array(s), np.array(v)) for name, (s, v) in found.items()}
 
     def _ends_as_before(self, file: object) -> bool:
         file.seek(self._offset - len(self._tail))  # type: ignore[attr-defined]
         return bool(file.read(len(self._tail)) == self._tail)  # type: ignore[attr-defined]
 
-    def _add(self, line: bytes) -> None:
+    def _parsed(self, line: bytes) -> tuple[str, float, dict[str, Any]]:
         try:
             record = json.loads(line)
-            columns = self._columns.setdefault(record.pop("stage"), {})
-            step = float(record.pop("step"))
+            return str(record.pop("stage")), float(record.pop("step")), record
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise KeelError(f"cannot read {self.path}: a line is damaged ({error})") from error
-        for name, value in record.items():
-            if value is not None and not isinstance(value, int | float):
-                continue
-            steps, values = columns.setdefault(name, ([], []))
-            steps.append(step)
-            values.append(np.nan if value is None else float(value))

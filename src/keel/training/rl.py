@@ -135,7 +135,8 @@ def run(loop: Loop, progress: Progress) -> Progress:
     steps, writer = loop.schedule.steps, loop.writer
     if progress.before is None and loop.evaluator is not None and not writer.interrupted:
         result = loop.evaluator(progress.step)
-        writer.evaluated(progress, result.report, when="before", rows=result.rows)
+        rows = result.rows if loop.rollouts_every else ()
+        writer.evaluated(progress, result.report, when="before", rows=rows)
         progress = replace(progress, before=result.report)
     while progress.step < steps and not writer.interrupted:
         start = time.perf_counter()
@@ -465,7 +466,8 @@ def _evaluate(loop: Loop, progress: Progress, made: StepResult) -> Progress:
     result = evaluated.report
     made.metrics.update(evaluation_metrics(result))
     when: Literal["after", "during"] = "after" if last else "during"
-    loop.writer.evaluated(progress, result, when=when, rows=evaluated.rows)
+    rows = evaluated.rows if loop.rollouts_every else ()
+    loop.writer.evaluated(progress, result, when=when, rows=rows)
     mean = result["mean"]  # None where no reward scored
     if mean is not None and (progress.best is None or mean >= progress.best):
         progress = replace(progress, best=result["mean"], best_step=progress.step)

@@ -11,6 +11,8 @@ from keel.view.rollout_index import Query
 
 NUMBERS = ("step", "row", "token", "smooth", "min_length", "max_length", "first_step", "last_step")
 LIMITS = ("min_reward", "max_reward")
+LARGEST = 1e9
+"""Numbers beyond it are left out of an address: nothing here is as large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class Address:
                 values[key] = number(value)
             except ValueError:
                 continue
+            if key in (*NUMBERS, *LIMITS) and not abs(values[key]) <= LARGEST:
+                del values[key]
         return Address(**values)
 
     def but(self, **changes: Any) -> Address:

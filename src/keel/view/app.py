@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from keel.types import KeelError
@@ -37,6 +38,7 @@ def serve(
             "file without it)"
         ) from error
     from keel.view.curves import curves_page
+    from keel.view.frame import Shown, page, problem
     from keel.view.rollouts import rollouts_page
     from keel.view.runs import diagnosis_page, objective_page, runs_page
 
@@ -46,28 +48,33 @@ def serve(
     port = _free_port(host, port)
     start = "/curves" if len(library.names()) == 1 else "/"
 
-    def address() -> Address:
-        return Address.read(ui.context.client.request.query_params.multi_items())
+    def show(build: Callable[[Library, Address], None], path: str) -> None:
+        address = Address.read(ui.context.client.request.query_params.multi_items())
+        try:
+            build(library, address)
+        except KeelError as error:  # of a run that is damaged, or gone
+            with page(Shown(path, address), "problem"):
+                problem(str(error))
 
     @ui.page("/")
     def _runs() -> None:
-        runs_page(library, address())
+        show(runs_page, "/")
 
     @ui.page("/curves")
     def _curves() -> None:
-        curves_page(library, address(), price)
+        show(partial(curves_page, price=price), "/curves")
 
     @ui.page("/rollouts")
     def _rollouts() -> None:
-        rollouts_page(library, address())
+        show(rollouts_page, "/rollouts")
 
     @ui.page("/diagnosis")
     def _diagnosis() -> None:
-        diagnosis_page(library, address())
+        show(diagnosis_page, "/diagnosis")
 
     @ui.page("/objective")
     def _objective() -> None:
-        objective_page(library, address())
+        show(objective_page, "/objective")
 
     _preload(library)
     app.add_middleware(Guard, hosts=LOOPBACK if local else None, token=token)

@@ -50,7 +50,12 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
         pictures(runs[0], stage)
 
     async def refresh() -> None:
-        news = await background.io_bound(lambda: [run.update() for run in runs])
+        try:
+            news = await background.io_bound(lambda: [run.update() for run in runs])
+        except KeelError as error:
+            timer.cancel()
+            ui.notify(visible(str(error), 500), type="negative", timeout=0)
+            return
         if not any(news or []):
             return
         if len(plotted) != len(panels(runs[0], stage)):
@@ -58,12 +63,11 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
             return
         for panel, chart in plotted:
             made = _curves(shown.address, runs, stage, panel, window)
-            options = charts.options(panel, made, dark=_dark(shown.address))
-            chart.options["series"] = options["series"]
+            chart.options.update(charts.options(panel, made, dark=_dark(shown.address)))
             chart.update()
             await asyncio.sleep(0)
 
-    ui.timer(EVERY, refresh)
+    timer = ui.timer(EVERY, refresh)
 
 
 def _heading(shown: Shown, runs: Sequence[OpenRun], stage: str, price: float | None) -> None:

@@ -21,7 +21,7 @@ class Guard:
     """Refuses requests and websockets that do not come from where they may.
 
     The `Host` header must name one of `hosts`, against a foreign name that resolves to this machine
-    (DNS rebinding); a websocket's `Origin` must be its host, against pages of other sites. With a
+    (DNS rebinding); an `Origin` must be the host, against pages of other sites. With a
     `token`, a request needs it, once as `?token=` and then as the cookie that this sets.
     """
 
@@ -35,7 +35,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
-        wrong = self._wrong_host(headers, scope["type"] == "websocket")
+        wrong = self._wrong_host(headers)
         given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
         by_query = self._fits(given)
         if wrong is None and not by_query and not self._fits(_cookie(headers.get("cookie", ""))):
@@ -58,12 +58,15 @@ class Guard:
 
         await self.app(scope, receive, with_cookie)
 
-    def _wrong_host(self, headers: dict[str, str], socket: bool) -> str | None:
-        host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+    def _wrong_host(self, headers: dict[str, str]) -> str | None:
+        try:
+            host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+            origin = urlsplit(headers.get("origin", "")).netloc
+        except ValueError:
+            return "this server does not understand the request's host or origin"
         if self.hosts is not None and host not in self.hosts:
             return f"this server does not answer for the host {host!r}"
-        origin = headers.get("origin")
-        if socket and origin is not None and urlsplit(origin).netloc != headers.get("host"):
+        if "origin" in headers and origin != headers.get("host"):
             return "this server does not answer pages of other sites"
         return None
 

@@ -93,13 +93,15 @@ class Library:
         self.roots = [Path(root) for root in roots]
         self._open: dict[str, OpenRun] = {}
         self._lock = threading.Lock()
-        if not self.names():
-            where = ", ".join(map(str, self.roots))
-            raise KeelError(f"no run in {where}: give a run folder, or a folder of them")
+        self.names()
 
     def names(self) -> list[str]:
         """The names of the runs, those that began since included."""
-        return list(self._paths())
+        found = list(self._paths())
+        if not found:
+            where = ", ".join(map(str, self.roots))
+            raise KeelError(f"no run in {where}: give a run folder, or a folder of them")
+        return found
 
     def get(self, name: str) -> OpenRun:
         """The run of a name. Raises KeelError where there is none, or it cannot be read."""
@@ -123,7 +125,7 @@ class Library:
         found: dict[str, Path] = {}
         for root in self.roots:
             for path in _runs_below(root, DEPTH):
-                name = path.name if path == root else path.relative_to(root).as_posix()
+                name = path.resolve().name if path == root else path.relative_to(root).as_posix()
                 while name in found and found[name] != path:
                     name += "'"
                 found[name] = path
@@ -131,11 +133,11 @@ class Library:
 
 
 def _runs_below(folder: Path, depth: int) -> list[Path]:
-    if (folder / RECIPE).is_file():
-        return [folder]
-    if depth == 0 or not folder.is_dir():
-        return []
     try:
+        if (folder / RECIPE).is_file():
+            return [folder]
+        if depth == 0 or not folder.is_dir():
+            return []
         inside = sorted(p for p in folder.iterdir() if p.is_dir() and not p.is_symlink())
     except OSError:  # a folder that may not be read holds no run to show
         return []

@@ -17,8 +17,9 @@ from keel.analysis.plots import COLOURS, MARKERS, drawing, styled
 from keel.analysis.text import visible
 from keel.analysis.token_values import measures_of, step_loss, token_html
 from keel.runs import files
+from keel.types import KeelError
 from keel.view.library import Library, OpenRun
-from keel.view.rows import Row, legend, prompt_text, summary
+from keel.view.rows import Row, legend, prompt_text, score, summary
 from keel.view.status import formula_of, panels, status_of
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def write_report(run: Path | str, out: Path | None = None, price: float | None =
     opened = library.get(library.names()[0])
     opened.update()
     path = opened.folder.path / "report.html" if out is None else out
+    if path.suffix != ".html":
+        raise KeelError(f"--out {path}: give a name that ends in .html")
     files.write_text(path, html(opened, price))
     _write_png(path.with_suffix(".png"), opened)
     return path
@@ -121,7 +124,7 @@ def _rollouts(run: OpenRun) -> dict[str, Any] | None:
 
 def _group(members: Sequence[Row]) -> dict[str, Any]:
     first = members[0]
-    ranked = sorted(members, key=lambda row: -(row["reward"] or 0.0))
+    ranked = sorted(members, key=lambda row: -score(row))
     if len(ranked) > MEMBERS:
         ranked = [*ranked[: MEMBERS // 2], *ranked[-(MEMBERS // 2) :]]
     return {

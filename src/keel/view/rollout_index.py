@@ -122,7 +122,7 @@ class RolloutIndex:
         """The rollouts that fit a query."""
         total = 0
         found: list[dict[str, Any]] = []
-        text = query.text.casefold()
+        text = pc.utf8_lower(pa.scalar(query.text)).as_py()
         for part in sorted(self._parts, key=lambda part: part.sources[0][0]):
             mask = _mask(part.table, query, text)
             fitting = part.table if mask is None else part.table.filter(mask)
@@ -193,7 +193,8 @@ def _open(path: Path) -> _IndexPart:
     sources = tuple(
         (str(n), int(s), int(t)) for n, s, t in json.loads(table.schema.metadata[SOURCES])
     )
-    if set(table.column_names) < {"stage", "step", "row", "length", "folded", *_TEXT}:
+    wanted = {"stage", "step", "row", "group", "reward", "length", "folded", *_TEXT}
+    if not wanted <= set(table.column_names):
         raise ValueError("another version's index")
     return _IndexPart(sources, table.replace_schema_metadata(None))
 

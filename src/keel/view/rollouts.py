@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from nicegui import run as background
@@ -23,7 +24,7 @@ from keel.types import KeelError
 from keel.view.address import Address
 from keel.view.frame import Shown, page, problem
 from keel.view.library import Library
-from keel.view.rows import PREVIEW, Row, legend, number, prompt_text, summary
+from keel.view.rows import PREVIEW, Row, legend, number, prompt_text, score, summary
 
 LONGEST, TOKENS = 20_000, 2_000
 """Characters of a text that is shown, and tokens shown at a time."""
@@ -99,7 +100,7 @@ class RolloutsPage:
         self.head.clear()
         with self.head:
             self._steps()
-        best = max(range(len(self.rows)), key=lambda at: self.rows[at]["reward"] or 0.0)
+        best = max(range(len(self.rows)), key=lambda at: score(self.rows[at]), default=0)
         self.choose(best if row is None else row, token)
 
     def _steps(self) -> None:
@@ -152,16 +153,16 @@ class RolloutsPage:
     def _group(self, one: Row) -> None:
         """The completions of the prompt, best first."""
         members = [(at, r) for at, r in enumerate(self.rows) if r["group"] == one["group"]]
-        members.sort(key=lambda pair: -(pair[1]["reward"] or 0.0))
+        members.sort(key=lambda pair: -score(pair[1]))
         rows = [
-            {"id": at, "rank": rank, **summary(r), "shown": "▸" if r is one else ""}
+            {**summary(r), "id": at, "rank": rank, "shown": "▸" if r is one else ""}
             for rank, (at, r) in enumerate(members, start=1)
         ]
         names = [name for name in rows[0] if name not in ("id", "turns")]
         if any(row["turns"] != 1 for row in rows):
             names.append("turns")
         labels = {"shown": "", "rank": "rank"}
-        order = ["shown", *[name for name in names if name != "shown"]]
+        order = ["shown", "rank", *[name for name in names if name not in ("shown", "rank")]]
         columns = [
             {"name": n, "label": labels.get(n, n), "field": n, "sortable": True, "align": "left"}
             for n in order
@@ -183,7 +184,8 @@ class RolloutsPage:
                 select.on_value_change(lambda e: self._colour(e.value))
                 if measure is not None:
                     ui.label(legend(one, measure)).classes("muted")
-            first = (self.address.token or 0) // TOKENS * TOKENS
+            token = min(max(self.address.token or 0, 0), len(pieces_of(one)) - 1)
+            first = max(token, 0) // TOKENS * TOKENS
             html = ui.html(token_html(one, measure, first=first, limit=TOKENS), sanitize=False)
             html.classes("tokens").props("data-testid=tokens")
             html.on(
@@ -193,7 +195,12 @@ class RolloutsPage:
             )
             count = len(pieces_of(one))
             if count > TOKENS:
-                ui.label(f"{TOKENS:,} of {count:,} tokens").classes("muted")
+                with ui.row().classes("items-center"):
+                    end = min(first + TOKENS, count)
+                    ui.label(f"tokens {first:,} to {end - 1:,} of {count:,}").classes("muted")
+                    for label, to in (("earlier", first - TOKENS), ("later", first + TOKENS)):
+                        button = ui.button(label, on_click=partial(self._jump, to))
+                        button.props("flat dense no-caps").set_enabled(0 <= to < count)
             self.token_card = ui.column().classes("w-full").props("data-testid=token")
         if self.address.token is not None:
             self._token(one, self.address.token)
@@ -201,6 +208,10 @@ class RolloutsPage:
     def _colour(self, key: str) -> None:
         self.shown.change(colour=key)
         self.choose(self.address.row or 0, self.address.token)
+
+    def _jump(self, token: int) -> None:
+        """Show the tokens from another place on."""
+        self.choose(self.address.row or 0, token)
 
     def _token(self, one: Row, token: int) -> None:
         """The figures of a token: what is recorded, and its terms of the loss."""

@@ -17,11 +17,7 @@ Row = Mapping[str, Any]
 
 def summary(row: Row) -> dict[str, Any]:
     """A completion in a line of a table: only texts and numbers."""
-    components = {
-        name.removeprefix(COMPONENT): number(value)
-        for name, value in row.items()
-        if name.startswith(COMPONENT)
-    }
+    components = {name: number(value) for name, value in row.items() if name.startswith(COMPONENT)}
     own = [a for a, w in zip(row.get("advantages") or [], row["written"], strict=False) if w]
     mean = sum(own) / len(own) if own else None
     written = row["written"]
@@ -50,6 +46,12 @@ def prompt_text(content: Any) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(f"{turn['role']}: {turn['content']}" for turn in content)
+
+
+def score(row: Row) -> float:
+    """The reward to rank by; a completion without one comes last."""
+    reward = row["reward"]
+    return -math.inf if reward is None or math.isnan(reward) else float(reward)
 
 
 def number(value: float | None) -> str:

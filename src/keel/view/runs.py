@@ -24,7 +24,7 @@ def runs_page(library: Library, address: Address) -> None:
     shown = Shown("/", address)
     with page(shown, "runs"):
         rows = [_line(library, name) for name in library.names()]
-        names = [name for name in rows[0] if name != "id"]
+        names = list(dict.fromkeys(name for row in rows for name in row if name != "id"))
         columns = [
             {"name": n, "label": n, "field": n, "sortable": True, "align": "left"} for n in names
         ]

@@ -49,7 +49,7 @@ def status_of(run: OpenRun, stage: str, price: float | None = None) -> Status:
     if total is not None and len(total.values):
         each = float(np.median(total.values[-20:]))
         taken = len(total.values) if done is not None else step
-        left = each * (steps - step) * (taken / step if step else 0)
+        left = each * max(steps - step, 0) * (taken / step if step else 0)
         tokens = columns.get("step/tokens")
         if tokens is not None and each > 0:
             speed = float(np.median(tokens.values[-20:])) / each
