@@ -37,6 +37,7 @@ bench: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rewards.py
 	$(BIN)/python studies/recording.py
 	$(BIN)/python benchmarks/control_speed.py
+	$(BIN)/python -m benchmarks.view
 
 # Hours: runs of every kind killed at every step and resumed; ten thousand bad inputs; code broken
 # on purpose. `make check` runs a share of each.
