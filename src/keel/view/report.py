@@ -17,6 +17,7 @@ from keel.analysis.plots import COLOURS, MARKERS, drawing, styled
 from keel.analysis.text import visible
 from keel.analysis.token_values import measures_of, step_loss, token_html
 from keel.runs import files
+from keel.runs.reader import load
 from keel.types import KeelError
 from keel.view.library import Library, OpenRun
 from keel.view.rows import Row, legend, prompt_text, score, summary
@@ -36,6 +37,7 @@ def write_report(run: Path | str, out: Path | None = None, price: float | None =
 
     Raises KeelError where there is no run, it cannot be read, or the files cannot be written.
     """
+    load(run)  # refuses a folder of runs
     library = Library([run])
     opened = library.get(library.names()[0])
     opened.update()
