@@ -6,6 +6,7 @@ import numpy as np
 
 from keel.analysis.glossary import look_up
 from keel.analysis.panels import CONTROL, KINDS, panels_of, series_of
+from keel.analysis.plots import smooth
 from keel.runs.follow import Column
 
 
@@ -63,3 +64,8 @@ def test_games_count_the_steps_of_their_environments() -> None:
     columns = {"environment_steps": column([100.0, 250.0]), "q/mean": column([1.0, 2.0])}
     (panel,) = panels_of("dqn", list(columns))
     assert series_of(panel, columns)[0].steps.tolist() == [100, 250]
+
+
+def test_smoothing_leaves_out_what_is_not_known() -> None:
+    values = np.array([1.0, np.nan, 3.0, 5.0, np.nan, np.nan, np.nan])
+    np.testing.assert_array_equal(smooth(values, 3), [1, 2, 4, 4, 5, np.nan, np.nan])

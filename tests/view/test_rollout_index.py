@@ -92,6 +92,24 @@ def test_parts_on_disk_serve_the_next_process_and_follow_changes(
         assert [hit["step"] for hit in index.search(Query(text="dates")).rows] == [4]
 
 
+def test_overlapping_parts_count_each_rollout_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = written(tmp_path / "run", 4)
+    for chunk in (8, 16):  # two servers that looked at different times
+        monkeypatch.setattr(rollout_index, "CHUNK", chunk)
+        RolloutIndex(folder).update()
+        for path in (folder.path / "view").glob("step-*.arrow"):
+            path.rename(path.with_name(f".{chunk}-{path.name}"))
+    held = list((folder.path / "view").glob(".*.arrow"))
+    assert len(held) == 3
+    for path in held:
+        path.rename(path.with_name(path.name[1:]))
+    index = RolloutIndex(folder)
+    index.update()
+    assert (index.rows, index.search(Query()).total) == (16, 16)
+
+
 def test_damaged_files_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_index, "CHUNK", 4)
     folder = written(tmp_path / "run", 2)

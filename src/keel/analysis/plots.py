@@ -61,12 +61,18 @@ def column(rows: Sequence[Mapping[str, Any]], name: str, label: str = "") -> Cur
 
 
 def smooth(values: Array, window: int) -> Array:
-    """Centred moving mean: y_i = mean of what there is of x_{i−h} … x_{i+h}, h = window // 2."""
-    half = window // 2
-    sums = np.concatenate([[0.0], np.cumsum(values)])
+    """Centred moving mean: y_i = mean of what there is of x_{i−h} … x_{i+h}, h = window // 2.
+
+    NaN is left out; it stays where there is nothing else.
+    """
+    half, known = window // 2, ~np.isnan(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
     at = np.arange(len(values))
     first, end = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
-    return np.asarray((sums[end] - sums[first]) / (end - first))
+    count = counts[end] - counts[first]
+    mean = (sums[end] - sums[first]) / np.maximum(count, 1)
+    return np.where(count > 0, mean, np.nan)
 
 
 def reward_curve(

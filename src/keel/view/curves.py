@@ -155,7 +155,9 @@ def _mean(several: Sequence[Series]) -> Series:
 
 def pictures(run: OpenRun, stage: str) -> None:
     """What a stage plotted of its reward model or of over-optimisation, and a game's film."""
+    longer = tuple(f"{name}-" for name in run.run.stages if name.startswith(f"{stage}-"))
     found = sorted(run.folder.pictures.glob(f"{stage}-*.png"))
+    found = [path for path in found if not path.name.startswith(longer)]
     found += [path for path in (run.folder.film,) if path.is_file()]
     if not found:
         return

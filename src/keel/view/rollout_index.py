@@ -98,24 +98,25 @@ class RolloutIndex:
                 return
             listed = self.folder.list_rollouts()
             there = {entry.path.name: _identity(entry.path) for entry in listed}
-            self._parts = [
+            parts = [
                 part
                 for part in self._parts
                 if all(there.get(source[0]) == source for source in part.sources)
             ]
-            known = {source[0] for part in self._parts for source in part.sources}
+            known = {source[0] for part in parts for source in part.sources}
             fresh: list[_IndexPart] = []
             for entry in listed:
                 if entry.path.name in known:
                     continue
                 fresh.append(self._read(entry))
                 if sum(part.table.num_rows for part in fresh) >= CHUNK:
-                    self._parts = [*self._parts, *self._store(fresh)]
+                    parts += self._store(fresh)
                     fresh = []
-            small = [part for part in self._parts if part.table.num_rows < CHUNK]
+            small = [part for part in parts if part.table.num_rows < CHUNK]
             if fresh:
-                kept = [part for part in self._parts if part not in small]
-                self._parts = [*kept, *self._store([*small, *fresh])]
+                kept = [part for part in parts if part not in small]
+                parts = [*kept, *self._store([*small, *fresh])]
+            self._parts = parts  # at once: a search may be reading the list
             self._seen = changed
 
     def search(self, query: Query, limit: int = 100) -> Hits:
@@ -163,10 +164,13 @@ class RolloutIndex:
             return [joined]
 
     def _stored(self) -> list[_IndexPart]:
-        found = []
+        found: list[_IndexPart] = []
         for path in sorted((self.folder.path / "view").glob("[!.]*.arrow")):
             try:
-                found.append(_open(path))
+                part = _open(path)
+                # Two servers of a run that goes on may have written parts that overlap.
+                known = {source[0] for one in found for source in one.sources}
+                found += [] if known & {source[0] for source in part.sources} else [part]
             except (OSError, pa.ArrowException, ValueError, KeyError, TypeError):
                 continue  # made again
         return found
