@@ -1,0 +1,1 @@
+"""The measurements behind the pages of docs/algorithms: `python -m studies.evidence --help`."""

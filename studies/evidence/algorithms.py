@@ -1,0 +1,106 @@
+"""Every preset on two tasks, ten seeds each, at a learning rate chosen on other seeds.
+
+A step samples 128 completions: 16 prompts with 8 each for algorithms that compare the answers to a
+prompt, 128 prompts with 1 each for the others. `tune` chooses each preset's rate by the mean score
+of the seeds 100 and 101 and writes rates.toml; `compare` trains the ten seeds.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import statistics
+import subprocess
+import sys
+import tomllib
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from keel.algorithms.presets import PRESETS
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+RATES = HERE / "rates.toml"
+TASKS = ("addition", "sort_digits")
+UNGROUPED = ("ppo", "ppo_kl_penalty", "reinforce", "reinforce_pp", "remax")
+TUNING_SEEDS = ("--first-seed", "100", "--seeds", "2")
+KEY = "rl.optimizer.learning_rate"
+
+
+def grid(name: str) -> tuple[float, ...]:
+    """The rates tried: lower ones for a preset that takes several optimizer steps a batch."""
+    several = PRESETS[name].epochs * PRESETS[name].minibatches > 1
+    return (3e-5, 1e-4, 3e-4, 1e-3) if several else (1e-4, 3e-4, 1e-3, 3e-3)
+
+
+def recipe(task: str, name: str, rate: float | None = None) -> dict[str, Any]:
+    """The recipe of a preset on a task."""
+    stage: dict[str, Any] = {"algorithm": {"preset": name}}
+    if rate is not None:
+        stage["optimizer"] = {"learning_rate": rate}
+    if name in UNGROUPED:
+        stage["rollout"] = {"prompts_per_step": 128, "group_size": 1}
+    if PRESETS[name].algorithm.value is not None:
+        value = {"kind": "critic", "warmup_steps": 5, "optimizer": {"learning_rate": 1e-3}}
+        stage["value"] = value
+    if name == "grpo_process":
+        function = {"function": "studies.evidence.rewards:digits", "name": "digits"}
+        watched = {"function": "task", "weight": 0.0}
+        stage["rewards"] = {"functions": [function, watched]}
+        stage["evaluation"] = {"component": "task"}
+    return {"extends": str(HERE / f"{task}.toml"), "rl": stage}
+
+
+def write_recipes(folder: Path, task: str, rates: dict[str, float] | None = None) -> list[Path]:
+    """One recipe file for each preset."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name in PRESETS:
+        path = folder / f"{name}.toml"
+        path.write_text(tomli_w.dumps(recipe(task, name, None if rates is None else rates[name])))
+        paths.append(path)
+    return paths
+
+
+def keel(*words: str | Path) -> None:
+    """Run a command of Keel from the root of the repository, so that it finds `studies`."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src")))}
+    subprocess.run(
+        [sys.executable, "-m", "keel", *map(str, words)], check=True, cwd=ROOT, env=environment
+    )
+
+
+def tune(out: Path, tasks: Sequence[str] = TASKS) -> None:
+    """Try each preset's rates and write rates.toml."""
+    chosen = tomllib.loads(RATES.read_text()) if RATES.is_file() else {}
+    for task in tasks:
+        folder = out / "tune" / task
+        grids: dict[tuple[float, ...], list[Path]] = defaultdict(list)
+        for path in write_recipes(folder / "recipes", task):
+            grids[grid(path.stem)].append(path)
+        scores: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for rates, paths in grids.items():
+            where = folder / f"from-{rates[0]:g}"
+            values = ",".join(f"{rate:g}" for rate in rates)
+            keel("compare", *paths, "--vary", f"{KEY}={values}", *TUNING_SEEDS, "--out", where)
+            with (where / "scores.csv").open() as lines:
+                for row in csv.DictReader(lines):
+                    name, _, rate = row["arm"].partition(f"-{KEY}=")
+                    scores[name][float(rate)].append(float(row["score"]))
+        chosen[task] = {
+            name: max(rates, key=lambda rate: statistics.fmean(rates[rate]))
+            for name, rates in scores.items()
+        }
+        RATES.write_text(tomli_w.dumps(chosen))
+
+
+def compare(out: Path, seeds: int = 10, tasks: Sequence[str] = TASKS) -> None:
+    """Train every preset at its rate."""
+    chosen = tomllib.loads(RATES.read_text())
+    for task in tasks:
+        paths = write_recipes(out / "recipes" / task, task, chosen[task])
+        keel("compare", *paths, "--seeds", str(seeds), "--out", out / task)

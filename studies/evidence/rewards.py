@@ -1,0 +1,21 @@
+"""Rewards of the evidence's recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def digits(
+    *, completions: Sequence[str], completion_ids: Sequence[Sequence[int]], answer: Sequence[str],
+    **_: Any,
+) -> list[list[tuple[int, float]]]:
+    """A step reward for each character (one token each): 1 while all so far are the answer's.
+
+    The token that ends the completion is a step too, right where the whole text is.
+    """
+    found = []
+    for text, ids, gold in zip(completions, completion_ids, answer, strict=True):
+        right = [float(gold.startswith(text[: end + 1])) for end in range(len(text))]
+        found.append(list(enumerate([*right, float(text == gold)][: len(ids)])))
+    return found
