@@ -1,14 +1,17 @@
-"""Every preset on two tasks, ten seeds each, at a learning rate chosen on other seeds.
+"""Every preset over ten seeds, at a learning rate chosen on other seeds.
 
 A step samples 128 completions: 16 prompts with 8 each for algorithms that compare the answers to a
 prompt, 128 prompts with 1 each for the others. `tune` chooses each preset's rate by the mean score
-of the seeds 100 and 101 and writes rates.toml; `compare` trains the ten seeds.
+of the seeds 100 and 101 and writes rates.toml; `compare` trains the ten seeds and keeps scores,
+curves and comparison.json in results/.
 """
 
 from __future__ import annotations
 
 import csv
+import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -25,7 +28,9 @@ from keel.algorithms.presets import PRESETS
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 RATES = HERE / "rates.toml"
-TASKS = ("addition", "sort_digits")
+TASKS = ("sort_digits",)
+RESULTS = HERE / "results"
+KEPT = ("scores.csv", "curves.csv")
 UNGROUPED = ("ppo", "ppo_kl_penalty", "reinforce", "reinforce_pp", "remax")
 TUNING_SEEDS = ("--first-seed", "100", "--seeds", "2")
 KEY = "rl.optimizer.learning_rate"
@@ -104,3 +109,15 @@ def compare(out: Path, seeds: int = 10, tasks: Sequence[str] = TASKS) -> None:
     for task in tasks:
         paths = write_recipes(out / "recipes" / task, task, chosen[task])
         keel("compare", *paths, "--seeds", str(seeds), "--out", out / task)
+        keep(out / task, RESULTS / task)
+
+
+def keep(made: Path, kept: Path) -> None:
+    """Copy what a comparison found, with the command of this study in place of that of the files
+    that it wrote."""
+    kept.mkdir(parents=True, exist_ok=True)
+    for name in KEPT:
+        shutil.copyfile(made / name, kept / name)
+    found = json.loads((made / "comparison.json").read_text())
+    found["command"] = "python -m studies.evidence compare"
+    (kept / "comparison.json").write_text(json.dumps(found, ensure_ascii=False, indent=1) + "\n")

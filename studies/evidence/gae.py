@@ -5,7 +5,8 @@ No sampling but for the group baselines: bias and variance are sums over all com
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +82,9 @@ def lambda_estimate(seed: int, lam: float, critic_error: float) -> Estimate:
 def baseline_variances(seed: int) -> dict[str, float]:
     """The variance of the gradient of one completion with each baseline; without one it is 1.
 
+    A group's mean that holds a completion's own reward shortens the mean gradient too (OPO: by
+    about 1/8), so each variance is divided by the squared length of its own mean gradient.
+
     Ten prompts, each a model of its own, from one with 1 right completion in 10 to one with 9.
     """
     shares = torch.linspace(0.1, 0.9, PROMPTS).tolist()
@@ -99,30 +103,69 @@ def baseline_variances(seed: int) -> dict[str, float]:
         "exact advantage": lambda m, mean: m.advantage_ZV[m.state_N, m.token_N],
     }
     found = {
-        name: sum(trace(m, make(m, mean)) for m, mean in zip(models, means, strict=True))
+        name: _relative([moments(m, make(m, mean)) for m, mean in zip(models, means, strict=True)])
         for name, make in exact.items()
     }
-    found["mean of the other 7 (RLOO)"] = sum(
-        group_trace(m, seed, lambda r, g, n: group.leave_one_out(r, g)) for m in models
-    )
-    found["length-weighted mean of 8 (OPO)"] = sum(
-        group_trace(m, seed, group.optimal) for m in models
-    )
+    grouped: dict[str, Callable[..., Tensor]] = {
+        "mean of the other 7 (RLOO)": lambda r, g, n: group.leave_one_out(r, g),
+        "length-weighted mean of 8 (OPO)": group.optimal,
+    }
+    for name, make_group in grouped.items():
+        found[name] = _relative([group_moments(m, seed, make_group) for m in models])
     return {name: value / found["none"] for name, value in found.items()}
 
 
-def trace(model: EnumerableLM, advantage_N: Tensor) -> float:
-    """Of the covariance of one completion's gradient."""
+def _relative(moments_of_prompts: list[tuple[float, float]]) -> float:
+    """The variance over the squared length of the mean gradient, prompts being independent."""
+    variance = sum(one for one, _ in moments_of_prompts)
+    return variance / sum(length for _, length in moments_of_prompts)
+
+
+def moments(model: EnumerableLM, advantage_N: Tensor) -> tuple[float, float]:
+    """Of one completion's gradient: the trace of the covariance, the mean's squared length."""
     score_SK, p_S = model.score_SK(advantage_N), model.probability_S
-    return float(p_S @ (score_SK - p_S @ score_SK).square().sum(-1))
+    mean_K = p_S @ score_SK
+    return float(p_S @ (score_SK - mean_K).square().sum(-1)), float(mean_K.square().sum())
 
 
-def group_trace(model: EnumerableLM, seed: int, make: Callable[..., Tensor]) -> float:
-    """The same where advantages come from groups of 8: that of a group's mean gradient, times 8."""
+def group_moments(
+    model: EnumerableLM, seed: int, make: Callable[..., Tensor]
+) -> tuple[float, float]:
+    """The same where advantages come from groups of 8, estimated from sampled groups.
+
+    The covariance is that of a group's mean gradient, times 8.
+    """
     rng = torch.Generator().manual_seed(seed)
     chosen = model.probability_S.multinomial(GROUPS * GROUP, replacement=True, generator=rng)
     groups = torch.arange(GROUPS).repeat_interleave(GROUP)
     advantage_S = make(model.reward_S[chosen], groups, model.lengths_S[chosen])
     unit_SK = model.score_SK(torch.ones(len(model.state_N), dtype=torch.float64))
     gradient_GK = (advantage_S[:, None] * unit_SK[chosen]).reshape(GROUPS, GROUP, -1).mean(1)
-    return float(GROUP * (gradient_GK - gradient_GK.mean(0)).square().sum(-1).mean())
+    mean_K = gradient_GK.mean(0)
+    variance = float((gradient_GK - mean_K).square().sum(-1).mean())
+    return GROUP * variance, float(mean_K.square().sum()) - variance / GROUPS
+
+
+# ---------------------------------------------------------------- tables
+
+
+def tables(seeds: int = 10) -> str:
+    """Both, as Markdown: medians over models."""
+    fields = ("advantage_bias", "advantage_std", "gradient_bias", "gradient_std", "error")
+    head = ("critic error", "λ", *fields)
+    rows = []
+    for critic in CRITICS:
+        for lam in LAMBDAS:
+            found = [lambda_estimate(seed, lam, critic) for seed in range(seeds)]
+            middle = (statistics.median(getattr(one, f) for one in found) for f in fields)
+            rows.append((f"{critic:g}", f"{lam:g}", *(f"{value:.3f}" for value in middle)))
+    variances = [baseline_variances(seed) for seed in range(seeds)]
+    baselines = [
+        (name, f"{statistics.median(one[name] for one in variances):.3f}") for name in variances[0]
+    ]
+    return _markdown(head, rows) + "\n\n" + _markdown(("baseline", "variance"), baselines)
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

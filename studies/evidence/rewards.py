@@ -1,13 +1,9 @@
-"""Rewards and demonstrations of the evidence's recipes."""
+"""Rewards of the evidence's recipes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
-
-from keel.types import Prompt
 
 
 def digits(
@@ -26,14 +22,3 @@ def digits(
         right = [float(gold.startswith(text[: end + 1])) for end in range(len(text))]
         found.append(list(enumerate([*right, float(text == gold)][: len(ids)])))
     return found
-
-
-def dotted(prompt: Prompt, gold: str, rng: np.random.Generator) -> str:
-    """The right answer and up to eight dots that mean nothing."""
-    return gold + "." * int(rng.integers(0, 9))
-
-
-def before_dots(*, completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """1 where the text before the first dot is the answer, however many dots follow."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(text.partition(".")[0] == gold) for text, gold in pairs]
