@@ -28,7 +28,7 @@ from keel.algorithms.presets import PRESETS
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 RATES = HERE / "rates.toml"
-TASKS = ("sort_digits",)
+TASKS = ("sort_digits", "reverse")
 RESULTS = HERE / "results"
 KEPT = ("scores.csv", "curves.csv")
 UNGROUPED = ("ppo", "ppo_kl_penalty", "reinforce", "reinforce_pp", "remax")
@@ -39,7 +39,7 @@ KEY = "rl.optimizer.learning_rate"
 def grid(name: str) -> tuple[float, ...]:
     """The rates tried: lower ones for a preset that takes several optimizer steps a batch."""
     several = PRESETS[name].epochs * PRESETS[name].minibatches > 1
-    return (3e-5, 1e-4, 3e-4, 1e-3) if several else (1e-4, 3e-4, 1e-3, 3e-3)
+    return (1e-5, 3e-5, 1e-4, 3e-4) if several else (3e-5, 1e-4, 3e-4, 1e-3)
 
 
 def recipe(task: str, name: str, rate: float | None = None) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def recipe(task: str, name: str, rate: float | None = None) -> dict[str, Any]:
         value = {"kind": "critic", "warmup_steps": 5, "optimizer": {"learning_rate": 1e-3}}
         stage["value"] = value
     if name == "grpo_process":
-        function = {"function": "studies.evidence.rewards:digits", "name": "digits"}
+        function = {"function": "studies.evidence.rewards:characters", "name": "characters"}
         watched = {"function": "task", "weight": 0.0}
         stage["rewards"] = {"functions": [function, watched]}
         stage["evaluation"] = {"component": "task"}

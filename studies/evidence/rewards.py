@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def digits(
+def characters(
     *,
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]],
