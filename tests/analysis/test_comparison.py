@@ -14,13 +14,14 @@ from keel.analysis.comparison import (
     RunScore,
     band,
     compare,
+    improvement_interval,
     iqm_interval,
     iqm_rows,
     levels,
     probability_of_improvement,
 )
 from keel.analysis.statistics import iqm, stratified_bootstrap
-from studies.coverage import DISTRIBUTIONS, coverage
+from studies.coverage import DISTRIBUTIONS, coverage, pair_coverage
 
 
 def runs(arm: str, scores: list[float], prompts: int = 0) -> list[RunScore]:
@@ -93,6 +94,54 @@ def test_one_seed_has_no_finite_interval() -> None:
 def test_interval_covers_the_true_mean(name: str) -> None:
     # 600 simulations: a standard error of 0.9 points about 95 %.
     assert 0.91 <= coverage(name, seeds=10, simulations=600)["studentised levels"] <= 0.98
+
+
+@pytest.mark.parametrize("seeds", [3, 10])
+@pytest.mark.parametrize("correlation", [0.0, 0.7])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_intervals_of_a_difference_hold_no_difference(
+    name: str, correlation: float, seeds: int
+) -> None:
+    found = pair_coverage(name, correlation, 0.95, seeds, simulations=300)
+    # 300 simulations: a standard error of 1.3 points about 95 %.
+    assert found["standard error"] >= 0.91
+    assert found["probability"] >= 0.91
+    many = pair_coverage(name, correlation, 1 - 0.05 / 16, seeds, simulations=300)
+    assert many["standard error"] >= 0.98
+
+
+def test_difference_is_measured_on_the_same_seeds() -> None:
+    # The seed moves both arms by the same amount, far more than they differ.
+    start = np.random.default_rng(4).normal(0.5, 0.2, 10)
+    better, worse = (start + 0.01).tolist(), start.tolist()
+    (pair,) = compare({"a": runs("a", better), "b": runs("b", worse)}).pairs
+    assert pair.statement == "a scores higher than b"
+    assert (pair.difference.low, pair.difference.high) == pytest.approx((0.01, 0.01))
+    (other,) = compare({"a": runs("a", better), "b": runs("b", worse[::-1])}).pairs
+    assert other.statement == "no difference shown"
+    # Seeds that only one arm has say nothing of a difference.
+    (part,) = compare({"a": runs("a", [*better, 9.0]), "b": runs("b", worse)}).pairs
+    assert part == pair
+
+
+def test_two_seeds_that_agree_are_not_a_difference() -> None:
+    (pair,) = compare({"a": runs("a", [0.70, 0.71]), "b": runs("b", [0.68, 0.66])}).pairs
+    assert pair.statement == "no difference shown"
+
+
+def test_probability_of_one_has_an_interval() -> None:
+    one = improvement_interval(np.arange(10) + 10.0, np.arange(10.0))
+    assert one.mean == one.high == 1
+    # Wilson's lower end for 10 of 10: n / (n + z²), with Student's t for z.
+    assert one.low == pytest.approx(10 / (10 + 2.2621571628**2))
+
+
+def test_baseline_is_compared_with_every_other_arm() -> None:
+    scores = np.random.default_rng(5).random((4, 10)).tolist()
+    arms = {name: runs(name, s) for name, s in zip("abcd", scores, strict=True)}
+    found = compare(arms, baseline="b")
+    assert [(pair.a, pair.b) for pair in found.pairs] == [("a", "b"), ("c", "b"), ("d", "b")]
+    assert found.confidence == 1 - 0.05 / 3
 
 
 def test_band_is_the_interval_of_each_step() -> None:

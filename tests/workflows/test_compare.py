@@ -76,6 +76,7 @@ def test_arms_are_recipes_by_algorithms_by_values() -> None:
         ({"algorithms": []}, "nothing to compare in tiny"),
         ({"algorithms": ["grpo", "grpo"]}, "nothing to compare in grpo, grpo"),
         ({"algorithms": ["grpo", "gppo"]}, "gppo"),
+        ({"baseline": "gppo"}, "unknown arm 'gppo'"),
     ],
 )
 def test_a_comparison_of_nothing_is_refused(changes: dict[str, object], message: str) -> None:
@@ -186,5 +187,9 @@ def test_command_writes_its_files(tmp_path: Path) -> None:
     assert "<svg" in page
     assert re.search('<script|src=|href="http', page) is None
     assert "no difference shown" in page
+    assert main([*words, "--baseline", "grpo", "--out", str(tmp_path / "out")]) == 0
+    found = json.loads((tmp_path / "out/comparison.json").read_text())
+    assert [(pair["a"], pair["b"]) for pair in found["pairs"]] == [("ppo", "grpo")]
+    assert "--baseline grpo" in found["command"]
     assert main(["compare", "steps=2"]) == 2
     assert main(["compare", "tiny", "--vary", "steps=1"]) == 2

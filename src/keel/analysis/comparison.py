@@ -1,7 +1,8 @@
 """Compares algorithms over seeds: scores with intervals, differences, curves, costs. Torch-free.
 
-Scores are means of few runs, so every statement comes with an interval: an interquartile mean with
-a percentile bootstrap over seeds, whose levels are widened by Student's t for few seeds, and a
+Scores are means of few runs, so every statement comes with an interval over seeds: for an
+interquartile mean a percentile bootstrap whose levels are widened by Student's t; for a difference
+the bootstrap's standard error, with the same seeds drawn for both arms, and Student's t. A
 difference is only called one where its interval, corrected for the number of comparisons, leaves
 out 0 [Agarwal et al. 2021, 2108.13264; Hesterberg 2015, Am. Stat. 69:371].
 """
@@ -10,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
-from keel.analysis.statistics import Array, Interval, student_quantile
+from keel.analysis.statistics import Array, Interval, student_quantile, wilson_ends
 from keel.runs.reader import Run
 
 ENOUGH = 10
@@ -44,6 +45,9 @@ class RunScore:
     peak_bytes: float | None = None
 
 
+Runs = Sequence[RunScore]
+
+
 @dataclass(frozen=True, slots=True)
 class ArmSummary:
     """The runs of one arm: interquartile mean of the scores, means of the costs per run."""
@@ -59,7 +63,7 @@ class ArmSummary:
 
 @dataclass(frozen=True, slots=True)
 class PairSummary:
-    """Arm `a` against arm `b`, with simultaneous intervals.
+    """Arm `a` against arm `b` on the seeds that both have, with simultaneous intervals.
 
     `difference` is of the interquartile means, `by_prompt` the mean difference on the same prompts
     (None where evaluations were not recorded), `probability` that a run of `a` scores above one of
@@ -126,14 +130,19 @@ class Comparison:
 
 
 def compare(
-    runs: Mapping[str, Sequence[RunScore]], models: Mapping[str, Sequence[str]] | None = None
+    runs: Mapping[str, Runs],
+    models: Mapping[str, Sequence[str]] | None = None,
+    baseline: str | None = None,
 ) -> Comparison:
     """The comparison of arms, in the order given; `models` names those that an arm holds.
 
-    Intervals of the k pairs have a confidence of 1 − 0.05/k each [Bonferroni].
+    The pairs are all there are, or every arm with the `baseline`. Intervals of the k pairs have a
+    confidence of 1 − 0.05/k each [Bonferroni].
     """
     arms = [_arm(name, scores, (models or {}).get(name, ())) for name, scores in runs.items()]
     pairs = list(combinations(runs, 2))
+    if baseline is not None:
+        pairs = [(name, baseline) for name in runs if name != baseline]
     confidence = 1 - 0.05 / max(len(pairs), 1)
     seeds = min((len(scores) for scores in runs.values()), default=0)
     notes = []
@@ -230,6 +239,40 @@ def band(values: Array, confidence: float = 0.95, seed: int = 0) -> tuple[Array,
     return middle, low, high
 
 
+def around(estimate: float, drawn: Array, n: int, confidence: float) -> Interval:
+    """estimate ± t_{(1+confidence)/2, n−1} · s, with s the standard deviation of the bootstrap.
+
+    Quantiles of the bootstrap cannot leave the range of n values, which is too narrow for two or
+    three seeds and for the high confidences of many pairs (`studies/coverage.py`).
+    Source: Efron & Tibshirani 1993, An Introduction to the Bootstrap, §13.1 (there with z).
+    """
+    if n < 2:
+        return Interval(estimate, -math.inf, math.inf, n)
+    half = student_quantile((1 + confidence) / 2, n - 1) * float(drawn.std())
+    return Interval(estimate, estimate - half, estimate + half, n)
+
+
+def improvement_interval(x: Array, y: Array, confidence: float = 0.95) -> Interval:
+    """Probability of improvement of runs with the same seeds, (n,) each, with its interval.
+
+        ψ_ij = 1[x_i > y_j] + ½ 1[x_i = y_j],   D_i = mean_j ψ_ij + mean_j ψ_ji
+        Var = Σ (D_i − D̄)² / (n(n − 1))          [DeLong et al. 1988, Biometrics 44:837]
+
+    The ends are Wilson's for a sample of size p(1 − p)/Var with Student's t for z: unlike those of
+    a bootstrap they have a width at 0 and 1 (there the size is n).
+    """
+    n = len(x)
+    wins = (x[:, None] > y) + 0.5 * (x[:, None] == y)
+    chance = float(wins.mean())
+    if n < 2:
+        return Interval(chance, 0.0, 1.0, n)
+    variance = float((wins.mean(axis=1) + wins.mean(axis=0)).var(ddof=1)) / n
+    size = chance * (1 - chance) / variance if 0 < chance < 1 and variance > 0 else n
+    return Interval(
+        chance, *wilson_ends(chance, size, student_quantile((1 + confidence) / 2, n - 1)), n
+    )
+
+
 def _places(n: int, seed: int) -> Any:
     return np.random.default_rng(seed).integers(0, n, size=(RESAMPLES, n))
 
@@ -248,44 +291,33 @@ def _arm(name: str, runs: Sequence[RunScore], models: Sequence[str]) -> ArmSumma
     )
 
 
-def _pair(
-    a: str, b: str, runs_a: Sequence[RunScore], runs_b: Sequence[RunScore], confidence: float
-) -> PairSummary:
-    x, y = (np.array([run.score for run in runs]) for runs in (runs_a, runs_b))
-    n = min(len(x), len(y))
-    difference = float(iqm_rows(x) - iqm_rows(y))
-    chance = probability_of_improvement(x, y)
-    if n < 2:
-        wide = Interval(difference, -math.inf, math.inf, n)
-        return PairSummary(a, b, wide, None, Interval(chance, 0.0, 1.0, n))
-    # Two independent samples: arms share a start and prompts, but their sampling differs.
-    places_x, places_y = _places(len(x), 0), _places(len(y), 1)
-    gaps = iqm_rows(x[places_x].T) - iqm_rows(y[places_y].T)
-    wins = (x[places_x][:, :, None] > y[places_y][:, None]).mean(axis=(1, 2))
-    ties = (x[places_x][:, :, None] == y[places_y][:, None]).mean(axis=(1, 2))
-    at = levels(n, confidence)
-    low, high = np.quantile(gaps, at)
-    least, most = np.quantile(wins + 0.5 * ties, at)
+def _pair(a: str, b: str, runs_a: Runs, runs_b: Runs, confidence: float) -> PairSummary:
+    """Compare two arms on the seeds that both have: those share a start and prompts."""
+    other = {run.seed: run for run in runs_b}
+    pairs = [(run, other[run.seed]) for run in runs_a if run.seed in other]
+    x, y = (np.array([pair[side].score for pair in pairs]) for side in (0, 1))
+    n = len(pairs)
+    if not n:
+        nothing = Interval(math.nan, -math.inf, math.inf, 0)
+        return PairSummary(a, b, nothing, None, Interval(math.nan, 0.0, 1.0, 0))
+    places = _places(n, 0)
+    drawn = iqm_rows(x[places].T) - iqm_rows(y[places].T)
     return PairSummary(
         a,
         b,
-        Interval(difference, float(low), float(high), n),
-        _by_prompt(runs_a, runs_b, confidence),
-        Interval(chance, float(least), float(most), n),
+        around(float(iqm_rows(x) - iqm_rows(y)), drawn, n, confidence),
+        _by_prompt(pairs, confidence),
+        improvement_interval(x, y, confidence),
     )
 
 
-def _by_prompt(
-    runs_a: Sequence[RunScore], runs_b: Sequence[RunScore], confidence: float
-) -> Interval | None:
+def _by_prompt(pairs: Sequence[tuple[RunScore, RunScore]], confidence: float) -> Interval | None:
     """The mean difference on the same prompts with the same seeds.
 
     The bootstrap draws seeds and prompts, each with replacement, since both are samples.
     """
-    other = {run.seed: run for run in runs_b}
-    pairs = [(run, other[run.seed]) for run in runs_a if run.seed in other]
     runs = [run for pair in pairs for run in pair]
-    prompts = [p for p in runs[0].passed if all(p in run.passed for run in runs)] if runs else []
+    prompts = [p for p in runs[0].passed if all(p in run.passed for run in runs)]
     if len(pairs) < 2 or len(prompts) < 2:
         return None
     gap_SP = np.array([[x.passed[p] - y.passed[p] for p in prompts] for x, y in pairs])
@@ -295,5 +327,4 @@ def _by_prompt(
         for size in gap_SP.shape
     ]
     drawn = np.einsum("bs,sp,bp->b", shares[0], gap_SP, shares[1])
-    low, high = np.quantile(drawn, levels(len(pairs), confidence))
-    return Interval(float(gap_SP.mean()), float(low), float(high), len(prompts))
+    return replace(around(float(gap_SP.mean()), drawn, len(pairs), confidence), n=len(prompts))

@@ -31,7 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
     first = arguments.first_seed
     seeds = range(first, first + arguments.seeds)
     shared = not arguments.no_shared_start
-    chosen = compare.plan(recipes, algorithms, overrides, vary, tuple(seeds), shared)
+    chosen = compare.plan(
+        recipes, algorithms, overrides, vary, tuple(seeds), shared, arguments.baseline
+    )
     name = "-".join([*(Path(one).stem for one in recipes), *algorithms])
     folder = Path(arguments.out or f"comparisons/{name}")
     command = _command(arguments)
@@ -76,6 +78,7 @@ def _command(arguments: argparse.Namespace) -> str:
     words += [part for one in arguments.vary for part in ("--vary", one)]
     words += ["--seeds", str(arguments.seeds)]
     words += ["--first-seed", str(arguments.first_seed)] if arguments.first_seed else []
+    words += ["--baseline", arguments.baseline] if arguments.baseline else []
     words += ["--out", arguments.out] if arguments.out else []
     words += ["--no-shared-start"] if arguments.no_shared_start else []
     return shlex.join(words)

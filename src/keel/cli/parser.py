@@ -278,6 +278,9 @@ def _compare(commands: Verbs) -> None:
     )
     command.add_argument("--seeds", type=_positive, default=10, help="how many (default 10)")
     command.add_argument("--first-seed", type=int, default=0, help="the first of them (default 0)")
+    command.add_argument(
+        "--baseline", metavar="ARM", help="compare every other with this one (default: all pairs)"
+    )
     command.add_argument("--out", metavar="DIR", help="default: comparisons/NAME; goes on there")
     command.add_argument("--jobs", type=_positive, help="runs at a time (default: one a core)")
     command.add_argument(

@@ -23,6 +23,7 @@ from typing import Any
 import tomli_w
 
 from keel.analysis.comparison import Comparison, RunScore, compare, score_of
+from keel.config.fields import unknown
 from keel.config.load import load_recipe, to_toml
 from keel.config.objective import explain_stage
 from keel.config.schema import Recipe, RLStage
@@ -54,14 +55,18 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A comparison: its arms, the stages that they share (None: they share none), and seeds."""
+    """A comparison: its arms, the stages that they share (None: they share none), and seeds.
+
+    `baseline` is the arm that all others are compared with (None: all pairs are).
+    """
 
     arms: tuple[Arm, ...]
     shared: Recipe | None
     seeds: tuple[int, ...]
+    baseline: str | None = None
 
     def document(self) -> dict[str, Any]:
-        """What makes it this comparison; more seeds are the same one."""
+        """What makes it this comparison; with more seeds or another baseline it is the same."""
         recipes = {arm.name: arm.recipe for arm in self.arms}
         recipes |= {} if self.shared is None else {START: self.shared}
         return {name: to_toml(recipe) for name, recipe in recipes.items()}
@@ -92,11 +97,12 @@ def plan(
     vary: Mapping[str, Sequence[str]] | None = None,
     seeds: Sequence[int] = tuple(range(10)),
     shared_start: bool = True,
+    baseline: str | None = None,
 ) -> Plan:
     """The arms: every recipe with every algorithm and every value of the keys in `vary`.
 
-    Raises KeelError where a recipe is not valid, has no stage of reinforcement learning, or only
-    one arm is left.
+    Raises KeelError where a recipe is not valid, has no stage of reinforcement learning, only one
+    arm is left, or none has the name of the baseline.
     """
     arms: list[Arm] = []
     for name in recipes:
@@ -120,10 +126,12 @@ def plan(
             f"there is nothing to compare in {', '.join(names)}: name several recipes, or "
             "--algorithms a,b, or --vary KEY=a,b"
         )
+    if baseline is not None and baseline not in names:
+        raise KeelError(f"--baseline: {unknown('arm', baseline, names)}")
     shared = _shared(arms) if shared_start else None
     if shared is not None:
         arms = [Arm(arm.name, _after(arm.recipe, len(shared.stages))) for arm in arms]
-    return Plan(tuple(arms), shared, tuple(seeds))
+    return Plan(tuple(arms), shared, tuple(seeds), baseline)
 
 
 def _shared(arms: Sequence[Arm]) -> Recipe | None:
@@ -254,8 +262,10 @@ def outcome(chosen: Plan, folder: Path, failed: Sequence[FailedRun] = ()) -> Out
         raise KeelError(
             f"fewer than two arms of {folder} have a finished run: see the errors above"
         )
+    if chosen.baseline is not None and chosen.baseline not in runs:
+        raise KeelError(f"no run of the baseline {chosen.baseline} finished: see the errors above")
     models = {arm.name: arm.models for arm in chosen.arms}
-    found = compare(runs, models)
+    found = compare(runs, models, chosen.baseline)
     if failed:
         names = ", ".join(f"{one.arm} seed {one.seed}" for one in failed)
         found = replace(found, notes=(*found.notes, f"left out, since they failed: {names}"))
