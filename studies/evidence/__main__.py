@@ -1,8 +1,13 @@
-"""Run the measurements behind the pages of docs/algorithms.
+"""Run the measurements behind docs/algorithms and docs/evidence.
 
-python -m studies.evidence gae       # bias and variance of GAE and baselines; a minute
-python -m studies.evidence tune      # each preset's learning rate; writes rates.toml
-python -m studies.evidence compare   # each preset over ten seeds; writes results/
+python -m studies.evidence             # all of them, and the pages: some six hours on two cores
+python -m studies.evidence tune        # each preset's learning rate; writes rates.toml
+python -m studies.evidence compare     # each preset over ten seeds; writes results/
+python -m studies.evidence stability   # PPO, GRPO and GSPO at four rates
+python -m studies.evidence lengths     # how long answers become under GRPO and Dr. GRPO
+python -m studies.evidence pages       # tables and pictures from results/; a minute
+
+What is finished in --out is not run again.
 """
 
 from __future__ import annotations
@@ -10,22 +15,29 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from studies.evidence import algorithms, gae
+from studies.evidence import algorithms, lengths, pages
+
+STUDIES = ("tune", "compare", "stability", "lengths", "pages")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The measurements behind docs/algorithms.")
-    parser.add_argument("study", choices=("gae", "tune", "compare"))
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", choices=STUDIES, nargs="*", metavar="STUDY")
     parser.add_argument("--out", type=Path, default=Path("comparisons/evidence"))
-    parser.add_argument("--seeds", type=int, default=10)
     arguments = parser.parse_args()
     out = arguments.out.absolute()
-    if arguments.study == "gae":
-        print(gae.tables(arguments.seeds))
-    elif arguments.study == "tune":
-        algorithms.tune(out)
-    else:
-        algorithms.compare(out, arguments.seeds)
+    run = {
+        "tune": lambda: algorithms.tune(out),
+        "compare": lambda: algorithms.compare(out),
+        "stability": lambda: algorithms.stability(out),
+        "lengths": lambda: lengths.train(out),
+        "pages": pages.write,
+    }
+    for study in arguments.study or STUDIES:
+        run[study]()
 
 
 if __name__ == "__main__":

@@ -32,6 +32,9 @@ TASKS = ("sort_digits", "reverse")
 RESULTS = HERE / "results"
 KEPT = ("scores.csv", "curves.csv")
 UNGROUPED = ("ppo", "ppo_kl_penalty", "reinforce", "reinforce_pp", "remax")
+BASELINE = "grpo"
+STABLE = ("ppo", "grpo", "gspo")
+STABLE_RATES = (3e-5, 1e-4, 3e-4, 1e-3)
 TUNING_SEEDS = ("--first-seed", "100", "--seeds", "2")
 KEY = "rl.optimizer.learning_rate"
 
@@ -60,11 +63,16 @@ def recipe(task: str, name: str, rate: float | None = None) -> dict[str, Any]:
     return {"extends": str(HERE / f"{task}.toml"), "rl": stage}
 
 
-def write_recipes(folder: Path, task: str, rates: dict[str, float] | None = None) -> list[Path]:
+def write_recipes(
+    folder: Path,
+    task: str,
+    rates: dict[str, float] | None = None,
+    names: Sequence[str] = tuple(PRESETS),
+) -> list[Path]:
     """One recipe file for each preset."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name in PRESETS:
+    for name in names:
         path = folder / f"{name}.toml"
         path.write_text(tomli_w.dumps(recipe(task, name, None if rates is None else rates[name])))
         paths.append(path)
@@ -108,8 +116,18 @@ def compare(out: Path, seeds: int = 10, tasks: Sequence[str] = TASKS) -> None:
     chosen = tomllib.loads(RATES.read_text())
     for task in tasks:
         paths = write_recipes(out / "recipes" / task, task, chosen[task])
-        keel("compare", *paths, "--seeds", str(seeds), "--out", out / task)
+        baseline = ("--baseline", BASELINE)
+        keel("compare", *paths, "--seeds", str(seeds), *baseline, "--out", out / task)
         keep(out / task, RESULTS / task)
+
+
+def stability(out: Path, seeds: int = 10, task: str = "sort_digits") -> None:
+    """Train PPO, GRPO and GSPO at four rates each."""
+    paths = write_recipes(out / "recipes" / "stability", task, names=STABLE)
+    values = ",".join(f"{rate:g}" for rate in STABLE_RATES)
+    vary = ("--vary", f"{KEY}={values}")
+    keel("compare", *paths, *vary, "--seeds", str(seeds), "--out", out / "stability")
+    keep(out / "stability", RESULTS / "stability")
 
 
 def keep(made: Path, kept: Path) -> None:

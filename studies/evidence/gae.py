@@ -152,7 +152,7 @@ def group_moments(
 def tables(seeds: int = 10) -> str:
     """Both, as Markdown: medians over models."""
     fields = ("advantage_bias", "advantage_std", "gradient_bias", "gradient_std", "error")
-    head = ("critic error", "λ", *fields)
+    head = ("error of the values", "λ", *(field.replace("_", " ") for field in fields))
     rows = []
     for critic in CRITICS:
         for lam in LAMBDAS:
@@ -163,9 +163,9 @@ def tables(seeds: int = 10) -> str:
     baselines = [
         (name, f"{statistics.median(one[name] for one in variances):.3f}") for name in variances[0]
     ]
-    return _markdown(head, rows) + "\n\n" + _markdown(("baseline", "variance"), baselines)
+    return markdown(head, rows) + "\n\n" + markdown(("baseline", "variance"), baselines)
 
 
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

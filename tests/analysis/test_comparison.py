@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.analysis.comparison import (
+    NO_DIFFERENCE,
     RunScore,
     band,
     compare,
@@ -122,6 +123,14 @@ def test_difference_is_measured_on_the_same_seeds() -> None:
     # Seeds that only one arm has say nothing of a difference.
     (part,) = compare({"a": runs("a", [*better, 9.0]), "b": runs("b", worse)}).pairs
     assert part == pair
+
+
+def test_two_seeds_that_differ_alike_are_not_a_difference() -> None:
+    """The deviation of two differences of exactly ¼ is unknown, not 0."""
+    (pair,) = compare({"a": runs("a", [0.5, 0.75]), "b": runs("b", [0.25, 0.5])}).pairs
+    assert pair.difference.mean == 0.25
+    assert (pair.difference.low, pair.difference.high) == (-math.inf, math.inf)
+    assert pair.statement == NO_DIFFERENCE
 
 
 def test_two_seeds_that_agree_are_not_a_difference() -> None:

@@ -23,6 +23,7 @@ from keel.runs.reader import Run
 
 ENOUGH = 10
 """Seeds below which no claim should be made."""
+NO_DIFFERENCE = "no difference shown"
 RESAMPLES = 2_000
 
 
@@ -82,7 +83,7 @@ class PairSummary:
         low, high = self.difference.low, self.difference.high
         if low > 0:
             return f"{self.a} scores higher than {self.b}"
-        return f"{self.b} scores higher than {self.a}" if high < 0 else "no difference shown"
+        return f"{self.b} scores higher than {self.a}" if high < 0 else NO_DIFFERENCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,13 +244,22 @@ def around(estimate: float, drawn: Array, n: int, confidence: float) -> Interval
     """estimate ± t_{(1+confidence)/2, n−1} · s, with s the standard deviation of the bootstrap.
 
     Quantiles of the bootstrap cannot leave the range of n values, which is too narrow for two or
-    three seeds and for the high confidences of many pairs (`studies/coverage.py`).
+    three seeds and for the high confidences of many pairs (`studies/coverage.py`). A few values
+    that happen to agree say nothing about their deviation: infinite ends.
     Source: Efron & Tibshirani 1993, An Introduction to the Bootstrap, §13.1 (there with z).
     """
-    if n < 2:
+    deviation = float(drawn.std()) if n > 1 else 0.0
+    if n < 2 or (n < ENOUGH and deviation < 1e-12):
         return Interval(estimate, -math.inf, math.inf, n)
-    half = student_quantile((1 + confidence) / 2, n - 1) * float(drawn.std())
+    half = student_quantile((1 + confidence) / 2, n - 1) * deviation
     return Interval(estimate, estimate - half, estimate + half, n)
+
+
+def difference_interval(x: Array, y: Array, confidence: float = 0.95) -> Interval:
+    """Difference of the interquartile means of runs with the same seeds, (n,) each."""
+    places = _places(len(x), 0)
+    drawn = iqm_rows(x[places].T) - iqm_rows(y[places].T)
+    return around(float(iqm_rows(x) - iqm_rows(y)), drawn, len(x), confidence)
 
 
 def improvement_interval(x: Array, y: Array, confidence: float = 0.95) -> Interval:
@@ -300,12 +310,10 @@ def _pair(a: str, b: str, runs_a: Runs, runs_b: Runs, confidence: float) -> Pair
     if not n:
         nothing = Interval(math.nan, -math.inf, math.inf, 0)
         return PairSummary(a, b, nothing, None, Interval(math.nan, 0.0, 1.0, 0))
-    places = _places(n, 0)
-    drawn = iqm_rows(x[places].T) - iqm_rows(y[places].T)
     return PairSummary(
         a,
         b,
-        around(float(iqm_rows(x) - iqm_rows(y)), drawn, n, confidence),
+        difference_interval(x, y, confidence),
         _by_prompt(pairs, confidence),
         improvement_interval(x, y, confidence),
     )

@@ -49,7 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(plain(outcome.comparison.as_dict()), ensure_ascii=False))
     else:
         head, *rows = table(outcome.comparison)
-        shown = Table(*head, box=None)
+        shown = Table(box=None)
+        for name in head:
+            shown.add_column(name, overflow="fold", no_wrap=bool(name) and name != head[-1])
         for row in rows:
             shown.add_row(*row)
         console.print(shown)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +29,7 @@ from keel.runs import files
 from keel.runs.layout import RECIPE
 from keel.runs.reader import load
 from keel.types import KeelError
+from keel.workflows.processes import Children
 
 START = "start"
 
@@ -163,50 +162,6 @@ def _after(recipe: Recipe, stages: int) -> Recipe:
 # ---------------------------------------------------------------- running
 
 
-class _Children:
-    """The processes of a comparison, which end with it."""
-
-    def __init__(self) -> None:
-        self.stopped = threading.Event()
-        self._running: set[subprocess.Popen[str]] = set()
-        self._lock = threading.Lock()
-
-    def run(self, arguments: Sequence[str], threads: int) -> tuple[int, str, int]:
-        """Run a command of Keel; its exit status, the last line of its errors, and its peak memory
-        in bytes."""
-        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        environment = {**os.environ, **dict.fromkeys(names, str(threads))}
-        with self._lock:
-            if self.stopped.is_set():
-                return -signal.SIGTERM, "stopped", 0
-            process = subprocess.Popen(
-                [sys.executable, "-m", "keel", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environment,
-                start_new_session=True,  # Ctrl-C comes to us, who end it in order
-            )
-            self._running.add(process)
-        assert process.stderr is not None
-        with process.stderr:
-            errors = process.stderr.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        with self._lock:
-            self._running.discard(process)
-        lines = errors.strip().splitlines()
-        return process.returncode, lines[-1] if lines else "", usage.ru_maxrss * 1024
-
-    def stop(self) -> None:
-        """Ask all to stop, which makes them write a checkpoint."""
-        with self._lock:
-            self.stopped.set()
-            for process in self._running:
-                process.send_signal(signal.SIGTERM)
-
-
 def run(
     chosen: Plan, folder: Path, jobs: int | None = None, note: Callable[[str], None] = print
 ) -> Outcome:
@@ -219,7 +174,7 @@ def run(
     cores = _cores()
     jobs = min(jobs or cores, cores)
     threads = max(1, cores // jobs)
-    children = _Children()
+    children = Children()
     failed: list[FailedRun] = []
 
     def one(arm: Arm | None, seed: int) -> FailedRun | None:
@@ -273,7 +228,7 @@ def outcome(chosen: Plan, folder: Path, failed: Sequence[FailedRun] = ()) -> Out
 
 
 def _train(
-    children: _Children,
+    children: Children,
     folder: Path,
     name: str,
     recipe: Recipe,
@@ -291,19 +246,19 @@ def _train(
                 path.parent.mkdir(parents=True, exist_ok=True)
             files.write_text(source, to_toml(_seeded(recipe, seed, threads, folder, started)))
             arguments = ["train", str(source), "--quiet", "--run", str(path)]
-        code, line, peak = children.run(arguments, threads)
+        ended = children.run(arguments)
         before = _costs(path).get("peak_bytes", 0)
         if path.is_dir():
-            costs = {"peak_bytes": max(peak, before)}
+            costs = {"peak_bytes": max(ended.peak_bytes, before)}
             files.write_text(path.parent / f"seed-{seed}.costs.json", json.dumps(costs) + "\n")
-        if code != 0:
-            return line or f"exit status {code}"
+        if ended.code != 0:
+            return ended.last_line or f"exit status {ended.code}"
     if name == START:
         model = folder / "runs" / START / f"seed-{seed}-model"
         if not (model / "config.json").is_file():
-            code, line, _ = children.run(["export", str(path), str(model)], threads)
-            if code != 0:
-                return line
+            ended = children.run(["export", str(path), str(model)])
+            if ended.code != 0:
+                return ended.last_line
     return None
 
 
@@ -351,7 +306,7 @@ def _keep_plan(chosen: Plan, folder: Path) -> None:
 
 
 @contextmanager
-def _stopping(children: _Children) -> Iterator[None]:
+def _stopping(children: Children) -> Iterator[None]:
     """Ctrl-C and SIGTERM stop the children, and then the block."""
     if threading.current_thread() is not threading.main_thread():
         yield

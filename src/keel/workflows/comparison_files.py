@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.resources import files as resources
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from keel.analysis.comparison import Comparison, RunScore, band
+from keel.analysis.comparison import NO_DIFFERENCE, Comparison, RunScore, band
 from keel.analysis.plots import COLOURS, MARKERS, drawing, smooth, styled
 from keel.analysis.statistics import Array, Interval
 from keel.runs import files
@@ -22,6 +22,8 @@ from keel.runs.values import plain
 
 Curves = Mapping[str, Mapping[str, tuple[Array, Array, Array, Array]]]
 """By metric and arm: steps, interquartile mean, and the ends of its interval."""
+LISTED = 20
+"""Pairs up to which each has its sentence."""
 TITLES = {
     "reward": "Training reward",
     "eval/pass@1": "Validation accuracy, greedy",
@@ -39,7 +41,7 @@ def write_files(
     files.write_text(folder / "scores.csv", _scores_csv(runs))
     files.write_text(folder / "curves.csv", _curves_csv(curves))
     if curves:
-        with drawing(folder / "curves.png", 3.2 * len(curves)) as figure:
+        with drawing(folder / "curves.png", _height(curves)) as figure:
             _plot(figure, curves)
     files.write_text(folder / "comparison.html", _html(found, curves, command))
 
@@ -62,13 +64,19 @@ def curves_of(runs: Mapping[str, Sequence[RunScore]]) -> Curves:
 
 
 def lines(found: Comparison) -> list[str]:
-    """What was found, in sentences."""
+    """What was found, in sentences; of more than `LISTED` pairs, only those that differ."""
+    listed = [p for p in found.pairs if len(found.pairs) <= LISTED or p.statement != NO_DIFFERENCE]
     out = [
         f"{pair.statement}: {pair.a} less {pair.b} {shown(pair.difference)}; "
         f"P({pair.a} > {pair.b}) = {shown(pair.probability)}"
         + ("" if pair.by_prompt is None else f"; on the same prompts {shown(pair.by_prompt)}")
-        for pair in found.pairs
+        for pair in listed
     ]
+    if len(listed) < len(found.pairs):
+        out.append(
+            f"{NO_DIFFERENCE} in {len(found.pairs) - len(listed)} of {len(found.pairs)} pairs: "
+            "comparison.json has them all"
+        )
     if len(found.pairs) > 1:
         out.append(
             f"Intervals of scores are of 95 %, those of the {len(found.pairs)} pairs of "
@@ -119,20 +127,35 @@ def _csv(head: Sequence[str], rows: Any) -> str:
     return buffer.getvalue()
 
 
+def _height(curves: Curves) -> float:
+    """Of a picture, in inches: its panels and the legend below them."""
+    arms = max(curves.values(), key=len)
+    return 3.2 * len(curves) + 0.18 * (len(arms) / _columns(arms) + 1)
+
+
+def _columns(arms: Collection[str]) -> int:
+    """Of the legend."""
+    return 3 if max(map(len, arms)) <= 24 else 2
+
+
 def _plot(figure: Any, curves: Curves) -> None:
     panels = figure.subplots(len(curves), 1, squeeze=False)[:, 0]
     for axes, (metric, arms) in zip(panels, curves.items(), strict=True):
         for number, (arm, (steps, *values)) in enumerate(arms.items()):
             window = max(1, len(steps) // 20) * 2 - 1 if metric == "reward" else 1
             middle, low, high = (smooth(v, window) for v in values)
-            colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-            axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+            colour = COLOURS[number % len(COLOURS)]
+            marker = MARKERS[(number + number // len(COLOURS)) % len(MARKERS)]
+            if len(arms) <= len(COLOURS):  # more bands than colours hide each other
+                axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
             every = max(1, len(steps) // 8)
             axes.plot(steps, middle, color=colour, marker=marker, markevery=every, label=arm)
         axes.set_title(TITLES[metric], loc="left", fontweight="bold")
         axes.set_xlabel("step")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.legend(loc="best")
+    most = max(panels, key=lambda axes: len(axes.lines))
+    handles, labels = most.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=_columns(labels), fontsize=8)
 
 
 def _html(found: Comparison, curves: Curves, command: str) -> str:
@@ -141,7 +164,7 @@ def _html(found: Comparison, curves: Curves, command: str) -> str:
     svg = ""
     if curves:
         hashed = {"svg.fonttype": "none", "svg.hashsalt": "comparison"}
-        with styled(8.0, 3.2 * len(curves)) as figure, matplotlib.rc_context(hashed):
+        with styled(8.0, _height(curves)) as figure, matplotlib.rc_context(hashed):
             _plot(figure, curves)
             buffer = io.StringIO()
             figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})

@@ -1,0 +1,207 @@
+"""Writes what the studies measured into the documentation: a section of each preset's page with its
+curve, and the tables between `<!-- table NAME -->` and `<!-- end -->` of docs/evidence.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import tomllib
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keel.algorithms.presets import PRESETS
+from keel.analysis.plots import COLOURS, drawing
+from keel.analysis.statistics import Array
+from studies.evidence import bias, gae, lengths, ratios
+from studies.evidence.algorithms import (
+    BASELINE,
+    RATES,
+    RESULTS,
+    ROOT,
+    STABLE,
+    STABLE_RATES,
+    TASKS,
+)
+from studies.evidence.gae import markdown
+
+DOCS = ROOT / "docs"
+PRESET_PAGES = DOCS / "algorithms"
+MEASURED_PAGES = DOCS / "evidence"
+METRIC = "eval/pass@1"
+TITLES = {"sort_digits": "sorting digits", "reverse": "reversing words"}
+SECTION = "## Learning curve\n\n"
+
+
+@cache
+def comparison(task: str) -> dict[str, Any]:
+    """What `keel compare` found on a task."""
+    found: dict[str, Any] = json.loads((RESULTS / task / "comparison.json").read_text())
+    return found
+
+
+@cache
+def curves(task: str) -> Mapping[str, Array]:
+    """By arm (4, steps): steps, interquartile mean of validation accuracy, the interval's ends."""
+    rows = defaultdict(list)
+    with (RESULTS / task / "curves.csv").open() as file:
+        for row in csv.DictReader(file):
+            if row["metric"] == METRIC:
+                rows[row["arm"]].append([float(row[key]) for key in ("step", "iqm", "low", "high")])
+    return {arm: np.array(values).T for arm, values in rows.items()}
+
+
+def arm(task: str, name: str) -> dict[str, Any]:
+    """The summary of a preset."""
+    return next(one for one in comparison(task)["arms"] if one["arm"] == name)
+
+
+def pair(task: str, name: str) -> dict[str, Any]:
+    """A preset against the baseline."""
+    return next(one for one in comparison(task)["pairs"] if one["a"] == name)
+
+
+def interval(one: Mapping[str, float], scale: float = 100, sign: str = "") -> str:
+    """A figure with its interval, in percent."""
+    low, high = scale * one["low"], scale * one["high"]
+    return f"{scale * one['mean']:{sign}.1f} [{low:.1f}, {high:.1f}]"
+
+
+def difference(task: str, name: str) -> str:
+    """From the baseline, in points; bold where the interval leaves out 0."""
+    if name == BASELINE:
+        return ""
+    found = pair(task, name)["difference"]
+    text = interval(found, sign="+")
+    return f"**{text}**" if found["low"] > 0 or found["high"] < 0 else text
+
+
+# ---------------------------------------------------------------- a preset's page
+
+
+def section(name: str) -> str:
+    """The section of a preset's page."""
+    rates = tomllib.loads(RATES.read_text())
+    rows = []
+    for task in TASKS:
+        accuracy = interval(arm(task, name)["score"])
+        own = () if name == BASELINE else (difference(task, name),)
+        rows.append((TITLES[task], f"{rates[task][name]:g}", accuracy, *own))
+    head = ("task", "learning rate", "accuracy, %")
+    head = head if name == BASELINE else (*head, f"points above {BASELINE}")
+    return (
+        f"{SECTION}![{name}](curves/{name}.png)\n\n{markdown(head, rows)}\n\n"
+        "`python -m studies.evidence compare`: ten seeds, interquartile mean with its interval; "
+        "[how it was\nmeasured](../evidence/presets.md).\n"
+    )
+
+
+def plot_preset(path: Path, name: str) -> None:
+    """Validation accuracy over the steps on both tasks, with the baseline in grey."""
+    with drawing(path, 3.0) as figure:
+        panels = figure.subplots(1, len(TASKS), sharey=True)
+        for axes, task in zip(panels, TASKS, strict=True):
+            others = [] if name == BASELINE else [(BASELINE, "#8a8a8a")]
+            for one, colour in (*others, (name, COLOURS[0])):
+                _curve(axes, curves(task)[one], one, colour)
+            axes.set_title(TITLES[task], fontsize=10)
+            axes.set_xlabel("step")
+        panels[0].set_ylabel("validation accuracy")
+        panels[0].set_ylim(0, 1)
+        panels[0].legend(loc="lower right")
+
+
+def _curve(axes: Any, values: Array, label: str, colour: str) -> None:
+    steps, middle, low, high = values
+    axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
+    axes.plot(steps, middle, color=colour, label=label)
+
+
+# ---------------------------------------------------------------- tables of docs/evidence
+
+
+def presets_table() -> str:
+    """All presets on both tasks."""
+    rows = []
+    for name in PRESETS:
+        cells = []
+        for task in TASKS:
+            cells += [interval(arm(task, name)["score"]), difference(task, name)]
+        rows.append((f"[{name}](../algorithms/{name}.md)", *cells))
+    head = [cell for task in TASKS for cell in (f"{TITLES[task]}, %", f"above {BASELINE}")]
+    return markdown(("preset", *head), rows)
+
+
+def costs_table() -> str:
+    """Seconds, tokens, memory and models of all presets: means of both tasks."""
+    rows = []
+    for name in PRESETS:
+        arms = [arm(task, name) for task in TASKS]
+        seconds, tokens, memory = (
+            float(np.mean([one[key] for one in arms]))
+            for key in ("seconds", "tokens", "peak_bytes")
+        )
+        models = arms[0]["models"]
+        held = f"{len(models)}: {', '.join(models)}"
+        rows.append((name, f"{seconds:.1f}", f"{tokens:,.0f}", f"{memory / 2**20:,.0f}", held))
+    head = ("preset", "seconds", "tokens sampled", "peak memory, MiB", "models in memory")
+    return markdown(head, rows)
+
+
+def stability_table() -> str:
+    """PPO, GRPO and GSPO at each rate."""
+    found = json.loads((RESULTS / "stability" / "comparison.json").read_text())
+    scores = {one["arm"]: one for one in found["arms"]}
+    rows = []
+    for name in STABLE:
+        cells = []
+        for rate in STABLE_RATES:
+            one = scores[f"{name}-rl.optimizer.learning_rate={rate:g}"]
+            cells.append(f"{interval(one['score'])}; worst {100 * min(one['scores']):.1f}")
+        rows.append((name, *cells))
+    return markdown(("", *(f"{rate:g}" for rate in STABLE_RATES)), rows)
+
+
+def tables() -> dict[str, Callable[[], str]]:
+    """The tables of docs/evidence, by name."""
+    return {
+        "presets": presets_table,
+        "costs": costs_table,
+        "stability": stability_table,
+        "difficulty": lambda: bias.tables().split("\n\n")[0],
+        "drift": lambda: bias.tables().split("\n\n")[1],
+        "lengths": lambda: lengths.table(lengths.read()[1]),
+        "lambda": lambda: gae.tables().split("\n\n")[0],
+        "baselines": lambda: gae.tables().split("\n\n")[1],
+        "noise": lambda: ratios.tables().split("\n\n")[0],
+        "wild": lambda: ratios.tables().split("\n\n")[1],
+    }
+
+
+TABLE = re.compile(r"<!-- table (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def filled(text: str) -> str:
+    """A page with its tables as the results have them."""
+    makers = tables()
+    return TABLE.sub(
+        lambda found: f"<!-- table {found[1]} -->\n{makers[found[1]]()}\n<!-- end -->", text
+    )
+
+
+def write() -> None:
+    """Write sections, tables and pictures."""
+    (PRESET_PAGES / "curves").mkdir(exist_ok=True)
+    for name in PRESETS:
+        path = PRESET_PAGES / f"{name}.md"
+        path.write_text(path.read_text().partition(SECTION)[0] + section(name))
+        plot_preset(PRESET_PAGES / "curves" / f"{name}.png", name)
+    for path in sorted(MEASURED_PAGES.glob("*.md")):
+        path.write_text(filled(path.read_text()))
+    lengths.plot(MEASURED_PAGES / "lengths.png", *lengths.read())

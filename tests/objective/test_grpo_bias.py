@@ -1,0 +1,61 @@
+"""Laws of GRPO's biases, with the studies that docs figures use.
+
+Tolerances are those of float64 sums over some hundred terms, and of the ε of GRPO's deviation.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from studies.evidence import bias, ratios
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.3, 0.5])
+@pytest.mark.parametrize("size", [2, 8])
+def test_without_the_deviation_prompts_count_alike(p: float, size: int) -> None:
+    right, wrong = bias.expected_advantages(p, size, "none")
+    # Every completion's own part in the mean takes 1/G of what it would get.
+    assert right * p == pytest.approx(p * (1 - p) * (size - 1) / size, abs=1e-12)
+    assert right - wrong == pytest.approx((size - 1) / size, abs=1e-12)
+
+
+@pytest.mark.parametrize("size", [8, 64])
+def test_the_deviation_weighs_rare_answers_up_to_a_bound_of_the_group(size: int) -> None:
+    found = [bias.difficulty_weight(p, size, "std") for p in bias.SHARES]
+    assert found == sorted(found)
+    assert found[0] == 1
+    # One right answer in a group of G, the rest wrong, has A = (1 − 1/G)√G [ddof = 1].
+    bound = (1 - 1 / size) * math.sqrt(size)
+    right, wrong = bias.expected_advantages(1e-6, size, "std")
+    assert right == pytest.approx(bound, rel=1e-3)
+    assert abs(wrong) < 1e-3
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("scale", ["std", "none"])
+def test_only_weights_by_length_make_wrong_answers_longer(seed: int, scale: bias.Scale) -> None:
+    right, wrong = bias.length_drift(seed, scale, by_length=True)
+    assert right < -1e-3
+    assert wrong > 1e-3
+    assert bias.length_drift(seed, scale, by_length=False) == pytest.approx((0, 0), abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ratios.KINDS, ids=lambda kind: kind.name)
+def test_on_policy_no_token_is_weighed(kind: ratios.Kind) -> None:
+    on_policy = torch.zeros(4, 16, dtype=torch.float64)
+    assert ratios.error(ratios.multipliers(kind, on_policy)) < 1e-12
+
+
+def test_a_wild_token_is_divided_by_the_length_in_a_geometric_mean() -> None:
+    token, mean, _, product = ratios.KINDS
+    log_ratio = torch.zeros(2, 64, dtype=torch.float64)
+    log_ratio[:, 5] = ratios.WILD
+    by_token = ratios.multipliers(token, log_ratio)
+    assert by_token[:, 5].tolist() == pytest.approx([0, 20])  # clipped where it is rewarded
+    assert by_token.sum().item() == pytest.approx(2 * 63 + 20)
+    by_mean = ratios.multipliers(mean, log_ratio)
+    assert by_mean.flatten().tolist() == pytest.approx([math.exp(ratios.WILD / 64)] * 128)
+    assert ratios.multipliers(product, log_ratio)[1].tolist() == pytest.approx([20.0] * 64)

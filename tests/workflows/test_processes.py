@@ -1,0 +1,68 @@
+"""Commands in forked processes: real runs, ended in every way a process can end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from keel.runs.reader import load
+from keel.workflows.processes import Children, Ended
+
+pytestmark = pytest.mark.slow
+
+
+def in_thread(children: Children, *words: str) -> Callable[[], Ended]:
+    """Start a command; the result waits for its end."""
+    found: list[Ended] = []
+    thread = threading.Thread(target=lambda: found.append(children.run(words)))
+    thread.start()
+
+    def wait() -> Ended:
+        thread.join(120)
+        return found[0]
+
+    return wait
+
+
+def a_long_run(children: Children, folder: Path) -> Callable[[], Ended]:
+    """A run that has taken its first step."""
+    words = ("tiny", "steps=100000", "evaluation.every=100000", "--quiet", "--run", str(folder))
+    wait = in_thread(children, "train", *words)
+    deadline = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").is_file() or not load(folder).metrics():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return wait
+
+
+def test_a_command_that_fails_is_reported_with_its_last_line(capfd: pytest.CaptureFixture) -> None:
+    ended = Children().run(["train", "no-such-recipe", "--quiet"])
+    assert ended.code == 2
+    assert ended.last_line.startswith("keel: error: ")
+    assert "no-such-recipe" in ended.last_line
+    assert ended.peak_bytes > 50e6
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_command_that_is_killed_is_reported_with_its_signal(tmp_path: Path) -> None:
+    children = Children()
+    wait = a_long_run(children, tmp_path / "run")
+    (process,) = children._running
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    assert wait() == Ended(-signal.SIGKILL, "", 0)
+
+
+def test_stopped_children_leave_a_checkpoint_and_no_other_starts(tmp_path: Path) -> None:
+    children = Children()
+    wait = a_long_run(children, tmp_path / "run")
+    children.stop()
+    assert wait().code != 0
+    assert load(tmp_path / "run").checkpoints()
+    assert children.run(["recipes"]) == Ended(-signal.SIGTERM, "stopped")
