@@ -5,6 +5,7 @@ python -m studies.evidence tune        # each preset's learning rate; writes rat
 python -m studies.evidence compare     # each preset over ten seeds; writes results/
 python -m studies.evidence stability   # PPO, GRPO and GSPO at four rates
 python -m studies.evidence lengths     # how long answers become under GRPO and Dr. GRPO
+python -m studies.evidence memory      # peak memory by the models that an algorithm holds
 python -m studies.evidence pages       # tables and pictures from results/; a minute
 
 What is finished in --out is not run again.
@@ -15,9 +16,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from studies.evidence import algorithms, lengths, pages
+from studies.evidence import algorithms, lengths, memory, pages
 
-STUDIES = ("tune", "compare", "stability", "lengths", "pages")
+STUDIES = ("tune", "compare", "stability", "lengths", "memory", "pages")
 
 
 def main() -> None:
@@ -34,6 +35,7 @@ def main() -> None:
         "compare": lambda: algorithms.compare(out),
         "stability": lambda: algorithms.stability(out),
         "lengths": lambda: lengths.train(out),
+        "memory": lambda: memory.measure(out),
         "pages": pages.write,
     }
     for study in arguments.study or STUDIES:

@@ -34,6 +34,7 @@ KEPT = ("scores.csv", "curves.csv")
 UNGROUPED = ("ppo", "ppo_kl_penalty", "reinforce", "reinforce_pp", "remax")
 BASELINE = "grpo"
 STABLE = ("ppo", "grpo", "gspo")
+STABLE_STEPS = "rl.steps=50"
 STABLE_RATES = (3e-5, 1e-4, 3e-4, 1e-3)
 TUNING_SEEDS = ("--first-seed", "100", "--seeds", "2")
 KEY = "rl.optimizer.learning_rate"
@@ -125,7 +126,7 @@ def stability(out: Path, seeds: int = 10, task: str = "sort_digits") -> None:
     """Train PPO, GRPO and GSPO at four rates each."""
     paths = write_recipes(out / "recipes" / "stability", task, names=STABLE)
     values = ",".join(f"{rate:g}" for rate in STABLE_RATES)
-    vary = ("--vary", f"{KEY}={values}")
+    vary = (STABLE_STEPS, "--vary", f"{KEY}={values}")
     keel("compare", *paths, *vary, "--seeds", str(seeds), "--out", out / "stability")
     keep(out / "stability", RESULTS / "stability")
 

@@ -19,7 +19,7 @@ import numpy as np
 from keel.algorithms.presets import PRESETS
 from keel.analysis.plots import COLOURS, drawing
 from keel.analysis.statistics import Array
-from studies.evidence import bias, gae, lengths, ratios
+from studies.evidence import bias, gae, lengths, memory, ratios
 from studies.evidence.algorithms import (
     BASELINE,
     RATES,
@@ -177,6 +177,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "difficulty": lambda: bias.tables().split("\n\n")[0],
         "drift": lambda: bias.tables().split("\n\n")[1],
         "lengths": lambda: lengths.table(lengths.read()[1]),
+        "memory": memory.table,
         "lambda": lambda: gae.tables().split("\n\n")[0],
         "baselines": lambda: gae.tables().split("\n\n")[1],
         "noise": lambda: ratios.tables().split("\n\n")[0],

@@ -22,3 +22,8 @@ def characters(
         right = [float(gold.startswith(text[: end + 1])) for end in range(len(text))]
         found.append(list(enumerate([*right, float(text == gold)][: len(ids)])))
     return found
+
+
+def characters_written(*, completions: Sequence[str], **_: Any) -> list[float]:
+    """The length of each answer, which differs even where a policy knows nothing."""
+    return [float(len(text)) for text in completions]

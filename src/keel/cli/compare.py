@@ -50,10 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         head, *rows = table(outcome.comparison)
         shown = Table(box=None)
-        for name in head:
-            shown.add_column(name, overflow="fold", no_wrap=bool(name) and name != head[-1])
+        for name in [*head[:-1], "models"]:
+            shown.add_column(name, overflow="fold", no_wrap=bool(name))
         for row in rows:
-            shown.add_row(*row)
+            shown.add_row(*row[:-1], row[-1].partition(" ")[0])
         console.print(shown)
         for line in lines(outcome.comparison):
             _note(console, line)
