@@ -25,6 +25,13 @@ GROUPS = (8, 64)
 SHARES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.01)
 Scale = Literal["std", "none"]
 EPSILON = 1e-4
+OBJECTIVES: tuple[tuple[str, Scale, bool], ...] = (
+    ("GRPO", "std", True),
+    ("GRPO without the standard deviation", "none", True),
+    ("GRPO with constant weights", "std", False),
+    ("Dr. GRPO", "none", False),
+)
+"""Name, what the advantage is divided by, whether weights are shared among tokens."""
 
 
 def expected_advantages(p: float, size: int, scale: Scale) -> tuple[float, float]:
@@ -86,8 +93,8 @@ def length_drift(seed: int, scale: Scale, by_length: bool, size: int = 8) -> tup
     return drift(right_S), drift(first_S == 1)
 
 
-def tables(seeds: int = 10) -> str:
-    """Both, as Markdown; lengths are medians over models."""
+def difficulty_table() -> str:
+    """What prompts of several difficulties count, as Markdown."""
     kinds: tuple[tuple[str, Scale], ...] = (("GRPO", "std"), ("Dr. GRPO", "none"))
     columns = [(name, size, scale) for name, scale in kinds for size in GROUPS]
     head = ("p", *(f"{name}, G = {size}" for name, size, _ in columns))
@@ -95,18 +102,14 @@ def tables(seeds: int = 10) -> str:
         (f"{p:g}", *(f"{difficulty_weight(p, size, scale):.2f}" for _, size, scale in columns))
         for p in SHARES
     ]
-    drifts = []
-    for name, scale, by_length in (
-        ("GRPO", "std", True),
-        ("GRPO without the standard deviation", "none", True),
-        ("GRPO with constant weights", "std", False),
-        ("Dr. GRPO", "none", False),
-    ):
+    return markdown(head, rows)
+
+
+def drift_table(seeds: int = 10) -> str:
+    """How fast answers grow under four objectives, as Markdown: medians over models."""
+    rows = []
+    for name, scale, by_length in OBJECTIVES:
         found = [length_drift(seed, scale, by_length) for seed in range(seeds)]
         middle = (statistics.median(one[k] for one in found) for k in (0, 1))
-        drifts.append((name, *("0" if abs(value) < 1e-9 else f"{value:+.3f}" for value in middle)))
-    return (
-        markdown(head, rows)
-        + "\n\n"
-        + markdown(("objective", "right answers", "wrong answers"), drifts)
-    )
+        rows.append((name, *("0" if abs(value) < 1e-9 else f"{value:+.3f}" for value in middle)))
+    return markdown(("objective", "right answers", "wrong answers"), rows)

@@ -149,8 +149,8 @@ def group_moments(
 # ---------------------------------------------------------------- tables
 
 
-def tables(seeds: int = 10) -> str:
-    """Both, as Markdown: medians over models."""
+def lambda_table(seeds: int = 10) -> str:
+    """Each λ with each critic, as Markdown: medians over models."""
     fields = ("advantage_bias", "advantage_std", "gradient_bias", "gradient_std", "error")
     head = ("error of the values", "λ", *(field.replace("_", " ") for field in fields))
     rows = []
@@ -159,11 +159,16 @@ def tables(seeds: int = 10) -> str:
             found = [lambda_estimate(seed, lam, critic) for seed in range(seeds)]
             middle = (statistics.median(getattr(one, f) for one in found) for f in fields)
             rows.append((f"{critic:g}", f"{lam:g}", *(f"{value:.3f}" for value in middle)))
+    return markdown(head, rows)
+
+
+def baseline_table(seeds: int = 10) -> str:
+    """The variance with each baseline, as Markdown: medians over sets of prompts."""
     variances = [baseline_variances(seed) for seed in range(seeds)]
-    baselines = [
-        (name, f"{statistics.median(one[name] for one in variances):.3f}") for name in variances[0]
+    rows = [
+        (name, f"{statistics.median(one[name] for one in variances):.2f}") for name in variances[0]
     ]
-    return markdown(head, rows) + "\n\n" + markdown(("baseline", "variance"), baselines)
+    return markdown(("baseline", "variance"), rows)
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

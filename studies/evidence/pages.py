@@ -9,7 +9,7 @@ import json
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from keel.algorithms.presets import PRESETS
-from keel.analysis.plots import COLOURS, drawing
+from keel.analysis.plots import COLOURS, FAINT, drawing
 from keel.analysis.statistics import Array
 from studies.evidence import bias, gae, lengths, memory, ratios
 from studies.evidence.algorithms import (
@@ -74,10 +74,12 @@ def interval(one: Mapping[str, float], scale: float = 100, sign: str = "") -> st
 
 
 def difference(task: str, name: str) -> str:
-    """From the baseline, in points; bold where the interval leaves out 0."""
-    if name == BASELINE:
-        return ""
-    found = pair(task, name)["difference"]
+    """From the baseline, in points."""
+    return "" if name == BASELINE else emphasised(pair(task, name)["difference"])
+
+
+def emphasised(found: Mapping[str, float]) -> str:
+    """A difference, bold where its interval leaves out 0."""
     text = interval(found, sign="+")
     return f"**{text}**" if found["low"] > 0 or found["high"] < 0 else text
 
@@ -103,13 +105,18 @@ def section(name: str) -> str:
 
 
 def plot_preset(path: Path, name: str) -> None:
-    """Validation accuracy over the steps on both tasks, with the baseline in grey."""
+    """A preset's curves with the baseline's in grey."""
+    others = {} if name == BASELINE else {BASELINE: FAINT}
+    plot(path, {**others, name: COLOURS[0]})
+
+
+def plot(path: Path, colours: Mapping[str, str]) -> None:
+    """Validation accuracy of presets over the steps, a panel for each task."""
     with drawing(path, 3.0) as figure:
         panels = figure.subplots(1, len(TASKS), sharey=True)
         for axes, task in zip(panels, TASKS, strict=True):
-            others = [] if name == BASELINE else [(BASELINE, "#8a8a8a")]
-            for one, colour in (*others, (name, COLOURS[0])):
-                _curve(axes, curves(task)[one], one, colour)
+            for name, colour in colours.items():
+                _curve(axes, curves(task)[name], name, colour)
             axes.set_title(TITLES[task], fontsize=10)
             axes.set_xlabel("step")
         panels[0].set_ylabel("validation accuracy")
@@ -126,10 +133,10 @@ def _curve(axes: Any, values: Array, label: str, colour: str) -> None:
 # ---------------------------------------------------------------- tables of docs/evidence
 
 
-def presets_table() -> str:
-    """All presets on both tasks."""
+def presets_table(names: Sequence[str] = tuple(PRESETS)) -> str:
+    """Presets on both tasks."""
     rows = []
-    for name in PRESETS:
+    for name in names:
         cells = []
         for task in TASKS:
             cells += [interval(arm(task, name)["score"]), difference(task, name)]
@@ -138,20 +145,17 @@ def presets_table() -> str:
     return markdown(("preset", *head), rows)
 
 
-def costs_table() -> str:
-    """Seconds, tokens, memory and models of all presets: means of both tasks."""
+def costs_table(names: Sequence[str] = tuple(PRESETS)) -> str:
+    """Seconds, tokens and models of presets: means of both tasks."""
     rows = []
-    for name in PRESETS:
+    for name in names:
         arms = [arm(task, name) for task in TASKS]
-        seconds, tokens, memory = (
-            float(np.mean([one[key] for one in arms]))
-            for key in ("seconds", "tokens", "peak_bytes")
-        )
+        seconds, tokens = (float(np.mean([one[k] for one in arms])) for k in ("seconds", "tokens"))
         models = arms[0]["models"]
-        held = f"{len(models)}: {', '.join(models)}"
-        rows.append((name, f"{seconds:.1f}", f"{tokens:,.0f}", f"{memory / 2**20:,.0f}", held))
-    head = ("preset", "seconds", "tokens sampled", "peak memory, MiB", "models in memory")
-    return markdown(head, rows)
+        rows.append(
+            (name, f"{seconds:.0f}", f"{tokens:,.0f}", f"{len(models)}: {', '.join(models)}")
+        )
+    return markdown(("preset", "seconds", "tokens sampled", "models in memory"), rows)
 
 
 def stability_table() -> str:
@@ -168,31 +172,29 @@ def stability_table() -> str:
     return markdown(("", *(f"{rate:g}" for rate in STABLE_RATES)), rows)
 
 
-def tables() -> dict[str, Callable[[], str]]:
-    """The tables of docs/evidence, by name."""
-    return {
-        "presets": presets_table,
-        "costs": costs_table,
-        "stability": stability_table,
-        "difficulty": lambda: bias.tables().split("\n\n")[0],
-        "drift": lambda: bias.tables().split("\n\n")[1],
-        "lengths": lambda: lengths.table(lengths.read()[1]),
-        "memory": memory.table,
-        "lambda": lambda: gae.tables().split("\n\n")[0],
-        "baselines": lambda: gae.tables().split("\n\n")[1],
-        "noise": lambda: ratios.tables().split("\n\n")[0],
-        "wild": lambda: ratios.tables().split("\n\n")[1],
-    }
-
-
+TABLES: Mapping[str, Callable[[], str]] = {
+    "presets": presets_table,
+    "costs": costs_table,
+    "three": lambda: presets_table(STABLE),
+    "three_costs": lambda: costs_table(STABLE),
+    "stability": stability_table,
+    "memory": memory.table,
+    "lengths": lambda: lengths.table(lengths.read()[1]),
+    "difficulty": bias.difficulty_table,
+    "drift": bias.drift_table,
+    "lambda": gae.lambda_table,
+    "baselines": gae.baseline_table,
+    "noise": lambda: ratios.table(wild=False),
+    "wild": lambda: ratios.table(wild=True),
+}
+"""The tables of docs/evidence, by name."""
 TABLE = re.compile(r"<!-- table (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def filled(text: str) -> str:
     """A page with its tables as the results have them."""
-    makers = tables()
     return TABLE.sub(
-        lambda found: f"<!-- table {found[1]} -->\n{makers[found[1]]()}\n<!-- end -->", text
+        lambda found: f"<!-- table {found[1]} -->\n\n{TABLES[found[1]]()}\n\n<!-- end -->", text
     )
 
 
@@ -205,4 +207,5 @@ def write() -> None:
         plot_preset(PRESET_PAGES / "curves" / f"{name}.png", name)
     for path in sorted(MEASURED_PAGES.glob("*.md")):
         path.write_text(filled(path.read_text()))
+    plot(MEASURED_PAGES / "ppo-grpo-gspo.png", dict(zip(STABLE, COLOURS, strict=False)))
     lengths.plot(MEASURED_PAGES / "lengths.png", *lengths.read())

@@ -87,16 +87,13 @@ def lost(multiplier: Tensor) -> float:
     return float((multiplier == 0).double().mean())
 
 
-def tables() -> str:
-    """Error and share of tokens without a gradient, as Markdown: without and with wild tokens."""
-    found = []
-    for wild in (False, True):
-        rows = []
-        for kind in KINDS:
-            cells = []
-            for length in LENGTHS:
-                multiplier = multipliers(kind, log_ratios(length, wild))
-                cells.append(f"{error(multiplier):.3g}; {100 * lost(multiplier):.3g} %")
-            rows.append((kind.name, *cells))
-        found.append(markdown(("ratio", *(f"L = {n:,}" for n in LENGTHS)), rows))
-    return "\n\n".join(found)
+def table(wild: bool) -> str:
+    """Error, and share of tokens without a gradient, as Markdown."""
+    rows = []
+    for kind in KINDS:
+        cells = []
+        for length in LENGTHS:
+            multiplier = multipliers(kind, log_ratios(length, wild))
+            cells.append(f"{error(multiplier):.2g}; {100 * lost(multiplier):.2g} %")
+        rows.append((kind.name, *cells))
+    return markdown(("ratio", *(f"L = {n:,}" for n in LENGTHS)), rows)

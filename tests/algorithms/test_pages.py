@@ -8,6 +8,7 @@ import pytest
 
 from keel.algorithms.explain import explain_preset
 from keel.algorithms.presets import PRESETS
+from studies.evidence import pages
 from tests.shared import ROOT
 
 FOLDER = ROOT / "docs" / "algorithms"
@@ -35,11 +36,17 @@ def test_page_states_the_current_formula(name: str) -> None:
 def test_page_has_its_sections_and_size(name: str) -> None:
     text = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
     assert text.startswith(f"# {name}\n\n{PRESETS[name].title} (")
-    assert 25 <= len(text.splitlines()) <= 52
+    assert 25 <= len(text.splitlines()) <= 56
     found = sections(name)
     assert list(found) == SECTIONS
     assert found["What is easy to get wrong"].count("\n- ") >= 3
-    assert f"`python studies/quickstart.py --preset {name}`" in found["Learning curve"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_page_shows_the_measured_curve(name: str) -> None:
+    text = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
+    assert text.endswith(pages.section(name)), "python -m studies.evidence pages"
+    assert (FOLDER / "curves" / f"{name}.png").is_file()
 
 
 def test_index_names_each_preset() -> None:
