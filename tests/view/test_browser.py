@@ -168,7 +168,9 @@ def test_rollouts_show_group_tokens_and_terms_of_the_loss(
 
 
 def write_judged(folder: Path) -> None:
-    """A run with a judge and a reward model, of one step."""
+    """A run with a judge and a reward model, of one step, unless it is there."""
+    if folder.exists():
+        return
     place = RunFolder.create(folder, hostile.RECIPE.format(name="judged"))
     with Recorder(place) as recorder:
         recorder.metrics(0, 1, {"reward": 0.5})

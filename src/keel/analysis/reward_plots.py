@@ -65,7 +65,7 @@ def reliability_picture(
         above.set_ylim(0, 1)
         above.set_yticks(*PERCENT)
         above.set_ylabel("preferred answer is the better" if pairs else "answer is right")
-        above.legend(loc="upper left")
+        above.legend(loc="lower right")
         below.set_ylabel("pairs" if pairs else "answers")
         below.set_xlabel(
             "probability the model gives the answer it prefers"
@@ -114,7 +114,7 @@ def margin_picture(report: PairReport, path: Path, title: str, subtitle: str = "
         beyond = f" ({margins.beyond} beyond, in the outermost bins)" if margins.beyond else ""
         axes.set_xlabel("score of the better answer minus that of the other" + beyond)
         axes.set_ylabel("pairs")
-        axes.legend(loc="best")
+        axes.figure.legend(loc="outside lower center", ncols=4)  # bars leave no corner free
         set_titles(figure, title, subtitle or _figures(report))
 
 
@@ -155,7 +155,6 @@ def length_picture(
         axes.set_xlabel(
             "tokens by which the better answer is longer" if pairs else "tokens of the answer"
         )
-        # Below the axes: bars that reach 100 % leave no corner free.
         axes.figure.legend(loc="outside lower center", ncols=2)
         set_titles(figure, title, subtitle or _figures(report))
 

@@ -109,7 +109,8 @@ def _smoothing(shown: Shown, draw: Callable[[], Awaitable[None]]) -> None:
         ui.label("smoothing")
         slider = ui.slider(min=1, max=WIDEST, step=2, value=_window(shown.address))
         slider.props('aria-label="smoothing: steps of the mean" data-testid=smooth')
-        slider.style("width: 180px").on("change", chosen)
+        slider.style("width: 180px")
+        slider.on("update:model-value", chosen, throttle=0.3, leading_events=False)
         text = ui.label().classes("figure muted").style("min-width: 130px")
         text.bind_text_from(slider, "value", words)
 
@@ -180,7 +181,7 @@ def pictures(run: OpenRun, stage: str) -> None:
     found += [("film", path) for path in (run.folder.film,) if path.is_file()]
     if not found:
         return
-    with ui.element("div").classes("panels"):
+    with ui.element("div").classes("panels pictures"):
         for title, path in found:
             with ui.element("section").classes("panel"):
                 ui.label(title).style("font-weight: 600")

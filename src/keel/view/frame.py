@@ -16,11 +16,14 @@ EVERY = 2.0
 PAGES = (("/", "Runs", "r"), ("/curves", "Curves", "c"), ("/rollouts", "Rollouts", "o"),
          ("/diagnosis", "Diagnosis", "d"), ("/objective", "Objective", "f"))  # fmt: skip
 STYLE = """
-body { font-size: 15px; }
+body { font-size: 15px; --q-primary: #0072B2; }
+body.body--dark { --q-primary: #56B4E9; }
+.q-header { --q-primary: #005b8f; }
 .page { width: 100%; max-width: 1500px; margin: 0 auto; padding: 12px 16px 48px; gap: 14px; }
 .muted { opacity: .68; font-size: 13px; line-height: 1.4; }
 .panels { display: grid; gap: 14px; width: 100%;
           grid-template-columns: repeat(auto-fill, minmax(min(100%, 430px), 1fr)); }
+.pictures { grid-template-columns: repeat(auto-fill, minmax(min(100%, 600px), 1fr)); }
 .panel { border: 1px solid rgba(128,128,128,.28); border-radius: 8px; padding: 10px 12px; }
 .panel h2, .page h2 { font-size: 16px; font-weight: 600; line-height: 1.3; margin: 0; }
 .chart { width: 100%; height: 270px; }
@@ -36,7 +39,7 @@ body { font-size: 15px; }
 .figure { font-variant-numeric: tabular-nums; }
 .q-table td, .q-table th { padding: 4px 8px; }
 .q-table td { max-width: 420px; overflow: hidden; text-overflow: ellipsis; }
-.q-table td a { color: inherit; }
+.q-table td a { color: inherit; text-decoration: underline; text-underline-offset: 3px; }
 a:focus-visible, .tok:focus-visible { outline: 2px solid currentColor; }
 a.nav { padding: 4px 10px; border-radius: 6px; color: inherit; text-decoration: none; }
 a.nav:hover, a.nav.here { background: rgba(128,128,128,.22); }

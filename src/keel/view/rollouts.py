@@ -325,7 +325,7 @@ class RolloutsPage:
             finish = ["eos", "stop", "length"]
             select = ui.select(finish, value=address.finish, label="ended by", clearable=True)
             self.limits["finish"] = select.props("dense").style("width: 110px")
-            ui.button("search", on_click=self.search).props("no-caps data-testid=go")
+            ui.button("search", on_click=self.search).props("outline no-caps data-testid=go")
         self.box.on("keydown.enter", self.search)
 
     async def search(self) -> None:

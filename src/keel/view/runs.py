@@ -28,7 +28,9 @@ def runs_page(library: Library, address: Address) -> None:
         names = list(dict.fromkeys(name for row in rows for name in row))
         columns = columns_of(rows, [name for name in names if name not in ("id", "link")])
         with ui.row().classes("items-center"):
-            button = ui.button("open the curves of the selected").props("no-caps data-testid=open")
+            button = ui.button("open the curves of the selected").props(
+                "outline no-caps data-testid=open"
+            )
             ui.label("select several to lay their curves over each other").classes("muted")
         table = ui.table(
             rows=rows, columns=columns, row_key="id", selection="multiple", pagination=25
