@@ -57,7 +57,7 @@ def options(
         },
         "tooltip": {"trigger": "axis", "confine": True, "renderMode": "richText"},
         "toolbox": {
-            "right": 0,
+            "left": "center",  # axes' names stand at both sides
             "top": -10,
             "itemSize": 13,
             "feature": {"dataZoom": {"yAxisIndex": False}},

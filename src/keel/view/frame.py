@@ -16,9 +16,10 @@ EVERY = 2.0
 PAGES = (("/", "Runs", "r"), ("/curves", "Curves", "c"), ("/rollouts", "Rollouts", "o"),
          ("/diagnosis", "Diagnosis", "d"), ("/objective", "Objective", "f"))  # fmt: skip
 STYLE = """
-body { font-size: 15px; --q-primary: #0072B2; }
-body.body--dark { --q-primary: #56B4E9; }
-.q-header { --q-primary: #005b8f; }
+body { font-size: 15px; }
+.q-layout { --q-primary: #0072B2; }
+.body--dark .q-layout { --q-primary: #56B4E9; }
+.q-layout .q-header, .body--dark .q-layout .q-header { --q-primary: #005b8f; }
 .page { width: 100%; max-width: 1500px; margin: 0 auto; padding: 12px 16px 48px; gap: 14px; }
 .muted { opacity: .68; font-size: 13px; line-height: 1.4; }
 .panels { display: grid; gap: 14px; width: 100%;

@@ -87,7 +87,9 @@ class RolloutsPage:
             self.head = ui.row().classes("items-center w-full").style("gap: 8px 14px")
             self.body = ui.column().classes("w-full")
             with self.body:
-                if not self.numbers:
+                if self.numbers:
+                    ui.label("reading the step …").classes("muted")
+                else:
                     problem("this run has no rollouts yet")
         if self.numbers:
             ui.timer(0.0, self._first, once=True)
