@@ -39,7 +39,7 @@ def legend(row: Row, measure: Measure) -> str:
     if measure.signed:
         return f"blue above 0, vermilion below; full colour at ±{full:.3g} {measure.unit}"
     sign = "−" if measure.key == "log_probs" else ""
-    return f"white at 0, full colour at {sign}{full:.3g} {measure.unit}"
+    return f"no colour at 0, full colour at {sign}{full:.3g} {measure.unit}"
 
 
 def prompt_text(content: Any) -> str:
