@@ -161,7 +161,7 @@ def test_whiskers_are_wilsons(tmp_path: Path) -> None:
     reliability_picture(pair_report([3.0], [1]), path, "One pair")
     rows, columns = places(path, COLOURS[0])
     # One of one is right: from 21 % to 100 % of an axis of some 560 pixels.
-    tall = rows[columns > 800]
+    tall = rows[columns > 1100]  # right of the legend
     assert 420 < np.ptp(tall) < 480
 
 
