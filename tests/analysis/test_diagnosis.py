@@ -109,6 +109,21 @@ def _both_grow(step: int) -> list[RolloutRow]:
     ]
 
 
+def _wrong_spread(step: int, shared: bool = True, spread: int = 2) -> list[RolloutRow]:
+    """Right answers of 4 and 8 tokens, wrong ones of ever more, half of them `spread` times as
+    long; the weight of a completion is shared among its tokens, or each token has the same."""
+    rows = []
+    for g in range(8):
+        for i in range(4):
+            right, long = i % 2 == 0, i > 1
+            count = (8 if long else 4) if right else (4 + step // 4) * (spread if long else 1)
+            weight = 1 / (32 * count) if shared else 1 / 200
+            advantage = 0.5 if right else -1.5
+            tokens = tuple(range(10, 10 + count))
+            rows.append(completion(g, float(right), tokens, advantage=advantage, weight=weight))
+    return rows
+
+
 def _paid_by_length(step: int, paid: bool = True) -> list[RolloutRow]:
     """Lengths grow and spread within groups; the reward is length, or rises more than that."""
     rows = []
@@ -230,6 +245,18 @@ TWINS = (
         near_rollouts=_both_grow,
     ),
     Twin(
+        "length-bias",
+        usual(),
+        rollouts=_wrong_spread,
+        near_rollouts=lambda step: _wrong_spread(step, shared=False),
+    ),
+    Twin(
+        "length-bias",
+        usual(),
+        rollouts=_wrong_spread,
+        near_rollouts=lambda step: _wrong_spread(step, spread=1),  # none is longer than another
+    ),
+    Twin(
         "length-reward",
         usual(),
         rollouts=_paid_by_length,
@@ -318,6 +345,28 @@ def test_condition_is_found_and_its_near_miss_is_not(twin: Twin, tmp_path: Path)
         twin.near_recipe or twin.recipe,
     )
     assert twin.condition not in ids(diagnose(near))
+
+
+def test_length_bias_states_the_weight_in_the_gradient_of_right_and_wrong_apart(
+    tmp_path: Path,
+) -> None:
+    def rows(step: int) -> list[RolloutRow]:
+        return _wrong_spread(step, spread=3)
+
+    (found,) = diagnose(written_run(tmp_path / "run", usual(), every(rows)))
+    # 3 of 4 tokens and half of the weight: 1/3 for each; of right ones 2 of 3 tokens: 1/2.
+    assert found.figures["weight_of_long_wrong"] == pytest.approx(1 / 3)
+    assert found.figures["weight_of_long_right"] == pytest.approx(1 / 2)
+    assert [line for line in found.evidence if line.startswith("wrong answers: ")] == [
+        "wrong answers: the longer half has 75% of the tokens and 50% of the weight in the "
+        "gradient, 0.33 times that of the shorter half for each token"
+    ]
+    # REINFORCE's term holds log π, so it is no weight: the rule without it says what it said.
+    by_log_prob = {"preset": "reinforce", "weights": {"kind": "sequence_mean"}}
+    recipe = {"algorithm": by_log_prob, "rollout": {"group_size": 4}}
+    (other,) = diagnose(written_run(tmp_path / "other", usual(), every(rows), recipe))
+    assert "weight_of_long_right" not in other.figures
+    assert "|advantage|/length" in other.evidence[1]
 
 
 def test_a_run_that_learns_has_no_diagnosis(tmp_path: Path) -> None:
