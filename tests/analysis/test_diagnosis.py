@@ -160,6 +160,16 @@ def _turns(step: int, same: bool = True) -> list[RolloutRow]:
     ]
 
 
+def _few_without(step: int, few: int = 1) -> list[RolloutRow]:
+    """Right answers after words of the environment, one of ten wrong, and `few` without that are
+    all right."""
+    return [
+        completion(g, float(i > 0 or g > 0), (5, 6), context=0 if i == 3 and g < few else 3)
+        for g in range(10)
+        for i in range(4)
+    ]
+
+
 def _components(step: int) -> list[RolloutRow]:
     return [
         completion(g, 1.0, components={"form": 1.0, "exact_match": float(g == 0)})
@@ -306,6 +316,12 @@ TWINS = (
         near_rollouts=lambda step: _turns(step, same=False),
     ),
     Twin(
+        "environment-words",
+        usual(),
+        rollouts=_few_without,  # three of 120
+        near_rollouts=lambda step: _few_without(step, few=8),  # 24 are enough to compare with
+    ),
+    Twin(
         "value-model",
         usual(**{"value/explained_variance": WOBBLE}),
         {"value/explained_variance": 0.2 + WOBBLE},
@@ -426,6 +442,33 @@ def test_an_evaluation_below_the_one_before_the_stage_is_a_fall(tmp_path: Path) 
     assert found[0].first_step == 0
     overlapping = {**before, "low": 0.15}
     assert diagnose(written_run(tmp_path / "noise", columns, before=overlapping)) == ()
+
+
+def test_a_reward_that_recovers_from_a_collapse_is_not_over_optimised(tmp_path: Path) -> None:
+    """The evaluation is below that before the stage, and the reward rises, but from 0."""
+    columns = usual(
+        reward=np.r_[0.6, ramp(0.02, 0.4)[1:]],
+        **{
+            name: [None] * (STEPS - 1) + [value]
+            for name, value in (("eval/pass@1", 0.4), ("eval/pass@1/low", 0.35),
+                                ("eval/pass@1/high", 0.45))
+        },
+    )  # fmt: skip
+    before = {"mean": 0.6, "low": 0.55, "high": 0.65, "n": 100, "measure": "pass@1"}
+    found = ids(diagnose(written_run(tmp_path / "recovers", columns, before=before)))
+    assert "gold-falls" not in found
+    columns["reward"][0] = 0.3  # then it is higher than when the score was best
+    found = ids(diagnose(written_run(tmp_path / "games", columns, before=before)))
+    assert "gold-falls" in found
+
+
+@pytest.mark.parametrize(("last", "fell"), [(0.05, True), (0.4, False)])
+def test_a_reward_that_falls_at_once_is_found_in_five_steps(
+    tmp_path: Path, last: float, fell: bool
+) -> None:
+    columns = {"reward": np.array([0.6, 0.5, last, last + 0.02, last])}
+    found = ids(diagnose(written_run(tmp_path / "run", columns)))
+    assert found == (["learning-rate-high"] if fell else [])
 
 
 def test_a_suggested_value_is_computed_from_the_recipe(tmp_path: Path) -> None:
