@@ -374,8 +374,8 @@ def test_length_bias_states_the_weight_in_the_gradient_of_right_and_wrong_apart(
     assert found.figures["weight_of_long_wrong"] == pytest.approx(1 / 3)
     assert found.figures["weight_of_long_right"] == pytest.approx(1 / 2)
     assert [line for line in found.evidence if line.startswith("wrong answers: ")] == [
-        "wrong answers: the longer half has 75% of the tokens and 50% of the weight in the "
-        "gradient, 0.33 times that of the shorter half for each token"
+        "wrong answers: those above the median length have 75% of the tokens and 50% of the weight "
+        "in the gradient, 0.33 times that of the others for each token"
     ]
     # REINFORCE's term holds log π, so it is no weight: the rule without it says what it said.
     by_log_prob = {"preset": "reinforce", "weights": {"kind": "sequence_mean"}}
@@ -383,6 +383,23 @@ def test_length_bias_states_the_weight_in_the_gradient_of_right_and_wrong_apart(
     (other,) = diagnose(written_run(tmp_path / "other", usual(), every(rows), recipe))
     assert "weight_of_long_right" not in other.figures
     assert "|advantage|/length" in other.evidence[1]
+
+
+def test_the_weight_of_completions_most_of_which_are_cut(tmp_path: Path) -> None:
+    """Three of four wrong answers have the largest length: none is above the median."""
+
+    def rows(step: int) -> list[RolloutRow]:
+        wrong = [
+            completion(g, 0.0, tuple(range(10, 10 + count)), advantage=-1.0, weight=1 / count)
+            for g in range(8)
+            for count in [4 + step // 4] + 3 * [2 * (4 + step // 4)]
+        ]
+        right = [completion(g, 1.0, (1, 2, 3), advantage=1.0, weight=1 / 3) for g in range(8)]
+        return wrong + right  # fmt: skip
+
+    (found,) = diagnose(written_run(tmp_path / "run", usual(), every(rows)))
+    assert found.figures["weight_of_long_wrong"] == pytest.approx(1 / 2)
+    assert "weight_of_long_right" not in found.figures  # these are all of one length
 
 
 def test_a_run_that_learns_has_no_diagnosis(tmp_path: Path) -> None:

@@ -22,21 +22,23 @@ ROLLOUTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class LongerHalf:
-    """The shares of tokens and of weight in the gradient that longer completions have."""
+class LongCompletions:
+    """The shares of tokens and of weight in the gradient that completions above the median length
+    have."""
 
     tokens: float
     mass: float
 
     @property
     def weight(self) -> float:
-        """The weight of a token of the longer half, in that of one of the shorter half."""
+        """The weight of one of their tokens, in that of one of the others."""
         return self.mass / self.tokens * (1 - self.tokens) / (1 - self.mass)
 
     def __str__(self) -> str:
         return (
-            f"the longer half has {self.tokens:.0%} of the tokens and {self.mass:.0%} of the weight"
-            f" in the gradient, {self.weight:.2f} times that of the shorter half for each token"
+            f"those above the median length have {self.tokens:.0%} of the tokens and "
+            f"{self.mass:.0%} of the weight in the gradient, {self.weight:.2f} times that of the "
+            "others for each token"
         )
 
 
@@ -81,9 +83,9 @@ def length_bias(history: StageHistory) -> Symptom | None:
     length of completions with a negative advantage rises (p < 0.05) by 25 % and 2 tokens at least,
     that of completions with a positive one by less than a third as much; the difference of the two
     rises too (p < 0.05), and in the end wrong ones are longer. Where the terms of the loss were
-    recorded, a token of the longer half of the wrong completions of a step must also have at most
-    0.8 times the weight |w_n s(ρ_n, A_n)| of one of the shorter half (over all these steps):
-    lengths that do not differ within a step change no weight."""
+    recorded, a token of a wrong completion above their median length of a step must also have at
+    most 0.8 times the weight |w_n s(ρ_n, A_n)| of one of the others (over all these steps): lengths
+    that do not differ within a step change no weight."""
     if history.setting("algorithm.weights.kind") != "sequence_mean":
         return None
     found = [(r.step, *_sides(r)) for r in history.rollouts]
@@ -103,13 +105,13 @@ def length_bias(history: StageHistory) -> Symptom | None:
     ]
     figures = {"wrong_first": bad.first, "wrong_last": bad.last, "right_last": good.last}
     if _weighed(history):
-        halves = {name: _longer_half(history, sign) for name, sign in SIGNS.items()}
-        if halves["wrong"] is None or halves["wrong"].weight > LIGHT:
+        parts = {name: _above_median(history, sign) for name, sign in SIGNS.items()}
+        if parts["wrong"] is None or parts["wrong"].weight > LIGHT:
             return None
-        for name, half in halves.items():
-            if half is not None:
-                evidence.append(f"{name} answers: {half}")
-                figures[f"weight_of_long_{name}"] = half.weight
+        for name, part in parts.items():
+            if part is not None:
+                evidence.append(f"{name} answers: {part}")
+                figures[f"weight_of_long_{name}"] = part.weight
     else:
         light = _lightness(history.rollouts[-1])
         if light is not None:
@@ -200,19 +202,22 @@ def _weighed(history: StageHistory) -> bool:
     return not by_log_prob and any(np.isfinite(r.mass).any() for r in history.rollouts)
 
 
-def _longer_half(history: StageHistory, sign: float) -> LongerHalf | None:
+def _above_median(history: StageHistory, sign: float) -> LongCompletions | None:
     """What the completions above the median length have, of those with advantages of a sign.
 
-    Halves are of each step, sums over all steps. None where lengths do not differ.
+    Medians are of each step, sums over all steps. None where lengths do not differ.
     """
     sums = np.zeros((2, 2))
     for r in history.rollouts:
         chosen = (sign * r.advantage > 1e-9) & (r.written > 0) & (r.mass > 0)
         if not chosen.any():
             continue
-        long = chosen & (r.written > np.median(r.written[chosen]))
-        if not long.any():
-            continue  # they do not differ: neither half is the longer
+        middle = np.median(r.written[chosen])
+        long = chosen & (r.written > middle)
+        if not long.any():  # most have the largest length, such as that of the budget
+            long = chosen & (r.written == middle)
+        if np.array_equal(long, chosen):
+            continue  # they do not differ
         sums += [
             [values[part].sum() for values in (r.written, r.mass)]
             for part in (long, chosen & ~long)
@@ -220,7 +225,7 @@ def _longer_half(history: StageHistory, sign: float) -> LongerHalf | None:
     if not sums.all():
         return None
     tokens, mass = sums[0] / sums.sum(axis=0)
-    return LongerHalf(float(tokens), float(mass))
+    return LongCompletions(float(tokens), float(mass))
 
 
 def _lightness(rollouts: StepRollouts) -> float | None:
