@@ -207,7 +207,7 @@ def broken(policy: str) -> list[Case]:
             "colder-engine",
             "engine-mismatch",
             (),
-            _rl(start, minibatches=2, rollout={"engine": f"{PARTS}:colder"}),
+            _rl(start, rollout={"engine": f"{PARTS}:colder"}),
         ),
         (
             "refrain",

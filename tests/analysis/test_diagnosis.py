@@ -109,6 +109,21 @@ def _both_grow(step: int) -> list[RolloutRow]:
     ]
 
 
+def _wrong_spread(step: int, shared: bool = True, spread: int = 2) -> list[RolloutRow]:
+    """Right answers of 4 and 8 tokens, wrong ones of ever more, half of them `spread` times as
+    long; the weight of a completion is shared among its tokens, or each token has the same."""
+    rows = []
+    for g in range(8):
+        for i in range(4):
+            right, long = i % 2 == 0, i > 1
+            count = (8 if long else 4) if right else (4 + step // 4) * (spread if long else 1)
+            weight = 1 / (32 * count) if shared else 1 / 200
+            advantage = 0.5 if right else -1.5
+            tokens = tuple(range(10, 10 + count))
+            rows.append(completion(g, float(right), tokens, advantage=advantage, weight=weight))
+    return rows
+
+
 def _paid_by_length(step: int, paid: bool = True) -> list[RolloutRow]:
     """Lengths grow and spread within groups; the reward is length, or rises more than that."""
     rows = []
@@ -140,6 +155,16 @@ def _turns(step: int, same: bool = True) -> list[RolloutRow]:
     """Right answers after words of the environment, by one sequence of tokens or by many."""
     return [
         completion(g, float(i > 0), (5, 6 if same and i else 10 + g), context=3)
+        for g in range(10)
+        for i in range(4)
+    ]
+
+
+def _few_without(step: int, few: int = 1) -> list[RolloutRow]:
+    """Right answers after words of the environment, one of ten wrong, and `few` without that are
+    all right."""
+    return [
+        completion(g, float(i > 0 or g > 0), (5, 6), context=0 if i == 3 and g < few else 3)
         for g in range(10)
         for i in range(4)
     ]
@@ -230,6 +255,18 @@ TWINS = (
         near_rollouts=_both_grow,
     ),
     Twin(
+        "length-bias",
+        usual(),
+        rollouts=_wrong_spread,
+        near_rollouts=lambda step: _wrong_spread(step, shared=False),
+    ),
+    Twin(
+        "length-bias",
+        usual(),
+        rollouts=_wrong_spread,
+        near_rollouts=lambda step: _wrong_spread(step, spread=1),  # none is longer than another
+    ),
+    Twin(
         "length-reward",
         usual(),
         rollouts=_paid_by_length,
@@ -279,6 +316,12 @@ TWINS = (
         near_rollouts=lambda step: _turns(step, same=False),
     ),
     Twin(
+        "environment-words",
+        usual(),
+        rollouts=_few_without,  # three of 120
+        near_rollouts=lambda step: _few_without(step, few=8),  # 24 are enough to compare with
+    ),
+    Twin(
         "value-model",
         usual(**{"value/explained_variance": WOBBLE}),
         {"value/explained_variance": 0.2 + WOBBLE},
@@ -318,6 +361,45 @@ def test_condition_is_found_and_its_near_miss_is_not(twin: Twin, tmp_path: Path)
         twin.near_recipe or twin.recipe,
     )
     assert twin.condition not in ids(diagnose(near))
+
+
+def test_length_bias_states_the_weight_in_the_gradient_of_right_and_wrong_apart(
+    tmp_path: Path,
+) -> None:
+    def rows(step: int) -> list[RolloutRow]:
+        return _wrong_spread(step, spread=3)
+
+    (found,) = diagnose(written_run(tmp_path / "run", usual(), every(rows)))
+    # 3 of 4 tokens and half of the weight: 1/3 for each; of right ones 2 of 3 tokens: 1/2.
+    assert found.figures["weight_of_long_wrong"] == pytest.approx(1 / 3)
+    assert found.figures["weight_of_long_right"] == pytest.approx(1 / 2)
+    assert [line for line in found.evidence if line.startswith("wrong answers: ")] == [
+        "wrong answers: those above the median length have 75% of the tokens and 50% of the weight "
+        "in the gradient, 0.33 times that of the others for each token"
+    ]
+    # REINFORCE's term holds log π, so it is no weight: the rule without it says what it said.
+    by_log_prob = {"preset": "reinforce", "weights": {"kind": "sequence_mean"}}
+    recipe = {"algorithm": by_log_prob, "rollout": {"group_size": 4}}
+    (other,) = diagnose(written_run(tmp_path / "other", usual(), every(rows), recipe))
+    assert "weight_of_long_right" not in other.figures
+    assert "|advantage|/length" in other.evidence[1]
+
+
+def test_the_weight_of_completions_most_of_which_are_cut(tmp_path: Path) -> None:
+    """Three of four wrong answers have the largest length: none is above the median."""
+
+    def rows(step: int) -> list[RolloutRow]:
+        wrong = [
+            completion(g, 0.0, tuple(range(10, 10 + count)), advantage=-1.0, weight=1 / count)
+            for g in range(8)
+            for count in [4 + step // 4] + 3 * [2 * (4 + step // 4)]
+        ]
+        right = [completion(g, 1.0, (1, 2, 3), advantage=1.0, weight=1 / 3) for g in range(8)]
+        return wrong + right  # fmt: skip
+
+    (found,) = diagnose(written_run(tmp_path / "run", usual(), every(rows)))
+    assert found.figures["weight_of_long_wrong"] == pytest.approx(1 / 2)
+    assert "weight_of_long_right" not in found.figures  # these are all of one length
 
 
 def test_a_run_that_learns_has_no_diagnosis(tmp_path: Path) -> None:
@@ -377,6 +459,33 @@ def test_an_evaluation_below_the_one_before_the_stage_is_a_fall(tmp_path: Path) 
     assert found[0].first_step == 0
     overlapping = {**before, "low": 0.15}
     assert diagnose(written_run(tmp_path / "noise", columns, before=overlapping)) == ()
+
+
+def test_a_reward_that_recovers_from_a_collapse_is_not_over_optimised(tmp_path: Path) -> None:
+    """The evaluation is below that before the stage, and the reward rises, but from 0."""
+    columns = usual(
+        reward=np.r_[0.6, ramp(0.02, 0.4)[1:]],
+        **{
+            name: [None] * (STEPS - 1) + [value]
+            for name, value in (("eval/pass@1", 0.4), ("eval/pass@1/low", 0.35),
+                                ("eval/pass@1/high", 0.45))
+        },
+    )  # fmt: skip
+    before = {"mean": 0.6, "low": 0.55, "high": 0.65, "n": 100, "measure": "pass@1"}
+    found = ids(diagnose(written_run(tmp_path / "recovers", columns, before=before)))
+    assert "gold-falls" not in found
+    columns["reward"][0] = 0.3  # then it is higher than when the score was best
+    found = ids(diagnose(written_run(tmp_path / "games", columns, before=before)))
+    assert "gold-falls" in found
+
+
+@pytest.mark.parametrize(("last", "fell"), [(0.05, True), (0.4, False)])
+def test_a_reward_that_falls_at_once_is_found_in_five_steps(
+    tmp_path: Path, last: float, fell: bool
+) -> None:
+    columns = {"reward": np.array([0.6, 0.5, last, last + 0.02, last])}
+    found = ids(diagnose(written_run(tmp_path / "run", columns)))
+    assert found == (["learning-rate-high"] if fell else [])
 
 
 def test_a_suggested_value_is_computed_from_the_recipe(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,10 @@ import keel
 from keel.analysis.diagnosis import monitor
 from keel.analysis.diagnosis.monitor import DiagnosisMonitor
 from keel.analysis.progress import Bar, Lines
-from keel.cli.train import show
+from keel.cli.main import main
+from keel.cli.train import carry, show
 from keel.runs.callbacks import RunState
+from keel.runs.layout import RunFolder
 from keel.runs.reader import Run, load
 
 STEPS = 36
@@ -147,3 +152,23 @@ def test_train_ends_with_what_was_found(tmp_path: Path, capsys: pytest.CaptureFi
     short = train(tmp_path / "short", steps=3, checkpoints={"every": 3})
     show(Console(file=sys.stdout, width=300), short.folder)
     assert "no problems found" in capsys.readouterr().out
+
+
+def test_train_prints_the_diagnoses_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = train(tmp_path / "run").folder
+
+    def ended(callbacks: Sequence[object]) -> RunFolder:
+        return folder
+
+    asked = argparse.Namespace(json=True, quiet=True)
+    assert carry(asked, "train", ended, show) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert main(["diagnose", str(folder.path), "--json"]) == 0
+    assert printed["diagnoses"] == json.loads(capsys.readouterr().out)
+    assert [one["condition"] for one in printed["diagnoses"]] == ["saturated-reward"]
+
+    folder.rollouts(0, STEPS).write_bytes(b"damaged")
+    assert carry(asked, "train", ended, show) == 0
+    assert json.loads(capsys.readouterr().out)["diagnoses"] is None

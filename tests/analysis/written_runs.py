@@ -45,18 +45,24 @@ def completion(
     reward: float,
     tokens: Sequence[int] = (5, 6, 7, 8),
     context: int = 0,
+    weight: float | None = None,
     **changes: Any,
 ) -> RolloutRow:
-    """A completion of given tokens of the policy, then `context` tokens of the environment."""
+    """A completion of given tokens of the policy, then `context` tokens of the environment.
+
+    With the `weight` of a token in the loss, its term of the surrogate is recorded.
+    """
     count = len(tokens) + context
     written = np.arange(count) < len(tokens)
+    advantage = np.where(written, np.float32(changes.pop("advantage", 0.0)), 0)
+    term = {} if weight is None else {"loss/policy": np.float32(-weight) * advantage}
     values: dict[str, Any] = {
         "group": group,
         "prompt_id": f"addition/train/{group}",
         "tokens": np.array([*tokens, *[9] * context]),
         "log_probs": np.zeros(count, np.float32),
         "pieces": (),
-        "values": {"advantages": np.where(written, np.float32(changes.pop("advantage", 0.0)), 0)},
+        "values": {"advantages": advantage, **term},
         "written": written,
         "reward": reward,
         "components": {"task": reward},

@@ -16,6 +16,9 @@ from tests.training.small import info, metrics, run, small
 
 BF16 = ("rollout.dtype=bfloat16", "algorithm.correction.kind=truncate")
 GAP = "sampling/sampling_logp_difference"
+DENSE = "rewards.functions=[{function='place_match'}]"
+COLDER = "studies.zoo_parts:colder"
+"""An engine that samples at another temperature than it is asked for."""
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,31 @@ def test_bfloat16_rollouts_with_float32_evaluation(
     assert 1e-5 < gaps[1] < 1e-2
     files = [*load(rounded.path).checkpoints()[-1].path.rglob("*.safetensors")]
     assert {t.dtype for file in files for t in load_file(file).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "scored",
+    [("algorithm.divergence=none", "reference.measured=true"), ("minibatches=2",)],
+    ids=["one-update", "engine"],
+)
+def test_the_first_update_measures_the_difference_where_nothing_else_does(
+    scored: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The same figures as where the trainer scores the policy before the update: with one update a
+    batch, and where the engine's log-probabilities stand in for it, of the first mini-batch."""
+    common = (f"rollout.engine={COLDER}", "steps=1", "evaluation.prompts=0", DENSE)
+    one_update = scored[-1] == "reference.measured=true"
+    plain = scored[:1] if one_update else ("rollout.old_log_probs=engine", *scored)
+    first = metrics(run(tmp_path / "first", *plain, *common))[0]
+    separate = metrics(run(tmp_path / "separate", *scored, *common))[0]
+    assert 0.05 < separate[f"{GAP}/mean"] < separate[f"{GAP}/max"]
+    for name in ("mean", "max"):
+        # Of one mini-batch, the figures are those of half of the tokens.
+        near = 1e-5 if one_update else 0.5
+        assert first[f"{GAP}/{name}"] == pytest.approx(separate[f"{GAP}/{name}"], rel=near)
+    if one_update:
+        assert set(separate) - set(first) == {"kl", "kl/reference", "kl/sequence"}
+        assert first["loss"] == pytest.approx(separate["loss"], abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,8 @@ SAMPLING = Section(
     (
         Metric(
             "sampling/sampling_logp_difference/mean",
-            "Mean over tokens of |log π_trainer − log π_engine| under the weights sampled from.",
+            "Mean over tokens of |log π_trainer − log π_engine| before the update; with "
+            'rollout.old_log_probs = "engine" over those of the first mini-batch.',
             "nats",
             "Under 1e-5 with the native engine in float32; about 1e-2 with bfloat16 engines. More: "
             "engine and trainer disagree about the model.",

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from keel.analysis.diagnosis.table import diagnose
+from keel.analysis.diagnosis.values import Diagnosis
 from keel.analysis.progress import figure, watching
 from keel.analysis.terminal import curve
 from keel.analysis.text import visible
@@ -67,6 +68,8 @@ def carry(
         elif arguments.json:
             run = load(folder.path)
             about = {"run": str(folder.path), "seconds": round(run.seconds(), 3), **run.info()}
+            found, why = _diagnosed(run)
+            about["diagnoses"] = None if why else [one.as_dict() for one in found]
             print(json.dumps(about, ensure_ascii=False))
         else:
             show(console, folder)
@@ -107,11 +110,10 @@ def show(console: Console, folder: RunFolder) -> None:
 
 
 def _diagnoses(console: Console, run: Run) -> None:
-    """What went wrong; the run is over and good whatever this finds."""
-    try:
-        found = diagnose(run)
-    except KeelError as error:
-        console.print(f"\nno diagnosis: {error}", highlight=False, markup=False, soft_wrap=True)
+    """What went wrong, as text."""
+    found, why = _diagnosed(run)
+    if why:
+        console.print(f"\nno diagnosis: {why}", highlight=False, markup=False, soft_wrap=True)
         return
     console.print("\ndiagnosis" if found else f"\ndiagnosis   {NOTHING}", highlight=False)
     for one in found:
@@ -121,6 +123,14 @@ def _diagnoses(console: Console, run: Run) -> None:
             console.print(f"  {visible(line)}", highlight=False, markup=False, soft_wrap=True)
     if found:
         console.print(f"  more: keel diagnose {run.folder.path}", soft_wrap=True)
+
+
+def _diagnosed(run: Run) -> tuple[Sequence[Diagnosis], str]:
+    """The diagnoses, and why there are none: the run is over and good whatever this finds."""
+    try:
+        return diagnose(run), ""
+    except KeelError as error:
+        return (), str(error)
 
 
 def _recipe(arguments: argparse.Namespace) -> Any:

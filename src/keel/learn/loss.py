@@ -63,9 +63,10 @@ def _count(actions: Actions) -> int:
 class Loss:
     """A micro-batch's share of the loss, and its share of each metric; both add up.
 
-    `tokens` are values (N,) of the micro-batch's actions: `ratios`, `divergences` and `entropies`,
-    and the terms of the loss, `loss/policy`, `loss/divergence`, `loss/value` and `loss/entropy`,
-    whose sum is `total`. What the algorithm does not have is not among them.
+    `tokens` are values (N,) of the micro-batch's actions: `log_probs` (ℓ_n), `ratios`,
+    `divergences` and `entropies`, and the terms of the loss, `loss/policy`, `loss/divergence`,
+    `loss/value` and `loss/entropy`, whose sum is `total`. What the algorithm does not have is not
+    among them.
     """
 
     total: Float[Tensor, ""]
@@ -118,6 +119,7 @@ def loss(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores, beta: flo
         first = {"loss/policy": sums["policy"].detach()}
         metrics = {**first, **metrics, "loss": total.detach(), **watched}
         tokens = {f"loss/{name}": scale * term_N for name, (scale, term_N) in terms.items()}
+        tokens["log_probs"] = log_prob_N.detach()
         if algorithm.ratio != "none":
             tokens["ratios"] = ratios.exponential(log_ratio_N)
         if divergence_N is not None:

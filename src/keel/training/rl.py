@@ -266,6 +266,7 @@ def update_models(
     kept = estimates.select(batch.action_index(keep))
     watched = {
         **_before_update(batch.select(keep), kept),
+        **_engine_difference(loop.loss, batch.select(keep), taken),
         **metrics,
         "learning_rate": rates[0] or 0.0,
         **({} if loop.learner.value_optimizer is None else {"value/learning_rate": rates[1]}),
@@ -403,15 +404,36 @@ def _before_update(batch: Batch, estimates: Estimates) -> dict[str, float]:
         k1_N = divergences.k1(old_N, reference_N)
         metrics["kl/reference"] = metrics["kl"] = float(k1_N.mean())
         metrics["kl/sequence"] = float(k1_N.sum()) / batch.sequences
-    if old_N is not None:
-        gap_N = (old_N - batch.engine_log_prob_N.to(old_N)).abs()
-        metrics["sampling/sampling_logp_difference/mean"] = float(gap_N.mean())
-        metrics["sampling/sampling_logp_difference/max"] = float(gap_N.max())
     value_N, return_N = batch.value_N, estimates.return_N
     if value_N is not None and return_N is not None:
         metrics["value/mean"] = float(value_N.mean())
         metrics["value/explained_variance"] = explained_variance(value_N, return_N)
     return metrics
+
+
+@torch.no_grad()
+def _engine_difference(
+    config: LossConfig, batch: Batch, taken: Sequence[tuple[Minibatch, Losses]]
+) -> dict[str, float]:
+    """How far the log-probabilities of the trainer are from the engine's, before the update.
+
+    Where the trainer did not score the policy before the update, the first update that was taken
+    did: until then the weights are those before it. Its tokens are then all of the batch, or those
+    of its mini-batch where the engine's log-probabilities stand in for the trainer's.
+    """
+    if config.score_old:
+        trainer_N, engine_N = batch.old_log_prob_N, batch.engine_log_prob_N
+        assert trainer_N is not None
+    elif taken:
+        part, losses = taken[0]
+        trainer_N, engine_N = losses.tokens["log_probs"], part.batch.actions.engine_log_prob_N
+    else:
+        return {}
+    gap_N = (trainer_N - engine_N.to(trainer_N)).abs()
+    return {
+        "sampling/sampling_logp_difference/mean": float(gap_N.mean()),
+        "sampling/sampling_logp_difference/max": float(gap_N.max()),
+    }
 
 
 def _divergence_now(loop: Loop, parts: Sequence[Batch]) -> float:
@@ -443,6 +465,8 @@ def _token_values(batch: Batch, updated: UpdateResult) -> dict[str, Tensor]:
         index_K = batch.action_index(part.places)
         times_N[index_K] += 1
         for name, value_K in tokens.items():
+            if name == "log_probs":  # the record has those that were sampled with
+                continue
             sums.setdefault(name, torch.zeros(count, device=device))[index_K] += value_K
     updates = len(updated.tokens)
     means = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from keel.analysis.diagnosis.history import StageHistory
@@ -11,8 +13,33 @@ from keel.analysis.diagnosis.values import RolloutSample, Symptom
 
 GROWTH = 1.5
 CUT = 0.2
+LIGHT = 0.8
+"""Weight of a token of a long completion, of that of a short one, from which it counts as less."""
+SIGNS = {"wrong": -1.0, "right": 1.0}
+"""Signs of the advantages of wrong and right completions."""
 ROLLOUTS = 8
 """Fewest steps with rollouts from which a trend of them is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongCompletions:
+    """The shares of tokens and of weight in the gradient that completions above the median length
+    have."""
+
+    tokens: float
+    mass: float
+
+    @property
+    def weight(self) -> float:
+        """The weight of one of their tokens, in that of one of the others."""
+        return self.mass / self.tokens * (1 - self.tokens) / (1 - self.mass)
+
+    def __str__(self) -> str:
+        return (
+            f"those above the median length have {self.tokens:.0%} of the tokens and "
+            f"{self.mass:.0%} of the weight in the gradient, {self.weight:.2f} times that of the "
+            "others for each token"
+        )
 
 
 def length_explosion(history: StageHistory) -> Symptom | None:
@@ -55,7 +82,10 @@ def length_bias(history: StageHistory) -> Symptom | None:
     less than one of a short wrong answer [2503.20783]. In at least 8 steps with rollouts, the mean
     length of completions with a negative advantage rises (p < 0.05) by 25 % and 2 tokens at least,
     that of completions with a positive one by less than a third as much; the difference of the two
-    rises too (p < 0.05), and in the end wrong ones are longer."""
+    rises too (p < 0.05), and in the end wrong ones are longer. Where the terms of the loss were
+    recorded, a token of a wrong completion above their median length of a step must also have at
+    most 0.8 times the weight |w_n s(ρ_n, A_n)| of one of the others (over all these steps): lengths
+    that do not differ within a step change no weight."""
     if history.setting("algorithm.weights.kind") != "sequence_mean":
         return None
     found = [(r.step, *_sides(r)) for r in history.rollouts]
@@ -73,14 +103,24 @@ def length_bias(history: StageHistory) -> Symptom | None:
         f"wrong answers grew from {bad.first:.3g} to {bad.last:.3g} tokens (p = {bad.p:.1g}), "
         f"right ones went from {good.first:.3g} to {good.last:.3g}",
     ]
-    light = _lightness(history.rollouts[-1])
     figures = {"wrong_first": bad.first, "wrong_last": bad.last, "right_last": good.last}
-    if light is not None:
-        figures["weight_of_long_wrong"] = light
-        evidence.append(
-            f"in step {history.rollouts[-1].step} a token of the longest quarter of wrong answers "
-            f"has {light:.2f} times the weight |advantage|/length of one of the shortest quarter"
-        )
+    if _weighed(history):
+        parts = {name: _above_median(history, sign) for name, sign in SIGNS.items()}
+        if parts["wrong"] is None or parts["wrong"].weight > LIGHT:
+            return None
+        for name, part in parts.items():
+            if part is not None:
+                evidence.append(f"{name} answers: {part}")
+                figures[f"weight_of_long_{name}"] = part.weight
+    else:
+        light = _lightness(history.rollouts[-1])
+        if light is not None:
+            figures["weight_of_long_wrong"] = light
+            evidence.append(
+                f"in step {history.rollouts[-1].step} a token of the longest quarter of wrong "
+                f"answers has {light:.2f} times the weight |advantage|/length of one of the "
+                "shortest quarter"
+            )
     return Symptom(int(at[0]), int(at[-1]), tuple(evidence), figures, _longest(history, wrong=True))
 
 
@@ -153,6 +193,39 @@ def _sides(rollouts: StepRollouts) -> tuple[float, float]:
     if wrong.sum() < 4 or right.sum() < 4:
         return float("nan"), float("nan")
     return float(rollouts.written[wrong].mean()), float(rollouts.written[right].mean())
+
+
+def _weighed(history: StageHistory) -> bool:
+    """Whether the term of the surrogate is the weight of its tokens in the gradient: not where it
+    holds log π, and not in rollouts of earlier versions."""
+    by_log_prob = history.setting("algorithm.surrogate.kind") in ("log_prob", "cispo")
+    return not by_log_prob and any(np.isfinite(r.mass).any() for r in history.rollouts)
+
+
+def _above_median(history: StageHistory, sign: float) -> LongCompletions | None:
+    """What the completions above the median length have, of those with advantages of a sign.
+
+    Medians are of each step, sums over all steps. None where lengths do not differ.
+    """
+    sums = np.zeros((2, 2))
+    for r in history.rollouts:
+        chosen = (sign * r.advantage > 1e-9) & (r.written > 0) & (r.mass > 0)
+        if not chosen.any():
+            continue
+        middle = np.median(r.written[chosen])
+        long = chosen & (r.written > middle)
+        if not long.any():  # most have the largest length, such as that of the budget
+            long = chosen & (r.written == middle)
+        if np.array_equal(long, chosen):
+            continue  # they do not differ
+        sums += [
+            [values[part].sum() for values in (r.written, r.mass)]
+            for part in (long, chosen & ~long)
+        ]
+    if not sums.all():
+        return None
+    tokens, mass = sums[0] / sums.sum(axis=0)
+    return LongCompletions(float(tokens), float(mass))
 
 
 def _lightness(rollouts: StepRollouts) -> float | None:

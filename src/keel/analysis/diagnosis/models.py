@@ -52,9 +52,7 @@ def engine_mismatch(history: StageHistory) -> Symptom | None:
     absolute difference (median of five steps) is at the end above 1e-3 nats for an engine in the
     model's float32, or 0.05 where model or engine is in bfloat16, or works under autocast. Float32
     gives under 1e-5 and bfloat16 about 1e-2, so either limit is five times or more what rounding
-    explains. The difference is
-    logged where the trainer scores the old policy: with several updates per batch, or a
-    reference."""
+    explains."""
     steps, mean = history.column(MEAN)
     coarse = "bfloat16" in (history.setting("rollout.dtype"), history.model.get("dtype"))
     limit = 0.05 if coarse or history.model.get("device") == "cuda" else 1e-3

@@ -22,7 +22,8 @@ time, or may mislead). The exit code is 0 either way.
 `keel train` and `keel.train` look for the same problems while the run goes on: each is shown once,
 in a line that begins with `WARNING`, and recorded as an event `diagnosis` in `events.jsonl`. A
 condition must be found by two checks in a row, five steps apart or a fiftieth of the steps so far.
-The run itself is not changed by it. At its end `keel train` prints what it was diagnosed with.
+The run itself is not changed by it. At its end `keel train` prints what it was diagnosed with, and
+with `--json` the same objects as `keel diagnose --json`, as `diagnoses`.
 
 The rules use medians of five steps or more and tests by rank, since metrics are noisy; a run that
 is too short for a rule is not diagnosed by it. Rewards of single completions, lengths and texts are

@@ -187,7 +187,7 @@ def _fall(history: StageHistory) -> Symptom | None:
     """A reward that was higher."""
     steps, reward = history.column("reward")
     medians = rolling_medians(reward)
-    if len(medians) <= WINDOW:
+    if not len(medians):
         return None
     start, best, now = float(np.median(reward[:2])), int(np.argmax(medians)), float(medians[-1])
     peak = max(float(medians[best]), start)

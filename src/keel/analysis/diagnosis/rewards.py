@@ -20,10 +20,11 @@ JUDGES = ("exact_match", "numeric_match", "place_match", "math", "code", "task")
 
 def gold_falls(history: StageHistory) -> Symptom | None:
     """The reward rises and a score that is not trained on falls (over-optimisation [2210.10760]).
-    The reward's trend is up (p < 0.01) over 20 steps or more, and one of two holds: the newest
-    evaluation is below the best one before it by more than their 95 % intervals allow (the high end
-    under the low end); or a reward of weight 0 is in the last fifth of the run lower than in its
-    best five steps (Mann-Whitney p < 0.01), by 15 %."""
+    The reward's trend is up (p < 0.01) over 20 steps or more, to no less than it was when the score
+    was best (medians of five steps): a policy that recovers from a collapse games nothing. And one
+    of two holds: the newest evaluation is below the best one before it by more than their 95 %
+    intervals allow (the high end under the low end); or a reward of weight 0 is in the last fifth
+    of the run lower than in its best five steps (Mann-Whitney p < 0.01), by 15 %."""
     steps, reward = history.column("reward")
     if len(steps) < 20:
         return None
@@ -34,6 +35,10 @@ def gold_falls(history: StageHistory) -> Symptom | None:
     if said is None:
         return None
     first, line, figures = said
+    # Before the stage, the score is of the policy that sampled the first step.
+    until = max(1, int(np.searchsorted(steps, first, side="right")))
+    if np.median(reward[-WINDOW:]) < np.median(reward[:until][-WINDOW:]):
+        return None
     evidence = (f"the reward rose from {course.first:.3g} to {course.last:.3g}", line)
     figures = {"reward_first": course.first, "reward_last": course.last, **figures}
     return Symptom(first, int(steps[-1]), evidence, figures, _best_rewarded(history))

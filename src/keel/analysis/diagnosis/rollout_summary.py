@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keel.runs.layout import RunFolder
-from keel.runs.rollouts import COMPONENT, read_table
+from keel.runs.rollouts import COMPONENT, TERMS, read_table
 
 Array = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -26,7 +26,8 @@ MARKERS = re.compile(r"<[^<>]*>|\\boxed|[^\w\s]+")
 """What frames an answer: tags, `\\boxed`, `####` and other signs that are no letters or digits."""
 SHORTEST = 3 * NGRAM
 """Tokens below which a completion is too short for a share of repeated 4-grams."""
-_WANTED = ("group", "completion", "tokens", "written", "advantages", "finish", "reward")
+_POLICY = TERMS[0]
+_WANTED = ("group", "completion", "tokens", "written", "advantages", _POLICY, "finish", "reward")
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +36,8 @@ class StepRollouts:
 
     `written` counts the tokens of the policy, `context` those of the environment. `repetition` is
     the share of 4-grams of tokens that occurred before in the same completion (NaN for short ones),
-    `advantage` that of its first token, and `bare` whether the completion holds markers and nothing
+    `advantage` that of its first token, `mass` the sum of |w_n s(ρ_n, A_n)| over its tokens, where
+    the terms of the loss were recorded, and `bare` whether the completion holds markers and nothing
     else. `sketch` has a row of min-hashes of the set of tokens that the policy wrote, where the
     environment wrote some too: the share of equal entries of two rows estimates the sets' Jaccard
     similarity (Broder 1997).
@@ -49,6 +51,7 @@ class StepRollouts:
     truncated: Bools
     repetition: Array
     advantage: Array
+    mass: Array
     sketch: npt.NDArray[np.uint64]
     bare: Bools
     components: Mapping[str, Array]
@@ -100,6 +103,7 @@ def summarise(step: int, rows: Sequence[Mapping[str, Any]]) -> StepRollouts:
             [_first(row.get("advantages"), mask) for row, mask in zip(rows, own, strict=True)],
             dtype=np.float64,
         ),
+        mass=_numbers([_mass(row.get(_POLICY)) for row in rows]),
         sketch=np.array(
             [
                 _sketch(one) if len(one) < len(mask) else np.zeros(HASHES, np.uint64)
@@ -124,6 +128,10 @@ def _first(advantages: Sequence[float] | None, own: Bools) -> float:
     if advantages is None or not own.any():
         return float("nan")
     return float(advantages[int(np.argmax(own))])
+
+
+def _mass(terms: Sequence[float] | None) -> float | None:
+    return None if terms is None else float(np.abs(terms).sum())
 
 
 def _repeated(tokens: npt.NDArray[Any]) -> float:

@@ -11,6 +11,8 @@ from keel.analysis.diagnosis.values import RolloutSample, Symptom
 
 ROLLOUTS = 6
 MOST_COMPARED = 200
+ENOUGH = 20
+"""Completions with words of the environment, or without, of which a mean is taken."""
 
 
 def repetition(history: StageHistory) -> Symptom | None:
@@ -42,10 +44,10 @@ def repetition(history: StageHistory) -> Symptom | None:
 def environment_words(history: StageHistory) -> Symptom | None:
     """The reward is paid for the environment's words. In the last three steps with rollouts, at
     least half of the completions that hold tokens of the environment are rewarded above the middle
-    of the range (20 or more, to 5 groups or more) and no less than those without, yet what the
-    policy wrote in them does not depend on the prompt: the mean Jaccard similarity of its sets of
-    tokens is within groups at most 0.05 above that between groups. A policy that uses what it reads
-    writes the same for one prompt and something else for another."""
+    of the range (20 or more, to 5 groups or more) and no less than those without, if there are 20
+    of these, yet what the policy wrote in them does not depend on the prompt: the mean Jaccard
+    similarity of its sets of tokens is within groups at most 0.05 above that between groups. A
+    policy that uses what it reads writes the same for one prompt and something else for another."""
     newest = list(history.rollouts[-3:])
     bounds = history.reward_range()
     if not newest or bounds is None or bounds[1] == bounds[0]:
@@ -55,10 +57,11 @@ def environment_words(history: StageHistory) -> Symptom | None:
     group = np.concatenate([r.group + 10**6 * at for at, r in enumerate(newest)])
     paid = context & (reward > (bounds[0] + bounds[1]) / 2)
     groups = len(np.unique(group[paid]))
-    if paid.sum() < max(20, context.sum() / 2) or groups < 5:
+    if paid.sum() < max(ENOUGH, context.sum() / 2) or groups < 5:
         return None
     mean, others = float(np.nanmean(reward[context])), reward[~context & np.isfinite(reward)]
-    if len(others) and mean < others.mean():
+    compared = len(others) >= ENOUGH  # a single one says nothing, however it is rewarded
+    if compared and mean < others.mean():
         return None
     sketch = np.concatenate([r.sketch for r in newest])[paid][:MOST_COMPARED]
     same = group[paid][:MOST_COMPARED, None] == group[paid][:MOST_COMPARED]
@@ -71,7 +74,7 @@ def environment_words(history: StageHistory) -> Symptom | None:
         return None
     evidence = (
         f"{int(paid.sum())} of {int(context.sum())} completions with words of the environment are "
-        f"rewarded (mean {mean:.3g})" + (f", others {others.mean():.3g}" if len(others) else ""),
+        f"rewarded (mean {mean:.3g})" + (f", others {others.mean():.3g}" if compared else ""),
         f"what the policy wrote in them is as similar between {groups} prompts ({between:.2f}) as "
         f"for one prompt ({within:.2f})",
     )
