@@ -12,25 +12,25 @@ from pathlib import Path
 import pytest
 
 from keel.runs.reader import load
-from keel.workflows.processes import Children, Ended
+from keel.workflows.processes import Children, CommandEnd
 
 pytestmark = pytest.mark.slow
 
 
-def in_thread(children: Children, *words: str) -> Callable[[], Ended]:
+def in_thread(children: Children, *words: str) -> Callable[[], CommandEnd]:
     """Start a command; the result waits for its end."""
-    found: list[Ended] = []
+    found: list[CommandEnd] = []
     thread = threading.Thread(target=lambda: found.append(children.run(words)))
     thread.start()
 
-    def wait() -> Ended:
+    def wait() -> CommandEnd:
         thread.join(120)
         return found[0]
 
     return wait
 
 
-def a_long_run(children: Children, folder: Path) -> Callable[[], Ended]:
+def a_long_run(children: Children, folder: Path) -> Callable[[], CommandEnd]:
     """A run that has taken its first step."""
     words = ("tiny", "steps=100000", "evaluation.every=100000", "--quiet", "--run", str(folder))
     wait = in_thread(children, "train", *words)
@@ -56,7 +56,7 @@ def test_a_command_that_is_killed_is_reported_with_its_signal(tmp_path: Path) ->
     (process,) = children._running
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    assert wait() == Ended(-signal.SIGKILL, "", 0)
+    assert wait() == CommandEnd(-signal.SIGKILL, "", 0)
 
 
 def test_stopped_children_leave_a_checkpoint_and_no_other_starts(tmp_path: Path) -> None:
@@ -65,4 +65,4 @@ def test_stopped_children_leave_a_checkpoint_and_no_other_starts(tmp_path: Path)
     children.stop()
     assert wait().code != 0
     assert load(tmp_path / "run").checkpoints()
-    assert children.run(["recipes"]) == Ended(-signal.SIGTERM, "stopped")
+    assert children.run(["recipes"]) == CommandEnd(-signal.SIGTERM, "stopped")

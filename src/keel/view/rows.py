@@ -81,7 +81,7 @@ def columns_of(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one reward says of a completion: its score, and what it recorded beside it."""
+    """What one reward says of a completion: its score, and what it recorded with it."""
 
     name: str
     score: float | None

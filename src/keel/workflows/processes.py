@@ -23,7 +23,7 @@ PRELOADED = ["keel.training.run", "keel.training.export", "keel.models.loading"]
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CommandEnd:
     """How a command ended: its exit status (negative: the signal that killed it), the last line of
     its errors, and its peak memory in bytes (0 where it was killed)."""
 
@@ -42,13 +42,13 @@ class Children:
         self._running: set[ForkServerProcess] = set()
         self._lock = threading.Lock()
 
-    def run(self, arguments: Sequence[str]) -> Ended:
+    def run(self, arguments: Sequence[str]) -> CommandEnd:
         """Run a command of Keel, as `python -m keel` does, and wait for its end."""
         ours, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(target=keel, args=(list(arguments), theirs))
         with self._lock, theirs:
             if self.stopped.is_set():
-                return Ended(-signal.SIGTERM, "stopped")
+                return CommandEnd(-signal.SIGTERM, "stopped")
             process.start()
             self._running.add(process)
         with ours:
@@ -59,7 +59,7 @@ class Children:
         process.join()
         with self._lock:
             self._running.discard(process)
-        return Ended(process.exitcode or 0, line, peak)
+        return CommandEnd(process.exitcode or 0, line, peak)
 
     def stop(self) -> None:
         """Ask all to stop, which makes them write a checkpoint."""
