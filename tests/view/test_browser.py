@@ -30,7 +30,7 @@ pytestmark = [
         reason="there is no Chromium (apt install chromium, or set CHROMIUM)",
     ),
 ]
-WAIT = 20_000
+WAIT = 60_000
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ def options(
             kind = ("solid", "dashed", "dotted")[at % 3] if several else "solid"
             series += _line(one, label, colour, kind, band=not several)
             right = right or one.line.right
-    axes = [_axis(panel.unit)]
+    axes = [_axis(panel.unit, right=False)]
     if right:
-        axes.append({**_axis(panel.right_unit), "splitLine": {"show": False}})
+        axes.append({**_axis(panel.right_unit, right=True), "splitLine": {"show": False}})
     names = [one["name"] for one in series if not one.get("stack")]
     return {
         "animation": False,
@@ -112,12 +112,14 @@ def _line(one: Series, label: str, colour: str, kind: str, *, band: bool) -> lis
     ]
 
 
-def _axis(unit: str) -> dict[str, Any]:
+def _axis(unit: str, right: bool) -> dict[str, Any]:
+    # From the outer edge inwards: centred on the axis, a long unit is cut by the edge of the panel.
+    align = {"align": "right" if right else "left", "padding": [0, -34, 0, -34]}
     return {
         "type": "value",
         "scale": True,
         "name": unit,
-        "nameTextStyle": {"color": GREY},
+        "nameTextStyle": {"color": GREY, **align},
         "axisLabel": {"color": GREY, ":formatter": _SMALL},
         "splitLine": {"lineStyle": {"color": GREY, "opacity": 0.2}},
     }

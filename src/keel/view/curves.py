@@ -143,7 +143,7 @@ def _dark(address: Address) -> bool:
 def _curves(
     address: Address, runs: Sequence[OpenRun], stage: str, panel: Panel
 ) -> list[tuple[str, Sequence[Series]]]:
-    """The series of each run; with several, of the panel's first line that all of them have."""
+    """The series of each run; with several, of one line: the panel's first that all have, or any."""
     points = 600 if len(runs) < 4 else 200
     made = []
     for run in runs:
@@ -151,10 +151,11 @@ def _curves(
         series = series_of(panel, columns, window=_window(address), points=points)
         made.append((run.name, series))
     if len(runs) > 1:
-        shared = [one.line for one in made[0][1]]
-        for _, series in made[1:]:
-            shared = [line for line in shared if line in [one.line for one in series]]
-        made = [(name, [s for s in series if s.line in shared[:1]]) for name, series in made]
+        of_runs = [[one.line for one in series] for _, series in made]
+        some = [line for line in panel.lines if any(line in lines for lines in of_runs)]
+        common = [line for line in some if all(line in lines for lines in of_runs)]
+        chosen = (common or some)[:1]
+        made = [(name, [s for s in series if s.line in chosen]) for name, series in made]
     if len(runs) == 1 or address.overlay != "algorithms":
         return [(f"{run.algorithm} seed {run.seed}" if len(runs) > 1 else run.name, series)
                 for run, (_, series) in zip(runs, made, strict=True)]  # fmt: skip
@@ -172,7 +173,8 @@ def _mean(several: Sequence[Series]) -> Series:
     steps = longest.steps[(longest.steps >= start) & (longest.steps <= end)]
     values = np.mean([np.interp(steps, one.steps, one.values) for one in several], axis=0)
     first = several[0]
-    return Series(first.line, f"{first.label}, mean of {len(several)}", steps, values)
+    label = f"{first.label}, mean of {len(several)}" if len(several) > 1 else first.label
+    return Series(first.line, label, steps, values)
 
 
 def pictures(run: OpenRun, stage: str) -> None:
