@@ -143,7 +143,7 @@ def _dark(address: Address) -> bool:
 def _curves(
     address: Address, runs: Sequence[OpenRun], stage: str, panel: Panel
 ) -> list[tuple[str, Sequence[Series]]]:
-    """The series of each run; with several, of one line: the panel's first that all have, or any."""
+    """The series of each run; with several, of one line: the first that all have, or any."""
     points = 600 if len(runs) < 4 else 200
     made = []
     for run in runs:
