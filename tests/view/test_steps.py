@@ -95,6 +95,15 @@ def test_words_of_a_reward_go_with_its_score() -> None:
     ]
 
 
+def test_words_go_to_the_reward_with_the_longest_name() -> None:
+    said = {"extra/judge_reason": "short", "extra/judge_strict_reason": "long"}
+    found = verdicts({"reward/judge": 0.5, "reward/judge_strict": 0.25, **said})
+    assert [(one.name, one.words) for one in found] == [
+        ("judge", (("reason", "short"),)),
+        ("judge_strict", (("reason", "long"),)),
+    ]
+
+
 def test_state_is_that_of_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written(tmp_path / "run")
     opened = Library([folder.path]).get("run")

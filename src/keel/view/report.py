@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files as resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,14 +149,20 @@ def _group(rows: StepRows, members: Sequence[int]) -> dict[str, Any]:
     }
 
 
+def _short(name: str, line: Mapping[str, Any]) -> str:
+    """A component without its prefix, unless a column has that name."""
+    short = name.removeprefix(COMPONENT)
+    return name if short != name and short in line else short
+
+
 def _completion(row: Row) -> dict[str, Any]:
     measure = next(iter(measures_of(row)), None)
     line = summary(row)
     line.pop("completion")
-    said = [one for one in verdicts(row) if one.name not in line]  # "extracted" is in it
+    said = [one for one in verdicts(row) if one.name != "extracted"]  # it is in the line
     return {
         "line": {
-            name.removeprefix(COMPONENT): value if isinstance(value, str | int) else number(value)
+            _short(name, line): value if isinstance(value, str | int) else number(value)
             for name, value in line.items()
         },
         "tokens": Markup(token_html(row, measure, limit=TOKENS)),

@@ -91,18 +91,24 @@ class Verdict:
 def verdicts(row: Row) -> list[Verdict]:
     """Each component of the reward with its words, as a judge's `judge_reason`; then the rest.
 
-    An extra belongs to the component whose name it begins with. Empty texts are left out.
+    An extra belongs to the component with the longest name that it begins with. Empty texts are
+    left out.
     """
     extras = {
         name.removeprefix(EXTRA): str(value)
         for name, value in row.items()
         if name.startswith(EXTRA) and value not in (None, "")
     }
-    found = []
-    for column, value in row.items():
-        if column.startswith(COMPONENT):
-            name = column.removeprefix(COMPONENT)
-            own = [key for key in extras if key.startswith((f"{name}_", f"{name}/"))]
-            words = tuple((key[len(name) + 1 :], extras.pop(key)) for key in own)
-            found.append(Verdict(name, value, words))
+    scores = {
+        column.removeprefix(COMPONENT): value
+        for column, value in row.items()
+        if column.startswith(COMPONENT)
+    }
+    words: dict[str, list[tuple[str, str]]] = {name: [] for name in scores}
+    for key in [*extras]:
+        owners = [name for name in scores if key.startswith((f"{name}_", f"{name}/"))]
+        if owners:
+            owner = max(owners, key=len)
+            words[owner].append((key[len(owner) + 1 :], extras.pop(key)))
+    found = [Verdict(name, score, tuple(words[name])) for name, score in scores.items()]
     return found + [Verdict(name, None, (("", text),)) for name, text in extras.items()]

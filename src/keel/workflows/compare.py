@@ -174,7 +174,7 @@ def run(
     cores = _cores()
     jobs = min(jobs or cores, cores)
     threads = max(1, cores // jobs)
-    children = Children()
+    children = Children(threads)
     failed: list[FailedRun] = []
 
     def one(arm: Arm | None, seed: int) -> FailedRun | None:
@@ -258,7 +258,7 @@ def _train(
         if not (model / "config.json").is_file():
             ended = children.run(["export", str(path), str(model)])
             if ended.code != 0:
-                return ended.last_line
+                return ended.last_line or f"exit status {ended.code}"
     return None
 
 
@@ -307,15 +307,16 @@ def _keep_plan(chosen: Plan, folder: Path) -> None:
 
 @contextmanager
 def _stopping(children: Children) -> Iterator[None]:
-    """Ctrl-C and SIGTERM stop the children, and then the block."""
+    """Ctrl-C, SIGTERM and SIGHUP stop the children, and then the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(*_: object) -> None:
-        children.stop()
+        threading.Thread(target=children.stop).start()  # it takes a lock that this thread may hold
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:

@@ -1,10 +1,12 @@
 """Commands of Keel in processes forked from a server that has torch and transformers loaded.
 
-Loading them takes several seconds of a core, more than a short run of a small model.
+Loading them takes several seconds of a core, more than a short run of a small model. As with every
+process of `multiprocessing`, a script that starts one needs `if __name__ == "__main__":`.
 """
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import resource
@@ -14,12 +16,14 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
 PRELOADED = ["keel.training.run", "keel.training.export", "keel.models.loading"]
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +37,31 @@ class CommandEnd:
 
 
 class Children:
-    """Processes that end with the caller's work."""
+    """Processes that end with the caller's work, of so many threads each."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int = 1) -> None:
         self.stopped = threading.Event()
+        self._threads = str(threads)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self._running: set[ForkServerProcess] = set()
         self._lock = threading.Lock()
 
     def run(self, arguments: Sequence[str]) -> CommandEnd:
-        """Run a command of Keel, as `python -m keel` does, and wait for its end."""
+        """Run `keel ARGUMENTS` with the environment of now, and wait for its end."""
         ours, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=keel, args=(list(arguments), theirs))
-        with self._lock, theirs:
-            if self.stopped.is_set():
-                return CommandEnd(-signal.SIGTERM, "stopped")
-            process.start()
-            self._running.add(process)
         with ours:
+            with self._lock, theirs, _server_settings(self._threads):
+                if self.stopped.is_set():
+                    return CommandEnd(-signal.SIGTERM, "stopped")
+                process = self._context.Process(
+                    target=keel, args=(list(arguments), dict(os.environ), theirs)
+                )
+                try:
+                    process.start()
+                except (OSError, EOFError) as error:
+                    return CommandEnd(1, f"cannot start a process: {error}")
+                self._running.add(process)
             try:
                 line, peak = ours.recv()
             except EOFError:
@@ -62,16 +72,38 @@ class Children:
         return CommandEnd(process.exitcode or 0, line, peak)
 
     def stop(self) -> None:
-        """Ask all to stop, which makes them write a checkpoint."""
+        """Ask all to stop, which makes them write a checkpoint; not for a signal handler."""
+        self.stopped.set()
         with self._lock:
-            self.stopped.set()
             for process in self._running:
                 process.terminate()
 
 
-def keel(arguments: list[str], report: Connection) -> None:
+@contextmanager
+def _server_settings(threads: str) -> Iterator[None]:
+    """What the server inherits where the block starts it: the number of threads, which libraries
+    read as they are loaded, and a blocked SIGINT, since Ctrl-C ends a server that still loads."""
+    before = {name: os.environ.get(name) for name in THREADS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    os.environ.update(dict.fromkeys(THREADS, threads))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def keel(arguments: list[str], environment: dict[str, str], report: Connection) -> None:
     """Be `python -m keel` in this process, silent; report the last line of errors and the peak."""
     os.setsid()  # Ctrl-C goes to the caller, who ends its children in order
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.clear()
+    os.environ.update(environment)
     sys.argv = ["keel", *arguments]
     code: object = 1
     with tempfile.TemporaryFile() as errors, open(os.devnull, "rb+", buffering=0) as nothing:
@@ -83,9 +115,18 @@ def keel(arguments: list[str], report: Connection) -> None:
             code = end.code
         except BaseException:
             traceback.print_exc()
+        atexit._run_exitfuncs()  # multiprocessing ends a process without them
         sys.stderr.flush()
         errors.seek(0)
         lines = errors.read().decode(errors="replace").strip().splitlines()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         report.send((lines[-1] if lines else "", peak))
     sys.exit(code)  # type: ignore[arg-type]
+
+
+def _end_with_parent() -> None:
+    """Stop at a checkpoint where the caller was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
