@@ -431,3 +431,27 @@ def test_reports_are_json_that_gives_the_numbers_back() -> None:
 def test_rows_that_do_not_fit_are_refused(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()  # type: ignore[operator]
+
+
+def test_accuracy_by_length_by_hand() -> None:
+    """Better answers are 1 to 12 tokens longer than the others; those up to 6 are judged wrong."""
+    longer = np.arange(1.0, 13.0)
+    d = np.where(longer > 6, 1.0, -1.0)
+    found = pair_report(d, np.ones(12), longer).by_length
+    ends = [(one.low, one.high) for one in found]
+    assert ends == [(1, 2), (3, 4), (5, 6), (7, 8), (9, 10), (11, 12)]
+    assert [one.accuracy.mean for one in found] == [0, 0, 0, 1, 1, 1]
+    assert found[0].accuracy == wilson_interval(0, 2)
+    # Which answer is named the chosen one changes nothing.
+    p = np.where(longer % 2 == 0, 1.0, 0.0)
+    sign = np.where(p == 1, 1.0, -1.0)
+    assert pair_report(d * sign, p, longer * sign).by_length == found
+
+
+def test_equal_lengths_are_in_one_bin_and_ties_in_none() -> None:
+    labels, lengths = [1, 1, 1, 1, 0.5, 0], [3, 3, 3, 3, 3, 9]
+    found = label_report([1, 1, -1, 1, 1, 1], labels, length_S=lengths).by_length
+    assert [(one.low, one.high, one.accuracy.n) for one in found] == [(3, 3, 4), (9, 9, 1)]
+    assert [one.accuracy.mean for one in found] == [0.75, 0.0]
+    assert pair_report([], [], []).by_length == ()
+    assert pair_report([1.0], [1.0]).by_length == ()

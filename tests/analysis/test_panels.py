@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from keel.analysis.glossary import look_up
-from keel.analysis.panels import CONTROL, KINDS, panels_of, series_of
+from keel.analysis.panels import CONTROL, KINDS, SPREAD, panels_of, series_of
 from keel.analysis.plots import smooth
 from keel.runs.follow import Column
 
@@ -15,7 +15,7 @@ def column(values: list[float], first: int = 1) -> Column:
 
 
 def test_every_panel_is_explained_by_the_glossary() -> None:
-    for panels in (*KINDS.values(), CONTROL):
+    for panels in (*KINDS.values(), CONTROL, (SPREAD,)):
         for panel in panels:
             assert panel.help, panel.key
             for line in panel.lines:
@@ -25,6 +25,18 @@ def test_every_panel_is_explained_by_the_glossary() -> None:
 def test_panels_without_metrics_are_left_out() -> None:
     assert [panel.key for panel in panels_of("rl", ["entropy", "unknown"])] == ["entropy"]
     assert [panel.key for panel in panels_of("dqn", ["q/mean"])] == ["value"]
+
+
+def test_alone_completions_have_another_panel_in_place_of_groups() -> None:
+    names = [f"x{n}" for n in range(2)]
+    for panel in KINDS["rl"]:
+        names += [line.metric for line in panel.lines]
+    keys = [panel.key for panel in panels_of("rl", names, alone=True)]
+    assert keys == ["reward", "value", "kl", "entropy", "length", "update"]
+    without = [name for name in names if not name.startswith("value/")] + ["reward_std"]
+    keys = [panel.key for panel in panels_of("rl", without, alone=True)]
+    assert keys == ["reward", "spread", "kl", "entropy", "length", "update"]
+    assert len(panels_of("rl", names)) == 7
 
 
 def test_components_are_plotted_where_there_are_several() -> None:

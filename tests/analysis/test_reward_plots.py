@@ -10,6 +10,7 @@ from keel.analysis.calibration import label_report, pair_report
 from keel.analysis.plots import COLOURS, INK
 from keel.analysis.reward_plots import (
     Optimisation,
+    length_picture,
     margin_picture,
     over_optimisation_picture,
     reliability_picture,
@@ -202,3 +203,15 @@ def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
         reliability_picture(pair_report([1.0], [1]), path, "Pairs")
     with pytest.raises(KeelError, match=r"cannot write .*No such file"):
         over_optimisation_picture([], path, "Gold")
+
+
+def test_bars_by_length_stand_as_high_as_the_accuracy(tmp_path: Path) -> None:
+    path, longer = tmp_path / "a.png", np.arange(-20.0, 20.0)
+    always, never = (
+        pair_report(np.ones(40), np.ones(40), longer),
+        pair_report(-np.ones(40), np.ones(40), longer),
+    )
+    length_picture(always, path, "All right")
+    high = pixels(path, COLOURS[5])
+    length_picture(never, path, "All wrong")
+    assert pixels(path, COLOURS[5]) < 1000 < high / 50

@@ -14,7 +14,6 @@ from keel.analysis.token_values import (
     MEASURES,
     loss_terms,
     measures_of,
-    step_loss,
     token_html,
     values_of,
 )
@@ -44,7 +43,6 @@ def test_kl_is_k3_of_the_policy_to_the_reference() -> None:
 def test_terms_of_the_loss_add_up() -> None:
     terms = loss_terms(ROW, 2)
     assert terms == pytest.approx({"loss/policy": 0.25, "loss/divergence": 0.2, "loss": 0.45})
-    assert step_loss([ROW, ROW])["loss"] == pytest.approx(0.1)
     assert loss_terms({"tokens": [1]}, 0) == {}
 
 

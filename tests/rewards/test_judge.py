@@ -99,7 +99,10 @@ def test_the_better_of_a_group_wins_in_both_orders() -> None:
         assert found.metrics["judge/position_bias"] == 0.0
         assert found.metrics["judge/inconsistent"] == 0.0
         assert found.metrics["judge/ties"] == pytest.approx(1 / 6)
-        assert found.extras["judge_reason"][0] == "\n".join(["length"] * 4)
+        # "a" lost to "aaa" and to "aa", in both orders; each line says where it stood.
+        lost = ["as the first of two, worse: length", "as the second of two, worse: length"]
+        assert found.extras["judge_reason"][0] == "\n".join(lost * 2)
+        assert found.extras["judge_reason"][1].count("better: length") == 4
 
 
 @pytest.mark.parametrize(("place", "bias"), [("first", 1.0), ("second", -1.0), ("tie", 0.0)])

@@ -148,7 +148,8 @@ def test_saved_policy_is_the_trained_one(tmp_path: Path) -> None:
     assert torch.equal(reference[name], before[name])
     assert not folder.model("dpo").exists()
     pictures = sorted(path.name for path in folder.pictures.iterdir())
-    assert pictures == ["dpo-margins.png", "dpo-reliability.png"]
+    kinds = ("accuracy-by-length", "margins", "reliability")
+    assert pictures == [f"dpo-{kind}.png" for kind in kinds]
 
 
 # ---------------------------------------------------------------- against plain transformers

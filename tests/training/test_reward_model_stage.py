@@ -212,7 +212,10 @@ def test_run_writes_metrics_and_plots(tmp_path: Path) -> None:
     assert every[-1]["eval/accuracy"] == headline(found["after"], "accuracy")
     assert every[-1]["eval/log_loss"] == headline(found["after"], "log_loss")
     pictures = sorted(path.name for path in folder.pictures.iterdir())
-    assert pictures == ["reward_model-margins.png", "reward_model-reliability.png"]
+    kinds = ("accuracy-by-length", "margins", "reliability")
+    assert pictures == [f"reward_model-{kind}.png" for kind in kinds]
+    by_length = found["after"]["by_length"]
+    assert sum(one["accuracy"]["n"] for one in by_length) == 10
     assert all(path.read_bytes().startswith(PNG) for path in folder.pictures.iterdir())
     assert info(folder)["finished"] is True
 

@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.writer import Recorder
 from tests.training.small import run
@@ -164,6 +165,114 @@ def test_rollouts_show_group_tokens_and_terms_of_the_loss(
     assert f"policy {terms[0]:+.4g}" in card.inner_text()
     assert f"loss {sum(terms):+.4g}" in card.inner_text()
     assert asked(page)["token"] == ["0"]
+
+
+def write_judged(folder: Path) -> None:
+    """A run with a judge and a reward model, of one step, unless it is there."""
+    if folder.exists():
+        return
+    place = RunFolder.create(folder, hostile.RECIPE.format(name="judged"))
+    with Recorder(place) as recorder:
+        recorder.metrics(0, 1, {"reward": 0.5})
+        recorder.rollouts(
+            0,
+            1,
+            [
+                hostile.row(
+                    f"answer {reward}",
+                    reward=reward,
+                    components={"judge": reward / 10, "outcome": -reward},
+                    extras={"judge_reason": f"worth {reward}", "judge_unparsed": ""},
+                )
+                for reward in (2.0, 10.0, -1.0, 0.5)
+            ],
+        )
+
+
+def test_figures_sort_as_numbers(page: sync_api.Page, served: Served) -> None:
+    write_judged(served.folder / "judged")
+    page.goto(f"{served.url}/rollouts?run=judged")
+    head = part(page, "group").locator("th", has_text="reward").first
+    head.click()
+    rewards = part(page, "group").locator("tbody tr td:nth-child(3)")
+    expect(rewards).to_have_text(["-1", "0.5", "2", "10"])
+    head.click()
+    expect(rewards).to_have_text(["10", "2", "0.5", "-1"])
+
+
+def test_judge_and_reward_model_stand_side_by_side(page: sync_api.Page, served: Served) -> None:
+    write_judged(served.folder / "judged")
+    page.goto(f"{served.url}/rollouts?run=judged&step=1&row=0")
+    cards = part(page, "verdicts").locator(".panel")
+    expect(cards).to_have_count(2)
+    assert cards.nth(0).inner_text().split("\n") == ["judge", "0.2", "reason", "worth 2.0"]
+    assert cards.nth(1).inner_text().split("\n") == ["outcome", "-2"]
+    boxes = [cards.nth(at).bounding_box() for at in (0, 1)]
+    assert boxes[0] is not None
+    assert boxes[1] is not None
+    assert boxes[0]["y"] == boxes[1]["y"]
+
+
+def test_new_steps_appear_while_the_page_is_open(page: sync_api.Page, served: Served) -> None:
+    shutil.copytree(served.folder / "grpo", served.folder / "growing", dirs_exist_ok=True)
+    folder = load(served.folder / "growing").folder
+    page.goto(f"{served.url}/rollouts?run=growing&step=1&row=0")
+    expect(part(page, "newest")).to_have_text("newest: step 3")
+    with Recorder(folder) as recorder:
+        recorder.rollouts(0, 4, [hostile.row("fresh")])
+    expect(part(page, "newest")).to_have_text("newest: step 4", timeout=WAIT)
+    assert asked(page)["step"] == ["1"]
+    page.get_by_role("button", name="newest step").click()
+    expect(part(page, "tokens")).to_have_text(" fresh", timeout=WAIT)
+    folder.rollouts(0, 4).write_bytes(b"PAR1 no table")
+    page.reload()
+    expect(part(page, "problem")).to_contain_text("step-000004.parquet")
+    page.get_by_role("button", name="earlier step").click()
+    part(page, "tokens").wait_for()
+    part(page, "search").fill("5")
+    part(page, "go").click()
+    part(page, "hits").wait_for()
+    left_out = "rollouts/step-000004.parquet is damaged and left out"
+    expect(part(page, "problem")).to_have_text(left_out)
+
+
+def test_smoothing_is_in_the_address(page: sync_api.Page, served: Served) -> None:
+    page.goto(f"{served.url}/curves?run=grpo&smooth=3")
+    expect(page.get_by_text("mean of 3 steps")).to_be_visible()
+    slider = page.get_by_role("slider", name=re.compile("smoothing"))
+    slider.locator("[tabindex='0']").focus()  # the part of Quasar's slider that takes keys
+    page.keyboard.press("ArrowRight")
+    page.wait_for_url("**smooth=5**")
+    expect(page.get_by_text("mean of 5 steps")).to_be_visible()
+    chart = part(page, "panel-reward").locator(".chart")
+    means = [one["reward"] for one in load(served.folder / "grpo").metrics()]
+    mean = f"{sum(means) / len(means):.5g}"  # three steps, all in the window of each
+    expect(chart).to_have_attribute("aria-label", re.compile(re.escape(mean)))
+
+
+NAMELESS = """() => [...document.querySelectorAll('button, input, [role=slider], a')]
+    .filter(e => e.offsetParent !== null && e.type !== 'hidden')
+    .filter(e => !(e.innerText?.trim() || e.ariaLabel || e.title || e.labels?.length
+        || e.getAttribute('aria-labelledby')))
+    .map(e => e.outerHTML.slice(0, 200))"""
+
+
+def test_controls_have_names_and_keys(page: sync_api.Page, served: Served) -> None:
+    for path in ("/", "/curves?run=ppo", "/rollouts?run=ppo&step=1&row=0"):
+        page.goto(f"{served.url}{path}")
+        page.wait_for_selector(".page")
+        page.wait_for_timeout(500)
+        assert page.evaluate(NAMELESS) == [], path
+    part(page, "tokens").wait_for()
+    page.keyboard.press(".")
+    page.wait_for_url("**token=0**")
+    page.keyboard.press(".")
+    page.wait_for_url("**token=1**")
+    page.goto(f"{served.url}/")
+    link = part(page, "runs").get_by_role("link", name="ppo")
+    link.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/curves?run=ppo")
 
 
 def test_colours_change_with_the_measure(page: sync_api.Page, served: Served) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -95,3 +96,42 @@ def test_report_without_a_run_says_so(tmp_path: Path) -> None:
         write_report(tmp_path)  # the one in it is not meant
     with pytest.raises(KeelError, match=r"give a name that ends in \.html"):
         write_report(folder.path, tmp_path / "x.png")
+
+
+def test_damaged_rollouts_are_left_out_by_name(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run")
+    folder.rollouts(0, 4).write_bytes(b"PAR1 no table")
+    text = write_report(folder.path).read_text(encoding="utf-8")
+    assert text.count("rollouts/step-000004.parquet is damaged and left out") == 1
+    assert "Rollouts of rl step 3" in text
+    for step in (1, 2, 3):
+        folder.rollouts(0, step).write_bytes(b"")
+    text = write_report(folder.path).read_text(encoding="utf-8")
+    assert text.count("is damaged and left out") == 4
+    assert "Rollouts of" not in text
+
+
+def test_a_judges_words_stand_beside_the_scores(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", RECIPE.format(name="judged"))
+    components = {"judge": 0.25, "outcome": -1.5}
+    extras = {"judge_reason": "too <b>brief</b>", "judge_unparsed": ""}
+    with Recorder(folder) as recorder:
+        recorder.metrics(0, 1, {"reward": 0.5})
+        recorder.rollouts(0, 1, [row("answer", components=components, extras=extras)])
+    text = write_report(folder.path).read_text(encoding="utf-8")
+    said = re.search(r"<dl.*?</dl>", text, re.DOTALL)
+    assert said is not None
+    assert re.findall("<dt>(.*?)</dt>", said[0]) == ["judge: 0.25", "outcome: -1.5"]
+    assert "reason: too &lt;b&gt;brief" in said[0]
+    assert "unparsed" not in said[0]
+
+
+def test_pictures_of_a_reward_model_are_in_the_report(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run")
+    folder.pictures.mkdir()
+    for name in ("rl-accuracy-by-length.png", "other-margins.png"):
+        (folder.pictures / name).write_bytes(b"\x89PNG of " + name.encode())
+    path = write_report(folder.path)
+    images = [link for link in elements(path).links if link]
+    assert len(images) == 1
+    assert base64.b64decode(images[0].split(",")[1]) == b"\x89PNG of rl-accuracy-by-length.png"

@@ -119,6 +119,10 @@ def test_damaged_files_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     index = RolloutIndex(folder)
     index.update()
     assert [hit["step"] for hit in index.search(Query()).rows] == [2] * 4
+    assert index.damaged == ("step-000001.parquet",)
+    again = RolloutIndex(folder)  # from what the first left on disk
+    again.update()
+    assert again.damaged == index.damaged
 
 
 def test_only_tokens_of_the_policy_count_as_length(tmp_path: Path) -> None:

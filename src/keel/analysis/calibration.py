@@ -23,6 +23,8 @@ from keel.analysis.statistics import Array, Interval
 BINS = 10
 MARGIN_BINS = 20
 """To either side of 0, at most."""
+LENGTH_BINS = 6
+"""Of the accuracy by length, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,18 @@ class LengthBias(CalibrationReport):
 
 
 @dataclass(frozen=True, slots=True)
+class LengthBin(CalibrationReport):
+    """How often the model is right on rows of these lengths: from `low` to `high`, both included.
+
+    Of pairs the length is that of the better answer less that of the other.
+    """
+
+    low: float
+    high: float
+    accuracy: Interval
+
+
+@dataclass(frozen=True, slots=True)
 class PairReport(CalibrationReport):
     """A reward model on pairs. `clusters` is their number where the intervals know of them."""
 
@@ -91,6 +105,7 @@ class PairReport(CalibrationReport):
     bins: tuple[Bin, ...]
     margins: Margins
     length: LengthBias | None
+    by_length: tuple[LengthBin, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +124,7 @@ class LabelReport(CalibrationReport):
     base_rate: float
     constant_accuracy: float
     constant_log_loss: float
+    by_length: tuple[LengthBin, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +171,9 @@ def pair_report(
     where d < 0 (½ at d = 0), so nothing depends on which answer is named chosen. Ties count there,
     and in both losses, as p = ½: their least log loss is log 2, not 0.
     Intervals are Wilson's; with `clusters` (a name a pair, such as its prompt) the accuracy's and
-    the length's come from `clustered_interval`. The bins' are Wilson's always.
+    the length's come from `clustered_interval`. The bins' are Wilson's always. With lengths,
+    `by_length` has the accuracy in bins of about equal counts of the length difference, the better
+    answer's less the other's.
     Source: Bradley and Terry 1952, Biometrika 39:324; Brier 1950, Mon. Weather Rev. 78:1; Guo et
     al. 2017 [1706.04599] eq. 3 (ECE, bins of equal width).
 
@@ -168,9 +186,12 @@ def pair_report(
     right = (np.sign(toward) + 1) / 2
     preferred = np.where(d == 0, 0.5, np.where(d > 0, p, 1 - p))
     reliability = _bins(_sigmoid(np.abs(d)), preferred, np.linspace(0.5, 1, bins + 1))
-    length = None
+    length: LengthBias | None = None
+    by_length: tuple[LengthBin, ...] = ()
     if length_difference_C is not None:
-        length = _length_bias(d, p, _fitting(length_difference_C, d.size), names)
+        longer = _fitting(length_difference_C, d.size)
+        length = _length_bias(d, p, longer, names)
+        by_length = _by_length(right, np.where(p > 0.5, longer, -longer)[decided])
     return PairReport(
         n=d.size,
         ties=int(d.size - decided.sum()),
@@ -182,6 +203,7 @@ def pair_report(
         bins=reliability,
         margins=_margins(toward),
         length=length,
+        by_length=by_length,
     )
 
 
@@ -189,6 +211,7 @@ def label_report(
     logit_S: npt.ArrayLike,
     label_S: npt.ArrayLike,
     clusters: Iterable[Hashable] | None = None,
+    length_S: npt.ArrayLike | None = None,
     bins: int = BINS,
 ) -> LabelReport:
     """What logits z of "right" are worth against labels y: 1 right, 0 wrong, a share between.
@@ -199,7 +222,8 @@ def label_report(
     Accuracy and AUC take y > ½ as right and leave y = ½ out (`undecided`); a logit of exactly 0
     counts ½. `base_rate` is the mean label; `constant_accuracy` that of always saying what most
     labels say, `constant_log_loss` that of predicting the base rate. With `clusters` (a name an
-    answer, such as its problem) the intervals of accuracy and AUC are `clustered_interval`'s.
+    answer, such as its problem) the intervals of accuracy and AUC are `clustered_interval`'s; with
+    lengths, `by_length` has the accuracy in bins of about equal counts, with Wilson's intervals.
     Source: Brier 1950, Mon. Weather Rev. 78:1; Guo et al. 2017 [1706.04599] eq. 3; AUC as in
     `auc_interval`.
 
@@ -210,13 +234,15 @@ def label_report(
     decided = y != 0.5
     positive = y[decided] > 0.5
     toward = np.where(positive, z[decided], -z[decided])
+    right = (np.sign(toward) + 1) / 2
+    length = None if length_S is None else _fitting(length_S, z.size)[decided]
     reliability = _bins(_sigmoid(z), y, np.linspace(0, 1, bins + 1))
     rate, share = _mean(y), _mean(positive.astype(np.float64))
     return LabelReport(
         n=z.size,
         undecided=int(z.size - decided.sum()),
         clusters=None if names is None else np.unique(names).size,
-        accuracy=share_interval((np.sign(toward) + 1) / 2, _at(names, decided)),
+        accuracy=share_interval(right, _at(names, decided)),
         auc=auc_interval(z[decided], positive, _at(names, decided)),
         log_loss=_mean(_log_loss(z, y)),
         brier=_mean((_sigmoid(z) - y) ** 2),
@@ -225,6 +251,7 @@ def label_report(
         base_rate=rate,
         constant_accuracy=max(share, 1 - share),
         constant_log_loss=-sum(q * math.log(q) for q in (rate, 1 - rate) if q != 0),
+        by_length=() if length is None else _by_length(right, length),
     )
 
 
@@ -385,6 +412,21 @@ def _length_bias(d: Array, p: Array, length: Array, names: Codes | None) -> Leng
         share_interval(model, _at(names, unequal)),
         share_interval(label, _at(names, unequal)),
     )
+
+
+def _by_length(right: Array, length: Array) -> tuple[LengthBin, ...]:
+    """The accuracy in bins of about equal counts; equal lengths are in one bin."""
+    order = np.argsort(length, kind="stable")
+    right, length = right[order], length[order]
+    cuts = [len(length) * number // LENGTH_BINS for number in range(1, LENGTH_BINS)]
+    starts = np.searchsorted(length, length[cuts] if length.size else []).tolist()
+    ends = [*sorted({start for start in starts if start}), len(length)]
+    found, start = [], 0
+    for end in ends if length.size else ():
+        inside = share_interval(right[start:end])
+        found.append(LengthBin(float(length[start]), float(length[end - 1]), inside))
+        start = end
+    return tuple(found)
 
 
 def _plain(value: Any) -> Any:

@@ -198,7 +198,8 @@ VALUE = Section(
             "value/explained_variance",
             "1 − Var(return − value) / Var(return) over the step's tokens, before the update.",
             "share, ≤ 1",
-            "Near 1: the critic knows. 0: no better than a constant. Negative: worse than that.",
+            "Near 1: the value model predicts the returns. 0: no better than a constant. "
+            "Negative: worse than that.",
         ),
         Metric(
             "value/clip_ratio",
@@ -417,7 +418,8 @@ JUDGING = Section(
         ),
         Metric("margin", "Mean score of chosen less that of rejected answers.", "reward", ""),
         Metric("mean_reward", "Mean score, or log-odds of right, of the step's rows.", "1", ""),
-        Metric("eval/accuracy", "The same on the validation rows; of steps, the first error.",
+        Metric("eval/accuracy", "Share of the validation pairs or answers that the model gets "
+               "right; of answers in steps, of those whose first wrong step it finds.",
                "share, 0–1", ""),
         Metric("eval/auc", "Chance that a right answer's score lies above a wrong one's.",
                "share, 0–1", "0.5 knows nothing."),
@@ -431,7 +433,8 @@ JUDGING = Section(
         Metric("rewards/chosen", "Mean β times the log-ratio of chosen answers.", "reward",
                "May fall, so long as rewards/rejected falls further."),
         Metric("rewards/rejected", "The same of rejected answers.", "reward", ""),
-        Metric("rewards/margins", "Mean of their difference.", "reward", "Should rise."),
+        Metric("rewards/margins", "Mean reward of chosen answers less that of rejected ones "
+               "(in DPO the implied rewards).", "reward", "Should rise."),
         Metric("rewards/accuracies", "Share of pairs whose difference is above 0.", "share, 0–1",
                ""),
         Metric("rewards/*/shut", "Share of completions that a gate shut out.", "share, 0–1",

@@ -135,6 +135,19 @@ RL = (
     ),
 )
 
+SPREAD = Panel(
+    "spread",
+    "Spread of rewards",
+    "reward_std",
+    (
+        Line("reward_std", "standard deviation"),
+        Line("reward/greedy", "reward of the greedy completions", right=True),
+    ),
+    "reward",
+    "reward",
+)
+"""In the place of the groups where each has one completion and there is no value model."""
+
 SFT = (
     Panel("loss", "Loss", "loss", (Line("loss", "loss"), _GRADIENT), "nats", "norm"),
     Panel(
@@ -244,11 +257,20 @@ KINDS = {
 }
 
 
-def panels_of(kind: str, names: Sequence[str]) -> list[Panel]:
-    """The panels of a kind of stage of which some metric is there; of games any other kind."""
+def panels_of(kind: str, names: Sequence[str], *, alone: bool = False) -> list[Panel]:
+    """The panels of a kind of stage of which some metric is there; of games any other kind.
+
+    `alone`: a group is one completion. The value model, or else the spread over all prompts, then
+    has the place of the variance in groups.
+    """
+    panels = KINDS.get(kind, CONTROL)
+    if alone and panels is RL:
+        reward, _, *rest, value = RL
+        learned = any(name.startswith("value/") for name in names)
+        panels = (reward, value if learned else SPREAD, *rest)
     return [
         panel
-        for panel in KINDS.get(kind, CONTROL)
+        for panel in panels
         if any(fnmatchcase(name, line.metric) for line in panel.lines for name in names)
     ]
 

@@ -1,4 +1,4 @@
-"""Pictures of reward models: reliability, margins, and what optimising against one does."""
+"""Pictures of reward models: reliability, margins, lengths, what optimising against one does."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def reliability_picture(
         above.set_ylim(0, 1)
         above.set_yticks(*PERCENT)
         above.set_ylabel("preferred answer is the better" if pairs else "answer is right")
-        above.legend(loc="upper left")
+        above.legend(loc="lower right")
         below.set_ylabel("pairs" if pairs else "answers")
         below.set_xlabel(
             "probability the model gives the answer it prefers"
@@ -114,8 +114,56 @@ def margin_picture(report: PairReport, path: Path, title: str, subtitle: str = "
         beyond = f" ({margins.beyond} beyond, in the outermost bins)" if margins.beyond else ""
         axes.set_xlabel("score of the better answer minus that of the other" + beyond)
         axes.set_ylabel("pairs")
-        axes.legend(loc="best")
+        axes.figure.legend(loc="outside lower center", ncols=4)  # bars leave no corner free
         set_titles(figure, title, subtitle or _figures(report))
+
+
+def length_picture(
+    report: PairReport | LabelReport, path: Path, title: str, subtitle: str = ""
+) -> None:
+    """How often the model is right by length, with Wilson's 95 % intervals.
+
+    A model that goes by length is right where the better answer is longer and wrong elsewhere.
+
+    Raises:
+        KeelError: matplotlib is not installed, or the file cannot be written.
+    """
+    pairs, bins = isinstance(report, PairReport), report.by_length
+    share = np.array([b.accuracy.mean for b in bins])
+    ends = np.array([[b.accuracy.low, b.accuracy.high] for b in bins]).reshape(-1, 2).T
+    with drawing(path, 4.5) as figure:
+        axes = figure.subplots()
+        places = np.arange(len(bins))
+        axes.bar(places, share, color=COLOURS[5], edgecolor="white", width=0.7)
+        axes.errorbar(
+            places,
+            share,
+            yerr=np.maximum(0.0, [share - ends[0], ends[1] - share]),
+            color=INK,
+            linestyle="none",
+            capsize=3,
+            elinewidth=1.2,
+            label="95 % interval",
+        )
+        axes.axhline(0.5, color=FAINT, linestyle="--", label="chance")
+        axes.set_ylim(0, 1)
+        axes.set_yticks(*PERCENT)
+        axes.set_ylabel("preferred answer is the better" if pairs else "accuracy")
+        names = [_range(b.low, b.high, signed=pairs) for b in bins]
+        counts = [f"{name}\nn = {b.accuracy.n}" for name, b in zip(names, bins, strict=True)]
+        axes.set_xticks(places, counts)
+        axes.set_xlabel(
+            "tokens by which the better answer is longer" if pairs else "tokens of the answer"
+        )
+        axes.figure.legend(loc="outside lower center", ncols=2)
+        set_titles(figure, title, subtitle or _figures(report))
+
+
+def _range(low: float, high: float, *, signed: bool) -> str:
+    """A bin's lengths, the differences with their sign."""
+    ends = [f"{end:+.0f}" if signed and end else f"{end:.0f}" for end in (low, high)]
+    ends = [end.replace("-", "−") for end in ends]
+    return ends[0] if low == high else " to ".join(ends)
 
 
 def over_optimisation_picture(

@@ -81,16 +81,6 @@ def loss_terms(row: Mapping[str, Any], token: int) -> dict[str, float]:
     return {**found, "loss": sum(found.values())} if found else {}
 
 
-def step_loss(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The terms of the loss, summed over all tokens of a step: what the step logged."""
-    found = {
-        name: math.fsum(math.fsum(row[name]) for row in rows if row.get(name) is not None)
-        for name in TERMS
-        if any(row.get(name) is not None for row in rows)
-    }
-    return {**found, "loss": math.fsum(found.values())} if found else {}
-
-
 def describe_token(row: Mapping[str, Any], token: int) -> list[tuple[str, str]]:
     """Name and figure of all that is recorded of a token."""
     return _described(row, token, _values(row))

@@ -9,7 +9,7 @@ import json
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from keel.runs import files
 from keel.runs.layout import FolderEntry, Place, RunFolder
 from keel.runs.rollouts import read_table
 from keel.types import KeelError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 HINT = "fix it, or delete it: --resume writes a new one"
 Record = dict[str, Any]
@@ -146,6 +149,13 @@ class Run:
 
         Raises KeelError where the step has none, or the file is damaged.
         """
+        return rows_of(self.rollout_table(step, stage))
+
+    def rollout_table(self, step: int, stage: str | None = None) -> pa.Table:
+        """The rollouts of a step as an Arrow table: a tenth of the memory of `rollouts`.
+
+        Raises KeelError as `rollouts` does.
+        """
         path = self.folder.rollouts(self._stage_of_rollouts(stage), step)
         if not path.is_file():
             steps = [place.step for place in self.rollout_places()]
@@ -154,7 +164,7 @@ class Run:
                 f"no rollouts of step {step} in {self.folder.path}: {path} is not there (it has "
                 f"those of {there})"
             )
-        return _rows(path)
+        return read_table(path)
 
     def evaluation(self, step: int, stage: str | None = None) -> list[Record]:
         """The completions of the evaluation after a step (0: before the first), as `rollouts`.
@@ -164,7 +174,7 @@ class Run:
         """
         name = self.stages[-1] if stage is None else stage
         path = self.folder.evaluation(self._stage_of_rollouts(name), step)
-        return _rows(path) if path.is_file() else []
+        return rows_of(read_table(path)) if path.is_file() else []
 
     def evaluation_places(self) -> list[Place]:
         """The stages and steps whose evaluations were written, in the order of the run."""
@@ -189,8 +199,9 @@ class Run:
         return [record for record in records if stage is None or record.get("stage") == stage]
 
 
-def _rows(path: Path) -> list[Record]:
-    rows: list[Record] = read_table(path).to_pylist()
+def rows_of(table: pa.Table) -> list[Record]:
+    """The rows of a table of rollouts, or of a slice of it, as `Run.rollouts` gives them."""
+    rows: list[Record] = table.to_pylist()
     for row in rows:
         if row.pop("prompt_format") == "messages":
             row["prompt"] = json.loads(row["prompt"])

@@ -18,7 +18,7 @@ from keel.analysis.calibration import (
     length_correlation,
     pair_report,
 )
-from keel.analysis.reward_plots import margin_picture, reliability_picture
+from keel.analysis.reward_plots import length_picture, margin_picture, reliability_picture
 from keel.config.stage import Records
 from keel.data.preferences.schema import first_wrong
 from keel.models.reward import Answered
@@ -83,10 +83,14 @@ def measure_labels(rows: Sequence[Marked], judge: Judge) -> Measured:
     """Of labelled answers: accuracy, AUC, log loss, Brier, calibration, scores against lengths."""
     answers = [row.answer for row in rows]
     logit_S = np.array([scores[0] for scores in _finite(judge(answers))])
+    length_S = [_length(answer) for answer in answers]
     report = label_report(
-        logit_S, [float(row.labels[0] or 0) for row in rows], [row.cluster for row in rows]
+        logit_S,
+        [float(row.labels[0] or 0) for row in rows],
+        [row.cluster for row in rows],
+        length_S,
     )
-    lengths = length_correlation(logit_S, [_length(answer) for answer in answers]).as_dict()
+    lengths = length_correlation(logit_S, length_S).as_dict()
     return Measured("labels", report, report, {"score_and_length": lengths})
 
 
@@ -120,9 +124,12 @@ def first_under(logits: Sequence[float], threshold: float) -> int | None:
 
 
 def plot_calibration(measured: Measured, folder: Path, name: str, title: str) -> None:
-    """Plot reliability and, of pairs, margins: NAME-reliability.png and NAME-margins.png."""
+    """Plot NAME-reliability.png, of pairs NAME-margins.png, and NAME-accuracy-by-length.png where
+    the report knows the lengths."""
     make_folder(folder)
     reliability_picture(measured.calibrated, folder / f"{name}-reliability.png", title)
+    if measured.calibrated.by_length:
+        length_picture(measured.calibrated, folder / f"{name}-accuracy-by-length.png", title)
     if isinstance(measured.report, PairReport):
         margin_picture(measured.report, folder / f"{name}-margins.png", title)
 

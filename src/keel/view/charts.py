@@ -9,7 +9,10 @@ from typing import Any
 from keel.analysis.panels import Panel, Series
 from keel.analysis.plots import COLOURS
 
-_SMALL = "(v) => v !== 0 && Math.abs(v) < 1e-3 ? v.toExponential(1) : v.toLocaleString('en')"
+_SMALL = (
+    "(v) => Math.abs(v) < 1e-3 ? String(Number(v.toPrecision(3)))"
+    " : v.toLocaleString('en', {maximumSignificantDigits: 5})"
+)
 """How the page writes the figures of an axis."""
 GREY = "#888888"
 """Text and axes: legible on a light and on a dark page."""
@@ -42,20 +45,20 @@ def options(
         "backgroundColor": "transparent",
         "aria": {"enabled": True},
         "textStyle": {"color": GREY},
-        "grid": {"left": 8, "right": 12, "top": 46, "bottom": 26, "containLabel": True},
+        "grid": {"left": 8, "right": 12, "top": 40, "bottom": 26, "containLabel": True},
         "legend": {
             "type": "scroll",
-            "top": 0,
+            "bottom": 0,
             "left": 0,
-            "right": 56,
+            "right": 0,
             "itemWidth": 18,
             "data": names,
             "textStyle": {"color": GREY},
         },
         "tooltip": {"trigger": "axis", "confine": True, "renderMode": "richText"},
         "toolbox": {
-            "right": 0,
-            "top": -14,
+            "left": "center",  # axes' names stand at both sides
+            "top": -10,
             "itemSize": 13,
             "feature": {"dataZoom": {"yAxisIndex": False}},
         },

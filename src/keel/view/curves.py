@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,12 @@ from keel.analysis.text import visible
 from keel.types import KeelError
 from keel.view import charts
 from keel.view.address import Address
-from keel.view.frame import Shown, page, problem
-from keel.view.library import Library, OpenRun
+from keel.view.frame import EVERY, Shown, page, problem
+from keel.view.library import Library, OpenRun, pictures_of
 from keel.view.status import formula_of, panels, status_of
 
-EVERY = 2.0
-"""Seconds between two looks at the files."""
-SMOOTH = {1: "each step", 5: "mean of 5 steps", 15: "mean of 15", 51: "mean of 51"}
+WIDEST = 101
+"""Steps that the slider's mean is of at most."""
 MOST = 24
 """Runs that are overlaid at most."""
 
@@ -41,13 +40,20 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
         return
     with page(shown, runs[0].name):
         _heading(shown, runs, stage, price)
-        window = max(address.smooth or 1, 1)
+        _smoothing(shown, lambda: draw())
         with ui.element("div").classes("panels"):
             plotted = [
-                _panel(panel, _curves(shown.address, runs, stage, panel, window), shown.address)
+                _panel(panel, _curves(shown.address, runs, stage, panel), shown.address)
                 for panel in panels(runs[0], stage)
             ]
         pictures(runs[0], stage)
+
+    async def draw() -> None:
+        for panel, chart in plotted:
+            made = _curves(shown.address, runs, stage, panel)
+            chart.options.update(charts.options(panel, made, dark=_dark(shown.address)))
+            chart.update()
+            await asyncio.sleep(0)
 
     async def refresh() -> None:
         try:
@@ -61,11 +67,7 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
         if len(plotted) != len(panels(runs[0], stage)):
             ui.navigate.reload()
             return
-        for panel, chart in plotted:
-            made = _curves(shown.address, runs, stage, panel, window)
-            chart.options.update(charts.options(panel, made, dark=_dark(shown.address)))
-            chart.update()
-            await asyncio.sleep(0)
+        await draw()
 
     timer = ui.timer(EVERY, refresh)
 
@@ -87,14 +89,34 @@ def _heading(shown: Shown, runs: Sequence[OpenRun], stage: str, price: float | N
         if len(run.run.stages) > 1:
             stages = ui.select(list(run.run.stages), value=stage, label="stage")
             stages.style("min-width: 90px").on_value_change(lambda e: _open(shown, stage=e.value))
-        smooth = {**SMOOTH, (shown.address.smooth or 1): f"mean of {shown.address.smooth or 1}"}
-        smooth = {**smooth, 1: SMOOTH[1]}
-        choice = ui.select(smooth, value=shown.address.smooth or 1, label="smoothing")
-        choice.on_value_change(lambda e: _open(shown, smooth=e.value)).props("data-testid=smooth")
         if len(runs) > 1:
             how = {"runs": "each run", "algorithms": "mean of each algorithm"}
             overlay = ui.select(how, value=shown.address.overlay or "runs", label="overlay")
             overlay.on_value_change(lambda e: _open(shown, overlay=e.value))
+
+
+def _smoothing(shown: Shown, draw: Callable[[], Awaitable[None]]) -> None:
+    """The slider of the moving mean's width, which the address keeps."""
+
+    def words(width: int) -> str:
+        return "each step" if width == 1 else f"mean of {width} steps"
+
+    async def chosen() -> None:
+        shown.change(smooth=slider.value if slider.value > 1 else None)
+        await draw()
+
+    with ui.row().classes("items-center no-wrap").style("gap: 14px"):
+        ui.label("smoothing")
+        slider = ui.slider(min=1, max=WIDEST, step=2, value=_window(shown.address))
+        slider.props('aria-label="smoothing: steps of the mean" data-testid=smooth')
+        slider.style("width: 180px")
+        slider.on("update:model-value", chosen, throttle=0.3, leading_events=False)
+        text = ui.label().classes("figure muted").style("min-width: 130px")
+        text.bind_text_from(slider, "value", words)
+
+
+def _window(address: Address) -> int:
+    return min(max(address.smooth or 1, 1), WIDEST)
 
 
 def _open(shown: Shown, **changes: Any) -> None:
@@ -119,14 +141,14 @@ def _dark(address: Address) -> bool:
 
 
 def _curves(
-    address: Address, runs: Sequence[OpenRun], stage: str, panel: Panel, window: int
+    address: Address, runs: Sequence[OpenRun], stage: str, panel: Panel
 ) -> list[tuple[str, Sequence[Series]]]:
     """The series of each run; with several, of the panel's first line that all of them have."""
     points = 600 if len(runs) < 4 else 200
     made = []
     for run in runs:
         columns = run.metrics.columns(run.stage(stage))
-        series = series_of(panel, columns, window=window, points=points)
+        series = series_of(panel, columns, window=_window(address), points=points)
         made.append((run.name, series))
     if len(runs) > 1:
         shared = [one.line for one in made[0][1]]
@@ -155,16 +177,13 @@ def _mean(several: Sequence[Series]) -> Series:
 
 def pictures(run: OpenRun, stage: str) -> None:
     """What a stage plotted of its reward model or of over-optimisation, and a game's film."""
-    longer = tuple(f"{name}-" for name in run.run.stages if name.startswith(f"{stage}-"))
-    found = sorted(run.folder.pictures.glob(f"{stage}-*.png"))
-    found = [path for path in found if not path.name.startswith(longer)]
-    found += [path for path in (run.folder.film,) if path.is_file()]
+    found = pictures_of(run, stage)
+    found += [("film", path) for path in (run.folder.film,) if path.is_file()]
     if not found:
         return
-    with ui.element("div").classes("panels"):
-        for path in found:
-            title = path.stem.removeprefix(f"{stage}-").replace("-", " ")
+    with ui.element("div").classes("panels pictures"):
+        for title, path in found:
             with ui.element("section").classes("panel"):
-                ui.label(visible(title, 100)).style("font-weight: 600")
-                quoted = visible(title, 100).replace('"', "'").replace("\\", "/")
+                ui.label(title).style("font-weight: 600")
+                quoted = title.replace('"', "'").replace("\\", "/")
                 ui.image(path).props(f'alt="{quoted}"').style("max-width: 100%")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,14 +11,20 @@ from nicegui import events, ui
 from keel.analysis.text import visible
 from keel.view.address import Address
 
+EVERY = 2.0
+"""Seconds between two looks at the files."""
 PAGES = (("/", "Runs", "r"), ("/curves", "Curves", "c"), ("/rollouts", "Rollouts", "o"),
          ("/diagnosis", "Diagnosis", "d"), ("/objective", "Objective", "f"))  # fmt: skip
 STYLE = """
 body { font-size: 15px; }
+.q-layout { --q-primary: #0072B2; }
+.body--dark .q-layout { --q-primary: #56B4E9; }
+.q-layout .q-header, .body--dark .q-layout .q-header { --q-primary: #005b8f; }
 .page { width: 100%; max-width: 1500px; margin: 0 auto; padding: 12px 16px 48px; gap: 14px; }
 .muted { opacity: .68; font-size: 13px; line-height: 1.4; }
 .panels { display: grid; gap: 14px; width: 100%;
           grid-template-columns: repeat(auto-fill, minmax(min(100%, 430px), 1fr)); }
+.pictures { grid-template-columns: repeat(auto-fill, minmax(min(100%, 600px), 1fr)); }
 .panel { border: 1px solid rgba(128,128,128,.28); border-radius: 8px; padding: 10px 12px; }
 .panel h2, .page h2 { font-size: 16px; font-weight: 600; line-height: 1.3; margin: 0; }
 .chart { width: 100%; height: 270px; }
@@ -34,6 +40,8 @@ body { font-size: 15px; }
 .figure { font-variant-numeric: tabular-nums; }
 .q-table td, .q-table th { padding: 4px 8px; }
 .q-table td { max-width: 420px; overflow: hidden; text-overflow: ellipsis; }
+.q-table td a { color: inherit; text-decoration: underline; text-underline-offset: 3px; }
+a:focus-visible, .tok:focus-visible { outline: 2px solid currentColor; }
 a.nav { padding: 4px 10px; border-radius: 6px; color: inherit; text-decoration: none; }
 a.nav:hover, a.nav.here { background: rgba(128,128,128,.22); }
 @media (max-width: 600px) { .page { padding: 8px 8px 40px; } .chart { height: 230px; } }
@@ -81,13 +89,16 @@ def page(shown: Shown, title: str, keys: Keys | None = None) -> Iterator[None]:
         for key, (what, _) in [*every.items(), ("?", ("this list", None))]:
             ui.label(f"{key}   {what}").classes("text")
 
-    def pressed(event: events.KeyEventArguments) -> None:
-        if not event.action.keydown or event.modifiers.ctrl or event.modifiers.alt:
+    async def pressed(event: events.KeyEventArguments) -> None:
+        held = event.modifiers
+        if not event.action.keydown or held.ctrl or held.alt or held.meta:
             return
         if event.key.name == "?":
             help_.open()
         elif event.key.name in every:
-            every[event.key.name][1]()
+            doing = every[event.key.name][1]()
+            if isinstance(doing, Awaitable):
+                await doing
 
     ui.keyboard(on_key=pressed)
     with ui.header().classes("items-center").style("padding: 6px 14px; gap: 6px"):
@@ -105,6 +116,14 @@ def page(shown: Shown, title: str, keys: Keys | None = None) -> Iterator[None]:
         help_button.props('flat round dense color=white aria-label="keys"')
     with ui.column().classes("page"):
         yield
+
+
+def linked(table: ui.table, column: str) -> None:
+    """Make the cells of a column links to the `link` of their row, for the keyboard."""
+    table.add_slot(
+        f"body-cell-{column}",
+        '<q-td :props="props"><a :href="props.row.link" @click.stop>{{ props.value }}</a></q-td>',
+    )
 
 
 def problem(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -10,17 +11,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from keel.analysis.text import visible
 from keel.config.load import load_run_recipe
+from keel.runs.files import is_taken
 from keel.runs.follow import FollowedFile
 from keel.runs.layout import RECIPE, RunFolder
 from keel.runs.reader import Run, load
 from keel.types import KeelError
 from keel.view.rollout_index import RolloutIndex
+from keel.view.steps import StepCache, StepRows
 
 DEPTH = 4
 """Levels of folders below a given one in which runs are looked for."""
 RUNNING = 120.0
-"""Seconds since the last record within which an unfinished run counts as running."""
+"""Seconds since the last record within which an unfinished run counts as running, where its lock
+cannot be read."""
 
 
 @dataclass(eq=False)
@@ -32,6 +37,7 @@ class OpenRun:
     metrics: FollowedFile
     timings: FollowedFile
     index: RolloutIndex
+    steps: StepCache
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @cached_property
@@ -75,10 +81,22 @@ class OpenRun:
     def seed(self) -> int:
         return int(self.recipe.get("seed", 0))
 
+    def rollout_steps(self) -> list[tuple[str, int]]:
+        """The stages and steps that have rollouts, in the order of the run."""
+        return [(self.run.stages[p.stage], p.step) for p in self.run.rollout_places()]
+
+    def rows(self, stage: str, step: int) -> StepRows:
+        """The rollouts of a step. Raises KeelError where it has none, or the file is damaged."""
+        return self.steps.read(self.run, stage, step)
+
     def state(self) -> str:
-        """ "finished", "running" or "stopped"."""
+        """ "finished", "running" or "stopped": by the run's lock, which ends with its process."""
         if self.run.info().get("finished"):
             return "finished"
+        if is_taken(self.folder.path):
+            return "running"
+        if os.access(self.folder.lock, os.R_OK):
+            return "stopped"
         try:
             age = time.time() - self.folder.timings.stat().st_mtime
         except OSError:
@@ -92,6 +110,7 @@ class Library:
     def __init__(self, roots: Iterable[Path | str]) -> None:
         self.roots = [Path(root) for root in roots]
         self._open: dict[str, OpenRun] = {}
+        self._steps = StepCache()
         self._lock = threading.Lock()
         self.names()
 
@@ -118,6 +137,7 @@ class Library:
                     FollowedFile(folder.metrics),
                     FollowedFile(folder.timings),
                     RolloutIndex(folder),
+                    self._steps,
                 )
             return self._open[name]
 
@@ -144,6 +164,17 @@ def _runs_below(folder: Path, depth: int) -> list[Path]:
     # Not in hidden folders, such as an environment's.
     seen = [path for path in inside if not path.name.startswith(".")]
     return [run for path in seen for run in _runs_below(path, depth - 1)]
+
+
+def pictures_of(run: OpenRun, stage: str) -> list[tuple[str, Path]]:
+    """What a stage plotted of its reward model or of over-optimisation: titles and PNG files."""
+    longer = tuple(f"{name}-" for name in run.run.stages if name.startswith(f"{stage}-"))
+    paths = sorted(run.folder.pictures.glob(f"{stage}-*.png"))
+    return [
+        (visible(path.stem.removeprefix(f"{stage}-").replace("-", " "), 100), path)
+        for path in paths
+        if not path.name.startswith(longer)
+    ]
 
 
 def recipe_of(run: OpenRun) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import math
 from collections.abc import Sequence
 from importlib.resources import files as resources
 from pathlib import Path
@@ -15,13 +17,15 @@ from keel.analysis.diagnosis.table import diagnose
 from keel.analysis.panels import Panel, Series, series_of
 from keel.analysis.plots import COLOURS, MARKERS, drawing, styled
 from keel.analysis.text import visible
-from keel.analysis.token_values import measures_of, step_loss, token_html
+from keel.analysis.token_values import measures_of, token_html
 from keel.runs import files
 from keel.runs.reader import load
+from keel.runs.rollouts import COMPONENT
 from keel.types import KeelError
-from keel.view.library import Library, OpenRun
-from keel.view.rows import Row, legend, prompt_text, score, summary
+from keel.view.library import Library, OpenRun, pictures_of
+from keel.view.rows import Row, legend, number, prompt_text, summary, verdicts
 from keel.view.status import formula_of, panels, status_of
+from keel.view.steps import StepRows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,13 +59,16 @@ def html(run: OpenRun, price: float | None = None) -> str:
     environment.filters["visible"] = visible
     source = resources("keel.view").joinpath("report.html.j2").read_text(encoding="utf-8")
     stages = [_stage(run, stage, price) for stage in run.metrics.stages()]
+    damaged: list[str] = []
+    diagnoses, rollouts = diagnose(run.run, damaged), _rollouts(run, damaged)
     return environment.from_string(source).render(
         name=run.name,
         info=run.run.info(),
         stages=stages,
-        diagnoses=diagnose(run.run),
+        diagnoses=diagnoses,
         evaluations=list(_evaluations(run)),
-        rollouts=_rollouts(run),
+        rollouts=rollouts,
+        damaged=sorted(set(damaged)),
         recipe=run.folder.recipe.read_text(encoding="utf-8"),
     )
 
@@ -82,6 +89,10 @@ def _stage(run: OpenRun, stage: str, price: float | None) -> dict[str, Any]:
             }
             for panel in panels(run, stage)
         ],
+        "pictures": [
+            {"title": title, "data": base64.b64encode(path.read_bytes()).decode("ascii")}
+            for title, path in pictures_of(run, stage)
+        ],
     }
 
 
@@ -98,35 +109,35 @@ def _evaluations(run: OpenRun) -> list[dict[str, Any]]:
     return found
 
 
-def _rollouts(run: OpenRun) -> dict[str, Any] | None:
-    """The groups of the last recorded step with the widest spread of rewards."""
-    places = run.run.rollout_places()
-    if not places:
-        return None
-    place = places[-1]
-    stage = run.run.stages[place.stage]
-    rows = run.run.rollouts(place.step, stage)
-    groups: dict[int, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row["group"], []).append(row)
+def _rollouts(run: OpenRun, damaged: list[str]) -> dict[str, Any] | None:
+    """The groups of the last step that can be read with the widest spread of rewards."""
+    for stage, step in reversed(run.rollout_steps()):
+        try:
+            rows = run.rows(stage, step)
+        except KeelError:
+            damaged.append(run.folder.rollouts(run.run.stages.index(stage), step).name)
+            continue
+        groups = [rows.members(group) for group in dict.fromkeys(rows.groups)]
 
-    def spread(members: Sequence[Row]) -> float:
-        rewards = [row["reward"] for row in members if row["reward"] is not None]
-        return max(rewards, default=0.0) - min(rewards, default=0.0)
+        def spread(members: Sequence[int], rows: StepRows = rows) -> float:
+            rewards = [rows.scores[at] for at in members if math.isfinite(rows.scores[at])]
+            return max(rewards, default=0.0) - min(rewards, default=0.0)
 
-    chosen = sorted(groups.values(), key=spread, reverse=True)[:GROUPS]
-    return {
-        "stage": stage,
-        "step": place.step,
-        "count": len(rows),
-        "loss": step_loss(rows),
-        "groups": [_group(members) for members in chosen],
-    }
+        chosen = sorted(groups, key=spread, reverse=True)[:GROUPS]
+        shown = [_group(rows, members) for members in chosen]
+        return {
+            "stage": stage,
+            "step": step,
+            "count": len(rows),
+            "loss": rows.loss,
+            "groups": shown,
+        }
+    return None
 
 
-def _group(members: Sequence[Row]) -> dict[str, Any]:
-    first = members[0]
-    ranked = sorted(members, key=lambda row: -score(row))
+def _group(rows: StepRows, members: Sequence[int]) -> dict[str, Any]:
+    """A group, of which `members` are the places, best first."""
+    first, ranked = rows[members[0]], members
     if len(ranked) > MEMBERS:
         ranked = [*ranked[: MEMBERS // 2], *ranked[-(MEMBERS // 2) :]]
     return {
@@ -134,7 +145,7 @@ def _group(members: Sequence[Row]) -> dict[str, Any]:
         "id": first["prompt_id"],
         "expected": first.get("expected"),
         "left_out": len(members) - len(ranked),
-        "completions": [_completion(row) for row in ranked],
+        "completions": [_completion(rows[at]) for at in ranked],
     }
 
 
@@ -142,11 +153,16 @@ def _completion(row: Row) -> dict[str, Any]:
     measure = next(iter(measures_of(row)), None)
     line = summary(row)
     line.pop("completion")
+    said = [one for one in verdicts(row) if one.name not in line]  # "extracted" is in it
     return {
-        "line": line,
+        "line": {
+            name.removeprefix(COMPONENT): value if isinstance(value, str | int) else number(value)
+            for name, value in line.items()
+        },
         "tokens": Markup(token_html(row, measure, limit=TOKENS)),
         "more": max(0, len(row["tokens"]) - TOKENS),
         "legend": "" if measure is None else f"{measure.label}: {legend(row, measure)}",
+        "verdicts": said if any(one.words for one in said) else [],
     }
 
 
@@ -177,16 +193,16 @@ def _plot(axes: Axes, panel: Panel, series: Sequence[Series]) -> None:
         right.spines["right"].set_visible(True)
         right.set_ylabel(panel.right_unit)
     handles = []
-    for number, one in enumerate(series):
+    for at, one in enumerate(series):
         target = right if right is not None and one.line.right else axes
-        colour = COLOURS[number % len(COLOURS)]
-        marker = MARKERS[number % len(MARKERS)] if one.line.points or len(one.steps) < 2 else None
+        colour = COLOURS[at % len(COLOURS)]
+        marker = MARKERS[at % len(MARKERS)] if one.line.points or len(one.steps) < 2 else None
         handles += target.plot(
             one.steps,
             one.values,
             color=colour,
             marker=marker,
-            linestyle=("-", "--", "-.", ":")[number % 4],
+            linestyle=("-", "--", "-.", ":")[at % 4],
             label=one.label,
         )
         if one.low is not None and one.high is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,34 +17,49 @@ from keel.analysis.token_values import (
     loss_terms,
     measures_of,
     pieces_of,
-    step_loss,
     token_html,
 )
-from keel.runs.rollouts import COMPONENT, EXTRA
 from keel.types import KeelError
 from keel.view.address import Address
-from keel.view.frame import Shown, page, problem
+from keel.view.frame import EVERY, Shown, linked, page, problem
 from keel.view.library import Library
-from keel.view.rows import PREVIEW, Row, legend, number, prompt_text, score, summary
+from keel.view.rows import (
+    PREVIEW,
+    Row,
+    columns_of,
+    figure,
+    legend,
+    number,
+    prompt_text,
+    summary,
+    verdicts,
+)
 
 LONGEST, TOKENS = 20_000, 2_000
 """Characters of a text that is shown, and tokens shown at a time."""
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A completion of a step, all that is shown of it, and the group it is in as lines."""
+
+    row: int
+    one: Row | None
+    group: list[dict[str, Any]]
+    loss: dict[str, float]
+
+
 class RolloutsPage:
-    """The page of one browser tab."""
+    """The page of one browser tab. It holds the completion shown, and no more of the step."""
 
     def __init__(self, library: Library, address: Address) -> None:
         name = next((n for n in address.run if n in library.names()), library.names()[0])
         self.run = library.get(name)
-        self.steps = {
-            (self.run.run.stages[place.stage], place.step): None
-            for place in self.run.run.rollout_places()
-        }
+        self.steps = self.run.rollout_steps()
         stages = [stage for stage, _ in self.steps]
         stage = address.stage if address.stage in stages else (stages[-1] if stages else None)
         self.shown = Shown("/rollouts", address.but(run=(name,), stage=stage))
-        self.rows: Sequence[Row] = []
+        self.asked = 0
 
     @property
     def address(self) -> Address:
@@ -55,12 +71,14 @@ class RolloutsPage:
         return [step for stage, step in self.steps if stage == self.address.stage]
 
     def build(self) -> None:
-        """Build the page."""
+        """Build the page; what is read from files comes after it."""
         keys = {
             "ArrowLeft": ("earlier step", lambda: self.move(-1)),
             "ArrowRight": ("later step", lambda: self.move(1)),
             "j": ("next completion", lambda: self.choose((self.address.row or 0) + 1)),
             "k": ("previous completion", lambda: self.choose((self.address.row or 0) - 1)),
+            ".": ("next token", lambda: self._step_token(1)),
+            ",": ("previous token", lambda: self._step_token(-1)),
             "/": ("search", lambda: self.box.run_method("focus")),
         }
         with page(self.shown, f"rollouts of {self.run.name}", keys):
@@ -68,76 +86,121 @@ class RolloutsPage:
             self.results = ui.column().classes("w-full")
             self.head = ui.row().classes("items-center w-full").style("gap: 8px 14px")
             self.body = ui.column().classes("w-full")
-            if not self.numbers:
-                problem("this run has no rollouts yet")
-                return
-            step = self.address.step or self.numbers[-1]
-            self.open(step, self.address.row, self.address.token)
-            if self._wanted():
-                ui.timer(0.05, self.find, once=True)
+            with self.body:
+                if self.numbers:
+                    ui.label("reading the step …").classes("muted")
+                else:
+                    problem("this run has no rollouts yet")
+        if self.numbers:
+            ui.timer(0.0, self._first, once=True)
+        if self._wanted():
+            ui.timer(0.05, self.find, once=True)
+        ui.timer(EVERY, self.follow)
+
+    async def _first(self) -> None:
+        address = self.address
+        await self.open(address.step or self.numbers[-1], address.row, address.token)
+
+    async def follow(self) -> None:
+        """Offer the steps that were written since."""
+        steps = await background.io_bound(self.run.rollout_steps)
+        if steps is None or steps == self.steps:
+            return
+        stages = {stage for stage, _ in self.steps}
+        self.steps = steps
+        if self.address.stage is None and steps:
+            self.shown.change(stage=steps[-1][0])
+            await self._first()
+        elif {stage for stage, _ in steps} != stages:
+            self._head()
+        else:
+            self.count.text = self._counted()
 
     # ------------------------------------------------------------ a step
 
-    def move(self, by: int) -> None:
+    async def move(self, by: int) -> None:
         """Show the next step, or the one before; the same prompt where the step has it."""
         numbers = self.numbers
         if self.address.step in numbers:
             at = numbers.index(self.address.step) + by
             if 0 <= at < len(numbers):
-                self.open(numbers[at], None)
+                await self.open(numbers[at], None)
 
-    def open(self, step: int, row: int | None, token: int | None = None) -> None:
-        """Show a step."""
-        try:
-            self.rows = self.run.run.rollouts(step, self.address.stage)
-        except KeelError as error:
-            self.rows = []
-            self.body.clear()
-            with self.body:
-                problem(str(error))
-            return
-        self.shown.change(step=step)
-        self.head.clear()
-        with self.head:
-            self._steps()
-        best = max(range(len(self.rows)), key=lambda at: score(self.rows[at]), default=0)
-        self.choose(best if row is None else row, token)
+    async def open(self, step: int, row: int | None, token: int | None = None) -> None:
+        """Show a step; without `row` its best completion."""
+        self.shown.change(step=step, row=row, token=token)
+        self._head()
+        await self._show(row)
 
-    def _steps(self) -> None:
-        numbers = self.numbers
-        stages = list(dict.fromkeys(stage for stage, _ in self.steps))
-        if len(stages) > 1:
-            select = ui.select(stages, value=self.address.stage, label="stage")
-            select.on_value_change(lambda e: self._stage(e.value))
-        ui.button(icon="chevron_left", on_click=lambda: self.move(-1)).props("flat dense")
-        step = ui.number(label="step", value=self.address.step, format="%d")
-        step.props("dense data-testid=step").style("width: 90px")
-        step.on("keydown.enter", lambda: self.open(_nearest(numbers, step.value), None))
-        ui.button(icon="chevron_right", on_click=lambda: self.move(1)).props("flat dense")
-        terms = step_loss(self.rows)
-        if terms:
-            shown = ", ".join(f"{name.removeprefix('loss/')} {v:.4g}" for name, v in terms.items())
-            ui.label(f"loss of the step, summed over its tokens: {shown}").classes("muted figure")
-
-    def _stage(self, stage: str) -> None:
-        self.shown.change(stage=stage, step=None, row=None)
-        self.open(self.numbers[-1], None)
-
-    # ------------------------------------------------------------ a completion
-
-    def choose(self, row: int, token: int | None = None) -> None:
+    async def choose(self, row: int, token: int | None = None) -> None:
         """Show a completion of the step with its group, and the figures of one of its tokens."""
-        if not self.rows:
+        self.shown.change(token=token)
+        await self._show(row)
+
+    async def _show(self, row: int | None) -> None:
+        """Read a completion of the address's step, and show it unless another was asked for."""
+        step = self.address.step
+        if step is None:
             return
-        row = min(max(row, 0), len(self.rows) - 1)
-        self.shown.change(row=row, token=token)
+        self.asked += 1
+        asked, found = self.asked, None
+        try:
+            found = await background.io_bound(self._read, step, row)
+            wrong = None
+        except KeelError as error:
+            wrong = str(error)
+        if asked != self.asked or self.body.is_deleted:
+            return
         self.body.clear()
         with self.body:
-            one = self.rows[row]
-            self._prompt(one)
-            self._group(one)
-            self._tokens(one)
-            self._extras(one)
+            if wrong is not None:
+                problem(wrong)
+            elif found is not None and found.one is not None:
+                self.shown.change(row=found.row)
+                self.loss.text = _loss_text(found.loss)
+                self._prompt(found.one)
+                self._group(found.group)
+                self._tokens(found.one)
+                self._verdicts(found.one)
+
+    def _read(self, step: int, row: int | None) -> Choice:
+        """What is shown of a completion. Runs in a thread: a large step takes a second."""
+        rows = self.run.rows(str(self.address.stage), step)
+        if not len(rows):
+            return Choice(0, None, [], {})
+        at = rows.best if row is None else min(max(row, 0), len(rows) - 1)
+        group = [
+            {**summary(rows[place]), "id": place, "rank": rank, "shown": "▸" if place == at else ""}
+            for rank, place in enumerate(rows.members(rows.groups[at]), start=1)
+        ]
+        return Choice(at, rows[at], group, rows.loss)
+
+    def _head(self) -> None:
+        """The controls of the step."""
+        self.head.clear()
+        with self.head:
+            stages = list(dict.fromkeys(stage for stage, _ in self.steps))
+            if len(stages) > 1:
+                select = ui.select(stages, value=self.address.stage, label="stage")
+                select.on_value_change(lambda e: self._stage(e.value))
+            _icon("chevron_left", "earlier step", lambda: self.move(-1))
+            step = ui.number(label="step", value=self.address.step, format="%d")
+            step.props("dense data-testid=step").style("width: 90px")
+            step.on("keydown.enter", lambda: self.open(_nearest(self.numbers, step.value), None))
+            _icon("chevron_right", "later step", lambda: self.move(1))
+            self.count = ui.label(self._counted()).classes("figure")
+            self.count.props("data-testid=newest aria-live=polite")
+            _icon("last_page", "newest step", lambda: self.open(self.numbers[-1], None))
+            self.loss = ui.label().classes("muted figure")
+
+    def _counted(self) -> str:
+        return f"newest: step {self.numbers[-1]:,}" if self.numbers else ""
+
+    async def _stage(self, stage: str) -> None:
+        self.shown.change(stage=stage)
+        await self.open(self.numbers[-1], None)
+
+    # ------------------------------------------------------------ a completion
 
     def _prompt(self, one: Row) -> None:
         with ui.element("section").classes("panel w-full"):
@@ -150,25 +213,18 @@ class RolloutsPage:
             if one.get("expected") is not None:
                 ui.label(visible(f"expected: {one['expected']}", 500)).classes("text")
 
-    def _group(self, one: Row) -> None:
+    def _group(self, rows: list[dict[str, Any]]) -> None:
         """The completions of the prompt, best first."""
-        members = [(at, r) for at, r in enumerate(self.rows) if r["group"] == one["group"]]
-        members.sort(key=lambda pair: -score(pair[1]))
-        rows = [
-            {**summary(r), "id": at, "rank": rank, "shown": "▸" if r is one else ""}
-            for rank, (at, r) in enumerate(members, start=1)
-        ]
-        names = [name for name in rows[0] if name not in ("id", "turns")]
+        names = [name for name in rows[0] if name not in ("id", "turns", "rank", "shown")]
         if any(row["turns"] != 1 for row in rows):
             names.append("turns")
-        labels = {"shown": "", "rank": "rank"}
-        order = ["shown", "rank", *[name for name in names if name not in ("shown", "rank")]]
-        columns = [
-            {"name": n, "label": labels.get(n, n), "field": n, "sortable": True, "align": "left"}
-            for n in order
-        ]
+        columns = columns_of(rows, ["shown", "rank", *names])
+        columns[0]["label"] = ""
+        for row in rows:
+            row["link"] = self.address.but(row=row["id"], token=None).url("/rollouts")
         table = ui.table(rows=rows, columns=columns, row_key="id").classes("w-full")
         table.props("dense flat bordered data-testid=group")
+        linked(table, "rank")
         table.on("rowClick", lambda e: self.choose(e.args[1]["id"]))
 
     def _tokens(self, one: Row) -> None:
@@ -205,13 +261,18 @@ class RolloutsPage:
         if self.address.token is not None:
             self._token(one, self.address.token)
 
-    def _colour(self, key: str) -> None:
+    async def _colour(self, key: str) -> None:
         self.shown.change(colour=key)
-        self.choose(self.address.row or 0, self.address.token)
+        await self.choose(self.address.row or 0, self.address.token)
 
-    def _jump(self, token: int) -> None:
+    async def _jump(self, token: int) -> None:
         """Show the tokens from another place on."""
-        self.choose(self.address.row or 0, token)
+        await self.choose(self.address.row or 0, token)
+
+    async def _step_token(self, by: int) -> None:
+        """Show the figures of the next token, or of the one before."""
+        token = self.address.token
+        await self.choose(self.address.row or 0, 0 if token is None else max(token + by, 0))
 
     def _token(self, one: Row, token: int) -> None:
         """The figures of a token: what is recorded, and its terms of the loss."""
@@ -228,22 +289,22 @@ class RolloutsPage:
                 parts = [f"{name.removeprefix('loss/')} {v:+.4g}" for name, v in terms.items()]
                 ui.label("terms of the loss: " + " · ".join(parts)).classes("text figure")
 
-    def _extras(self, one: Row) -> None:
-        """What rewards recorded of the completion, as a judge's words."""
-        found = {n: v for n, v in one.items() if n.startswith(EXTRA) and v is not None}
-        scores = {name: one[name] for name in one if name.startswith(COMPONENT)}
-        if not found:
-            return
-        with ui.element("div").classes("panels"):
-            for name, value in found.items():
+    def _verdicts(self, one: Row) -> None:
+        """The score of each reward side by side, with what it recorded, such as a judge's words."""
+        found = verdicts(one)
+        if len(found) < 2 and not any(verdict.words for verdict in found):
+            return  # the table has the one score
+        with ui.element("div").classes("panels").props("data-testid=verdicts"):
+            for verdict in found:
                 with ui.element("section").classes("panel"):
-                    ui.label(visible(name.removeprefix(EXTRA), 100)).style("font-weight: 600")
-                    _text(str(value))
-            if len(scores) > 1:
-                with ui.element("section").classes("panel"):
-                    ui.label("components of the reward").style("font-weight: 600")
-                    for name, value in scores.items():
-                        ui.label(f"{name.removeprefix(COMPONENT)}: {number(value)}")
+                    with ui.row().classes("items-center"):
+                        ui.label(visible(verdict.name, 100)).style("font-weight: 600")
+                        if verdict.score is not None:
+                            ui.label(number(verdict.score)).classes("figure")
+                    for kind, text in verdict.words:
+                        if kind:
+                            ui.label(visible(kind, 60)).classes("muted")
+                        _text(text)
 
     # ------------------------------------------------------------ search
 
@@ -266,7 +327,7 @@ class RolloutsPage:
             finish = ["eos", "stop", "length"]
             select = ui.select(finish, value=address.finish, label="ended by", clearable=True)
             self.limits["finish"] = select.props("dense").style("width: 110px")
-            ui.button("search", on_click=self.search).props("no-caps data-testid=go")
+            ui.button("search", on_click=self.search).props("outline no-caps data-testid=go")
         self.box.on("keydown.enter", self.search)
 
     async def search(self) -> None:
@@ -301,19 +362,27 @@ class RolloutsPage:
             more = f", the first {len(hits.rows)} shown" if hits.total > len(hits.rows) else ""
             text = f"{hits.total:,} of {index.rows:,} completions{more}"
             ui.label(text).classes("muted").props("data-testid=hits")
-            rows = [_hit(at, hit) for at, hit in enumerate(hits.rows)]
-            names = ("step", "reward", "length", "finish", "prompt", "completion")
-            columns = [
-                {"name": n, "label": n, "field": n, "sortable": True, "align": "left"}
-                for n in names
-            ]
+            for name in index.damaged:
+                problem(f"rollouts/{name} is damaged and left out")
+            rows = [self._hit(at, hit) for at, hit in enumerate(hits.rows)]
+            columns = columns_of(
+                rows, ("step", "reward", "length", "finish", "prompt", "completion")
+            )
             table = ui.table(rows=rows, columns=columns, row_key="id", pagination=10)
             table.classes("w-full").props("dense flat bordered data-testid=results")
+            linked(table, "step")
             table.on("rowClick", lambda e: self._open_hit(e.args[1]))
 
-    def _open_hit(self, hit: Row) -> None:
+    def _hit(self, at: int, hit: Row) -> dict[str, Any]:
+        texts = {name: visible(hit[name], PREVIEW) for name in ("prompt", "completion")}
+        same = {name: hit[name] for name in ("stage", "step", "row", "length", "finish")}
+        link = self.address.but(stage=hit["stage"], step=hit["step"], row=hit["row"], token=None)
+        reward = figure(hit["reward"])
+        return {"id": at, **same, **texts, "reward": reward, "link": link.url("/rollouts")}
+
+    async def _open_hit(self, hit: Row) -> None:
         self.shown.change(stage=hit["stage"])
-        self.open(int(hit["step"]), int(hit["row"]))
+        await self.open(int(hit["step"]), int(hit["row"]))
 
 
 def rollouts_page(library: Library, address: Address) -> None:
@@ -331,10 +400,15 @@ def _text(text: str) -> None:
     ui.label(visible(text, LONGEST, lines=True)).classes("text")
 
 
-def _hit(at: int, hit: Row) -> dict[str, Any]:
-    texts = {name: visible(hit[name], PREVIEW) for name in ("prompt", "completion")}
-    same = {name: hit[name] for name in ("stage", "step", "row", "length", "finish")}
-    return {"id": at, **same, **texts, "reward": number(hit["reward"])}
+def _loss_text(terms: Mapping[str, float]) -> str:
+    shown = ", ".join(f"{name.removeprefix('loss/')} {v:.4g}" for name, v in terms.items())
+    return f"loss of the step, summed over its tokens: {shown}" if terms else ""
+
+
+def _icon(icon: str, name: str, do: Callable[[], object]) -> None:
+    """A button with a picture, and a name for who does not see it."""
+    button = ui.button(icon=icon, on_click=do).props(f'flat dense aria-label="{name}"')
+    button.tooltip(name)
 
 
 def _nearest(numbers: Sequence[int], wanted: float | None) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from keel.analysis.text import visible
@@ -16,15 +17,15 @@ Row = Mapping[str, Any]
 
 
 def summary(row: Row) -> dict[str, Any]:
-    """A completion in a line of a table: only texts and numbers."""
-    components = {name: number(value) for name, value in row.items() if name.startswith(COMPONENT)}
+    """A completion in a line of a table: only texts and numbers, None where there is none."""
+    components = {name: figure(value) for name, value in row.items() if name.startswith(COMPONENT)}
     own = [a for a, w in zip(row.get("advantages") or [], row["written"], strict=False) if w]
     mean = sum(own) / len(own) if own else None
     written = row["written"]
     starts = sum(w and not before for before, w in zip([False, *written], written, strict=False))
-    out: dict[str, Any] = {"reward": number(row["reward"])}
+    out: dict[str, Any] = {"reward": figure(row["reward"])}
     out |= components if len(components) > 1 else {}
-    out |= {"advantage": number(mean), "length": sum(written), "finish": row["finish"]}
+    out |= {"advantage": figure(mean), "length": sum(written), "finish": row["finish"]}
     if row.get(EXTRA + "extracted") is not None:
         out["extracted"] = visible(str(row[EXTRA + "extracted"]), 60)
     return {**out, "turns": starts, "completion": visible(row["completion"], PREVIEW)}
@@ -38,7 +39,7 @@ def legend(row: Row, measure: Measure) -> str:
     if measure.signed:
         return f"blue above 0, vermilion below; full colour at ±{full:.3g} {measure.unit}"
     sign = "−" if measure.key == "log_probs" else ""
-    return f"white at 0, full colour at {sign}{full:.3g} {measure.unit}"
+    return f"no colour at 0, full colour at {sign}{full:.3g} {measure.unit}"
 
 
 def prompt_text(content: Any) -> str:
@@ -54,6 +55,54 @@ def score(row: Row) -> float:
     return -math.inf if reward is None or math.isnan(reward) else float(reward)
 
 
+def figure(value: float | None) -> float | None:
+    """A number of four figures, whole from 10,000 on, which a table sorts as a number."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.4g}") if abs(value) < 10_000 else float(round(value))
+
+
 def number(value: float | None) -> str:
-    """Four figures; a dash where there is none."""
+    """A number as text; a dash where there is none."""
     return "–" if value is None else f"{value:.4g}"
+
+
+def columns_of(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
+    """The columns of a table, each sortable; those of numbers stand at the right."""
+    out = []
+    for name in names:
+        values = [row[name] for row in rows if row.get(name) is not None]
+        numeric = bool(values) and all(isinstance(value, int | float) for value in values)
+        align = "right" if numeric else "left"
+        out.append({"name": name, "label": name.removeprefix(COMPONENT), "field": name,
+                    "sortable": True, "align": align})  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one reward says of a completion: its score, and what it recorded beside it."""
+
+    name: str
+    score: float | None
+    words: tuple[tuple[str, str], ...]
+
+
+def verdicts(row: Row) -> list[Verdict]:
+    """Each component of the reward with its words, as a judge's `judge_reason`; then the rest.
+
+    An extra belongs to the component whose name it begins with. Empty texts are left out.
+    """
+    extras = {
+        name.removeprefix(EXTRA): str(value)
+        for name, value in row.items()
+        if name.startswith(EXTRA) and value not in (None, "")
+    }
+    found = []
+    for column, value in row.items():
+        if column.startswith(COMPONENT):
+            name = column.removeprefix(COMPONENT)
+            own = [key for key in extras if key.startswith((f"{name}_", f"{name}/"))]
+            words = tuple((key[len(name) + 1 :], extras.pop(key)) for key in own)
+            found.append(Verdict(name, value, words))
+    return found + [Verdict(name, None, (("", text),)) for name, text in extras.items()]

@@ -12,8 +12,9 @@ from keel.analysis.diagnosis.values import Diagnosis
 from keel.analysis.text import visible
 from keel.types import KeelError
 from keel.view.address import Address
-from keel.view.frame import Shown, page, problem
+from keel.view.frame import EVERY, Shown, linked, page, problem
 from keel.view.library import Library, OpenRun
+from keel.view.rows import columns_of, figure
 from keel.view.status import status_of
 
 SHOWN = ("reward", "episode/return", "eval/return", "eval/accuracy", "loss")
@@ -23,21 +24,22 @@ def runs_page(library: Library, address: Address) -> None:
     """Build the page: all runs, of which one or several can be opened."""
     shown = Shown("/", address)
     with page(shown, "runs"):
-        rows = [_line(library, name) for name in library.names()]
-        names = list(dict.fromkeys(name for row in rows for name in row if name != "id"))
-        columns = [
-            {"name": n, "label": n, "field": n, "sortable": True, "align": "left"} for n in names
-        ]
+        rows = _lines(library)
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        columns = columns_of(rows, [name for name in names if name not in ("id", "link")])
         with ui.row().classes("items-center"):
-            button = ui.button("open the curves of the selected").props("no-caps data-testid=open")
+            button = ui.button("open the curves of the selected").props(
+                "outline no-caps data-testid=open"
+            )
             ui.label("select several to lay their curves over each other").classes("muted")
         table = ui.table(
             rows=rows, columns=columns, row_key="id", selection="multiple", pagination=25
         )
         table.classes("w-full").props("dense flat bordered data-testid=runs")
+        linked(table, "run")
 
         def open_selected() -> None:
-            chosen = tuple(row["id"] for row in table.selected) or (rows[0]["id"],)
+            chosen = tuple(row["id"] for row in table.selected) or (table.rows[0]["id"],)
             ui.navigate.to(address.but(run=chosen).url("/curves"))
 
         button.on_click(open_selected)
@@ -45,6 +47,17 @@ def runs_page(library: Library, address: Address) -> None:
             "rowClick",
             lambda e: ui.navigate.to(address.but(run=(e.args[1]["id"],)).url("/curves")),
         )
+
+    async def refresh() -> None:
+        found = await background.io_bound(_lines, library)
+        if found and found != table.rows:
+            table.rows = found
+
+    ui.timer(EVERY, refresh)
+
+
+def _lines(library: Library) -> list[dict[str, Any]]:
+    return [_line(library, name) for name in library.names()]
 
 
 def _line(library: Library, name: str) -> dict[str, Any]:
@@ -54,16 +67,21 @@ def _line(library: Library, name: str) -> dict[str, Any]:
         stage = run.stage()
         status, columns = status_of(run, stage), run.metrics.columns(stage)
     except KeelError as error:
-        return {"id": name, "run": visible(name, 80), "state": visible(str(error), 100)}
-    last = next(((n, columns[n].values) for n in SHOWN if n in columns), None)
+        link = Address(run=(name,)).url("/curves")
+        state = visible(str(error), 100)
+        return {"id": name, "run": visible(name, 80), "state": state, "link": link}
+    last = next(((n, columns[n].values[-1]) for n in SHOWN if n in columns), ("", None))
     return {
         "id": name,
         "run": visible(name, 80),
         "state": status.state,
         "algorithm": visible(run.algorithm, 40),
         "seed": run.seed,
-        "step": f"{status.step:,} of {status.steps:,}",
-        "newest": "" if last is None else f"{last[0]} {last[1][-1]:.4g}",
+        "step": status.step,
+        "steps": status.steps,
+        "measure": last[0],
+        "newest": figure(last[1]),
+        "link": Address(run=(name,)).url("/curves"),
     }
 
 
@@ -90,8 +108,9 @@ def diagnosis_page(library: Library, address: Address) -> None:
             ui.label("reading the run …").classes("muted")
 
     async def fill() -> None:
+        damaged: list[str] = []
         try:
-            found = await background.io_bound(diagnose, run.run)
+            found = await background.io_bound(diagnose, run.run, damaged)
         except KeelError as error:
             column.clear()
             with column:
@@ -99,6 +118,8 @@ def diagnosis_page(library: Library, address: Address) -> None:
             return
         column.clear()
         with column:
+            for name in damaged:
+                problem(f"rollouts/{name} is damaged and left out")
             if not found:
                 ui.label("No problem found.")
             for one in found or ():

@@ -76,11 +76,10 @@ def duration(seconds: float) -> str:
 
 
 def panels(run: OpenRun, stage: str) -> list[Panel]:
-    """The panels of a stage; not of variance in groups with one completion each."""
+    """The panels of a stage."""
     config = run.stage_config(stage)
     alone = config.get("rollout", {}).get("group_size") == 1
-    found = panels_of(str(config["stage"]), list(run.metrics.columns(stage)))
-    return [panel for panel in found if not (alone and panel.key == "signal")]
+    return panels_of(str(config["stage"]), list(run.metrics.columns(stage)), alone=alone)
 
 
 def formula_of(run: OpenRun, stage: str) -> list[str]:

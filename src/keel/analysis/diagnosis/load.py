@@ -10,30 +10,44 @@ import numpy as np
 from keel.analysis.diagnosis.history import StageHistory
 from keel.analysis.diagnosis.rollout_summary import StepRollouts, read_step, spread
 from keel.runs.reader import Run
+from keel.types import KeelError
 
 KIND = "rl"
 
 
-def histories(run: Run) -> Iterator[StageHistory]:
+def histories(run: Run, damaged: list[str] | None = None) -> Iterator[StageHistory]:
     """Each stage of reinforcement learning, in order.
 
-    Raises KeelError where the recipe, metrics or rollouts cannot be read.
+    Rollout files that cannot be read are left out and named in the list `damaged`. Raises KeelError
+    where recipe or metrics, or without the list rollouts, cannot be read.
     """
     recipe = run.recipe()
     for name, table in zip(run.stages, recipe.get("stages", [recipe.get("stage")]), strict=False):
         if isinstance(table, Mapping) and table.get("stage") == KIND:
-            yield stage_history(run, name, table, recipe.get("model", {}))
+            yield stage_history(run, name, table, recipe.get("model", {}), damaged)
 
 
 def stage_history(
-    run: Run, stage: str, table: Mapping[str, Any], model: Mapping[str, Any]
+    run: Run,
+    stage: str,
+    table: Mapping[str, Any],
+    model: Mapping[str, Any],
+    damaged: list[str] | None = None,
 ) -> StageHistory:
     """What the folder holds of a stage, whose `table` and whose `model` are the recipe's."""
     records = run.metrics(stage)
     number = run.stages.index(stage)
     written = [place.step for place in run.rollout_places() if place.stage == number]
-    found = (read_step(run.folder, number, step) for step in spread(written))
-    rollouts = [one for one in found if one is not None and len(one)]
+    rollouts = []
+    for step in spread(written):
+        try:
+            one = read_step(run.folder, number, step)
+        except KeelError:
+            if damaged is None:
+                raise
+            damaged.append(run.folder.rollouts(number, step).name)
+            continue
+        rollouts += [one] if one is not None and len(one) else []
     before = run.info().get("evaluation", {}).get(stage, {}).get("before")
     return history_of(stage, table, model, records, rollouts, before)
 

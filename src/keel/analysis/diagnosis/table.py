@@ -372,14 +372,16 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
 )
 
 
-def diagnose(run: Run) -> tuple[Diagnosis, ...]:
+def diagnose(run: Run, damaged: list[str] | None = None) -> tuple[Diagnosis, ...]:
     """What is wrong with the stages of reinforcement learning of a run: errors, then warnings, each
     by their first step. Empty where nothing is found, or the run is too short to tell.
 
+    With the list `damaged`, rollout files that cannot be read are left out and named in it.
+
     Raises:
-        KeelError: the folder's recipe, metrics or rollouts cannot be read.
+        KeelError: the folder's recipe or metrics, or without the list rollouts, cannot be read.
     """
-    found = [one for history in histories(run) for one in conditions_of(history)]
+    found = [one for history in histories(run, damaged) for one in conditions_of(history)]
     return tuple(sorted(found, key=lambda d: (d.severity != "error", d.first_step)))
 
 

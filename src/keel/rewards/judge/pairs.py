@@ -15,6 +15,7 @@ from keel.types import Content
 
 SWAPPED = {"first": "second", "second": "first", "tie": "tie"}
 WORTH = {"first": 1.0, "second": 0.0, "tie": 0.5}
+PLACES = ("first", "second")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,13 @@ class PairVerdict:
     `choices` holds "first", "second" or "tie" for the order with `a` first, then with `b` first;
     None where that order was not asked, or gave no verdict (`wrong` holds the reason). `value` is
     the worth of `a` against `b`: 1, 0, or ½ for a tie and for orders that differ; None where an
-    order is missing.
+    order is missing. `reasons` are the judge's words in the two orders.
     """
 
     choices: tuple[str | None, str | None]
     value: float | None
     wrong: tuple[str, ...] = ()
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[str, str] = ("", "")
     costs: dict[str, Cost] = field(default_factory=dict)
 
     @property
@@ -53,6 +54,19 @@ class PairVerdict:
         """Whether the orders differ about the answers."""
         first, second = self.choices
         return first is not None and second is not None and first != SWAPPED[second]
+
+    def words(self, place: int) -> list[str]:
+        """Of each order, what the judge said of `a` (place 0) or `b` (1).
+
+        "First" in a reason means another answer in each order, so each says where this one stood.
+        """
+        found = []
+        for order, (choice, reason) in enumerate(zip(self.choices, self.reasons, strict=True)):
+            if choice is not None:
+                stood = PLACES[place ^ order]
+                said = "tie" if choice == "tie" else "better" if choice == stood else "worse"
+                found.append(f"as the {stood} of two, {said}: {reason}".removesuffix(": "))
+        return found
 
 
 async def judge_pairs(
@@ -97,7 +111,7 @@ def verdict(first: Judgement | None, second: Judgement | None) -> PairVerdict:
         choices=(choices[0], choices[1]),
         value=value,
         wrong=tuple(j.parsed.wrong for j in asked if j.parsed.wrong),
-        reasons=tuple(j.parsed.reason for j in asked if j.parsed.reason),
+        reasons=(first.parsed.reason if first else "", second.parsed.reason if second else ""),
         costs={key: cost for j in asked for key, cost in j.costs.items()},
     )
 

@@ -73,10 +73,12 @@ class Judge:
             for places, verdict in await self._compare(prompts, answers, columns):
                 found.append(verdict)
                 other = None if verdict.value is None else 1.0 - verdict.value
-                for place, value in zip(places, (verdict.value, other), strict=True):
+                for side, (place, value) in enumerate(
+                    zip(places, (verdict.value, other), strict=True)
+                ):
                     if place is not None:
                         values[place] += [] if value is None else [value]
-                        reasons[place] += verdict.reasons
+                        reasons[place] += verdict.words(side)
                         wrong[place] += verdict.wrong
         if log_extra is not None:
             log_extra(f"{label}_reason", ["\n".join(lines) for lines in reasons])

@@ -1,0 +1,93 @@
+"""The rollouts of single steps, as tables of which few are kept. Torch-free."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, overload
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from keel.runs.reader import Run, rows_of
+from keel.runs.rollouts import TERMS
+from keel.view.rows import Row, score
+
+KEPT = 128 * 2**20
+"""Bytes of tables that are kept, of all runs and tabs together."""
+
+
+class StepRows(Sequence[Row]):
+    """The completions of a step. Each row is made when it is asked for: as Python objects a step
+    takes many times the memory of its table."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+        self.groups: list[int] = table["group"].to_pylist()
+        self.scores = [score({"reward": reward}) for reward in table["reward"].to_pylist()]
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    @overload
+    def __getitem__(self, at: int) -> Row: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Row]: ...
+    def __getitem__(self, at: int | slice) -> Row | Sequence[Row]:
+        if isinstance(at, slice):
+            return [self[one] for one in range(*at.indices(len(self)))]
+        if not 0 <= at < len(self):
+            raise IndexError(at)
+        return rows_of(self.table.slice(at, 1))[0]
+
+    @property
+    def best(self) -> int:
+        """The place of the completion with the highest reward."""
+        return max(range(len(self)), key=self.scores.__getitem__, default=0)
+
+    def members(self, group: int) -> list[int]:
+        """The places of the completions of a group, best first."""
+        found = [at for at, one in enumerate(self.groups) if one == group]
+        return sorted(found, key=lambda at: -self.scores[at])
+
+    @property
+    def loss(self) -> dict[str, float]:
+        """The terms of the loss, summed over all tokens of the step: what the step logged."""
+        found: dict[str, float] = {}
+        for name in TERMS:
+            if name in self.table.column_names:
+                values = pc.list_flatten(self.table[name]).cast(pa.float64())
+                found[name] = pc.sum(values).as_py() or 0.0
+        return {**found, "loss": sum(found.values())} if found else {}
+
+
+class StepCache:
+    """The tables read last, by file; safe to use from threads."""
+
+    def __init__(self, most: int = KEPT) -> None:
+        self.most = most
+        self._kept: OrderedDict[tuple[Any, ...], StepRows] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, run: Run, stage: str, step: int) -> StepRows:
+        """The rollouts of a step. Raises KeelError where it has none, or the file is damaged."""
+        path = run.folder.rollouts(run.stages.index(stage), step)
+        try:
+            facts = path.stat()
+            key = (str(path), facts.st_size, facts.st_mtime_ns)
+        except OSError:
+            key = (str(path),)  # reading it says what is wrong
+        # Within the lock: several tabs that ask for one step read it once.
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = StepRows(run.rollout_table(step, stage))
+            self._kept.move_to_end(key)
+            while self.size > self.most and len(self._kept) > 1:
+                self._kept.popitem(last=False)
+            return self._kept[key]
+
+    @property
+    def size(self) -> int:
+        """The bytes of the tables that are kept."""
+        return sum(rows.table.nbytes for rows in self._kept.values())

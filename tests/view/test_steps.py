@@ -1,0 +1,133 @@
+"""Rollouts of single steps, their lines in tables, and the state of a run. Without a browser."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from keel.runs.files import locked
+from keel.runs.layout import RunFolder
+from keel.runs.reader import load
+from keel.runs.writer import Recorder, update_run_json
+from keel.types import KeelError
+from keel.view import library
+from keel.view.library import Library
+from keel.view.rows import columns_of, summary, verdicts
+from keel.view.steps import StepCache, StepRows
+from tests.view.hostile import RECIPE, row
+
+
+def written(path: Path, steps: int = 1) -> RunFolder:
+    folder = RunFolder.create(path, RECIPE.format(name="stepped"))
+    with Recorder(folder) as recorder:
+        for step in range(1, steps + 1):
+            recorder.metrics(0, step, {"reward": 0.0})
+            rewards = (2.0, 10.0, None, -1.0)
+            rows = [
+                row(f"answer {at}", group=at // 3, reward=reward, prompt=[{"role": "user",
+                    "content": "hi"}] if at == 3 else "hi") for at, reward in enumerate(rewards)
+            ]  # fmt: skip
+            recorder.rollouts(0, step, rows)
+    return folder
+
+
+def test_rows_of_a_table_are_those_of_the_run(tmp_path: Path) -> None:
+    run = load(written(tmp_path / "run").path)
+    rows = StepRows(run.rollout_table(1))
+    assert list(rows) == run.rollouts(1)
+    assert rows[3]["prompt"] == [{"role": "user", "content": "hi"}]
+    assert (rows.best, rows.members(0), rows.members(1)) == (1, [1, 0, 2], [3])
+    assert rows.loss["loss"] == pytest.approx(sum(sum(one["loss/policy"]) for one in rows))
+    with pytest.raises(IndexError):
+        rows[4]
+
+
+def test_kept_tables_are_bounded_and_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = load(written(tmp_path / "run", 6).path)
+    size = run.rollout_table(1).nbytes
+    cache = StepCache(most=3 * size)
+    for step in range(1, 7):
+        cache.read(run, "rl", step)
+        assert cache.size <= 3 * size
+    assert cache.size > 2 * size
+    assert cache.read(run, "rl", 6) is cache.read(run, "rl", 6)
+    last = cache.read(run, "rl", 6)
+    with Recorder(run.folder) as recorder:  # a resumed run writes a step again
+        recorder.rollouts(0, 6, [row("new")])
+    assert len(last) == 4
+    assert len(cache.read(run, "rl", 6)) == 1
+    with pytest.raises(KeelError, match="no rollouts of step 9"):
+        cache.read(run, "rl", 9)
+
+
+def test_figures_of_tables_are_numbers() -> None:
+    lines = [
+        summary({**vars_of(reward), "reward/a": 0.125, "reward/b": None})
+        for reward in (2.0, 10.0, None, 123456.7, 1 / 3)
+    ]
+    assert [line["reward"] for line in lines] == [2.0, 10.0, None, 123457.0, 0.3333]
+    aligned = {one["name"]: one["align"] for one in columns_of(lines, list(lines[0]))}
+    assert aligned["reward"] == aligned["reward/a"] == aligned["length"] == "right"
+    assert aligned["completion"] == aligned["reward/b"] == "left"
+
+
+def vars_of(reward: float | None) -> dict[str, object]:
+    return {"reward": reward, "written": [True], "finish": "eos", "completion": "x"}
+
+
+def test_words_of_a_reward_go_with_its_score() -> None:
+    said = {"extra/judge_reason": "brief", "extra/judge_unparsed": "", "extra/extracted": "7",
+            "extra/judgement": "other"}  # fmt: skip
+    found = verdicts({"reward/judge": 0.5, "reward/outcome": None, **said})
+    assert [(one.name, one.score, one.words) for one in found] == [
+        ("judge", 0.5, (("reason", "brief"),)),
+        ("outcome", None, ()),
+        ("extracted", None, (("", "7"),)),
+        ("judgement", None, (("", "other"),)),
+    ]
+
+
+def test_state_is_that_of_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = written(tmp_path / "run")
+    opened = Library([folder.path]).get("run")
+    old = time.time() - 3600
+    with Recorder(folder) as recorder:
+        recorder.timings(0, 1, {"total": 1.0})
+    assert opened.state() == "running", "without a lock the last record tells"
+    os.utime(folder.timings, (old, old))
+    assert opened.state() == "stopped"
+    with locked(folder.path):
+        assert opened.state() == "running", "a slow step is no end"
+    code = (
+        "import sys, time, pathlib; from keel.runs.files import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(folder.path)], stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert opened.state() == "running"
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait()
+    os.utime(folder.timings)
+    assert opened.state() == "stopped", "a killed run is stopped at once"
+    update_run_json(folder, {"finished": True})
+    assert opened.state() == "finished"
+
+
+def test_pictures_are_those_of_the_stage(tmp_path: Path) -> None:
+    folder = written(tmp_path / "run")
+    folder.pictures.mkdir()
+    for name in ("rl-accuracy-by-length.png", "rl2-margins.png"):
+        (folder.pictures / name).write_bytes(b"")
+    opened = Library([folder.path]).get("run")
+    assert [title for title, _ in library.pictures_of(opened, "rl")] == ["accuracy by length"]
