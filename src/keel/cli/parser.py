@@ -250,10 +250,10 @@ def _prefs(commands: Verbs) -> None:
     export.add_argument(
         "--steps", action="store_true", help="rows of prompt/completions/labels instead"
     )
-    only = {"action": "append", "help": "only labels of it; may be given several times"}
-    export.add_argument("--source", choices=LABEL_SOURCES, **only)
-    export.add_argument("--annotator", metavar="NAME", **only)
-    export.add_argument("--round", type=_index, metavar="N", **only)
+    help = "only labels of it; may be given several times"
+    export.add_argument("--source", action="append", choices=LABEL_SOURCES, help=help)
+    export.add_argument("--annotator", action="append", metavar="NAME", help=help)
+    export.add_argument("--round", action="append", type=_index, metavar="N", help=help)
     _json(export)
     help = "Counts, lengths, duplicates, how far the judges agree."
     stats = actions.add_parser("stats", help=help, description=help)

@@ -98,8 +98,8 @@ def read_hh(fields: Fields, by: Attribution) -> Iterator[Record]:
 def read_ultrafeedback(fields: Fields, by: Attribution) -> Iterator[Record]:
     """UltraFeedback: several scored completions, or `chosen` and `rejected` with their scores.
 
-    Every two completions are a pair. The better score wins; equal ones are a tie. A completion's
-    score is `fine-grained_score`, the mean of its aspects, or else `overall_score`.
+    Every two completions of different texts are a pair. The better score wins; equal ones are a
+    tie. A completion's score is `fine-grained_score`, the mean of its aspects, or `overall_score`.
     """
     if fields.there("chosen"):
         names = ("chosen", "rejected")
@@ -121,11 +121,12 @@ def read_ultrafeedback(fields: Fields, by: Attribution) -> Iterator[Record]:
     models = [str(part.row.get("model") or "") for part in parts]
     columns = [{"score": score} for score in scores]
     texts = [_text(part, "response") for part in parts]
-    head, *found = _answers(fields, by, prompt, texts, models, columns)
+    head, found = _answers(fields, by, prompt, texts, models, columns)
     for at, first in enumerate(found):
         for other in range(at + 1, len(found)):
-            value = _better(scores[at], scores[other])
-            yield from _compared(head, first, found[other], value, by)
+            if first.text != found[other].text:
+                value = _better(scores[at], scores[other])
+                yield from _compared(head, (first, found[other]), value, by)
 
 
 ASPECTS = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
@@ -144,11 +145,13 @@ class HelpSteerReader:
         scores = {name: _score(fields, name) for name in ASPECTS}
         prompt = _turns(fields.prompt("prompt"))
         texts = [_text(fields, "response")]
-        head, found = _answers(fields, by, prompt, texts, columns=[scores])
+        head, (found,) = _answers(fields, by, prompt, texts, columns=[scores])
         yield from (head, found)
         earlier = self._earlier.setdefault(head.id, [])
         for other, score in earlier:
-            yield from _compared(head, other, found, _better(score, scores["helpfulness"]), by)
+            if other.text == found.text:
+                continue
+            yield from _compared(head, (other, found), _better(score, scores["helpfulness"]), by)
         earlier.append((found, scores["helpfulness"]))
 
 
@@ -208,12 +211,12 @@ def _answers(
     texts: Sequence[str],
     models: Sequence[str] = (),
     columns: Sequence[Mapping[str, Any]] = (),
-) -> tuple[Any, ...]:
+) -> tuple[PromptRecord, list[CompletionRecord]]:
     """The prompt's record and that of each answer."""
     if not by.keep_empty and not all(text.strip() for text in texts):
         raise EmptyAnswer(f"{fields.place}: an answer is empty")
     head = PromptRecord(prompt)
-    return head, *(
+    return head, [
         CompletionRecord(
             head.id,
             text,
@@ -222,13 +225,12 @@ def _answers(
             columns=columns[at] if columns else {},
         )
         for at, text in enumerate(texts)
-    )
+    ]
 
 
 def _compared(
     prompt: PromptRecord,
-    one: CompletionRecord,
-    other: CompletionRecord,
+    answers: Sequence[CompletionRecord],
     value: float,
     by: Attribution,
     *,
@@ -236,11 +238,16 @@ def _compared(
     columns: Mapping[str, Any] | None = None,
     shown: bool = False,
 ) -> Iterator[Record]:
-    """The records of a comparison; `value` is P(`one` is better), `shown`: `one` stood first.
+    """The records of two answers compared.
+
+    `value` is P(the one given first is better); `shown` says that it was shown first.
 
     Which is the pair's first depends on the answers alone: the place says nothing about the
     winner, and rows that disagree are labels of the same pair.
     """
+    one, other = answers
+    if one.text == other.text and value != 0.5:
+        raise KeelError("the two answers are the same text, and no tie: leave the row out")
     swapped = one.id > other.id
     first, second = (other, one) if swapped else (one, other)
     pair = PairRecord(prompt.id, first.id, second.id, by.round, columns=columns or {})

@@ -117,5 +117,6 @@ def _row(origin: Origin, records: Iterable[Record]) -> Parsed:
         return list(records)
     except KeelError as error:
         why = "empty" if isinstance(error, EmptyAnswer) else "bad"
-        reason = shortened(str(error))
+        text = str(error)
+        reason = shortened(text if text.startswith(origin.place) else f"{origin.place}: {text}")
         return LeftOut(origin.source, origin.line, reason, origin.row, why)  # type: ignore[arg-type]

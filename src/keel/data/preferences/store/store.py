@@ -273,12 +273,12 @@ class PreferenceStore:
             values,
         )
         for seq, *row in pairs:
-            records = []
+            records: list[Any] = []
             for _, layout in parts:
                 records.append(layout.read(row[: len(layout.fields)]))
                 row = row[len(layout.fields) :]
-            labels = self._labels_of(records[0].id)
-            yield seq, JudgedPair(*records, labels)
+            pair, prompt, first, second = records
+            yield seq, JudgedPair(pair, prompt, first, second, self._labels_of(pair.id))
 
     def _labels_of(self, pair: str) -> tuple[LabelRecord, ...]:
         sql = f"SELECT {LABELS.names()} FROM labels WHERE pair = ? ORDER BY seq"
