@@ -75,7 +75,7 @@ class StepCache:
         path = run.folder.rollouts(run.stages.index(stage), step)
         try:
             facts = path.stat()
-            key = (str(path), facts.st_size, facts.st_mtime_ns)
+            key: tuple[Any, ...] = (str(path), facts.st_size, facts.st_mtime_ns)
         except OSError:
             key = (str(path),)  # reading it says what is wrong
         # Within the lock: several tabs that ask for one step read it once.

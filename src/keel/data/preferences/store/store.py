@@ -388,8 +388,12 @@ class PreferenceStore:
             self.database.execute(
                 "UPDATE leases SET label = NULL, expires = ? WHERE id = ?", (now + seconds, row[0])
             )
-            sql = "DELETE FROM leases WHERE id = ? AND (SELECT taken FROM pairs WHERE id = ?) > ?"
-            self.database.execute(sql, (row[0], label.pair, overlap))
+            if label.value is None:  # a skip left the place to others
+                self.database.execute(
+                    "DELETE FROM leases WHERE id = ?"
+                    " AND (SELECT taken FROM pairs WHERE id = ?) > ?",
+                    (row[0], label.pair, overlap),
+                )
         return label
 
 
