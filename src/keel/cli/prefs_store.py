@@ -49,9 +49,8 @@ def import_file(arguments: argparse.Namespace) -> None:
         return
     new = ", ".join(f"{count} {table}" for table, count in report.added.items())
     print(f"{arguments.store}: {report.rows} rows read; new: {new}")
-    if any(report.repeated.values()):
-        there = ", ".join(f"{count} {table}" for table, count in report.repeated.items() if count)
-        print(f"there already, or repeated in the file: {there}")
+    if report.repeated:
+        print(f"there already, or twice in the file: {report.repeated} labels")
     if listed is not None:
         print(f"left out: {counted(report.left_out)}, listed in {listed}")
 

@@ -254,7 +254,7 @@ def _compared(
     if pair.columns.get("id") == pair.id:
         pair = PairRecord(prompt.id, first.id, second.id, by.round)
     side = ("second" if swapped else "first") if shown else None
-    yield from (prompt, one, other, pair)
+    yield from (prompt, first, second, pair)
     yield LabelRecord(
         pair.id,
         1 - value if swapped else value,

@@ -18,9 +18,8 @@ from keel.data.preferences.store.formats import (
     EmptyAnswer,
     read_annotated,
 )
-from keel.data.preferences.store.records import Record
+from keel.data.preferences.store.records import LabelRecord, Record, StepsRecord
 from keel.data.preferences.store.store import PreferenceStore
-from keel.data.preferences.store.tables import LAYOUTS
 from keel.data.tables import all_bad, read_table
 from keel.runs.quarantine import LeftOut, shortened, write_quarantine
 from keel.types import KeelError
@@ -32,15 +31,16 @@ BATCH = 500
 
 @dataclass(frozen=True, slots=True)
 class ImportReport:
-    """What an import did: rows read, rows left out, and records by table.
+    """What an import did: rows read, rows left out, and new records by table.
 
-    `added` are new in the store; `repeated` were there, or stood in the file twice.
+    `repeated` are judgements (labels, or answers in steps) that were there already, in the store or
+    earlier in the file.
     """
 
     rows: int
     left_out: tuple[LeftOut, ...]
     added: dict[str, int]
-    repeated: dict[str, int]
+    repeated: int
 
 
 Parsed = list[Record] | LeftOut
@@ -53,32 +53,30 @@ def import_file(store: PreferenceStore, kind: str, path: Path, by: Attribution) 
     An import that was interrupted is completed by another: what is there is not added twice.
     Raises KeelError where the file cannot be read, or none of its rows.
     """
-    rows, left = 0, []
+    rows = judgements = 0
+    left: list[LeftOut] = []
     added: Counter[str] = Counter()
-    given: Counter[str] = Counter()
     batch: list[Record] = []
-    tables = {layout.record: layout.table for layout in LAYOUTS}
-
-    def flush() -> None:
-        # A prompt stands in each of its rows: it is counted once.
-        records = list({(type(record), record.id): record for record in batch}.values())
-        given.update(tables[type(record)] for record in records)
-        added.update(store.add(records))
-        batch.clear()
-
     for parsed in _parsed(kind, path, by):
         if isinstance(parsed, LeftOut):
             left.append(parsed)
             continue
         rows += 1
+        judgements += sum(isinstance(record, LabelRecord | StepsRecord) for record in parsed)
         batch += parsed
         if rows % BATCH == 0:
-            flush()
+            added.update(_add(store, batch))
+            batch = []
     if not rows and left:
         raise all_bad(str(path), left)
-    flush()
-    repeated = {name: given[name] - added[name] for name in given}
-    return ImportReport(rows, tuple(left), {name: added[name] for name in given}, repeated)
+    added.update(_add(store, batch))
+    repeated = judgements - added["labels"] - added["steps"]
+    return ImportReport(rows, tuple(left), dict(added), repeated)
+
+
+def _add(store: PreferenceStore, batch: Iterable[Record]) -> dict[str, int]:
+    """Add what several rows share, such as a prompt, once."""
+    return store.add({(type(record), record.id): record for record in batch}.values())
 
 
 def quarantine_path(store: Path, source: Path) -> Path:

@@ -196,10 +196,12 @@ class JudgedPair:
     labels: tuple[LabelRecord, ...] = ()
 
 
+_encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+
+
 def content_id(*parts: Any) -> str:
     """32 hexadecimal digits that tell contents apart."""
-    text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(text.encode("ascii"), digest_size=16).hexdigest()
+    return hashlib.blake2b(_encode(parts).encode("ascii"), digest_size=16).hexdigest()
 
 
 def _name(record: Any, *content: Any) -> None:

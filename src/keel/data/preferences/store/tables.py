@@ -19,6 +19,7 @@ from keel.data.preferences.store.records import (
 )
 
 R = TypeVar("R")
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class Layout(Generic[R]):
@@ -45,7 +46,7 @@ class Layout(Generic[R]):
         """A record as its row."""
         values = list(self._get(record))
         for at in self._json:
-            values[at] = json.dumps(values[at], ensure_ascii=False)
+            values[at] = _encode(values[at])
         return tuple(values)
 
     def read(self, row: Sequence[Any]) -> R:
