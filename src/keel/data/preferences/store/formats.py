@@ -20,6 +20,7 @@ from keel.data.preferences.store.records import (
     Source,
     StepsRecord,
 )
+from keel.runs.values import clean_text
 from keel.types import Content, KeelError, Message
 
 
@@ -180,7 +181,9 @@ def read_annotated(row: Annotated, by: Attribution, people: Sequence[str]) -> It
     """A row of PandaLM or LLMBar: a label for each vote."""
     assert row.origin is not None
     fields = Fields(row.origin.row, row.origin.place)
-    answers = _answers(fields, by, row.prompt, row.answers)
+    # These files may hold lone surrogates, which no store can.
+    texts = [clean_text(text) for text in row.answers]
+    answers = _answers(fields, by, clean_text(row.prompt), texts)
     for person, vote in zip(people, row.votes, strict=True):
         value = 0.5 if vote == TIE else float(vote == FIRST)
         who = Attribution(by.source, person, by.round)
