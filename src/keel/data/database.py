@@ -54,7 +54,7 @@ class Database:
         synchronous: Literal["NORMAL", "FULL"] = "NORMAL",
         timeout: float = 60.0,
     ) -> None:
-        self.name = name
+        self.name, self._synchronous = name, synchronous
         self._lock = threading.RLock()
         with self.errors():
             if path is not None:
@@ -66,12 +66,12 @@ class Database:
                 check_same_thread=False,
             )
             try:
-                self._open(form, synchronous)
+                self._open(form)
             except BaseException:
                 self._db.close()
                 raise
 
-    def _open(self, form: Format, synchronous: str) -> None:
+    def _open(self, form: Format) -> None:
         # One statement, so that no other process writes between; it changes nothing.
         application, version, names = self._db.execute(
             "SELECT (SELECT application_id FROM pragma_application_id),"
@@ -85,7 +85,6 @@ class Database:
                 f"it is of {other}" if ours else "it belongs to another program or version"
             )
         self._db.execute("PRAGMA foreign_keys = ON")
-        self._db.execute(f"PRAGMA synchronous = {synchronous}")
         self._db.execute("PRAGMA journal_mode = WAL")
         if ours:
             return
@@ -96,9 +95,13 @@ class Database:
             self._db.execute(f"PRAGMA user_version = {form.version}")
 
     @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """All or nothing, while no other thread or process writes."""
+    def transaction(self, lasting: bool = True) -> Iterator[None]:
+        """All or nothing, while no other thread or process writes.
+
+        One that is not `lasting` may be undone by a power failure, and does not wait for the disk.
+        """
         with self._lock, self.errors():
+            self._db.execute(f"PRAGMA synchronous = {self._synchronous if lasting else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield

@@ -44,7 +44,7 @@ LEASE = 1800.0
 class PreferenceStore:
     """Preferences in one SQLite file; several threads and processes may read and write at once.
 
-    What a method wrote is on the disk when it returns, and survives a kill and a power failure.
+    What a method wrote survives a kill; all but leases survives a power failure too.
     `create` makes the file where there is none. `timeout` is how many seconds a write waits for
     another process. Raises KeelError for a file that is no store, or of another version, and where
     it cannot be written.
@@ -304,7 +304,7 @@ class PreferenceStore:
         """
         expires = now + seconds
         clause, values = _where("p.", round=round)
-        with self.database.transaction():
+        with self.database.transaction(lasting=False):
             execute = self.database.execute
             # The earliest: after an undo, the pair of the label that was undone.
             own = execute(
