@@ -355,7 +355,8 @@ def main() -> None:
                 last = [posterior for _, posterior in runs]
                 right.append(calibration(list(zip(instances, last, strict=True)), name))
         table += curves_table(name, curves)
-        print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+        took = f"{name}: {time.perf_counter() - start:.0f} s"
+        print(took, *table[-len(METHODS) :], right[-1], sep="\n", file=sys.stderr, flush=True)
     print(f"| problem | labels by | at 100, % | at {REACHED} | at {MOST} | less random | needed |")
     print("|---|---|---|---|---|---|---|", *table, sep="\n")
     print("\n| problem | ECE of σ(d) | predictive | gain, nats | ratio | within |")

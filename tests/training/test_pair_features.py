@@ -1,13 +1,17 @@
-"""Features and scores of pairs, packed, are those of each answer alone."""
+"""Features and scores of pairs, packed, against stock transformers."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from keel.data.preferences.acquisition import laplace_beliefs, select_pairs
 from keel.data.preferences.posterior import laplace_posterior
 from keel.data.preferences.schema import Preference
+from keel.models.loading import quiet
 from keel.models.reward import reward_model_from
 from keel.training.judged_data import pair_encoder
 from keel.training.pair_features import head_weights, pair_features
@@ -20,7 +24,8 @@ ROWS = (
 )
 
 
-def test_features_and_scores_are_those_of_each_answer_alone() -> None:
+def test_features_and_scores_are_those_of_stock_transformers(tmp_path: Path) -> None:
+    """Each answer in a call of its own, by the saved model."""
     model = reward_model_from(tiny.policy(), "outcome", 0)
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
     rows = [pair_encoder(model.reader())(row) for row in ROWS]
@@ -31,18 +36,16 @@ def test_features_and_scores_are_those_of_each_answer_alone() -> None:
     near = {"atol": 1e-4, "rtol": 1e-4}
     np.testing.assert_allclose(split.feature_CH, whole.feature_CH, **near)
     np.testing.assert_allclose(split.score_C2, whole.score_C2, **near)
+    with quiet():
+        model.save(tmp_path)
+        stock = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     for c, row in enumerate(rows):
         states = []
         for side, answer in enumerate((row.chosen, row.rejected)):
             with torch.no_grad():
-                out = model.model(
-                    input_ids=torch.tensor([answer.tokens[: answer.ends[0] + 1]]),
-                    output_hidden_states=True,
-                )
-            states.append(out.hidden_states[-1][0, -1].numpy())
-            np.testing.assert_allclose(
-                whole.score_C2[c, side], model.judge([answer], 100)[0][0], **near
-            )
+                out = stock(input_ids=torch.tensor([answer.tokens]), output_hidden_states=True)
+            states.append(out.hidden_states[-1][0, answer.ends[0]].numpy())
+            np.testing.assert_allclose(whole.score_C2[c, side], float(out.logits), **near)
         np.testing.assert_allclose(whole.feature_CH[c], states[0] - states[1], **near)
     difference = whole.feature_CH @ head_weights(model)
     np.testing.assert_allclose(difference, whole.score_C2[:, 0] - whole.score_C2[:, 1], **near)

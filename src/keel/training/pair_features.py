@@ -32,7 +32,8 @@ def pair_features(
 ) -> PairFeatures:
     """The features and scores of pairs, packed, at most `token_budget` tokens in a pass."""
     features, scores = [torch.zeros(0, model.head.in_features)], [torch.zeros(0, 2)]
-    for span in sizes_of(rows, model.device).spans(token_budget):
+    spans = sizes_of(rows, model.device).spans(token_budget) if rows else []
+    for span in spans:
         answers = [answer for row in rows[span] for answer in (row.chosen, row.rejected)]
         states_KH = model.states(pack_answers(answers, model.device)).float()
         features.append((states_KH[0::2] - states_KH[1::2]).cpu())

@@ -74,16 +74,22 @@ def test_more_money_goes_to_people_and_a_useless_labeller_gets_none() -> None:
 
 
 def test_a_labeller_off_the_hull_is_no_step() -> None:
-    """The middle one adds less a dollar than going on to the dearest: it is passed over."""
-    found = route_labels(np.array([[1.0], [1.1], [3.0]]), [1.0, 2.0, 3.0], 3.0)
+    """The middle one adds less a dollar than going on to the dearest, which comes before the other
+    pair; step by step through it, the other pair would come first."""
+    gain = np.array([[1.0, 0.5], [1.1, 0.5], [3.0, 0.5]])
+    found = route_labels(gain, [1.0, 2.0, 3.0], 3.0)
+    assert found.index.tolist() == [0]
     assert found.labeller.tolist() == [2]
+    found = route_labels(gain, [1.0, 2.0, 3.0], 2.0)
+    assert found.index.tolist() == [0, 1]
+    assert found.labeller.tolist() == [0, 0]
 
 
-def test_equal_slopes_are_taken_in_order() -> None:
-    """Gains in proportion to prices, whose slopes differ by rounding."""
+def test_slopes_that_rise_by_rounding_are_taken_in_order() -> None:
+    """Gains in proportion to prices: the budget pays for the dearest of each pair."""
     price = np.array([0.1, 0.3, 0.7])
-    found = route_labels(price[:, None] * np.array([1 / 3, 1.1, 7.7]), price, 3 * 0.7)
-    assert found.labeller.tolist() == [2, 2, 2]
+    found = route_labels(price[:, None] * np.random.default_rng(0).uniform(size=200), price, 140.1)
+    assert found.labeller.tolist() == [2] * 200
 
 
 def test_free_labels_are_refused() -> None:
