@@ -211,8 +211,8 @@ def test_each_method_takes_the_pairs_of_its_score() -> None:
     assert len({tuple(sorted(index)) for index in found.values()}) == 4
     worst = sorted(range(40), key=lambda c: abs(beliefs.uncertainty.probability_C[c] - 0.5))
     assert found["margin"] == worst[:10]
-    told = sorted(range(40), key=lambda c: -beliefs.uncertainty.epistemic_C[c])
-    assert found["bald"] == told[:10]
+    ordered = sorted(range(40), key=lambda c: -beliefs.uncertainty.epistemic_C[c])
+    assert found["bald"] == ordered[:10]
     p = [sigma(d) for d in beliefs.difference_C]
     information = np.array([q * (1 - q) for q in p])
     assert found["d_optimal"] == naive_greedy(beliefs.factor_CX, 10, information)

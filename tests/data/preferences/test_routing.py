@@ -24,8 +24,8 @@ def test_gains_are_those_of_each_labellers_accuracy() -> None:
     variances = label_gains(known, [JUDGE, PEOPLE], variance=True)
     for row, one in enumerate([JUDGE, PEOPLE]):
         mean, spread = known.difference_C, known.variance_C
-        told = gaussian_uncertainty(mean, spread, one.accuracy).epistemic_C
-        np.testing.assert_array_equal(entropies[row], told)
+        expected = gaussian_uncertainty(mean, spread, one.accuracy).epistemic_C
+        np.testing.assert_array_equal(entropies[row], expected)
         lowered = variance_reduction(mean, spread, one.accuracy)
         np.testing.assert_array_equal(variances[row], lowered)
     assert (entropies[1] > entropies[0]).all()
