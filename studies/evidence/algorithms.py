@@ -119,7 +119,7 @@ def compare(out: Path, seeds: int = 10, tasks: Sequence[str] = TASKS) -> None:
         paths = write_recipes(out / "recipes" / task, task, chosen[task])
         baseline = ("--baseline", BASELINE)
         keel("compare", *paths, "--seeds", str(seeds), *baseline, "--out", out / task)
-        keep(out / task, RESULTS / task)
+        keep(out / task, RESULTS / task, "compare")
 
 
 def stability(out: Path, seeds: int = 10, task: str = "sort_digits") -> None:
@@ -128,15 +128,15 @@ def stability(out: Path, seeds: int = 10, task: str = "sort_digits") -> None:
     values = ",".join(f"{rate:g}" for rate in STABLE_RATES)
     vary = (STABLE_STEPS, "--vary", f"{KEY}={values}")
     keel("compare", *paths, *vary, "--seeds", str(seeds), "--out", out / "stability")
-    keep(out / "stability", RESULTS / "stability")
+    keep(out / "stability", RESULTS / "stability", "stability")
 
 
-def keep(made: Path, kept: Path) -> None:
+def keep(made: Path, kept: Path, study: str) -> None:
     """Copy what a comparison found, with the command of this study in place of that of the files
     that it wrote."""
     kept.mkdir(parents=True, exist_ok=True)
     for name in KEPT:
         shutil.copyfile(made / name, kept / name)
     found = json.loads((made / "comparison.json").read_text())
-    found["command"] = "python -m studies.evidence compare"
+    found["command"] = f"python -m studies.evidence {study}"
     (kept / "comparison.json").write_text(json.dumps(found, ensure_ascii=False, indent=1) + "\n")
