@@ -29,7 +29,7 @@ def pages(run: str, other: str, step: int, text: str) -> dict[str, tuple[str, in
     return {
         "view-curves": (f"/curves?{urlencode([*one, ('smooth', 9)])}", 980),
         "view-tokens": (f"/rollouts?{tokens}", 760),
-        "view-search": (f"/rollouts?{urlencode([*one, ('max_reward', 0), ('text', '99')])}", 620),
+        "view-search": (f"/rollouts?{urlencode([*one, ('max_reward', 0), ('text', text)])}", 620),
         "view-overlay": (f"/curves?{overlay}", 820),
     }
 
