@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from keel.runs import lifecycle
@@ -21,9 +22,9 @@ def at(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:06d}"
 
 
-def flip(path: Path) -> None:
+def flip(path: Path, at: int | None = None) -> None:
     content = bytearray(path.read_bytes())
-    content[len(content) // 3] ^= 4
+    content[len(content) // 3 if at is None else at] ^= 4
     path.write_bytes(content)
 
 
@@ -142,7 +143,8 @@ def test_lost_rollouts_are_noted_and_the_run_goes_on(tmp_path: Path, unharmed: P
 
 def test_rollouts_are_verified_by_page_checksums(tmp_path: Path, unharmed: Path) -> None:
     run = shutil.copytree(unharmed, tmp_path / "run")
-    flip(rollouts(run, 3))
+    column = pq.read_metadata(rollouts(run, 3)).row_group(0).column(0)
+    flip(rollouts(run, 3), column.data_page_offset + column.total_compressed_size - 1)
     with pytest.raises(KeelError, match=r"step-000003\.parquet.*leave this step out"):
         load(run).rollouts(3)
 

@@ -45,11 +45,18 @@ def pages(*paths: Path) -> int:
     return sum(-(-f.stat().st_size // mounts.PAGE) * mounts.PAGE for f in files)
 
 
+def last_row(path: Path) -> int:
+    """The bytes, in whole pages, that the last row of a file added to it."""
+    *rows, _ = path.read_bytes().splitlines(keepends=True)
+    before = sum(map(len, rows))
+    return pages(path) - -(-before // mounts.PAGE) * mounts.PAGE
+
+
 def needed(unharmed: Path) -> int:
-    """What the last step of the run takes: its evaluation, its rollouts and its checkpoint."""
+    """What the last step of the run takes: evaluation, rollouts, row of metrics and checkpoint."""
     step = "step-000004"
     tables = (unharmed / name / f"{step}.parquet" for name in ("evaluations", "rollouts"))
-    return pages(*tables, unharmed / "checkpoints" / step)
+    return pages(*tables, unharmed / "checkpoints" / step) + last_row(unharmed / "metrics.jsonl")
 
 
 AFTER_EVALUATION = ("run.json", "events.jsonl")

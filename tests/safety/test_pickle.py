@@ -32,8 +32,8 @@ CALLS = {
     *("gym.vector.AsyncVectorEnv", "gymnasium.vector.AsyncVectorEnv"),
 }
 NAMES = {"AsyncVectorEnv", "ProcessPoolExecutor", "read_pickle", "to_pickle", "_load_from_state"}
-ORDERS_ONLY = {"sandbox/inside.py", "sandbox/bubblewrap.py"}
-"""`marshal` for what this process tells a sandbox to run; what comes back is text."""
+ORDERS_ONLY = {"sandbox/inside.py", "sandbox/bubblewrap.py", "workflows/processes.py"}
+"""They serialize what this process tells a child to run; what comes back is text."""
 KEYWORDS = {"allow_pickle", "weights_only", "pickle_module"}
 
 

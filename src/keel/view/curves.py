@@ -105,11 +105,11 @@ def _smoothing(shown: Shown, draw: Callable[[], Awaitable[None]]) -> None:
         shown.change(smooth=slider.value if slider.value > 1 else None)
         await draw()
 
-    with ui.row().classes("items-center no-wrap").style("gap: 14px"):
+    with ui.row().classes("items-center no-wrap w-full").style("gap: 14px"):
         ui.label("smoothing")
         slider = ui.slider(min=1, max=WIDEST, step=2, value=_window(shown.address))
         slider.props('aria-label="smoothing: steps of the mean" data-testid=smooth')
-        slider.style("width: 180px")
+        slider.style("flex: 0 1 180px; min-width: 60px")
         slider.on("update:model-value", chosen, throttle=0.3, leading_events=False)
         text = ui.label().classes("figure muted").style("min-width: 130px")
         text.bind_text_from(slider, "value", words)

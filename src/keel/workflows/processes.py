@@ -7,6 +7,7 @@ process of `multiprocessing`, a script that starts one needs `if __name__ == "__
 from __future__ import annotations
 
 import atexit
+import json
 import multiprocessing
 import os
 import resource
@@ -63,7 +64,7 @@ class Children:
                     return CommandEnd(1, f"cannot start a process: {error}")
                 self._running.add(process)
             try:
-                line, peak = ours.recv()
+                line, peak = json.loads(ours.recv_bytes())  # text: no pickle of a child is read
             except EOFError:
                 line, peak = "", 0
         process.join()
@@ -120,7 +121,7 @@ def keel(arguments: list[str], environment: dict[str, str], report: Connection) 
         errors.seek(0)
         lines = errors.read().decode(errors="replace").strip().splitlines()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        report.send((lines[-1] if lines else "", peak))
+        report.send_bytes(json.dumps([lines[-1] if lines else "", peak]).encode())
     sys.exit(code)  # type: ignore[arg-type]
 
 
