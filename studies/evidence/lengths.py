@@ -66,7 +66,8 @@ def second_texts(folder: Path) -> list[tuple[int, float, float]]:
             if not written.all():  # else the budget ended the first text
                 reply = int(np.flatnonzero(~written)[0])
                 lengths[row["reward"] > 0].append(int(written[reply:].sum()))
-        found.append((place.step, *(float(np.mean(lengths[right])) for right in (True, False))))
+        means = (float(np.mean(lengths[right] or [np.nan])) for right in (True, False))
+        found.append((place.step, *means))
     return found
 
 
@@ -87,7 +88,7 @@ def table(lengths: Lengths) -> str:
     """Tokens of the second text at the end of training, as Markdown."""
     rows = []
     for arm, values in lengths.items():
-        right_S, wrong_S = values[:, -LAST:].mean(axis=1).T
+        right_S, wrong_S = np.nanmean(values[:, -LAST:], axis=1).T
         gap = difference_interval(wrong_S, right_S)
         cells = (shown(iqm_interval(right_S)), shown(iqm_interval(wrong_S)), shown(gap))
         rows.append((arm, *cells))

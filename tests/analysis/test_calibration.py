@@ -291,6 +291,10 @@ def test_reports_hand_their_clusters_on() -> None:
     longer = (d > 0) == (d + 0.1 > 0)
     assert found.length.model_longer == share_interval(longer, names)
     assert found.length.label_longer == share_interval(np.where(d + 0.1 > 0, p, 1 - p), names)
+    by_length = np.argsort(np.where(p > 0.5, d + 0.1, -d - 0.1), kind="stable")
+    first = by_length[: found.by_length[0].accuracy.n]
+    own = [names[i] for i in first]
+    assert found.by_length[0].accuracy == share_interval(right[first], own)
     pointwise = label_report(d, p, names)
     assert pointwise.clusters == 15
     assert pointwise.accuracy == share_interval(right, names)

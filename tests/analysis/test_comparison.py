@@ -86,6 +86,13 @@ def test_levels_are_those_of_students_t() -> None:
     assert levels(1000, 0.95)[0] == pytest.approx(0.025, abs=2e-4)
 
 
+def test_few_seeds_that_agree_have_no_finite_interval() -> None:
+    agree = iqm_interval(np.full(9, 0.5))
+    assert (agree.mean, agree.low, agree.high) == (0.5, -math.inf, math.inf)
+    enough = iqm_interval(np.full(10, 0.5))
+    assert (enough.mean, enough.low, enough.high) == (0.5, 0.5, 0.5)
+
+
 def test_one_seed_has_no_finite_interval() -> None:
     one = iqm_interval(np.array([0.5]))
     assert (one.mean, one.low, one.high) == (0.5, -math.inf, math.inf)

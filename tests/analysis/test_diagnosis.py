@@ -374,7 +374,7 @@ def test_length_bias_states_the_weight_in_the_gradient_of_right_and_wrong_apart(
     assert found.figures["weight_of_long_wrong"] == pytest.approx(1 / 3)
     assert found.figures["weight_of_long_right"] == pytest.approx(1 / 2)
     assert [line for line in found.evidence if line.startswith("wrong answers: ")] == [
-        "wrong answers: those above the median length have 75% of the tokens and 50% of the weight "
+        "wrong answers: the long ones have 75% of the tokens and 50% of the weight "
         "in the gradient, 0.33 times that of the others for each token"
     ]
     # REINFORCE's term holds log π, so it is no weight: the rule without it says what it said.

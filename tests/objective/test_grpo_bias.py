@@ -27,11 +27,15 @@ def test_the_deviation_weighs_rare_answers_up_to_a_bound_of_the_group(size: int)
     found = [bias.difficulty_weight(p, size, "std") for p in bias.SHARES]
     assert found == sorted(found)
     assert found[0] == 1
+    assert found[-1] == pytest.approx({8: 1.41, 64: 3.39}[size], abs=5e-3)  # as documented
+    easy = [bias.difficulty_weight(1 - p, size, "std") for p in bias.SHARES]
+    assert easy == pytest.approx(found, rel=1e-9)
     # One right answer in a group of G, the rest wrong, has A = (1 − 1/G)√G [ddof = 1].
     bound = (1 - 1 / size) * math.sqrt(size)
     right, wrong = bias.expected_advantages(1e-6, size, "std")
     assert right == pytest.approx(bound, rel=1e-3)
     assert abs(wrong) < 1e-3
+    assert found[-1] < bound / (sum(abs(a) for a in bias.expected_advantages(0.5, size, "std")))
 
 
 @pytest.mark.parametrize("seed", [3, 4])

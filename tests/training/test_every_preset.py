@@ -31,6 +31,7 @@ def test_preset_trains_and_logs_known_metrics(name: str, tmp_path: Path) -> None
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["grad_norm"] > 0 for row in rows), "nothing was learned from"
     assert unknown(set(rows[0]) - {"stage", "step"}) == []
+    row = PRESETS[name].algorithm
     for record in rows:  # the recorded terms of the loss, of all tokens and all updates
         terms = [
             value
@@ -41,7 +42,9 @@ def test_preset_trains_and_logs_known_metrics(name: str, tmp_path: Path) -> None
         ]
         # Of order 1 each, in float32: absolute, since they cancel on policy.
         assert sum(terms) == pytest.approx(record["loss"], abs=1e-5)
-    row = PRESETS[name].algorithm
+        if row.needs_greedy:  # of greedy completions there is no row
+            written = sum(sum(one["written"]) for one in load(folder.path).rollouts(record["step"]))
+            assert record["rollout/tokens"] > written
     assert ("kl/reference" in rows[1] or "kl" in rows[1]) == (row.divergence is not None)
     assert ("value/loss" in rows[1]) == row.needs_value
     assert ("reward/greedy" in rows[1]) == row.needs_greedy

@@ -171,9 +171,9 @@ def pair_report(
     where d < 0 (½ at d = 0), so nothing depends on which answer is named chosen. Ties count there,
     and in both losses, as p = ½: their least log loss is log 2, not 0.
     Intervals are Wilson's; with `clusters` (a name a pair, such as its prompt) the accuracy's and
-    the length's come from `clustered_interval`. The bins' are Wilson's always. With lengths,
-    `by_length` has the accuracy in bins of about equal counts of the length difference, the better
-    answer's less the other's.
+    the length's come from `clustered_interval`. Those of `bins` are Wilson's always.
+    With lengths, `by_length` has the accuracy in bins of about equal counts of the length
+    difference, the better answer's less the other's, with such intervals.
     Source: Bradley and Terry 1952, Biometrika 39:324; Brier 1950, Mon. Weather Rev. 78:1; Guo et
     al. 2017 [1706.04599] eq. 3 (ECE, bins of equal width).
 
@@ -191,7 +191,8 @@ def pair_report(
     if length_difference_C is not None:
         longer = _fitting(length_difference_C, d.size)
         length = _length_bias(d, p, longer, names)
-        by_length = _by_length(right, np.where(p > 0.5, longer, -longer)[decided])
+        longer_better = np.where(p > 0.5, longer, -longer)[decided]
+        by_length = _by_length(right, longer_better, _at(names, decided))
     return PairReport(
         n=d.size,
         ties=int(d.size - decided.sum()),
@@ -223,7 +224,7 @@ def label_report(
     counts ½. `base_rate` is the mean label; `constant_accuracy` that of always saying what most
     labels say, `constant_log_loss` that of predicting the base rate. With `clusters` (a name an
     answer, such as its problem) the intervals of accuracy and AUC are `clustered_interval`'s; with
-    lengths, `by_length` has the accuracy in bins of about equal counts, with Wilson's intervals.
+    lengths, `by_length` has the accuracy in bins of about equal counts, with such intervals.
     Source: Brier 1950, Mon. Weather Rev. 78:1; Guo et al. 2017 [1706.04599] eq. 3; AUC as in
     `auc_interval`.
 
@@ -251,7 +252,7 @@ def label_report(
         base_rate=rate,
         constant_accuracy=max(share, 1 - share),
         constant_log_loss=-sum(q * math.log(q) for q in (rate, 1 - rate) if q != 0),
-        by_length=() if length is None else _by_length(right, length),
+        by_length=() if length is None else _by_length(right, length, _at(names, decided)),
     )
 
 
@@ -414,7 +415,7 @@ def _length_bias(d: Array, p: Array, length: Array, names: Codes | None) -> Leng
     )
 
 
-def _by_length(right: Array, length: Array) -> tuple[LengthBin, ...]:
+def _by_length(right: Array, length: Array, names: Codes | None) -> tuple[LengthBin, ...]:
     """The accuracy in bins of about equal counts; equal lengths are in one bin."""
     order = np.argsort(length, kind="stable")
     right, length = right[order], length[order]
@@ -423,7 +424,9 @@ def _by_length(right: Array, length: Array) -> tuple[LengthBin, ...]:
     ends = [*sorted({start for start in starts if start}), len(length)]
     found, start = [], 0
     for end in ends if length.size else ():
-        inside = share_interval(right[start:end])
+        inside = share_interval(
+            right[start:end], None if names is None else names[order[start:end]]
+        )
         found.append(LengthBin(float(length[start]), float(length[end - 1]), inside))
         start = end
     return tuple(found)

@@ -220,12 +220,16 @@ def levels(n: int, confidence: float) -> tuple[float, float]:
 
 
 def iqm_interval(scores: Array, confidence: float = 0.95, seed: int = 0) -> Interval:
-    """Interquartile mean over seeds with its bootstrap interval; infinite for a single seed."""
+    """Interquartile mean over seeds with its bootstrap interval.
+
+    Infinite for a single seed, and for a few that happen to agree (see `around`)."""
     n = len(scores)
     if n < 2:
         return Interval(float(scores.mean()) if n else math.nan, -math.inf, math.inf, n)
     drawn = iqm_rows(scores[_places(n, seed)].T)
     low, high = np.quantile(drawn, levels(n, confidence))
+    if n < ENOUGH and low == high:
+        low, high = -math.inf, math.inf
     return Interval(float(iqm_rows(scores)), float(low), float(high), n)
 
 

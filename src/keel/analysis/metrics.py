@@ -339,7 +339,7 @@ SAMPLING = Section(
         ),
         Metric(
             "rollout/tokens",
-            "Tokens that the policy wrote in this step, dropped groups among them.",
+            "Tokens that the policy wrote in this step, in dropped groups and greedily too.",
             "tokens",
             "",
         ),

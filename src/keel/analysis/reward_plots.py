@@ -121,7 +121,7 @@ def margin_picture(report: PairReport, path: Path, title: str, subtitle: str = "
 def length_picture(
     report: PairReport | LabelReport, path: Path, title: str, subtitle: str = ""
 ) -> None:
-    """How often the model is right by length, with Wilson's 95 % intervals.
+    """How often the model is right by length, with 95 % intervals.
 
     A model that goes by length is right where the better answer is longer and wrong elsewhere.
 
@@ -129,6 +129,7 @@ def length_picture(
         KeelError: matplotlib is not installed, or the file cannot be written.
     """
     pairs, bins = isinstance(report, PairReport), report.by_length
+    constant = 0.5 if isinstance(report, PairReport) else report.constant_accuracy
     share = np.array([b.accuracy.mean for b in bins])
     ends = np.array([[b.accuracy.low, b.accuracy.high] for b in bins]).reshape(-1, 2).T
     with drawing(path, 4.5) as figure:
@@ -145,7 +146,9 @@ def length_picture(
             elinewidth=1.2,
             label="95 % interval",
         )
-        axes.axhline(0.5, color=FAINT, linestyle="--", label="chance")
+        axes.axhline(
+            constant, color=FAINT, linestyle="--", label="chance" if pairs else "constant answer"
+        )
         axes.set_ylim(0, 1)
         axes.set_yticks(*PERCENT)
         axes.set_ylabel("preferred answer is the better" if pairs else "accuracy")

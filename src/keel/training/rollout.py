@@ -269,16 +269,18 @@ def _gather_extras(
 
 
 def _with_greedy(sampler: Sampler, rollouts: Rollouts, step: int) -> Rollouts:
-    """The reward of each prompt's greedy completion (ReMax)."""
+    """The reward of each prompt's greedy completion (ReMax), whose tokens are counted too."""
     prompts = [group.prompt for group in rollouts.groups]
     greedy = replace(sampler.sampling, temperature=0.0)
     seed = derive(sampler.seed, "greedy", step)
-    _, scored = sampler.judged(prompts, 1, greedy, seed, sampler.scorer, step)
+    groups, scored = sampler.judged(prompts, 1, greedy, seed, sampler.scorer, step)
     rewards = [judged[0].reward for judged in scored.results]
     known = [reward for reward in rewards if reward is not None]
     mean = {"reward/greedy": float(np.mean(known))} if known else {}
-    added = spending(sampler.scorer.functions)
-    asked = {name: scored.metrics[name] for name in added if name in scored.metrics}
+    written = sum(int(c.written.sum()) for group in groups for c in group.completions)
+    spent = {**scored.metrics, "rollout/tokens": float(written)}
+    added = (*spending(sampler.scorer.functions), "rollout/tokens")
+    asked = {name: spent[name] for name in added if name in spent}
     return replace(
         rollouts,
         greedy=tuple(float("nan") if reward is None else reward for reward in rewards),

@@ -75,8 +75,8 @@ class RolloutsPage:
         keys = {
             "ArrowLeft": ("earlier step", lambda: self.move(-1)),
             "ArrowRight": ("later step", lambda: self.move(1)),
-            "j": ("next completion", lambda: self.choose((self.address.row or 0) + 1)),
-            "k": ("previous completion", lambda: self.choose((self.address.row or 0) - 1)),
+            "j": ("next completion", lambda: self.advance(1)),
+            "k": ("previous completion", lambda: self.advance(-1)),
             ".": ("next token", lambda: self._step_token(1)),
             ",": ("previous token", lambda: self._step_token(-1)),
             "/": ("search", lambda: self.box.run_method("focus")),
@@ -136,6 +136,11 @@ class RolloutsPage:
         """Show a completion of the step with its group, and the figures of one of its tokens."""
         self.shown.change(token=token)
         await self._show(row)
+
+    async def advance(self, by: int) -> None:
+        """Show a completion further down or up; keys that come while one is read add up."""
+        self.shown.change(row=max(0, (self.address.row or 0) + by))
+        await self.choose(self.address.row or 0)
 
     async def _show(self, row: int | None) -> None:
         """Read a completion of the address's step, and show it unless another was asked for."""

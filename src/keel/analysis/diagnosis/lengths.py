@@ -23,8 +23,8 @@ ROLLOUTS = 8
 
 @dataclass(frozen=True, slots=True)
 class LongCompletions:
-    """The shares of tokens and of weight in the gradient that completions above the median length
-    have."""
+    """The shares of tokens and of weight in the gradient that long completions have: those above
+    the median length, or of it where none is longer."""
 
     tokens: float
     mass: float
@@ -36,7 +36,7 @@ class LongCompletions:
 
     def __str__(self) -> str:
         return (
-            f"those above the median length have {self.tokens:.0%} of the tokens and "
+            f"the long ones have {self.tokens:.0%} of the tokens and "
             f"{self.mass:.0%} of the weight in the gradient, {self.weight:.2f} times that of the "
             "others for each token"
         )
@@ -105,7 +105,7 @@ def length_bias(history: StageHistory) -> Symptom | None:
     ]
     figures = {"wrong_first": bad.first, "wrong_last": bad.last, "right_last": good.last}
     if _weighed(history):
-        parts = {name: _above_median(history, sign) for name, sign in SIGNS.items()}
+        parts = {name: _long_ones(history, sign) for name, sign in SIGNS.items()}
         if parts["wrong"] is None or parts["wrong"].weight > LIGHT:
             return None
         for name, part in parts.items():
@@ -202,8 +202,8 @@ def _weighed(history: StageHistory) -> bool:
     return not by_log_prob and any(np.isfinite(r.mass).any() for r in history.rollouts)
 
 
-def _above_median(history: StageHistory, sign: float) -> LongCompletions | None:
-    """What the completions above the median length have, of those with advantages of a sign.
+def _long_ones(history: StageHistory, sign: float) -> LongCompletions | None:
+    """What the long completions have, of those with advantages of a sign.
 
     Medians are of each step, sums over all steps. None where lengths do not differ.
     """
