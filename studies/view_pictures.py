@@ -24,7 +24,8 @@ WIDTH = 1180
 def pages(run: str, other: str, step: int, text: str) -> dict[str, tuple[str, int]]:
     """By picture: the address and the height in pixels. `text` is in many completions."""
     one = [("run", run)]
-    tokens = urlencode([*one, ("step", step), ("colour", "advantages"), ("row", 0), ("token", 2)])
+    shown = [("colour", "advantages"), ("row", 0), ("token", 2)]
+    tokens = urlencode([("run", other), ("step", step), *shown])
     overlay = urlencode([*one, ("run", other), ("overlay", "algorithms"), ("smooth", 9)])
     return {
         "view-curves": (f"/curves?{urlencode([*one, ('smooth', 9)])}", 980),

@@ -26,6 +26,7 @@ from studies.evidence.algorithms import (
     RESULTS,
     ROOT,
     STABLE,
+    STABLE_RATES,
     TASKS,
 )
 from studies.evidence.gae import markdown
@@ -157,11 +158,26 @@ def costs_table(names: Sequence[str] = tuple(PRESETS)) -> str:
     return markdown(("preset", "seconds", "tokens sampled", "models in memory"), rows)
 
 
+def stability_table() -> str:
+    """PPO, GRPO and GSPO at each rate."""
+    found = json.loads((RESULTS / "stability" / "comparison.json").read_text())
+    scores = {one["arm"]: one for one in found["arms"]}
+    rows = []
+    for name in STABLE:
+        cells = []
+        for rate in STABLE_RATES:
+            one = scores[f"{name}-rl.optimizer.learning_rate={rate:g}"]
+            cells.append(f"{interval(one['score'])}; worst {100 * min(one['scores']):.1f}")
+        rows.append((name, *cells))
+    return markdown(("", *(f"{rate:g}" for rate in STABLE_RATES)), rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "presets": presets_table,
     "costs": costs_table,
     "three": lambda: presets_table(STABLE),
     "three_costs": lambda: costs_table(STABLE),
+    "stability": stability_table,
     "memory": memory.table,
     "lengths": lambda: lengths.table(lengths.read()[1]),
     "difficulty": bias.difficulty_table,

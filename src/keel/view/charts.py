@@ -114,7 +114,7 @@ def _line(one: Series, label: str, colour: str, kind: str, *, band: bool) -> lis
 
 def _axis(unit: str, right: bool) -> dict[str, Any]:
     # From the outer edge inwards: centred on the axis, a long unit is cut by the edge of the panel.
-    align = {"align": "right" if right else "left", "padding": [0, -34, 0, -34]}
+    align = {"align": "right" if right else "left", "padding": [0, -28, 0, -28]}
     return {
         "type": "value",
         "scale": True,
