@@ -34,7 +34,8 @@ def in_thread(children: Children, *words: str) -> Callable[[], CommandEnd]:
 
 def a_long_run(children: Children, folder: Path) -> Callable[[], CommandEnd]:
     """A run that has taken its first step."""
-    words = ("tiny", "steps=100000", "evaluation.every=100000", "--quiet", "--run", str(folder))
+    never = ("evaluation.every=100000", "checkpoints.every=100000")
+    words = ("tiny", "steps=100000", *never, "--quiet", "--run", str(folder))
     wait = in_thread(children, "train", *words)
     wait_for_a_step(folder)
     return wait
@@ -99,7 +100,8 @@ def test_a_command_has_the_environment_of_now(
 
 def test_children_stop_where_the_caller_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    words = ["train", "tiny", "steps=100000", "evaluation.every=100000", "--quiet"]
+    never = ("evaluation.every=100000", "checkpoints.every=100000")
+    words = ["train", "tiny", "steps=100000", *never, "--quiet"]
     script = tmp_path / "caller.py"
     script.write_text(
         "from keel.workflows.processes import Children\n"
