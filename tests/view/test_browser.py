@@ -317,10 +317,11 @@ def test_shared_address_shows_the_same(page: sync_api.Page, served: Served) -> N
 def test_keys_move_through_steps_and_completions(page: sync_api.Page, served: Served) -> None:
     page.goto(f"{served.url}/rollouts?run=grpo&step=1&row=0")
     part(page, "tokens").wait_for()
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    page.wait_for_function("location.search.includes('row=2')")
     page.keyboard.press("ArrowRight")
     page.wait_for_function("location.search.includes('step=2')")
-    page.keyboard.press("j")
-    page.wait_for_function("location.search.includes('row=')")
     page.keyboard.press("/")
     page.wait_for_function("document.activeElement.tagName === 'INPUT'")
     page.keyboard.type("7")
