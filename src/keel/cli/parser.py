@@ -209,26 +209,59 @@ def _control(commands: Verbs) -> None:
     _json(command)
 
 
+PREFERENCE_KINDS = (
+    *("pandalm", "llmbar", "trl", "steps", "hh", "ultrafeedback"),
+    *("helpsteer", "helpsteer-preference"),
+)
+LABEL_SOURCES = ("human", "judge", "rule", "reward_model")
+
+
 def _prefs(commands: Verbs) -> None:
-    command = _command(
-        commands, "prefs", "Preference data: import published sets, summarise a file."
-    )
+    command = _command(commands, "prefs", "Preference data: import it, export it, summarise it.")
     actions = command.add_subparsers(
         dest="action", metavar="ACTION", required=True, parser_class=Parser
     )
-    help = "Write a published data set as JSONL rows of prompt/chosen/rejected."
+    help = "Add preference data to a store, or write a published set as rows of JSONL."
     importing = actions.add_parser("import", help=help, description=help)
-    importing.add_argument("kind", choices=("pandalm", "llmbar"), help="which data set it is")
-    importing.add_argument("path", metavar="FILE", help="its file or folder")
-    importing.add_argument("--out", metavar="FILE", required=True, help="must not exist")
+    importing.add_argument(
+        "kind", choices=PREFERENCE_KINDS, metavar="KIND", help=", ".join(PREFERENCE_KINDS)
+    )
+    importing.add_argument("path", metavar="FILE", help="its file (JSONL, Parquet) or folder")
+    target = importing.add_mutually_exclusive_group(required=True)
+    target.add_argument("--store", metavar="FILE", help="the store; made if there is none")
+    target.add_argument(
+        "--out", metavar="FILE", help="rows of prompt/chosen/rejected (pandalm, llmbar)"
+    )
     importing.add_argument(
         "--keep-empty", action="store_true", help="keep the rows in which an answer is empty"
     )
+    importing.add_argument(
+        "--source", choices=LABEL_SOURCES, help="who made the labels (default: the kind's, human)"
+    )
+    importing.add_argument("--annotator", metavar="NAME", help="the person or model of the labels")
+    importing.add_argument("--round", type=_index, metavar="N", help="the round (default 0)")
     _json(importing)
+    help = "Write a store's labels as rows of prompt/chosen/rejected, or of labelled steps."
+    export = actions.add_parser("export", help=help, description=help)
+    export.add_argument("store", metavar="STORE", help="a preference store")
+    export.add_argument(
+        "--out", metavar="FILE", required=True, help="JSONL, or .parquet; must not exist"
+    )
+    export.add_argument(
+        "--steps", action="store_true", help="rows of prompt/completions/labels instead"
+    )
+    help = "only labels of it; may be given several times"
+    export.add_argument("--source", action="append", choices=LABEL_SOURCES, help=help)
+    export.add_argument("--annotator", action="append", metavar="NAME", help=help)
+    export.add_argument("--round", action="append", type=_index, metavar="N", help=help)
+    _json(export)
     help = "Counts, lengths, duplicates, how far the judges agree."
     stats = actions.add_parser("stats", help=help, description=help)
     stats.add_argument(
-        "files", nargs="+", metavar="FILE", help="rows (JSONL, Parquet), or a data set's folder"
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="stores, rows (JSONL, Parquet), or a data set's folder",
     )
     _json(stats)
 
@@ -336,6 +369,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def _index(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
     return value
 
 
