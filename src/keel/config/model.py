@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import FrozenModel, Positive, UnusedIf
+from keel.algorithms.spec import FrozenModel, Positive, Unit, UnusedIf
 from keel.config.fields import AsTuple, Depth, Tokens, Width
 
 NO_CONVERSATION = UnusedIf(
@@ -15,6 +15,9 @@ NO_CONVERSATION = UnusedIf(
 )
 _BUILT = UnusedIf(lambda key: key.table.build is not None, "the model is built, not loaded")
 _LOCAL = UnusedIf(lambda key: key.facts.local, "model.name is a folder, which has no revisions")
+_NO_VERSION = UnusedIf(
+    lambda key: key.table.stage is None, "the model is a new one, which has learned from no rows"
+)
 _ON_CPU = UnusedIf(lambda key: key.facts.cpu, "there is no autocast on a CPU")
 _NOT_FLOAT32 = UnusedIf(
     lambda key: key.table.dtype != "float32", 'autocast is for model.dtype = "float32" only'
@@ -102,6 +105,9 @@ class BaseModelChoice(FrozenModel):
     included."""
     lora: Lora | None = None
     """Adapters on a frozen backbone; the head is always trained."""
+    replay: Annotated[Unit, _NO_VERSION] = 0.0
+    """Share of the train rows of the model's earlier stages that are learned from again, beside the
+    stage's own."""
 
     @model_validator(mode="after")
     def _one_base(self) -> BaseModelChoice:

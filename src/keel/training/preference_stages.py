@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 
+from keel.analysis.statistics import Interval
 from keel.config.fields import derive
 from keel.config.judging import (
     DPOStage,
@@ -26,7 +27,14 @@ from keel.learn.optimizer import AdamW, trainable
 from keel.models.chat import decode
 from keel.models.policy import Policy, load_policy
 from keel.models.reference import reference_for
-from keel.models.reward import Kind, Reader, RewardModel, continued_reward_model, reward_model_from
+from keel.models.reward import (
+    Kind,
+    Reader,
+    RewardModel,
+    continued_reward_model,
+    load_reward_model,
+    reward_model_from,
+)
 from keel.runs import checkpoint
 from keel.runs.quarantine import LeftOut, named_from, write_quarantine
 from keel.training import sampled_data, supervised
@@ -39,6 +47,13 @@ from keel.training.reward_metrics import (
     reward_model_metrics,
 )
 from keel.training.reward_model import labels_backward, pairs_backward
+from keel.training.reward_versions import (
+    is_newest,
+    measure_forgetting,
+    rows_of,
+    versions,
+    with_replay,
+)
 from keel.training.setup import (
     RunContext,
     build_sampler,
@@ -51,7 +66,7 @@ from keel.training.setup import (
 )
 from keel.training.state import Progress, read_reference, restore_modules, restore_optimizers
 from keel.training.supervised import GradientStep, judged_examples
-from keel.types import KeelError
+from keel.types import KeelError, Split
 
 Backward = Callable[[Sequence[Any], int], GradientStep]
 
@@ -123,11 +138,38 @@ def _train(
         optimizer=optimizer, modules=modules,
     )  # fmt: skip
     progress = supervised.run(loop, progress)
-    target = run.writer.folder.model(stage.name)
-    if progress.step == stage.steps and not target.exists():
+    if progress.step == stage.steps:
+        _keep(run, stage, model, encode, threshold)
+    return progress
+
+
+def _keep(
+    run: RunContext,
+    stage: JudgingStage,
+    model: RewardModel,
+    encode: Callable[[Any], Any],
+    threshold: float,
+) -> None:
+    """Save a trained reward model in the run folder; of its newest version measure what it has
+    forgotten."""
+    folder, recipe = run.writer.folder, run.recipe
+    target = folder.model(stage.name)
+    if not target.exists():
         with checkpoint.writing(target) as aside:
             model.save(aside)
-    return progress
+    if len(versions(recipe, stage)) == 1 or not is_newest(recipe, stage):
+        return
+    kind, records = cast(Kind, stage.reward_model), cast(Records, stage.records)
+
+    def accuracy(version: str, rows: Sequence[Any]) -> Interval:
+        loaded = load_reward_model(_other_model(recipe, str(folder.model(version))), kind)
+        judge = partial(loaded.judge, token_budget=stage.token_budget)
+        encoded = [encode(row) for row in rows[: stage.evaluation.rows]]
+        fitting = [row for row in encoded if row.longest <= (loaded.context or row.longest)]
+        return reward_model_metrics(records, fitting, judge, threshold).report.accuracy
+
+    if stage.evaluation.rows:
+        measure_forgetting(folder, recipe, stage, accuracy)
 
 
 def _loop(
@@ -203,9 +245,8 @@ def _sampled_files(
 ) -> PreferenceData:
     """The stage's data as files of the run folder, sampled unless they are there."""
     folder, policy = run.writer.folder, run.policy
-    train, held = (folder.rows(stage.name, split) for split in ("train", "validation"))
-    made = PreferenceData(name="jsonl", path=str(train), validation_path=str(held), empty="keep")
-    if train.exists() and held.exists():
+    made = rows_of(folder, stage)
+    if all(folder.rows(stage.name, split).exists() for split in get_args(Split)):
         return made
     seed = derive(run.recipe.seed, stage.name, "sampled")
     source = open_prompts(
@@ -244,6 +285,7 @@ def _examples(
     else:
         data = _sampled_files(run, stage, stage.sampled, make)
     splits = READERS[cast(Records, stage.records)](data, run.recipe.seed)
+    splits = with_replay(run.writer.folder, run.recipe, stage, splits)
     limits = [limit for limit in (stage.max_tokens, context) if limit is not None]
     limit = min(limits) if limits else None
     sieve: Sieve[Any, Any] = Sieve(encode, limit)
