@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 
@@ -14,6 +14,7 @@ from keel.config.fields import derive
 from keel.config.judging import (
     DPOStage,
     JudgingStage,
+    People,
     ProcessRewardModelStage,
     RewardModelStage,
     SampledData,
@@ -40,6 +41,7 @@ from keel.runs.quarantine import LeftOut, named_from, write_quarantine
 from keel.training import sampled_data, supervised
 from keel.training.dpo import DPO
 from keel.training.judged_data import Ready, encoder, ready
+from keel.training.people import choose_pairs, label_pairs
 from keel.training.reward_metrics import (
     Measured,
     measure_pairs,
@@ -66,7 +68,7 @@ from keel.training.setup import (
 )
 from keel.training.state import Progress, read_reference, restore_modules, restore_optimizers
 from keel.training.supervised import GradientStep, judged_examples
-from keel.types import KeelError, Split
+from keel.types import KeelError
 
 Backward = Callable[[Sequence[Any], int], GradientStep]
 
@@ -126,7 +128,7 @@ def _train(
     """Train a reward model, and save it in the run folder."""
     records = cast(Records, stage.records)
     encode = encoder(records, model.reader(stage.raw), separator)
-    rows = _examples(run, stage, make, encode, model.context)
+    rows = _examples(run, stage, make, encode, model.context, model)
     judge = partial(model.judge, token_budget=stage.token_budget)
     optimizer, modules = AdamW(trainable(model), stage.optimizer), {"reward_model": model}
     if run.resume_from is not None:
@@ -246,7 +248,9 @@ def _sampled_files(
     """The stage's data as files of the run folder, sampled unless they are there."""
     folder, policy = run.writer.folder, run.policy
     made = rows_of(folder, stage)
-    if all(folder.rows(stage.name, split).exists() for split in get_args(Split)):
+    train = folder.rows(stage.name, "train")
+    sampled = train if choice.people is None else folder.pool(stage.name)
+    if sampled.exists() and folder.rows(stage.name, "validation").exists():
         return made
     seed = derive(run.recipe.seed, stage.name, "sampled")
     source = open_prompts(
@@ -278,16 +282,22 @@ def _examples(
     make: sampled_data.Make,
     encode: Callable[[Any], Any],
     context: int | None,
+    model: RewardModel | None = None,
 ) -> Ready[Any]:
-    """The stage's examples, in tokens; a new stage notes those left out."""
+    """The stage's examples, in tokens; a new stage notes those left out.
+
+    People label the pairs that `model` is least sure of.
+    """
+    limits = [limit for limit in (stage.max_tokens, context) if limit is not None]
+    limit = min(limits) if limits else None
     if stage.sampled is None:
         data = cast(PreferenceData, stage.data)
     else:
         data = _sampled_files(run, stage, stage.sampled, make)
+        if stage.sampled.people is not None and model is not None:
+            _ask_people(run, stage, stage.sampled, stage.sampled.people, model, encode, limit)
     splits = READERS[cast(Records, stage.records)](data, run.recipe.seed)
     splits = with_replay(run.writer.folder, run.recipe, stage, splits)
-    limits = [limit for limit in (stage.max_tokens, context) if limit is not None]
-    limit = min(limits) if limits else None
     sieve: Sieve[Any, Any] = Sieve(encode, limit)
     if data.bad_rows == "quarantine":
         splits = sieve.without_bad(splits)
@@ -304,6 +314,28 @@ def _examples(
     if reasons and run.resume_from is None:
         run.writer.note(f"{stage.name}: rows left out: {', '.join(reasons)} ({kept})")
     return rows
+
+
+def _ask_people(
+    run: RunContext,
+    stage: JudgingStage,
+    choice: SampledData,
+    people: People,
+    model: RewardModel,
+    encode: Callable[[Any], Any],
+    limit: int | None,
+) -> None:
+    """Have people label some of the sampled pairs, unless they have."""
+    folder, round = run.writer.folder, len(versions(run.recipe, stage))
+    if folder.rows(stage.name, "train").exists():
+        return
+    seed = derive(run.recipe.seed, stage.name, "people")
+    choose = partial(
+        choose_pairs, people=people, model=model, encode=encode, limit=limit,
+        token_budget=stage.token_budget, seed=seed,
+    )  # fmt: skip
+    line = label_pairs(folder, stage.name, round, choice, people, choose, seed)
+    run.writer.note(f"{stage.name}: {line}")
 
 
 def _quarantined(run: RunContext, stage: JudgingStage, left: Sequence[LeftOut]) -> str:
