@@ -15,9 +15,6 @@ NO_CONVERSATION = UnusedIf(
 )
 _BUILT = UnusedIf(lambda key: key.table.build is not None, "the model is built, not loaded")
 _LOCAL = UnusedIf(lambda key: key.facts.local, "model.name is a folder, which has no revisions")
-_NO_VERSION = UnusedIf(
-    lambda key: key.table.stage is None, "the model is a new one, which has learned from no rows"
-)
 _ON_CPU = UnusedIf(lambda key: key.facts.cpu, "there is no autocast on a CPU")
 _NOT_FLOAT32 = UnusedIf(
     lambda key: key.table.dtype != "float32", 'autocast is for model.dtype = "float32" only'
@@ -105,7 +102,7 @@ class BaseModelChoice(FrozenModel):
     included."""
     lora: Lora | None = None
     """Adapters on a frozen backbone; the head is always trained."""
-    replay: Annotated[Unit, _NO_VERSION] = 0.0
+    replay: Unit = 0.0
     """Share of the train rows of the model's earlier stages that are learned from again, beside the
     stage's own."""
 
@@ -113,4 +110,8 @@ class BaseModelChoice(FrozenModel):
     def _one_base(self) -> BaseModelChoice:
         if self.name is not None and self.stage is not None:
             raise ValueError("set one of base.name (a model) and base.stage (an earlier stage)")
+        if self.replay and self.stage is None:
+            raise ValueError(
+                f"base.replay = {self.replay:g} is of the rows of an earlier stage: set base.stage"
+            )
         return self

@@ -29,8 +29,8 @@ def write_out(data: Mapping[str, Any]) -> dict[str, Any]:
 
     In them and after them the name of a reward model's stage, in `base.stage` and in rewards, means
     its newest version: the last stage before that has the name or trains its model further.
-    `base.stage` is left out where there is none before. Raises KeelError where the stages do not
-    follow each other.
+    `base.stage` and `base.replay` are left out where there is none before. Raises KeelError where
+    the stages do not follow each other.
     """
     rest = {key: value for key, value in data.items() if key != "repeat"}
     if "repeat" not in data:
@@ -82,7 +82,7 @@ def _resolved(stages: list[Mapping[str, Any]], origins: list[str], start: int) -
             for table in _references(copy):
                 table["stage"] = newest.get(table["stage"], table["stage"])
             if isinstance(base, dict) and before == origin and origin not in newest:
-                del base["stage"]
+                copy["base"] = {k: v for k, v in base.items() if k not in ("stage", "replay")}
         versions = {origin}
         if isinstance(before, str):
             versions |= models.get(before, {before})
