@@ -132,51 +132,61 @@ async def _ask(
     usage.add(calls[0])
 
 
-def sample_folder(
-    store: PreferenceStore,
-    options: SynthesisOptions,
-    model: ModelFolder,
-    missing: Missing,
-    usage: CallUsage,
-) -> int:
-    """Sample the missing completions with the native engine; how many prompts are too long.
-
-    A completion depends on model, prompt, number and seed alone, so that one that a kill lost is
-    sampled again. Raises KeelError for a model that does not load, and where memory runs out.
-    """
+def check_folder(model: ModelFolder) -> None:
+    """Raise KeelError where there is no such model."""
     from keel.config.model import Model
-    from keel.engines.registry import build_engine
-    from keel.learn.token_budget import oom_context
-    from keel.models.chat import Encoder
-    from keel.models.policy import load_policy
-    from keel.training.setup import longest_prompt
-    from keel.types import StreamingEngine
+    from keel.models.loading import read_config
 
-    spec = Model.model_validate({"name": model.model, "device": model.device})
-    policy = load_policy(spec, options.seed)
-    engine = build_engine(
-        "native", model=policy.model, tokenizer=policy.tokenizer, max_rows=model.max_rows
-    )
-    assert isinstance(engine, StreamingEngine)
-    longest = longest_prompt(None, policy.context, options.sampling.max_tokens, "max_tokens")
-    encode = Encoder(policy.tokenizer, longest, served=policy.served)
-    encoded = [(encode(Prompt(p.id, p.content)), p, samples) for p, samples in missing]
-    ready = [(prompt, record, set(wanted)) for prompt, record, wanted in encoded if prompt]
-    size = max(1, model.max_rows // options.samples)
-    for start in range(0, len(ready), size):
-        part = ready[start : start + size]
-        begin = [time.monotonic()]
+    read_config(Model.model_validate({"name": model.model, "device": model.device}))
 
-        def write(place: int, group: Group, part: Any = part, begin: list[float] = begin) -> None:
-            now = time.monotonic()
-            _write_group(store, options, model, group, part[place], now - begin[0], usage)
-            begin[0] = now
 
-        with oom_context(f"{len(part)} prompts were answered", "lower max_rows or max_tokens"):
-            engine.stream(
-                [one for one, *_ in part], options.samples, options.sampling, options.seed, write
-            )
-    return len(encoded) - len(ready)
+class FolderSampler:
+    """A model folder, loaded, and the native engine that samples from it.
+
+    Raises KeelError for a model that does not load.
+    """
+
+    def __init__(self, options: SynthesisOptions, model: ModelFolder) -> None:
+        from keel.config.model import Model
+        from keel.engines.native import NativeEngine
+        from keel.models.chat import Encoder
+        from keel.models.policy import load_policy
+        from keel.training.setup import longest_prompt
+
+        self.options, self.model = options, model
+        spec = Model.model_validate({"name": model.model, "device": model.device})
+        policy = load_policy(spec, options.seed)
+        self.engine = NativeEngine(
+            policy.model, policy.tokenizer, max_rows=model.max_rows, autocast=policy.autocast
+        )
+        longest = longest_prompt(None, policy.context, options.sampling.max_tokens, "max_tokens")
+        self.encode = Encoder(policy.tokenizer, longest, served=policy.served)
+
+    def sample(self, store: PreferenceStore, missing: Missing, usage: CallUsage) -> int:
+        """Sample what is missing, into the store; how many prompts are too long for the model.
+
+        A completion depends on model, prompt, number and seed alone, so that one that a kill lost
+        is sampled again. Raises KeelError where memory runs out.
+        """
+        from keel.learn.token_budget import oom_context
+
+        options = self.options
+        encoded = [(self.encode(Prompt(p.id, p.content)), p, set(wanted)) for p, wanted in missing]
+        ready = [(prompt, record, wanted) for prompt, record, wanted in encoded if prompt]
+        size = max(1, self.model.max_rows // options.samples)
+        for start in range(0, len(ready), size):
+            part = ready[start : start + size]
+            begin = [time.monotonic()]
+
+            def write(place: int, group: Group, part: Any = part, begin: Any = begin) -> None:
+                now = time.monotonic()
+                seconds, begin[0] = now - begin[0], now
+                _write_group(store, options, self.model, group, part[place], seconds, usage)
+
+            with oom_context(f"{len(part)} prompts were answered", "lower max_rows or max_tokens"):
+                prompts = [prompt for prompt, *_ in part]
+                self.engine.stream(prompts, options.samples, options.sampling, options.seed, write)
+        return len(encoded) - len(ready)
 
 
 def _write_group(

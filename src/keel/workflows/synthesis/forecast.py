@@ -320,7 +320,12 @@ def _dollars(value: float | None) -> str:
 
 def _hours(value: float | None) -> str:
     """A time, or that it is unknown."""
-    return "time unknown" if value is None else f"{value:.3g} h"
+    if value is None:
+        return "time unknown"
+    for unit, hours in (("h", 1.0), ("min", 1 / 60)):
+        if value >= hours:
+            return f"{value / hours:.3g} {unit}"
+    return f"{3600 * value:.2g} s"
 
 
 def _costs(

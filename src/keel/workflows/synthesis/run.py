@@ -17,7 +17,12 @@ from keel.data.preferences.store.store import PreferenceStore
 from keel.data.tables import read_table
 from keel.rewards.judge.store import Account, SpendLimitReached
 from keel.types import KeelError
-from keel.workflows.synthesis.completions import missing_samples, sample_folder, sample_server
+from keel.workflows.synthesis.completions import (
+    FolderSampler,
+    check_folder,
+    missing_samples,
+    sample_server,
+)
 from keel.workflows.synthesis.forecast import (
     CostForecast,
     add_costs,
@@ -30,7 +35,7 @@ from keel.workflows.synthesis.forecast import (
 )
 from keel.workflows.synthesis.labels import check_reference, judge_pairs_of, unjudged
 from keel.workflows.synthesis.ledger import CallUsage, Role, settle, spent
-from keel.workflows.synthesis.options import ModelFolder, SynthesisOptions
+from keel.workflows.synthesis.options import ModelFolder, SynthesisOptions, build_asker
 from keel.workflows.synthesis.pairing import different_texts, new_pairs
 
 Note = Callable[[str], None]
@@ -112,7 +117,17 @@ def synthesize(
         raise KeelError(f"{store.path}: it has no prompts: give a file of prompts")
     check_reference(store, options.reference, [prompt.id for prompt in chosen])
     settle(store, options.round)
+    _check_models(store, options)
     return _Synthesis(store, options, chosen, note).run(only_forecast)
+
+
+def _check_models(store: PreferenceStore, options: SynthesisOptions) -> None:
+    """Raise KeelError for a model that cannot be asked, before another is paid."""
+    for model in options.models:
+        if isinstance(model, ModelFolder):
+            check_folder(model)
+    for server in options.servers:
+        build_asker(store.path, options, server, judges=server is options.judge).close()
 
 
 def estimate(
@@ -144,6 +159,7 @@ class _Synthesis:
             (role, model.model): CallUsage() for role, model in roles_of(options)
         }
         self.too_long = 0
+        self.loaded: FolderSampler | None = None
         ids = sorted(prompt.id for prompt in prompts)
         self.plan = content_id("synthesize", options.identity, ids)
 
@@ -232,7 +248,7 @@ class _Synthesis:
             self.note(f"completions of {model.model}: {count}")
             usage = self.usages["completions", model.model]
             if isinstance(model, ModelFolder):
-                long = sample_folder(self.store, self.options, model, missing, usage)
+                long = self.folder(model).sample(self.store, missing, usage)
                 self.too_long = max(self.too_long, long)
             else:
                 sample_server(self.store, self.options, model, missing, usage)
@@ -243,6 +259,13 @@ class _Synthesis:
                 self.note(f"labels of {judge.model}: {2 * len(pairs)}, two a pair")
                 usage = self.usages["labels", judge.model]
                 judge_pairs_of(self.store, self.options, judge, pairs, usage)
+
+    def folder(self, model: ModelFolder) -> FolderSampler:
+        """The model, loaded; one is kept."""
+        if self.loaded is None or self.loaded.model != model:
+            self.loaded = None  # its memory is needed
+            self.loaded = FolderSampler(self.options, model)
+        return self.loaded
 
     def unpaired(self, prompts: Sequence[PromptRecord]) -> list[PairRecord]:
         """The pairs of prompts that are to be added."""

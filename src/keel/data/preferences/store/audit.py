@@ -78,11 +78,28 @@ def _audit(judge: str, rubric: str, every: Sequence[TwoOrders]) -> dict[str, Any
         "no_verdict": len(every) - len(pairs),
         "ties": sum(pair.value == 0.5 for pair in pairs),
         "order_consistency": share_interval(same, prompts).as_dict(),
-        "position_bias": clustered_mean([pair.place for pair in pairs], prompts).as_dict(),
+        "position_bias": _position(pairs).as_dict(),
         "longer_preferred": _longer(pairs).as_dict(),
         **_models(judge, pairs),
         "people": _people(pairs),
     }
+
+
+def _position(pairs: Sequence[TwoOrders]) -> Interval:
+    """The mean of `place`, in [−1, 1].
+
+    Where all pairs are alike their spread says nothing: others are then at most as many as
+    `share_interval` leaves room for.
+    """
+    places = [pair.place for pair in pairs]
+    prompts = [pair.pair.prompt.id for pair in pairs]
+    found = clustered_mean(places, prompts)
+    low, high = found.low, found.high
+    if len(set(places)) == 1:
+        others = 1 - share_interval([1.0] * len(places), prompts).low
+        room = others if places[0] == 0 else 2 * others
+        low, high = found.mean - room, found.mean + room
+    return Interval(found.mean, max(low, -1.0), min(high, 1.0), found.n)
 
 
 def _longer(pairs: Sequence[TwoOrders]) -> Interval:
