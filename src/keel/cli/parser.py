@@ -315,7 +315,9 @@ def _synthesize(actions: Verbs) -> None:
     end = command.add_mutually_exclusive_group()
     end.add_argument("--dry-run", action="store_true", help="forecast without any request")
     end.add_argument("--only-forecast", action="store_true", help="pay for its prompts, then stop")
-    command.add_argument("--tokenizer", metavar="FOLDER", help="counts tokens in a dry run")
+    command.add_argument(
+        "--tokenizer", metavar="FILE", help="tokenizer.json that counts tokens in a dry run"
+    )
     _json(command)
     help = "How a judge compared pairs: order, position, length, its own completions, people."
     audit = actions.add_parser("audit", help=help, description=help)

@@ -191,21 +191,24 @@ def _dry_run(
         print("\n".join(forecast_lines(found, options.budget)))
 
 
-def _ratio(folder: str, prompts: Sequence[PromptRecord]) -> float:
-    """Tokens a byte of (at most a thousand of) the prompts, by a tokenizer."""
-    from keel.config.model import Model
-    from keel.models.loading import load_tokenizer
+def _ratio(name: str, prompts: Sequence[PromptRecord]) -> float | None:
+    """Tokens a byte of (at most a thousand of) the prompts, by a tokenizer.json."""
+    from tokenizers import Tokenizer
 
-    tokenizer = load_tokenizer(Model(name=folder))
-    texts = [
-        prompt.content
-        if isinstance(prompt.content, str)
-        else "\n".join(turn["content"] for turn in prompt.content)
-        for prompt in prompts[:1000]
+    path = Path(name)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # of its own kinds, for a file that is none
+        raise KeelError(f"--tokenizer {name}: no tokenizer.json that loads: {error}") from None
+    contents = [prompt.content for prompt in prompts[:1000]]
+    turns = [
+        [one] if isinstance(one, str) else [turn["content"] for turn in one] for one in contents
     ]
+    texts = ["\n".join(one) for one in turns]
+    tokens = sum(len(one.ids) for one in tokenizer.encode_batch(texts, add_special_tokens=False))
     size = sum(len(text.encode()) for text in texts)
-    tokens = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
-    return tokens / size if size else 0.25
+    return tokens / size if tokens else None
 
 
 # ---------------------------------------------------------------- what is printed
