@@ -117,6 +117,7 @@ def check_store(folder: Path, found: JudgeServer) -> None:
     assert (total.tokens_in, total.tokens_out) >= found.billed
 
 
+@pytest.mark.slow
 def test_answers_that_a_kill_kept_from_the_store_are_taken_from_the_paid_requests(
     tmp_path: Path,
 ) -> None:

@@ -14,7 +14,14 @@ from keel.data.preferences.store.exports import preference_rows
 from keel.data.preferences.store.records import CompletionRecord, PromptRecord
 from keel.data.preferences.store.store import PreferenceStore
 from keel.types import KeelError, Sampling
-from keel.workflows.synthesis.options import ModelServer, SynthesisOptions, requests_path
+from keel.workflows.synthesis.options import (
+    CompletionModel,
+    ModelFolder,
+    ModelServer,
+    SynthesisOptions,
+    parse_model,
+    requests_path,
+)
 from keel.workflows.synthesis.run import SynthesisReport, estimate, synthesize
 from tests.rewards.judge_server import Asked, Fault, JudgeServer, always
 from tests.workflows.synthesis.made import (
@@ -142,6 +149,18 @@ def test_what_is_in_the_store_is_used_and_a_longer_run_adds_to_it(tmp_path: Path
         assert len(found.log) - asked == 2 + 4 + 6
         names = [a.name for a in found.log]
         assert len(set(names)) == len(names)
+
+
+def test_without_the_file_of_requests_the_store_alone_keeps_from_paying_again(
+    tmp_path: Path,
+) -> None:
+    with server() as found:
+        done(tmp_path / "a.db", options(found.url), 4)
+        requests_path(tmp_path / "a.db").unlink()
+        asked = len(found.log)
+        report = done(tmp_path / "a.db", options(found.url), 4)
+        assert len(found.log) == asked
+    assert not any(report.added.values())
 
 
 def test_another_judge_or_rubric_labels_the_pairs_again(tmp_path: Path) -> None:
@@ -356,7 +375,27 @@ def test_an_estimate_goes_by_what_the_store_holds(tmp_path: Path) -> None:
     assert forecast.total("hours") is not None
 
 
-# ---------------------------------------------------------------- failures
+# ---------------------------------------------------------------- models, failures
+
+
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        ("w@openai", ModelServer("w")),
+        ("a/b:7@https://host/v1", ModelServer("a/b:7", "https://host/v1")),
+        ("@cf/a@http://host:1/v1", ModelServer("@cf/a", "http://host:1/v1")),
+        ("org/name", ModelFolder("org/name")),
+        ("./folder", ModelFolder("./folder")),
+    ],
+)
+def test_how_a_model_is_named(text: str, model: CompletionModel) -> None:
+    assert parse_model(text) == model
+
+
+def test_an_address_without_a_model_is_refused_and_not_repeated() -> None:
+    with pytest.raises(KeelError, match="write NAME@http://HOST:PORT/v1") as error:
+        parse_model("@http://user:sesame@host/v1")
+    assert "sesame" not in str(error.value)
 
 
 def test_a_server_that_gives_no_answers_ends_in_one_line_and_keeps_the_rest(

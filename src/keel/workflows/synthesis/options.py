@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ SERVER_KEYS = (
 """Options of a judge that `ModelServer.options` may have."""
 JUDGE_ONLY = SERVER_KEYS[7:]
 """Those that a model which writes completions gets from `SynthesisOptions`."""
+_SERVED = re.compile(rf"(.+?)@({OPENAI}|https?://.*)")
 REQUESTS = ".requests"
 """What the name of the file of paid requests ends with; it lies next to the store."""
 COMPLETION_SECONDS = 120.0
@@ -140,14 +142,17 @@ def parse_model(text: str) -> CompletionModel:
 
     Raises KeelError for a server without a model's name.
     """
-    name, mark, where = text.partition("@")
-    if not mark:
-        return ModelFolder(text)
-    if not name or not (where == OPENAI or where.startswith(("http://", "https://"))):
+    found = _SERVED.fullmatch(text)
+    if found is not None:
+        name, where = found.groups()
+        return ModelServer(name, None if where == OPENAI else where)
+    if "@" in text and not Path(text).exists():
+        # An address may hold a password, so it is not repeated.
+        shown = "with an address" if "://" in text else repr(text)
         raise KeelError(
-            f"model {text!r}: write NAME@http://HOST:PORT/v1, NAME@openai, or a model folder"
+            f"model {shown}: write NAME@http://HOST:PORT/v1, NAME@{OPENAI}, or a model folder"
         )
-    return ModelServer(name, None if where == OPENAI else where)
+    return ModelFolder(text)
 
 
 def judge_options(options: SynthesisOptions, server: ModelServer, judges: bool) -> JudgeOptions:
