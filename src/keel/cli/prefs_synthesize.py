@@ -252,9 +252,9 @@ def audit_lines(judges: Sequence[Mapping[str, Any]]) -> list[str]:
         lines += [_figure(name, judge[key]) for key, name in FIGURES.items()]
         lines += [_figure(f"wins of {row['model']}", row["win_rate"]) for row in judge["models"]]
         if judge["own"] is not None:
-            lines.append(_figure("its own win", judge["own"]))
+            lines.append(_figure("its own completions", judge["own"]))
         if judge["own_by_people"] is not None:
-            lines.append(_figure("its own, by people", judge["own_by_people"]))
+            lines.append(_figure("these, by people", judge["own_by_people"]))
         if judge["people"] is not None:
             lines.append(_figure("accuracy, of people", judge["people"]["accuracy"]))
             lines.append(_figure("Cohen's κ, of people", judge["people"]["cohen_kappa"]))

@@ -70,7 +70,7 @@ class CostForecast:
     """What a synthesis takes in all, by model. `basis` says what it was made from.
 
     `margin` is the relative half-width of the 95 % interval of what lies ahead, from how far the
-    prompts of the sample differ; None where it cannot be told.
+    prompts of the sample differ; None where there is none.
     """
 
     rows: tuple[ModelCosts, ...]
