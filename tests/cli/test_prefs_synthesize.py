@@ -56,7 +56,7 @@ def test_what_it_prints(here: Path, found: JudgeServer, capsys: Capture) -> None
     notes = err.splitlines()
     assert notes[0] == "sample: 1 of 6 prompts"
     assert "completions of w: 10" in notes
-    assert notes.index("labels of j: 10, two a pair") > notes.index("completions of w: 10")
+    assert notes.index("labels of j: 10") > notes.index("completions of w: 10")
 
 
 def test_as_json(here: Path, found: JudgeServer, capsys: Capture) -> None:

@@ -14,6 +14,7 @@ from keel.data.preferences.store.exports import preference_rows
 from keel.data.preferences.store.records import CompletionRecord, PromptRecord
 from keel.data.preferences.store.store import PreferenceStore
 from keel.types import KeelError, Sampling
+from keel.workflows.synthesis.completions import ProgressNotes
 from keel.workflows.synthesis.options import (
     CompletionModel,
     ModelFolder,
@@ -486,3 +487,14 @@ def test_prompts_of_the_store_are_those_without_a_file(tmp_path: Path) -> None:
         store.add_prompts([PromptRecord("one"), PromptRecord("two")])
         report = synthesize(store, options(found.url))
         assert report.added["completions"] == 6
+
+
+def test_progress_is_noted_now_and_then() -> None:
+    lines: list[str] = []
+    always = ProgressNotes(lines.append, "labels", 6, every=0.0)
+    for _ in range(3):
+        always.add(2)
+    assert lines == ["labels: 6", "labels: 2 of 6 done", "labels: 4 of 6 done"]
+    seldom = ProgressNotes(lines.append, "labels", 6, every=1e9)
+    seldom.add(2)
+    assert len(lines) == 4

@@ -32,6 +32,9 @@ from keel.workflows.synthesis.options import (
 T = TypeVar("T")
 Missing = Sequence[tuple[PromptRecord, tuple[int, ...]]]
 """Prompts, and the numbers of their samples that are not in the store."""
+Note = Callable[[str], None]
+"""Takes a line about how far it is."""
+NOTE_SECONDS = 30.0
 
 
 def missing_samples(
@@ -52,6 +55,24 @@ def missing_samples(
         if missing := tuple(n for n in range(options.samples) if n not in there):
             found.append((prompt, missing))
     return found
+
+
+class ProgressNotes:
+    """Notes how many of `total` items are done, at most once in `every` seconds."""
+
+    def __init__(self, note: Note, what: str, total: int, every: float = NOTE_SECONDS) -> None:
+        self.note, self.what, self.total, self.every = note, what, total, every
+        self.done = 0
+        self._last = time.monotonic()
+        note(f"{what}: {total}")
+
+    def add(self, count: int) -> None:
+        """Count more that are done."""
+        self.done += count
+        now = time.monotonic()
+        if self.done < self.total and now - self._last >= self.every:
+            self._last = now
+            self.note(f"{self.what}: {self.done} of {self.total} done")
 
 
 async def in_parallel(
@@ -86,6 +107,7 @@ def sample_server(
     server: ModelServer,
     missing: Missing,
     usage: CallUsage,
+    notes: ProgressNotes,
 ) -> None:
     """Ask a server for the missing samples. Raises KeelError where it gives no answers, and
     SpendLimitReached."""
@@ -96,6 +118,7 @@ def sample_server(
 
         async def one(item: tuple[PromptRecord, int]) -> None:
             await _ask(store, options, server, asker, *item, usage)
+            notes.add(1)
 
         asyncio.run(in_parallel(work, one, asker.options.concurrency))
 
@@ -162,7 +185,9 @@ class FolderSampler:
         longest = longest_prompt(None, policy.context, options.sampling.max_tokens, "max_tokens")
         self.encode = Encoder(policy.tokenizer, longest, served=policy.served)
 
-    def sample(self, store: PreferenceStore, missing: Missing, usage: CallUsage) -> int:
+    def sample(
+        self, store: PreferenceStore, missing: Missing, usage: CallUsage, notes: ProgressNotes
+    ) -> int:
         """Sample what is missing, into the store; how many prompts are too long for the model.
 
         A completion depends on model, prompt, number and seed alone, so that one that a kill lost
@@ -182,6 +207,7 @@ class FolderSampler:
                 now = time.monotonic()
                 seconds, begin[0] = now - begin[0], now
                 _write_group(store, options, self.model, group, part[place], seconds, usage)
+                notes.add(len(part[place][2]))
 
             with oom_context(f"{len(part)} prompts were answered", "lower max_rows or max_tokens"):
                 prompts = [prompt for prompt, *_ in part]

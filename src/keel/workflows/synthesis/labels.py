@@ -14,7 +14,7 @@ from keel.rewards.judge.prompts import Question, pair_question
 from keel.rewards.judge.requests import Asker, Judgement
 from keel.runs.values import clean_text
 from keel.types import KeelError
-from keel.workflows.synthesis.completions import in_parallel
+from keel.workflows.synthesis.completions import ProgressNotes, in_parallel
 from keel.workflows.synthesis.ledger import CallUsage, paid_calls
 from keel.workflows.synthesis.options import ModelServer, SynthesisOptions, build_asker
 
@@ -37,12 +37,14 @@ def judge_pairs_of(
     judge: ModelServer,
     pairs: Sequence[PairRecord],
     usage: CallUsage,
+    notes: ProgressNotes,
 ) -> None:
     """Label pairs. Raises KeelError where the judge gives no answers, and SpendLimitReached."""
     with closing(build_asker(store.path, options, judge, judges=True)) as asker:
 
         async def one(pair: PairRecord) -> None:
             await _judge(store, options, judge, asker, store.judged_pair(pair.id), usage)
+            notes.add(len(ORDERS))
 
         # Two requests a pair.
         workers = max(1, (asker.options.concurrency + 1) // 2)

@@ -6,7 +6,7 @@ STORE.requests  every paid answer, by a hash of its request, and reservations of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from keel.rewards.judge.store import Account, SpendLimitReached
 from keel.types import KeelError
 from keel.workflows.synthesis.completions import (
     FolderSampler,
+    Note,
+    ProgressNotes,
     check_folder,
     missing_samples,
     sample_server,
@@ -37,9 +39,6 @@ from keel.workflows.synthesis.labels import check_reference, judge_pairs_of, unj
 from keel.workflows.synthesis.ledger import CallUsage, Role, settle, spent
 from keel.workflows.synthesis.options import ModelFolder, SynthesisOptions, build_asker
 from keel.workflows.synthesis.pairing import different_texts, new_pairs
-
-Note = Callable[[str], None]
-"""Takes a line about how far it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,20 +244,20 @@ class _Synthesis:
             if not missing:
                 continue
             count = sum(len(samples) for _, samples in missing)
-            self.note(f"completions of {model.model}: {count}")
+            notes = ProgressNotes(self.note, f"completions of {model.model}", count)
             usage = self.usages["completions", model.model]
             if isinstance(model, ModelFolder):
-                long = self.folder(model).sample(self.store, missing, usage)
+                long = self.folder(model).sample(self.store, missing, usage, notes)
                 self.too_long = max(self.too_long, long)
             else:
-                sample_server(self.store, self.options, model, missing, usage)
+                sample_server(self.store, self.options, model, missing, usage, notes)
         self.store.add_pairs(self.unpaired(prompts))
         if (judge := self.options.judge) is not None:
             pairs = unjudged(self.store, self.options, judge, (p.id for p in prompts))
             if pairs:
-                self.note(f"labels of {judge.model}: {2 * len(pairs)}, two a pair")
+                notes = ProgressNotes(self.note, f"labels of {judge.model}", 2 * len(pairs))
                 usage = self.usages["labels", judge.model]
-                judge_pairs_of(self.store, self.options, judge, pairs, usage)
+                judge_pairs_of(self.store, self.options, judge, pairs, usage, notes)
 
     def folder(self, model: ModelFolder) -> FolderSampler:
         """The model, loaded; one is kept."""
