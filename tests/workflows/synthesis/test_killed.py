@@ -94,15 +94,21 @@ def test_killed_and_started_again_it_pays_for_no_answer_twice(at: int, tmp_path:
         check_store(tmp_path, found)
 
 
-def check_store(folder: Path, found: JudgeServer) -> None:
-    """Everything is there once, and the ledger has each stored answer once."""
+def check_counts(folder: Path) -> None:
     with PreferenceStore(folder / "a.db") as store:
         counts = store.counts()
-        assert [counts[name] for name in ("prompts", "completions", "pairs", "labels")] == [
-            *(PROMPTS, 3 * PROMPTS, 3 * PROMPTS, 6 * PROMPTS)
-        ]
-        costs = list(store.costs(forecast=False))
         forecasts = list(store.costs(forecast=True))
+    assert [counts[name] for name in ("prompts", "completions", "pairs", "labels")] == [
+        *(PROMPTS, 3 * PROMPTS, 3 * PROMPTS, 6 * PROMPTS)
+    ]
+    assert len(forecasts) == 8
+
+
+def check_store(folder: Path, found: JudgeServer) -> None:
+    """Everything is there once, and the ledger has each stored answer once."""
+    check_counts(folder)
+    with PreferenceStore(folder / "a.db") as store:
+        costs = list(store.costs(forecast=False))
     requests = JudgeStore(requests_path(folder / "a.db"))
     account = requests.account()
     requests.close()
@@ -111,10 +117,24 @@ def check_store(folder: Path, found: JudgeServer) -> None:
     tokens = sum(cost.amount for cost in costs if cost.unit.endswith("tokens"))
     assert tokens == account.spent.tokens
     assert len([cost for cost in costs if cost.unit == "dollars"]) == CALLS == account.answers
-    assert len(forecasts) == 8
     # With what was lost, it is no less than the server's bill.
     total = account.spent + account.lost_cost
     assert (total.tokens_in, total.tokens_out) >= found.billed
+
+
+@pytest.mark.slow
+def test_two_processes_on_one_store_repeat_only_what_both_had_in_progress(tmp_path: Path) -> None:
+    with server() as found:
+        # Held until both have sent what they may: they ask for the same, and meet again and again.
+        found.holds = lambda number: number < 6
+        both = [start(found.url, tmp_path), start(found.url, tmp_path)]
+        found.wait_for(lambda: len(found.log) == 6)
+        found.let_go.set()
+        for process in both:
+            _, err = process.communicate(timeout=120)
+            assert process.returncode == 0, err
+        assert len(set(found.names)) == CALLS
+        check_counts(tmp_path)
 
 
 @pytest.mark.slow

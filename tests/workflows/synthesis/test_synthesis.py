@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from dataclasses import replace
@@ -498,3 +499,12 @@ def test_progress_is_noted_now_and_then() -> None:
     seldom = ProgressNotes(lines.append, "labels", 6, every=1e9)
     seldom.add(2)
     assert len(lines) == 4
+
+
+def test_it_runs_within_an_event_loop(tmp_path: Path) -> None:
+    async def notebook(url: str) -> SynthesisReport:
+        return done(tmp_path / "a.db", options(url), 2)
+
+    with server() as found:
+        report = asyncio.run(notebook(found.url))
+    assert report.added == {"completions": 6, "pairs": 6, "labels": 12}

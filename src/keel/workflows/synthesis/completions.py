@@ -5,8 +5,10 @@ Each is written to the store as it arrives. torch is imported only where a model
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, TypeVar
 
@@ -75,15 +77,23 @@ class ProgressNotes:
             self.note(f"{self.what}: {self.done} of {self.total} done")
 
 
-async def in_parallel(
-    items: Iterable[T], work: Callable[[T], Awaitable[None]], workers: int
-) -> None:
-    """Work on every item, `workers` at a time.
+def in_parallel(items: Iterable[T], work: Callable[[T], Awaitable[None]], workers: int) -> None:
+    """Work on every item, `workers` at a time; within an event loop, as a notebook's, too.
 
     After a KeelError no other item is begun; those that were are finished, then it is raised.
     """
-    import asyncio
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(_in_parallel(items, work, workers))
+        return
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, _in_parallel(items, work, workers)).result()
 
+
+async def _in_parallel(
+    items: Iterable[T], work: Callable[[T], Awaitable[None]], workers: int
+) -> None:
     waiting = iter(items)
     errors: list[KeelError] = []
 
@@ -111,8 +121,6 @@ def sample_server(
 ) -> None:
     """Ask a server for the missing samples. Raises KeelError where it gives no answers, and
     SpendLimitReached."""
-    import asyncio
-
     with closing(build_asker(store.path, options, server, judges=False)) as asker:
         work = [(prompt, sample) for prompt, samples in missing for sample in samples]
 
@@ -120,7 +128,7 @@ def sample_server(
             await _ask(store, options, server, asker, *item, usage)
             notes.add(1)
 
-        asyncio.run(in_parallel(work, one, asker.options.concurrency))
+        in_parallel(work, one, asker.options.concurrency)
 
 
 async def _ask(

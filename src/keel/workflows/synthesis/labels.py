@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -48,7 +47,7 @@ def judge_pairs_of(
 
         # Two requests a pair.
         workers = max(1, (asker.options.concurrency + 1) // 2)
-        asyncio.run(in_parallel(pairs, one, workers))
+        in_parallel(pairs, one, workers)
 
 
 async def _judge(

@@ -41,7 +41,10 @@ class PaidCall:
         }
         for unit, amount in amounts.items():
             if amount is not None:
-                yield CostRecord(f"{self.key}/{unit}", "api", amount, unit, purpose, round)
+                id = f"{self.key}/{unit}"
+                # Two processes may send one request at the same moment; both took their time.
+                id += f"/{amount!r}" if unit == "hours" else ""
+                yield CostRecord(id, "api", amount, unit, purpose, round)
 
 
 class CallUsage:

@@ -207,9 +207,19 @@ class _Synthesis:
                 f"a sample of {len(sample)} of {len(self.prompts)} prompts, which it includes",
                 relative_margin(self.usages),
             )
-            self.store.add_costs(found.entries(self.plan, self.options.round))
+            found = self.record(found)
         for line in forecast_lines(found, self.options.budget):
             self.note(line)
+        return found
+
+    def record(self, found: CostForecast) -> CostForecast:
+        """Enter a forecast in the ledger; the one that another process entered first, if any."""
+        try:
+            self.store.add_costs(found.entries(self.plan, self.options.round))
+        except KeelError:
+            if (other := recorded_forecast(self.store, self.plan)) is None:
+                raise
+            return other
         return found
 
     def sample(self) -> list[PromptRecord]:
