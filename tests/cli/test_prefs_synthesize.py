@@ -75,11 +75,13 @@ def test_options_reach_the_requests(here: Path, found: JudgeServer) -> None:
     (here / "rubric.txt").write_text("is it long\n")
     more = ("--temperature", "0.5", "--top-p", "0.9", "--seed", "7", "--pairs", "0")
     sets = ("--model-set", "limit_name=max_completion_tokens", "--judge-set", "max_tokens=77")
+    sets += ("--model-set", "extra.a=1", "--model-set", "extra.b=low")
     assert main(words(found.url, *more, *sets, "--rubric-file", "rubric.txt")) == 0
     writing = [asked.body for asked in found.log if not judges(asked)]
     assert {body["seed"] for body in writing} == {7, 8}
     assert (writing[0]["temperature"], writing[0]["top_p"]) == (0.5, 0.9)
     assert writing[0]["max_completion_tokens"] == 60
+    assert (writing[0]["a"], writing[0]["b"]) == (1, "low")
     assert len(writing) == len(found.log)  # no pairs, no judge
     assert main(words(found.url, *more, *sets, "--rubric-file", "rubric.txt", "--pairs", "1")) == 0
     judging = [asked.body for asked in found.log if judges(asked)]

@@ -15,6 +15,7 @@ from typing import Any
 
 from keel.config.fields import unknown
 from keel.config.load import parse_override
+from keel.config.presets import merge
 from keel.data.preferences.store.audit import audit_judges
 from keel.data.preferences.store.records import PromptRecord
 from keel.data.preferences.store.store import PreferenceStore
@@ -113,7 +114,7 @@ def _options(arguments: argparse.Namespace) -> SynthesisOptions:
             return replace(model, **{name: v for name, v in own.items() if v is not None})
         options: dict[str, Any] = {}
         for change in changes:
-            options |= parse_override(change)
+            options = merge(options, parse_override(change))
         return replace(
             model,
             price=prices.get(model.model),
