@@ -264,6 +264,66 @@ def _prefs(commands: Verbs) -> None:
         help="stores, rows (JSONL, Parquet), or a data set's folder",
     )
     _json(stats)
+    _synthesize(actions)
+
+
+def _synthesize(actions: Verbs) -> None:
+    """The options of `keel prefs synthesize` and `keel prefs audit`."""
+    module = "keel.cli.prefs_synthesize"
+    help = "Have models write completions of prompts, and a judge compare them in both orders."
+    command = actions.add_parser("synthesize", help=help, description=help)
+    command.set_defaults(module=module)
+    command.add_argument("store", metavar="STORE", help="the store; made if there is none")
+    command.add_argument(
+        "--prompts", metavar="FILE", help="JSONL or Parquet (default: the store's prompts)"
+    )
+    form = "NAME@http://HOST:PORT/v1 or NAME@openai"
+    command.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help=f"writes completions: {form}, or a model folder; may be given several times",
+    )
+    command.add_argument("--judge", metavar="MODEL", help=f"compares pairs: {form}")
+    command.add_argument("--samples", type=_positive, metavar="N", help="of each model (default 4)")
+    command.add_argument("--pairs", type=_index, metavar="K", help="at most, a prompt (default 6)")
+    rubric = command.add_mutually_exclusive_group()
+    rubric.add_argument("--rubric", metavar="TEXT", help="what counts, for the judge")
+    rubric.add_argument("--rubric-file", metavar="FILE", help="a text file of it")
+    command.add_argument("--reference", metavar="COLUMN", help="an answer with full marks")
+    command.add_argument("--temperature", type=_price, metavar="T", help="default 1")
+    command.add_argument("--top-p", type=_probability, metavar="P", help="default 1")
+    command.add_argument("--max-tokens", type=_positive, metavar="N", help="default 512")
+    command.add_argument("--max-rows", type=_positive, metavar="N", help="of a folder, at once")
+    command.add_argument("--device", choices=("auto", "cpu", "cuda"), help="of a model folder")
+    command.add_argument("--round", type=_index, metavar="N", help="the round (default 0)")
+    command.add_argument("--seed", type=_index, metavar="N", help="default 0")
+    for option, value, help in (
+        ("--price", "MODEL=IN,OUT", "dollars for a million input and output tokens"),
+        ("--api-key-env", "MODEL=VARIABLE", "the environment variable of its API key"),
+        ("--model-set", "key=value", "an option of the models' servers, as in timeout=300"),
+        ("--judge-set", "key=value", "an option of the judge, as in max_tokens=1024"),
+    ):
+        command.add_argument(option, action="append", default=[], metavar=value, help=help)
+    command.add_argument(
+        "--budget", type=_price, metavar="DOLLARS", help="the most that the store may cost in all"
+    )
+    command.add_argument(
+        "--forecast-prompts", type=_positive, metavar="N", help="that it is made from (default 4)"
+    )
+    end = command.add_mutually_exclusive_group()
+    end.add_argument("--dry-run", action="store_true", help="forecast without any request")
+    end.add_argument("--only-forecast", action="store_true", help="pay for its prompts, then stop")
+    command.add_argument(
+        "--tokenizer", metavar="FILE", help="tokenizer.json that counts tokens in a dry run"
+    )
+    _json(command)
+    help = "How a judge compared pairs: order, position, length, its own completions, people."
+    audit = actions.add_parser("audit", help=help, description=help)
+    audit.set_defaults(module=module)
+    audit.add_argument("store", metavar="STORE", help="a preference store")
+    _json(audit)
 
 
 def _runs(commands: Verbs) -> None:

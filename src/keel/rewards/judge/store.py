@@ -83,6 +83,10 @@ class Prices:
         return self.cost(bytes_in + FRAME * (len(messages) + 1), max_tokens)
 
 
+class SpendLimitReached(KeelError):
+    """The limit does not cover the next request; all that was paid for is stored."""
+
+
 @dataclass(frozen=True, slots=True)
 class SpendLimit:
     """The most that may be spent, over all runs that share a cache; None is no limit."""
@@ -96,13 +100,13 @@ class SpendLimit:
             self.tokens is None or cost.tokens <= self.tokens
         )
 
-    def error(self, spent: Cost, lost: Cost, worst: Cost) -> KeelError:
+    def error(self, spent: Cost, lost: Cost, worst: Cost) -> SpendLimitReached:
         """The error where the rest does not cover the worst case of the next request."""
         if SpendLimit(tokens=self.tokens).covers(spent + lost + worst):
             option, value = "budget", f"{self.dollars:g} dollars"
         else:
             option, value = "budget_tokens", f"{self.tokens}"
-        return KeelError(
+        return SpendLimitReached(
             f"{option} = {value} is used up: {spent} spent, {lost} on requests without a stored "
             f"answer, and the next may need {worst}: raise {option}"
         )
@@ -185,6 +189,11 @@ class JudgeStore:
         """Drop the reservation of a request that was not billed."""
         with self._db.transaction():
             self._db.execute("DELETE FROM requests WHERE id = ?", (reservation,))
+
+    def costs(self) -> list[tuple[str, str, Cost]]:
+        """Each stored answer's key, model and cost."""
+        sql = "SELECT key, model, tokens_in, tokens_out, dollars FROM answers ORDER BY key"
+        return [(key, model, Cost(*cost)) for key, model, *cost in self._db.rows(sql)]
 
     def account(self) -> Account:
         """What was spent so far, by every process that used the file."""
