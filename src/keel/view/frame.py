@@ -26,7 +26,7 @@ body { font-size: 15px; }
           grid-template-columns: repeat(auto-fill, minmax(min(100%, 430px), 1fr)); }
 .pictures { grid-template-columns: repeat(auto-fill, minmax(min(100%, 600px), 1fr)); }
 .panel { border: 1px solid rgba(128,128,128,.28); border-radius: 8px; padding: 10px 12px; }
-.panel h2, .page h2 { font-size: 16px; font-weight: 600; line-height: 1.3; margin: 0; }
+.panel h2, .page h2, .q-card h2 { font-size: 16px; font-weight: 600; line-height: 1.3; margin: 0; }
 .chart { width: 100%; height: 270px; }
 .text, .tokens { white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate;
                  font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 13px; }

@@ -27,12 +27,12 @@ R = TypeVar("R")
 SHORTEST = 0.3
 """Seconds in which no one has read a pair: a key within them was pressed twice."""
 EVERY = 5.0
-"""Seconds between two looks at the progress, and for a pair where there was none."""
+"""Seconds between two looks at the progress."""
 LONGEST = 200_000
 """Characters of a text that is shown."""
 SAID: dict[Choice, str] = {
-    "left": "left is better",
-    "right": "right is better",
+    "left": "answer 1 is better",
+    "right": "answer 2 is better",
     "tie": "tie",
     "skip": "skipped",
 }
@@ -64,16 +64,13 @@ class LabellingPage:
         with header(self._toggle_theme, self.help):
             self.progress = ui.label().classes("figure")
             self.progress.props("data-testid=progress aria-live=polite")
-            ui.space()
-            ui.label(visible(self.session.name)).props("data-testid=annotator").style(
-                "max-width: 30vw; overflow: hidden; text-overflow: ellipsis; white-space: nowrap"
-            )
-        with ui.element("main").classes("annotate") as self.main:
+            ui.label(visible(self.session.name)).classes("wide").style("opacity: .75")
+        with ui.element("div").classes("annotate") as self.main:
             self.body = ui.element("div").classes("pair").props("data-testid=pair")
             self.status = ""
         self._font()
         await self._show()
-        ui.timer(EVERY, self._look)
+        ui.timer(EVERY, self._count)
 
     # ------------------------------------------------------------ what is shown
 
@@ -94,7 +91,7 @@ class LabellingPage:
                     ui.label("No pair is left for you.").props("data-testid=finished").style(
                         "font-size: 20px; font-weight: 600"
                     )
-                    ui.label("Others may still return some: this page looks again by itself.")
+                    ui.label("Others may still skip some, and new ones may come.")
             self._others()
             listen(self._keys(), held=False)
         self.since = time.monotonic()
@@ -126,7 +123,9 @@ class LabellingPage:
             note = visible(self.shown.note, LONGEST_NOTE, prose=True)
             ui.label(f"Note: {note}").classes("muted").props("data-testid=note dir=auto")
         with ui.element("div").classes("others"):
-            if self.shown is not None:
+            if self.shown is None:
+                _button("Enter", "Look again", self._look, "look")
+            else:
                 _button("s", "Skip", partial(self._label, "skip"), "skip")
                 _button("n", "Note", self._open_note, "write-note")
             _button("u", "Undo", self._undo, "undo")
@@ -139,9 +138,9 @@ class LabellingPage:
     def _keys(self) -> Keys:
         left, right = partial(self._label, "left"), partial(self._label, "right")
         return {
-            "1": ("the left answer is better (on a narrow screen the upper)", left),
+            "1": ("answer 1 (left, or above) is better", left),
             "ArrowLeft": ("the same", left),
-            "2": ("the right answer is better (or the lower)", right),
+            "2": ("answer 2 (right, or below) is better", right),
             "ArrowRight": ("the same", right),
             "t": ("tie: both are as good", partial(self._label, "tie")),
             "s": ("skip: someone else may judge", partial(self._label, "skip")),
@@ -149,6 +148,7 @@ class LabellingPage:
             "u": ("undo your last label", self._undo),
             "m": ("monospace font, for code, or back", self._toggle_font),
             "d": ("switch between dark and light", self._toggle_theme),
+            "Enter": ("look again for a pair, where there was none", self._look),
             "?": ("the rubric and the keys", self._toggle_help),
         }
 
@@ -207,22 +207,20 @@ class LabellingPage:
             return str(error), None
 
     async def _look(self) -> None:
-        """Count the labels of others; look for a pair where there was none."""
-        if self.shown is not None or self.busy:
-            await self._count()
-            return
-        self.busy = True
-        try:
-            await self._show()
-        finally:
-            self.busy = False
+        """Look for a pair where there was none; not by itself, since whoever left would get it."""
+        if self.shown is None and self._ready():
+            self.busy = True
+            try:
+                await self._show()
+            finally:
+                self.busy = False
 
     async def _count(self) -> None:
         project, name = self.project, self.session.name
         done = partial(progress, project.store, project.settings, project.gold, name)
         _, found = await self._call(done)
         if found is not None:
-            self.progress.text = f"{found.made:,} of {found.wanted:,} · you {found.own:,}"
+            self.progress.text = f"{found.made:,} of {found.wanted:,} labels · yours: {found.own:,}"
 
     # ------------------------------------------------------------ note, font, theme
 

@@ -18,7 +18,7 @@ STYLE = """
             max-width: 1500px; margin: 0 auto; padding: 8px 16px 10px; min-height: 540px;
             height: calc(100dvh - 46px); align-items: stretch; }
 .pair { display: flex; flex-direction: column; gap: 8px; flex: 1 1 0; min-height: 0; }
-.prompt { flex: 0 1 auto; max-height: 24%; min-height: 64px; overflow: auto;
+.prompt { flex: none; max-height: 24%; overflow: auto;
           background: rgba(128,128,128,.08); }
 .sides { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 8px;
          flex: 1 1 0; min-height: 0; }
@@ -28,14 +28,17 @@ STYLE = """
 .side .words { flex: 1 1 0; overflow: auto; padding: 10px 14px; }
 .side .words:focus-visible, .prompt:focus-visible { outline: 2px solid #0072B2;
                                                     outline-offset: -2px; }
-.words { white-space: pre-wrap; overflow-wrap: anywhere; tab-size: 4; unicode-bidi: plaintext;
-         text-align: start; line-height: 1.55; font-size: 15px; }
-.mono .words { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 13px;
-               line-height: 1.5; }
-.role { font-size: 12px; opacity: .68; margin-top: 6px; }
+.words { line-height: 1.55; font-size: 15px; }
+.words div { white-space: pre-wrap; overflow-wrap: anywhere; tab-size: 4; unicode-bidi: plaintext;
+             text-align: start; }
+.mono .words, .words .code { font-family: ui-monospace, "DejaVu Sans Mono", monospace;
+                             font-size: 13px; line-height: 1.5; }
+.words .code { background: rgba(128,128,128,.09); border-radius: 4px; padding: 4px 8px; }
+.role { font-size: 12px; opacity: .68; }
+.words + .role { margin-top: 6px; }
 .choices { display: grid; grid-template-columns: 1fr auto 1fr; gap: 8px; flex: none; }
 .others { display: flex; flex-wrap: wrap; align-items: center; gap: 2px 6px; flex: none; }
-.others .status { flex: 1 1 160px; min-height: 20px; }
+.others .status { flex: 1 1 160px; }
 kbd { border: 1px solid currentColor; border-radius: 4px; padding: 0 6px; margin-right: 8px;
       font: 600 12px/18px ui-monospace, "DejaVu Sans Mono", monospace; opacity: .8; }
 .choices .q-btn, .others .q-btn { text-transform: none; }
@@ -43,11 +46,12 @@ kbd { border: 1px solid currentColor; border-radius: 4px; padding: 0 6px; margin
            width: 100%; }
 .figures .value { font-size: 24px; font-weight: 600; line-height: 1.3; }
 @media (max-width: 600px) {
-  .annotate { padding: 6px 8px 8px; height: calc(100dvh - 42px); }
+  .annotate { padding: 6px 8px 8px; }
   .sides { grid-template-columns: minmax(0, 1fr);
            grid-template-rows: minmax(0, 1fr) minmax(0, 1fr); }
   .side .muted { padding: 2px 10px; } .side .words { padding: 6px 10px; }
-  .choices .q-btn { padding: 4px 6px; } .others .q-btn { padding: 2px 6px; }
+  .choices .q-btn, .others .q-btn { padding: 4px 8px; }
+  .annotate kbd, .wide { display: none; }
 }
 """
 
@@ -81,10 +85,34 @@ def begin_page(title: str, address: PageAddress) -> None:
     ui.add_css(STYLE)
 
 
-def show_words(text: str, limit: int) -> ui.label:
-    """A text as its author wrote it, whatever its direction; what acts on it is escaped."""
+def show_words(text: str, limit: int) -> ui.element:
+    """A text as its author wrote it, whatever its direction; what acts on it is escaped.
+
+    Blocks between lines that begin with ``` are in monospace.
+    """
     shown = visible(text.replace("\r\n", "\n"), limit, lines=True, prose=True)
-    return ui.label(shown).classes("words").props("dir=auto")
+    with ui.element("div").classes("words") as words:
+        for block, code in split_code(shown):
+            # A browser shows no empty line at the end of a block.
+            label = ui.label(f"{block}\n" if block.endswith("\n") or not block else block)
+            label.props("dir=ltr" if code else "dir=auto")
+            label.classes("code" if code else "")
+    return words
+
+
+def split_code(text: str) -> list[tuple[str, bool]]:
+    """The text in blocks that a newline separates, and of each whether it is fenced code."""
+    blocks: list[tuple[list[str], bool]] = [([], False)]
+    for line in text.split("\n"):
+        lines, code = blocks[-1]
+        fence = line.lstrip().startswith("```")
+        if fence and not code:
+            blocks.append(([line], True))
+            continue
+        lines.append(line)
+        if fence:
+            blocks.append(([], False))
+    return [("\n".join(lines), code) for lines, code in blocks if lines]
 
 
 def show_rubric(rubric: Rubric) -> None:

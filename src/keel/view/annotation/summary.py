@@ -70,7 +70,7 @@ async def summary_page(project: AnnotationProject, address: PageAddress) -> None
 def _show(found: AnnotationSummary) -> None:
     with ui.element("div").classes("figures"):
         _figure("labels", f"{found.made:,} of {found.wanted:,}", "without skips and gold")
-        _figure("known labels found", *_interval(found.gold), testid="gold")
+        _figure("accuracy on gold", *_interval(found.gold), testid="gold")
         for size in found.agreement:
             judges = f"{size['judges']} people a pair"
             _figure(f"agree, {judges}", *_agreement(size["pairwise"]), testid="agreement")
@@ -101,13 +101,13 @@ def _row(one: AnnotatorSummary) -> dict[str, Any]:
         "left": f"{100 * one.left / one.sided:.0f} %" if one.sided else "–",
         "seconds a label": "–" if one.seconds is None else f"{one.seconds:.1f}",
         "cost": "–" if one.cost is None else f"${one.cost:,.2f}",
-        "known labels found": f"{gold} {around}",
+        "accuracy on gold": f"{gold} {around}",
     }
 
 
 def _interval(share: Interval) -> tuple[str, str]:
     if share.n == 0:
-        return "–", "no gold labelled"
+        return "–", "no label of gold yet"
     around = "" if math.isnan(share.low) else f"[{100 * share.low:.0f}, {100 * share.high:.0f}] "
     return f"{100 * share.mean:.0f} %", f"{around}of {share.n:,}"
 
