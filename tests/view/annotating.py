@@ -62,6 +62,12 @@ class Server:
         self.printed = [match[0] for match in found if match]
         self.url = f"http://127.0.0.1:{self.port}"
 
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def kill(self) -> None:
         """SIGKILL: nothing is written, no connection is closed in order."""
         self.process.kill()

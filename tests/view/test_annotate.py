@@ -46,9 +46,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "rubric.md").write_text(RUBRIC, encoding="utf-8")
     with PreferenceStore(folder / "a.db", create=True) as store:
         store.add(record for number in range(60) for record in pair(number))
-    started = Server(folder / "a.db", "--rubric", str(folder / "rubric.md"), "--wage", "36")
-    yield started
-    started.stop()
+    options = ("--rubric", str(folder / "rubric.md"), "--wage", "36")
+    with Server(folder / "a.db", *options) as started:
+        yield started
 
 
 @pytest.fixture
@@ -370,9 +370,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with PreferenceStore(folder / "a.db", create=True) as store:
         store.add(record for number in range(6) for record in pair(number))
     gold = ("--gold", str(folder / "gold.jsonl"), "--gold-rate", "0.5")
-    started = Server(folder / "a.db", "--overlap", "2", *gold)
-    yield started
-    started.stop()
+    with Server(folder / "a.db", "--overlap", "2", *gold) as started:
+        yield started
 
 
 def test_overlap_gold_and_agreement_are_summarised_live(
@@ -430,8 +429,7 @@ def test_other_hosts_need_the_token(tmp_path: Path, browser: sync_api.Browser) -
     with PreferenceStore(tmp_path / "a.db", create=True) as store:
         store.add(pair(0))
     token = "a-token-of-the-environment"
-    served = Server(tmp_path / "a.db", "--host", "0.0.0.0", token=token)
-    try:
+    with Server(tmp_path / "a.db", "--host", "0.0.0.0", token=token) as served:
         assert [url.endswith(f"?token={token}") for url in served.printed] == [True, True]
         context = browser.new_context()
         page = context.new_page()
@@ -446,8 +444,6 @@ def test_other_hosts_need_the_token(tmp_path: Path, browser: sync_api.Browser) -
         page.locator("[data-testid=prompt]").wait_for()
         assert "token" not in page.url
         context.close()
-    finally:
-        served.stop()
 
 
 def test_loopback_refuses_other_hosts_and_sites(server: Server, browser: sync_api.Browser) -> None:
