@@ -443,6 +443,12 @@ def test_other_hosts_need_the_token(tmp_path: Path, browser: sync_api.Browser) -
         page.keyboard.press("Enter")
         page.locator("[data-testid=prompt]").wait_for()
         assert "token" not in page.url
+        # The token stays the same: the page goes on by itself.
+        page.evaluate("window.stale = true")
+        served.kill()
+        served.start()
+        page.wait_for_function("window.stale === undefined")
+        page.locator("[data-testid=prompt]").wait_for()
         context.close()
 
 

@@ -189,7 +189,9 @@ class LabellingPage:
             if label is None:
                 self.status = wrong or "There is no label to undo"
             else:
-                self.status = "Undone: label it again"
+                _, again = await self._call(self.session.current)
+                same = again is not None and again.lease.pair == label.pair
+                self.status = "Undone: label it again" if same else "Undone: others have that pair"
             await self._show()
         finally:
             self.busy = False

@@ -42,7 +42,7 @@ STYLE = """
 kbd { border: 1px solid currentColor; border-radius: 4px; padding: 0 6px; margin-right: 8px;
       font: 600 12px/18px ui-monospace, "DejaVu Sans Mono", monospace; opacity: .8; }
 .choices .q-btn, .others .q-btn { text-transform: none; }
-.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 10px;
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(180px, 1fr)); gap: 10px;
            width: 100%; }
 .figures .value { font-size: 24px; font-weight: 600; line-height: 1.3; }
 @media (max-width: 600px) {

@@ -118,7 +118,7 @@ def _agreement(value: Mapping[str, Any]) -> tuple[str, str]:
         return "undefined", pairs
     known = not math.isnan(value["low"])
     around = f"[{value['low']:.2f}, {value['high']:.2f}], " if known else ""
-    return f"{value['value']:.2f}", around + pairs
+    return f"{value['value']:.2f}".replace("-", "−"), around.replace("-", "−") + pairs
 
 
 def _figure(name: str, value: str, more: str, testid: str = "figure") -> None:

@@ -16,7 +16,7 @@ from keel.data.preferences.store.store import PreferenceStore
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class LabelProgress:
     """Labels made and wanted, and those that one person made, skips included.
 
     `overlap` labels are wanted of each pair, and of each gold pair one of this person.
@@ -58,7 +58,7 @@ class AnnotationSummary:
 
 def progress(
     store: PreferenceStore, settings: AnnotationSettings, gold: Mapping[str, float], name: str
-) -> Progress:
+) -> LabelProgress:
     """Where the work is, for one person. A label of a gold pair counts as any other does."""
     made, wanted = _places(store, settings, gold)
     rows = store.database.rows(
@@ -67,7 +67,7 @@ def progress(
         (json.dumps(list(gold)), name),
     )
     own, of_gold = rows[0]
-    return Progress(made + int(of_gold), wanted + len(gold), own)
+    return LabelProgress(made + int(of_gold), wanted + len(gold), own)
 
 
 def summarise_annotation(
