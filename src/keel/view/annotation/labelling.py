@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
@@ -70,6 +70,7 @@ class LabellingPage:
             self.status = ""
         self._font()
         await self._show()
+        await self._count()
         ui.timer(EVERY, self._count)
 
     # ------------------------------------------------------------ what is shown
@@ -95,7 +96,6 @@ class LabellingPage:
             self._others()
             listen(self._keys(), held=False)
         self.since = time.monotonic()
-        await self._count()
 
     def _pair(self, shown: ShownPair) -> None:
         with ui.element("section").classes("panel prompt"):
@@ -170,31 +170,47 @@ class LabellingPage:
 
     async def _label(self, choice: Choice) -> None:
         shown = self.shown
-        if shown is None or not self._ready():
-            return
-        self.busy = True
-        try:
+
+        async def do() -> None:
+            assert shown is not None
             wrong, _ = await self._call(partial(self.session.submit, shown, choice))
             self.status = wrong or f"Saved: {SAID[choice]}"
-            await self._show()
-        finally:
-            self.busy = False
+
+        if shown is not None:
+            await self._act(do)
 
     async def _undo(self) -> None:
+        async def do() -> None:
+            wrong, label = await self._call(self.session.undo)
+            if label is None:
+                self.status = wrong or "There is no label to undo"
+                return
+            _, again = await self._call(self.session.current)
+            same = again is not None and again.lease.pair == label.pair
+            self.status = "Undone: label it again" if same else "Undone: others have that pair"
+
+        await self._act(do)
+
+    async def _look(self) -> None:
+        """Look for a pair where there was none; not by itself, since whoever left would get it."""
+
+        async def do() -> None:
+            self.status = ""
+
+        if self.shown is None:
+            await self._act(do)
+
+    async def _act(self, do: Callable[[], Awaitable[None]]) -> None:
+        """Do something, and show the pair that the annotator has then; one thing at a time."""
         if not self._ready():
             return
         self.busy = True
         try:
-            wrong, label = await self._call(self.session.undo)
-            if label is None:
-                self.status = wrong or "There is no label to undo"
-            else:
-                _, again = await self._call(self.session.current)
-                same = again is not None and again.lease.pair == label.pair
-                self.status = "Undone: label it again" if same else "Undone: others have that pair"
+            await do()
             await self._show()
         finally:
             self.busy = False
+        await self._count()
 
     def _ready(self) -> bool:
         """Whether an action is of the pair that is shown, and not of a dialog above it."""
@@ -207,15 +223,6 @@ class LabellingPage:
             return "", await background.io_bound(do)
         except KeelError as error:
             return str(error), None
-
-    async def _look(self) -> None:
-        """Look for a pair where there was none; not by itself, since whoever left would get it."""
-        if self.shown is None and self._ready():
-            self.busy = True
-            try:
-                await self._show()
-            finally:
-                self.busy = False
 
     async def _count(self) -> None:
         project, name = self.project, self.session.name
