@@ -179,8 +179,10 @@ def test_second_press_on_the_next_pair_is_ignored(
     server: Server, store: PreferenceStore, annotator: Open
 ) -> None:
     """A key comes as soon as the next pair is there; on a busy machine some may come late."""
-    counts = []
-    for attempt in range(4):
+    counts: list[int] = []
+    while 1 not in counts:
+        attempt = len(counts)
+        assert attempt < 4
         ann = annotator(server, f"bounce{attempt}")
         ann.ready()
         before = ann.question
@@ -188,7 +190,6 @@ def test_second_press_on_the_next_pair_is_ignored(
         expect(ann.part("prompt")).not_to_have_text(before)
         ann.page.wait_for_timeout(300)
         counts.append(len(list(store.labels(annotator=ann.name))))
-    assert min(counts) == 1
 
 
 def test_undo_and_note(server: Server, store: PreferenceStore, annotator: Open) -> None:
@@ -394,12 +395,12 @@ def test_controls_have_names_and_texts_take_the_focus(server: Server, annotator:
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Six pairs for two people each, and two pairs with a known label at a rate of one half."""
+    """Four pairs for two people each, and two pairs with a known label at a rate of one half."""
     folder = tmp_path_factory.mktemp("pool")
     rows = [{"prompt": f"known {n}", "chosen": "yes", "rejected": "no"} for n in range(2)]
     (folder / "gold.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with PreferenceStore(folder / "a.db", create=True) as store:
-        store.add(record for number in range(6) for record in pair(number))
+        store.add(record for number in range(4) for record in pair(number))
     gold = ("--gold", str(folder / "gold.jsonl"), "--gold-rate", "0.5")
     with Server(folder / "a.db", "--overlap", "2", *gold) as started:
         yield started
@@ -423,23 +424,23 @@ def test_overlap_gold_and_agreement_are_summarised_live(
             left = person.part("left").inner_text() == wanted
             seen[name].append(person.press("1" if left else "2"))
         expect(person.part("finished")).to_be_visible()
-    questions = {f"question {n}" for n in range(6)}
+    questions = {f"question {n}" for n in range(4)}
     known = {"known 0", "known 1"}
     assert set(seen["ann"]) == set(seen["bob"]) == questions | known
-    assert [len(asked) for asked in seen.values()] == [8, 8]
-    # Ann found both known labels, Bob none; they agree on the six others.
+    assert [len(asked) for asked in seen.values()] == [6, 6]
+    # Ann found both known labels, Bob none; they agree on the four others.
     expect(gold).to_contain_text("50 %", timeout=WAIT)
     expect(gold).to_contain_text("of 4")
     rows = summary.locator("[data-testid=annotators] tbody tr")
     expect(rows.nth(0)).to_contain_text("100 %")
     expect(rows.nth(1)).to_contain_text("0 %")
-    expect(summary.locator("[data-testid=agreement]")).to_contain_text("0.75")
-    expect(summary.locator("[data-testid=agreement]")).to_contain_text("8 pairs")
+    expect(summary.locator("[data-testid=agreement]")).to_contain_text("0.67")
+    expect(summary.locator("[data-testid=agreement]")).to_contain_text("6 pairs")
     expect(summary.locator("[data-testid=kappa]")).to_contain_text("[")
     summary.close()
     with PreferenceStore(pool.store) as opened:
         labels = list(opened.labels(source="human"))
-    assert len({(label.pair, label.annotator) for label in labels}) == len(labels) == 16
+    assert len({(label.pair, label.annotator) for label in labels}) == len(labels) == 12
 
 
 def test_pairs_that_come_later_are_looked_for(pool: Server, annotator: Open) -> None:
@@ -474,7 +475,22 @@ def test_other_hosts_need_the_token(tmp_path: Path, browser: sync_api.Browser) -
         page.keyboard.press("Enter")
         page.locator("[data-testid=prompt]").wait_for()
         assert "token" not in page.url
-        # The token stays the same: the page goes on by itself.
+        context.close()
+
+
+@pytest.mark.slow
+def test_page_with_a_token_goes_on_after_a_restart(
+    tmp_path: Path, browser: sync_api.Browser
+) -> None:
+    with PreferenceStore(tmp_path / "a.db", create=True) as store:
+        store.add(pair(0))
+    token = "a-token-of-the-environment"
+    with Server(tmp_path / "a.db", "--host", "0.0.0.0", token=token) as served:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(f"{served.url}/?token={token}")
+        page.goto(f"{served.url}/?annotator=ann")
+        page.locator("[data-testid=prompt]").wait_for()
         page.evaluate("window.stale = true")
         served.kill()
         served.start()

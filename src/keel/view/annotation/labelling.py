@@ -47,6 +47,7 @@ class LabellingPage:
         self.shown: ShownPair | None = None
         self.since = 0.0
         self.busy = False
+        self.status, self.failed = "", False
 
     async def build(self) -> None:
         """Build the page with the annotator's pair."""
@@ -67,7 +68,6 @@ class LabellingPage:
             ui.label(visible(self.session.name)).classes("wide").style("opacity: .75")
         with ui.element("div").classes("annotate") as self.main:
             self.body = ui.element("div").classes("pair").props("data-testid=pair")
-            self.status = ""
         self._font()
         await self._show()
         await self._count()
@@ -98,15 +98,14 @@ class LabellingPage:
         self.since = time.monotonic()
 
     def _pair(self, shown: ShownPair) -> None:
-        with ui.element("section").classes("panel prompt"):
-            self.prompt = ui.element("div").props("tabindex=0 data-testid=prompt")
-            with self.prompt:
-                if isinstance(shown.prompt, str):
-                    show_words(shown.prompt, LONGEST)
-                else:
-                    for turn in shown.prompt:
-                        ui.label(visible(turn["role"], 60)).classes("role")
-                        show_words(turn["content"], LONGEST)
+        panel = ui.element("section").classes("panel prompt")
+        with panel, ui.element("div").props("tabindex=0 data-testid=prompt"):
+            if isinstance(shown.prompt, str):
+                show_words(shown.prompt, LONGEST)
+            else:
+                for turn in shown.prompt:
+                    ui.label(visible(turn["role"], 60)).classes("role")
+                    show_words(turn["content"], LONGEST)
         with ui.element("div").classes("sides"):
             for name, text in (("left", shown.left), ("right", shown.right)):
                 with ui.element("section").classes("panel side").props(f'aria-label="{name}"'):
@@ -131,9 +130,9 @@ class LabellingPage:
             _button("u", "Undo", self._undo, "undo")
             _button("m", "Font", self._toggle_font, "font")
             _button("?", "Rubric" if self.project.settings.rubric else "Keys", self.help.open, "?")
-            ui.label(self.status).classes("muted status").props(
-                "data-testid=status aria-live=polite"
-            )
+            status = ui.label(visible(self.status, 500)).classes("status")
+            status.classes("text-negative" if self.failed else "muted")
+            status.props("data-testid=status aria-live=polite")
 
     def _keys(self) -> Keys:
         left, right = partial(self._label, "left"), partial(self._label, "right")
@@ -174,7 +173,7 @@ class LabellingPage:
         async def do() -> None:
             assert shown is not None
             wrong, _ = await self._call(partial(self.session.submit, shown, choice))
-            self.status = wrong or f"Saved: {SAID[choice]}"
+            self.status, self.failed = wrong or f"Saved: {SAID[choice]}", bool(wrong)
 
         if shown is not None:
             await self._act(do)
@@ -182,6 +181,7 @@ class LabellingPage:
     async def _undo(self) -> None:
         async def do() -> None:
             wrong, label = await self._call(self.session.undo)
+            self.failed = bool(wrong)
             if label is None:
                 self.status = wrong or "There is no label to undo"
                 return
@@ -195,7 +195,7 @@ class LabellingPage:
         """Look for a pair where there was none; not by itself, since whoever left would get it."""
 
         async def do() -> None:
-            self.status = ""
+            self.status, self.failed = "", False
 
         if self.shown is None:
             await self._act(do)
@@ -252,7 +252,7 @@ class LabellingPage:
             return
         self.note.close()
         wrong, _ = await self._call(partial(self.session.set_note, self.shown, self.box.value))
-        self.status = wrong or self.status
+        self.status, self.failed = wrong or self.status, bool(wrong)
         await self._show()
 
     def _toggle_help(self) -> None:

@@ -334,6 +334,26 @@ def test_bad_gold_adds_nothing(tmp_path: Path) -> None:
         assert store.counts() == before
 
 
+def test_label_that_cannot_be_written_is_kept_for_another_try(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    made(path, 1).close()
+    with PreferenceStore(path, timeout=0.05) as store, PreferenceStore(path) as other:
+        clock = Clock()
+        one = session(store, clock=clock)
+        found = shown(one)
+        one.connect("tab")
+        one.set_note(found, "kept")
+        clock.seconds += 2
+        with other.database.transaction():
+            with pytest.raises(KeelError, match="another process is writing"):
+                one.submit(found, "left")
+            one.connect("second tab")  # does not wait for the store
+        clock.seconds += 3
+        label = one.submit(shown(one), "left")
+        assert (label.note, label.seconds) == ("kept", 5)
+        assert [one.id for one in store.labels()] == [label.id]
+
+
 def test_lease_that_was_withdrawn_stores_nothing(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 1) as store:
         clock = Clock()

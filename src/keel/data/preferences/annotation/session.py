@@ -57,6 +57,8 @@ class AnnotationSession:
         self._gold = gold_order(gold, settings.seed, self.name)
         self._clock, self._now = clock, now
         self._lock = threading.RLock()
+        # Apart, so that a window that comes or goes never waits for the disk.
+        self._times = threading.RLock()
         self._windows: set[str] = set()
         self._open: int | None = None
         self._since = 0.0
@@ -67,24 +69,25 @@ class AnnotationSession:
 
     def connect(self, window: str) -> None:
         """Time goes on while a window is connected."""
-        with self._lock:
+        with self._times:
             if not self._windows:
                 self._since = self._clock()
             self._windows.add(window)
 
     def disconnect(self, window: str) -> None:
         """A window was closed, or cannot be reached."""
-        with self._lock:
+        with self._times:
             if window in self._windows:
                 self._count()
             self._windows.discard(window)
 
     def _count(self) -> None:
         """Add the time since the last count to the open pair."""
-        now = self._clock()
-        if self._windows and self._open is not None:
-            self._spent[self._open] = self._spent.get(self._open, 0.0) + now - self._since
-        self._since = now
+        with self._times:
+            now = self._clock()
+            if self._windows and self._open is not None:
+                self._spent[self._open] = self._spent.get(self._open, 0.0) + now - self._since
+            self._since = now
 
     # ------------------------------------------------------------ pairs
 
