@@ -395,13 +395,13 @@ def test_controls_have_names_and_texts_take_the_focus(server: Server, annotator:
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Four pairs for two people each, and two pairs with a known label at a rate of one half."""
+    """Four pairs for two people each, and two pairs with a known label, which come first."""
     folder = tmp_path_factory.mktemp("pool")
     rows = [{"prompt": f"known {n}", "chosen": "yes", "rejected": "no"} for n in range(2)]
     (folder / "gold.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with PreferenceStore(folder / "a.db", create=True) as store:
         store.add(record for number in range(4) for record in pair(number))
-    gold = ("--gold", str(folder / "gold.jsonl"), "--gold-rate", "0.5")
+    gold = ("--gold", str(folder / "gold.jsonl"), "--gold-rate", "1")
     with Server(folder / "a.db", "--overlap", "2", *gold) as started:
         yield started
 
