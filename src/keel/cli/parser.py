@@ -217,7 +217,9 @@ LABEL_SOURCES = ("human", "judge", "rule", "reward_model")
 
 
 def _prefs(commands: Verbs) -> None:
-    command = _command(commands, "prefs", "Preference data: import it, export it, summarise it.")
+    command = _command(
+        commands, "prefs", "Preference data: import it, label it, export it, summarise it."
+    )
     actions = command.add_subparsers(
         dest="action", metavar="ACTION", required=True, parser_class=Parser
     )
@@ -265,6 +267,7 @@ def _prefs(commands: Verbs) -> None:
     )
     _json(stats)
     _synthesize(actions)
+    _annotate(actions)
 
 
 def _synthesize(actions: Verbs) -> None:
@@ -324,6 +327,35 @@ def _synthesize(actions: Verbs) -> None:
     audit.set_defaults(module=module)
     audit.add_argument("store", metavar="STORE", help="a preference store")
     _json(audit)
+
+
+def _annotate(actions: Verbs) -> None:
+    help = "Serve local web pages on which people label the pairs of a store."
+    annotate = actions.add_parser("annotate", help=help, description=help)
+    annotate.set_defaults(module="keel.cli.annotate")
+    annotate.add_argument("store", metavar="STORE", help="a preference store")
+    annotate.add_argument("--rubric", metavar="FILE", help="instructions: Markdown or text")
+    annotate.add_argument(
+        "--overlap", type=_positive, default=1, metavar="N", help="people a pair (default 1)"
+    )
+    annotate.add_argument("--round", type=_index, metavar="N", help="only pairs of this round")
+    annotate.add_argument(
+        "--gold", metavar="FILE", help="rows of prompt/chosen/rejected with the known answer"
+    )
+    annotate.add_argument(
+        "--gold-rate", type=_probability, default=0.1, metavar="P", help="their share (default 0.1)"
+    )
+    annotate.add_argument(
+        "--wage", type=_price, metavar="PER_HOUR", help="dollars; a label's cost is its time's"
+    )
+    annotate.add_argument(
+        "--seed", type=int, default=0, help="of the sides and of gold (default 0)"
+    )
+    annotate.add_argument(
+        "--host", default="127.0.0.1", help="where to listen (default: this machine only)"
+    )
+    annotate.add_argument("--port", type=_positive, help="default: 8765, or a free one")
+    annotate.add_argument("--no-browser", action="store_true", help="only print the address")
 
 
 def _runs(commands: Verbs) -> None:

@@ -220,6 +220,30 @@ def test_the_order_is_priority_then_age(tmp_path: Path) -> None:
         assert store.lease_next("y", 0.0, round=1) is None
 
 
+def test_gold_is_leased_to_everyone_and_only_when_asked_for(tmp_path: Path) -> None:
+    with made(tmp_path / "a.db", 3) as store:
+        store.set_priorities([("p0", 9.0)])
+        gold = {"gold": ["p2", "p0"]}
+        for who in ("ann", "bob"):
+            found = []
+            for gold_next in (True, False, True, True):
+                lease = store.lease_next(who, 0.0, overlap=2, gold_next=gold_next, **gold)
+                found.append(lease and lease.pair)
+                if lease is not None:
+                    store.submit(lease, human(lease.pair, 1.0, who))
+            # The gold pairs in their order; when both are labelled there is nothing else.
+            assert found == ["p2", "p1", "p0", None]
+        # Two people have them: a third gets gold, and nothing else.
+        assert store.lease_next("cid", 0.0, overlap=2, **gold) is None
+        lease = store.lease_next("cid", 0.0, round=5, gold_next=True, **gold)
+        assert lease is not None
+        assert lease.pair == "p2"
+        again = store.lease_next("cid", 1.0, round=5, **gold)
+        assert again is not None
+        assert again.id == lease.id
+        assert taken(store)
+
+
 def test_labels_of_others_fill_places_and_skips_do_not(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 2) as store:
         store.add_labels([human("p0", 0.5, "imported"), LabelRecord("p1", 1.0, "judge")])

@@ -17,7 +17,7 @@ def describe(store: PreferenceStore) -> dict[str, Any]:
     return {
         **store.counts(),
         "labels_by": {group: _labels_by(store, group) for group in GROUPS},
-        "agreement": _agreement(store),
+        "agreement": label_agreement(store),
         "ledger": _ledger(store),
     }
 
@@ -34,17 +34,23 @@ def _labels_by(store: PreferenceStore, group: str) -> list[dict[str, Any]]:
     return [{**row, "ties": int(row["ties"]), "skips": int(row["skips"])} for row in found]
 
 
-def _agreement(store: PreferenceStore) -> dict[Source, list[dict[str, Any]]]:
-    """Of each source, the agreement on pairs with several labels, by how many labels they have.
+def label_agreement(
+    store: PreferenceStore, source: Source | None = None, round: int | None = None
+) -> dict[Source, list[dict[str, Any]]]:
+    """Of each source (or one), the agreement on pairs (of a round) with several labels.
 
     A label is a vote for the first answer, the second, or a tie; skips are none. Pairs with 2 and
     with 3 labels are apart, since κ is of a fixed number of raters.
     """
+    given = {"l.source": source, "p.round": round}
+    where = {name: value for name, value in given.items() if value is not None}
     rows = store.database.rows(
         "SELECT l.source, l.pair, p.prompt, l.value FROM labels l JOIN pairs p ON p.id = l.pair"
         " JOIN (SELECT pair, source FROM labels WHERE value IS NOT NULL GROUP BY pair, source"
         " HAVING COUNT(*) > 1) s ON s.pair = l.pair AND s.source = l.source"
-        " WHERE l.value IS NOT NULL ORDER BY l.source, p.seq, l.seq"
+        f" WHERE l.value IS NOT NULL{''.join(f' AND {name} = ?' for name in where)}"
+        " ORDER BY l.source, p.seq, l.seq",
+        list(where.values()),
     )
     found: dict[Source, dict[int, list[tuple[list[int], str]]]] = {}
     for (source, _), group in groupby(rows, key=lambda row: row[:2]):

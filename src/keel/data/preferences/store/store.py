@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from keel.data.preferences.store.tables import (
     PAIRS,
     PROMPTS,
     STEPS,
-    Layout,
+    TableLayout,
 )
 from keel.types import KeelError
 
@@ -122,7 +123,7 @@ class PreferenceStore:
             if found != len(rows):
                 raise KeelError(f"{self.database.name}: {len(rows) - found} pairs are not there")
 
-    def _insert(self, layout: Layout[Any], rows: Sequence[tuple[Any, ...]]) -> int:
+    def _insert(self, layout: TableLayout[Any], rows: Sequence[tuple[Any, ...]]) -> int:
         values = ", ".join("?" * len(layout.fields))
         sql = f"INSERT INTO {layout.table} ({layout.names()}) VALUES ({values})"
         try:
@@ -138,7 +139,7 @@ class PreferenceStore:
             self._refuse_other(layout, rows)
         return new
 
-    def _refuse_other(self, layout: Layout[Any], rows: Sequence[tuple[Any, ...]]) -> None:
+    def _refuse_other(self, layout: TableLayout[Any], rows: Sequence[tuple[Any, ...]]) -> None:
         """Raises KeelError where a row is not what is there by its id."""
         at = layout.fields.index("id")
         sql = f"SELECT {layout.names()} FROM {layout.table} WHERE id = ?"
@@ -242,7 +243,7 @@ class PreferenceStore:
         columns = ", ".join(f"(SELECT COUNT(*) FROM {name})" for name in names)
         return dict(zip(names, self.database.rows(f"SELECT {columns}")[0], strict=True))
 
-    def _read(self, layout: Layout[R], clause: str, values: Sequence[Any]) -> Iterator[R]:
+    def _read(self, layout: TableLayout[R], clause: str, values: Sequence[Any]) -> Iterator[R]:
         sql = (
             f"SELECT seq, {layout.names()} FROM {layout.table} WHERE seq > ?{clause}"
             f" ORDER BY seq LIMIT {PAGE}"
@@ -252,7 +253,7 @@ class PreferenceStore:
             yield from (layout.read(row[1:]) for row in rows)
             after = rows[-1][0]
 
-    def _one(self, layout: Layout[R], id: str) -> R:
+    def _one(self, layout: TableLayout[R], id: str) -> R:
         sql = f"SELECT {layout.names()} FROM {layout.table} WHERE id = ?"
         rows = self.database.rows(sql, (id,))
         if not rows:
@@ -261,7 +262,7 @@ class PreferenceStore:
 
     def _judged(self, clause: str, values: Sequence[Any]) -> Iterator[tuple[int, JudgedPair]]:
         """A page of pairs, each with its place in the order."""
-        parts: tuple[tuple[str, Layout[Any]], ...] = (
+        parts: tuple[tuple[str, TableLayout[Any]], ...] = (
             *(("p", PAIRS), ("q", PROMPTS)),
             *(("a", COMPLETIONS), ("b", COMPLETIONS)),
         )
@@ -294,49 +295,73 @@ class PreferenceStore:
         seconds: float = LEASE,
         overlap: int = 1,
         round: int | None = None,
+        gold: Sequence[str] = (),
+        gold_next: bool = False,
     ) -> Lease | None:
         """Lease the next pair (of a round) to a person; None where there is none for them.
 
         The pair with the highest priority, then the first added, that fewer than `overlap` people
         have or have labelled, and that this one has not. Whoever has a pair already gets it again.
+        `gold` are pairs (by id) with a known label, which are for everyone: they are leased only
+        where `gold_next`, the first that the person has not labelled, whoever else has it.
         `now` is the time in seconds. A lease that is past its `expires` is withdrawn when someone
         else asks for a pair. A pair that was skipped goes to another person.
         """
         expires = now + seconds
         clause, values = _where("p.", round=round)
+        listed = json.dumps(list(gold))
         with self.database.transaction(lasting=False):
             execute = self.database.execute
             # The earliest: after an undo, the pair of the label that was undone.
             own = execute(
                 "SELECT l.id, l.pair FROM leases l JOIN pairs p ON p.id = l.pair"
-                f" WHERE l.label IS NULL AND l.annotator = ?{clause} ORDER BY l.id LIMIT 1",
-                (annotator, *values),
+                f" WHERE l.label IS NULL AND l.annotator = ? AND (1{clause}"
+                " OR p.id IN (SELECT value FROM json_each(?))) ORDER BY l.id LIMIT 1",
+                (annotator, *values, listed),
             ).fetchone()
             if own is not None:
                 execute("UPDATE leases SET expires = ? WHERE id = ?", (expires, own[0]))
                 return Lease(own[0], own[1], annotator, expires)
             execute("DELETE FROM leases WHERE label IS NULL AND expires <= ?", (now,))
-            # One query a count: each walks an index in order and stops at its first row.
-            best = [
-                found
-                for taken in range(overlap)
-                for found in execute(
-                    f"SELECT -p.priority, p.seq, p.id FROM pairs p WHERE p.taken = ?{clause}"
-                    " AND NOT EXISTS (SELECT 1 FROM labels WHERE pair = p.id"
-                    " AND source = 'human' AND annotator = ?)"
-                    " ORDER BY p.priority DESC, p.seq LIMIT 1",
-                    (taken, *values, annotator),
-                )
-            ]
-            if not best:
+            pair = self._gold(annotator, listed) if gold_next else None
+            pair = pair or self._next(annotator, overlap, clause, values, listed)
+            if pair is None:
                 return None
-            pair = min(best)[2]
             id = execute(
                 "INSERT INTO leases (pair, annotator, expires) VALUES (?, ?, ?)",
                 (pair, annotator, expires),
             ).lastrowid
             assert id is not None
             return Lease(id, pair, annotator, expires)
+
+    def _next(
+        self, annotator: str, overlap: int, clause: str, values: Sequence[Any], gold: str
+    ) -> str | None:
+        """The next pair for a person that is no gold. One query a count of the places taken: each
+        walks an index in order and stops at its first row."""
+        best = [
+            found
+            for taken in range(overlap)
+            for found in self.database.execute(
+                f"SELECT -p.priority, p.seq, p.id FROM pairs p WHERE p.taken = ?{clause}"
+                " AND NOT EXISTS (SELECT 1 FROM labels WHERE pair = p.id"
+                " AND source = 'human' AND annotator = ?)"
+                " AND p.id NOT IN (SELECT value FROM json_each(?))"
+                " ORDER BY p.priority DESC, p.seq LIMIT 1",
+                (taken, *values, annotator, gold),
+            )
+        ]
+        return min(best)[2] if best else None
+
+    def _gold(self, annotator: str, gold: str) -> str | None:
+        """The first of the gold pairs that a person has not labelled."""
+        found = self.database.execute(
+            "SELECT p.id FROM json_each(?) g JOIN pairs p ON p.id = g.value WHERE NOT EXISTS"
+            " (SELECT 1 FROM labels WHERE pair = p.id AND source = 'human' AND annotator = ?)"
+            " ORDER BY g.key LIMIT 1",
+            (gold, annotator),
+        ).fetchone()
+        return None if found is None else str(found[0])
 
     def submit(self, lease: Lease, label: LabelRecord) -> bool:
         """Store the label of a leased pair, once; False where this very label is there already.
