@@ -103,8 +103,7 @@ class BaseModelChoice(FrozenModel):
     lora: Lora | None = None
     """Adapters on a frozen backbone; the head is always trained."""
     replay: Unit = 0.0
-    """Share of the train rows of the model's earlier stages that are learned from again, beside the
-    stage's own."""
+    """Share of the train rows of the model's earlier stages that are added to the stage's own."""
 
     @model_validator(mode="after")
     def _one_base(self) -> BaseModelChoice:
