@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from keel.algorithms.spec import Algorithm, FrozenModel, Unit, UnusedIf
 from keel.config.fields import Answers, Count, Ids, Index, Real, Temperature, Tokens, Words
-from keel.config.model import TeacherModel
+from keel.config.model import SAME_DTYPE, TeacherModel
 from keel.config.presets import DEFAULT_PRESET, GROUP_SIZE, PROMPTS_PER_STEP
 from keel.config.sources import NEVER_EVALUATED, Prompts, Rewards, Seconds, TaskSource
 
@@ -23,7 +23,6 @@ _NO_REPLIES = UnusedIf(
 _NO_REFILLS = UnusedIf(
     lambda key: not key.table.dynamic_sampling, "rollout.dynamic_sampling is off: no refills"
 )
-_SAME_DTYPE = UnusedIf(lambda key: key.value == key.recipe.model.dtype, "it equals model.dtype")
 _NO_REWARD = UnusedIf(
     lambda key: not key.stage.algorithm.needs_reward,
     'advantage "{key.stage.algorithm.advantage.kind}" reads no reward',
@@ -76,7 +75,7 @@ class Rollout(FrozenModel):
     engine: str = "native"
     """`native`, or `module:function` of a function that returns an engine (see
     [extending](extending.md))."""
-    dtype: Annotated[Literal["model", "bfloat16"], _SAME_DTYPE] = "model"
+    dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE] = "model"
     """Of the weights, keys and values of the native engine. bfloat16 samples with a rounded copy,
     whose log-probabilities differ from the trainer's, so it needs `algorithm.correction`.
     Evaluation always uses the model's dtype."""
