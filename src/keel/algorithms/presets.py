@@ -354,7 +354,7 @@ _PRESETS: Final = (
         paper=_OPD,
         algorithm=_of(TeacherLogRatio(), "token", Unclipped(), "constant"),
         sources={
-            "advantage": f"{_OPD}, discount 0; arXiv:2601.02780 §4",
+            "advantage": f"{_OPD}, discount 0; arXiv:2601.02780 eq. 8",
             "ratio": f"{_OPD}, importance sampling",
             "surrogate": f"{_OPD}, importance sampling, no clip",
             "weights": f"{_OPD}, a sum over tokens; over C: {CHOICE}",

@@ -36,7 +36,7 @@ def teacher_log_ratio(
     Each log-ratio is clamped to ±20, as in every estimator of a divergence.
 
     Source: Lu 2025, On-Policy Distillation (Thinking Machines Lab), where γ = 0; arXiv:2601.02780
-    §4, multi-teacher on-policy distillation.
+    eq. 8.
     """
     log_ratio_N = -divergences.k1(old_log_prob_N, teacher_log_prob_N)
     return returns_to_go(log_ratio_N, lengths_S, gamma=gamma)
