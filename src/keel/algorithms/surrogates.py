@@ -76,8 +76,8 @@ class Unclipped(SurrogateTerm):
 
     def describe(self) -> Description:
         text = (
-            "The importance-weighted advantage, unclipped: where the ratio moves, a divergence must "
-            "hold it."
+            "The importance-weighted advantage, unclipped: where the ratio moves, a divergence "
+            "must hold it."
         )
         return Description((equation("s", r"\rho_n A_n"),), text, "rho*A")
 
