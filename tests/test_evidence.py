@@ -34,7 +34,7 @@ def test_every_preset_was_measured_with_ten_seeds(task: str) -> None:
     assert {*pages.curves(algorithms.RESULTS / task)} == {*algorithms.COMPARED}
 
 
-@pytest.mark.parametrize("task", algorithms.TASKS)
+@pytest.mark.parametrize("task", distillation.LEVELS)
 def test_presets_with_a_teacher_were_measured_with_ten_seeds(task: str) -> None:
     assert {*PRESETS} - {*algorithms.COMPARED} == {distillation.STUDENT}
     found = pages.comparison(distillation.MEASURED / task)

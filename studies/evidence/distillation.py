@@ -26,7 +26,6 @@ from studies.evidence.algorithms import (
     HERE,
     RATES,
     RESULTS,
-    TASKS,
     choose_rates,
     keel,
     keep,
@@ -39,7 +38,7 @@ ARMS = (STUDENT, BASELINE)
 MEASURED = RESULTS / "distillation"
 TEACHER_SEED = 1000
 LEVELS = {"sort_digits": 0.8, "reverse": 0.5}
-"""Accuracies that GRPO reaches on most seeds, for the tokens that they take."""
+"""By task an accuracy that GRPO reaches on most seeds, for the tokens that it takes."""
 EARLY = 20
 """A step at which accuracies are compared besides the last."""
 EVALUATED = {"evaluation": {"every": 5}}
@@ -68,7 +67,7 @@ def train_teacher(out: Path, task: str) -> Path:
     return model
 
 
-def run(out: Path, seeds: int = 10, tasks: Sequence[str] = TASKS) -> None:
+def run(out: Path, seeds: int = 10, tasks: Sequence[str] = tuple(LEVELS)) -> None:
     """Train teachers and students, and keep the results."""
     MEASURED.mkdir(parents=True, exist_ok=True)
     _tune(out)
@@ -95,7 +94,7 @@ def run(out: Path, seeds: int = 10, tasks: Sequence[str] = TASKS) -> None:
 
 def _tune(out: Path) -> None:
     """Choose the student's rate on the first task, for all, unless rates.toml has it."""
-    first = TASKS[0]
+    first = next(iter(LEVELS))
     if STUDENT not in tomllib.loads(RATES.read_text())[first]:
         teacher = {"teacher": {"name": str(train_teacher(out, first))}}
         folder = out / "distillation" / first / "tune"
@@ -177,7 +176,7 @@ def accuracies(task: str, arm: str, step: int) -> Array:
 def table() -> str:
     """Tokens to the level, and accuracies at equal steps, on both tasks."""
     rows = []
-    for task in TASKS:
+    for task in LEVELS:
         for arm in ARMS:
             reached = [tokens_to(course, LEVELS[task]) for course in courses(task)[arm]]
             known = [x for x in reached if np.isfinite(x)]
@@ -198,7 +197,7 @@ def table() -> str:
 def savings_table() -> str:
     """The ratio of tokens, and differences in accuracy, paired by seed."""
     rows = []
-    for task in TASKS:
+    for task in LEVELS:
         ratio, late = savings(task)
         cells = []
         for step in (EARLY, int(courses(task)[STUDENT][0][0, -1])):
@@ -216,7 +215,7 @@ def teachers_table() -> str:
     """Accuracy of the teachers."""
     found = json.loads((MEASURED / "teachers.json").read_text())
     rows = []
-    for task in TASKS:
+    for task in LEVELS:
         cells = []
         for when in ("before", "after"):
             one = found[task][when]

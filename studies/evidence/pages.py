@@ -40,6 +40,11 @@ TITLES = {"sort_digits": "sorting digits", "reverse": "reversing words"}
 SECTION = "## Learning curve\n\n"
 
 
+def tasks_of(name: str) -> tuple[str, ...]:
+    """The tasks that a preset was measured on."""
+    return TASKS if name in COMPARED else tuple(distillation.LEVELS)
+
+
 def measured(name: str, task: str) -> Path:
     """The folder of a comparison in which a preset was measured on a task."""
     return (RESULTS if name in COMPARED else distillation.MEASURED) / task
@@ -99,7 +104,7 @@ def section(name: str) -> str:
     rates = tomllib.loads(RATES.read_text())
     study, page = ("compare", "presets") if name in COMPARED else ("distillation",) * 2
     rows = []
-    for task in TASKS:
+    for task in tasks_of(name):
         accuracy = interval(arm(task, name)["score"])
         own = () if name == BASELINE else (difference(task, name),)
         rows.append((TITLES[task], f"{rates[task][name]:g}", accuracy, *own))
@@ -121,10 +126,12 @@ def plot_preset(path: Path, name: str) -> None:
 def plot(path: Path, colours: Mapping[str, str]) -> None:
     """Validation accuracy of presets over the steps, a panel for each task."""
     with drawing(path, 3.0) as figure:
-        panels = figure.subplots(1, len(TASKS), sharey=True)
-        for axes, task in zip(panels, TASKS, strict=True):
+        shown = next(reversed(colours))
+        tasks = tasks_of(shown)
+        panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
+        for axes, task in zip(panels, tasks, strict=True):
             # In one panel all curves are of one comparison.
-            folder = measured(next(reversed(colours)), task)
+            folder = measured(shown, task)
             for name, colour in colours.items():
                 _curve(axes, curves(folder)[name], name, colour)
             axes.set_title(TITLES[task], fontsize=10)
