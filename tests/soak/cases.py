@@ -22,7 +22,7 @@ from keel.data.tasks.base import BaseTask, split_of
 from keel.runs.reader import Run
 from keel.types import Completion, Prompt, Split
 from tests.training import judged
-from tests.training.small import small
+from tests.training.small import save_teacher, small
 
 Make = Callable[[Path], Recipe]
 """The recipe, with the data it needs put into a folder."""
@@ -68,8 +68,12 @@ def _varies(name: str) -> Shows:
 
 
 def _preset(name: str) -> tuple[Make, Shows]:
-    reward = STEPWISE if PRESETS[name].algorithm.needs_steps else DENSE
-    return _rl(f"algorithm.preset={name}", reward, "steps=3")
+    algorithm = PRESETS[name].algorithm
+    reward = STEPWISE if algorithm.needs_steps else DENSE
+    own = (f"algorithm.preset={name}", reward, "evaluation.prompts=4", "steps=3")
+    if not algorithm.needs_teacher:
+        return _rl(*own)
+    return (lambda folder: small(*own, save_teacher(folder / "teacher"))), lambda run: True
 
 
 def _kept(run: Run) -> bool:

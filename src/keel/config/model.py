@@ -19,6 +19,7 @@ _ON_CPU = UnusedIf(lambda key: key.facts.cpu, "there is no autocast on a CPU")
 _NOT_FLOAT32 = UnusedIf(
     lambda key: key.table.dtype != "float32", 'autocast is for model.dtype = "float32" only'
 )
+SAME_DTYPE = UnusedIf(lambda key: key.value == key.recipe.model.dtype, "it equals model.dtype")
 _BYTES = UnusedIf(lambda key: key.table.tokenizer == "bytes", "bytes need no alphabet")
 _NO_KV_HEADS = UnusedIf(
     lambda key: not key.facts.kv_heads, "{key.table.family} has no separate key-value heads"
@@ -90,6 +91,17 @@ class Model(FrozenModel):
         if (self.name is None) == (self.build is None):
             raise ValueError("set exactly one of model.name (a folder or hub name) and model.build")
         return self
+
+
+class TeacherModel(FrozenModel):
+    """The frozen teacher whose log-probabilities the advantage reads (on-policy distillation)."""
+
+    name: str
+    """Folder or hub name of a causal language model with the policy's tokenizer."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE] = "model"
+    """Of its weights; `model` is `model.dtype`."""
 
 
 class BaseModelChoice(FrozenModel):
