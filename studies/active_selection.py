@@ -13,10 +13,8 @@ prompt. Intervals are over seeds, with Bonferroni's correction for the arms of a
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +40,13 @@ from keel.data.preferences.posterior import (  # noqa: E402
 )
 from keel.data.preferences.published import read_pandalm  # noqa: E402
 from keel.data.preferences.routing import Labeller, label_gains, route_labels  # noqa: E402
+from keel.data.preferences.word_features import BUCKETS, COMPONENTS, hashed_words  # noqa: E402
 from studies.gsm8k_pairs import real_pairs, share_of  # noqa: E402
 
 START, BATCH, MOST, POOL, HELD = 20, 20, 300, 600, 400
 REACHED = 200
 """The labels whose accuracy, chosen at random, the other arms are to reach."""
-COMPONENTS, BUCKETS, WIDTH = 48, 2048, 20
+WIDTH = 20
 PRECISIONS = (0.01, 0.1, 1.0, 10.0, 100.0)
 LABELLERS = (Labeller("judge", 0.02, 0.75), Labeller("people", 0.5, 0.95))
 ROUNDS, ROUND_DOLLARS = 16, 2.0
@@ -131,9 +130,9 @@ def nonlinear(seed: int) -> Problem:
 def hashed(text: str) -> Array:
     """log(1 + count) of the words in each bucket."""
     counts = np.zeros(BUCKETS)
-    for word in re.findall(r"[a-z']+|\d+|[^\sa-z\d]", text.lower()):
-        counts[zlib.crc32(word.encode()) % BUCKETS] += 1
-    return np.log1p(counts)
+    found = hashed_words(text)
+    counts[list(found)] = list(found.values())
+    return counts
 
 
 def real(seed: int, name: str, rows: Sequence[tuple[str, Array, float]]) -> Problem:
