@@ -50,7 +50,7 @@ def write_pairs(path: Path, pairs: int) -> None:
     with path.open("w", encoding="utf-8") as file:
         for number in range(pairs):
             row = {"prompt": f"Question {number}: {text}?", "probability": number % 3 / 2}
-            row |= {"chosen": f"{text} {number}, yes", "rejected": f"{text} {number}, no"}
+            row |= {"chosen": f"{text} {number}, yes", "rejected": f"{text} {pairs - number}, no"}
             file.write(json.dumps(row) + "\n")
 
 
