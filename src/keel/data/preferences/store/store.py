@@ -30,7 +30,7 @@ from keel.data.preferences.store.tables import (
     PAIRS,
     PROMPTS,
     STEPS,
-    Layout,
+    TableLayout,
 )
 from keel.types import KeelError
 
@@ -122,7 +122,7 @@ class PreferenceStore:
             if found != len(rows):
                 raise KeelError(f"{self.database.name}: {len(rows) - found} pairs are not there")
 
-    def _insert(self, layout: Layout[Any], rows: Sequence[tuple[Any, ...]]) -> int:
+    def _insert(self, layout: TableLayout[Any], rows: Sequence[tuple[Any, ...]]) -> int:
         values = ", ".join("?" * len(layout.fields))
         sql = f"INSERT INTO {layout.table} ({layout.names()}) VALUES ({values})"
         try:
@@ -138,7 +138,7 @@ class PreferenceStore:
             self._refuse_other(layout, rows)
         return new
 
-    def _refuse_other(self, layout: Layout[Any], rows: Sequence[tuple[Any, ...]]) -> None:
+    def _refuse_other(self, layout: TableLayout[Any], rows: Sequence[tuple[Any, ...]]) -> None:
         """Raises KeelError where a row is not what is there by its id."""
         at = layout.fields.index("id")
         sql = f"SELECT {layout.names()} FROM {layout.table} WHERE id = ?"
@@ -242,7 +242,7 @@ class PreferenceStore:
         columns = ", ".join(f"(SELECT COUNT(*) FROM {name})" for name in names)
         return dict(zip(names, self.database.rows(f"SELECT {columns}")[0], strict=True))
 
-    def _read(self, layout: Layout[R], clause: str, values: Sequence[Any]) -> Iterator[R]:
+    def _read(self, layout: TableLayout[R], clause: str, values: Sequence[Any]) -> Iterator[R]:
         sql = (
             f"SELECT seq, {layout.names()} FROM {layout.table} WHERE seq > ?{clause}"
             f" ORDER BY seq LIMIT {PAGE}"
@@ -252,7 +252,7 @@ class PreferenceStore:
             yield from (layout.read(row[1:]) for row in rows)
             after = rows[-1][0]
 
-    def _one(self, layout: Layout[R], id: str) -> R:
+    def _one(self, layout: TableLayout[R], id: str) -> R:
         sql = f"SELECT {layout.names()} FROM {layout.table} WHERE id = ?"
         rows = self.database.rows(sql, (id,))
         if not rows:
@@ -261,7 +261,7 @@ class PreferenceStore:
 
     def _judged(self, clause: str, values: Sequence[Any]) -> Iterator[tuple[int, JudgedPair]]:
         """A page of pairs, each with its place in the order."""
-        parts: tuple[tuple[str, Layout[Any]], ...] = (
+        parts: tuple[tuple[str, TableLayout[Any]], ...] = (
             *(("p", PAIRS), ("q", PROMPTS)),
             *(("a", COMPLETIONS), ("b", COMPLETIONS)),
         )

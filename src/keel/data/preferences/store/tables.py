@@ -22,7 +22,7 @@ R = TypeVar("R")
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
-class Layout(Generic[R]):
+class TableLayout(Generic[R]):
     """A record type and its table: the fields are the columns, in order.
 
     `json` are columns that hold JSON. `same` are those in which two records of one id must agree.
@@ -59,25 +59,25 @@ class Layout(Generic[R]):
         return self.record(*values)
 
 
-PROMPTS = Layout("prompt", "prompts", PromptRecord, ("content", "columns"), ("content",))
-COMPLETIONS = Layout(
+PROMPTS = TableLayout("prompt", "prompts", PromptRecord, ("content", "columns"), ("content",))
+COMPLETIONS = TableLayout(
     "completion",
     "completions",
     CompletionRecord,
     ("sampling", "columns"),
     ("prompt", "text"),
 )
-PAIRS = Layout("pair", "pairs", PairRecord, ("columns",), ("prompt", "first", "second"))
-LABELS = Layout("label", "labels", LabelRecord, (), ("pair", "value"))
-STEPS = Layout(
+PAIRS = TableLayout("pair", "pairs", PairRecord, ("columns",), ("prompt", "first", "second"))
+LABELS = TableLayout("label", "labels", LabelRecord, (), ("pair", "value"))
+STEPS = TableLayout(
     "steps",
     "steps",
     StepsRecord,
     ("steps", "labels", "columns"),
     ("prompt", "steps", "labels"),
 )
-COSTS = Layout("cost", "costs", CostRecord, (), ("kind", "amount", "unit"))
-LAYOUTS: tuple[Layout[Any], ...] = (PROMPTS, COMPLETIONS, PAIRS, LABELS, STEPS, COSTS)
+COSTS = TableLayout("cost", "costs", CostRecord, (), ("kind", "amount", "unit"))
+LAYOUTS: tuple[TableLayout[Any], ...] = (PROMPTS, COMPLETIONS, PAIRS, LABELS, STEPS, COSTS)
 
 # `seq` is the order of adding. `taken` counts the places of a pair that humans fill: open leases
 # and labels that are no skip; triggers keep it, so that the next pair is found by an index alone.
