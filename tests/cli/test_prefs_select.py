@@ -116,7 +116,7 @@ def test_the_default_follows_the_pool(here: Path, capsys: Capture) -> None:
     store_of(here / "b.db", 80, 30)
     found = printed(["prefs", "select", "b.db", "--count", "6"], capsys)
     assert found["by"] == "random"
-    assert "only where most have one was a gain" in found["reason"]
+    assert "only where half or more have one was a gain" in found["reason"]
 
 
 def test_what_is_printed(here: Path, capsys: Capture) -> None:

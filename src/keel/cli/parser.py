@@ -282,7 +282,7 @@ def _prefs_select(actions: Verbs) -> None:
     select.add_argument(
         "--by",
         choices=("d_optimal", "bald", "margin", "random"),
-        help="default: d_optimal where most pairs have near-copies, else random",
+        help="default: d_optimal where half of the pairs or more have near-copies, else random",
     )
     select.add_argument(
         "--ensemble", type=_positive, metavar="M", help="heads, instead of Laplace's posterior"

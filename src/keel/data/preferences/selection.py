@@ -130,7 +130,8 @@ def choose_method(asked: Method | None, copies: float | None) -> MethodChoice:
     if share >= REDUNDANT:
         return MethodChoice("d_optimal", f"{found}, and d_optimal counts near-copies once")
     return MethodChoice(
-        "random", f"{found}, and only where most have one was a gain over random labels measured"
+        "random",
+        f"{found}, and only where half or more have one was a gain over random labels measured",
     )
 
 
