@@ -192,6 +192,14 @@ def test_a_judge_and_people_share_a_budget(here: Path, capsys: Capture) -> None:
     assert leased(here / "a.db", people["pairs"]) == [row["pair"] for row in by["human"]]
 
 
+def test_a_budget_that_buys_nothing_says_so(here: Path, capsys: Capture) -> None:
+    store_of(here / "a.db", 60, 30)
+    words = ["prefs", "select", "a.db", *ROUTE, "--judge-accuracy", "0.8", "--budget", "0.01"]
+    assert "no pair is chosen: the budget buys no label" in message(words, capsys)
+    with PreferenceStore(here / "a.db") as store:
+        assert {pair.priority for pair in store.pairs()} == {0.0}
+
+
 def test_a_short_list_is_routed(here: Path, capsys: Capture) -> None:
     """With --count the method makes a short list, and only its pairs are labelled."""
     store_of(here / "a.db", 150, 60)

@@ -293,6 +293,8 @@ def _lines(result: Mapping[str, Any]) -> list[str]:
     if result["routing"] is not None:
         lines += _routed(result["routing"])
     chosen = result["chosen"]
+    if not chosen:
+        return [*lines, "no pair is chosen: the budget buys no label that tells anything"]
     lines.append(f"{'pair':<34}{'labeller':<10}{'score':>9}{'p(first)':>10}{'s.d.':>8}")
     for row in chosen[:SHOWN]:
         figures = "".join(

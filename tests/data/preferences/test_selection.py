@@ -111,6 +111,8 @@ def test_few_labels_say_so() -> None:
     feature, label = problem(40)
     assert held_out_check(feature[:19], label[:19], [str(n) for n in range(19)], LAPLACE) is None
     assert held_out_check(feature, label, ["one"] * 40, LAPLACE) is None
+    ties = held_out_check(feature, label * 0 + 0.5, [str(n) for n in range(40)], LAPLACE)
+    assert "every held-out pair is a tie" in hints(40, ties)[0]
     assert "too few" in hints(19, None)[0]
     assert "no pair is labelled" in hints(0, None)[0]
 

@@ -145,6 +145,8 @@ def hints(labelled: int, check: HeldOutCheck | None) -> list[str]:
             f"label {FEWEST} or more, of several prompts"
         ]
     accuracy = check.accuracy
+    if not accuracy.n:
+        return ["every held-out pair is a tie: ties do not show which answer is better"]
     if not accuracy.low > 0.5:
         return [
             f"the features do not show which answer of a held-out pair is better (accuracy "
