@@ -2,8 +2,8 @@
 
     python -m studies.active_selection --data ../shared/data --seeds 10
 
-Problems: three synthetic ones with a hidden reward and noisy labels (features of one size in every
-direction; a pool of which most pairs are near-copies of a few; a nonlinear reward on random
+Problems: four synthetic ones with a hidden reward and noisy labels (features of one size in every
+direction; pools of which half or most pairs are near-copies of a few; a nonlinear reward on random
 features), and two real ones (right and wrong GSM8K solutions, PandaLM's answers with the share of
 three people's votes) on 48 principal components of hashed words. Every arm of a seed starts from
 the same random labels and sees the same labels of the same pairs; real hold-outs are by problem or
@@ -13,10 +13,8 @@ prompt. Intervals are over seeds, with Bonferroni's correction for the arms of a
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +40,13 @@ from keel.data.preferences.posterior import (  # noqa: E402
 )
 from keel.data.preferences.published import read_pandalm  # noqa: E402
 from keel.data.preferences.routing import Labeller, label_gains, route_labels  # noqa: E402
+from keel.data.preferences.word_features import BUCKETS, COMPONENTS, hashed_words  # noqa: E402
 from studies.gsm8k_pairs import real_pairs, share_of  # noqa: E402
 
 START, BATCH, MOST, POOL, HELD = 20, 20, 300, 600, 400
 REACHED = 200
 """The labels whose accuracy, chosen at random, the other arms are to reach."""
-COMPONENTS, BUCKETS, WIDTH = 48, 2048, 20
+WIDTH = 20
 PRECISIONS = (0.01, 0.1, 1.0, 10.0, 100.0)
 LABELLERS = (Labeller("judge", 0.02, 0.75), Labeller("people", 0.5, 0.95))
 ROUNDS, ROUND_DOLLARS = 16, 2.0
@@ -84,14 +83,17 @@ def drawn(
     return np.asarray(generator.random(len(feature)) < sigmoid(reward(feature)), dtype=np.float64)
 
 
-def linear(seed: int, redundant: bool) -> Problem:
-    """A linear reward; the difference of two answers has a standard deviation of 2."""
-    generator = np.random.default_rng([seed, redundant])
+def linear(seed: int, share: float) -> Problem:
+    """A linear reward; the difference of two answers has a standard deviation of 2.
+
+    A `share` of the pool's pairs are near-copies of eight.
+    """
+    generator = np.random.default_rng([seed, share > 0])
     head = generator.normal(size=WIDTH) * 2 / np.sqrt(WIDTH)
     pool = generator.normal(size=(POOL, WIDTH))
-    if redundant:
+    if share:
         few = generator.normal(size=(8, WIDTH))
-        copies = int(0.9 * POOL)
+        copies = int(share * POOL)
         pool[:copies] = few[generator.integers(0, 8, copies)]
         pool[:copies] += 0.05 * generator.normal(size=(copies, WIDTH))
     held = generator.normal(size=(HELD, WIDTH))
@@ -131,9 +133,9 @@ def nonlinear(seed: int) -> Problem:
 def hashed(text: str) -> Array:
     """log(1 + count) of the words in each bucket."""
     counts = np.zeros(BUCKETS)
-    for word in re.findall(r"[a-z']+|\d+|[^\sa-z\d]", text.lower()):
-        counts[zlib.crc32(word.encode()) % BUCKETS] += 1
-    return np.log1p(counts)
+    found = hashed_words(text)
+    counts[list(found)] = list(found.values())
+    return counts
 
 
 def real(seed: int, name: str, rows: Sequence[tuple[str, Array, float]]) -> Problem:
@@ -172,8 +174,9 @@ def problems(data: Path) -> dict[str, Callable[[int], Problem]]:
         for row in read_pandalm(data / "pandalm").rows
     ]
     return {
-        "even": lambda seed: linear(seed, False),
-        "redundant": lambda seed: linear(seed, True),
+        "even": lambda seed: linear(seed, 0),
+        "half redundant": lambda seed: linear(seed, 0.5),
+        "redundant": lambda seed: linear(seed, 0.9),
         "nonlinear": nonlinear,
         "gsm8k": lambda seed: real(seed, "gsm8k", solutions),
         "pandalm": lambda seed: real(seed, "pandalm", panda),
@@ -317,7 +320,7 @@ def routing_table(seeds: Sequence[int]) -> list[str]:
     """Accuracy at dollars: the judge alone, people alone, either by information a dollar."""
     arms = {"judge": LABELLERS[:1], "people": LABELLERS[1:], "routed": LABELLERS}
     curves = {
-        name: np.array([spend(linear(seed, False), arm, seed) for seed in seeds])
+        name: np.array([spend(linear(seed, 0), arm, seed) for seed in seeds])
         for name, arm in arms.items()
     }
     lines = []

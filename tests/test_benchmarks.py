@@ -235,8 +235,8 @@ def test_preferences_writes_a_row_for_each_stage(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     preferences.main(["--smoke", "--folder", str(tmp_path), "--json", str(file)])
     rows = json.loads(file.read_text("utf-8"))["rows"]
-    assert len(rows) == 6
-    assert all(0 < row["median"] <= row["worst"] for row in rows)
+    assert len(rows) == 10
+    assert all(0 < row["median"] <= row["p99"] <= row["worst"] for row in rows)
 
 
 # ---------------------------------------------------------------- turns

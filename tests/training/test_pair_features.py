@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
@@ -13,8 +14,9 @@ from keel.data.preferences.posterior import laplace_posterior
 from keel.data.preferences.schema import Preference
 from keel.models.loading import quiet
 from keel.models.reward import reward_model_from
+from keel.training import pair_features as module
 from keel.training.judged_data import pair_encoder
-from keel.training.pair_features import head_weights, pair_features
+from keel.training.pair_features import head_weights, pair_features, text_features
 from tests.models import tiny
 
 ROWS = (
@@ -57,6 +59,23 @@ def test_a_trained_models_pairs_can_be_selected() -> None:
     posterior = laplace_posterior(found.feature_CH[:1], [1.0], 1.0, mean_H=head_weights(model))
     beliefs = laplace_beliefs(posterior, found.feature_CH[1:])
     assert sorted(select_pairs("d_optimal", 2, beliefs).index.tolist()) == [0, 1]
+
+
+def test_texts_are_read_in_chunks_and_long_ones_have_no_features(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK", 2)
+    model = reward_model_from(tiny.policy(), "outcome", 0)
+    with quiet():
+        model.save(tmp_path)
+    assert model.context is not None
+    long = Preference("long", "1=", "1" * model.context, "0")
+    found = text_features(tmp_path, [ROWS[0], long, *ROWS[1:]])
+    assert np.isnan(found).all(axis=1).tolist() == [False, True, False, False]
+    rows = [pair_encoder(model.reader())(row) for row in ROWS]
+    whole = pair_features(model, rows, 10_000).feature_CH
+    np.testing.assert_allclose(found[[0, 2, 3]], whole, atol=1e-4, rtol=1e-4)
+    assert text_features(tmp_path, []).shape == (0, model.head.in_features)
 
 
 def test_no_pairs_have_no_features() -> None:

@@ -218,7 +218,7 @@ LABEL_SOURCES = ("human", "judge", "rule", "reward_model")
 
 def _prefs(commands: Verbs) -> None:
     command = _command(
-        commands, "prefs", "Preference data: import it, label it, export it, summarise it."
+        commands, "prefs", "Preference data: import, label, select, export, count costs."
     )
     actions = command.add_subparsers(
         dest="action", metavar="ACTION", required=True, parser_class=Parser
@@ -268,6 +268,8 @@ def _prefs(commands: Verbs) -> None:
     _json(stats)
     _synthesize(actions)
     _annotate(actions)
+    _prefs_select(actions)
+    _prefs_costs(actions)
 
 
 def _synthesize(actions: Verbs) -> None:
@@ -356,6 +358,68 @@ def _annotate(actions: Verbs) -> None:
     )
     annotate.add_argument("--port", type=_positive, help="default: 8765, or a free one")
     annotate.add_argument("--no-browser", action="store_true", help="only print the address")
+
+
+def _prefs_select(actions: Verbs) -> None:
+    help = "Choose which pairs of a store to label next, and who labels them."
+    select = actions.add_parser("select", help=help, description=help)
+    select.set_defaults(module="keel.cli.prefs_select")
+    select.add_argument("store", metavar="STORE", help="a preference store")
+    select.add_argument(
+        "--model",
+        metavar="RUN|FOLDER",
+        help="an outcome reward model, whose hidden states are the features (default: words)",
+    )
+    select.add_argument("--stage", metavar="NAME", help="the run's stage that made the model")
+    select.add_argument(
+        "--by",
+        choices=("d_optimal", "bald", "margin", "random"),
+        help="default: d_optimal where half of the pairs or more have near-copies, else random",
+    )
+    select.add_argument(
+        "--ensemble", type=_positive, metavar="M", help="heads, instead of Laplace's posterior"
+    )
+    select.add_argument(
+        "--count",
+        type=_positive,
+        metavar="N",
+        help="how many pairs (default 100; with a budget, all)",
+    )
+    help = "choose among the pairs of this round"
+    select.add_argument("--round", type=_index, metavar="N", help=help)
+    help = "only these labels teach; may be given several times"
+    select.add_argument("--source", action="append", choices=LABEL_SOURCES, help=help)
+    help = "choose among N pairs, and learn from N, at random (default: all)"
+    select.add_argument("--pool", type=_positive, metavar="N", help=help)
+    select.add_argument("--seed", type=_index, default=0, metavar="N", help="default 0")
+    select.add_argument("--out", metavar="FILE", help="the chosen pairs as JSONL; must not exist")
+    _json(select)
+    who = select.add_argument_group("who labels: a judge or people, by the gain per dollar")
+    who.add_argument("--budget", type=_price, metavar="DOLLARS", help="to spend on this round")
+    who.add_argument("--judge-price", type=_price, metavar="DOLLARS", help="of a judge's label")
+    who.add_argument("--human-price", type=_price, metavar="DOLLARS", help="of a person's label")
+    help = "how often its label is right (default: its agreement with people in the store)"
+    who.add_argument("--judge-accuracy", type=_probability, metavar="P", help=help)
+    who.add_argument("--human-accuracy", type=_probability, metavar="P", help="default 1")
+
+
+def _prefs_costs(actions: Verbs) -> None:
+    help = "What labels and completions cost, by round; or what a plan would cost."
+    costs = actions.add_parser("costs", help=help, description=help)
+    costs.set_defaults(module="keel.cli.prefs_costs")
+    costs.add_argument("store", nargs="?", metavar="STORE", help="a preference store")
+    help = "compute a plan's costs line by line (default: the shipped plan)"
+    costs.add_argument("--scenario", nargs="?", const="", metavar="FILE", help=help)
+    _json(costs)
+    entry = costs.add_argument_group("add an entry to the ledger")
+    help = "its id, so that it is counted once"
+    entry.add_argument("--add", metavar="ID", help=help)
+    entry.add_argument("--kind", choices=("api", "human", "gpu"), help="what it went to")
+    entry.add_argument("--amount", type=_price, metavar="X", help="how much")
+    entry.add_argument("--unit", choices=("dollars", "hours"), help="default dollars")
+    entry.add_argument("--purpose", metavar="TEXT", help="what for")
+    entry.add_argument("--round", type=_index, metavar="N", help="the round (default 0)")
+    entry.add_argument("--forecast", action="store_true", help="expected, and not spent yet")
 
 
 def _runs(commands: Verbs) -> None:

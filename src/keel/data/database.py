@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from keel.types import KeelError
 
+CACHE_KIB = 65_536
+"""Memory for pages, at most: keys are hashes, so that an index is written to everywhere at once."""
 MAGIC = b"SQLite format 3\0"
 """The first bytes of every SQLite file."""
 FIXES = {
@@ -86,6 +88,7 @@ class Database:
             )
         self._db.execute("PRAGMA foreign_keys = ON")
         self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
         if ours:
             return
         with self.transaction():

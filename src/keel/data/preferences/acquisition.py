@@ -23,6 +23,10 @@ NODES, REACH = 65, 8.0
 """Nodes of the quadrature, and how many standard deviations to either side it goes."""
 SAME = 1e-9
 """Pairs whose factors differ by less than this share of their size are one pair."""
+BLOCK = 64
+"""Gains that are computed at a time, at first."""
+APART = 1e6
+"""What puts the repeated pairs after all others; no gain is near it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,8 +202,10 @@ def d_optimal_batch(
         log det(I + Σ_{i∈B} g_i ψ_i ψ_iᵀ) = log det Λ_B − log det Λ,   gain_i = log(1 + g_i s_i²)
 
     g is the information of a label about its difference, p (1 − p) for a logistic one (1 unless
-    given). s² is the variance given the pairs chosen so far; after pair j it falls, for each i with
-    covariance c_i to j, by g_j c_i² / (1 + g_j s_j²). Time C B (X + B), memory C (X + B).
+    given). s² = ψᵀ M ψ is the variance given the pairs chosen so far: M = I at first, and after
+    pair j it falls by g_j (M ψ_j)(M ψ_j)ᵀ / (1 + g_j s_j²). Since gains only fall, one that was
+    computed earlier bounds it from above, and only the pairs with the largest bounds are computed
+    again (Minoux 1978). Memory C X; time C X, and at worst C X² a pair chosen.
     The greedy choice has at least 1 − 1/e of the best batch's log det. A pair that equals a chosen
     one (ψ or −ψ) is only taken where no other is left.
     Source: MacKay 1992, Neural Computation 4:590; the bound: Nemhauser et al. 1978, Math.
@@ -208,23 +214,51 @@ def d_optimal_batch(
     factor = np.asarray(factor_CX, dtype=np.float64)
     count, size = len(factor), max(min(size, len(factor)), 0)
     g = np.ones(count) if information_C is None else np.asarray(information_C, dtype=np.float64)
-    variance = (factor**2).sum(axis=1)
-    length, order = variance.copy(), np.random.default_rng(seed).permutation(count)
-    left, repeated = np.ones(count, dtype=bool), np.zeros(count, dtype=bool)
-    down_BC = np.zeros((size, count))  # Σ_b down_b,i down_b,j is what cov(i, j) has fallen by.
+    # In a random order, so that the first of equal gains is a random one.
+    order = np.random.default_rng(seed).permutation(count)
+    factor, g = factor[order], g[order]
+    length = (factor**2).sum(axis=1)
+    bound, fresh = np.log1p(g * length), np.zeros(count, dtype=np.int64)
+    repeated = np.zeros(count, dtype=bool)
+    left_XX = np.eye(factor.shape[1])  # M
     index, score = np.zeros(size, dtype=np.int64), np.zeros(size)
     for taken in range(size):
-        gain = np.log1p(g * variance)
-        worth = np.where(left, np.where(repeated, -1.0, gain), -np.inf)
-        pick = order[np.argmax(worth[order])]
-        index[taken], score[taken] = pick, gain[pick]
-        product = factor @ factor[pick]
-        covariance = product - down_BC[:taken, pick] @ down_BC[:taken]
-        down_BC[taken] = covariance * np.sqrt(g[pick] / (1 + g[pick] * variance[pick]))
-        variance = np.maximum(variance - down_BC[taken] ** 2, 0.0)
-        left[pick] = False
-        repeated |= length + length[pick] - 2 * np.abs(product) <= SAME * length[pick]
-    return PairSelection(index, score)
+        block = BLOCK
+        while True:
+            pick = int(np.argmax(bound))
+            if fresh[pick] < taken:
+                stale = _largest(np.where(fresh < taken, bound, -np.inf), block)
+                gain = np.log1p(g[stale] * _squares(factor[stale], left_XX))
+                bound[stale], fresh[stale] = np.where(repeated[stale], gain - APART, gain), taken
+                block *= 2
+            elif not repeated[pick] and _equals_one(factor, length, pick, index[:taken]):
+                repeated[pick] = True
+                bound[pick] -= APART
+            else:
+                break
+        down_X = left_XX @ factor[pick]
+        variance = max(float(factor[pick] @ down_X), 0.0)
+        index[taken], score[taken] = pick, np.log1p(g[pick] * variance)
+        left_XX -= np.outer(down_X, down_X) * (g[pick] / (1 + g[pick] * variance))
+        bound[pick] = -np.inf
+    return PairSelection(order[index], score)
+
+
+def _largest(bound_C: Array, size: int) -> Index:
+    """The indices of the `size` largest, those of -inf left out."""
+    size = min(size, int(np.isfinite(bound_C).sum()))
+    return np.asarray(np.argpartition(-bound_C, size - 1)[:size], dtype=np.int64)
+
+
+def _squares(factor_CX: Array, left_XX: Array) -> Array:
+    """ψᵀ M ψ, not below 0."""
+    return np.asarray(np.maximum(((factor_CX @ left_XX) * factor_CX).sum(axis=1), 0.0))
+
+
+def _equals_one(factor: Array, length: Array, pick: int, chosen: Index) -> bool:
+    """Whether a pair's ψ is that of a chosen one, or its opposite."""
+    product = np.abs(factor[chosen] @ factor[pick])
+    return bool((length[chosen] + length[pick] - 2 * product <= SAME * length[chosen]).any())
 
 
 def _labelled(probability: Array, accuracy: float) -> Array:
