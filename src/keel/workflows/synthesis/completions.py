@@ -152,7 +152,6 @@ async def _ask(
         answer.text,
         tokens=answer.cost.tokens_out,
         seconds=calls[0].seconds,
-        cost=None if server.price is None else answer.cost.dollars,
         columns={name: value for name, value in columns.items() if value is not None},
     )
     concurrency = asker.options.concurrency
@@ -249,7 +248,6 @@ def _write_group(
                 completion.text.encode("utf-8", "replace").decode("utf-8"),
                 tokens=len(completion),
                 seconds=each,
-                cost=None,
                 columns={"finish": completion.finish},
             )
             hours = CostRecord(
@@ -272,7 +270,6 @@ def _record(
     *,
     tokens: int,
     seconds: float | None,
-    cost: float | None,
     columns: Mapping[str, Any],
 ) -> CompletionRecord:
     """The record of a sample; equal texts of two samples are two records."""
@@ -285,9 +282,8 @@ def _record(
         options.round,
         tokens,
         seconds,
-        cost,
-        {"sample": sample, **columns},
-        content_id("sample", prompt.id, model.model, sampling, sample, text),
+        columns={"sample": sample, **columns},
+        id=content_id("sample", prompt.id, model.model, sampling, sample, text),
     )
 
 

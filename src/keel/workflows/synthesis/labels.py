@@ -126,9 +126,6 @@ def pair_labels(
             round=options.round,
             shown_first=shown,
             seconds=None if None in seconds else sum(s for s in seconds if s is not None),
-            cost=None
-            if judge.price is None
-            else sum(cost.dollars for cost in judgement.costs.values()),
             note=clean_text(note),
             at=time.time(),
         )

@@ -1,4 +1,7 @@
-"""What answered requests took: entries of the store's ledger, and sums for the forecast."""
+"""What answered requests took: entries of the store's ledger, and sums for the forecast.
+
+The money is in the entries alone, and not on labels and completions too, so that it counts once.
+"""
 
 from __future__ import annotations
 
