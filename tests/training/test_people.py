@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from keel.cli.main import main
 from keel.data.preferences.store.records import LabelRecord
 from keel.data.preferences.store.store import PreferenceStore
 from keel.rewards.rules import place_match
 from keel.runs.layout import RunFolder
+from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import KeelError
 from tests.durability.same import contents
@@ -139,3 +141,20 @@ def test_a_stage_that_was_stopped_labels_nothing_twice(tmp_path: Path) -> None:
 def test_only_outcome_reward_models_have_people(kind: str) -> None:
     with pytest.raises(KeelError, match="people"):
         recipe(stage(kind, labels=4))
+
+
+def test_costs_of_a_run_are_its_labels_and_the_hours_of_its_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = train(recipe(stage(labels=20, noise=0.1, price=0.5)), tmp_path / "run")
+    assert main(["prefs", "costs", str(folder.path), "--gpu-price", "2", "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)["table"]
+    of = {row["kind"]: row for row in table if row["round"] is None}
+    pool = {json.dumps(row, sort_keys=True) for row in lines(folder.pool("reward_model"))}
+    assert of["human"]["actual_dollars"] == of["human"]["forecast_dollars"] == 10
+    assert of["api"]["actual_dollars"] == pytest.approx(0.01 * len(pool))
+    hours = load(folder.path).seconds() / 3600
+    assert of["gpu"]["actual_hours"] == pytest.approx(hours)
+    assert of["gpu"]["actual_dollars"] == pytest.approx(2 * hours)
+    assert main(["prefs", "costs", str(folder.preferences), "--gpu-price", "2"]) == 2
+    assert "give a run folder" in capsys.readouterr().err

@@ -407,7 +407,10 @@ def _prefs_costs(actions: Verbs) -> None:
     help = "What labels and completions cost, by round; or what a plan would cost."
     costs = actions.add_parser("costs", help=help, description=help)
     costs.set_defaults(module="keel.cli.prefs_costs")
-    costs.add_argument("store", nargs="?", metavar="STORE", help="a preference store")
+    help = "a preference store, or a run folder: its store and its steps"
+    costs.add_argument("store", nargs="?", metavar="STORE", help=help)
+    help = "an hour of a run's steps costs so much"
+    costs.add_argument("--gpu-price", type=_price, metavar="DOLLARS", help=help)
     help = "compute a plan's costs line by line (default: the shipped plan)"
     costs.add_argument("--scenario", nargs="?", const="", metavar="FILE", help=help)
     _json(costs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from keel.data.preferences.cost_plan import (
     read_plan,
     shipped_plan,
 )
-from keel.data.preferences.store.ledger import describe_costs
+from keel.data.preferences.store.ledger import CostItem, describe_costs
 from keel.data.preferences.store.records import CostRecord
 from keel.data.preferences.store.store import PreferenceStore
+from keel.runs.reader import Run, load
 from keel.types import KeelError
 
 ENTRY = ("kind", "amount", "unit", "purpose", "round", "forecast")
@@ -36,10 +37,32 @@ def run(arguments: argparse.Namespace) -> None:
             raise KeelError("--add is of a store's ledger, which a plan has not: give STORE")
         _plan(arguments)
         return
-    with PreferenceStore(Path(arguments.store)) as store:
+    path, training = Path(arguments.store), []
+    if path.is_dir():
+        run = load(path)
+        path, training = run.folder.preferences, list(_training(run, arguments.gpu_price))
+    elif arguments.gpu_price is not None:
+        raise KeelError("--gpu-price is of a run's steps: give a run folder instead of a store")
+    with PreferenceStore(path) as store:
         added = None if arguments.add is None else store.add_costs([_entry(arguments)])
-        result = {"store": arguments.store, "added": added, **describe_costs(store)}
+        result = {"store": str(path), "added": added, **describe_costs(store, training)}
     print(json.dumps(result, ensure_ascii=False) if arguments.json else "\n".join(_lines(result)))
+
+
+def _training(run: Run, price: float | None) -> Iterator[CostItem]:
+    """The hours of each stage's steps; its round is the number that `repeat` has added to its name.
+
+    At a price (dollars an hour) they are dollars too.
+    """
+    for stage in run.stages:
+        steps = run.timings(stage)
+        hours = run.seconds(stage) / 3600
+        name, _, number = stage.rpartition("-")
+        round = int(number) if name and number.isdecimal() else 0
+        dollars = None if price is None else price * hours
+        what = f"steps of {stage}"
+        priced = len(steps) if price is not None else 0
+        yield CostItem(round, "gpu", what, False, len(steps), priced, len(steps), dollars, hours)
 
 
 def _entry(arguments: argparse.Namespace) -> CostRecord:

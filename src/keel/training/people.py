@@ -17,6 +17,8 @@ from keel.data.preferences.posterior import likeliest_posterior
 from keel.data.preferences.schema import Preference
 from keel.data.preferences.store.records import (
     CompletionRecord,
+    CostKind,
+    CostRecord,
     LabelRecord,
     PairRecord,
     PromptRecord,
@@ -54,6 +56,14 @@ def label_pairs(
     pool = [json.loads(line) for line in folder.pool(stage).read_text("utf-8").splitlines()]
     chosen = choose(pool)
     with PreferenceStore(folder.preferences, create=True) as store:
+        forecast: dict[CostKind, float] = {
+            "api": len(pool) * choice.price,
+            "human": len(chosen) * people.price,
+        }
+        store.add(
+            CostRecord(f"{stage}/{kind}", kind, amount, "dollars", "labels", round, forecast=True)
+            for kind, amount in forecast.items()
+        )
         pairs = _add_pool(store, pool, chosen, round, choice.price)
         if people.noise is not None:
             rng = np.random.default_rng(derive(seed, "people"))

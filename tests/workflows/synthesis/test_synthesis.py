@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from keel.data.preferences.store.exports import preference_rows
-from keel.data.preferences.store.records import CompletionRecord, PromptRecord
 from keel.data.preferences.store.ledger import describe_costs
+from keel.data.preferences.store.records import CompletionRecord, PromptRecord
 from keel.data.preferences.store.store import PreferenceStore
 from keel.types import KeelError, Sampling
 from keel.workflows.synthesis.completions import ProgressNotes

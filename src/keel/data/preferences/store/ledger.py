@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -124,9 +124,12 @@ def label_times(store: PreferenceStore) -> list[dict[str, Any]]:
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
-def describe_costs(store: PreferenceStore) -> dict[str, Any]:
-    """The table, what it is the sum of, and labels' times, ready for JSON."""
-    items = list(cost_items(store))
+def describe_costs(store: PreferenceStore, training: Sequence[CostItem] = ()) -> dict[str, Any]:
+    """The table, what it is the sum of, and labels' times, ready for JSON.
+
+    `training` is what the steps of a run took, which its store does not hold.
+    """
+    items = [*cost_items(store), *training]
     return {
         "table": cost_table(items),
         "counted": [asdict(item) for item in items],
