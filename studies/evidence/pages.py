@@ -19,7 +19,7 @@ import numpy as np
 from keel.algorithms.presets import PRESETS
 from keel.analysis.plots import COLOURS, FAINT, drawing
 from keel.analysis.statistics import Array
-from studies.evidence import bias, distillation, gae, lengths, memory, ratios
+from studies.evidence import bias, distillation, gae, lengths, memory, ratios, replay
 from studies.evidence.algorithms import (
     BASELINE,
     COMPARED,
@@ -196,6 +196,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "three_costs": lambda: costs_table(STABLE),
     "stability": stability_table,
     "memory": memory.table,
+    "replay": replay.table,
+    "forgetting": replay.forgetting,
     "lengths": lambda: lengths.table(lengths.read()[1]),
     "difficulty": bias.difficulty_table,
     "drift": bias.drift_table,

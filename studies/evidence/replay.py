@@ -18,6 +18,7 @@ from studies.evidence.lengths import shown
 SHARES = ("0", "0.1", "1")
 KEPT = RESULTS / "replay.json"
 KEY = "update.base.replay"
+VERSIONS = ("reward_model", "update-1", "update-2", "update-3")
 
 
 def measure(out: Path, seeds: int = 10) -> None:
@@ -50,6 +51,17 @@ def table(path: Path = KEPT) -> str:
         rows.append(cells)
     head = ("old rows", "less none", "new rows", "less none", "policy", "less none")
     return markdown(("replay", *head), rows)
+
+
+def forgetting(path: Path = KEPT) -> str:
+    """Mean accuracy of each version on each version's rows without replay, in percent."""
+    accuracy = 100 * np.array(json.loads(path.read_text())[SHARES[0]]["accuracy"]).mean(axis=0)
+    head = ("model after", *(f"rows of {name}" for name in VERSIONS))
+    rows = [
+        (name, *(f"{value:.1f}" for value in row))
+        for name, row in zip(VERSIONS, accuracy, strict=True)
+    ]
+    return markdown(head, rows)
 
 
 def _figures(found: dict[str, Any]) -> tuple[Array, Array, Array]:
